@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PAGE, Engine, Prefetched, engine, equal
+from engines import PAGE, Engine, Prefetched, chain, engine, equal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from hanging_fs import HangingFs, hanging_fs, missing
@@ -150,17 +150,35 @@ def test_wrong_calls_are_misses(start: Start, caplog: pytest.LogCaptureFixture) 
     engine = start()
     storage, keys = engine.storage, [f"{at:064x}" for at in range(2)]
     good = engine.host.alloc(2 * PAGE)
-    for indices in (good[:-1], good + int(engine.host.size), good - 10**6, None):
+    shifted, mixed = good + 1, good.clone()
+    mixed[1] += PAGE  # a token of another page
+    for indices in (good[:-1], good + int(engine.host.size), good - 10**6, None, shifted, mixed, "positions"):
         assert storage.batch_set_v1(keys, indices) == [False, False]
         assert storage.batch_get_v1(keys, indices) == [False, False]
     assert storage.batch_set_v1(keys, good) == [True, True]
     assert storage.batch_exists([*keys, "not hexadecimal"]) == 2
+    assert storage.batch_exists([*keys, None]) == 0
     assert storage.get("key") is None
     assert not storage.set("key", good)
     storage.close()
     assert storage.batch_get_v1(keys, good) == [False, False]
     assert storage.batch_exists(keys) == 0
     assert len(caplog.records) < 12
+
+
+@pytest.mark.sglang_core
+def test_an_unexpected_error_is_a_miss(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the figures, which SGLang's scheduler reads between two steps."""
+    engine = start()
+    good = engine.host.alloc(PAGE)
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(type(engine.storage._pools["kv"][1]), "pieces", fails)
+    monkeypatch.setattr(engine.storage._stats, "take", fails)
+    assert engine.storage.batch_set_v1(["0" * 64], good) == [False]
+    assert engine.storage.get_stats().prefetch_pgs == []
 
 
 # ---- a tier that hangs -------------------------------------------------------------------------------------------
@@ -254,6 +272,22 @@ def test_a_backup_ends_while_the_tier_hangs(on_hanging: Engine, hanging: Hanging
     while on_hanging.backup(PROMPT, seed=3)[0] < len(PROMPT) and time.monotonic() < until_s:
         time.sleep(0.2)
     assert on_hanging.prefetch(PROMPT).completed == len(PROMPT)
+
+
+def test_sglang_can_empty_its_cache_while_the_tier_hangs(server: None, hanging: HangingFs) -> None:
+    """With the limits' defaults: SGLang waits 10 s for its threads, and ends the engine if one does not come back."""
+    limits = {key: value for key, value in LIMITS.items() if key != "limits"}
+    with engine({"tiers": [f"directory:{hanging.place / 'store'}"], **limits}) as made:
+        made.backup(range(5000, 5000 + PAGE))
+        made.fill(1)
+        indices = made.host.alloc(len(PROMPT))
+        hanging.hang("write", "fsync", "create", "open")
+        try:
+            made.controller.write_storage(indices, list(PROMPT), hash_value=chain(PROMPT))
+            time.sleep(0.1)
+            made.controller.reset()
+        finally:
+            hanging.go_on()
 
 
 def test_a_detach_ends_while_the_tier_hangs(on_hanging: Engine, hanging: HangingFs) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from engines import PAGE, Engine, checkpoint, engine, mha, mla, published, resolved
+from sglang.srt.runtime_context import get_context
 
 from kvtier.connect.sglang import weight_updates
-from kvtier.connect.sglang.identity import SETTINGS
+from kvtier.connect.sglang.identity import SETTINGS, identify, leaves
 from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.sglang_core
@@ -57,12 +58,42 @@ def test_another_configuration_is_a_miss(tmp_path: Path) -> None:
     assert hit(tmp_path / "store", checkpoint(tmp_path / "c", use_cache=False)) == len(PROMPT)
 
 
-@pytest.mark.parametrize("name", sorted(set(SETTINGS) - {"trust_remote_code"}))
-def test_another_setting_is_a_miss(tmp_path: Path, name: str) -> None:
-    """Each server argument that changes KV."""
+def test_another_setting_is_a_miss(tmp_path: Path) -> None:
+    """Each server argument that changes KV has a part in the fingerprint."""
     model = checkpoint(tmp_path / "model")
     assert stored(tmp_path / "store", model) == len(PROMPT)
-    assert hit(tmp_path / "store", model, {name: "another"}) == 0
+    assert hit(tmp_path / "store", model, {"kv_cache_dtype": "another"}) == 0
+    digests = {digest(model)}
+    for name in sorted(set(SETTINGS) - {"trust_remote_code"}):
+        digests.add(digest(model, {name: "another"}))
+    assert len(digests) == len(SETTINGS)
+
+
+def digest(model: Path, changes: dict[str, object] | None = None) -> bytes:
+    """An engine's fingerprint."""
+    with published(model):
+        resolved(**(changes or {}))
+        return identify(leaves(get_context()), "0.5.23").digest
+
+
+def test_the_environment_is_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables decide the order of bytes in a page, too; those of logs, ports and secrets do not."""
+    model, file = checkpoint(tmp_path / "model"), tmp_path / "scales.json"
+    digests = {digest(model)}
+    for name in ("SGLANG_LOG_MS", "SGLANG_RUN_ID", "SGLANG_HICACHE_TMA_TRANSFER", "SGLANG_ADMIN_API_KEY", "HOME"):
+        monkeypatch.setenv(name, "1")
+    assert {digest(model)} == digests
+    for name, value in (("SGLANG_USE_HND_KVCACHE", "1"), ("SGLANG_OPT_DSV41_BF16_INDEX_LOGITS", "1")):
+        monkeypatch.setenv(name, value)
+        digests.add(digest(model))
+    monkeypatch.setenv("SGLANG_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+    for content in ("{}", '{"bits": 4}'):
+        file.write_text(content)
+        digests.add(digest(model))
+    assert len(digests) == 5
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine")
+    with pytest.raises(ConfigError, match="SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        digest(model)
 
 
 def test_another_page_size_is_a_miss(tmp_path: Path) -> None:
@@ -97,6 +128,8 @@ def test_a_changed_adapter_is_a_miss(tmp_path: Path) -> None:
         ({"load_format": "dummy"}, "load_format = 'dummy'"),
         ({"dllm_algorithm": "LLaDA"}, "depends on later tokens"),
         ({"kt_weight_path": "somewhere"}, "not identified"),
+        ({"weight_cache_mode": "client"}, "weight_cache_mode = 'client'"),
+        ({"forward_hooks": [{"name": "mine"}]}, "not identified"),
         ({"custom_weight_loader": ["mine.load"]}, "not identified"),
         ({"lora_paths": [SimpleNamespace(lora_id="1", lora_path="missing/adapter")]}, "files of adapter"),
     ],

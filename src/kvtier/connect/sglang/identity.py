@@ -9,6 +9,8 @@ Ranks, the layout and the page size are not: they are in the name of every objec
 
 import json
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,12 +35,31 @@ SETTINGS = (
     "mamba_ssm_dtype", "qsa_indexer_dtype", "prefill_kv_cache_dequant_dtype", "enable_int8_mamba_checkpoint",
     "enable_deepseek_v4_fp4_indexer", "enable_dsa_cache_layer_split", "enable_kv_cache_sharding",
     "enable_prefill_cp", "cp_strategy", "disable_hybrid_swa_memory", "mm_process_config", "trust_remote_code",
+    # the attention's kernels also decide the order of bytes in a page
+    "attention_backend", "prefill_attention_backend", "decode_attention_backend", "enable_page_major_kv_layout",
+    "dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend", "dsa_paged_mqa_logits_backend",
+    "dsv4_attn_backend", "dsv4_prefill_backend", "enable_hisparse", "hisparse_config", "c128_page_size",
+    # recurrent states
+    "mamba_backend", "linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend",
+    "enable_linear_replayssm", "linear_replayssm_cache_len", "enable_mamba_cache_stochastic_rounding",
+    "mamba_cache_philox_rounds", "mamba_radix_cache_strategy", "mamba_track_interval",
+    # precision of the computation, beyond rounding
+    "rl_on_policy_target", "enable_deterministic_inference", "enable_tf32_matmul", "quantize_and_serve",
+    "enable_quant_communications", "deepep_dispatcher_output_dtype", "enable_w4a4_mxfp4_megamoe",
+    "flashinfer_mxfp4_moe_precision", "fp4_gemm_runner_backend", "fp8_gemm_runner_backend", "bf16_gemm_backend",
+    "moe_runner_backend", "moe_a2a_backend", "triton_attention_reduce_in_fp32",
+    # embeddings of images and other items
+    "disable_fast_image_processor", "image_processor_backend", "enable_precise_embedding_interpolation",
+    # attention between the items of a prompt, and which modules an adapter changes
+    "enable_mis", "lora_target_modules", "experts_shared_outer_loras",
 )  # fmt: skip
 """Server arguments that change KV or its meaning; their values after SGLang's resolution are in the fingerprint."""
 
 DRAFT_SETTINGS = (
     "speculative_draft_load_format", "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
     "speculative_draft_window_size", "speculative_num_steps", "speculative_eagle_topk", "enable_multi_layer_eagle",
+    "speculative_draft_sink_size", "speculative_num_draft_tokens", "speculative_draft_attention_backend",
+    "speculative_dflash_block_size", "speculative_dspark_block_size",
 )  # fmt: skip
 """Those of speculative decoding, whose draft model may keep KV in the same pages."""
 
@@ -51,12 +72,33 @@ REFUSED = {
     "quantization_param_path": "scales in a file of their own are not identified",
     "decrypted_config_file": "an encrypted checkpoint is not identified",
     "uno_lora_path": "an adapter of the draft model is not identified",
+    "forward_hooks": "what they change is not identified",
     "trust_mm_content_hashes": "a client could name the content of its images or other items falsely",
 }
 """Server arguments with which kvtier does not start, and why."""
 
+ENVIRONMENT = (
+    "SGLANG_", "SGL_", "FLASHINFER_NVFP4_", "USE_ROCM_AITER_", "USE_TRITON_W8A8_", "DEEP_NORMAL_MODE_", "TIMM_FUSED_",
+)  # fmt: skip
+"""Beginnings of the names of environment variables that may change KV, such as SGLANG_USE_HND_KVCACHE."""
+
+UNRELATED_WORDS = frozenset({
+    "CI", "COREDUMP", "CRASH", "DIR", "DISAGG", "DISAGGREGATION", "GRAMMAR", "GRPC", "HEALTH", "HICACHE", "HOST", "ID",
+    "INTERVAL", "IP", "IPC", "LOG", "METRICS", "MOONCAKE", "NUMA", "PORT", "PROFILE", "PROFILER", "PYSPY", "SCHEDULER",
+    "SOCKET", "TEST", "TIMEOUT", "TRACE", "WARMUP", "WATCHDOG", "ZMQ",
+    "AUTH", "CREDENTIAL", "KEY", "PASSWORD", "SECRET",
+})  # fmt: skip
+"""A variable with one of these words in its name changes no KV, or is a secret."""
+
+REFUSED_VARIABLES = {
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "code of a model that is not SGLang's is not identified",
+    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "code of a processor that is not SGLang's is not identified",
+}
+
 CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "params.json")
 """Files of a checkpoint that describe the model."""
+
+PATH_MAX = 4096
 
 NO_MODEL = frozenset({"", "none", "dummy"})
 
@@ -75,6 +117,11 @@ def identify(leaf: Leaves, release: str) -> Fingerprint:
         value = _value(leaf, name, release)
         if value:
             raise ConfigError(f"SGLang's {name} = {value!r} is not supported: {why}. Serve this model without kvtier")
+    if (mode := _value(leaf, "weight_cache_mode", release)) != "off":
+        raise ConfigError(
+            f"SGLang's weight_cache_mode = {mode!r} is not supported: the daemon's weights are not identified; "
+            "allowed: 'off'"
+        )
     folder = _folder(leaf, release)
     others: dict[str, object] = {name: plain(_value(leaf, name, release), frozenset()) for name in SETTINGS}
     return Fingerprint(
@@ -87,8 +134,27 @@ def identify(leaf: Leaves, release: str) -> Fingerprint:
             "settings": others,
             "adapters": _adapters(leaf, release),
             "draft": _draft(leaf, release),
+            "environment": environment(os.environ),
         },
     )
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of these environment variables, those that may change KV. A value that names a file becomes its digest.
+
+    Raises:
+        ConfigError: what a variable adds to SGLang cannot be identified.
+    """
+    for name, why in REFUSED_VARIABLES.items():
+        if variables.get(name):
+            raise ConfigError(f"{name} = {variables[name]!r} (environment) is not supported: {why}")
+    found: dict[str, str] = {}
+    for name, value in sorted(variables.items()):
+        if name.startswith(ENVIRONMENT) and UNRELATED_WORDS.isdisjoint(name.split("_")):
+            file = Path(value)
+            is_file = len(value) < PATH_MAX and os.path.isfile(file)  # noqa: PTH113 - a bad path is False, no error
+            found[name] = digest_files([file], home_cache()).digest.hex() if is_file else value
+    return found
 
 
 def _value(leaf: Leaves, name: str, release: str) -> object:
@@ -114,6 +180,11 @@ def _folder(leaf: Leaves, release: str) -> Path:
         raise ConfigError(
             f"SGLang's load_format = {load_format!r}: weights that are not files of a folder cannot be identified; "
             f"allowed: {', '.join(sorted(LOCAL_FORMATS))}"
+        )
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true", "yes", "y"} and not Path(name).exists():
+        raise ConfigError(
+            f"SGLANG_USE_MODELSCOPE (environment): the files of {name} in ModelScope's cache are not identified; "
+            "allowed: a model_path that is a local folder"
         )
     revision, place = _value(leaf, "revision", release), _value(leaf, "download_dir", release)
     folder = local_folder(name, cast("str | None", revision), cast("str | None", place))
@@ -185,7 +256,8 @@ def _draft(leaf: Leaves, release: str) -> dict[str, object]:
     name = _value(leaf, "speculative_draft_model_path", release)
     if name is not None:
         revision = cast("str | None", _value(leaf, "speculative_draft_model_revision", release))
-        folder = local_folder(str(name), revision, None)
+        place = cast("str | None", _value(leaf, "download_dir", release))
+        folder = local_folder(str(name), revision, place)
         if folder is None:
             raise ConfigError(f"the draft model's weights {name} are in no local folder, so KV cannot be identified")
         found |= {"weights": _digest(folder).hex(), "config": _model_config(folder)}

@@ -74,6 +74,12 @@ class StoredPool:
         """Bytes of a page, in all of its objects."""
         return self.cells * sum(self.layout.layer_bytes)
 
+    def are_pages(self, indices: Indices) -> bool:
+        """Whether these positions are whole pages: SGLang's pools take the first of each and add the page's length."""
+        pages = indices.reshape(-1, self.page_size)
+        starts = pages[:, 0]
+        return bool((starts % self.page_size == 0).all()) and bool((pages.diff(dim=1) == 1).all())
+
     def pieces(self, indices: Indices) -> list[list[Any]]:
         """The memory of each object of these pages, in pieces; cells of a page follow each other.
 

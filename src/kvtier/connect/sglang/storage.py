@@ -6,6 +6,7 @@ no exception leaves a method: whatever fails is a miss, and logged once.
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, cast
@@ -27,7 +28,7 @@ from kvtier.connect.sglang.sglang_types import (
 from kvtier.connect.sglang.stats import StorageStats
 from kvtier.connect.sglang.weight_updates import forget, watch_weights
 from kvtier.connect.vllm.identity import note_fingerprint
-from kvtier.errors import ConfigError, KvError
+from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
 from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.runtime.open_objects import open_object_store
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 KV = "kv"
 """SGLang's name of the pool whose pages are the tokens' KV."""
+
+THREAD_S = 8.0
+"""SGLang waits 10 s for its storage threads before it empties its cache, and ends the engine when one is not back."""
 
 KEY_BYTES = 32
 _KEY_DOMAIN = b"kvtier.sglang\0"
@@ -225,35 +229,55 @@ class KvtierStorage(sglang.HiCacheStorage):
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
         """`batch_get_v1` for pages of several pools, by pool."""
+        until_s = time.monotonic() + self._call_s(self._config.limits.load_deadline_s)
         return {
-            each.name: self._get(_text(each.name), each.keys or (), each.host_indices, extra_info) for each in transfers
+            each.name: self._get(_text(each.name), each.keys or (), each.host_indices, extra_info, until_s)
+            for each in transfers
         }
 
     def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
         """`batch_set_v1` for pages of several pools, by pool."""
+        until_s = time.monotonic() + self._call_s(self._config.limits.store_deadline_s)
         return {
-            each.name: self._set(_text(each.name), each.keys or (), each.host_indices, extra_info) for each in transfers
+            each.name: self._set(_text(each.name), each.keys or (), each.host_indices, extra_info, until_s)
+            for each in transfers
         }
 
-    def _get(self, name: str, keys: Sequence[str], indices: Indices, extra_info: ExtraInfo) -> list[bool]:
+    def _call_s(self, limit_s: float) -> float:
+        """Longest time of a call. SGLang's threads make one for the KV, and one for all other pools, in turn."""
+        return min(limit_s, THREAD_S if len(self._pools) < 2 else THREAD_S / 2)
+
+    def _get(
+        self,
+        name: str,
+        keys: Sequence[str],
+        indices: Indices,
+        extra_info: ExtraInfo,
+        until_s: float | None = None,
+    ) -> list[bool]:
         def run() -> list[bool]:
             store, pool = self._usable(name)
+            limit_s = self._call_s(self._config.limits.load_deadline_s)
+            left_s = limit_s if until_s is None else until_s - time.monotonic()
             with self._stats.timed("prefetch", len(keys), pool[1].page_bytes):
-                return _pages(
-                    store.get_into(self._items(pool, keys, indices, extra_info), self._config.limits.load_deadline_s),
-                    pool[1].cells,
-                )
+                return _pages(store.get_into(self._items(pool, keys, indices, extra_info), left_s), pool[1].cells)
 
         return self._guarded(f"get of {name}", run, [False] * len(keys))
 
-    def _set(self, name: str, keys: Sequence[str], indices: Indices, extra_info: ExtraInfo) -> list[bool]:
+    def _set(
+        self,
+        name: str,
+        keys: Sequence[str],
+        indices: Indices,
+        extra_info: ExtraInfo,
+        until_s: float | None = None,
+    ) -> list[bool]:
         def run() -> list[bool]:
             store, pool = self._usable(name)
+            limit_s = self._call_s(self._config.limits.store_deadline_s)
+            left_s = limit_s if until_s is None else until_s - time.monotonic()
             with self._stats.timed("backup", len(keys), pool[1].page_bytes):
-                return _pages(
-                    store.put_from(self._items(pool, keys, indices, extra_info), self._config.limits.store_deadline_s),
-                    pool[1].cells,
-                )
+                return _pages(store.put_from(self._items(pool, keys, indices, extra_info), left_s), pool[1].cells)
 
         return self._guarded(f"set of {name}", run, [False] * len(keys))
 
@@ -266,6 +290,8 @@ class KvtierStorage(sglang.HiCacheStorage):
             raise _UnusableError(f"{count} positions for {len(keys)} pages of {stored.page_size} in pool {stored.name}")
         if keys and not 0 <= int(indices.min()) <= int(indices.max()) < int(stored.pool.size):
             raise _UnusableError(f"positions outside of the pool {stored.name} of {stored.pool.size}")
+        if not stored.are_pages(indices):
+            raise _UnusableError(f"positions that are not whole pages of {stored.page_size} in pool {stored.name}")
         objects, pieces = _objects(keys, group, stored), stored.pieces(indices)
         origins = _origins(objects, stored.cells, getattr(extra_info, "prefix_keys", None) or ())
         return list(map(ObjectBytes, objects, pieces, origins))
@@ -310,7 +336,8 @@ class KvtierStorage(sglang.HiCacheStorage):
 
     def get_stats(self) -> object:
         """Figures for SGLang's metrics, since the last call."""
-        return self._stats.take(sglang.StorageMetrics)
+        nothing = sglang.StorageMetrics()
+        return self._guarded("get_stats", lambda: self._stats.take(sglang.StorageMetrics), nothing)
 
     # ---- what fails ------------------------------------------------------------------------------------------------
 
@@ -328,7 +355,7 @@ class KvtierStorage(sglang.HiCacheStorage):
             return run()
         except _UnusableError as reason:
             self._notice(what, f"{what}: {reason}: a miss")
-        except (KvError, OSError, ValueError, TypeError, RuntimeError, AttributeError, AssertionError) as error:
+        except Exception as error:
             if f"{what} {type(error).__name__}" not in self._noticed:
                 logger.exception("%s has failed: a miss", what)
             self._notice(f"{what} {type(error).__name__}", "")
