@@ -275,8 +275,8 @@ def test_a_backup_ends_while_the_tier_hangs(on_hanging: Engine, hanging: Hanging
 
 
 def test_sglang_can_empty_its_cache_while_the_tier_hangs(server: None, hanging: HangingFs) -> None:
-    """With the limits' defaults: SGLang waits 10 s for its threads, and ends the engine if one does not come back."""
-    limits = {key: value for key, value in LIMITS.items() if key != "limits"}
+    """SGLang waits 10 s for its threads, and ends the engine if one does not come back, whatever the limits are."""
+    limits = {**LIMITS, "limits": {"store_deadline_s": 30.0, "close_deadline_s": 2.0, "open_deadline_s": 5.0}}
     with engine({"tiers": [f"directory:{hanging.place / 'store'}"], **limits}) as made:
         made.backup(range(5000, 5000 + PAGE))
         made.fill(1)
