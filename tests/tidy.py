@@ -68,6 +68,7 @@ TELLTALE_DOCUMENTS_MAX = 30
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/demo/worker.py"): "starts processes with an environment of their own",
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
+    ("environment", "src/kvtier/connect/sglang/identity.py"): "variables of SGLang itself change its KV",
     ("prints", "src/kvtier/demo/worker.py"): "a process that sends JSON lines to its parent",
     ("prints", "src/kvtier/connect/sglang/server_arguments.py"): "a process that sends one JSON line to its parent",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
