@@ -303,7 +303,7 @@ class ObjectStore:
         """Wait for calls and writes, under the lock; how many writes are left."""
         for call in self._calls:
             call.wake()
-        while self._calls or (self._transfers.writes and not self._is_broken):
+        while self._calls or (self._transfers.is_writing and not self._is_broken):
             wait_s = until_s - self._clock()
             if wait_s <= 0:
                 break

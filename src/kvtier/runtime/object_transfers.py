@@ -449,6 +449,11 @@ class ObjectTransfers:
                 waiting += sum(source.breakers[Link.PROMOTE].is_up() for _, source in relays)
         return len(self._staged) + waiting
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether `writes` is above 0, mostly without a count."""
+        return bool(self._staged) or self.writes > 0
+
     def advance(self, now_s: float) -> None:
         """Start what limits and slots allow, the fastest tier first."""
         for tier in self.tiers.all:
