@@ -168,6 +168,19 @@ def test_parts_that_an_evicted_object_left_are_not_mixed_with_those_of_another_f
     assert tier.read(name_of(1), into) is None, "a part of another frame"
 
 
+@pytest.mark.cluster_core
+def test_parts_that_a_longer_object_left_do_not_hide_a_shorter_one(valkey, tier):
+    into = memoryview(bytearray(3 * PART_BYTES))
+    for size in (2 * PART_BYTES, 4096):
+        assert tier.write(name_of(1), frame_of(1, 3 * PART_BYTES))
+        valkey.call("DEL", key_of(tier, name_of(1)))
+        assert tier.write(name_of(1), frame_of(2, size))
+        for _ in range(2):
+            assert tier.read(name_of(1), into) == size
+            assert into[:size] == frame_of(2, size)
+        valkey.call("FLUSHALL")
+
+
 @pytest.mark.parametrize("foreign", ["", "short", "x" * 4096, "x" * 600_000])
 def test_a_value_of_another_writer_is_a_miss(valkey, tier, foreign):
     valkey.call("SET", key_of(tier, name_of(1)), foreign)

@@ -10,7 +10,7 @@ from tests.cluster.valkey_world import MIB, frame_of, name_of, open_tier
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import Read
-from kvtier.tier.valkey_parts import HEADER, MAGIC
+from kvtier.tier.valkey_parts import HEADER, MAGIC, PART_BYTES
 
 pytestmark = pytest.mark.cluster_core
 DEADLINE_S = 0.3
@@ -108,6 +108,28 @@ def test_from_the_start(saying):
         assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
         assert len(str(caught.value)) < 700
         assert str(caught.value).isprintable()
+
+
+def test_a_store_whose_second_step_is_refused_is_not_acknowledged():
+    """Parts of an evicted object are there, and the server has no memory to replace them."""
+    transactions = []
+
+    def say(data):
+        if b"EXISTS" in data:
+            return [b":0\r\n"]
+        if not data.endswith(b"EXEC\r\n"):
+            return []
+        transactions.append(1)
+        if len(transactions) == 1:
+            return [b"+OK\r\n+QUEUED\r\n+QUEUED\r\n+QUEUED\r\n*3\r\n+OK\r\n$-1\r\n$-1\r\n"]
+        return [b"+OK\r\n-OOM command not allowed\r\n-OOM command not allowed\r\n-EXECABORT discarded\r\n"]
+
+    with Hostile(single(say)) as server:
+        tier = open_tier(server)
+        assert tier.write(name_of(1), frame_of(1, 3 * PART_BYTES)) is False
+        assert tier.figures().write_bytes == {"frames": 0}
+        assert len(transactions) == 2
+        tier.close()
 
 
 def test_a_server_of_another_kind_is_a_mistake_in_the_settings():

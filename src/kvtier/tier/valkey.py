@@ -218,14 +218,14 @@ class ValkeyTier:
                 continue
             del storings[number]
         self._requests.run([each.request for each in storings.values()], end_s)
-        repairs = [repair for each in storings.values() if (repair := each.repair()) is not None]
-        self._requests.run(repairs, end_s)
+        repairs = {number: repair for number, each in storings.items() if (repair := each.repair()) is not None}
+        self._requests.run(list(repairs.values()), end_s)
         for number, each in storings.items():
-            answers[number] = self._stored(each)
+            answers[number] = self._stored(each, repairs.get(number))
         return answers
 
-    def _stored(self, storing: Storing) -> bool | TierError:
-        request = storing.request
+    def _stored(self, storing: Storing, repair: Request | None) -> bool | TierError:
+        request = storing.request if repair is None or storing.request.has_failed else repair
         if not request.has_failed:
             if storing.is_new:
                 with self._lock:
