@@ -16,8 +16,8 @@ from kvtier.errors import TierError
 from kvtier.tier import valkey_requests
 from kvtier.tier.base import Read, Write
 from kvtier.tier.valkey_parts import PART_BYTES
-from kvtier.tier.valkey_servers import DOWN_S, slot_of
-from kvtier.tier.valkey_wire import Wire
+from kvtier.tier.valkey_servers import DOWN_S, REFRESH_INTERVAL_S, slot_of
+from kvtier.tier.valkey_wire import Node, Wire
 
 DEADLINE_S, PROBE_DEADLINE_S = 2.0, 1.0
 SLACK_S = 2.0
@@ -250,6 +250,9 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
     for key in keys:
         valkey.call("PEXPIRE", key, 50_000)
     assert tier.contains([name_of(1)]) == [True]
+    looker = open_tier(valkey, prefix=tier._prefix, lifetime_s=100.0, is_user=False)
+    assert looker.read(name_of(1), into) == frame.nbytes
+    looker.close()
     assert all(left <= 50_000 for left in lives())
     assert tier.read(name_of(1), into) == frame.nbytes
     assert all(90_000 < left <= 100_000 for left in lives())
@@ -350,7 +353,7 @@ def test_a_masters_death_costs_misses_until_its_replica_takes_over(cluster, spre
     theirs = [n for n in frames if cluster.master_of(slot_of(name_of(n).hex().encode())) is victim]
     into = memoryview(bytearray(MIB))
     victim.kill()
-    errors = 0
+    errors = sum(isinstance(result(lambda: spread.contains([name_of(theirs[0])])), TierError) for _ in range(20))
     for _ in range(3):
         for n in frames:
             answer = timed(lambda n=n: spread.read(name_of(n), into), DEADLINE_S)
@@ -382,6 +385,15 @@ def test_a_paused_master_costs_one_wait_a_moment_and_its_replica_takes_over(clus
     assert all(answers[n] == 65536 for n in frames if n not in theirs)
     wait_until(lambda: "master" in own_row(replica)[2], "the promotion", 30)
     wait_until(lambda: all(result(lambda n=n: spread.read(name_of(n), into)) == 65536 for n in frames), "all", 15)
+
+
+def test_a_server_that_has_no_slots_any_more_keeps_no_connection(cluster, spread):
+    node = Node("127.0.0.1", cluster.replica_of(cluster.masters()[0]).port)
+    spread.servers.ask(node, b"PING", end_s=time.monotonic() + 5)
+    assert node in spread.servers._idle
+    time.sleep(REFRESH_INTERVAL_S)
+    spread.servers.refresh(time.monotonic() + 5)
+    assert set(spread.servers._idle) <= set(spread.servers.masters)
 
 
 def test_of_many_threads_that_need_a_paused_master_one_waits(cluster, spread):
