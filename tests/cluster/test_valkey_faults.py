@@ -17,7 +17,7 @@ from kvtier.tier import valkey_requests
 from kvtier.tier.base import Read, Write
 from kvtier.tier.valkey_parts import PART_BYTES
 from kvtier.tier.valkey_servers import DOWN_S, REFRESH_INTERVAL_S, slot_of
-from kvtier.tier.valkey_wire import Node, Wire
+from kvtier.tier.valkey_wire import Node, Reader, Wire
 
 DEADLINE_S, PROBE_DEADLINE_S = 2.0, 1.0
 SLACK_S = 2.0
@@ -385,6 +385,26 @@ def test_a_paused_master_costs_one_wait_a_moment_and_its_replica_takes_over(clus
     assert all(answers[n] == 65536 for n in frames if n not in theirs)
     wait_until(lambda: "master" in own_row(replica)[2], "the promotion", 30)
     wait_until(lambda: all(result(lambda n=n: spread.read(name_of(n), into)) == 65536 for n in frames), "all", 15)
+
+
+@pytest.mark.parametrize("when", ["send", "read"])
+def test_an_interrupt_leaves_no_connection_with_replies_on_their_way(cluster, spread, monkeypatch, when):
+    names = [name_of(n) for n in range(30)]
+    assert spread.contains(names) == [False] * 30
+    calls = []
+
+    def interrupted(*arguments, act=Wire.send if when == "send" else Reader.reply):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return act(*arguments)
+
+    monkeypatch.setattr(*((Wire, "send") if when == "send" else (Reader, "reply")), interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        spread.contains(names)
+    monkeypatch.undo()
+    assert not spread.servers._busy
+    assert spread.contains(names) == [False] * 30
 
 
 def test_a_server_that_has_no_slots_any_more_keeps_no_connection(cluster, spread):

@@ -135,12 +135,16 @@ class Requests:
             each.failure = None
             groups.setdefault(each.target or self._servers.node_of(each.slot), []).append(each)
         sent: list[tuple[Wire, list[Request]]] = []
-        for node, group in groups.items():
-            wire = self._sent(node, group, end_s)
-            if wire is not None:
-                sent.append((wire, group))
-        for wire, group in sent:
-            self._read(wire, group)
+        try:
+            for node, group in groups.items():
+                wire = self._sent(node, group, end_s)
+                if wire is not None:
+                    sent.append((wire, group))
+            while sent:
+                self._read(*sent.pop())
+        finally:  # after an interrupt, replies may still come on these
+            for wire, _ in sent:
+                self._servers.drop(wire)
 
     def _sent(self, node: Node, group: list[Request], end_s: float) -> Wire | None:
         if time.monotonic() >= end_s:  # another server took all of the time
