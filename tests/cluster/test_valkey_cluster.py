@@ -102,6 +102,13 @@ def test_a_paused_master_costs_one_wait_a_moment_and_its_replica_takes_over(clus
     wait_until(lambda: all(result(lambda n=n: spread.read(name_of(n), into)) == 65536 for n in frames), "all", 15)
 
 
+def test_a_scan_finds_what_is_on_a_server_that_came_later(cluster, spread):
+    assert all(spread.write(name_of(n), frame_of(n)) for n in range(30))
+    spread.servers.masters = spread.servers.masters[:1]
+    time.sleep(REFRESH_INTERVAL_S)
+    assert sorted(spread.scan()) == sorted((name_of(n), 4096) for n in range(30))
+
+
 @pytest.mark.parametrize("when", ["send", "read"])
 def test_an_interrupt_leaves_no_connection_with_replies_on_their_way(cluster, spread, monkeypatch, when):
     names = [name_of(n) for n in range(30)]

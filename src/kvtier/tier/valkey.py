@@ -304,6 +304,7 @@ class ValkeyTier:
             TierError: a server does not answer.
         """
         pattern = b"".join(b"\\" + bytes([each]) if each in b"*?[]\\^" else bytes([each]) for each in root) + b"*"
+        self.servers.refresh(self._end_s())  # a server may have come
         for node in self.servers.masters:
             cursor = b"0"
             while True:
