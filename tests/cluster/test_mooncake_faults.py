@@ -275,6 +275,8 @@ def test_an_object_of_another_size_fills_no_more_than_the_slot(mooncake):
     assert tier.read(object_name(1), into) == 3 * 4096
     assert tier.read(object_name(1), into[:0]) == 0
     assert tier.write(object_name(2), memoryview(b"")) is False
+    twice = [Write(object_name(3), frame_of(3)), Write(object_name(4), frame_of(4)), Write(object_name(3), frame_of(3))]
+    assert tier.write_many(twice) == [True] * 3
     assert tier.contains([object_name(2)]) == [False]
     # The library's own call refuses a smaller buffer.
     raw = tier._client.store

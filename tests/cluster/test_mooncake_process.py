@@ -2,15 +2,19 @@
 
 import gc
 import json
+import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.cluster.hostile import Hostile
 from tests.cluster.mooncake_store import KEY_ID, context
 from tests.shared.ceph import free_port
 
@@ -18,7 +22,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import mooncake_client
 from kvtier.tier.mooncake_kind import KIND, MooncakeSettings
-from kvtier.tier.mooncake_sockets import NodeError, data_address
+from kvtier.tier.mooncake_sockets import PORTS, NodeError, cut, data_address, listening
 from kvtier.tier.registry import TierContext
 
 _ENGINE = """
@@ -80,12 +84,119 @@ def test_none_can_connect_to_the_client_and_so_reach_the_slots(mooncake, monkeyp
 
     # The control: without the filters both answer, and the first one names the memory.
     opened = mooncake_client.shut_out
-    monkeypatch.setattr(mooncake_client, "shut_out", lambda before: opened(before | mooncake_client.listening()))
+    monkeypatch.setattr(mooncake_client, "_idle", {})
+    monkeypatch.setattr(
+        mooncake_client, "shut_out", lambda before, port: opened(before | mooncake_client.listening(), port)
+    )
     tier = mooncake.tier(memory=[frame_of(1)])
     port = tier._client.engine.get_rpc_port()
     assert _connects(port)
     assert _connects(data_address(f"127.0.0.1:{port}", 1.0)[1])
     tier.close()
+
+
+def test_a_socket_that_the_engine_opens_meanwhile_keeps_its_packets(mooncake, monkeypatch):
+    """Although its port is one of those where the library listens."""
+    servers = []
+    before = mooncake_client.listening
+
+    def listening():
+        found = before()
+        for port in PORTS:
+            with suppress(OSError):
+                servers.append(socket.create_server(("", port)))
+                break
+        return found
+
+    monkeypatch.setattr(mooncake_client, "_idle", {})
+    monkeypatch.setattr(mooncake_client, "listening", listening)
+    tier = mooncake.tier()
+    (server,) = servers
+    assert _connects(server.getsockname()[1])
+    assert len(tier._client.ports) == 2
+    assert not any(map(_connects, tier._client.ports))
+    tier.close()
+    server.close()
+
+
+def test_other_sockets_keep_their_mode_and_no_descriptor_is_lost():
+    """A default time-out makes each new socket object non-blocking, and with it the socket itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        datagrams = socket.socket(type=socket.SOCK_DGRAM)
+        count = len(os.listdir("/proc/self/fd"))
+        socket.setdefaulttimeout(1.0)
+        try:
+            listening()
+            assert cut(("127.0.0.1", 1)) == 0
+        finally:
+            socket.setdefaulttimeout(None)
+        assert all(os.get_blocking(each.fileno()) for each in (server, link, other, datagrams))
+        assert len(os.listdir("/proc/self/fd")) == count
+        assert cut(server.getsockname()) == 1
+        assert link.recv(1) == b""
+        for each in (link, other, datagrams):
+            each.close()
+
+
+def test_without_a_free_descriptor_nothing_is_cut_and_a_read_waits_on():
+    """An error there would end the read, while its bytes still arrive."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert cut(("127.0.0.1", 1)) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+_EXITS = """
+import itertools, mmap, sys, threading, time
+from kvtier.tier.mooncake_kind import KIND, MooncakeSettings
+from kvtier.tier.registry import TierContext
+
+memory = memoryview(mmap.mmap(-1, 16 << 20))
+settings = MooncakeSettings(master=sys.argv[1], prefix="exits")
+tier = KIND.open(settings, TierContext(layout=None, key_id=bytes(16), memory=(memory,)))
+threading.excepthook = lambda _: None
+numbers = itertools.count()
+
+def work(slot):
+    while True:
+        name = next(numbers).to_bytes(32, "little")
+        tier.write(name, slot)
+        tier.read(name, slot)
+        tier.delete(name)
+
+for number in range(4):
+    slot = memory[number << 22 : (number + 1) << 22]
+    threading.Thread(target=work, args=(slot,), daemon=True).start()
+time.sleep(0.5)
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("import os; os._exit(4)", 4, ""),
+        ("import os; os.kill(os.getpid(), 15); time.sleep(5)", -15, ""),
+    ],
+)
+def test_an_engine_that_ends_without_close_in_the_middle_of_transfers_just_ends(mooncake, how, code, last):
+    """Python ends a thread that returns to it then, and the library answers that with `abort`."""
+    done = subprocess.run(
+        [sys.executable, "-c", _EXITS, f"127.0.0.1:{mooncake.port}", how],
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr.strip().rpartition("\n")[2]) == (code, last), done.stderr
 
 
 _FORKS = """
@@ -137,7 +248,7 @@ def test_it_is_opened_and_closed_as_often_as_one_likes_and_twice_at_once(mooncak
         return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
     other = mooncake.tier(prefix="other")
-    counts = []
+    counts, ports = [], []
     for number in range(6):
         tier = mooncake.tier(prefix="one", memory=[frame_of(number)])
         assert tier.write(object_name(number), frame_of(number))
@@ -145,6 +256,8 @@ def test_it_is_opened_and_closed_as_often_as_one_likes_and_twice_at_once(mooncak
         tier.close()
         tier.close()
         counts.append(held())
+        ports.append(tier._client.ports)
+    assert ports == ports[:1] * 6, "the engine is kept: freeing it would stop all Python threads"
     assert counts[-1][0] <= counts[1][0]
     assert counts[-1][1] <= counts[1][1] + 4
     assert other.write(object_name(1), frame_of(1))
@@ -200,6 +313,40 @@ def test_no_other_thread_waits_while_a_silent_master_is_opened(mooncake):
     stop.set()
     thread.join(5)
     assert longest_s < 1.0
+
+
+_HANGS_UP = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        link, _ = server.accept()
+        link.recv(100)
+        link.close()
+"""
+
+
+def test_what_only_looks_like_a_master_costs_no_sockets_at_each_try():
+    counts = []
+    # A process of its own: the library keeps Python's lock while it waits.
+    with subprocess.Popen([sys.executable, "-c", _HANGS_UP], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        port = int(server.stdout.readline())
+        for _ in range(4):
+            with pytest.raises(TierError, match="does not answer as a Mooncake master"):
+                KIND.open(MooncakeSettings(master=f"127.0.0.1:{port}"), context())
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        server.kill()
+    assert counts[3] <= counts[1]
+
+
+def test_a_node_that_answers_byte_by_byte_is_given_up_in_time():
+    say = [(1000).to_bytes(8, "little"), *[part for _ in range(100) for part in (0.1, b" ")]]
+    with Hostile(lambda _: say) as node:
+        start_s = time.monotonic()
+        with pytest.raises(NodeError, match="TimeoutError"):
+            data_address(f"127.0.0.1:{node.port}", 0.5)
+        assert time.monotonic() - start_s < 3.0
 
 
 @pytest.mark.parametrize("answer", [b"", b"\0" * 8, b"\xff" * 8, b"\x05" + bytes(7) + b"\x01nono", b"HTTP/1.1 400 Bad"])

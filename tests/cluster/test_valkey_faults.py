@@ -1,14 +1,24 @@
 """Real Valkey servers that die, stop, fill up, move slots or lose parts cost misses and need no restart."""
 
-import logging
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.cluster.valkey_bed import NODE_TIMEOUT_S, Clock, Server, own_row
-from tests.cluster.valkey_world import MIB, frame_of, fresh_prefix, key_of, name_of, open_tier
+from tests.cluster.valkey_bed import Clock, Server
+from tests.cluster.valkey_world import (
+    DEADLINE_S,
+    MIB,
+    PROBE_DEADLINE_S,
+    frame_of,
+    fresh_prefix,
+    key_of,
+    name_of,
+    open_tier,
+    result,
+    timed,
+)
 from tests.shared.ceph import NotInstalledError, wait_until
 from tests.shared.proxy import Proxy
 
@@ -16,11 +26,7 @@ from kvtier.errors import TierError
 from kvtier.tier import valkey_requests
 from kvtier.tier.base import Read, Write
 from kvtier.tier.valkey_parts import PART_BYTES
-from kvtier.tier.valkey_servers import DOWN_S, slot_of
-from kvtier.tier.valkey_wire import Wire
 
-DEADLINE_S, PROBE_DEADLINE_S = 2.0, 1.0
-SLACK_S = 2.0
 SIZE = 2 * MIB
 
 
@@ -29,22 +35,6 @@ def tier(valkey):
     tier = open_tier(valkey, prefix=fresh_prefix(), deadline_s=DEADLINE_S, probe_deadline_s=PROBE_DEADLINE_S)
     yield tier
     tier.close()
-
-
-@pytest.fixture
-def spread(cluster):
-    """A tier of the cluster."""
-    tier = open_tier(*cluster.nodes, prefix=fresh_prefix(), deadline_s=DEADLINE_S, probe_deadline_s=PROBE_DEADLINE_S)
-    yield tier
-    tier.close()
-
-
-def result(act):
-    try:
-        answer = act()
-    except TierError as error:
-        return error
-    return answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
 
 
 def every_call(tier, number=1):
@@ -59,13 +49,6 @@ def every_call(tier, number=1):
         "read_many": (lambda: tier.read_many([Read(name_of(number), into)]), DEADLINE_S),
         "write_many": (lambda: tier.write_many([Write(name_of(4), frame)]), DEADLINE_S),
     }
-
-
-def timed(act, deadline_s):
-    start_s = time.monotonic()
-    answer = result(act)
-    assert time.monotonic() - start_s < deadline_s + SLACK_S
-    return answer
 
 
 @pytest.mark.cluster_core
@@ -168,6 +151,19 @@ def test_parts_that_an_evicted_object_left_are_not_mixed_with_those_of_another_f
     assert tier.read(name_of(1), into) is None, "a part of another frame"
 
 
+@pytest.mark.cluster_core
+def test_parts_that_a_longer_object_left_do_not_hide_a_shorter_one(valkey, tier):
+    into = memoryview(bytearray(3 * PART_BYTES))
+    for size in (2 * PART_BYTES, 4096):
+        assert tier.write(name_of(1), frame_of(1, 3 * PART_BYTES))
+        valkey.call("DEL", key_of(tier, name_of(1)))
+        assert tier.write(name_of(1), frame_of(2, size))
+        for _ in range(2):
+            assert tier.read(name_of(1), into) == size
+            assert into[:size] == frame_of(2, size)
+        valkey.call("FLUSHALL")
+
+
 @pytest.mark.parametrize("foreign", ["", "short", "x" * 4096, "x" * 600_000])
 def test_a_value_of_another_writer_is_a_miss(valkey, tier, foreign):
     valkey.call("SET", key_of(tier, name_of(1)), foreign)
@@ -237,6 +233,9 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
     for key in keys:
         valkey.call("PEXPIRE", key, 50_000)
     assert tier.contains([name_of(1)]) == [True]
+    looker = open_tier(valkey, prefix=tier._prefix, lifetime_s=100.0, is_user=False)
+    assert looker.read(name_of(1), into) == frame.nbytes
+    looker.close()
     assert all(left <= 50_000 for left in lives())
     assert tier.read(name_of(1), into) == frame.nbytes
     assert all(90_000 < left <= 100_000 for left in lives())
@@ -306,183 +305,3 @@ def test_a_forked_child_uses_nothing_of_it(valkey, tier):
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert tier.read(name_of(1), memoryview(bytearray(4096))) == 4096
-
-
-@pytest.mark.cluster_core
-def test_a_lookup_of_512_names_is_one_round_trip(valkey, cluster, tier, spread, monkeypatch):
-    names = [name_of(n) for n in range(512)]
-    sends = []
-    for each, masters in ((tier, [valkey]), (spread, cluster.masters())):
-        assert each.write_many([Write(name, frame_of(1)) for name in names[::2]]) == [True] * 256
-        for server in masters:
-            server.call("CONFIG", "RESETSTAT")
-        sends.clear()
-        monkeypatch.setattr(
-            Wire, "send", lambda wire, *rest, send=Wire.send: (sends.append(wire), send(wire, *rest))[1]
-        )
-        assert each.contains(names) == [n % 2 == 0 for n in range(512)]
-        monkeypatch.undo()
-        assert len(sends) == len(set(sends)) == len(masters), "one pipeline for each server"
-        assert sum(server.calls("exists") for server in masters) == 512
-
-
-@pytest.mark.cluster_core
-def test_a_masters_death_costs_misses_until_its_replica_takes_over(cluster, spread):
-    """Nothing raises for longer than a moment, and objects of the other masters are found all the time."""
-    frames = {n: frame_of(n, MIB) for n in range(30)}
-    assert all(spread.write(name_of(n), frame) for n, frame in frames.items())
-    victim = cluster.master_of(slot_of(name_of(0).hex().encode()))
-    replica = cluster.replica_of(victim)
-    victim.call("WAIT", 1, 5000)
-    theirs = [n for n in frames if cluster.master_of(slot_of(name_of(n).hex().encode())) is victim]
-    into = memoryview(bytearray(MIB))
-    victim.kill()
-    errors = 0
-    for _ in range(3):
-        for n in frames:
-            answer = timed(lambda n=n: spread.read(name_of(n), into), DEADLINE_S)
-            errors += isinstance(answer, TierError)
-            assert n in theirs or answer == MIB
-    assert errors <= 3, "the others fail at once, as misses"
-    assert result(lambda: spread.contains([])) != TierError
-    wait_until(lambda: "master" in own_row(replica)[2], "the promotion", 30)
-    wait_until(lambda: result(lambda: spread.read(name_of(theirs[0]), into)) == MIB, "its objects", 10)
-    wait_until(lambda: all(result(lambda n=n: spread.read(name_of(n), into)) == MIB for n in frames), "all", 10)
-    assert into == frames[29]
-    assert spread.write(name_of(100), frames[0])
-
-
-def test_a_paused_master_costs_one_wait_a_moment_and_its_replica_takes_over(cluster, spread):
-    frames = {n: frame_of(n, 65536) for n in range(30)}
-    assert all(spread.write(name_of(n), frame) for n, frame in frames.items())
-    victim = cluster.master_of(slot_of(name_of(0).hex().encode()))
-    victim.call("WAIT", 1, 5000)
-    replica = cluster.replica_of(victim)
-    into = memoryview(bytearray(65536))
-    theirs = {n for n in frames if cluster.master_of(slot_of(name_of(n).hex().encode())) is victim}
-    victim.pause()
-    start_s = time.monotonic()
-    found = timed(lambda: spread.contains([name_of(n) for n in frames]), PROBE_DEADLINE_S)
-    answers = [timed(lambda n=n: spread.read(name_of(n), into), DEADLINE_S) for n in frames]
-    assert time.monotonic() - start_s < 2 * DEADLINE_S + SLACK_S
-    assert [n for n in frames if found[n]] == [n for n in frames if n not in theirs], "those that were read later, too"
-    assert all(answers[n] == 65536 for n in frames if n not in theirs)
-    wait_until(lambda: "master" in own_row(replica)[2], "the promotion", 30)
-    wait_until(lambda: all(result(lambda n=n: spread.read(name_of(n), into)) == 65536 for n in frames), "all", 15)
-
-
-def test_of_many_threads_that_need_a_paused_master_one_waits(cluster, spread):
-    victim = cluster.masters()[0]
-    theirs = [n for n in range(60) if cluster.master_of(slot_of(name_of(n).hex().encode())) is victim][:8]
-    for node in cluster.nodes:  # no replica takes over meanwhile
-        node.call("CONFIG", "SET", "cluster-node-timeout", 60_000)
-    try:
-        victim.pause()
-        assert isinstance(result(lambda: spread.read(name_of(theirs[0]), memoryview(bytearray(4096)))), TierError)
-        time.sleep(DOWN_S)
-
-        def waits(n) -> bool:
-            end_s = time.monotonic() + DEADLINE_S / 2
-            while time.monotonic() < end_s:
-                start_s = time.monotonic()
-                result(lambda: spread.read(name_of(n), memoryview(bytearray(4096))))
-                if time.monotonic() - start_s > DEADLINE_S / 2:
-                    return True
-                time.sleep(0.01)
-            return False
-
-        with ThreadPoolExecutor(8) as threads:
-            assert sum(threads.map(waits, theirs)) == 1
-    finally:
-        victim.resume()
-        for node in cluster.nodes:
-            node.call("CONFIG", "SET", "cluster-node-timeout", int(NODE_TIMEOUT_S * 1000))
-
-
-@pytest.mark.cluster_core
-def test_slots_move_under_load_and_nothing_is_wrong(cluster, spread):
-    frames = {n: bytes(frame_of(n, 3 * PART_BYTES)) for n in range(12)}
-    names = {n: name_of(n) for n in frames}
-    assert all(spread.write(names[n], memoryview(frame)) for n, frame in frames.items())
-    stop, wrong, counts = threading.Event(), [], {"hits": 0, "misses": 0, "errors": 0}
-
-    def load(first):
-        into, extra = memoryview(bytearray(3 * PART_BYTES)), 1000 * (first + 1)
-        while not stop.is_set():
-            for n, frame in frames.items():
-                answer = timed(lambda n=n: spread.read(names[n], into), DEADLINE_S)
-                counts["errors" if isinstance(answer, TierError) else "hits" if answer else "misses"] += 1
-                if isinstance(answer, TierError) or (answer and into != frame):
-                    wrong.append(answer)
-                if not answer:
-                    timed(lambda n=n, frame=frame: spread.write(names[n], memoryview(frame)), DEADLINE_S)
-            extra += 1
-            timed(lambda extra=extra: spread.write(name_of(extra), memoryview(frames[0])[: 2 * PART_BYTES]), DEADLINE_S)
-
-    with ThreadPoolExecutor(2) as threads:
-        loads = [threads.submit(load, first) for first in range(2)]
-        try:
-            for n in frames:
-                slot = slot_of(names[n].hex().encode())
-                masters = cluster.masters()
-                source = cluster.master_of(slot)
-                cluster.move_slot(slot, masters[(masters.index(source) + 1) % len(masters)], keys_at_once=1)
-        finally:
-            stop.set()
-        for each in loads:
-            each.result(30)
-    assert not wrong
-    assert counts["hits"] > 50
-    into = memoryview(bytearray(3 * PART_BYTES))
-    for n, frame in frames.items():
-        assert spread.read(names[n], into) in (None, 3 * PART_BYTES)
-        assert spread.write(names[n], memoryview(frame))
-        assert spread.read(names[n], into) == 3 * PART_BYTES
-
-
-def test_a_slot_that_stays_half_way_costs_misses_of_this_slot_only(cluster, spread):
-    slot = slot_of(name_of(1).hex().encode())
-    source = cluster.master_of(slot)
-    target = next(each for each in cluster.masters() if each is not source)
-    frame, into = frame_of(1, 3 * PART_BYTES), memoryview(bytearray(3 * PART_BYTES))
-    assert spread.write(name_of(1), frame)
-    target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", own_row(source)[0])
-    source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", own_row(target)[0])
-    try:
-        assert spread.read(name_of(1), into) == frame.nbytes, "its keys are still here"
-        key = key_of(spread, name_of(1))
-        source.call("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", key, f"{key}/1")
-        assert spread.read(name_of(1), into) == frame.nbytes, "two parts there, one here"
-        assert into == frame
-        spread.delete(name_of(1))
-        answer = timed(lambda: spread.write(name_of(1), frame), DEADLINE_S)
-        assert answer in (True, False)
-        assert spread.write(name_of(2), frame)
-    finally:
-        for node in (source, target):
-            node.call("CLUSTER", "SETSLOT", slot, "STABLE")
-
-
-def test_a_cluster_without_a_majority_is_an_error_and_comes_back(cluster, spread, caplog):
-    caplog.set_level(logging.INFO)
-    into = memoryview(bytearray(4096))
-    frames = {n: frame_of(n) for n in range(9)}
-    assert all(spread.write(name_of(n), frame) for n, frame in frames.items())
-    victims = cluster.masters()[:2]
-    replicas = [cluster.replica_of(each) for each in victims]
-    for each in (*replicas, *victims):
-        each.kill()
-    survivor = cluster.masters()[0]
-    wait_until(lambda: b"cluster_state:fail" in survivor.call("CLUSTER", "INFO"), "the failure", 30)
-    assert isinstance(timed(lambda: spread.contains([]), PROBE_DEADLINE_S), TierError)
-    for n in frames:
-        assert not isinstance(timed(lambda n=n: spread.read(name_of(n), into), DEADLINE_S), int)
-    for each in (*victims, *replicas):
-        each.start()
-        each.wait()
-    cluster.wait()
-    wait_until(lambda: result(lambda: spread.contains([])) == [], "the tier", 20)
-    wait_until(
-        lambda: all(result(lambda n=n: spread.write(name_of(n), frames[n])) is True for n in frames), "writes", 20
-    )
-    assert spread.read(name_of(0), into) == 4096

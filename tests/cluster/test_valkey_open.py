@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.cluster.hostile import Hostile
 from tests.cluster.valkey_bed import Cluster, Line, Server, make_authority, new_port, tls_settings
 from tests.cluster.valkey_world import FINGERPRINT, KEY_ID, MIB, frame_of, fresh_prefix, name_of, open_tier
 from tests.rig import LAYOUT
@@ -72,6 +73,34 @@ def test_tls_with_an_authority_of_ones_own(start, authority, tmp_path):
         ValkeyTier(f"127.0.0.2:{port}", key_id=KEY_ID, fingerprint=FINGERPRINT, access=access)
     with pytest.raises((ConfigError, TierError)):
         open_tier(At(port), deadline_s=1.0)
+
+
+def test_a_server_that_closes_in_the_handshake_is_an_error_that_may_pass(authority):
+    """A load balancer without a server behind it."""
+
+    def closes(_data):
+        raise OSError
+        yield
+
+    with Hostile(closes) as server, pytest.raises(TierError, match="handshake"):
+        open_tier(server, access=Access(tls=True, ca_file=authority.ca_file), deadline_s=1.0)
+
+
+def test_a_key_with_a_pass_phrase_is_a_mistake_in_the_settings(start, authority, tmp_path):
+    port, key = new_port(), tmp_path / "key"
+    start(*tls_settings(authority, port))
+    make = ("openssl", "pkey", "-in", authority.key, "-aes256", "-passout", "pass:phrase", "-out", key)
+    subprocess.run(make, timeout=60, check=True)
+    access = Access(tls=True, ca_file=authority.ca_file, certificate_file=authority.certificate, key_file=key)
+    with pytest.raises(ConfigError, match="TLS"):
+        open_tier(At(port), access=access)
+
+
+def test_a_server_without_auth_does_not_get_the_password_into_an_error(start):
+    server = start("--rename-command", "AUTH", "")
+    with pytest.raises(ConfigError, match="AUTH") as caught:
+        open_tier(server, access=Access("kv", PrivateText(PASSWORD)))
+    assert PASSWORD[:6] not in str(caught.value)
 
 
 def test_a_server_that_asks_for_a_certificate(start, authority):
@@ -220,6 +249,9 @@ def test_warnings_at_the_start(valkey, caplog):
         ({"addresses": "host:0"}, "HOST"),
         ({"addresses": "host:70000"}, "HOST"),
         ({"addresses": "ho st"}, "HOST"),
+        ({"addresses": "a..b"}, "HOST"),
+        ({"addresses": "a" * 64}, "HOST"),
+        ({"addresses": "/run/valkey.sock"}, "HOST"),
         ({"addresses": "user:secret@host:1"}, "HOST"),
         ({"addresses": ",".join(f"host{n}" for n in range(65))}, "at most 64"),
         ({"addresses": "host", "prefix": "a{b}"}, "prefix"),

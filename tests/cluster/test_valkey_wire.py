@@ -1,5 +1,6 @@
 """What a hostile, broken or wrong server sends costs one connection and a bounded time, and never memory."""
 
+import socket
 import time
 import tracemalloc
 from contextlib import suppress
@@ -10,7 +11,9 @@ from tests.cluster.valkey_world import MIB, frame_of, name_of, open_tier
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import Read
-from kvtier.tier.valkey_parts import HEADER, MAGIC
+from kvtier.tier.valkey_parts import HEADER, MAGIC, PART_BYTES
+from kvtier.tier.valkey_servers import redirection
+from kvtier.tier.valkey_wire import Access, Node, RefusedError, Wire
 
 pytestmark = pytest.mark.cluster_core
 DEADLINE_S = 0.3
@@ -31,6 +34,12 @@ def endless_line(_data):
 def endless_number(_data):
     while True:
         yield b"$" + b"1" * 65536
+
+
+def much_in_one_reply(_data):
+    yield b"*100000\r\n"
+    while True:
+        yield b"$200000\r\n" + b"x" * 200_000 + b"\r\n"
 
 
 def cut(_data):
@@ -59,6 +68,7 @@ SAYINGS = {
     "no protocol": lambda _: [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
     "nothing": lambda _: [5.0],
     "an early close": cut,
+    "much in one reply": much_in_one_reply,
     "an endless line": endless_line,
     "an endless number": endless_number,
     "a slow drip": drip,
@@ -108,6 +118,79 @@ def test_from_the_start(saying):
         assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
         assert len(str(caught.value)) < 700
         assert str(caught.value).isprintable()
+
+
+def test_a_store_whose_second_step_is_refused_is_not_acknowledged():
+    """Parts of an evicted object are there, and the server has no memory to replace them."""
+    transactions = []
+
+    def say(data):
+        if b"EXISTS" in data:
+            return [b":0\r\n"]
+        if not data.endswith(b"EXEC\r\n"):
+            return []
+        transactions.append(1)
+        if len(transactions) == 1:
+            return [b"+OK\r\n+QUEUED\r\n+QUEUED\r\n+QUEUED\r\n*3\r\n+OK\r\n$-1\r\n$-1\r\n"]
+        return [b"+OK\r\n-OOM command not allowed\r\n-OOM command not allowed\r\n-EXECABORT discarded\r\n"]
+
+    with Hostile(single(say)) as server:
+        tier = open_tier(server)
+        assert tier.write(name_of(1), frame_of(1, 3 * PART_BYTES)) is False
+        assert tier.figures().write_bytes == {"frames": 0}
+        assert len(transactions) == 2
+        tier.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "\x1b[31m", "%s%n", "."])
+def test_a_redirection_to_what_is_no_host_is_an_error(host):
+    rows = "*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$%d\r\n%s\r\n:%d\r\n"
+    named = "127.0.0.1"
+
+    def say(data):
+        if b"SLOTS" in data:
+            return [(rows % (len(named), named, server.port)).encode()]
+        if b"SMEMBERS" in data:
+            return [b"*0\r\n"]
+        if b"INFO" in data:
+            return [b"$0\r\n\r\n"]
+        return [f"-MOVED 1 {host}:6379\r\n".encode() * data.count(b"*")]
+
+    with Hostile(say) as server:
+        tier = open_tier(server)
+        with suppress(TierError):
+            assert tier.read(name_of(1), memoryview(bytearray(4096))) is None
+        tier.close()
+        named = host
+        with pytest.raises((ConfigError, TierError)) as caught:
+            open_tier(server)
+        assert str(caught.value).isprintable()
+
+
+def test_a_host_that_a_server_does_not_name_is_its_own():
+    asked = Node("10.0.0.1", 6379)
+    for text in ("MOVED 1 :7000", "MOVED 1 ?:7000", "ASK 1 10.0.0.1:7000"):
+        assert redirection(RefusedError(text), asked) == Node("10.0.0.1", 7000)
+    assert redirection(RefusedError("MOVED 1 fd00::1:7000"), asked) == Node("fd00::1", 7000)
+    assert redirection(RefusedError("MOVED 1 host:0"), asked) is None
+
+
+def test_all_addresses_of_a_host_share_the_deadline(monkeypatch):
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", full.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address] * 20)
+        start_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            Wire(Node("host", 1), Access(), start_s + DEADLINE_S)
+        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+        for each in waiting:
+            each.close()
 
 
 def test_a_server_of_another_kind_is_a_mistake_in_the_settings():

@@ -2,13 +2,17 @@
 
 import hashlib
 import itertools
+import time
 
+from kvtier.errors import TierError
 from kvtier.tier.valkey import ValkeyTier
 from kvtier.types import ObjectName
 
 KEY_ID = bytes(range(16))
 FINGERPRINT = hashlib.sha256(b"model").digest()
 MIB = 1 << 20
+DEADLINE_S, PROBE_DEADLINE_S = 2.0, 1.0
+SLACK_S = 2.0
 _numbers = itertools.count()
 
 
@@ -35,3 +39,20 @@ def open_tier(*servers, prefix: str = "kv", **settings) -> ValkeyTier:
 def key_of(tier: ValkeyTier, name: ObjectName) -> str:
     """The key of the object's first part."""
     return tier._key(name)[1].decode()
+
+
+def result(act):
+    """What `act` returns, the only item of a list, or its error."""
+    try:
+        answer = act()
+    except TierError as error:
+        return error
+    return answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+
+
+def timed(act, deadline_s):
+    """`result`, within the deadline."""
+    start_s = time.monotonic()
+    answer = result(act)
+    assert time.monotonic() - start_s < deadline_s + SLACK_S
+    return answer

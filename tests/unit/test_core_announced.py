@@ -160,6 +160,17 @@ def test_a_tier_that_hangs_costs_the_time_of_a_stall() -> None:
     assert core.lookup("r", TEXT, announced_tokens=EVERYTHING, compute_s=10.0).presence is Presence.ABSENT
 
 
+def test_an_engine_whose_steps_are_longer_than_a_stall_asks_again_before_it_gives_up() -> None:
+    core = one_far()
+    for step, chunks in enumerate((0, 2, 4)):
+        written(core, chunks)
+        answer = core.lookup("r", TEXT, announced_tokens=EVERYTHING, compute_s=10.0)
+        assert answer.presence is Presence.PROBING, step
+        core.run()
+        wait(core, 1.2 * STALL_S)
+    assert core.lookup("r", TEXT, announced_tokens=EVERYTHING, compute_s=10.0).tokens == EVERYTHING
+
+
 def test_a_tier_that_is_down_costs_no_wait() -> None:
     core = one_far(failures=1)
     core.lookup("r", TEXT, announced_tokens=EVERYTHING, compute_s=10.0)

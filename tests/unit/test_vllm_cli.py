@@ -237,6 +237,22 @@ def test_the_doctor_finds_a_wrong_configuration(doctor, engine, tmp_path, change
     assert bad(findings) == [about]
 
 
+@pytest.mark.parametrize(
+    ("role", "policy", "named"),
+    [
+        ("prefill", "through", "kv_role = 'prefill'; allowed: 'kv_both'"),
+        (None, "through", "kv_role = None"),
+        ([1], "through", "kv_role = [1]"),
+        ("kv_producer", "back", "store.write_policy = 'back'"),
+    ],
+)
+def test_the_doctor_finds_a_role_with_which_the_server_does_not_start(doctor, engine, tmp_path, role, policy, named):
+    extra = {"tiers": [below(fill(tmp_path / "kv"))], "store.write_policy": policy}
+    code, findings = doctor(transfer(kv_role=role, kv_connector_extra_config=extra))
+    assert code != 0
+    assert [it["found"] for it in findings if it["level"] == "error" and it["found"].startswith(named)]
+
+
 @pytest.mark.parametrize("version", [None, "0.31.2"])
 def test_the_doctor_finds_a_wrong_release(doctor, engine, tmp_path, version):
     engine.version = version

@@ -69,7 +69,7 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
         return in_order([_version("refuse"), *findings])
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
-    findings = list(_transfer(server.transfer, has_shared=has_shared))
+    findings = list(_transfer(server.transfer, has_shared=has_shared, write_policy=config.store.write_policy))
     findings += machine(loaded)
     if server.is_selftest:
         findings.append(_selftest(config, server))
@@ -119,7 +119,7 @@ def _arguments(server: ServerDescription) -> list[str]:
     return known if server.block_tokens is None else [*known, "--block-size", str(server.block_tokens)]
 
 
-def _transfer(text: str | None, *, has_shared: bool) -> Iterator[DoctorFinding]:
+def _transfer(text: str | None, *, has_shared: bool, write_policy: str = "through") -> Iterator[DoctorFinding]:
     about = "--kv-transfer-config"
     if text is None:
         found = "not given, so role and failure policy were not checked"
@@ -135,8 +135,14 @@ def _transfer(text: str | None, *, has_shared: bool) -> Iterator[DoctorFinding]:
         if transfer.get(key) != CONNECTOR[key]:
             found = f"is {transfer.get(key)!r}, so vLLM does not use kvtier"
             yield DoctorFinding("error", key, found, f"set it to {CONNECTOR[key]!r}")
-    view = SimpleNamespace(kv_load_failure_policy=transfer.get("kv_load_failure_policy", "fail"))
-    warnings = support.warnings(view, str(transfer.get("kv_role")), has_shared=has_shared)
+    role, view = transfer.get("kv_role"), SimpleNamespace()
+    view.kv_load_failure_policy = transfer.get("kv_load_failure_policy", "fail")
+    try:
+        support.check_role(role, write_policy)
+    except ConfigError as error:
+        yield DoctorFinding("error", about, str(error), "with it the server does not start; " + advice)
+        return
+    warnings = support.warnings(view, str(role), has_shared=has_shared)
     for warning in warnings:
         yield DoctorFinding("warning", about, warning, advice)
     if not warnings:

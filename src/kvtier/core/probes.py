@@ -110,6 +110,8 @@ class AnnouncedWait:
     """Time at which a further object was found, or at which the wait began."""
     found: int = 0
     """Objects found until then."""
+    has_asked: bool = False
+    """It has searched again since then. An engine whose steps are long calls seldom."""
     again_s: float = 0.0
     """Time of the next search."""
     pause_s: float = ASK_AGAIN_S_MIN
@@ -232,15 +234,19 @@ class Probes:
             return False
         if len(answers.held_by) > wait.found:
             wait.found, wait.found_s, wait.pause_s = len(answers.held_by), now_s, ASK_AGAIN_S_MIN
-        if now_s >= min(wait.until_s, wait.found_s + STALL_S):
+            wait.has_asked = False
+        cannot_ask = bool(answers.searches) or now_s < wait.again_s or self._asking >= ASKING_MAX
+        if now_s >= wait.found_s + STALL_S and (wait.has_asked or cannot_ask):
+            wait.until_s = min(wait.until_s, now_s)
+        if now_s >= wait.until_s:
             return False
-        if answers.searches or now_s < wait.again_s or self._asking >= ASKING_MAX:
+        if cannot_ask:
             return True
         first = next((it.number for it in self._tiers.all if it.rules.is_remote and it.can_read(now_s)), None)
         if first is None:
             wait.until_s = now_s  # nothing can be found
             return False
-        wait.again_s = now_s + wait.pause_s
+        wait.has_asked, wait.again_s = True, now_s + wait.pause_s
         wait.pause_s = min(2 * wait.pause_s, ASK_AGAIN_S_MAX)
         keys, held_by = prefix.keys[: wait.tokens // prefix.chunk_tokens], answers.held_by
         missing = [

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -74,13 +75,14 @@ class DeadlineCalls:
 
     def close(self, deadline_s: float) -> bool:
         """End the threads; whether all have ended within about `deadline_s` seconds."""
+        end_s = time.monotonic() + deadline_s
         for _ in self._threads:
             try:
-                self._calls.put(None, timeout=deadline_s)
+                self._calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
             except queue.Full:
                 return False
         for thread in self._threads:
-            thread.join(deadline_s)
+            thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:

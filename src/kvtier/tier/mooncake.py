@@ -7,6 +7,7 @@ A write has no deadline in the library. A thread asks the nodes when one takes t
 silent node. The calling thread returns only when the memory is free again.
 """
 
+import atexit
 import logging
 import os
 import threading
@@ -83,14 +84,16 @@ class MooncakeTier:
         """Writes in a row that went to known nodes."""
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._run_watch, name=f"kvtier-{name}-watch", daemon=True)
-        try:
-            client.exist([self._root], deadline_s)
-            for view in self._memory:
-                client.register(view)
-        except BaseException:
-            client.close()
-            raise
         self._watch.start()
+        atexit.register(self.close)  # a thread that returns from the library while Python ends aborts the process
+        try:
+            with self._guard:
+                client.exist([self._root], deadline_s)
+                for view in self._memory:
+                    client.register(view)
+        except BaseException:
+            self.close()
+            raise
 
     def figures(self) -> Figures:
         """Bytes written by this process."""
@@ -134,12 +137,10 @@ class MooncakeTier:
             views = {self._root + each.name.hex(): each.frame.cast("B") for each in writes}
             full = {key: view for key, view in views.items() if view.nbytes}  # the library loses empty objects
             codes = dict(zip(full, self._put(list(full), list(full.values())), strict=True)) if full else {}
-            answers = [self._answer(codes.get(key, ABSENT)) for key in views]
+            answers = {key: self._answer(codes.get(key, ABSENT)) for key in views}
             with self._lock:
-                self._written_bytes += sum(
-                    view.nbytes for view, answer in zip(views.values(), answers, strict=True) if answer is True
-                )
-            return answers
+                self._written_bytes += sum(view.nbytes for key, view in views.items() if answers[key] is True)
+            return [answers[self._root + each.name.hex()] for each in writes]
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name`, if it exists, even while a reader has it in use."""
@@ -158,6 +159,7 @@ class MooncakeTier:
         """Wait for running operations and end the client. Idempotent. What hangs keeps the client and its memory."""
         if not self._guard.close():
             return
+        atexit.unregister(self.close)
         is_idle = self._guard.wait_empty(CLOSE_DEADLINE_S)
         self._closing.set()
         self._watch.join(CLOSE_DEADLINE_S)

@@ -40,6 +40,11 @@ _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
 _in_use: list[tuple[object, object]] = []
 """Engines and stores whose threads run. A forked child has none of these threads."""
+_idle: dict[tuple[str, ...], list[tuple[Any, list[int]]]] = {}
+"""By address, protocol and devices: engines of closed clients, with their ports. The next client takes one of them.
+
+An engine is never freed: its destructor stops all Python threads for most of a second.
+"""
 
 _T = TypeVar("_T")
 
@@ -97,18 +102,20 @@ class MooncakeClient:
         """How many running calls use a further (address, bytes)."""
         self._lock = threading.Lock()
         with _opening:  # so that the sockets of two clients are told apart
-            self.engine: Any = import_module("mooncake.engine").TransferEngine()
-            _silence(library.__file__)
-            self.ports = self._listen(local_address or here, protocol, devices, library.__file__)
+            self._place = (local_address or here, protocol, devices)
+            idle = _idle.get(self._place)
+            self.engine: Any
+            self.engine, self.ports = idle.pop() if idle else self._listen(*self._place, library.__file__)
             self.store: Any = library.MooncakeDistributedStore()
-            name = f"{local_address or here}:{self.engine.get_rpc_port()}"
+            name = f"{self._place[0]}:{self.engine.get_rpc_port()}"
             code = self.store.setup(
                 name, "P2PHANDSHAKE", 0, 0, protocol, devices, self._master, self.engine.get_engine()
             )
             _silence(library.__file__)
-        _in_use.append((self.engine, self.store))
         if code:
+            self._keep_engine()
             raise TierError(tier, f"{self._master} does not answer as a Mooncake master ({code})")
+        _in_use.append((self.engine, self.store))
         self._calls = DeadlineCalls(tier, f"the master {self._master}")
 
     def ask(self, act: Callable[[Any], _T], deadline_s: float) -> _T:
@@ -214,7 +221,11 @@ class MooncakeClient:
         if thread.is_alive():
             return False
         _in_use.remove((self.engine, self.store))
+        self._keep_engine()
         return True
+
+    def _keep_engine(self) -> None:
+        _idle.setdefault(self._place, []).append((self.engine, self.ports))
 
     def _holds(self, address: int, view: memoryview) -> bool:
         return any(start <= address and address + view.nbytes <= start + size for start, size in self._memory)
@@ -227,20 +238,23 @@ class MooncakeClient:
                 found.append(Copy(where.transport_endpoint, where.buffer_address, where.size))
         return found
 
-    def _listen(self, here: str, protocol: str, devices: str, path: str) -> list[int]:
-        """Start the engine and shut its sockets; their ports."""
-        before = listening()
-        code = self.engine.initialize(here, "P2PHANDSHAKE", protocol, devices)
+    def _listen(self, here: str, protocol: str, devices: str, path: str) -> tuple[Any, list[int]]:
+        """A new engine whose sockets are shut, and their ports."""
+        engine: Any = import_module("mooncake.engine").TransferEngine()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # never freed, see `_idle`
         _silence(path)
         try:
-            ports = shut_out(before)
+            before = listening()
+            code = engine.initialize(here, "P2PHANDSHAKE", protocol, devices)
+            _silence(path)
+            ports = shut_out(before, engine.get_rpc_port())
         except OSError as error:
             raise TierError(self._tier, f"the client's sockets cannot be shut: {error.strerror}") from None
         if code:
             raise TierError(self._tier, f"Mooncake's {protocol} transport cannot be started ({code})")
-        if self.engine.get_rpc_port() not in ports:
+        if engine.get_rpc_port() not in ports:
             logger.warning("tier %s: Mooncake's client listens on all addresses of this machine", self._tier)
-        return ports
+        return engine, ports
 
 
 def _keep_in_child() -> None:
@@ -250,10 +264,11 @@ def _keep_in_child() -> None:
     """
     for each in _in_use:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    if _in_use:
+    if _in_use or _idle:
         c = ctypes.CDLL(None)
         c.on_exit(c["_exit"], None)
         c.on_exit(c["fcloseall"], None)
+    _idle.clear()
 
 
 os.register_at_fork(after_in_child=_keep_in_child)

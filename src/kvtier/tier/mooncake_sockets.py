@@ -11,9 +11,9 @@ import ctypes
 import json
 import os
 import socket
-import stat
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -26,6 +26,8 @@ ANSWER_BYTES_MAX = 1 << 20
 """Longest answer of a node; the client has the same limit."""
 PORTS = range(15_000, 17_000)
 """Where Mooncake's client listens."""
+OWN_DEADLINE_S = 1.0
+"""How long this process's own client may take to name its data port."""
 
 _METADATA = 1
 """Type of the request for a node's buffers and data port."""
@@ -63,14 +65,21 @@ def listening() -> set[tuple[int, int]]:
     return found
 
 
-def shut_out(before: set[tuple[int, int]]) -> list[int]:
+def shut_out(before: set[tuple[int, int]], handshakes: int) -> list[int]:
     """Drop all packets to the sockets of Mooncake's client that listen now and are not in `before`; their ports.
+
+    The client itself names its data port at the port for `handshakes`, so that no other new socket is taken for it. One
+    that does not name it, such as one of RDMA, has all new sockets in `PORTS`.
 
     Raises:
         OSError: the system has no socket filters.
     """
     ports: list[int] = []
-    wanted = {inode for port, inode in listening() - before if port in PORTS}
+    try:
+        mine: Container[int] = {handshakes, data_address(f"127.0.0.1:{handshakes}", OWN_DEADLINE_S)[1]}
+    except NodeError:
+        mine = PORTS
+    wanted = {inode for port, inode in listening() - before if port in mine}
     program = ctypes.create_string_buffer(_DROP, len(_DROP))
     for each in _sockets():
         with each:
@@ -86,14 +95,14 @@ def data_address(endpoint: str, deadline_s: float) -> Address:
     Raises:
         NodeError: it does not answer within `deadline_s` seconds, or not as a node does.
     """
+    end_s = time.monotonic() + deadline_s
     try:
         with socket.create_connection(split_address(endpoint), deadline_s) as link:
-            link.settimeout(deadline_s)
             link.sendall(struct.pack("<QB", 3, _METADATA) + b"{}")
-            (size,) = struct.unpack("<Q", _exactly(link, 8))
+            (size,) = struct.unpack("<Q", _exactly(link, 8, end_s))
             if not 1 < size <= ANSWER_BYTES_MAX:
                 raise NodeError(f"{endpoint} announces an answer of {size} bytes")
-            answer = json.loads(_exactly(link, size)[1:])
+            answer = json.loads(_exactly(link, size, end_s)[1:])
             host, port = answer.get("tcp_data_host") or link.getpeername()[0], answer["tcp_data_port"]
             if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 1 << 16:
                 raise NodeError(f"{endpoint} names no data port")
@@ -103,36 +112,45 @@ def data_address(endpoint: str, deadline_s: float) -> Address:
 
 
 def cut(address: Address) -> int:
-    """Shut down this process's connections to `address`; how many there were."""
+    """Shut down this process's connections to `address`; how many there were; with no free descriptor, 0."""
     count = 0
-    for each in _sockets():
-        with each, suppress(OSError):  # not connected
-            host, port = each.getpeername()[:2]
-            if port == address[1] and host.removeprefix("::ffff:") == address[0]:
-                each.shutdown(socket.SHUT_RDWR)
-                count += 1
+    with suppress(OSError):
+        for each in _sockets():
+            with each, suppress(OSError):  # not connected
+                host, port = each.getpeername()[:2]
+                if port == address[1] and host.removeprefix("::ffff:") == address[0]:
+                    each.shutdown(socket.SHUT_RDWR)
+                    count += 1
     return count
 
 
 def _sockets() -> Iterator[socket.socket]:
     """A duplicate of each TCP socket of this process; the caller closes it."""
     for entry in list(Path("/proc/self/fd").iterdir()):
-        number = int(entry.name)
         try:
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            each = socket.socket(fileno=os.dup(number))
+            number = os.dup(int(entry.name))
         except OSError:  # closed meanwhile
             continue
-        if each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM:
+        try:
+            # Made as non-blocking, the object leaves the mode of the socket alone, whatever the default time-out is.
+            each = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=number)
+        except OSError:  # no socket
+            os.close(number)
+            continue
+        is_stream = each.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
+        if is_stream and each.family in {socket.AF_INET, socket.AF_INET6}:
             yield each
         else:
             each.close()
 
 
-def _exactly(link: socket.socket, size: int) -> bytes:
+def _exactly(link: socket.socket, size: int, end_s: float) -> bytes:
     content = bytearray()
     while len(content) < size:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        link.settimeout(left_s)
         part = link.recv(min(size - len(content), 1 << 16))
         if not part:
             raise EOFError

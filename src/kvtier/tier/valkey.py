@@ -18,7 +18,7 @@ from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.valkey_parts import FRAME_BYTES_MAX, Loading, Storing, frame_bytes, look, removals
 from kvtier.tier.valkey_requests import MOVING, Failure, Request, Requests
 from kvtier.tier.valkey_servers import ServerDownError, Servers, info, parse_addresses, slot_of
-from kvtier.tier.valkey_wire import Access, BrokenWireError, Node, RefusedError, Reply, command
+from kvtier.tier.valkey_wire import LIST_BYTES_MAX, Access, BrokenWireError, Node, RefusedError, Reply, command
 from kvtier.types import Figures, ObjectName
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class ValkeyTier:
         lifetime_s: how long an object lives after its last use; 0: for ever.
         deadline_s: longest time of an operation, all attempts together.
         probe_deadline_s: longest time of a `contains`.
-        is_user: the store is written to, not only looked at.
+        is_user: the store is used, not only looked at; a look renews no lifetime.
 
     Raises:
         ConfigError: a setting is wrong: an address, the password, a server of another kind.
@@ -76,7 +76,7 @@ class ValkeyTier:
         self._own = f"{key_id.hex()}/{fingerprint.hex()[:32]}"
         self._root = f"{prefix}/{self._own}/{{".encode()
         self._health_keys = [f"{prefix}/{key_id.hex()}/{{{n}}}".encode() for n in range(HEALTH_KEYS)]
-        self._lifetime = str(math.ceil(lifetime_s * 1000)).encode() if lifetime_s else b""
+        self._lifetime = str(math.ceil(lifetime_s * 1000)).encode() if lifetime_s and is_user else b""
         self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
@@ -116,7 +116,9 @@ class ValkeyTier:
             requests = [Request(slot, [command(b"EXISTS", key)]) for slot, key in asked] or self._health_requests()
             self._requests.run(requests, time.monotonic() + self._probe_deadline_s)
             if all(each.has_failed for each in requests):
-                raise self._error(requests[0], "look")
+                failed = next((each for each in requests if not self._is_at_rest(each)), None)
+                if failed is not None:
+                    raise self._error(failed, "look")
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
@@ -218,14 +220,14 @@ class ValkeyTier:
                 continue
             del storings[number]
         self._requests.run([each.request for each in storings.values()], end_s)
-        repairs = [repair for each in storings.values() if (repair := each.repair()) is not None]
-        self._requests.run(repairs, end_s)
+        repairs = {number: repair for number, each in storings.items() if (repair := each.repair()) is not None}
+        self._requests.run(list(repairs.values()), end_s)
         for number, each in storings.items():
-            answers[number] = self._stored(each)
+            answers[number] = self._stored(each, repairs.get(number))
         return answers
 
-    def _stored(self, storing: Storing) -> bool | TierError:
-        request = storing.request
+    def _stored(self, storing: Storing, repair: Request | None) -> bool | TierError:
+        request = storing.request if repair is None or storing.request.has_failed else repair
         if not request.has_failed:
             if storing.is_new:
                 with self._lock:
@@ -259,8 +261,11 @@ class ValkeyTier:
         """Of a request without an answer: `default` when only its server is down or its slot moves, else the error."""
         refusal = request.refusal
         is_moving = refusal is not None and refusal.code in MOVING
-        is_down = request.failure is Failure.DOWN and self.servers.has_other_than(self.servers.node_of(request.slot))
-        return default if is_moving or is_down else self._error(request, what)
+        return default if is_moving or self._is_at_rest(request) else self._error(request, what)
+
+    def _is_at_rest(self, request: Request) -> bool:
+        """Whether it was not sent, because its server failed a moment ago, and another server answers."""
+        return request.failure is Failure.DOWN and self.servers.has_other_than(self.servers.node_of(request.slot))
 
     def _note_full(self, refusal: RefusedError) -> None:
         """A server has refused a write because its memory is full."""
@@ -299,6 +304,7 @@ class ValkeyTier:
             TierError: a server does not answer.
         """
         pattern = b"".join(b"\\" + bytes([each]) if each in b"*?[]\\^" else bytes([each]) for each in root) + b"*"
+        self.servers.refresh(self._end_s())  # a server may have come
         for node in self.servers.masters:
             cursor = b"0"
             while True:
@@ -332,7 +338,7 @@ class ValkeyTier:
         key = f"{self._prefix}/{REGISTRY}".encode()
         slot = slot_of(key)
         add = Request(slot, [command(b"SADD", key, self._own.encode())])
-        look = Request(slot, [command(b"SMEMBERS", key)])
+        look = Request(slot, [command(b"SMEMBERS", key)], LIST_BYTES_MAX)
         self._run([look], "open")
         members = look.answer if isinstance(look.answer, list) else []
         known = sorted(
@@ -359,9 +365,11 @@ class ValkeyTier:
                 return
 
     def _memory_facts(self) -> Iterator[tuple[Node, dict[str, str]]]:
+        end_s = self._end_s()
         for node in self.servers.masters:
+            node_end_s = min(end_s, time.monotonic() + self._probe_deadline_s)
             try:
-                reply = self.servers.ask(node, b"INFO", b"memory", end_s=time.monotonic() + self._probe_deadline_s)
+                reply = self.servers.ask(node, b"INFO", b"memory", end_s=node_end_s)
             except (ServerDownError, BrokenWireError, RefusedError, OSError):
                 continue
             if facts := info(reply):

@@ -16,7 +16,7 @@ from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.store_view import ScannedTier
 from kvtier.tier.valkey import ValkeyTier
 from kvtier.tier.valkey_servers import parse_addresses
-from kvtier.tier.valkey_wire import Access
+from kvtier.tier.valkey_wire import Access, tls_options
 from kvtier.types import ObjectName
 
 PASSWORD_BYTES_MAX = 4096
@@ -173,8 +173,7 @@ class RawValkey:
             "socket_timeout": settings.transfer_deadline_s,
         }
         if access.tls:
-            paths = {"ca_certs": access.ca_file, "certfile": access.certificate_file, "keyfile": access.key_file}
-            common |= {f"ssl_{key}": str(path) for key, path in paths.items() if path} | {"ssl": True}
+            common |= tls_options(access) | {"ssl": True}
         nodes = parse_addresses(settings.addresses)
         tier = _tier(settings, bytes(16), bytes(32), is_user=False)
         is_cluster = tier.servers.is_cluster

@@ -146,13 +146,15 @@ class Loading:
         return any(part.answer is not None for part in self.parts)
 
     def _whole(self) -> int | None:
-        """The frame's length, if the first part is there and all others fit it."""
+        """The frame's length, if the first part is there and its others fit it.
+
+        Further parts may be left of a longer object, which was evicted.
+        """
         if self.parts[0].answer != 1:
             return None
         header = self.parts[0].header
         for part in self.parts:
-            is_needed = part.number < part_count(header[1])
-            if is_needed != (part.answer == 1) or (is_needed and part.header != header):
+            if part.number < part_count(header[1]) and (part.answer != 1 or part.header != header):
                 return None
         return header[1]
 

@@ -11,6 +11,7 @@ from enum import Enum
 from kvtier.tier.valkey_servers import ServerDownError, Servers, redirection
 from kvtier.tier.valkey_wire import (
     MANY_CLIENTS,
+    REPLY_BYTES_MAX,
     BrokenWireError,
     Buffer,
     Node,
@@ -53,10 +54,11 @@ class Request:
     Args:
         slot: of its keys.
         buffers: what is sent.
+        most: bytes of the longest reply.
     """
 
-    def __init__(self, slot: int, buffers: Sequence[Buffer]) -> None:
-        self.slot, self.buffers = slot, buffers
+    def __init__(self, slot: int, buffers: Sequence[Buffer], most: int = REPLY_BYTES_MAX) -> None:
+        self.slot, self.buffers, self._most = slot, buffers, most
         self.answer: Reply = None
         """Of the server: a refusal, too. It counts only when there is no `failure`."""
         self.failure: Failure | None = None
@@ -78,7 +80,7 @@ class Request:
 
     def take(self, reader: Reader) -> Reply:
         """Read all of its replies; the one that counts."""
-        return reader.reply()
+        return reader.reply(self._most)
 
 
 class Transaction(Request):
@@ -133,12 +135,16 @@ class Requests:
             each.failure = None
             groups.setdefault(each.target or self._servers.node_of(each.slot), []).append(each)
         sent: list[tuple[Wire, list[Request]]] = []
-        for node, group in groups.items():
-            wire = self._sent(node, group, end_s)
-            if wire is not None:
-                sent.append((wire, group))
-        for wire, group in sent:
-            self._read(wire, group)
+        try:
+            for node, group in groups.items():
+                wire = self._sent(node, group, end_s)
+                if wire is not None:
+                    sent.append((wire, group))
+            while sent:
+                self._read(*sent.pop())
+        finally:  # after an interrupt, replies may still come on these
+            for wire, _ in sent:
+                self._servers.drop(wire)
 
     def _sent(self, node: Node, group: list[Request], end_s: float) -> Wire | None:
         if time.monotonic() >= end_s:  # another server took all of the time

@@ -16,6 +16,7 @@ from typing import cast
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.valkey_wire import (
+    LIST_BYTES_MAX,
     MANY_CLIENTS,
     Access,
     BrokenWireError,
@@ -40,12 +41,14 @@ DOWN_S = 1.0
 REFRESH_SHARE = 0.3
 """Part of the time that is left which reading the slots from one server may take."""
 
-_ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?")
+_NAME = r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
+_ADDRESS = re.compile(rf"(?:\[(?P<v6>[0-9A-Fa-f:.]{{2,45}})\]|(?P<host>{_NAME}))(?::(?P<port>[0-9]{{1,5}}))?")
+_NAMED = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 _HINTS = {
     "WRONGPASS": "correct username and password",
     "NOAUTH": "set password or password_file",
     "NOPERM": "the user needs the commands GET, GETEX, GETRANGE, SET, EXISTS, UNLINK, MULTI, EXEC, ASKING, SCAN, SADD, "
-    "SMEMBERS, SREM, INFO, CLUSTER SLOTS and the keys of the prefix",
+    "SMEMBERS, SREM, PING, INFO, CLUSTER SLOTS and the keys of the prefix",
     "DENIED": "the server accepts loopback only: its protected mode",
 }
 _WRONG_ACCESS = frozenset({*_HINTS, "ERR"})
@@ -140,7 +143,12 @@ class Servers:
                 raise ServerDownError(f"{node} does not answer")
             if node in self._down_until:
                 self._down_until[node] = max(end_s, now_s + DOWN_S)  # this thread tries it, and no other
-        wire = Wire(node, self._access, end_s)
+        try:
+            wire = Wire(node, self._access, end_s)
+        except BaseException:
+            with self._lock:
+                self._leave_alone(node)
+            raise
         with self._lock:
             self._busy.add(wire)
             if self._is_closed:
@@ -163,6 +171,7 @@ class Servers:
         """Close a connection that failed, and the idle ones of its server: they may have failed, too."""
         with self._lock:
             self._busy.discard(wire)
+            self._leave_alone(wire.node)
             closed = [wire, *self._idle.pop(wire.node, [])]
         for each in closed:
             each.close()
@@ -175,6 +184,11 @@ class Servers:
             closed = self._idle.pop(node, [])
         for each in closed:
             each.close()
+
+    def _leave_alone(self, node: Node) -> None:
+        """If `node` had failed, only for a moment from now on: the thread that tried it has ended."""
+        if node in self._down_until:
+            self._down_until[node] = time.monotonic() + DOWN_S
 
     def has_other_than(self, node: Node) -> bool:
         """Whether another server of the store has not failed."""
@@ -214,7 +228,7 @@ class Servers:
         wire = self.take(node, end_s)
         try:
             wire.send([command(*parts)], end_s)
-            reply = wire.reader.reply()
+            reply = wire.reader.reply(LIST_BYTES_MAX)
         except BaseException:
             self.drop(wire)
             raise
@@ -236,6 +250,8 @@ class Servers:
             now_s = time.monotonic()
             try:
                 self._read_slots(node, now_s + max(0.0, end_s - now_s) / (len(self._addresses) - number))
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+                causes.append(f"{node}: closes the connection in the TLS handshake")
             except ssl.SSLError as error:
                 self.close()
                 raise ConfigError(f"tier {self._tier!r}: {node}: {_tls_cause(error)}") from None
@@ -286,6 +302,9 @@ class Servers:
         with self._lock:
             for gone in set(self._down_until).difference(masters):
                 del self._down_until[gone]
+            closed = [wire for gone in set(self._idle).difference(masters) for wire in self._idle.pop(gone)]
+        for each in closed:
+            each.close()
 
 
 def _slot_ranges(reply: Reply, asked: Node) -> Iterator[tuple[tuple[int, int], Node]]:
@@ -296,8 +315,7 @@ def _slot_ranges(reply: Reply, asked: Node) -> Iterator[tuple[tuple[int, int], N
     for row in reply:
         match row:
             case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
-                text = (host or b"").decode("utf-8", "replace")
-                node = Node(asked.host if text in ("", "?") else text[:253], port)
+                node = Node(_host((host or b"").decode("utf-8", "replace"), asked), port)
             case _:
                 raise NonsenseError("a row of slots of another form")
         seen.add(node)
@@ -312,9 +330,20 @@ def redirection(refusal: RefusedError, asked: Node) -> Node | None:
     if len(parts) < 3:
         return None
     host, _, port = parts[2].rpartition(":")
-    if not port.isdigit() or len(port) > 5 or not 0 < int(port) < 65536:
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         return None
-    return Node(host.strip("[]") or asked.host, int(port))
+    with suppress(NonsenseError):
+        return Node(_host(host.strip("[]"), asked), int(port))
+    return None
+
+
+def _host(text: str, asked: Node) -> str:
+    """A host that a server names; the one of `asked` for an unknown one."""
+    if text in ("", "?"):
+        return asked.host
+    if not _NAMED.fullmatch(text):
+        raise NonsenseError("a name of a host with other characters")
+    return text
 
 
 def info(reply: Reply) -> Mapping[str, str]:

@@ -5,12 +5,13 @@ of a line, of a length and of the whole time. Payloads move between the socket a
 without copies.
 """
 
+import errno
 import socket
 import ssl
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from valkey.connection import Connection, SSLConnection
 from valkey.exceptions import ResponseError, ValkeyError
@@ -19,9 +20,11 @@ from kvtier.config.value_types import PrivateText
 
 BUFFER_BYTES = 4096
 """Small replies are read in blocks of this size; a line of a server is shorter."""
-REPLY_BYTES_MAX = 1 << 20
-"""The longest string in a reply other than a payload."""
-REPLY_ITEMS_MAX = 200_000
+REPLY_BYTES_MAX = 1 << 16
+"""The longest reply to a command on an object, but for payloads."""
+LIST_BYTES_MAX = 8 << 20
+"""The longest reply with a list of servers or keys. The one of a cluster in 16,384 pieces is half as long."""
+REPLY_ITEMS_MAX = 500_000
 """The most items of one reply. A cluster in 16,384 pieces has fewer."""
 REPLY_DEPTH_MAX = 6
 SEND_BUFFER_BYTES = 1 << 18
@@ -50,7 +53,7 @@ class RefusedError(ResponseError):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(text)
+        super().__init__(text[:200])
         self.text = text[:200]
         self.code = text.partition(" ")[0][:40]
 
@@ -106,6 +109,8 @@ class Reader:
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
+        self._bytes_left = self._items_left = 0
+        """Of the reply that is being read."""
 
     @property
     def is_empty(self) -> bool:
@@ -126,9 +131,14 @@ class Reader:
         del disable_decoding
         return self.reply()
 
-    def reply(self) -> Reply:
-        """The next reply, of small strings and numbers."""
-        return self._reply(0, [REPLY_ITEMS_MAX])
+    def reply(self, most: int = REPLY_BYTES_MAX) -> Reply:
+        """The next reply, of strings and numbers.
+
+        Args:
+            most: a reply of more bytes breaks the connection.
+        """
+        self._bytes_left, self._items_left = most, REPLY_ITEMS_MAX
+        return self._reply(0)
 
     def bulk(self, most: int) -> int | RefusedError | None:
         """Begin a reply that is a string: its length in bytes; then `take` and `skip` so many, and `end`.
@@ -165,11 +175,14 @@ class Reader:
         if self._line():
             raise NonsenseError("a string is longer than its length")
 
-    def _reply(self, depth: int, items_left: list[int]) -> Reply:
-        items_left[0] -= 1
-        if depth > REPLY_DEPTH_MAX or items_left[0] < 0:
+    def _reply(self, depth: int) -> Reply:
+        self._items_left -= 1
+        if depth > REPLY_DEPTH_MAX or self._items_left < 0:
             raise NonsenseError("a reply has too many items")
         line = self._line()
+        self._bytes_left -= len(line)
+        if self._bytes_left < 0:
+            raise NonsenseError("a reply is too long")
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -178,16 +191,17 @@ class Reader:
         if kind == b":":
             return _number(rest)
         if kind == b"$":
-            length = _length(rest, REPLY_BYTES_MAX)
+            length = _length(rest, self._bytes_left)
             if length is None:
                 return None
+            self._bytes_left -= length
             content = bytearray(length)
             self.take(memoryview(content))
             self.end()
             return bytes(content)
         if kind == b"*":
-            count = _length(rest, items_left[0])
-            return None if count is None else [self._reply(depth + 1, items_left) for _ in range(count)]
+            count = _length(rest, self._items_left)
+            return None if count is None else [self._reply(depth + 1) for _ in range(count)]
         raise NonsenseError(f"a reply begins with {kind!r}")
 
     def _line(self) -> bytes:
@@ -214,17 +228,52 @@ class Reader:
         self._stop += self._receive(self._view[self._stop :])
 
     def _receive(self, into: memoryview) -> int:
-        if self._socket is None:
+        line = self._socket  # another thread may close the connection
+        if line is None:
             raise BrokenWireError("closed")
         # After the deadline, what has come is still read: the thread may have waited for another server.
-        self._socket.settimeout(max(0.0, self.end_s - time.monotonic()))
+        line.settimeout(max(0.0, self.end_s - time.monotonic()))
         try:
-            count = self._socket.recv_into(into)
+            count = line.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError):
             raise TimeoutError("no answer in time") from None
+        except ValueError:  # of a TLS socket
+            raise BrokenWireError("closed") from None
         if count == 0:
             raise BrokenWireError("the server has closed the connection")
         return count
+
+
+class _Plain(Connection):
+    """Connects until the reader's deadline, which all addresses of the host share. The resolver is not bounded."""
+
+    def _connect(self) -> socket.socket:
+        end_s = cast("Reader", self._parser).end_s  # pyright: ignore[reportUnknownMemberType] - of the library
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            raise OSError(errno.EINVAL, "not the name of a host") from None
+        cause = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+        for number, (family, kind, protocol, _, address) in enumerate(found):
+            line = None
+            try:
+                line = socket.socket(family, kind, protocol)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                line.settimeout(remaining_s(end_s) / (len(found) - number))
+                line.connect(address)
+                line.settimeout(remaining_s(end_s))
+            except OSError as error:
+                cause = error
+                if line is not None:
+                    line.close()
+            else:
+                return line
+        raise cause
+
+
+class _Tls(SSLConnection, _Plain):
+    """The same, and then the handshake."""
 
 
 class Wire:
@@ -252,25 +301,24 @@ class Wire:
             "username": access.username or None,
             "password": access.password.reveal() or None,
             "socket_timeout": remaining_s(end_s),
-            "socket_keepalive": True,
             "parser_class": Reader,
             "lib_name": None,
             "lib_version": None,
         }
         if access.tls:
-            paths = {"ca_certs": access.ca_file, "certfile": access.certificate_file, "keyfile": access.key_file}
-            given: dict[str, Any] = {f"ssl_{key}": str(path) for key, path in paths.items() if path is not None}
-            connection: Any = SSLConnection(**common, **given, ssl_check_hostname=True)
+            connection: Any = _Tls(**common, **tls_options(access))
         else:
-            connection = Connection(**common)
+            connection = _Plain(**common)
         self._connection = connection
         self._has_sendmsg = not access.tls
         self.reader: Reader = connection._parser  # noqa: SLF001 - the one that it made of our class
         self.reader.end_s = end_s
         try:
             connection.connect()
-        except RefusedError:
-            raise
+        except RefusedError as error:  # a server that does not know AUTH repeats its arguments
+            text = error.text.partition(" with args")[0]
+            secret = access.password.reveal()
+            raise RefusedError(text.replace(secret, "***") if secret else text) from None
         except ValkeyError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
@@ -310,6 +358,13 @@ class Wire:
                 first += 1
             if sent:
                 views[first] = views[first][sent:]
+
+
+def tls_options(access: Access) -> dict[str, Any]:
+    """For a connection of the library; a key with a pass phrase is an error, and nothing asks for it."""
+    paths = {"ca_certs": access.ca_file, "certfile": access.certificate_file, "keyfile": access.key_file}
+    files = {f"ssl_{key}": str(path) for key, path in paths.items() if path is not None}
+    return files | {"ssl_password": "", "ssl_check_hostname": True}
 
 
 def remaining_s(end_s: float) -> float:

@@ -5,6 +5,8 @@ without the cache. Kinds of KV are identified by the exact names of vLLM's class
 meaning.
 """
 
+from reprlib import repr as short
+
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
@@ -15,6 +17,8 @@ which the chunk's key does not cover."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Supported KV quantisations. Others store scales separately, and vLLM recomputes some at the first forward."""
+
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
 _KINDS = "full attention, MLA, sliding window and Mamba-like states"
 _ADVICE = {
@@ -85,12 +89,14 @@ def _check_model(config: VllmConfig) -> None:
         )
 
 
-def check_role(role: str, write_policy: str) -> None:
-    """Refuse a prefill engine that would store late, or never.
+def check_role(role: object, write_policy: str) -> None:
+    """Refuse an unknown `kv_role`, and a prefill engine that would store late, or never.
 
     Raises:
         ConfigError: the message names the setting.
     """
+    if role not in ROLES:
+        raise ConfigError(f"kv_role = {short(role)}; allowed: {', '.join(map(repr, ROLES))}")
     if role == "kv_producer" and write_policy != "through":
         raise ConfigError(
             f"store.write_policy = {write_policy!r}: other engines wait for what a prefill engine (kv_role {role!r}) "
