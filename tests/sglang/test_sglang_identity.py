@@ -80,7 +80,14 @@ def test_the_environment_is_identified(tmp_path: Path, monkeypatch: pytest.Monke
     """Variables decide the order of bytes in a page, too; those of logs, ports and secrets do not."""
     model, file = checkpoint(tmp_path / "model"), tmp_path / "scales.json"
     digests = {digest(model)}
-    for name in ("SGLANG_LOG_MS", "SGLANG_RUN_ID", "SGLANG_HICACHE_TMA_TRANSFER", "SGLANG_ADMIN_API_KEY", "PATH_OF_IT"):
+    for name in (
+        "SGLANG_LOG_MS",
+        "SGLANG_RUN_ID",
+        "SGLANG_IS_FIRST_RANK_ON_NODE",
+        "SGLANG_HICACHE_TMA_TRANSFER",
+        "SGLANG_ADMIN_API_KEY",
+        "PATH_OF_IT",
+    ):
         monkeypatch.setenv(name, "1")
     assert {digest(model)} == digests
     for name, value in (("SGLANG_USE_HND_KVCACHE", "1"), ("SGLANG_OPT_DSV41_BF16_INDEX_LOGITS", "1")):

@@ -83,9 +83,10 @@ ENVIRONMENT = (
 """Beginnings of the names of environment variables that may change KV, such as SGLANG_USE_HND_KVCACHE."""
 
 UNRELATED_WORDS = frozenset({
-    "CI", "COREDUMP", "CRASH", "DIR", "DISAGG", "DISAGGREGATION", "GRAMMAR", "GRPC", "HEALTH", "HICACHE", "HOST", "ID",
-    "INTERVAL", "IP", "IPC", "LOG", "METRICS", "MOONCAKE", "NUMA", "PORT", "PROFILE", "PROFILER", "PYSPY", "SCHEDULER",
-    "SOCKET", "TEST", "TIMEOUT", "TRACE", "WARMUP", "WATCHDOG", "ZMQ",
+    "CI", "COREDUMP", "CRASH", "DIR", "DISAGG", "DISAGGREGATION", "DISTRIBUTED", "GRAMMAR", "GRPC", "HEALTH",
+    "HICACHE", "HOST", "HTTP", "ID", "INTERVAL", "IP", "IPC", "LOG", "METRICS", "MOONCAKE", "NUMA", "PEERS", "PORT",
+    "PROFILE", "PROFILER", "PYSPY", "RANK", "RAY", "SCHEDULER", "SOCKET", "TEST", "TIMEOUT", "TRACE", "URL", "VISIBLE",
+    "WARMUP", "WATCHDOG", "ZMQ",
     "AUTH", "CREDENTIAL", "KEY", "PASSWORD", "SECRET",
 })  # fmt: skip
 """A variable with one of these words in its name changes no KV, or is a secret."""
