@@ -16,8 +16,8 @@ from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.config import machine_checks as machine
 from kvtier.config.sections import Config
+from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm import installed
-from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create

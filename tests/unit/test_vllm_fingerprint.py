@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from tests.vllm_config import vllm_config
 
+from kvtier.connect.local_files import local_folder
 from kvtier.connect.vllm import identity as module
 from kvtier.connect.vllm import required_names as internals
-from kvtier.connect.vllm.identity import EngineIdentity, identify, local_folder
+from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.installed import SUPPORTED, build_of, check_engine, check_version, release_of
 from kvtier.errors import ConfigError
 

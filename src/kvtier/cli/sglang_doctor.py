@@ -18,6 +18,7 @@ from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, mac
 from kvtier.cli.engine_settings import overridden
 from kvtier.cli.sglang import PAGE_TOKENS, UNUSED
 from kvtier.config.loader import TIERS, Loaded, load
+from kvtier.connect.local_files import local_folder
 from kvtier.connect.sglang.installed import (
     BACKEND,
     EXTRA,
@@ -31,7 +32,6 @@ from kvtier.connect.sglang.installed import (
 )
 from kvtier.connect.sglang.pools import POOLS
 from kvtier.connect.sglang.server_arguments import FIELDS
-from kvtier.connect.vllm.identity import local_folder
 from kvtier.errors import ConfigError
 from kvtier.keys.weights import checkpoint_files
 

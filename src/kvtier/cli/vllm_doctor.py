@@ -16,8 +16,9 @@ from kvtier.cli.engine_settings import overridden
 from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
+from kvtier.connect.local_files import local_folder
 from kvtier.connect.vllm import installed, selftest, support
-from kvtier.connect.vllm.identity import identify, local_folder
+from kvtier.connect.vllm.identity import identify
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError, UnsupportedModelError

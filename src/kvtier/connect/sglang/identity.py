@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
+from kvtier.connect.local_files import adapter_files, local_folder
 from kvtier.connect.sglang.sglang_types import Leaves
-from kvtier.connect.vllm.identity import adapter_files, local_folder
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files, digest_files, home_cache

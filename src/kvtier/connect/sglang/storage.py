@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.sections import Config
+from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.sglang import sglang_imports as sglang
 from kvtier.connect.sglang.identity import identify, leaves
 from kvtier.connect.sglang.installed import check_version, installed
@@ -27,7 +28,6 @@ from kvtier.connect.sglang.sglang_types import (
 )
 from kvtier.connect.sglang.stats import StorageStats
 from kvtier.connect.sglang.weight_updates import forget, watch_weights
-from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
 from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin

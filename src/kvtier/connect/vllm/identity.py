@@ -9,25 +9,20 @@ object's name; and everything that belongs to single requests (`request_keys`).
 
 import fcntl
 import hashlib
-import importlib
-import json
 import logging
-import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from kvtier.config.sections import Config
 from kvtier.connect.fingerprint_exclusions import plain
+from kvtier.connect.local_files import local_folder
 from kvtier.connect.vllm.installed import is_supported, release_of
 from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
-from kvtier.tier import store_notes as notes
-from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -147,37 +142,6 @@ def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
     return digest, ""
 
 
-def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
-    """Write the fingerprint's ingredients next to each store, so that the doctor can name differences.
-
-    Runs in its own thread, since a file system may hang. A path that does not exist gets the note at the next start.
-    """
-    content: dict[str, object] = {"digest": fingerprint.digest.hex(), "of": json.loads(fingerprint.canonical)}
-
-    def run() -> None:
-        for tier in config.tiers:
-            folder = kind_of(tier).folder(tier)
-            try:
-                if folder is not None:
-                    notes.write(folder, "fingerprint", fingerprint.digest, content)
-            except OSError as error:
-                logger.debug("the fingerprint's note cannot be written to %s: %s", folder, error)
-
-    threading.Thread(target=run, name="kvtier note", daemon=True).start()
-
-
-def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Folder of a model or adapter: the path `name`, or its entry in the local hub cache; None without either."""
-    place = Path(name).expanduser()
-    if place.exists():
-        return place
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        return Path(hub.snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not installed; not in the cache; no valid hub name
-        return None
-
-
 @contextmanager
 def _in_turn(cache_file: Path | None) -> Generator[None]:
     """Lock out other processes of this machine: the first digests, and the others find the result."""
@@ -197,10 +161,3 @@ def _is_locked(handle: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def adapter_files(folder: Path) -> Iterator[Path]:
-    """The weights and the configuration of an adapter."""
-    for file in sorted(folder.iterdir()):
-        if file.name.startswith(("adapter_", "new_embeddings")) or file.suffix == ".safetensors":
-            yield file

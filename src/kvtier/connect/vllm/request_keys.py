@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from kvtier.connect.vllm.identity import adapter_files, local_folder
+from kvtier.connect.local_files import adapter_files, local_folder
 from kvtier.connect.vllm.support import reason_against
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, KvError

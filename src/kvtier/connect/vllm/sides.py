@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.config.sections import Config
+from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm import identity, installed, selftest, support
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import Events, Movements
@@ -265,7 +266,7 @@ class WorkerSide:
             page_lock=cuda_page_lock(config.host.page_lock) if device.type == "cuda" else None,
         )
         if number == 0:
-            identity.note_fingerprint(config, setup.identity.fingerprint)
+            note_fingerprint(config, setup.identity.fingerprint)
         self._worker = worker = Worker(copier)
         self._server = RankServer(self._rank, worker.receive)
 
