@@ -345,6 +345,37 @@ def prefill_decode(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def cluster(record: dict[str, Any]) -> str:
+    """A raw socket, the library, LMCache, the tier and a session, from `bench/cluster.py --record-dir`."""
+    results = record["results"]
+    found = {(row["op"], row["chunk_bytes"], row["in_flight"], row["path"]): row for row in results["results"]}
+    points = dict.fromkeys(key[:3] for key in found if key[0] != "lookup")
+    lookup = {path: row["ms"] for (op, _, _, path), row in found.items() if op == "lookup"}
+    lines = [
+        (
+            f"Kind {results['kind']} on {record['machine']['cores']} cores that also run the servers. GB/s of payload, "
+            f"and share of the raw socket's, medians of {results['repeats']}. The socket answers in "
+            f"{lookup['socket']:.2f} ms, the client in {lookup['raw']:.2f} ms. A round of 23 names takes "
+            f"{lookup['tier']:.2f} ms, a session's lookup of 512 chunks {lookup['session']:.1f} ms, LMCache's of 512 "
+            f"keys {lookup['lmcache']:.1f} ms. {_link('cluster_' + results['kind'])}"
+        ),
+        "",
+        "| | object | at once | socket | client | LMCache | tier | of the client | session |",
+        f"| --- |{' ---: |' * 8}",
+    ]
+    for op, size, at_once in points:
+        rows = {path: found[op, size, at_once, path] for path in ("socket", "raw", "lmcache", "tier", "session")}
+        of_client = statistics.median(
+            tier / raw for tier, raw in zip(rows["tier"]["samples"], rows["raw"]["samples"], strict=True)
+        )
+        cells = {path: f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for path, row in rows.items()}
+        lines.append(
+            f"| {op} | {size_text(size)} | {at_once} | {rows['socket']['gb_per_s']:.2f} | {cells['raw']} "
+            f"| {cells['lmcache']} | {cells['tier']} | {of_client:.2f} | {cells['session']} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
@@ -356,6 +387,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "tier_s3": shared,
     "tier_shared_directory": shared,
     "prefill_decode": prefill_decode,
+    "cluster_valkey": cluster,
+    "cluster_mooncake": cluster,
+    "sglang": sglang,
 }
 
 
