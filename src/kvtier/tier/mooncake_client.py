@@ -101,7 +101,7 @@ class MooncakeClient:
         self._registered: dict[tuple[int, int], int] = {}
         """How many running calls use a further (address, bytes)."""
         self._lock = threading.Lock()
-        with _opening:  # so that the sockets of two clients are told apart
+        with _opening:  # so that each client finds its own sockets
             self._place = (local_address or here, protocol, devices)
             idle = _idle.get(self._place)
             self.engine: Any

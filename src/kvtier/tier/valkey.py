@@ -334,7 +334,7 @@ class ValkeyTier:
             raise TierError(self.name, f"{node} does not answer: {error}") from None
 
     def _register(self) -> None:
-        """Write down who uses the store, and warn when others do and no one with this secret has."""
+        """Add the secret and the model to the store's registry. Warn if it has entries of other secrets only."""
         key = f"{self._prefix}/{REGISTRY}".encode()
         slot = slot_of(key)
         add = Request(slot, [command(b"SADD", key, self._own.encode())])
