@@ -55,7 +55,7 @@ class ObjectTransfers:
     ) -> None:
         self.output = Output(ranks=1)
         self.staging = StagingSlots(slots)
-        # `TierStates` gives each way a quarter of the slots that it is told of.
+        # `TierStates` gives each way a quarter of the slots that it gets as its argument.
         self.tiers = TierStates(tiers, int(4 * SHARE * min(slots)), self.output, down)
         self.followers_dropped = 0
         """Writes to slower tiers that were dropped because their slot was needed, or because the tier failed."""

@@ -69,14 +69,8 @@ def _client(settings: MooncakeSettings) -> MooncakeClient:
     )
 
 
-def _key_id(settings: MooncakeSettings, context: TierContext) -> bytes:
-    if context.key_id is None:
-        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; set store.secret_file")
-    return context.key_id
-
-
 def _open(settings: MooncakeSettings, context: TierContext) -> MooncakeTier:
-    key_id = _key_id(settings, context)
+    key_id = context.shared_key_id(settings.name)
     return MooncakeTier(
         _client(settings),
         prefix=f"{settings.prefix}/",
@@ -141,12 +135,12 @@ class RawMooncake:
 
 
 def _raw(settings: MooncakeSettings, context: TierContext) -> RawMooncake:
-    root = root_of(f"{settings.prefix}/", _key_id(settings, context), context.fingerprint)
+    root = root_of(f"{settings.prefix}/", context.shared_key_id(settings.name), context.fingerprint)
     return RawMooncake(_client(settings), root)
 
 
 def _discard(settings: MooncakeSettings, context: TierContext) -> None:
-    root = root_of(f"{settings.prefix}/", _key_id(settings, context), context.fingerprint)
+    root = root_of(f"{settings.prefix}/", context.shared_key_id(settings.name), context.fingerprint)
     client = _client(settings)
     try:
         pattern = f"^{re.escape(root)}"

@@ -1,7 +1,8 @@
 """Sockets that Mooncake's client opens in this process, and the data port of a storage node.
 
-The client listens on all addresses of the machine, and whoever connects may read and write the memory that it has
-registered. A client without a segment needs no such connection, so `shut_out` drops every packet to these sockets.
+The client listens on all addresses of the machine, and any program that connects may read and write
+the memory that it has registered. A client without a segment needs no such connection, so `shut_out` drops every
+packet to these sockets.
 
 The client cannot cancel a transfer with a node that is silent. `cut` shuts the connections to that node down, and the
 client then ends the transfer as failed.

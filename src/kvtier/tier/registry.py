@@ -107,6 +107,16 @@ class TierContext:
     """Where slots are: the rank's host memory, a mapping for each group. A tier may use it until it is closed."""
     clock: Callable[[], float] = time.monotonic
 
+    def shared_key_id(self, tier: str) -> bytes:
+        """`key_id`, which a store of other nodes demands.
+
+        Raises:
+            ConfigError: no secret is configured; the message names `tier`.
+        """
+        if self.key_id is None:
+            raise ConfigError(f"tier {tier!r}: a shared store needs a configured secret; set store.secret_file")
+        return self.key_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind(Generic[S]):

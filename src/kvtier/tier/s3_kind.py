@@ -118,17 +118,11 @@ def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerp
 
 
 def _open(settings: S3Settings, context: TierContext) -> S3Tier:
-    key_id = _key_id(settings, context)
+    key_id = context.shared_key_id(settings.name)
     upkeep = Upkeep(
         settings.lifetime_s, settings.rewrite_bytes_per_s, settings.capacity_bytes, settings.sweep_interval_s
     )
     return _tier(settings, _credentials(settings), key_id, context.fingerprint, upkeep)
-
-
-def _key_id(settings: S3Settings, context: TierContext) -> bytes:
-    if context.key_id is None:
-        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; set store.secret_file")
-    return context.key_id
 
 
 def _client(settings: S3Settings) -> tuple[S3Store, str]:
@@ -151,12 +145,14 @@ def _client(settings: S3Settings) -> tuple[S3Store, str]:
 
 def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
     client, prefix = _client(settings)
-    return RawBucket(client, f"{prefix}{_key_id(settings, context).hex()}/{context.fingerprint.hex()[:32]}/")
+    return RawBucket(client, f"{prefix}{context.shared_key_id(settings.name).hex()}/{context.fingerprint.hex()[:32]}/")
 
 
 def _discard(settings: S3Settings, context: TierContext) -> None:
     client, prefix = _client(settings)
-    discard(settings.name, client, f"{prefix}{_key_id(settings, context).hex()}/", context.fingerprint.hex()[:32])
+    discard(
+        settings.name, client, f"{prefix}{context.shared_key_id(settings.name).hex()}/", context.fingerprint.hex()[:32]
+    )
 
 
 def _inspect(settings: S3Settings) -> list[ScannedTier]:

@@ -39,11 +39,9 @@ class SharedDirectorySettings(TierSettings):
 
 
 def _open(settings: SharedDirectorySettings, context: TierContext) -> SharedDirectoryTier:
-    if context.key_id is None:
-        raise ConfigError(f"{settings.label} is shared by several nodes and needs a secret: set store.secret_file")
     return SharedDirectoryTier(
         settings.path,
-        key_id=context.key_id,
+        key_id=context.shared_key_id(settings.name),
         fingerprint=context.fingerprint,
         name=settings.name,
         capacity_bytes=settings.capacity_bytes,

@@ -103,12 +103,6 @@ def _password_in(path: Path) -> PrivateText:
     return PrivateText(text)
 
 
-def _key_id(settings: ValkeySettings, context: TierContext) -> bytes:
-    if context.key_id is None:
-        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; set store.secret_file")
-    return context.key_id
-
-
 def _tier(settings: ValkeySettings, key_id: bytes, fingerprint: bytes, *, is_user: bool = True) -> ValkeyTier:
     return ValkeyTier(
         settings.addresses,
@@ -125,11 +119,11 @@ def _tier(settings: ValkeySettings, key_id: bytes, fingerprint: bytes, *, is_use
 
 
 def _open(settings: ValkeySettings, context: TierContext) -> ValkeyTier:
-    return _tier(settings, _key_id(settings, context), context.fingerprint)
+    return _tier(settings, context.shared_key_id(settings.name), context.fingerprint)
 
 
 def _discard(settings: ValkeySettings, context: TierContext) -> None:
-    tier = _tier(settings, _key_id(settings, context), context.fingerprint, is_user=False)
+    tier = _tier(settings, context.shared_key_id(settings.name), context.fingerprint, is_user=False)
     try:
         tier.discard()
     finally:
@@ -211,7 +205,7 @@ class RawValkey:
 
 
 def _raw(settings: ValkeySettings, context: TierContext) -> RawValkey:
-    key_id = _key_id(settings, context).hex()
+    key_id = context.shared_key_id(settings.name).hex()
     return RawValkey(settings, f"{settings.prefix}/{key_id}/{context.fingerprint.hex()[:32]}/")
 
 

@@ -141,7 +141,7 @@ class Reader:
         return self._reply(0)
 
     def bulk(self, most: int) -> int | RefusedError | None:
-        """Begin a reply that is a string: its length in bytes; then `take` and `skip` so many, and `end`.
+        """Begin a reply that is a string: its length in bytes; then `take` or `skip` that number, and `end`.
 
         Args:
             most: a longer one breaks the connection.
