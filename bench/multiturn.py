@@ -1,7 +1,7 @@
 """Conversations of several users whose KV does not fit on the device, with and without kvtier.
 
     python bench/multiturn.py --record bench/records/multiturn.json          # llama-3.1-8b on a GPU
-    python bench/multiturn.py --quick --repeats 3 --record bench/records/multiturn_cpu.json
+    python bench/multiturn.py --quick         # a smoke test on the CPU
 
     recompute   evicted KV is computed again
     host        kvtier with host memory
@@ -10,8 +10,7 @@
 All arms get the same prompts with the same pauses and continue with the same answers: those of the first arm, which
 the other arms' answers are compared with. The arms take turns at each number of users, and each repeat begins with
 another arm, so that drift affects all of them. `parts/server.py` describes the server. The record (--record) is
-rewritten after each run; `python bench/tables.py` makes a table of docs/benchmarks.md from multiturn_cpu.json. Imports
-torch.
+rewritten after each run. Imports torch.
 """
 
 import sys

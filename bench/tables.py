@@ -244,34 +244,6 @@ def _draw_ttft(axes: "Axes", record: dict[str, Any], colours: Colours) -> None:
 TTFT = Chart("Time to first token, prompt of 8,000 tokens", _draw_ttft)
 
 
-def multiturn_cpu(record: dict[str, Any]) -> str:
-    """Conversations whose KV does not fit on the device, from `bench/multiturn.py --record`."""
-    results, settings = record["results"], {name: it["value"] for name, it in record["settings"].items()}
-    points = {(point["users"], point["arm"]): point for point in results["points"]}
-    arms = list(dict.fromkeys(arm for _, arm in points))
-    heads = [f"{what}, {arm}" for what in ("TTFT", "tokens/s", "computed") for arm in arms]
-    before = settings["system_tokens"] + settings["history_tokens"]
-    lines = [
-        (
-            f"Shape {results['shape']} in {settings['dtype']} on {results['device']}; each user has "
-            f"{settings['rounds']} turns, {before:,} tokens before the first. The device holds "
-            f"{results['budget_tokens']:,} tokens of KV, host memory {settings['host_bytes'] >> 20} MiB. Median time "
-            "to first token of the later turns, output tokens/s, share of prompt tokens computed; over "
-            f"{settings['repeats']} runs. All arms gave the same tokens: {'yes' if results['same_tokens'] else 'NO'}."
-        ),
-        "",
-        f"| users | {' | '.join(heads)} |",
-        f"| ---: |{' ---: |' * len(heads)}",
-    ]
-    for users in dict.fromkeys(users for users, _ in points):
-        row = [points[users, arm] for arm in arms]
-        cells = [f"{it['ttft_ms']['p50']:,.0f} ms" for it in row]
-        cells += [f"{it['output_tokens_per_s']:.1f}" for it in row]
-        cells += [f"{it['computed_tokens'] / it['prompt_tokens']:.0%}" for it in row]
-        lines.append(f"| {users} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def shared(record: dict[str, Any]) -> str:
     """A tier and a session next to the raw client, from `kvtier bench tier --record`."""
     rows = record["results"]["results"]
@@ -383,7 +355,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "core": core,
     "disk": disk,
     "peer": peer,
-    "multiturn_cpu": multiturn_cpu,
     "tier_s3": shared,
     "tier_shared_directory": shared,
     "prefill_decode": prefill_decode,
