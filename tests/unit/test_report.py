@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests import browser
 
 from kvtier.errors import ConfigError
 from kvtier.report import page
@@ -95,6 +96,20 @@ def test_charts_take_the_colours_of_the_page():
     check_page(text)
     assert set(re.findall(r"var\(--(\w+)\)", text.partition("<main>")[2])) == set(page.COLOURS)
     assert "#0a0b" not in text
+
+
+def test_a_browser_draws_a_page_within_the_width_of_a_phone(tmp_path):
+    pytest.importorskip("matplotlib")
+    from kvtier.report.chart import Chart, figures_html
+
+    chart = Chart("Squares", lambda axes, values, colours: axes.plot(values, color=colours["host"]))
+    wide = Table([f"column {number}" for number in range(30)], [["cell"] * 30])
+    path = tmp_path / "page.html"
+    path.write_text(page.page_html("c", "h", figures_html({"a": chart}, [1, 4, 9]), page.table_html(wide)))
+    assert "Squares" in browser.rendered(path)
+    assert browser.overflow(path, width=360) == 0
+    path.write_text(path.read_text().replace("overflow-x:auto", ""))
+    assert browser.overflow(path, width=360) > 0  # the control: what is wider than its window is noticed
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])

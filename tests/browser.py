@@ -1,0 +1,67 @@
+"""Pages in a real browser: what Chromium makes of a file or an address, as text and as a picture."""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+DEADLINE_S = 60
+QUIET = (
+    "--headless",
+    "--no-sandbox",  # refused to root otherwise
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+
+
+def chromium() -> str:
+    """The browser's path; a test that calls this without one is skipped."""
+    found = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if found is None:
+        pytest.skip(f"needs a browser: {', '.join(PROGRAMS)}")
+    return found
+
+
+def rendered(page: Path | str, *, width: int = 1280) -> str:
+    """The document after it was loaded and drawn, as HTML. `page` is a file or an address of this machine."""
+    return _run(page, "--dump-dom", f"--window-size={width},1000").decode()
+
+
+def screenshot(page: Path | str, target: Path, *, width: int = 1280, height: int = 1600, dark: bool = False) -> None:
+    """Draw the top of a page, `width` x `height` pixels, into the PNG file `target`."""
+    theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    _run(page, f"--screenshot={target}", f"--window-size={width},{height}", *theme)
+    assert target.read_bytes()[:4] == b"\x89PNG"
+
+
+def overflow(page: Path, *, width: int) -> int:
+    """Pixels by which an HTML file is wider than a window of `width`: what a reader must scroll sideways."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-page-") as folder:
+        # A window is at least 500 pixels wide; a frame may be narrower.
+        frame = Path(folder, "frame.html")
+        measure = (
+            "const page = document.getElementById('page').contentDocument.documentElement;"
+            "document.body.dataset.overflow = page.scrollWidth - page.clientWidth"
+        )
+        frame.write_text(
+            f'<body><iframe id="page" style="width:{width}px;height:900px;border:0" src="{page.resolve().as_uri()}"'
+            f' onload="{measure}"></iframe></body>'
+        )
+        dom = _run(frame, "--dump-dom", "--allow-file-access-from-files", "--window-size=1600,1000").decode()
+    return int(dom.partition('data-overflow="')[2].partition('"')[0])
+
+
+def _run(page: Path | str, *options: str) -> bytes:
+    address = page.resolve().as_uri() if isinstance(page, Path) else page
+    with tempfile.TemporaryDirectory(prefix="kvtier-browser-", ignore_cleanup_errors=True) as profile:
+        command = [chromium(), *QUIET, f"--user-data-dir={profile}", *options, address]
+        done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
+    return done.stdout
