@@ -33,7 +33,7 @@ from tests.rig import (
 
 from kvtier.config.sections import Config, TraceConfig
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import trace_recorder as recorder
+from kvtier.runtime import line_file
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.trace_recorder import Served
 from kvtier.tier import directory_kind, disk_kind
@@ -229,7 +229,7 @@ def test_a_tier_that_hangs_when_it_is_opened_costs_one_deadline(hanging: Hanging
 
 @needs_fuse
 def test_a_recording_that_hangs_holds_up_no_engine(hanging: HangingFs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "OPEN_DEADLINE_S", 0.1)
+    monkeypatch.setattr(line_file, "OPEN_DEADLINE_S", 0.1)
     hanging.hang("everything")
     made = replace(config(None), trace=TraceConfig(path=hanging.place / "trace"))
     kv = open_session(made, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())

@@ -17,6 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.replay.single_cache import replay
+from kvtier.runtime import line_file
 from kvtier.runtime.trace_recorder import Recorder, Served
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
@@ -104,7 +105,7 @@ def test_a_recording_ends_at_its_cap_with_whole_lines_and_a_second_one_counts_th
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, metrics, monkeypatch):
-    monkeypatch.setattr(recording, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(line_file, "FLUSH_BYTES", 1)
     written = os.write
     left = [3]
 
@@ -115,7 +116,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, metrics, monk
         left[0] -= 1
         return written(file, data)
 
-    monkeypatch.setattr(recording.os, "write", failing)
+    monkeypatch.setattr(line_file.os, "write", failing)
     path = recorded(tmp_path, metrics, [(Served(float(n), keys(n), 20, 1), None) for n in range(9)])
     monkeypatch.undo()
     assert [it.input_tokens for it in open_trace(path).requests()] == [20] * 3
@@ -130,8 +131,8 @@ def test_serving_does_not_wait_for_a_hanging_file_system(tmp_path, metrics, monk
         assert may_go_on.wait(60)
         return len(data)
 
-    monkeypatch.setattr(recording.os, "write", hanging)
-    monkeypatch.setattr(recording, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(line_file.os, "write", hanging)
+    monkeypatch.setattr(line_file, "FLUSH_BYTES", 1)
     recorder = Recorder(tmp_path, MIB, CHUNK, metrics)
     request = Served(0.0, keys(1), 20, 1)
     recorder.served(request)
@@ -165,7 +166,7 @@ def test_lines_that_wait_for_an_earlier_request_are_bounded(tmp_path, metrics, m
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path, metrics):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"trace\.path = .*no recording can be created"):
+    with pytest.raises(ConfigError, match=r"trace\.path = .*no file can be created"):
         Recorder(tmp_path / "file" / "below", MIB, CHUNK, metrics)
 
 

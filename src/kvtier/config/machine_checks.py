@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvtier.config.loader import Origin
 from kvtier.config.probe_record import read_links
-from kvtier.config.sections import HOW_TO_SHARE, Config
+from kvtier.config.sections import HOW_TO_SHARE, Config, JournalConfig, TraceConfig
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import SECRET_BYTES
@@ -61,7 +61,8 @@ def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Pat
     findings = [*_host(config, reporter), *_limits(config, reporter), *_tiers(config, reporter)]
     paths: tuple[tuple[str, Path | None, Iterator[Finding]], ...] = (
         ("store.secret_file", config.store.secret_file, _secret(config, reporter, file)),
-        ("trace.path", config.trace.path, _trace(config, reporter)),
+        ("trace.path", config.trace.path, _lines("trace", config.trace, reporter)),
+        ("journal.path", config.journal.path, _lines("journal", config.journal, reporter)),
         ("planner.probe_file", config.planner.probe_file, _probe(config, reporter)),
     )
     for setting, path, part in paths:
@@ -115,14 +116,14 @@ def _tiers(config: Config, reporter: _Reporter) -> Iterator[Finding]:
                 yield reporter.warning(f"{tier.label}.{key}", f"{getattr(tier, key):g} s", detail)
 
 
-def _trace(config: Config, reporter: _Reporter) -> Iterator[Finding]:
-    path = config.trace.path
+def _lines(section: str, settings: TraceConfig | JournalConfig, reporter: _Reporter) -> Iterator[Finding]:
+    path = settings.path
     if path is None:
-        yield from _without_effect("trace", config.trace, reporter)
+        yield from _without_effect(section, settings, reporter)
         return
     problem = path_problem(path, nearest_existing(path))
     if problem is not None:
-        yield reporter.error("trace.path", path, problem)
+        yield reporter.error(f"{section}.path", path, problem)
 
 
 def _probe(config: Config, reporter: _Reporter) -> Iterator[Finding]:

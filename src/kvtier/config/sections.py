@@ -133,6 +133,16 @@ class TraceConfig(SettingsSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalConfig(SettingsSection):
+    """A line for each request, and for each object that a tier reads or writes."""
+
+    section: ClassVar[str] = "journal"
+
+    path: Path | None = setting(None, Location(), "Directory for journals of requests and objects; none: no journal.")
+    capacity_bytes: int = setting(2**30, Size(2**12), "Maximum bytes of journals; then further lines are lost.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(SettingsSection):
     """Behaviour in vLLM."""
 
@@ -191,6 +201,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     sglang: SglangConfig = field(default_factory=SglangConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -213,6 +224,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
         LimitsConfig,
         PlannerConfig,
         TraceConfig,
+        JournalConfig,
         VllmConfig,
         SglangConfig,
         LogConfig,

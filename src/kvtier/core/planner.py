@@ -207,6 +207,15 @@ class Planner:
         best = max(acceptable, key=lambda plan: plan.saved_s - self._delay_of_next_s(plan, now_s, beside_s))
         return self._trial(candidates, options, best, now_s) or best
 
+    def offers(self, lookup: Lookup, plan: LoadPlan) -> list[tuple[int, float]]:
+        """The loads that `plan` was chosen among: leading tokens, and expected seconds with computing the rest.
+
+        For reports; it has no effect.
+        """
+        options = (it for it in lookup.options if plan.resident_tokens < it.tokens <= plan.total_tokens)
+        loads = (self._loading(plan, option) for option in options)
+        return [(load.tokens, load.load_s + load.compute_s) for load in loads]
+
     def begun(self, plan: LoadPlan, now_s: float) -> None:
         """The load of `plan` starts; `ended` or `dropped` follows."""
         self._counts["loads"] += 1

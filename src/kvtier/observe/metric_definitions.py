@@ -205,6 +205,13 @@ TRACE_REQUESTS = Metric(
     (Label("result", ("recorded", "lost")),),
     "Requests in trace recordings: recorded, or lost.",
 )
+JOURNAL_LINES = Metric(
+    "kvtier_journal_lines_total",
+    MetricKind.COUNTER,
+    "",
+    (Label("result", ("recorded", "lost")),),
+    "Lines of journals, of requests and objects: recorded, or lost.",
+)
 
 METRICS: tuple[Metric, ...] = (
     LOOKUPS,
@@ -237,4 +244,5 @@ METRICS: tuple[Metric, ...] = (
     RELAYS_WAITING,
     RELAYS_DROPPED,
     TRACE_REQUESTS,
+    JOURNAL_LINES,
 )

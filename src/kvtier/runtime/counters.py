@@ -18,12 +18,12 @@ class CommandCounters:
 
     Args:
         metrics: receives the counts.
-        other: another observer, which is called as well.
+        others: other observers, which are called as well.
     """
 
-    def __init__(self, metrics: Metrics, other: Observer | None = None) -> None:
+    def __init__(self, metrics: Metrics, *others: Observer) -> None:
         self._metrics = metrics
-        self._other = other
+        self._others = others
         self.in_flight = dict.fromkeys(Link, 0)
         """Transfers in flight, for `Gauges`."""
         self._outcomes = {
@@ -37,13 +37,13 @@ class CommandCounters:
         """See `Observer`."""
         if isinstance(command, Transfer):
             self.in_flight[command.link] += 1
-        if self._other is not None:
-            self._other.submitted(command)
+        for other in self._others:
+            other.submitted(command)
 
     def completed(self, completion: Completion) -> None:
         """See `Observer`."""
-        if self._other is not None:
-            self._other.completed(completion)
+        for other in self._others:
+            other.completed(completion)
         command, outcome = completion.command, completion.outcome
         if completion.is_tier_fault:
             self._metrics.add(table.TIER_FAILURES, tier=command.tier)

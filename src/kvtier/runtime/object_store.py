@@ -36,6 +36,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.counters import CommandCounters, TierGauges
 from kvtier.runtime.executor import Completion, Threads
+from kvtier.runtime.journal import Journal
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.object_search import search
 from kvtier.runtime.object_transfers import ObjectTransfers
@@ -118,6 +119,7 @@ class ObjectStore:
         common: names of tiers in which all ranks of the engine use one store.
         down: names of tiers that are not open yet.
         metrics: counts objects, transfers and probes.
+        journal: gets a line for each object that a tier reads or writes, if enabled.
         on_close: called once at the end, with the remaining seconds, to close the tiers.
         clock: monotonic seconds.
 
@@ -139,6 +141,7 @@ class ObjectStore:
         common: Collection[str] = (),
         down: Collection[str] = (),
         metrics: Metrics | None = None,
+        journal: Journal | None = None,
         on_close: Callable[[float], None] = lambda _seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -166,7 +169,7 @@ class ObjectStore:
         self._closed: Closed | None = None
         self._inbox: deque[Completion] = deque()
         """Filled by the mover's threads, without the lock; bounded by the commands in flight."""
-        self._counters = CommandCounters(self.metrics)
+        self._counters = CommandCounters(self.metrics, *(() if journal is None else (journal,)))
         self._transfers = ObjectTransfers(
             layout=layout, slots=arena.slots, tiers=rules, down=down, observer=self._counters
         )

@@ -23,6 +23,7 @@ from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.executor import Observer
+from kvtier.runtime.journal import Journal
 from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.rank_group import OpenRanks
@@ -40,8 +41,8 @@ CHUNK_TOKENS_MIN = 256
 RETRY_JITTER = 0.25
 """Share by which a node's pause before a trial of a shared tier differs at random."""
 
-RECORDER_DEADLINE_S = 2.0
-"""How long closing a session waits for its recording."""
+LINES_DEADLINE_S = 2.0
+"""How long closing a session waits for its recording, and for its journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class OpenedSession:
     metrics: Metrics
     recorder: Recorder | None = None
     """Records each request that has ended; None without `trace.path`."""
+    journal: Journal | None = None
+    """Gets a line for each request that has ended; None without `journal.path`."""
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
@@ -151,25 +154,40 @@ def open_core(
     recorder = None
     if config.trace.path is not None:
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
-    counters = CommandCounters(metrics, observer)
+    journal = open_journal(config, layout, root, metrics)
+    counters = CommandCounters(metrics, *(it for it in (journal, observer) if it is not None))
     session = Session(
         cache,
         ranks.executor,
-        on_close=on_close if recorder is None else _both(recorder, on_close),
+        on_close=closing_lines(on_close, *(it for it in (recorder, journal) if it is not None)),
         on_second=Gauges(metrics, cache, layout, ranks.views, counters.in_flight),
         metrics=metrics,
         observer=counters,
     )
-    return OpenedSession(session, root, metrics, recorder)
+    return OpenedSession(session, root, metrics, recorder, journal)
 
 
-def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:
+def open_journal(config: Config, layout: KvLayout, root: bytes, metrics: Metrics) -> Journal | None:
+    """The journal; None without `journal.path`.
+
+    Raises:
+        ConfigError: the file cannot be created.
+    """
+    if config.journal.path is None:
+        return None
+    return Journal(config.journal.path, config.journal.capacity_bytes, layout, root, metrics)
+
+
+def closing_lines(on_close: Callable[[float], None], *files: Recorder | Journal) -> Callable[[float], None]:
+    """`on_close`, after the files are written."""
+
     def close(deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s
-        recorder.close(min(deadline_s, RECORDER_DEADLINE_S))
+        for each in files:
+            each.close(min(max(0.0, until_s - time.monotonic()), LINES_DEADLINE_S))
         on_close(max(0.0, until_s - time.monotonic()))
 
-    return close
+    return close if files else on_close
 
 
 def _limits(config: Config, *, publishes: bool) -> Limits:

@@ -7,9 +7,10 @@ from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
 from kvtier.layout import KvLayout
+from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.object_store import ObjectStore
-from kvtier.runtime.open import tier_rules
+from kvtier.runtime.open import closing_lines, open_journal, tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
 from kvtier.runtime.secret import store_secret
 from kvtier.tier.base import Tier
@@ -22,7 +23,7 @@ def open_object_store(
 
     Args:
         config: the settings: `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`, `store.secret_file`,
-            `store.codec` and `limits.open_deadline_s`. Others have no effect.
+            `store.codec`, `journal` and `limits.open_deadline_s`. Others have no effect.
         layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no object.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         rank: number of this rank, from 0.
@@ -44,6 +45,8 @@ def open_object_store(
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
         root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens)
+        metrics = Metrics()
+        journal = open_journal(config, layout, root, metrics)
         return ObjectStore(
             layout=layout.on_rank(rank, ranks),
             name_root=root,
@@ -55,7 +58,9 @@ def open_object_store(
             tier_threads=threads_of_tiers(config),
             common=common_tiers(config),
             down=down,
-            on_close=partial(close_tiers, tiers),
+            metrics=metrics,
+            journal=journal,
+            on_close=closing_lines(partial(close_tiers, tiers), *(() if journal is None else (journal,))),
         )
     except BaseException:
         close_tiers(tiers, 5.0)

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
+from kvtier.connect.vllm.request_journal import RequestAccount
 from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.vllm_types import Request, StateOffer
 from kvtier.core.planner import LoadPlan
@@ -173,6 +174,8 @@ class TrackedRequest:
     loaded_s: float | None = None
     """End of its load, on a clock that stops while the engine computes."""
     arrived_s: float = field(default_factory=time.monotonic)
+    account: RequestAccount | None = None
+    """For the journal, if enabled."""
     _prefix: tuple[int, Prefix] | None = None
 
     @property

@@ -23,6 +23,7 @@ from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
+from kvtier.connect.vllm.request_journal import RequestAccount
 from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
@@ -39,6 +40,7 @@ from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worker import ASYNC_NOTE, SYNC_NOTE, LoadReport, StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
+from kvtier.runtime.journal import Journal
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.session import Session
@@ -83,6 +85,7 @@ class Scheduler:
             wants it. None: none do, because no other engine finds it.
         events: KV events for routers, if enabled.
         recorder: records finished requests, if enabled.
+        journal: gets a line for each request that has ended, if enabled.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Scheduler:
         announces: bool | None = False,
         events: Events | None = None,
         recorder: Recorder | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._session = session
         self._ranks = ranks
@@ -112,6 +116,7 @@ class Scheduler:
         self._tables = tables
         # The failure of a load that a step waited for is reported by block.
         self._sync_tokens_max = SYNC_BYTES_MAX / bytes_per_token if can_wait and geometry.can_load_in_part else 0
+        self._rank_count = round(bytes_per_token / geometry.layout.bytes_per_token)
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
         self._announces = announces
@@ -119,6 +124,7 @@ class Scheduler:
         """Other engines have other keys since a cache reset."""
         self._events = events
         self._recorder = recorder
+        self._journal = journal
         self._numbers = itertools.count()
         self._has_warned = False
         self._requests: dict[str, TrackedRequest] = {}
@@ -152,6 +158,7 @@ class Scheduler:
             logger.warning("request %s: %s; ignored (logged once)", request.request_id, problem or lie)
         tracked = TrackedRequest(request, next(self._numbers), self._begin_keys(request), hint)
         tracked.announced_tokens = 0 if self._is_reset else announced
+        tracked.account = None if self._journal is None else RequestAccount()
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
 
@@ -183,6 +190,8 @@ class Scheduler:
         if self._recorder is not None:
             earliest = next(iter(self._requests.values()), None)
             self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
+        if self._journal is not None and tracked.account is not None:
+            self._journal.ended(tracked.account.line(request, tracked.arrived_s))
         if not self._is_storing or tracked.keys is None or self._announces is None or self._is_reset:
             return None
         if not self._announces and not wants_announcement(request):
@@ -206,6 +215,8 @@ class Scheduler:
         self._loads.forget_landed(tracked.id)
         self._forget_offers(tracked)
         self._selection.mark_cached(tracked, resident_tokens - resident_tokens % self._geometry.chunk_tokens)
+        if tracked.account is not None:
+            tracked.account.resident(resident_tokens)
         most = self._geometry.hit_tokens(request.num_tokens)
         if tracked.cap_tokens is not None:
             most = min(most, tracked.cap_tokens)
@@ -269,6 +280,8 @@ class Scheduler:
             now_s=time.monotonic(),
             ahead_s=self._step_timer.ahead_s(tracked.id),
         )
+        if tracked.account is not None:
+            tracked.account.chosen(lookup, plan, self._planner)
         if plan.tokens <= resident_tokens:
             return None
         is_small = plan.tokens - resident_tokens <= self._sync_tokens_max and plan.load_s <= SYNC_S_MAX
@@ -288,6 +301,8 @@ class Scheduler:
         load = self._loads.register(tracked, match, tables)
         load.is_void = match.external_tokens != external_tokens or match is tracked.outdated
         self._planner.begun(match.plan, time.monotonic())
+        if tracked.account is not None:
+            tracked.account.load_begins(match.external_tokens)
         targets = self._loads.locate(load)
         self._revoked += self._stores.cancel_lost()
         blocked_by = self._stores.reading(targets)
@@ -381,6 +396,8 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.began_step = self._step
+            if tracked.account is not None:
+                tracked.account.has_begun = True
             self._protection.left(name)
             self._loads.forget_landed(name)
             if tracked.loaded_s is not None:
@@ -444,6 +461,8 @@ class Scheduler:
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)
             self._stores.begin(tracked.id, prefix, places, tracked.hint.session)
+            if tracked.account is not None:
+                tracked.account.stored_tokens += end - first * self._geometry.chunk_tokens
         self._forget_offers(tracked)
         return True
 
@@ -466,6 +485,9 @@ class Scheduler:
         if load.is_dropped:
             return
         plan, tracked = load.match.plan, load.tracked
+        if tracked.account is not None:
+            seconds = load.ended_s - load.began_s
+            tracked.account.load_ended(done, seconds, load.places, self._geometry.layout, self._rank_count)
         self._planner.ended(plan, done, load.ended_s - load.began_s, load.ended_s)
         tracked.loaded_s = self._idle_s(load.ended_s) if load.match.is_async else None
         if load.match.is_async and not load.is_void and done.tokens >= plan.tokens:

@@ -159,6 +159,7 @@ class SchedulerSide:
             announces=is_producer if self._has_shared and config.store.write_policy == "through" else None,
             events=events,
             recorder=opened.recorder,
+            journal=opened.journal,
         )
         ranks.executor.when_leaving(self._leave)
         logger.info(

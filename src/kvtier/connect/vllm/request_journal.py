@@ -1,0 +1,105 @@
+"""What the journal says of a vLLM request: collected while it is served, and complete when it ends."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.connect.vllm.vllm_types import Request
+from kvtier.core.planner import LoadPlan, Planner
+from kvtier.layout import KvLayout
+from kvtier.runtime.journal import Planned, RequestLine
+from kvtier.types import LoadDone, Lookup, Place
+
+_RANDOM = re.compile(r"-[0-9a-f]{8}$")
+"""What vLLM appends to every id, so that no two open requests have the same one."""
+_CHILD = re.compile(r"^\d+_(?=(?:chat)?cmpl-)")
+"""What vLLM puts before the id of one of several samples."""
+_COMPLETION = re.compile(r"^cmpl-(.+)-\d+$", re.DOTALL)
+"""Completions have the prompt's position at the end, since a request may have several prompts."""
+
+
+def client_id(request_id: str) -> str:
+    """The `X-Request-ID` that the client has sent, from the id of vLLM's server; other ids as they are."""
+    name = _CHILD.sub("", request_id)
+    found = _COMPLETION.match(name)
+    return found[1] if found else name.removeprefix("chatcmpl-")
+
+
+def client_id_of_engine(request_id: str) -> str:
+    """`client_id`, from the id in vLLM's scheduler."""
+    return client_id(_RANDOM.sub("", request_id))
+
+
+@dataclass(slots=True, eq=False)
+class RequestAccount:
+    """What is known of one request so far."""
+
+    resident_tokens: int = 0
+    found: tuple[tuple[str, int], ...] = ()
+    planned: Planned | None = None
+    has_begun: bool = False
+    """The engine has computed, or a load has begun: later lookups, after a preemption, do not count."""
+    wanted_tokens: int = 0
+    loaded: Counter[str] = field(default_factory=Counter[str])
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    loads: int = 0
+    stored_tokens: int = 0
+
+    def resident(self, tokens: int) -> None:
+        """The engine's own cache holds this many leading tokens."""
+        if not self.has_begun:
+            self.resident_tokens, self.found, self.planned = tokens, (), None
+
+    def chosen(self, lookup: Lookup, plan: LoadPlan, planner: Planner) -> None:
+        """The planner has chosen `plan`."""
+        if self.has_begun:
+            return
+        self.found = lookup.sources
+        offers = [seconds for tokens, seconds in planner.offers(lookup, plan) if tokens != plan.tokens]
+        self.planned = Planned(
+            plan.tokens,
+            plan.load_s + plan.compute_s,
+            plan.recompute_s,
+            min(offers, default=None),
+            plan.ahead_s,
+            plan.place,
+            plan.is_trial,
+        )
+
+    def load_begins(self, tokens: int) -> None:
+        """A load of `tokens` begins."""
+        self.has_begun = True
+        self.loads += 1
+        self.wanted_tokens += tokens
+
+    def load_ended(self, done: LoadDone, seconds: float, places: Sequence[Place], layout: KvLayout, ranks: int) -> None:
+        """A load into `places` has ended after `seconds`."""
+        self.load_s += seconds
+        for place, tokens in done.sources:
+            self.loaded[place] += tokens
+        if done.sources:  # otherwise the load was void, or nothing came
+            failed = set(done.failed)
+            arrived = [place.group for place in places if (place.group, place.chunk) not in failed]
+            self.loaded_bytes += ranks * sum(sum(layout.groups[group].layer_bytes) for group in arrived)
+
+    def line(self, request: Request, arrived_s: float) -> RequestLine:
+        """The line of the request, which has ended; it arrived at `arrived_s` of `time.monotonic`."""
+        prompt_tokens = request.num_prompt_tokens
+        return RequestLine(
+            id=client_id_of_engine(request.request_id),
+            arrived_s=time.time() - (time.monotonic() - arrived_s),
+            prompt_tokens=prompt_tokens,
+            output_tokens=request.num_tokens - prompt_tokens,
+            resident_tokens=self.resident_tokens,
+            found_tokens=dict(self.found),
+            wanted_tokens=self.wanted_tokens,
+            loaded_tokens=dict(self.loaded),
+            loaded_bytes=self.loaded_bytes,
+            load_s=self.load_s,
+            loads=self.loads,
+            stored_tokens=self.stored_tokens,
+            planner=self.planned,
+        )

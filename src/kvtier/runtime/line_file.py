@@ -1,0 +1,184 @@
+"""A file of JSON lines that threads with no time to wait write to: recordings of requests, and the journal.
+
+`put` only queues. A thread of the file turns queued items into lines and writes them, a few times a second. Lines that
+exceed the queue, the capacity or the file system's space are counted as lost, and nothing waits for a file system that
+hangs.
+"""
+
+import itertools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier.observe.metric_definitions import Metric
+from kvtier.observe.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+OPEN_DEADLINE_S: Final = 2.0
+"""How long opening waits for the file. A file that is created later gets the lines from then on."""
+DRAIN_S: Final = 0.25
+"""Interval at which queued items are written."""
+FLUSH_BYTES: Final = 1 << 18
+"""Lines of this size are written before the queue is empty."""
+SUFFIX: Final = ".jsonl"
+
+_Item = TypeVar("_Item")
+
+_numbers = itertools.count(1)
+
+
+class LineFile(Generic[_Item]):
+    """A new file in a directory, mode 0600, and the thread that writes it.
+
+    Args:
+        folder: created if missing.
+        stem: the name's beginning, such as ``requests``.
+        capacity_bytes: most bytes of all such files in `folder`, which are summed up at the start.
+        section: the section of the settings, for messages.
+        lines: makes lines of an item, each with its line feed; called in the thread.
+        rest: further lines at the end; called in the thread.
+        first: changes the first line.
+        waiting_max: most queued items.
+        metrics: receives `metric`.
+        metric: counts lines, with the label `result`: ``recorded`` or ``lost``.
+
+    Raises:
+        ConfigError: the file cannot be created.
+        RuntimeError: the system cannot start a thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stem: str,
+        *,
+        capacity_bytes: int,
+        section: str,
+        lines: Callable[[_Item], Iterable[bytes]],
+        rest: Callable[[], Iterable[bytes]] = tuple,
+        first: Callable[[bytes], bytes],
+        waiting_max: int,
+        metrics: Metrics,
+        metric: Metric,
+    ) -> None:
+        self._stem = stem
+        self._section = section
+        self._lines_of = lines
+        self._rest = rest
+        self._first = first
+        self._waiting_max = waiting_max
+        self._metrics = metrics
+        self._metric = metric
+        self._items: deque[_Item] = deque()
+        """Queued items. Its operations are atomic, so no lock is needed."""
+        self._lines: list[bytes] = []
+        self._lines_bytes = self._written_bytes = 0
+        self._is_full = False
+        self._closing = threading.Event()
+        stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        self.path = folder / f"{stem}-{stamp}-{os.getpid()}-{next(_numbers)}{SUFFIX}"
+        self._room_bytes = capacity_bytes
+        self._file = -1
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name=f"kvtier-{section}", daemon=True)
+        self._thread.start()
+        try:
+            opened.result(OPEN_DEADLINE_S)
+        except TimeoutError:
+            logger.warning("%s could not be created within %g s; it is written once it is", self.path, OPEN_DEADLINE_S)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"{section}.path = {str(folder)!r}: no file can be created: {reason}") from error
+        else:
+            logger.info("%s.path: kvtier writes to %s", section, self.path)
+
+    def put(self, item: _Item) -> bool:
+        """Queue an item; False if it is lost. Never blocks. Any thread; racing threads may queue one more each."""
+        if self._is_full or self._closing.is_set() or len(self._items) >= self._waiting_max:
+            self.lose()
+            return False
+        self._items.append(item)
+        return True
+
+    def lose(self, count: int = 1) -> None:
+        """Count lines that are not written."""
+        self._metrics.add(self._metric, count, result="lost")
+
+    def close(self, deadline_s: float) -> None:
+        """Write the queued items and end the thread, unless the file system hangs. Idempotent."""
+        self._closing.set()
+        self._thread.join(deadline_s)
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self, opened: Future[None]) -> None:
+        try:
+            self._open()
+        except OSError as error:
+            self._stop(error.strerror or str(error))
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(DRAIN_S)
+            while self._items:
+                self._write(self._lines_of(self._items.popleft()))
+            if is_last:
+                self._write(self._rest())
+            self._flush()
+        os.close(self._file)
+
+    def _open(self) -> None:
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._room_bytes -= sum(it.stat().st_size for it in folder.glob(f"{self._stem}-*{SUFFIX}"))
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def _write(self, lines: Iterable[bytes]) -> None:
+        for each in lines:
+            line = each if self._written_bytes or self._lines else self._first(each)
+            if self._is_full or self._written_bytes + self._lines_bytes + len(line) > self._room_bytes:
+                self._stop(f"{self._section}.capacity_bytes is reached")
+                self.lose()
+                continue
+            self._lines.append(line)
+            self._lines_bytes += len(line)
+            if self._lines_bytes >= FLUSH_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        lines, self._lines, self._lines_bytes = self._lines, [], 0
+        if not lines:
+            return
+        data = b"".join(lines)
+        try:
+            if os.write(self._file, data) != len(data):
+                raise OSError(0, "partial write")  # noqa: TRY301 - one place that ends the file
+        except OSError as error:
+            self.lose(len(lines))
+            self._stop(error.strerror or str(error))
+            self._cut()
+            return
+        self._written_bytes += len(data)
+        self._metrics.add(self._metric, len(lines), result="recorded")
+
+    def _cut(self) -> None:
+        """Remove an incomplete last line."""
+        try:
+            os.ftruncate(self._file, self._written_bytes)
+        except OSError as error:
+            logger.warning("the last line of %s is incomplete and could not be removed: %s", self.path, error)
+
+    def _stop(self, reason: str) -> None:
+        if not self._is_full:
+            self._is_full = True
+            logger.warning("writing to %s has stopped: %s; requests are served as before", self.path, reason)
