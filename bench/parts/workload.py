@@ -5,17 +5,12 @@ a decoded answer, and both become part of the next prompt. Tokens are random. Le
 in the ShareGPT sample.
 """
 
-import csv
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-LENGTHS = Path(__file__).parents[1] / "data" / "sharegpt_lengths.csv"
-MOST = 4.0
-"""The longest length, in means: one long answer must not dominate a run."""
+from kvtier.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
 
 Tokens = npt.NDArray[np.int64]
 
@@ -108,14 +103,9 @@ def _lengths(spec: WorkloadSpec, rng: np.random.Generator) -> tuple[list[int], l
     if not spec.real_lengths:
         return [spec.question_tokens] * spec.rounds, [spec.answer_tokens] * spec.rounds
     # Question and answer of one turn come from one line of the sample.
-    lines = rng.integers(0, len(sharegpt()), spec.rounds)
-    shares = sharegpt()[lines] / sharegpt().mean(axis=0)
+    lengths = sharegpt_lengths()
+    lines = rng.integers(0, len(lengths), spec.rounds)
+    shares = lengths[lines] / lengths.mean(axis=0)
     means = (spec.question_tokens, spec.answer_tokens)
-    scaled = np.clip(np.rint(np.minimum(shares, MOST) * means), 1, None).astype(np.int64)
+    scaled = np.clip(np.rint(np.minimum(shares, LENGTH_MAX) * means), 1, None).astype(np.int64)
     return scaled[:, 0].tolist(), scaled[:, 1].tolist()
-
-
-@cache
-def sharegpt() -> npt.NDArray[np.float64]:
-    """[lines, 2] tokens of a question and of its answer, in the ShareGPT sample."""
-    return np.asarray(list(csv.reader(LENGTHS.read_text(encoding="utf-8").splitlines()))[1:], np.float64)

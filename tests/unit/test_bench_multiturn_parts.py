@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from bench.parts.power import Nvml, PowerMeter, find_sensor
 from bench.parts.turns import ArmRun, MultiturnResult, TurnSample, percentiles_ms, users_within
-from bench.parts.workload import MOST, WorkloadSpec, draw, sharegpt
+from bench.parts.workload import WorkloadSpec, draw
+
+from kvtier.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
 
 WORK = WorkloadSpec(
     rounds=5, system_tokens=10, history_tokens=50, question_tokens=20, answer_tokens=30, rate_per_user=0.5,
@@ -31,7 +33,7 @@ def test_lengths_and_gaps_have_the_means_that_were_asked_for() -> None:
     assert np.mean(questions) == pytest.approx(20, rel=0.1)
     assert np.mean(answers) == pytest.approx(30, rel=0.1)
     assert len(set(questions)) > 10, "they vary"
-    assert max(questions) <= MOST * 20
+    assert max(questions) <= LENGTH_MAX * 20
     assert min(questions) >= 1
     assert np.mean([turn.gap_s for turn in later]) == pytest.approx(2.0, rel=0.1)
     assert all(0 <= it.turns[0].gap_s <= 2 and len(it.turns[0].question) > 50 for it in load.conversations)
@@ -46,8 +48,8 @@ def test_lengths_and_gaps_have_the_means_that_were_asked_for() -> None:
 
 
 def test_the_sample_of_lengths_is_the_one_that_is_named() -> None:
-    assert sharegpt().shape == (300, 2)
-    assert sharegpt().mean(axis=0) == pytest.approx([857.463, 652.51], abs=0.01)
+    assert sharegpt_lengths().shape == (300, 2)
+    assert sharegpt_lengths().mean(axis=0) == pytest.approx([857.463, 652.51], abs=0.01)
 
 
 def _turn(user: int, turn: int, ttft_s: float, equal: int | None) -> TurnSample:
