@@ -31,11 +31,11 @@ class Client:
         """Generate `count` tokens, streamed one by one; `fields` are further ones of the request."""
         return self.stream("/v1/completions", {"prompt": list(tokens), "max_tokens": count, **fields})
 
-    def stream(self, path: str, fields: dict[str, object]) -> list[int]:
-        """The tokens of a streamed answer."""
+    def stream(self, path: str, fields: dict[str, object], name: str = "") -> list[int]:
+        """The tokens of a streamed answer; `name` is the request's `X-Request-ID`."""
         body = {"model": "m", "temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True, **fields}
         found: list[int] = []
-        for line in self._lines(path, body):
+        for line in self._lines(path, body, {"X-Request-ID": name} if name else {}):
             if line.startswith("data: {"):
                 choice = json.loads(line.removeprefix("data: "))["choices"][0]
                 found += choice.get("token_ids") or []
@@ -72,9 +72,11 @@ class Client:
                 return
         raise EngineError(f"the server is not up after {UP_S:.0f} s")
 
-    def _lines(self, path: str, body: dict[str, Any] | None = None) -> Iterator[str]:
+    def _lines(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> Iterator[str]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             for line in answer:
                 yield line.decode().rstrip("\n")

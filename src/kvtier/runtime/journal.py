@@ -18,7 +18,7 @@ from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Work
-from kvtier.runtime.line_file import LineFile
+from kvtier.runtime.line_file import SUFFIX, LineFile, new_path
 from kvtier.types import Link, Outcome, Transfer
 
 VERSION: Final = 1
@@ -99,10 +99,10 @@ class Journal:
         self._payloads = [sum(group.layer_bytes) for group in layout.groups]
         head = {"kind": "journal", "version": VERSION, "began_s": time.time(), "chunk_tokens": layout.chunk_tokens}
         self._file: LineFile[tuple[float, Completion | RequestLine]] = LineFile(
-            folder,
-            STEM,
+            new_path(folder, STEM),
             capacity_bytes=capacity_bytes,
-            section="journal",
+            siblings=f"{STEM}-*{SUFFIX}",
+            setting="journal.path",
             lines=self._lines,
             first=lambda line: _line(head) + line,
             waiting_max=WAITING_MAX,

@@ -35,14 +35,20 @@ _Item = TypeVar("_Item")
 _numbers = itertools.count(1)
 
 
+def new_path(folder: Path, stem: str) -> Path:
+    """A name in `folder` that no other file has: the stem, such as ``requests``, the time and the process."""
+    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    return folder / f"{stem}-{stamp}-{os.getpid()}-{next(_numbers)}{SUFFIX}"
+
+
 class LineFile(Generic[_Item]):
-    """A new file in a directory, mode 0600, and the thread that writes it.
+    """A new file, mode 0600, and the thread that writes it.
 
     Args:
-        folder: created if missing.
-        stem: the name's beginning, such as ``requests``.
-        capacity_bytes: most bytes of all such files in `folder`, which are summed up at the start.
-        section: the section of the settings, for messages.
+        path: of the file; its directory is created if missing.
+        capacity_bytes: most bytes, together with those of the `siblings`, which are summed up at the start.
+        siblings: pattern of other files in the directory.
+        setting: name of the setting that asks for the file, for messages.
         lines: makes lines of an item, each with its line feed; called in the thread.
         rest: further lines at the end; called in the thread.
         first: changes the first line.
@@ -57,20 +63,20 @@ class LineFile(Generic[_Item]):
 
     def __init__(
         self,
-        folder: Path,
-        stem: str,
+        path: Path,
         *,
         capacity_bytes: int,
-        section: str,
+        siblings: str = "",
+        setting: str,
         lines: Callable[[_Item], Iterable[bytes]],
         rest: Callable[[], Iterable[bytes]] = tuple,
-        first: Callable[[bytes], bytes],
+        first: Callable[[bytes], bytes] = bytes,
         waiting_max: int,
         metrics: Metrics,
         metric: Metric,
     ) -> None:
-        self._stem = stem
-        self._section = section
+        self.path = path
+        self._siblings = siblings
         self._lines_of = lines
         self._rest = rest
         self._first = first
@@ -83,12 +89,10 @@ class LineFile(Generic[_Item]):
         self._lines_bytes = self._written_bytes = 0
         self._is_full = False
         self._closing = threading.Event()
-        stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        self.path = folder / f"{stem}-{stamp}-{os.getpid()}-{next(_numbers)}{SUFFIX}"
         self._room_bytes = capacity_bytes
         self._file = -1
         opened: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name=f"kvtier-{section}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(opened,), name=f"kvtier {setting}", daemon=True)
         self._thread.start()
         try:
             opened.result(OPEN_DEADLINE_S)
@@ -96,9 +100,9 @@ class LineFile(Generic[_Item]):
             logger.warning("%s could not be created within %g s; it is written once it is", self.path, OPEN_DEADLINE_S)
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"{section}.path = {str(folder)!r}: no file can be created: {reason}") from error
+            raise ConfigError(f"{setting} = {str(path.parent)!r}: no file can be created: {reason}") from error
         else:
-            logger.info("%s.path: kvtier writes to %s", section, self.path)
+            logger.info("%s: kvtier writes to %s", setting, self.path)
 
     def put(self, item: _Item) -> bool:
         """Queue an item; False if it is lost. Never blocks. Any thread; racing threads may queue one more each."""
@@ -140,14 +144,15 @@ class LineFile(Generic[_Item]):
     def _open(self) -> None:
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        self._room_bytes -= sum(it.stat().st_size for it in folder.glob(f"{self._stem}-*{SUFFIX}"))
+        if self._siblings:
+            self._room_bytes -= sum(it.stat().st_size for it in folder.glob(self._siblings))
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def _write(self, lines: Iterable[bytes]) -> None:
         for each in lines:
             line = each if self._written_bytes or self._lines else self._first(each)
             if self._is_full or self._written_bytes + self._lines_bytes + len(line) > self._room_bytes:
-                self._stop(f"{self._section}.capacity_bytes is reached")
+                self._stop("its capacity is reached")
                 self.lose()
                 continue
             self._lines.append(line)

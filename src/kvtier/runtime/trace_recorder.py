@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.line_file import LineFile
+from kvtier.runtime.line_file import SUFFIX, LineFile, new_path
 from kvtier.types import ChunkKey, NextTurn
 
 ID_BYTES: Final = 6
@@ -70,10 +70,10 @@ class Recorder:
         self._order = itertools.count()
         block_size = f'{{"block_size":{chunk_tokens},'.encode()
         self._file: LineFile[tuple[Served, float | None]] = LineFile(
-            folder,
-            "requests",
+            new_path(folder, "requests"),
             capacity_bytes=capacity_bytes,
-            section="trace",
+            siblings=f"requests-*{SUFFIX}",
+            setting="trace.path",
             lines=self._lines,
             rest=self._rest,
             first=lambda line: block_size + line[1:],

@@ -1,0 +1,86 @@
+"""A plug-in of vLLM's server that writes what vLLM knows of each request that has ended: a line each.
+
+It is an entry point of the group `vllm.stat_logger_plugins`, which vLLM loads in the process of its API server. kvtier
+does not install it: `kvtier bench serve` gives it to the servers that it starts, also to those without kvtier.
+
+The file is named by the environment variable `KVTIER_REQUEST_STATS`; without it, nothing is written. It is new for each
+server, and a line is in it within a second:
+
+    id               as the client named it (`X-Request-ID`)
+    time_s           the end, in Unix seconds
+    queued_s         from arrival in the scheduler to the first step
+    prefill_s        from there to the first token, with the wait for a load
+    decode_s         from there to the last token
+    prompt_tokens, output_tokens
+    cached_tokens    of the prompt that were not computed: vLLM's own prefix cache, and what a connector has loaded
+"""
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.connect.vllm.request_journal import client_id
+from kvtier.observe import metric_definitions as table
+from kvtier.observe.metrics import Metrics
+from kvtier.runtime.line_file import LineFile
+
+if TYPE_CHECKING:
+    AggregateStatLoggerBase: Any = object
+else:
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+VARIABLE: Final = "KVTIER_REQUEST_STATS"
+CAPACITY_BYTES: Final = 1 << 30
+WAITING_MAX: Final = 1 << 14
+CLOSE_S: Final = 1.0
+
+
+class RequestStats(AggregateStatLoggerBase):
+    """Writes the lines, for all engines of a server.
+
+    Raises:
+        ConfigError: the file cannot be created, or is there already.
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:  # noqa: ANN401, ARG002 - vLLM's interface
+        self._file: LineFile[tuple[float, Any]] | None = None
+        path = os.environ.get(VARIABLE)
+        if path:
+            self._file = LineFile(
+                Path(path),
+                capacity_bytes=CAPACITY_BYTES,
+                setting=VARIABLE,
+                lines=_lines,
+                waiting_max=WAITING_MAX,
+                metrics=Metrics(),
+                metric=table.JOURNAL_LINES,
+            )
+            atexit.register(self._file.close, CLOSE_S)
+
+    def record(self, scheduler_stats: object, iteration_stats: Any, **_: object) -> None:  # noqa: ANN401, ARG002
+        """Called by vLLM after each step: queue the requests that have ended in it."""
+        if self._file is not None and iteration_stats is not None:
+            for finished in iteration_stats.finished_requests:
+                self._file.put((time.time(), finished))
+
+    def log_engine_initialized(self) -> None:
+        """Called by vLLM at its start."""
+
+
+def _lines(noted: tuple[float, Any]) -> Iterator[bytes]:
+    time_s, finished = noted
+    line = {
+        "id": client_id(finished.request_id or ""),
+        "time_s": time_s,
+        "queued_s": finished.queued_time,
+        "prefill_s": finished.prefill_time,
+        "decode_s": finished.decode_time,
+        "prompt_tokens": finished.num_prompt_tokens,
+        "cached_tokens": finished.num_cached_tokens,
+        "output_tokens": finished.num_generation_tokens,
+    }
+    yield json.dumps(line, separators=(",", ":")).encode() + b"\n"

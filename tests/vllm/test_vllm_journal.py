@@ -1,0 +1,98 @@
+"""The journal and the plug-in of vLLM's server say the same of each request as vLLM and the metrics do."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge import prompt
+from server import Server
+from settings import connector, whole
+
+from kvtier.connect.vllm.request_journal import client_id, client_id_of_engine
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 1400
+KV_BYTES = 4 << 20
+"""Of one prompt and most of another."""
+COUNT = 8
+
+
+def plugged_in(folder: Path) -> Path:
+    """A directory for PYTHONPATH that gives vLLM the plug-in, as an installed package would."""
+    info = folder / "kvtier_request_stats-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-request-stats\nVersion: 1\n")
+    target = "kvtier.bench.serve.request_stats:RequestStats"
+    (info / "entry_points.txt").write_text(f"[vllm.stat_logger_plugins]\nkvtier = {target}\n")
+    return folder
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def summed(metrics: dict[str, float], name: str, **labels: str) -> float:
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(
+        value
+        for series, value in metrics.items()
+        if series.partition("{")[0] == name and all(it in series for it in wanted)
+    )
+
+
+def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.pathsep.join(filter(None, (str(plugged_in(tmp_path / "plug-in")), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("KVTIER_REQUEST_STATS", str(tmp_path / "engine.jsonl"))
+    # Four chunks in host memory, of the five that a prompt has.
+    given = connector(tmp_path / "kv", host__capacity_bytes="2MiB", journal__path=str(tmp_path / "journal"))
+    sizes = ["--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(KV_BYTES)]
+    sent = [("cmpl-first", 1), ("b-0", 2), ("chatcmpl-c-0a1b2c3d", 3), ("conversation 1/turn-2", 1), ("again", 1)]
+    with Server(checkpoints / "llama", tmp_path / "server.log", json.dumps(given), *sizes) as server:
+        for name, seed in sent:
+            body = {"prompt": prompt(TOKENS, seed), "max_tokens": COUNT}
+            assert len(server.stream("/v1/completions", body, name)) == COUNT
+        server.complete([5], 1)  # counts travel with steps
+        metrics = server.metrics()
+    stats = lines_of(tmp_path / "engine.jsonl")[: len(sent)]
+    (journal,) = (tmp_path / "journal").iterdir()
+    every = lines_of(journal)
+    requests = [line for line in every if line["kind"] == "request"][: len(sent)]
+    objects = [line for line in every if line["kind"] == "object"]
+    names = [name for name, _ in sent]
+    assert [line["id"] for line in stats] == [line["id"] for line in requests] == names
+    for one, other in zip(stats, requests, strict=True):
+        assert one["prompt_tokens"] == other["prompt_tokens"] == TOKENS
+        assert one["output_tokens"] == other["output_tokens"] == COUNT
+        assert one["cached_tokens"] == other["resident_tokens"] + sum(other["loaded_tokens"].values())
+        assert other["arrived_s"] < one["time_s"]
+        assert one["prefill_s"] > 0
+        assert sum(other["loaded_tokens"].values()) == other["wanted_tokens"]
+    assert [line["cached_tokens"] for line in stats] == [0, 0, 0, whole(TOKENS), whole(TOKENS)]
+    assert [line["resident_tokens"] for line in requests] == [0, 0, 0, 0, whole(TOKENS)]
+    loaded = requests[3]
+    assert loaded["planner"]["chosen_tokens"] == sum(loaded["found_tokens"].values()) == whole(TOKENS)
+    assert set(loaded["loaded_tokens"]) - {"host"} == {"directory"}
+    assert 0 < loaded["load_s"] <= stats[3]["prefill_s"] + stats[3]["queued_s"]
+    assert loaded["loaded_bytes"] == summed(metrics, "vllm:kvtier_transfer_bytes_total", link="scatter")
+    for place in ("host", "directory"):
+        of_lines = sum(line["loaded_tokens"].get(place, 0) for line in requests)
+        assert of_lines == summed(metrics, "vllm:kvtier_load_tokens_total", place=place)
+    read = [line for line in objects if line["way"] == "read"]
+    assert sum(line["bytes"] for line in read) == summed(metrics, "vllm:kvtier_transfer_bytes_total", link="promote")
+    assert [line["stored_tokens"] for line in requests] == [TOKENS // 256 * 256] * 3 + [0, 0]
+
+
+def test_ids_lose_what_vllm_adds_and_nothing_else() -> None:
+    assert client_id("chatcmpl-abc") == "abc"
+    assert client_id("cmpl-abc-0") == "abc"
+    assert client_id("cmpl-abc-0-1") == "abc-0"
+    assert client_id("3_chatcmpl-abc") == "abc"
+    assert client_id("plain-0") == "plain-0"
+    assert client_id_of_engine("chatcmpl-abc-0a1b2c3d-99887766") == "abc-0a1b2c3d"
+    assert client_id_of_engine("cmpl-abc-0-99887766") == "abc"
