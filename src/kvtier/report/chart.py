@@ -39,6 +39,7 @@ RC: Any = {
 }
 SIZE_INCHES = (5.0, 3.7)
 """Of a chart in a page: on a phone its letters are still of nine pixels."""
+FILE_SIZE_INCHES = (6.2, 4.3)
 Colours = Mapping[str, str]
 
 Subject = TypeVar("Subject")
@@ -95,8 +96,21 @@ def svg(chart: Chart[Subject], subject: Subject, name: str) -> str:
     return text
 
 
-def write_charts(option: str, path: Path, charts: Charts[Subject], subject: Subject) -> None:
+def write_charts(
+    option: str,
+    path: Path,
+    charts: Charts[Subject],
+    subject: Subject,
+    size_inches: tuple[float, float] = FILE_SIZE_INCHES,
+) -> None:
     """Write all charts to one file, two in a row, on a light ground; the suffix gives the format.
+
+    Args:
+        option: the command line's option, for error messages.
+        path: the file.
+        charts: what to draw.
+        subject: of what.
+        size_inches: width and height of each chart; letters keep their size.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -107,7 +121,9 @@ def write_charts(option: str, path: Path, charts: Charts[Subject], subject: Subj
     columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
     with mpl.rc_context(RC):
-        figure = Figure(figsize=(6.2 * columns, 4.3 * rows), layout="constrained", facecolor=LIGHT["ground"])
+        figure = Figure(
+            figsize=(size_inches[0] * columns, size_inches[1] * rows), layout="constrained", facecolor=LIGHT["ground"]
+        )
         for number, chart in enumerate(charts.values(), 1):
             axes = figure.add_subplot(rows, columns, number)
             chart.draw(axes, subject, LIGHT)

@@ -1,0 +1,160 @@
+"""What a record of `kvtier bench serve` says, in figures for its charts and in one sentence."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.bench.serve.join import NO_CONNECTOR
+from kvtier.bench.serve.results import ArmResult, Prices, Spread, read_results, repetitions, spread
+from kvtier.report.format import NONE, digits
+
+OWN = "kvtier"
+Point = tuple[tuple[tuple[str, float], ...], float]
+"""Load and R, see `ArmResult.point`."""
+Figure = Callable[[ArmResult], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the charts draw: the arms of one record."""
+
+    results: list[ArmResult]
+    conditions: dict[str, Any]
+    definitions: dict[str, str]
+    machine: dict[str, Any]
+    prices: Prices = field(default_factory=Prices)
+
+    @classmethod
+    def of(cls, record: dict[str, Any], prices: Prices | None = None) -> "Served":
+        """The arms of a record of `serve_record`."""
+        inside = record["results"]
+        parts = inside["conditions"], inside["definitions"], record["machine"]
+        return cls(read_results(record), *parts, prices or Prices())
+
+    @property
+    def names(self) -> list[str]:
+        """The arms, in the order of the record."""
+        return list(dict.fromkeys(it.name for it in self.results))
+
+    @property
+    def plain(self) -> str | None:
+        """The arm that others are compared with: no connector, or the first."""
+        names = self.names
+        return NO_CONNECTOR if NO_CONNECTOR in names else names[0] if len(names) > 1 else None
+
+    @property
+    def points(self) -> list[Point]:
+        """Loads and R, in ascending order."""
+        return sorted({it.point for it in self.results})
+
+    @property
+    def ratios(self) -> list[float]:
+        """R of all runs; 0 is a drive without a limit."""
+        return sorted({it.tier_ratio or 0.0 for it in self.results})
+
+    @property
+    def own(self) -> str | None:
+        """The arm that the answer is about: kvtier, or the last."""
+        names = [name for name in self.names if name != self.plain]
+        return OWN if OWN in names else names[-1] if names else None
+
+    @property
+    def top(self) -> Point:
+        """The point of the answer: of the arm it is about the most load, and of its R the smallest."""
+        points = sorted({it.point for it in self.results if it.name == self.own}) or self.points
+        load = max(load for load, _ in points)
+        return load, min(ratio for other, ratio in points if other == load)
+
+    def label(self, name: str) -> str:
+        """An arm in words; native tiering says when its copies are not vLLM's own."""
+        if name == "native":
+            stand_in = "memcpy" in str(self.conditions.get("arms", ""))
+            return "native (memcpy stand-in)" if stand_in else "native tiering"
+        return "without" if name == NO_CONNECTOR else name
+
+    def at(self, name: str, point: Point, figure: Figure) -> Spread | None:
+        """A figure of an arm over its repetitions. An arm that no drive slows down has one for every R."""
+        grouped = repetitions(self.results)
+        runs = grouped.get((name, point))
+        if runs is None:
+            others = [own for (arm, (load, _)), own in grouped.items() if arm == name and load == point[0]]
+            throttled = any(run.tier_ratio for own in grouped.values() for run in own if run.name == name)
+            runs = others[0] if len(others) == 1 and not throttled else []
+        return spread(runs, figure)
+
+
+def p50_ms(run: ArmResult) -> float | None:
+    """Median time to first token."""
+    return run.ttft_ms["p50"]
+
+
+def tokens_per_s(run: ArmResult) -> float | None:
+    """Output tokens a second."""
+    return run.output_tokens_per_s
+
+
+def headline(served: Served) -> str:
+    """The result as a heading."""
+    plain, own = served.plain, served.own
+    if plain is None or own is None:
+        return "Served conversations"
+    ours, theirs = served.at(own, served.top, p50_ms), served.at(plain, served.top, p50_ms)
+    if ours is None or theirs is None:
+        return "Served conversations"
+    return f"With {own} the first token comes {_times(theirs.median, ours.median)}"
+
+
+def answer(served: Served) -> str:
+    """The result in one or two sentences."""
+    plain, own = served.plain, served.own
+    if plain is None or own is None:
+        return "One arm only: there is nothing to compare with."
+    point = served.top
+    ours, theirs = served.at(own, point, p50_ms), served.at(plain, point, p50_ms)
+    if ours is None or theirs is None:
+        return f"No complete runs of both {own} and {plain}: there is nothing to compare."
+    text = (
+        f"With {own} the median time to first token is {ms_text(ours.median)}, against {ms_text(theirs.median)} "
+        f"{served.label(plain)} ({_times(theirs.median, ours.median)})"
+    )
+    rates = [served.at(name, point, tokens_per_s) for name in (own, plain)]
+    if rates[0] and rates[1]:
+        text += f", at {digits(rates[0].median)} against {digits(rates[1].median)} output tokens/s"
+    others = [name for name in served.names if name not in (own, plain)]
+    beside = [(name, it) for name in others if (it := served.at(name, point, p50_ms))]
+    if beside:
+        text += "; " + ", ".join(f"{served.label(name)} {ms_text(it.median)}" for name, it in beside)
+    return f"{text}. {sweep_text(served, own, plain)}".strip()
+
+
+def sweep_text(served: Served, own: str, plain: str) -> str:
+    """Where loading wins and where not, over the ratios; empty without a sweep."""
+    load = served.top[0]
+    verdicts: dict[str, list[float]] = {}
+    for ratio in served.ratios:
+        ours, theirs = served.at(own, (load, ratio), p50_ms), served.at(plain, (load, ratio), p50_ms)
+        if ours and theirs and ratio:
+            verdict = "is faster" if ours.high < theirs.low else "is slower" if ours.low > theirs.high else "is as fast"
+            verdicts.setdefault(verdict, []).append(ratio)
+    if not verdicts:
+        return ""
+    said = [f"{verdict} at R = {joined([f'{ratio:g}' for ratio in ratios])}" for verdict, ratios in verdicts.items()]
+    return f"With a throttled drive {own} {joined(said)}."
+
+
+def ms_text(value: float | None) -> str:
+    """Milliseconds, and seconds from two on."""
+    if value is None:
+        return NONE
+    return f"{digits(value)} ms" if value < 2000 else f"{value / 1e3:.3g} s"
+
+
+def _times(before: float, after: float) -> str:
+    if not after or not before:
+        return NONE
+    return f"{before / after:.2g} times as fast" if before >= after else f"{after / before:.2g} times as slow"
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Texts with commas and an "and"."""
+    return ", ".join(texts[:-1]) + f" and {texts[-1]}" if len(texts) > 1 else "".join(texts)

@@ -1,0 +1,231 @@
+"""Joins what the files of a run say about each request, and about each second.
+
+A run is a directory: `run.json`, and one JSON object a line in `requests.jsonl` (the client), `engine.jsonl` (the
+engine), `kvtier.jsonl` (kvtier: requests and objects) and `samples.jsonl` (the machine). Times are Unix seconds. A file
+that is missing makes its figures None; a line that is torn or no object is left out and counted.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.bench.serve.run_files import Row, RunFiles, as_row, column_of, count, counts, number
+from kvtier.report.output import write_file
+
+EDGES_MAX = 20_000
+"""Intervals of a run that are joined; later ones are left out."""
+
+COMPUTED, RESIDENT, CACHED, EXTERNAL = "computed", "resident", "cached", "external"
+ENGINE_PLACES = (COMPUTED, RESIDENT, CACHED)
+"""Places that are no tier."""
+NO_CONNECTOR = "none"
+"""The arm that computes everything which the engine's own prefix cache lacks; prefill times are fitted on it."""
+SOURCE_COUNTERS = {
+    COMPUTED: 'vllm:prompt_tokens_by_source_total{source="local_compute"}',
+    RESIDENT: 'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}',
+    EXTERNAL: 'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}',
+}
+
+PLACES = (
+    "Tokens by place: computed by the engine; resident in its own prefix cache; else the tier they were loaded from. "
+    "Without kvtier's log only the sum of the last two is known for a request; the engine's counters split it into "
+    "resident and external."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRequest:
+    """One request; None is unknown."""
+
+    id: str
+    user: int | None
+    turn: int | None
+    sent_s: float
+    first_s: float | None
+    ended_s: float | None
+    error: str | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    queue_s: float | None
+    prefill_s: float | None
+    tokens_by_place: dict[str, int] | None
+    """Their sum is `prompt_tokens`, or `is_sum_wrong`."""
+    is_sum_wrong: bool
+    found_tokens: dict[str, int] | None
+    """Offered by each tier."""
+    chosen_tokens: int | None
+    """What the planner decided to load."""
+    expected_s: float | None
+    """What it expected until the first token."""
+    loaded_bytes: int | None
+    load_s: float | None
+    regret_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From sending to the first token."""
+        return None if self.first_s is None else self.first_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first one."""
+        if self.first_s is None or self.ended_s is None or not self.output_tokens or self.output_tokens < 2:
+            return None
+        return (self.ended_s - self.first_s) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRun:
+    """The measured part of a run."""
+
+    files: RunFiles
+    since_s: float
+    until_s: float
+    requests: list[JoinedRequest]
+    """Sent in the measured part, without warm-up."""
+    seconds: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    """Columns by name; `at_s` is the end of each interval, counted from `since_s`."""
+
+
+def join(files: RunFiles) -> JoinedRun:
+    """The measured part of one run, without regret."""
+    sent = [float(row["sent_s"]) for row in files.requests]
+    since_s = number(files.run, "measured_from_s")
+    since_s = min(sent, default=0.0) if since_s is None else since_s
+    until_s = number(files.run, "ended_s")
+    if until_s is None:
+        until_s = max((number(row, "ended_s") or float(row["sent_s"]) for row in files.requests), default=since_s)
+    rows = [row for row in files.requests if since_s <= row["sent_s"] <= until_s and row.get("is_warm_up") is not True]
+    requests = [_joined(row, files) for row in rows]
+    seconds = _per_second(files, requests, since_s, until_s)
+    return JoinedRun(files=files, since_s=since_s, until_s=until_s, requests=requests, seconds=seconds)
+
+
+def _joined(row: Row, files: RunFiles) -> JoinedRequest:
+    key = str(row.get("id"))
+    engine = (files.engine or {}).get(key, {})
+    own = (files.kvtier or {}).get(key, {})
+    planner = as_row(own.get("planner"))
+    prompt = count(row, "prompt_tokens")
+    places = _places(prompt, engine, own, files)
+    error = row.get("error")
+    return JoinedRequest(
+        id=key,
+        user=count(row, "user"),
+        turn=count(row, "turn"),
+        sent_s=float(row["sent_s"]),
+        first_s=number(row, "first_s"),
+        ended_s=number(row, "ended_s"),
+        error=None if error is None else str(error),
+        prompt_tokens=prompt,
+        output_tokens=count(row, "output_tokens"),
+        queue_s=number(engine, "queued_s"),
+        prefill_s=number(engine, "prefill_s"),
+        tokens_by_place=places,
+        is_sum_wrong=places is not None and (sum(places.values()) != prompt or min(places.values()) < 0),
+        found_tokens=counts(own.get("found_tokens")),
+        chosen_tokens=count(planner, "chosen_tokens"),
+        expected_s=number(planner, "expected_s"),
+        loaded_bytes=count(own, "loaded_bytes"),
+        load_s=number(own, "load_s"),
+    )
+
+
+def _places(prompt: int | None, engine: Row, own: Row, files: RunFiles) -> dict[str, int] | None:
+    """Tokens by place. The client counts the prompt, the engine what it computed, and kvtier what it loaded."""
+    of_engine, cached = count(engine, "prompt_tokens"), count(engine, "cached_tokens")
+    if prompt is None or of_engine is None or cached is None:
+        return None
+    computed = {COMPUTED: of_engine - cached}
+    if files.kvtier is None:
+        return computed | {RESIDENT if files.arm == NO_CONNECTOR else CACHED: cached}
+    resident, loaded = count(own, "resident_tokens"), counts(own.get("loaded_tokens"))
+    return None if resident is None or loaded is None else computed | {RESIDENT: resident} | loaded
+
+
+def write_joined(directory: Path, run: JoinedRun) -> None:
+    """Write `joined.jsonl`, a line for each request, and `seconds.json` beside the run's own files.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    names = JoinedRequest.__slots__
+    rows = (
+        {name: getattr(it, name) for name in names} | {"ttft_s": it.ttft_s, "tpot_s": it.tpot_s} for it in run.requests
+    )
+    write_file("--dir", directory / "joined.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    write_file("--dir", directory / "seconds.json", json.dumps(run.seconds) + "\n")
+
+
+_COUNTERS = {
+    "read_gb_per_s": ("device.read_bytes", "read_bytes", 1e-9),
+    "write_gb_per_s": ("device.written_bytes", "written_bytes", 1e-9),
+    "queue_depth": ("device.weighted_s", "", 1.0),
+    "cpu_cores": ("cpu_s", "", 1.0),
+    "client_cpu_cores": ("client_cpu_s", "", 1.0),
+    "package_watts": ("package_joules", "", 1.0),
+}
+"""Column, its counter, the one used where that is missing, and the factor. The drive counts what other processes do."""
+_GAUGES = {
+    "rss_bytes": "rss_bytes",
+    "memory_bytes": "memory_bytes",
+    "gpu_utilisation": "gpu.utilisation",
+    "gpu_watts": "gpu.watts",
+}
+
+
+def _per_second(
+    files: RunFiles, requests: Sequence[JoinedRequest], since_s: float, until_s: float
+) -> dict[str, list[float | None]]:
+    """Columns over the intervals between samples, or over whole seconds without samples."""
+    inside = [float(row["time_s"]) for row in files.samples if since_s <= row["time_s"] <= until_s]
+    whole = np.arange(since_s, min(until_s, since_s + EDGES_MAX), 1.0).tolist() if until_s > since_s else []
+    edges = np.unique(inside if len(inside) > 1 else whole)[:EDGES_MAX]
+    if len(edges) < 2:
+        return {}
+    widths = np.diff(edges)
+    columns: dict[str, Any] = {"at_s": edges[1:] - since_s}
+    done = [it for it in requests if it.first_s is not None and it.ended_s is not None and it.error is None]
+    ended = np.histogram([it.ended_s or 0.0 for it in done], edges)[0]
+    columns["requests_per_s"] = ended / widths
+    columns["output_tokens_per_s"] = _streamed(done, edges) / widths
+    placed = [it for it in done if it.tokens_by_place]
+    prompts = _summed(placed, edges, lambda places: sum(places.values()))
+    for name in dict.fromkeys(name for it in placed for name in it.tokens_by_place or ()):
+        tokens = _summed(placed, edges, lambda places, name=name: places.get(name, 0))
+        columns[f"{name}_share"] = [part / all_ if all_ else None for part, all_ in zip(tokens, prompts, strict=True)]
+    for column, (name, second, factor) in _COUNTERS.items():
+        times, values = column_of(files.samples, name)
+        if len(times) < 2 and second:
+            times, values = column_of(files.samples, second)
+        if len(times) > 1:
+            rates = np.diff(np.interp(edges, times, values)) / widths * factor
+            columns[column] = [rate if rate >= 0 else None for rate in rates.tolist()]  # below 0: a new process
+    for column, name in _GAUGES.items():
+        times, values = column_of(files.samples, name)
+        if times:
+            columns[column] = np.interp(edges[1:], times, values)
+    return {name: [None if it is None else float(it) for it in column] for name, column in columns.items()}
+
+
+def _streamed(requests: Iterable[JoinedRequest], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Output tokens in each interval: the first when it came, the others evenly until the end."""
+    at_edges = np.zeros(len(edges))
+    for it in requests:
+        first_s, ended_s, tokens = it.first_s or 0.0, it.ended_s or 0.0, it.output_tokens or 0
+        share = np.clip((edges - first_s) / max(ended_s - first_s, 1e-9), 0, 1)
+        at_edges += (edges >= first_s) * (min(tokens, 1) + share * max(tokens - 1, 0))
+    return np.diff(at_edges)
+
+
+def _summed(
+    requests: Sequence[JoinedRequest], edges: npt.NDArray[np.float64], of: Callable[[dict[str, int]], int]
+) -> list[float]:
+    """Sum of a figure of the places over requests, by the interval of their first token."""
+    weights = [float(of(it.tokens_by_place or {})) for it in requests]
+    return np.histogram([it.first_s or 0.0 for it in requests], edges, weights=weights)[0].tolist()

@@ -1,0 +1,161 @@
+"""Regret: what a planner's choice cost, against the best that it could have chosen."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.bench.serve.join import (
+    COMPUTED,
+    ENGINE_PLACES,
+    NO_CONNECTOR,
+    RESIDENT,
+    JoinedRequest,
+    JoinedRun,
+    join,
+)
+from kvtier.bench.serve.run_files import Row, number, read_run
+
+FIT_POINTS_MIN = 8
+FIT_RANGE = 2.0
+"""A fitted prefill time is known up to this many times the most tokens that were measured."""
+OWN_SHARE = 0.9
+"""A load counts for a tier's rate if this share of its tokens came from there."""
+
+REGRET = (
+    "Regret of a request to which KV was offered: its load and prefill, against the faster of two alternatives: "
+    "computing all that was not resident, and loading all that was offered and computing the rest. What computing "
+    "takes is fitted on the prefills measured without a connector, by computed tokens and tokens before them. What "
+    "loading takes is the offered tokens over the rate that loads from that tier had in the same run. Waits in the "
+    "engine's queue are in neither. It is at least zero, and unknown where one of these is."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFit:
+    """Seconds of a prefill: ``base + token * n + pair * n * (before + n / 2)`` for n tokens after `before` others."""
+
+    base_s: float
+    token_s: float
+    pair_s: float
+    points: int
+    error: float
+    """Median of the relative errors of the fitted points."""
+    tokens_most: int
+
+    @classmethod
+    def of(cls, requests: Iterable[JoinedRequest]) -> "PrefillFit | None":
+        """Least squares of the relative error, no term negative; None with fewer than `FIT_POINTS_MIN` requests."""
+        points: list[tuple[int, int, float]] = []
+        for it in requests:
+            if it.tokens_by_place is None or it.is_sum_wrong or not it.prefill_s or it.prefill_s < 0:
+                continue
+            computed = it.tokens_by_place.get(COMPUTED, 0)
+            points.append((computed, sum(it.tokens_by_place.values()) - computed, it.prefill_s))
+        if len(points) < FIT_POINTS_MIN:
+            return None
+        computed, before, taken = np.array(points, dtype=float).T
+        terms = (
+            np.stack([np.ones_like(computed), computed, computed * (before + computed / 2)], axis=1) / taken[:, None]
+        )
+        kept = [0, 1, 2]
+        factors = np.zeros(3)
+        while kept:
+            solved = _least_squares(terms[:, kept])
+            if min(solved) >= 0:
+                factors[kept] = solved
+                break
+            kept.pop(solved.index(min(solved)))
+        error = float(np.median(np.abs(terms @ factors - 1)))
+        base_s, token_s, pair_s = factors.tolist()
+        return cls(base_s, token_s, pair_s, len(points), error, int(computed.max()))
+
+    def seconds(self, computed: int, before: int) -> float | None:
+        """Time of computing `computed` tokens after `before`; None far outside of what was measured."""
+        if computed > FIT_RANGE * self.tokens_most:
+            return None
+        return self.base_s + self.token_s * computed + self.pair_s * computed * (before + computed / 2)
+
+
+def _least_squares(terms: npt.NDArray[np.float64]) -> list[float]:
+    """Factors with which the columns of `terms` add up to one."""
+    found: list[float] = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)[0].tolist()
+    return found
+
+
+def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
+    """All runs of a record, each request with its regret.
+
+    Raises:
+        ConfigError: see `read_run`.
+    """
+    joined = [join(read_run(it)) for it in directories]
+    fit = PrefillFit.of(request for run in joined if run.files.arm == NO_CONNECTOR for request in run.requests)
+    return [it if fit is None else with_regret(it, fit) for it in joined]
+
+
+def with_regret(run: JoinedRun, fit: PrefillFit) -> JoinedRun:
+    """The run with the regret of each request; see `REGRET`."""
+    rates = token_rates(run)
+    return replace(run, requests=[replace(it, regret_s=_regret_s(it, fit, rates)) for it in run.requests])
+
+
+def _regret_s(it: JoinedRequest, fit: PrefillFit, rates: Mapping[str, float]) -> float | None:
+    places, offered = it.tokens_by_place, {name: count for name, count in (it.found_tokens or {}).items() if count}
+    if places is None or it.is_sum_wrong or it.prefill_s is None or not offered or not offered.keys() <= rates.keys():
+        return None
+    prompt, resident = sum(places.values()), places.get(RESIDENT, 0)
+    # The engine computes at least one token of a prompt that is stored as a whole.
+    held = min(resident + sum(offered.values()), prompt - 1)
+    rest_s = fit.seconds(prompt - held, held)
+    compute_s = fit.seconds(prompt - resident, resident)
+    if compute_s is None or rest_s is None:
+        return None
+    load_s = sum(count / rates[name] for name, count in offered.items())
+    return max(0.0, (it.load_s or 0.0) + it.prefill_s - min(compute_s, load_s + rest_s))
+
+
+def token_rates(run: JoinedRun) -> dict[str, float]:
+    """Tokens per second that loads from each tier had, waits behind other loads included.
+
+    From requests that loaded at least `OWN_SHARE` of their tokens there; without any, from the tier's objects: bytes
+    over the time in which at least one was read.
+    """
+    tokens: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    all_bytes = all_tokens = 0
+    for it in run.requests:
+        loaded = {name: count for name, count in (it.tokens_by_place or {}).items() if name not in ENGINE_PLACES}
+        total = sum(loaded.values())
+        if not total or not it.load_s:
+            continue
+        all_bytes, all_tokens = all_bytes + (it.loaded_bytes or 0), all_tokens + total
+        name, most = max(loaded.items(), key=lambda pair: pair[1])
+        if most >= OWN_SHARE * total:
+            tokens[name] = tokens.get(name, 0) + total
+            seconds[name] = seconds.get(name, 0) + it.load_s
+    rates = {name: count / seconds[name] for name, count in tokens.items()}
+    for name in {str(row.get("tier")) for row in run.files.objects} - rates.keys():
+        read = [row for row in run.files.objects if row.get("tier") == name and row.get("way") == "read"]
+        busy_s = _busy_s(read)
+        if busy_s and all_bytes:
+            payload = sum(number(row, "payload_bytes") or 0.0 for row in read)
+            rates[name] = payload / busy_s * all_tokens / all_bytes
+    return rates
+
+
+def _busy_s(objects: Iterable[Row]) -> float:
+    """Time in which at least one of `objects` was being read; `time_s` is its end."""
+    spans = sorted(
+        (ended_s - took_s, ended_s)
+        for row in objects
+        if (ended_s := number(row, "time_s")) is not None and (took_s := number(row, "seconds")) is not None
+    )
+    busy_s, until_s = 0.0, -math.inf
+    for began_s, ended_s in spans:
+        busy_s += max(0.0, ended_s - max(began_s, until_s))
+        until_s = max(until_s, ended_s)
+    return busy_s

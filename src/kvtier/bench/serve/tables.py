@@ -1,0 +1,169 @@
+"""The tables, notes and conditions of `kvtier bench serve`."""
+
+from collections.abc import Callable, Iterator
+
+from kvtier.bench.serve.answer import Figure, Served, answer, joined, ms_text, p50_ms, tokens_per_s
+from kvtier.bench.serve.results import ArmResult, hit_share, repetitions, spread, unit_cost
+from kvtier.bench.serve.run_files import as_row
+from kvtier.report.format import NONE, bytes_text, digits, share_text
+from kvtier.report.table import Table
+
+
+def conditions(served: Served) -> list[tuple[str, str]]:
+    """The circumstances of the figures, as name and text."""
+    found: list[tuple[str, str]] = []
+    for name, text in served.conditions.items():
+        inner = ", ".join(f"{key}: {value}" for key, value in as_row(text).items()) or str(text)
+        found.append((name.replace("_", " "), inner))
+    facts = served.machine
+    memory = bytes_text(facts["memory_bytes"]) if "memory_bytes" in facts else "?"
+    machine = f"{facts.get('processor', '?')}, {facts.get('cores', '?')} cores, {memory} of memory, "
+    return [*found, ("machine", machine + f"{facts.get('system', '?')}, {facts.get('file_system', '?')}")]
+
+
+def notes(served: Served) -> Iterator[str]:
+    """What limits the figures."""
+    for it in served.results:
+        if it.status != "ok":
+            yield f"{run_name(it)} failed: {it.error or 'unknown error'}. Its figures are left out."
+    wrong = sum(it.wrong_sums for it in served.results)
+    if wrong:
+        yield f"{wrong:,} requests have places that do not add up to their prompt; they are in no sum of places."
+    unmatched = sum(it.unmatched for it in served.results)
+    if unmatched:
+        yield f"{unmatched:,} requests have no line in a server's log; their places and regret are unknown."
+    failed = sum(it.failed for it in served.results)
+    if failed:
+        yield f"{failed:,} requests failed; they are in no figure but this one."
+    torn = sum(it.skipped_lines for it in served.results)
+    if torn:
+        yield f"{torn:,} torn lines were left out."
+
+
+def arms_table(served: Served) -> Table:
+    """Speed: a line for each arm, load and R."""
+    rows = [
+        (
+            *_point(runs), str(len(runs)), _cell(runs, p50_ms), _cell(runs, lambda it: it.ttft_ms["p95"]),
+            _cell(runs, lambda it: it.tpot_ms["p50"]), _cell(runs, tokens_per_s),
+            _cell(runs, lambda it: it.requests_per_s),
+        )
+        for runs in _rows(served)
+    ]  # fmt: skip
+    return Table(
+        title=answer(served),
+        columns=("arm", "load", "R", "runs", "TTFT p50, ms", "p95, ms", "TPOT, ms", "tokens/s", "requests/s"),
+        rows=rows,
+        numeric=6,
+        note="Medians of the runs, with the smallest and the largest. R is the KV that the engine computes in a second "
+        "over what the drive moves in one. Tokens are output tokens.",
+    )
+
+
+def work_table(served: Served) -> Table:
+    """What the figures of `arms_table` took: the lines are the same."""
+    rows = [
+        (
+            *_point(runs), _cell(runs, lambda it: hit_share(it.tokens_by_place), share_text),
+            _cell(runs, lambda it: it.loaded_bytes, bytes_text), _cell(runs, lambda it: it.read_bytes, bytes_text),
+            _cell(runs, lambda it: it.written_bytes, bytes_text), _cell(runs, lambda it: it.cpu_s),
+            _cell(runs, lambda it: it.regret_ms["mean"], lambda value: f"{value:,.1f}"),
+        )
+        for runs in _rows(served)
+    ]  # fmt: skip
+    return Table(
+        title="Work",
+        columns=("arm", "load", "R", "not computed", "loaded", "read", "written", "CPU, s", "regret, ms"),
+        rows=rows,
+        numeric=6,
+        note="Not computed: of the prompt tokens. Loaded: KV, by kvtier's log. Read and written: storage, by the "
+        "server's processes. Regret: mean of a request that was offered KV.",
+    )
+
+
+def _rows(served: Served) -> list[list[ArmResult]]:
+    """Repetitions, by load and R, arms in the order of the record."""
+    found = repetitions(served.results)
+    return [runs for _, runs in sorted(found.items(), key=lambda it: (it[0][1], served.names.index(it[0][0])))]
+
+
+def _point(runs: list[ArmResult]) -> tuple[str, str, str]:
+    first = runs[0]
+    return first.name, load_text(first), f"{first.tier_ratio:g}" if first.tier_ratio else "no limit"
+
+
+def _cell(runs: list[ArmResult], figure: Figure, show: Callable[[float], str] = digits) -> str:
+    found = spread(runs, figure)
+    return NONE if found is None else found.text(show)
+
+
+def cost_table(served: Served) -> Table:
+    """Cost and energy of a million tokens at the stated prices, at the point of the answer."""
+    rows: list[tuple[str, ...]] = []
+    for name in served.names:
+
+        def cell(figure: Figure, name: str = name) -> str:
+            found = served.at(name, served.top, figure)
+            return NONE if found is None else found.text()
+
+        def priced(attribute: str, cell: Callable[[Figure], str] = cell) -> str:
+            return cell(lambda it: getattr(unit_cost(it, served.prices), attribute))
+
+        rows.append(
+            (
+                name, priced("per_million_output_tokens"), priced("per_million_tokens"),
+                priced("kwh_per_million_output_tokens"), priced("joules_per_output_token"),
+            )
+        )  # fmt: skip
+    hour, kwh = served.prices.machine_hour, served.prices.kwh
+    prices = "Prices: " + ", ".join(
+        [
+            "none stated for the machine" if hour is None else f"{hour:g} for an hour of the machine",
+            "energy included in it" if kwh is None else f"{kwh:g} for a kWh",
+        ]
+    )
+    sources = joined(sorted({it.energy_source for it in served.results}))
+    return Table(
+        title="Cost and energy of a million tokens",
+        columns=("arm", "cost, output tokens", "cost, all tokens", "kWh, output tokens", "J per output token"),
+        rows=rows,
+        numeric=4,
+        note=f"{prices}. Energy: {sources}. All tokens are those of prompts and answers.",
+    )
+
+
+def runs_table(served: Served) -> Table:
+    """Every run."""
+    rows = [
+        (
+            it.name, load_text(it), f"{it.tier_ratio:g}" if it.tier_ratio else "no limit", str(it.repetition + 1),
+            it.status, f"{it.requests:,}", f"{it.failed:,}", ms_text(it.ttft_ms["p50"]), ms_text(it.ttft_ms["p95"]),
+            *(NONE if value is None else digits(value) for value in (it.output_tokens_per_s, it.cpu_s)),
+            *(NONE if value is None else bytes_text(value) for value in (it.rss_bytes, it.memory_bytes)),
+            f"{it.wrong_sums + it.unmatched:,}",
+        )
+        for it in sorted(served.results, key=lambda it: (it.point, it.repetition, it.name))
+    ]  # fmt: skip
+    return Table(
+        title="All runs",
+        columns=(
+            "arm", "load", "R", "repetition", "status", "requests", "failed", "TTFT p50", "p95", "tokens/s", "CPU s",
+            "RSS", "memory", "not joined",
+        ),
+        rows=rows,
+        numeric=9,
+        note="Memory: the control group's largest, page cache included. Not joined: requests whose logs contradict "
+        "each other, or are missing.",
+    )  # fmt: skip
+
+
+def load_text(run: ArmResult) -> str:
+    """The load of a run in words, such as ``2 requests/s, 8 users``."""
+    words = {"requests_per_s": "requests/s", "users": "users"}
+    return ", ".join(f"{value:g} {words.get(name, name.replace('_', ' '))}" for name, value in run.load.items()) or "-"
+
+
+def run_name(run: ArmResult) -> str:
+    """A run in words."""
+    parts = [f"repetition {run.repetition + 1}", *([load_text(run)] if run.load else [])]
+    return f"{run.name} ({', '.join(parts + ([f'R = {run.tier_ratio:g}'] if run.tier_ratio else []))})"

@@ -1,0 +1,133 @@
+"""The report of a served benchmark: the answer first, a page that a browser draws, and what limits the figures."""
+
+import json
+import re
+from dataclasses import asdict, replace
+
+import pytest
+from tests import browser
+from tests.serve_runs import write_run
+from tests.unit.test_report import check_page
+
+from kvtier.bench.serve.answer import Served, answer, headline, p50_ms
+from kvtier.bench.serve.regret import join_runs
+from kvtier.bench.serve.report import charts_of, render_report, write_picture, write_report
+from kvtier.bench.serve.results import Prices, serve_record
+from kvtier.bench.serve.tables import arms_table, conditions, cost_table, notes, runs_table, work_table
+
+CONDITIONS = {
+    "model": "random weights",
+    "arms": {"none": "no connector", "native": "vLLM's tiering, copies by memcpy of ours", "kvtier": "kvtier"},
+}
+
+
+def record_of(folders):
+    record = serve_record(join_runs(folders), settings={}, seed=1, conditions=CONDITIONS)
+    return json.loads(json.dumps(record, default=asdict))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    top = tmp_path_factory.mktemp("swept")
+    folders = []
+    for number in range(2):
+        folders.append(write_run(top, "none", repetition=number, users=6, joules_per_s=40))
+        for ratio in (0.1, 1, 20):
+            for arm in ("native", "kvtier"):
+                folders.append(write_run(top, arm, repetition=number, tier_ratio=ratio, users=6, joules_per_s=40))
+    return record_of(folders)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    top = tmp_path_factory.mktemp("loaded")
+    return record_of(
+        [
+            write_run(top, arm, load={"requests_per_s": rate}, seconds_between=1 / rate)
+            for arm in ("none", "kvtier")
+            for rate in (1, 2)
+        ]
+    )
+
+
+def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
+    served = Served.of(swept)
+    assert served.top == ((), 0.1)
+    ours, theirs = served.at("kvtier", served.top, p50_ms), served.at("none", served.top, p50_ms)
+    text = answer(served)
+    assert f"against {theirs.median:.3g} ms without ({theirs.median / ours.median:.2g} times as fast)" in text
+    assert "native (memcpy stand-in)" in text
+    assert "With a throttled drive kvtier is faster at R = 0.1 and 1 and is slower at R = 20." in text
+    assert headline(served) == f"With kvtier the first token comes {theirs.median / ours.median:.2g} times as fast"
+
+
+def test_without_two_arms_nothing_is_compared(swept):
+    served = Served.of(swept)
+    alone = replace(served, results=[it for it in served.results if it.name == "kvtier"])
+    assert answer(alone) == "One arm only: there is nothing to compare with."
+    broken = [replace(it, status="failed", error="server ended") for it in served.results if it.name == "kvtier"]
+    failed = replace(served, results=broken + [it for it in served.results if it.name == "none"])
+    assert "No complete runs of both" in answer(failed)
+    assert any("kvtier (repetition 1, R = 0.1) failed: server ended" in note for note in notes(failed))
+
+
+def test_tables_have_every_arm_and_its_spread(swept):
+    served = Served.of(swept)
+    assert [row[0] for row in arms_table(served).rows] == ["none", *["native", "kvtier"] * 3]
+    assert len(work_table(served).rows) == 7
+    assert len(runs_table(served).rows) == 14
+    rows = cost_table(replace(served, prices=Prices(machine_hour=3.0, kwh=0.25)))
+    assert "3 for an hour of the machine, 0.25 for a kWh" in rows.note
+    assert "processor" in rows.note
+    assert "-" not in [cell for row in rows.rows for cell in row]
+    assert {row[1] for row in cost_table(served).rows} == {"-"}
+
+
+def test_notes_say_what_was_left_out(swept):
+    served = Served.of(swept)
+    assert list(notes(served)) == []
+    changed = replace(served.results[0], wrong_sums=2, unmatched=3, failed=4, skipped_lines=5)
+    said = " ".join(notes(replace(served, results=[changed])))
+    assert re.findall(r"\b([2345]) ", said) == ["2", "3", "4", "5"]
+
+
+def test_conditions_are_printed(swept):
+    found = dict(conditions(Served.of(swept)))
+    assert found["model"] == "random weights"
+    assert "memcpy" in found["arms"]
+    assert "cores" in found["machine"]
+
+
+def test_the_page_is_self_contained_and_a_browser_draws_it(swept, tmp_path):
+    pytest.importorskip("matplotlib")
+    check_page(render_report(swept))
+    path = tmp_path / "report.html"
+    write_report(path, swept, Prices(machine_hour=3.0))
+    dom = browser.rendered(path)
+    for heading in (
+        *(
+            "Time to first token against the drive",
+            "Hits by turn",
+            "Prompt tokens by place",
+            "Queue depth of the drive",
+        ),
+        *("Speed", "Cost and energy of a million tokens", "Conditions", "Definitions", "All runs"),
+    ):
+        assert heading in dom
+    assert "Regret of a request" in dom
+    assert browser.overflow(path, width=360) == 0
+
+
+def test_the_charts_follow_what_was_varied(swept, loaded, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert {"ttft", "tokens", "places", "turns", "reads", "depth"} <= set(charts_of(Served.of(swept)))
+    assert charts_of(Served.of(swept))["ttft"].heading.endswith("the drive's speed")
+    assert charts_of(Served.of(loaded))["ttft"].heading.endswith("load")
+    assert "watts" in charts_of(Served.of(swept))
+    assert "watts" not in charts_of(Served.of(loaded))
+    check_page(render_report(loaded))
+    write_picture(tmp_path / "picture.svg", loaded)
+    assert "requests/s asked for" in (tmp_path / "picture.svg").read_text()
+    one = Served.of(loaded)
+    one = replace(one, results=[it for it in one.results if it.load["requests_per_s"] == 2])
+    assert charts_of(one)["ttft"].heading == "Time to first token"
