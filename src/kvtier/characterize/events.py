@@ -118,6 +118,25 @@ class IoTrace:
         return rows if self.chosen is None else rows[np.isin(rows["process"], sorted(self.chosen))]
 
 
+def kinds_of(rwbs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether requests write, and their `IoKind`, from the letters of the kernel and of blktrace.
+
+    A leading F is a flush that comes first. Then R reads, W writes, D discards, ZA appends to a zone; anything else,
+    such as F or N, transfers nothing. M marks metadata. See `blk_fill_rwbs` in the kernel.
+
+    Args:
+        rwbs: letters as an array of bytes (dtype S), such as ``WS``.
+    """
+    width = max(2, rwbs.dtype.itemsize)
+    letters = np.ascontiguousarray(rwbs.astype(f"S{width}")).view(np.uint8).reshape(len(rwbs), width)
+    first = np.where(letters[:, 0] == ord("F"), letters[:, 1], letters[:, 0])
+    is_metadata = (letters == ord("M")).any(axis=1)
+    is_read = first == ord("R")
+    is_transfer = is_read | (first == ord("W")) | (first == ord("Z"))
+    kind = np.where(is_transfer, np.where(is_metadata, IoKind.METADATA, IoKind.DATA), IoKind.FLUSH)
+    return ~is_read, np.where(first == ord("D"), IoKind.DISCARD, kind).astype(np.uint8)
+
+
 def transfers(rows: np.ndarray) -> np.ndarray:
     """The requests of `rows` that move bytes: no flushes and no discards."""
     return rows[(rows["kind"] <= IoKind.METADATA) & (rows["bytes"] > 0)]

@@ -18,6 +18,10 @@ from kvtier.errors import KvError
 
 COMMANDS = {
     "bench": ("kvtier.cli.bench:bench", "Measure the core and the I/O path, compared with the hardware's limits."),
+    "characterize": (
+        "kvtier.cli.characterize:characterize",
+        "Measure what storage sees: sizes, mix, depth, latency of requests.",
+    ),
     "config": ("kvtier.cli.config:config", "Show every setting and its origin; check them against this machine."),
     "demo": ("kvtier.cli.demo:demo", "Replay real conversations without kvtier, cold, and warm after a restart."),
     "inspect": ("kvtier.cli.inspect:inspect", "Inspect a store: list, count, verify, repair, purge."),

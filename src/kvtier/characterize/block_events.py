@@ -1,0 +1,227 @@
+"""The block layer's events of one capture, and the requests that they make up."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtier.characterize.block_devices import BlockDevice
+from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoKind, IoLayer, kinds_of, rows_of
+from kvtier.characterize.pairing import NESTED_MAX, TIME_BITS, covering, pair
+from kvtier.characterize.processes import ProcessTree
+from kvtier.characterize.ring_buffer import Events
+from kvtier.characterize.tracefs import TraceInstance
+
+SEEN = np.dtype(
+    [
+        ("time_ns", "u8"), ("sector", "u8"), ("bytes", "u4"), ("device", "u4"), ("process", "i4"), ("is_write", "?"),
+        ("kind", "u1"),
+    ]
+)  # fmt: skip
+"""What is kept of one event."""
+
+BIO_QUEUE, BIO_END = "block_bio_queue", "block_bio_complete"
+ISSUE, END, REQUEUE = "block_rq_issue", "block_rq_complete", "block_rq_requeue"
+BIO_MERGES = ("block_bio_backmerge", "block_bio_frontmerge")
+NEW_TASK = "task/task_newtask"
+_WHERE = ("common_pid", "dev", "sector", "nr_sector", "rwbs")
+_DEVICE_SHIFT = np.uint64(48)
+"""Bits of a sector's number, below that of its device."""
+
+
+class _Wanted(NamedTuple):
+    number: int
+    layout: np.dtype[Any]
+
+
+class BlockRequests(NamedTuple):
+    """What the block events make up; rows of `events.REQUEST`."""
+
+    device: np.ndarray
+    """Requests that the driver issued."""
+    file_system: np.ndarray
+    """Bios, as the file system or the application submitted them."""
+    counts: dict[str, int]
+
+
+class BlockEvents:
+    """Records the block layer's events in an instance of tracefs.
+
+    Args:
+        instance: where.
+        devices: whose events.
+        tree: learns of new processes, and names the process of each bio.
+    """
+
+    def __init__(self, instance: TraceInstance, devices: list[BlockDevice], tree: ProcessTree) -> None:
+        self._tree = tree
+        self._disk_of = {number: it.disk_number for it in devices for number in (it.number, *it.partitions)}
+        self._kept: dict[str, list[np.ndarray]] = {name: [] for name in (BIO_QUEUE, BIO_END, ISSUE, END, REQUEUE)}
+        self.count = 0
+        """Events kept."""
+        self._counts: Counter[str] = Counter()
+        of_bio = " || ".join(f"dev == {it}" for it in self._disk_of)
+        of_request = " || ".join(_request_condition(it) for it in devices)
+        self._wanted = {NEW_TASK: _Wanted(*instance.enable(NEW_TASK, ("common_pid", "pid", "clone_flags")))}
+        for name in self._kept:
+            fields = _WHERE + {BIO_QUEUE: ("comm",), ISSUE: ("bytes",)}.get(name, ())
+            condition = of_bio if name in {BIO_QUEUE, BIO_END} else of_request
+            self._wanted[name] = _Wanted(*instance.enable(f"block/{name}", fields, condition))
+        for name in (*BIO_MERGES, "block_rq_merge", "block_split"):
+            if instance.has(f"block/{name}"):
+                condition = of_request if name == "block_rq_merge" else of_bio
+                self._wanted[name] = _Wanted(*instance.enable(f"block/{name}", ("common_pid",), condition))
+
+    def add(self, batch: Events) -> None:
+        """Keep the events of a batch of pages."""
+        tasks = batch.of(*self._wanted[NEW_TASK])[1]
+        for creator, thread, flags in tasks[["common_pid", "pid", "clone_flags"]].tolist():
+            self._tree.born(creator, thread, flags)
+        for name, wanted in self._wanted.items():
+            if name == NEW_TASK:
+                continue
+            time_ns, fields = batch.of(*wanted)
+            if name not in self._kept:
+                self._counts[name] += len(fields)
+            elif len(fields):
+                self._kept[name].append(self._seen(name, time_ns, fields))
+                self.count += len(fields)
+
+    def _seen(self, name: str, time_ns: np.ndarray, fields: np.ndarray) -> np.ndarray:
+        seen = np.zeros(len(fields), SEEN)
+        seen["time_ns"] = time_ns
+        seen["sector"] = fields["sector"]
+        seen["device"] = fields["dev"]
+        seen["bytes"] = fields["bytes"] if name == ISSUE else fields["nr_sector"] * np.uint32(SECTOR_BYTES)
+        seen["is_write"], seen["kind"] = kinds_of(fields["rwbs"])
+        if name == BIO_QUEUE:
+            threads, first, which = np.unique(fields["common_pid"], return_index=True, return_inverse=True)
+            processes = [self._tree.process_of(int(it)) for it in threads]
+            for process, comm in zip(processes, fields["comm"][first].tolist(), strict=True):
+                self._tree.name(process, comm.decode("utf-8", "replace"))
+            seen["process"] = np.array(processes, np.int32)[which]
+        return seen
+
+    def requests(self, began_ns: int, *, is_lossy: bool) -> BlockRequests:
+        """Join the events to requests.
+
+        Args:
+            began_ns: time 0 of the requests.
+            is_lossy: events were lost, so that an issue may lack its completion.
+        """
+        nested = 1 if is_lossy else NESTED_MAX
+        seen = {name: self._sorted(name) for name in self._kept}
+        bios, ends = seen[BIO_QUEUE], seen[BIO_END]
+        # Only devices without requests (dm, md) end bios themselves. Their sector may have advanced, their end not.
+        found = pair(
+            bios["time_ns"], _key(bios, is_end=True), ends["time_ns"], _key(ends, is_end=True), nested_max=nested
+        )
+        file_system = _rows(bios, ends, found, began_ns, IoLayer.FILE_SYSTEM)
+        file_system["process"] = bios["process"]
+        issues, ends = _without_requeued(seen[ISSUE], seen[REQUEUE]), seen[END]
+        found = pair(issues["time_ns"], _key(issues), ends["time_ns"], _key(ends), nested_max=nested)
+        device = _rows(issues, ends, found, began_ns, IoLayer.DEVICE)
+        device["process"] = _issuer(bios, issues, began_ns)
+        carrier = _carrier(bios, issues, began_ns)
+        is_carried = np.isnan(file_system["completed_s"]) & (carrier >= 0)
+        file_system["completed_s"][is_carried] = device["completed_s"][carrier[is_carried]]
+        counts = {
+            "bio_merges": sum(self._counts[it] for it in BIO_MERGES),
+            "request_merges": self._counts["block_rq_merge"],
+            "splits": self._counts["block_split"],
+            "requeues": len(seen[REQUEUE]),
+            "begun_before": len(ends) - int(np.count_nonzero(found >= 0)),
+        }
+        return BlockRequests(device, file_system, counts)
+
+    def _sorted(self, name: str) -> np.ndarray:
+        """All events of this name by time; a partition's count as those of its disk."""
+        seen = np.concatenate([np.zeros(0, SEEN), *self._kept[name]])
+        self._kept[name] = []
+        for number, disk in self._disk_of.items():
+            if number != disk:
+                seen["device"][seen["device"] == number] = disk
+        return seen[np.argsort(seen["time_ns"], kind="stable")]
+
+
+def _request_condition(device: BlockDevice) -> str:
+    """Requests know only the whole disk, so those of a partition are known by their sectors."""
+    if device.sectors is None:
+        return f"dev == {device.disk_number}"
+    end = device.first_sector + device.sectors
+    return f"(dev == {device.disk_number} && sector >= {device.first_sector} && sector < {end})"
+
+
+def _key(seen: np.ndarray, *, is_end: bool = False) -> np.ndarray:
+    """A number for device, first (or last) sector, and what is done there."""
+    sector = seen["sector"] + (seen["bytes"] // np.uint32(SECTOR_BYTES) if is_end else np.uint64(0))
+    what = np.where(seen["kind"] <= IoKind.METADATA, seen["is_write"], seen["kind"]).astype(np.uint64)
+    return _place(seen, sector) << np.uint64(2) | what
+
+
+def _place(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
+    """A number for device and sector. The devices' numbers are folded: two disks rarely share one."""
+    device = seen["device"].astype(np.uint64)
+    return ((device >> np.uint64(20)) * np.uint64(31) + device & np.uint64(0x3FFF)) << _DEVICE_SHIFT | sector
+
+
+def _without_requeued(issues: np.ndarray, requeued: np.ndarray) -> np.ndarray:
+    """Issues that the driver did not hand back; those are issued again."""
+    if not len(requeued):
+        return issues
+    handed_back = pair(issues["time_ns"], _key(issues), requeued["time_ns"], _key(requeued), nested_max=1)
+    return issues[handed_back < 0]
+
+
+def _rows(issued: np.ndarray, ends: np.ndarray, found: np.ndarray, began_ns: int, layer: IoLayer) -> np.ndarray:
+    rows = rows_of(
+        len(issued),
+        issued_s=_seconds(issued["time_ns"], began_ns),
+        position=issued["sector"] * np.uint64(SECTOR_BYTES),
+        bytes=issued["bytes"],
+        place=issued["device"],
+        is_write=issued["is_write"],
+        kind=issued["kind"],
+        layer=layer,
+    )
+    has = found >= 0
+    rows["completed_s"][has] = _seconds(ends["time_ns"][found[has]], began_ns)
+    return rows
+
+
+def _issuer(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
+    """The process of each device request: that of the bio that covers its first sector."""
+    start = _place(bios, bios["sector"])
+    found = covering(
+        start,
+        start + bios["bytes"] // np.uint32(SECTOR_BYTES),
+        _microseconds(bios["time_ns"], began_ns),
+        _place(issues, issues["sector"]),
+        _microseconds(issues["time_ns"], began_ns),
+    )
+    issuer = np.full(len(issues), NO_PROCESS, np.int32)
+    issuer[found >= 0] = bios["process"][found[found >= 0]]
+    return issuer
+
+
+def _carrier(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
+    """For each bio the device request that transfers its last sector: the first one issued after it; or -1."""
+    start = _place(issues, issues["sector"])
+    last = np.uint64((1 << TIME_BITS) - 1)  # times run backwards, so that the newest is the first
+    end = bios["sector"] + bios["bytes"] // np.uint32(SECTOR_BYTES)
+    found = covering(
+        start,
+        start + issues["bytes"] // np.uint32(SECTOR_BYTES),
+        last - _microseconds(issues["time_ns"], began_ns).astype(np.uint64),
+        _place(bios, np.maximum(end, 1) - np.uint64(1)),
+        last - _microseconds(bios["time_ns"], began_ns).astype(np.uint64),
+    )
+    return np.where(bios["bytes"] > 0, found, -1)
+
+
+def _seconds(time_ns: np.ndarray, began_ns: int) -> np.ndarray:
+    return (time_ns.astype(np.int64) - began_ns) / 1e9
+
+
+def _microseconds(time_ns: np.ndarray, began_ns: int) -> np.ndarray:
+    return np.maximum(time_ns.astype(np.int64) - began_ns, 0) // 1000

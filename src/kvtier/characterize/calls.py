@@ -1,0 +1,192 @@
+"""System calls that read or write files: what an application asks for, before page cache and file system.
+
+The kernel's events name a descriptor, not a file. Its file is looked up soon after; a descriptor that is closed by then
+counts as a file, because sockets and pipes live longer. Sizes are what the calls returned. The events of `io_submit`
+have no sizes, so its requests are only counted; kvtier's own log has those of its tiers.
+"""
+
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtier.characterize.block_devices import event_number, find_number, lowest
+from kvtier.characterize.events import REQUEST, IoKind, IoLayer, rows_of
+from kvtier.characterize.pairing import pair
+from kvtier.characterize.processes import ProcessTree
+from kvtier.characterize.ring_buffer import Events
+from kvtier.characterize.tracefs import TraceInstance
+
+READS = {"read": "", "readv": "", "pread64": "pos", "preadv": "pos_l", "preadv2": "pos_l"}
+WRITES = {"write": "", "writev": "", "pwrite64": "pos", "pwritev": "pos_l", "pwritev2": "pos_l"}
+"""System calls, and the field with the position in the file."""
+URING_READS, URING_WRITES = (1, 4, 22), (2, 5, 23)
+"""`IORING_OP_READV`, `READ_FIXED`, `READ`, and the same for writing."""
+NO_STORAGE = {"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "tracefs", "cgroup", "cgroup2", "hugetlbfs", "mqueue"}
+
+_BEGUN = np.dtype([("time_ns", "u8"), ("key", "u8"), ("position", "u8"), ("process", "i4"), ("is_write", "?")])
+_ENDED = np.dtype([("time_ns", "u8"), ("key", "u8"), ("bytes", "i8")])
+
+
+class _Wanted(NamedTuple):
+    number: int
+    layout: np.dtype[Any]
+
+
+class CallEvents:
+    """Records file system calls of chosen processes and their children in an instance of tracefs.
+
+    Args:
+        instance: where.
+        tree: knows the process of each thread.
+        threads: whose calls; threads and processes that they start are followed.
+        disks: numbers of the disks whose files count.
+    """
+
+    def __init__(self, instance: TraceInstance, tree: ProcessTree, threads: list[int], disks: set[int]) -> None:
+        self._tree = tree
+        self._begun: list[np.ndarray] = []
+        self._ended: list[np.ndarray] = []
+        self.count = 0
+        """Events kept."""
+        self._counts: Counter[str] = Counter()
+        self._files = _Files(disks)
+        instance.write("options/event-fork", "1")
+        instance.write("set_event_pid", " ".join(map(str, threads)))
+        self._enter: list[tuple[str, _Wanted, bool]] = []
+        self._leave: list[_Wanted] = []
+        for names, is_write in ((READS, False), (WRITES, True)):
+            for name, position in names.items():
+                if instance.has(f"syscalls/sys_enter_{name}"):
+                    fields = ("common_pid", "fd", *([position] if position else []))
+                    enter = _Wanted(*instance.enable(f"syscalls/sys_enter_{name}", fields))
+                    self._enter.append((position, enter, is_write))
+                    self._leave.append(_Wanted(*instance.enable(f"syscalls/sys_exit_{name}", ("common_pid", "ret"))))
+        self._submit = self._uring = None
+        if instance.has("syscalls/sys_enter_io_submit"):
+            self._submit = _Wanted(*instance.enable("syscalls/sys_enter_io_submit", ("common_pid", "nr")))
+        if instance.has("io_uring/io_uring_submit_req") and instance.has("io_uring/io_uring_complete"):
+            self._uring = (
+                _Wanted(*instance.enable("io_uring/io_uring_submit_req", ("common_pid", "req", "opcode"))),
+                _Wanted(*instance.enable("io_uring/io_uring_complete", ("req", "res"))),
+            )
+
+    def add(self, batch: Events) -> None:
+        """Keep the events of a batch of pages."""
+        for position, wanted, is_write in self._enter:
+            time_ns, fields = batch.of(*wanted)
+            if len(fields):
+                kept = self._files.count(fields["common_pid"], fields["fd"], is_positioned=bool(position))
+                where = fields[position] if position else np.zeros(len(fields), np.uint64)
+                self._begin(time_ns[kept], fields["common_pid"][kept], None, where[kept], is_write=is_write)
+        for wanted in self._leave:
+            time_ns, fields = batch.of(*wanted)
+            self._end(time_ns, fields["common_pid"], fields["ret"])
+        if self._submit is not None:
+            self._counts["aio_requests"] += int(batch.of(*self._submit)[1]["nr"].sum())
+        if self._uring is not None:
+            time_ns, fields = batch.of(*self._uring[0])
+            for codes, is_write in ((URING_READS, False), (URING_WRITES, True)):
+                kept = np.isin(fields["opcode"], codes)
+                where = np.zeros(int(kept.sum()), np.uint64)
+                self._begin(time_ns[kept], fields["common_pid"][kept], fields["req"][kept], where, is_write=is_write)
+            time_ns, fields = batch.of(*self._uring[1])
+            self._end(time_ns, fields["req"], fields["res"])
+
+    def _begin(
+        self, time_ns: np.ndarray, thread: np.ndarray, key: np.ndarray | None, position: np.ndarray, *, is_write: bool
+    ) -> None:
+        if not len(time_ns):
+            return
+        rows = np.zeros(len(time_ns), _BEGUN)
+        threads, which = np.unique(thread, return_inverse=True)
+        rows["time_ns"], rows["position"], rows["is_write"] = time_ns, position, is_write
+        rows["key"] = thread if key is None else key
+        rows["process"] = np.array([self._tree.process_of(int(it)) for it in threads], np.int32)[which]
+        self._begun.append(rows)
+        self.count += len(rows)
+
+    def _end(self, time_ns: np.ndarray, key: np.ndarray, returned: np.ndarray) -> None:
+        if len(time_ns):
+            rows = np.zeros(len(time_ns), _ENDED)
+            rows["time_ns"], rows["key"], rows["bytes"] = time_ns, key, returned
+            self._ended.append(rows)
+            self.count += len(rows)
+
+    def requests(self, began_ns: int) -> tuple[np.ndarray, dict[str, int]]:
+        """The calls that transferred bytes, as rows of `events.REQUEST`, and counts of what has no size."""
+        begun = np.concatenate([np.zeros(0, _BEGUN), *self._begun])
+        ended = np.concatenate([np.zeros(0, _ENDED), *self._ended])
+        found = pair(begun["time_ns"], begun["key"], ended["time_ns"], ended["key"], nested_max=1)
+        counts = dict(self._counts) | {"calls_on_closed_files": self._files.closed}
+        has = found >= 0
+        begun, ended = begun[has], ended[found[has]]
+        moved = ended["bytes"] > 0
+        begun, ended = begun[moved], ended[moved]
+        if not len(begun):
+            return np.zeros(0, REQUEST), counts
+        return rows_of(
+            len(begun),
+            issued_s=(begun["time_ns"].astype(np.int64) - began_ns) / 1e9,
+            completed_s=(ended["time_ns"].astype(np.int64) - began_ns) / 1e9,
+            position=begun["position"],
+            bytes=ended["bytes"],
+            process=begun["process"],
+            is_write=begun["is_write"],
+            kind=IoKind.DATA,
+            layer=IoLayer.APPLICATION,
+        ), counts
+
+
+class _Files:
+    """Whether a descriptor of a thread is a file on one of the disks; looked up once per batch."""
+
+    def __init__(self, disks: set[int]) -> None:
+        self._disks = disks
+        self._known: dict[int, bool] = {
+            event_number(os.makedev(major, minor)): False for major, minor in _devices_without_storage()
+        }
+        self.closed = 0
+        """Calls whose descriptor was closed before it could be looked up."""
+
+    def count(self, thread: np.ndarray, descriptor: np.ndarray, *, is_positioned: bool) -> np.ndarray:
+        """Which calls count; those with a position are never on sockets or pipes."""
+        pairs = thread.astype(np.uint64) << np.uint64(32) | descriptor.astype(np.uint64) & np.uint64(0xFFFF_FFFF)
+        unique, which, calls = np.unique(pairs, return_inverse=True, return_counts=True)
+        verdicts = np.ones(len(unique), bool)
+        for place, both in enumerate(unique.tolist()):
+            found = self._is_storage(both >> 32, both & 0xFFFF_FFFF)
+            if found is None:
+                self.closed += 0 if is_positioned else int(calls[place])
+            else:
+                verdicts[place] = found
+        return verdicts[which]
+
+    def _is_storage(self, thread: int, descriptor: int) -> bool | None:
+        try:
+            status = Path(f"/proc/{thread}/fd/{descriptor}").stat()
+        except OSError:
+            return None
+        is_block = stat.S_ISBLK(status.st_mode)
+        if not (is_block or stat.S_ISREG(status.st_mode)):
+            return False
+        device = status.st_rdev if is_block else status.st_dev
+        number = event_number(device)
+        if number not in self._known:
+            found = find_number(device)
+            # A file system over several devices, such as btrfs, has a number of its own.
+            self._known[number] = found is None or any(it.disk_number in self._disks for it in (found, *lowest(found)))
+        return self._known[number]
+
+
+def _devices_without_storage() -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place, _, kind = line.partition(" - ")
+        if kind.split(" ")[0] in NO_STORAGE:
+            major, _, minor = place.split(" ")[2].partition(":")
+            found.append((int(major), int(minor)))
+    return found

@@ -1,0 +1,230 @@
+"""A capture: the block layer's events of devices and the file calls of processes, for as long as something runs."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from kvtier.characterize.block_devices import BlockDevice, disks, find_device
+from kvtier.characterize.block_events import BlockEvents
+from kvtier.characterize.calls import CallEvents
+from kvtier.characterize.events import IoLayer, IoTrace, by_time
+from kvtier.characterize.processes import PROC, ProcessTree, check_process
+from kvtier.characterize.ring_buffer import Events
+from kvtier.characterize.tracefs import TraceInstance, mounted, remove_stale
+from kvtier.errors import ConfigError
+
+POLL_S = 0.05
+BUFFER_BYTES = 16 << 20
+"""Of the ring buffer of each processor: half a second of 100,000 requests a second on one processor."""
+BUFFERS_BYTES_MAX = 512 << 20
+"""Of all ring buffers together."""
+EVENTS_MAX = 8_000_000
+"""Events kept, of 31 bytes each; a capture ends there. A request has four, so this is two million requests."""
+END_S = 10.0
+"""How long a command has to end after it is asked to."""
+
+
+class Captured(NamedTuple):
+    """What a capture returns."""
+
+    trace: IoTrace
+    exit_code: int | None
+    """Of the command; None if there was none, or if it had to be ended."""
+
+
+@dataclass
+class CaptureSettings:
+    """What is captured, and for how long.
+
+    Raises:
+        ConfigError: (from `run`) there is no such device or process.
+    """
+
+    device: str | None = None
+    """A device, or a path on one; None: all disks that are stacked on no other."""
+    pids: Sequence[int] = ()
+    """Processes; their children are included."""
+    command: Sequence[str] = ()
+    """A command to start; its children are included."""
+    seconds: float | None = None
+    """How long; None: until the command or the processes end."""
+    buffer_bytes: int = BUFFER_BYTES
+    events_max: int = EVENTS_MAX
+    output: int | None = None
+    """Descriptor for the command's standard output; None: that of this process."""
+    devices: list[BlockDevice] = field(default_factory=list[BlockDevice], init=False)
+
+    def find(self) -> Self:
+        """Look the devices and processes up, before anything is set up.
+
+        Raises:
+            ConfigError: one of them does not exist.
+        """
+        self.devices = [find_device(self.device)] if self.device is not None else disks()
+        if not self.devices:
+            raise ConfigError("no disk in /sys/block; allowed: --device with a block device, or --input FILE")
+        for pid in self.pids:
+            check_process(pid)
+        return self
+
+
+def run(settings: CaptureSettings, should_stop: Callable[[], bool] = lambda: False) -> Captured:
+    """Capture, until the time is over, the command has ended, `should_stop` or a limit.
+
+    Raises:
+        ConfigError: no tracefs, no right to it, or no such device, process or command.
+    """
+    settings.find()
+    with ExitStack() as stack:
+        tracefs = stack.enter_context(mounted())
+        remove_stale(tracefs)
+        cpus = os.cpu_count() or 1
+        buffer_bytes = min(settings.buffer_bytes, BUFFERS_BYTES_MAX // cpus)
+        blocks = stack.enter_context(TraceInstance(tracefs, "block", buffer_bytes))
+        tree = ProcessTree()
+        events = BlockEvents(blocks, settings.devices, tree)
+        sources: list[tuple[TraceInstance, BlockEvents | CallEvents]] = [(blocks, events)]
+        calls = None
+        if settings.pids or settings.command:
+            instance = stack.enter_context(TraceInstance(tracefs, "calls", buffer_bytes))
+            roots = tree.threads_of(tree.with_children(settings.pids))
+            if settings.command:  # the child inherits that it is traced; afterwards this thread is taken out again
+                roots.append(os.getpid())
+            calls = CallEvents(instance, tree, roots, {it.disk_number for it in settings.devices})
+            sources.append((instance, calls))
+        return _Run(settings, sources, events, calls, tree).run(should_stop)
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: CaptureSettings,
+        sources: list[tuple[TraceInstance, BlockEvents | CallEvents]],
+        blocks: BlockEvents,
+        calls: CallEvents | None,
+        tree: ProcessTree,
+    ) -> None:
+        self._settings = settings
+        self._sources = sources
+        self._blocks = blocks
+        self._calls = calls
+        self._tree = tree
+        self._remarks: list[str] = []
+
+    def run(self, should_stop: Callable[[], bool]) -> Captured:
+        began_ns, began_s = time.monotonic_ns(), time.time()
+        for instance, _ in self._sources:
+            instance.write("tracing_on", "1")
+        process = None
+        try:
+            if self._settings.command:
+                process = self._start()
+            self._watch(process, began_ns, should_stop)
+            ended_ns = time.monotonic_ns()
+            for instance, _ in self._sources:
+                instance.write("tracing_on", "0")
+            self._drain()
+        finally:
+            exit_code = None if process is None else self._end(process)
+        return Captured(self._trace(began_ns, began_s, ended_ns, process), exit_code)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = list(self._settings.command)
+        try:
+            process = subprocess.Popen(command, stdout=self._settings.output)
+        except OSError as error:
+            raise ConfigError(f"command {command[0]!r} cannot be started: {error.strerror}") from error
+        self._sources[-1][0].append("set_event_notrace_pid", str(os.getpid()))
+        return process
+
+    def _watch(self, process: "subprocess.Popen[bytes] | None", began_ns: int, should_stop: Callable[[], bool]) -> None:
+        """Read events until something ends the capture."""
+        limit = self._settings.seconds
+        while True:
+            is_over = limit is not None and time.monotonic_ns() - began_ns >= limit * 1e9
+            is_ended = process is not None and process.poll() is not None
+            if process is None and self._settings.pids:
+                is_ended = not any((PROC / str(it)).exists() for it in self._settings.pids)
+            if self._add() and not (is_over or is_ended):
+                continue  # a full batch: more is waiting
+            if is_over or is_ended or should_stop():
+                return
+            gone = [it.name for it in self._settings.devices if not it.exists()]
+            if gone:
+                self._remarks.append(f"Device {', '.join(gone)} vanished; what was measured until then is here.")
+                return
+            if sum(it.count for _, it in self._sources) >= self._settings.events_max:
+                self._remarks.append(
+                    f"The capture ended early, after {self._settings.events_max:,} events: its limit of memory."
+                )
+                return
+            time.sleep(POLL_S if limit is None else min(POLL_S, max(0.0, limit - (time.monotonic_ns() - began_ns) / 1e9)))  # fmt: skip  # noqa: E501
+
+    def _add(self) -> bool:
+        """Read what is ready; whether there may be more."""
+        is_full = False
+        for instance, events in self._sources:
+            pages = instance.read()
+            if len(pages):
+                events.add(Events(pages))
+            is_full |= len(pages) >= instance.batch_bytes
+        return is_full
+
+    def _drain(self) -> None:
+        while self._add():
+            pass
+
+    def _end(self, process: "subprocess.Popen[bytes]") -> int | None:
+        """End the command if it still runs; its exit code."""
+        if process.poll() is not None:
+            return process.returncode
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(END_S)
+        return None
+
+    def _trace(
+        self, began_ns: int, began_s: float, ended_ns: int, process: "subprocess.Popen[bytes] | None"
+    ) -> IoTrace:
+        lost = sum(instance.lost() for instance, _ in self._sources)
+        made = self._blocks.requests(began_ns, is_lossy=lost > 0)
+        parts, counts = [made.device, made.file_system], dict(made.counts)
+        devices = self._settings.devices
+        if not len(made.device) and any(it.below for it in devices):
+            parts = [made.file_system]
+            made.file_system["layer"] = IoLayer.DEVICE
+            self._remarks.append(
+                f"{devices[0].name} is stacked on {', '.join(devices[0].below)} and has no queue of its own: its bios "
+                "are counted as device requests, and nothing below it."
+            )
+        chosen = None
+        if self._calls is not None:
+            rows, more = self._calls.requests(began_ns)
+            parts.append(rows)
+            counts |= more
+            roots = [*self._settings.pids, *([process.pid] if process is not None else [])]
+            chosen = self._tree.with_children(roots)
+        requests = by_time(*parts)
+        processes = self._tree.names(np.unique(requests["process"]).tolist())
+        return IoTrace(
+            source="block",
+            requests=requests,
+            seconds=(ended_ns - began_ns) / 1e9,
+            began_s=began_s,
+            processes=processes,
+            places={it.disk_number: it.disk for it in devices},
+            device_facts={it.disk: it.facts() for it in devices if it.exists()},
+            lost_events=lost,
+            counts=counts,
+            chosen=chosen,
+            remarks=self._remarks,
+        )

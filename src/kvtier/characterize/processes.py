@@ -1,0 +1,99 @@
+"""Processes of threads: the kernel's events name threads, and people choose processes with their children."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from kvtier.characterize.events import NO_PROCESS
+from kvtier.errors import ConfigError
+
+PROC = Path("/proc")
+CLONE_THREAD = 0x10000
+_KTHREADD = 2
+"""Parent of all kernel threads."""
+
+
+class ProcessTree:
+    """Which process a thread belongs to, and whose child a process is.
+
+    It begins with what runs now and learns from the kernel's `task_newtask` events, so that processes that live for
+    a moment are known, too.
+    """
+
+    def __init__(self) -> None:
+        self._process: dict[int, int] = {}
+        self._parent: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        for folder in PROC.iterdir():
+            if folder.name.isdecimal():
+                with suppress(OSError):  # it has ended since
+                    process = int(folder.name)
+                    self._learn(process)
+                    for thread in (folder / "task").iterdir():
+                        self._process[int(thread.name)] = self._process[process]
+
+    def _learn(self, process: int) -> None:
+        text = (PROC / str(process) / "stat").read_text()
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        parent = int(rest.split()[1])
+        is_kernel = _KTHREADD in {process, parent}
+        self._process[process] = NO_PROCESS if is_kernel else process
+        if not is_kernel:
+            self._parent[process] = parent
+            self._names[process] = name
+
+    def born(self, creator: int, thread: int, flags: int) -> None:
+        """Note a new thread, or the first thread of a new process; `creator` and `thread` are ids of threads."""
+        process = self.process_of(creator)
+        if creator == _KTHREADD:
+            self._process[thread] = NO_PROCESS
+        elif flags & CLONE_THREAD:
+            self._process[thread] = process
+        else:
+            self._process[thread] = thread
+            self._parent[thread] = process
+            self._names.pop(thread, None)
+
+    def process_of(self, thread: int) -> int:
+        """The process of a thread; `NO_PROCESS` for threads of the kernel."""
+        if thread == 0:
+            return NO_PROCESS
+        found = self._process.get(thread)
+        if found is None:
+            found = self._process[thread] = thread
+        return found
+
+    def name(self, process: int, seen: str) -> None:
+        """Note the name of a process; `seen` is that of the thread in an event."""
+        if process != NO_PROCESS and process not in self._names:
+            with suppress(OSError):
+                seen = (PROC / str(process) / "comm").read_text().strip()
+            self._names[process] = seen
+
+    def names(self, processes: Iterable[int]) -> dict[int, str]:
+        """Names of these processes."""
+        return {it: self._names.get(it, f"process {it}") for it in processes if it != NO_PROCESS}
+
+    def with_children(self, roots: Iterable[int]) -> frozenset[int]:
+        """`roots` and all processes that descend from them."""
+        chosen = set(roots)
+        grew = True
+        while grew:
+            grown = {child for child, parent in self._parent.items() if parent in chosen} - chosen
+            chosen |= grown
+            grew = bool(grown)
+        return frozenset(chosen)
+
+    def threads_of(self, processes: frozenset[int]) -> list[int]:
+        """Ids of all threads of `processes`."""
+        return [thread for thread, process in self._process.items() if process in processes]
+
+
+def check_process(process: int) -> None:
+    """Refuse a process that does not run.
+
+    Raises:
+        ConfigError: there is none of this id.
+    """
+    if not (PROC / str(process)).exists():
+        raise ConfigError(f"--pid {process}: no such process; allowed: the id of a running process")

@@ -1,0 +1,106 @@
+"""`kvtier characterize`: what storage sees of a command, of processes or of a whole device."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvtier.cli.options import Duration, OutputFile, tell_written
+from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.replay import INTERRUPTED, interruptible
+from kvtier.errors import ConfigError
+from kvtier.report.output import check_matplotlib, print_json
+
+if TYPE_CHECKING:
+    from kvtier.characterize.events import IoTrace
+
+SECONDS = 10.0
+"""How long a capture takes without a command."""
+STDERR = 2
+
+
+@click.command()
+@click.option(
+    "--device",
+    metavar="DEVICE|PATH",
+    help="A block device such as /dev/nvme0n1, or a path on one.  [every disk that is stacked on no other]",
+)
+@click.option(
+    "--pid",
+    "pids",
+    multiple=True,
+    type=click.IntRange(1),
+    metavar="PID",
+    help="Measure a process and its children, repeatable.  [every process, and the kernel]",
+)
+@click.option(
+    "--seconds",
+    type=Duration(),
+    help="How long; a COMMAND that still runs is ended then.  [until COMMAND ends; without one 10s]",
+)
+@click.option("--report", type=OutputFile(), metavar="FILE.html", help="Also write an HTML report with charts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; the output of COMMAND goes to stderr.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def characterize(
+    device: str | None,
+    pids: tuple[int, ...],
+    seconds: float | None,
+    report: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Measure what storage sees while COMMAND runs, of processes, or of a whole device; from the kernel, as root.
+
+    For example: kvtier characterize --report io.html -- kvtier bench io --dir /mnt/nvme
+
+    Nothing is installed and no request is changed: the kernel's own events of the block layer are read through
+    tracefs. Ctrl-C ends it and shows what was measured. The exit code is 1 if COMMAND fails.
+    """
+    from kvtier.characterize.capture import CaptureSettings, run
+
+    if report is not None:
+        check_matplotlib("--report")
+    if seconds is not None and seconds <= 0:
+        raise ConfigError(f"--seconds {seconds:g}: allowed: more than 0")
+    settings = CaptureSettings(
+        device=device,
+        pids=pids,
+        command=command,
+        seconds=SECONDS if seconds is None and not command else seconds,
+        output=STDERR if as_json else None,
+    )
+    with ended_by_signals(), interruptible() as is_interrupted:
+        captured = run(settings, is_interrupted)
+        was_interrupted = is_interrupted()
+    shown: dict[str, object] = {"command": list(command), "exit_code": captured.exit_code} if command else {}
+    _show(captured.trace, shown, report, as_json=as_json)
+    if was_interrupted:
+        return INTERRUPTED
+    return 1 if command and captured.exit_code else 0
+
+
+def _show(trace: "IoTrace", command: dict[str, object], report: Path | None, *, as_json: bool) -> None:
+    from kvtier.characterize.measures import measure
+    from kvtier.characterize.published import compare
+
+    measures = measure(trace)
+    published = compare(measures)
+    if report is not None:
+        from kvtier.characterize.report import write_report
+
+        write_report(report, trace, measures, published)
+    tell_written(report)
+    if as_json:
+        print_json(asdict(measures) | {"published": [it._asdict() for it in published], **command})
+        return
+    from kvtier.characterize.tables import notes, tables
+    from kvtier.report.table import print_table
+
+    for table in tables(measures, published):
+        print_table(table)
+        click.echo()
+    for note in notes(measures):
+        click.echo(note, err=True)
+    if command:
+        click.echo(f"exit code of {command['command']}: {command['exit_code']}", err=True)
