@@ -8,9 +8,12 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.bench.serve.answer import Served, answer
+from kvtier.bench.serve.tables import arms_table, work_table
 from kvtier.config.value_types import size_text
 from kvtier.plan.plan import make_plan
 from kvtier.plan.published import PublishedFigure, compare, figure_row
@@ -348,6 +351,27 @@ def cluster(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+SERVED = ("serve_dell", "serve_trace")
+"""Records of `kvtier bench serve`, shown from the time on that they exist."""
+
+
+def serve(record: dict[str, Any], name: str) -> str:
+    """Arms of one served workload, from `kvtier bench serve --record`: the answer, then a line for each arm and R."""
+    served = Served.of(record)
+    speed, work = arms_table(served), work_table(served)
+    columns = [*speed.columns[2:7], speed.columns[7], work.columns[3], work.columns[5], work.columns[8]]
+    lines = [
+        f"{answer(served)} {speed.note} {work.note} {_link(name)}",
+        "",
+        f"| {speed.columns[0]} | {' | '.join(columns)} |",
+        f"| --- |{' ---: |' * len(columns)}",
+    ]
+    for fast, done in zip(speed.rows, work.rows, strict=True):
+        cells = [*fast[2:8], done[3], done[5], done[8]]
+        lines.append(f"| {served.label(fast[0])} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
@@ -361,6 +385,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cluster_valkey": cluster,
     "cluster_mooncake": cluster,
     "sglang": sglang,
+    **{name: partial(serve, name=name) for name in SERVED if (RECORDS / f"{name}.json").exists()},
 }
 
 

@@ -119,7 +119,7 @@ def test_a_request_under_another_id_has_unknown_figures(run):
     assert arm_result(joined).unmatched == 1
 
 
-@pytest.mark.parametrize("missing", ["engine", "kvtier", "samples"])
+@pytest.mark.parametrize("missing", ["engine", "journal-1", "samples"])
 def test_without_a_file_its_figures_are_unknown(run, missing):
     (run / f"{missing}.jsonl").unlink()
     result = arm_result(join(read_run(run)))
@@ -128,7 +128,7 @@ def test_without_a_file_its_figures_are_unknown(run, missing):
     match missing:
         case "engine":
             assert (result.tokens_by_place, result.computed_tokens) == (None, None)
-        case "kvtier":  # as with another connector: the engine has one sum for its own cache and the connector
+        case "journal-1":  # as with another connector: the engine has one sum for its own cache and the connector
             assert set(result.tokens_by_place) == {"computed", "cached"}
             assert result.load_ms["p50"] is None
         case "samples":
@@ -192,7 +192,7 @@ def test_regret_is_the_loss_against_the_faster_alternative(tmp_path):
         assert it.regret_s is None if it.turn == 0 else it.regret_s == pytest.approx(0, abs=0.003)
     rates = token_rates(bad)
     assert rates["disk"] == pytest.approx(1 / (3 * TOKEN_S), rel=0.01)
-    wrong = [it for it in bad.requests if it.turn and "disk" in it.found_tokens]
+    wrong = [it for it in bad.requests if it.turn and "disk" in it.offered_tokens]
     assert len(wrong) == 6
     for it in wrong:  # loading took three times as long as computing
         computed = serve_runs.prefill_s(it.prompt_tokens - 256, 256)

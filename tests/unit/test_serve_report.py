@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict, replace
 
 import pytest
+from bench import tables
 from tests import browser
 from tests.serve_runs import write_run
 from tests.unit.test_report import check_page
@@ -89,6 +90,16 @@ def test_notes_say_what_was_left_out(swept):
     changed = replace(served.results[0], wrong_sums=2, unmatched=3, failed=4, skipped_lines=5)
     said = " ".join(notes(replace(served, results=[changed])))
     assert re.findall(r"\b([2345]) ", said) == ["2", "3", "4", "5"]
+
+
+def test_the_table_of_the_documents_has_a_line_for_each_arm_and_ratio(swept):
+    lines = tables.serve(swept, "serve_dell").splitlines()
+    served = Served.of(swept)
+    assert lines[0].startswith(answer(served))
+    assert "bench/records/serve_dell.json" in lines[0]
+    assert {line.count("|") for line in lines[2:]} == {lines[2].count("|")}
+    middle = served.at("kvtier", ((), 20.0), p50_ms).text()
+    assert [line for line in lines if line.startswith("| kvtier | 20 |")][0].split(" | ")[3] == middle  # noqa: RUF015
 
 
 def test_conditions_are_printed(swept):

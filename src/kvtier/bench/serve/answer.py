@@ -9,6 +9,8 @@ from kvtier.bench.serve.results import ArmResult, Prices, Spread, read_results, 
 from kvtier.report.format import NONE, digits
 
 OWN = "kvtier"
+SAME = 1.03
+"""Times that differ by less are called the same."""
 Point = tuple[tuple[tuple[str, float], ...], float]
 """Load and R, see `ArmResult.point`."""
 Figure = Callable[[ArmResult], float | None]
@@ -113,10 +115,9 @@ def answer(served: Served) -> str:
     ours, theirs = served.at(own, point, p50_ms), served.at(plain, point, p50_ms)
     if ours is None or theirs is None:
         return f"No complete runs of both {own} and {plain}: there is nothing to compare."
-    text = (
-        f"With {own} the median time to first token is {ms_text(ours.median)}, against {ms_text(theirs.median)} "
-        f"{served.label(plain)} ({_times(theirs.median, ours.median)})"
-    )
+    times = f"{ms_text(ours.median)}, against {ms_text(theirs.median)} {served.label(plain)}"
+    start = f"At R = {point[1]:g}, with {own}" if point[1] else f"With {own}"
+    text = f"{start} the median time to first token is {times} ({_times(theirs.median, ours.median)})"
     rates = [served.at(name, point, tokens_per_s) for name in (own, plain)]
     if rates[0] and rates[1]:
         text += f", at {digits(rates[0].median)} against {digits(rates[1].median)} output tokens/s"
@@ -152,6 +153,8 @@ def ms_text(value: float | None) -> str:
 def _times(before: float, after: float) -> str:
     if not after or not before:
         return NONE
+    if 1 / SAME < before / after < SAME:
+        return "as fast"
     return f"{before / after:.2g} times as fast" if before >= after else f"{after / before:.2g} times as slow"
 
 

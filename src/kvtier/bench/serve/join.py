@@ -1,8 +1,8 @@
 """Joins what the files of a run say about each request, and about each second.
 
 A run is a directory: `run.json`, and one JSON object a line in `requests.jsonl` (the client), `engine.jsonl` (the
-engine), `kvtier.jsonl` (kvtier: requests and objects) and `samples.jsonl` (the machine). Times are Unix seconds. A file
-that is missing makes its figures None; a line that is torn or no object is left out and counted.
+engine), `journal-*.jsonl` (kvtier: requests and objects) and `samples.jsonl` (the machine). Times are Unix seconds. A
+file that is missing makes its figures None; a line that is torn or no object is left out and counted.
 """
 
 import json
@@ -52,12 +52,13 @@ class JoinedRequest:
     prompt_tokens: int | None
     output_tokens: int | None
     queue_s: float | None
+    """From the arrival in the engine to its first step, without the load, which the engine counts as queueing."""
     prefill_s: float | None
     tokens_by_place: dict[str, int] | None
     """Their sum is `prompt_tokens`, or `is_sum_wrong`."""
     is_sum_wrong: bool
-    found_tokens: dict[str, int] | None
-    """Offered by each tier."""
+    offered_tokens: dict[str, int] | None
+    """What each tier held of the prompt and the engine did not."""
     chosen_tokens: int | None
     """What the planner decided to load."""
     expected_s: float | None
@@ -111,6 +112,7 @@ def _joined(row: Row, files: RunFiles) -> JoinedRequest:
     engine = (files.engine or {}).get(key, {})
     own = (files.kvtier or {}).get(key, {})
     planner = as_row(own.get("planner"))
+    queued_s, load_s = number(engine, "queued_s"), number(own, "load_s")
     prompt = count(row, "prompt_tokens")
     places = _places(prompt, engine, own, files)
     error = row.get("error")
@@ -124,15 +126,15 @@ def _joined(row: Row, files: RunFiles) -> JoinedRequest:
         error=None if error is None else str(error),
         prompt_tokens=prompt,
         output_tokens=count(row, "output_tokens"),
-        queue_s=number(engine, "queued_s"),
+        queue_s=None if queued_s is None else max(0.0, queued_s - (load_s or 0.0)),
         prefill_s=number(engine, "prefill_s"),
         tokens_by_place=places,
         is_sum_wrong=places is not None and (sum(places.values()) != prompt or min(places.values()) < 0),
-        found_tokens=counts(own.get("found_tokens")),
+        offered_tokens=_offered(own),
         chosen_tokens=count(planner, "chosen_tokens"),
         expected_s=number(planner, "expected_s"),
         loaded_bytes=count(own, "loaded_bytes"),
-        load_s=number(own, "load_s"),
+        load_s=load_s,
     )
 
 
@@ -177,6 +179,18 @@ _GAUGES = {
     "gpu_utilisation": "gpu.utilisation",
     "gpu_watts": "gpu.watts",
 }
+
+
+def _offered(own: Row) -> dict[str, int] | None:
+    """Found tokens without those that were resident: these are leading ones, which the first places hold."""
+    found, resident = counts(own.get("found_tokens")), count(own, "resident_tokens")
+    if found is None or resident is None:
+        return None
+    offered: dict[str, int] = {}
+    for name, tokens in found.items():
+        offered[name] = max(0, tokens - resident)
+        resident = max(0, resident - tokens)
+    return {name: tokens for name, tokens in offered.items() if tokens}
 
 
 def _per_second(

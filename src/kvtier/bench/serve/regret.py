@@ -104,7 +104,7 @@ def with_regret(run: JoinedRun, fit: PrefillFit) -> JoinedRun:
 
 
 def _regret_s(it: JoinedRequest, fit: PrefillFit, rates: Mapping[str, float]) -> float | None:
-    places, offered = it.tokens_by_place, {name: count for name, count in (it.found_tokens or {}).items() if count}
+    places, offered = it.tokens_by_place, it.offered_tokens
     if places is None or it.is_sum_wrong or it.prefill_s is None or not offered or not offered.keys() <= rates.keys():
         return None
     prompt, resident = sum(places.values()), places.get(RESIDENT, 0)
