@@ -5,6 +5,7 @@ call after the other, in the middle of traffic, and knows which threads have cal
 """
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -31,7 +32,7 @@ from tests.rig import (
     stored,
 )
 
-from kvtier.config.sections import Config, TraceConfig
+from kvtier.config.sections import Config, JournalConfig, TraceConfig
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime import line_file
 from kvtier.runtime.open import OpenedSession, open_session
@@ -231,10 +232,19 @@ def test_a_tier_that_hangs_when_it_is_opened_costs_one_deadline(hanging: Hanging
 def test_a_recording_that_hangs_holds_up_no_engine(hanging: HangingFs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_file, "OPEN_DEADLINE_S", 0.1)
     hanging.hang("everything")
-    made = replace(config(None), trace=TraceConfig(path=hanging.place / "trace"))
+    lines = {
+        "trace": TraceConfig(path=hanging.place / "trace"),
+        "journal": JournalConfig(path=hanging.place / "journal"),
+    }
+    made = replace(config(hanging.source / "kv"), **lines)
     kv = open_session(made, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
     deciding = control_threads()
     assert kv.recorder is not None
+    assert kv.journal is not None
+    traffic = Traffic(kv)
+    for seed in range(3):
+        traffic.request(seed)
+    assert traffic.longest_s < CALL_S
     kv.recorder.served(Served(time.monotonic(), prefix_of(CHUNKS).keys, 64, 8))
     no_control_thread_in(hanging, deciding)
     hanging.go_on()
@@ -242,6 +252,10 @@ def test_a_recording_that_hangs_holds_up_no_engine(hanging: HangingFs, monkeypat
     no_control_thread_in(hanging, deciding)
     (file,) = (hanging.source / "trace").iterdir()
     assert file.read_text().count("\n") == 1
+    (file,) = (hanging.source / "journal").iterdir()
+    written = kv.metrics.get(table.TRANSFER_BYTES, link="demote", tier="directory")
+    objects = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert sum(line["bytes"] for line in objects if line["way"] == "write") == written > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,10 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.rig import FINGERPRINT, LAYOUT, Engine, config, load_places, loaded, looked_up, places_of, prefix_of, stored
+from tests.rig import (
+    CHUNK_TOKENS,
+    FINGERPRINT,
+    LAYOUT,
+    Engine,
+    config,
+    load_places,
+    loaded,
+    looked_up,
+    places_of,
+    prefix_of,
+    stored,
+)
 
 from kvtier.config.loader import load
 from kvtier.config.sections import Config, HostConfig, JournalConfig
+from kvtier.connect.vllm.request_journal import RequestAccount
+from kvtier.core.planner import Piece, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
 from kvtier.observe import metric_definitions as table
@@ -18,11 +32,22 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime import journal as journals
 from kvtier.runtime import line_file
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.journal import Journal
+from kvtier.runtime.journal import Journal, Planned
 from kvtier.runtime.open import open_session
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.disk_kind import DiskSettings
-from kvtier.types import Link, ObjectBytes, ObjectId, Outcome, RequestId, Transfer
+from kvtier.types import (
+    Link,
+    LoadDone,
+    LoadOption,
+    Lookup,
+    ObjectBytes,
+    ObjectId,
+    Outcome,
+    Presence,
+    RequestId,
+    Transfer,
+)
 
 MIB = 1 << 20
 CHUNKS = 6
@@ -114,22 +139,27 @@ def test_an_objects_name_is_the_same_after_a_restart_and_another_in_another_stor
     assert not names[0] & names[2]
 
 
-def test_an_object_store_writes_lines_too(tmp_path):
-    made = settings(tmp_path, host=HostConfig(staging_bytes=MIB))
-    store = open_object_store(made, LAYOUT, FINGERPRINT)
+def test_an_object_store_writes_lines_too_with_names_of_its_own(tmp_path):
     objects = [
         ObjectBytes(ObjectId(bytes([number]) * 32), [bytearray(size) for size in LAYOUT.groups[0].layer_bytes])
         for number in range(9)
     ]
-    assert set(store.put_from(objects, 60)) == {Outcome.DONE}
-    assert set(store.get_into(objects, 60)) == {Outcome.DONE}
-    store.close(60)
-    lines = lines_of(tmp_path / "journal", "object")
-    for way, link in (("read", "promote"), ("write", "demote")):
-        read = sum(line["bytes"] for line in lines if line["way"] == way)
-        assert read == store.metrics.get(table.TRANSFER_BYTES, link=link, tier="disk") > 0
-    assert Counter(line["name"] for line in lines).most_common()[-1][1] == 2  # each one written and read
-    assert not any((bytes([number]) * 4).hex() in line["name"] for number in range(9) for line in lines)
+    names = []
+    for folder in (
+        tmp_path / "1",
+        tmp_path / "2",
+    ):  # the engine's keys are no secret; each store has one
+        store = open_object_store(settings(folder, host=HostConfig(staging_bytes=MIB)), LAYOUT, FINGERPRINT)
+        assert set(store.put_from(objects, 60)) == {Outcome.DONE}
+        assert set(store.get_into(objects, 60)) == {Outcome.DONE}
+        store.close(60)
+        lines = lines_of(folder / "journal", "object")
+        for way, link in (("read", "promote"), ("write", "demote")):
+            moved = sum(line["bytes"] for line in lines if line["way"] == way)
+            assert moved == store.metrics.get(table.TRANSFER_BYTES, link=link, tier="disk") > 0
+        names.append(Counter(line["name"] for line in lines))
+        assert list(names[-1].values()) == [2] * len(objects)  # each one written and read
+    assert not names[0].keys() & names[1].keys()
 
 
 def test_deciding_threads_do_not_wait_for_a_hanging_file_system(tmp_path, monkeypatch):
@@ -169,6 +199,36 @@ def test_a_full_journal_counts_its_lost_lines_and_a_second_one_counts_the_first(
         assert 3800 < sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4096
     assert kept[0] > 10
     assert kept[1] < 2
+
+
+def test_the_choice_that_counts_is_the_last_before_the_request_began():
+    planner = Planner()
+    for tokens in (100, 1000, 2000, 4000):
+        planner.prefilled([Piece(tokens, 0)], tokens * 1e-3)
+    options = [LoadOption(tokens, place, 0.01, 0.001, True) for tokens, place in ((300, "host"), (900, "disk"))]
+    lookup = Lookup(900, 300, Presence.ARRIVING, (("host", 300), ("disk", 600)), tuple(options))
+    account = RequestAccount()
+    account.resident(0)
+    plan = planner.plan(lookup, 1000, now_s=0.0)
+    account.chosen(lookup, plan, planner)
+    assert account.planned == Planned(
+        900,
+        pytest.approx(0.11, rel=0.01),
+        pytest.approx(1.0, rel=0.01),
+        pytest.approx(0.71, rel=0.01),
+        0.0,
+        "disk",
+        False,
+    )
+    known = replace(account)
+    account.load_begins(900)
+    account.resident(512)  # after a preemption
+    account.chosen(Lookup(0, 0, Presence.ABSENT), plan, planner)
+    assert (account.resident_tokens, account.found, account.planned) == (0, lookup.sources, known.planned)
+    done = LoadDone(RequestId("r"), 2 * CHUNK_TOKENS, 900, ((0, 2), (1, 2)), (("disk", 2 * CHUNK_TOKENS),))
+    account.load_ended(done, 0.5, places_of(range(3)), LAYOUT, ranks=2)
+    assert account.loaded_bytes == 2 * 2 * sum(PAYLOADS)
+    assert account.loaded == {"disk": 2 * CHUNK_TOKENS}
 
 
 def test_other_commands_have_no_line(tmp_path):

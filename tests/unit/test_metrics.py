@@ -17,6 +17,9 @@ from kvtier.observe.metric_definitions import (
     TRANSFERS,
     TRANSFERS_IN_FLIGHT,
 )
+from kvtier.runtime.counters import CommandCounters
+from kvtier.runtime.executor import Completion
+from kvtier.types import ChunkKey, Link, Outcome, Transfer
 
 BASE_UNITS = {"", "bytes", "seconds", "tokens", "chunks"}
 SAMPLE = re.compile(r'([a-z_]+)(\{[a-z]+="(?:[^"\\\n]|\\.)*"(?:,[a-z]+="(?:[^"\\\n]|\\.)*")*\})? (\+Inf|[0-9.e+-]+)')
@@ -43,17 +46,32 @@ def test_every_metric_of_the_module_is_in_the_table():
     assert declared == {metric.name for metric in METRICS}
 
 
+def test_transfers_in_flight_are_counted_by_link_and_tier():
+    metrics = Metrics()
+    counters = CommandCounters(metrics)
+    commands = [
+        Transfer(number, link, ChunkKey(bytes(32)), 0, 0, tier, None, (), None, 0, 9.0, None)
+        for number, (link, tier) in enumerate([(Link.DEMOTE, "disk"), (Link.DEMOTE, "disk"), (Link.SCATTER, "")])
+    ]
+    for command in commands:
+        counters.submitted(command)
+    counters.completed(Completion(commands[0], Outcome.FAILED))
+    counters.gauge()
+    assert metrics.get(TRANSFERS_IN_FLIGHT, link="demote", tier="disk") == 1
+    assert metrics.get(TRANSFERS_IN_FLIGHT, link="scatter", tier="host") == 1
+
+
 def test_counters_gauges_and_histograms_count():
     metrics = Metrics()
     metrics.add(TRANSFER_BYTES, 100, link="demote", tier="disk")
     metrics.add(TRANSFER_BYTES, 11, link="demote", tier="disk")
-    metrics.set(TRANSFERS_IN_FLIGHT, 3, link="promote")
-    metrics.add(TRANSFERS_IN_FLIGHT, -1, link="promote")
+    metrics.set(TRANSFERS_IN_FLIGHT, 3, link="promote", tier="disk")
+    metrics.add(TRANSFERS_IN_FLIGHT, -1, link="promote", tier="disk")
     for seconds in (0.0002, 0.0003, 7.0, 99.0):
         metrics.observe(TRANSFER_SECONDS, seconds, link="promote", tier="disk")
     assert metrics.get(TRANSFER_BYTES, link="demote", tier="disk") == 111
     assert metrics.get(TRANSFER_BYTES, link="gather", tier="host") == 0
-    assert metrics.get(TRANSFERS_IN_FLIGHT, link="promote") == 2
+    assert metrics.get(TRANSFERS_IN_FLIGHT, link="promote", tier="disk") == 2
     assert metrics.get(TRANSFER_SECONDS, link="promote", tier="disk") == 4
     values = metrics.snapshot()
     assert values['kvtier_transfer_bytes_total{link="demote",tier="disk"}'] == 111

@@ -76,6 +76,19 @@ def test_the_offer_that_saves_most_is_taken() -> None:
     assert not plan.is_trial
 
 
+def test_offers_are_what_each_load_would_take_with_computing_the_rest() -> None:
+    planner = taught()
+    lookup = lookup_of(option(300, 0.01, place="host"), option(900, 0.01), option(920, 0.5, place="far"))
+    plan = planner.plan(lookup, TOTAL, now_s=0.0)
+    offers = planner.offers(lookup, plan)
+    assert offers == [
+        (tokens, pytest.approx(seconds, rel=0.01)) for tokens, seconds in ((300, 0.71), (900, 0.11), (920, 0.58))
+    ]
+    assert dict(offers)[plan.tokens] == plan.load_s + plan.compute_s
+    # One that the engine holds is none.
+    assert planner.offers(lookup, planner.plan(lookup, TOTAL, resident_tokens=300, now_s=0.0))[0][0] == 900
+
+
 def test_a_boundary_that_the_engine_holds_already_is_no_offer() -> None:
     lookup = lookup_of(option(500, 0.0), option(900, 0.1))
     plan = taught().plan(lookup, TOTAL, resident_tokens=500, now_s=0.0)

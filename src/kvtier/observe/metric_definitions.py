@@ -129,7 +129,14 @@ TRANSFER_WAIT_SECONDS = Metric(
     "Wait of a transfer for a thread.",
     _SECONDS,
 )
-TRANSFERS_IN_FLIGHT = Metric("kvtier_transfers_in_flight", MetricKind.GAUGE, "", (_LINK,), "Transfers in flight.")
+TRANSFERS_IN_FLIGHT = Metric(
+    "kvtier_transfers_in_flight",
+    MetricKind.GAUGE,
+    "",
+    (_LINK, _TIER),
+    "Transfers in flight, with those that wait for a thread. Their mean number over an interval is the increase of the "
+    "sums of kvtier_transfer_seconds and kvtier_transfer_wait_seconds over its length.",
+)
 REQUESTS = Metric("kvtier_requests", MetricKind.GAUGE, "", (), "Tracked requests.")
 PROBES = Metric(
     "kvtier_probes_total",

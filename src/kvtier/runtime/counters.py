@@ -1,7 +1,6 @@
 """Counters of commands and gauges of places, for the metrics table."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
@@ -24,8 +23,8 @@ class CommandCounters:
     def __init__(self, metrics: Metrics, *others: Observer) -> None:
         self._metrics = metrics
         self._others = others
-        self.in_flight = dict.fromkeys(Link, 0)
-        """Transfers in flight, for `Gauges`."""
+        self.in_flight: dict[tuple[Link, str], int] = {}
+        """Transfers in flight by link and tier, for `gauge`."""
         self._outcomes = {
             link: {each: metrics.bind(table.TRANSFERS, link=link.value, outcome=each.value) for each in Outcome}
             for link in Link
@@ -36,7 +35,8 @@ class CommandCounters:
     def submitted(self, command: Work) -> None:
         """See `Observer`."""
         if isinstance(command, Transfer):
-            self.in_flight[command.link] += 1
+            way = command.link, command.tier
+            self.in_flight[way] = self.in_flight.get(way, 0) + 1
         for other in self._others:
             other.submitted(command)
 
@@ -49,7 +49,7 @@ class CommandCounters:
             self._metrics.add(table.TIER_FAILURES, tier=command.tier)
         if isinstance(command, Transfer):
             link = command.link
-            self.in_flight[link] -= 1
+            self.in_flight[link, command.tier] -= 1
             counts = [(self._outcomes[link][outcome], 1.0)]
             if outcome is Outcome.DONE:
                 moved = self._moved.get((link, command.tier)) or self._bind(link, command.tier)
@@ -63,6 +63,11 @@ class CommandCounters:
             self._metrics.observe(table.PROBE_SECONDS, completion.seconds + completion.waited_s, tier=command.tier)
         elif isinstance(command, Drop) and outcome is Outcome.DONE:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
+
+    def gauge(self) -> None:
+        """Refresh the gauge of transfers in flight."""
+        for (link, tier), count in self.in_flight.items():
+            self._metrics.set(table.TRANSFERS_IN_FLIGHT, count, link=link.value, tier=tier or HOST)
 
     def _bind(self, link: Link, tier: str) -> tuple[Bound, Bound, Bound]:
         place = {"link": link.value, "tier": tier or HOST}
@@ -121,19 +126,19 @@ class Gauges:
         cache: Cache,
         layout: KvLayout,
         views: Mapping[str, TierView],
-        in_flight: Mapping[Link, int] = MappingProxyType({}),
+        counters: CommandCounters | None = None,
     ) -> None:
         self._metrics = metrics
         self._cache = cache
         self._sizes = [frame_bytes(group) for group in layout.groups]
         self._tiers = TierGauges(metrics, views, cache.is_up)
-        self._in_flight = in_flight
+        self._counters = counters
         self._relays_dropped = 0
 
     def __call__(self) -> None:
         """Refresh the gauges."""
-        for link, count in self._in_flight.items():
-            self._metrics.set(table.TRANSFERS_IN_FLIGHT, count, link=link.value)
+        if self._counters is not None:
+            self._counters.gauge()
         host = self._cache.host
         sizes = list(enumerate(self._sizes))
         held = sum(host.used(group) * size for group, size in sizes)

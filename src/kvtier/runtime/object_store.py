@@ -609,8 +609,7 @@ class ObjectStore:
 
     def _gauge(self) -> None:
         staging, metrics = self._transfers.staging, self.metrics
-        for link, count in self._counters.in_flight.items():
-            metrics.set(table.TRANSFERS_IN_FLIGHT, count, link=link.value)
+        self._counters.gauge()
         sizes = list(enumerate(self._sizes))
         metrics.set(table.HELD_BYTES, sum(staging.used(group) * size for group, size in sizes), place=HOST)
         metrics.set(table.CAPACITY_BYTES, self._arena.size_bytes, place=HOST)

@@ -160,7 +160,7 @@ def open_core(
         cache,
         ranks.executor,
         on_close=closing_lines(on_close, *(it for it in (recorder, journal) if it is not None)),
-        on_second=Gauges(metrics, cache, layout, ranks.views, counters.in_flight),
+        on_second=Gauges(metrics, cache, layout, ranks.views, counters),
         metrics=metrics,
         observer=counters,
     )
