@@ -67,12 +67,12 @@ TELLTALE_DOCUMENTS_MAX = 30
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/demo/worker.py"): "starts processes with an environment of their own",
+    ("environment", "src/kvtier/bench/serve/server.py"): "starts servers with an environment of their own",
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
     ("environment", "src/kvtier/connect/sglang/identity.py"): "variables of SGLang itself change its KV",
     ("prints", "src/kvtier/demo/worker.py"): "a process that sends JSON lines to its parent",
     ("prints", "src/kvtier/connect/sglang/server_arguments.py"): "a process that sends one JSON line to its parent",
     ("environment", "src/kvtier/bench/serve/request_stats.py"): "vLLM makes the plug-in, without settings of ours",
-    ("lonely_modules", "kvtier.bench.serve.request_stats"): "an entry point of vLLM's servers that the bench starts",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
     ("endless_waits", "src/kvtier/runtime/session.py"): "one wake-up, or a few if threads race",
     ("endless_waits", "src/kvtier/runtime/worker_queues.py"): "one wake-up for each idle thread",

@@ -129,7 +129,7 @@ def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | No
     else:
         extra = {
             "spec_name": "MemcpyTieringSpec",
-            "spec_module_path": "native_tiering",
+            "spec_module_path": "kvtier.bench.serve.native_tiering",
             "cpu_bytes_to_use": host_bytes,
             # Chunks of kvtier's size, and generated tokens too: neither is the default.
             "blocks_per_chunk": 2,

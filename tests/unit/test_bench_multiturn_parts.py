@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bench.parts.power import Nvml, PowerMeter, find_sensor
 from bench.parts.turns import ArmRun, MultiturnResult, TurnSample, percentiles_ms, users_within
 from bench.parts.workload import WorkloadSpec, draw
 
+from kvtier.bench.serve.power import Nvml, PowerMeter, find_sensor
 from kvtier.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
 
 WORK = WorkloadSpec(

@@ -1,4 +1,4 @@
-"""`kvtier bench core`, `kvtier bench io` and `kvtier bench tier`."""
+"""`kvtier bench core`, `kvtier bench io`, `kvtier bench tier`, and the group that has `kvtier bench serve`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvtier.cli.bench_serve import serve
 from kvtier.cli.options import Bytes, OutputFile, WorkDirectory, origin, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.errors import ConfigError
@@ -17,7 +18,10 @@ RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) t
 
 @click.group()
 def bench() -> None:
-    """Measure the core and the I/O path, next to the hardware's limit in the same run."""
+    """Measure the core and the I/O path next to the hardware's limit, and what offloading buys in front of servers."""
+
+
+bench.add_command(serve)
 
 
 @bench.command()

@@ -108,7 +108,7 @@ def read_facts() -> Facts:
     """Read the facts of this machine."""
     mounts, load = read_mounts(), _text(Path("/proc/loadavg"))
     meminfo = parse_meminfo(_text(Path("/proc/meminfo")))
-    drives = {mount.device: _whole_drive(mount.device) for mount in mounts if not mount.device.startswith("0:")}
+    drives = {mount.device: whole_drive(mount.device) for mount in mounts if not mount.device.startswith("0:")}
     return Facts(
         mounts=tuple(mounts),
         memory_bytes=memory_bytes(),
@@ -182,7 +182,7 @@ def _io_limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, str]:
     return found
 
 
-def _whole_drive(device: str) -> str:
+def whole_drive(device: str) -> str:
     """The drive of a partition; another device is its own drive."""
     place = Path("/sys/dev/block") / device
     if not (place / "partition").exists():

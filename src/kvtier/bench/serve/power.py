@@ -1,4 +1,4 @@
-"""Energy of a GPU while a block runs: from NVML's energy counter, else from sampled power.
+"""Energy: of a GPU from NVML's counter, else from sampled power; of processor packages from RAPL.
 
 A figure that no sensor gives is None; nothing is estimated.
 """
@@ -9,12 +9,14 @@ import threading
 import time
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 INTERVAL_S = 0.1
 """Between two samples of the power."""
 _DEADLINE_S = 5.0
+_POWERCAP = Path("/sys/class/powercap")
 
 
 class Sensor(Protocol):
@@ -28,6 +30,10 @@ class Sensor(Protocol):
 
     def watts(self) -> float | None:
         """The power now; None if the device does not report it."""
+        ...
+
+    def utilisation(self) -> float | None:
+        """Share of the last sampling period with a kernel running, 0 to 1; None if the device does not report it."""
         ...
 
 
@@ -48,6 +54,13 @@ class Nvml:
         """See `Sensor`."""
         return self._thousandths("nvmlDeviceGetPowerUsage")
 
+    def utilisation(self) -> float | None:
+        """See `Sensor`."""
+        try:
+            return self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+        except self._nvml.NVMLError:
+            return None
+
     def _thousandths(self, function: str) -> float | None:
         try:
             return getattr(self._nvml, function)(self._handle) / 1e3
@@ -58,8 +71,8 @@ class Nvml:
 class NvidiaSmi:
     """The program, for machines without NVML's Python package. It has no counter and takes about 20 ms a sample."""
 
-    def __init__(self, uuid: str) -> None:
-        self._command = ["nvidia-smi", "-i", uuid, "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
+    def __init__(self, device: str) -> None:
+        self._command = ["nvidia-smi", "-i", device, "--format=csv,noheader,nounits"]
         self.name = "nvidia-smi"
 
     def joules(self) -> float | None:
@@ -68,11 +81,68 @@ class NvidiaSmi:
 
     def watts(self) -> float | None:
         """See `Sensor`."""
+        return self._asked("power.draw")
+
+    def utilisation(self) -> float | None:
+        """See `Sensor`."""
+        found = self._asked("utilization.gpu")
+        return None if found is None else found / 100
+
+    def _asked(self, field: str) -> float | None:
+        command = [*self._command, f"--query-gpu={field}"]
         try:
-            done = subprocess.run(self._command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
             return float(done.stdout.split()[0])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
             return None
+
+
+class Rapl:
+    """Energy counters of Intel's and AMD's processor packages, in /sys/class/powercap.
+
+    Args:
+        root: folder of the zones.
+    """
+
+    def __init__(self, root: Path = _POWERCAP) -> None:
+        self._zones = [it for it in sorted(root.glob("*-rapl:*")) if it.name.count(":") == 1]
+        self._before = [_number(it / "energy_uj") for it in self._zones]
+        self._microjoules = 0
+
+    def joules(self) -> float | None:
+        """Energy of all packages since this object was made; None if a counter is missing or not readable.
+
+        A counter starts again at zero beyond its range, in minutes to hours; ask more often.
+        """
+        now = [_number(it / "energy_uj") for it in self._zones]
+        for zone, before, after in zip(self._zones, self._before, now, strict=True):
+            if before is None or after is None:
+                return None
+            span = (_number(zone / "max_energy_range_uj") or 0) if after < before else 0
+            self._microjoules += after - before + span
+        self._before = now
+        return self._microjoules / 1e6 if self._zones else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def first_gpu() -> Sensor | None:
+    """A sensor of the machine's first GPU, without torch; None if there is none."""
+    if find_spec("pynvml") is not None:
+        nvml: Any = import_module("pynvml")
+        try:
+            nvml.nvmlInit()
+            uuid = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(0))
+            return Nvml(uuid if isinstance(uuid, str) else uuid.decode(), nvml)
+        except nvml.NVMLError:
+            pass
+    smi = NvidiaSmi("0") if shutil.which("nvidia-smi") else None
+    return smi if smi is not None and smi.watts() is not None else None
 
 
 def find_sensor(device: str) -> tuple[Sensor | None, str]:

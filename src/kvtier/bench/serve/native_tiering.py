@@ -1,9 +1,10 @@
-"""vLLM's own tiered offloading on a CPU: the baseline of `bench/vllm.py`.
+"""vLLM's own tiered offloading on a CPU: the arm ``native`` of `kvtier bench serve` and of `bench/vllm.py`.
 
 vLLM refuses it there, because its worker copies with CUDA. Everything else (scheduler side, tiers in host memory and in
 a file system, eviction, back-pressure) is unchanged. This worker copies with memcpy in a thread of its own, page by
 page. Named by `spec_name` and `spec_module_path` in `kv_connector_extra_config`.
 """
+# pyright: basic, reportMissingImports=false
 
 import time
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ class MemcpyWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Transfers that have ended since the last call."""
         ended = [job for job, future in self._jobs.items() if future.done()]
-        return [self._jobs.pop(job).result() for job in ended]
+        return [self._jobs.pop(job).result(0) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait for these transfers."""

@@ -1,0 +1,169 @@
+"""Arms of `kvtier bench serve`: what a server does with KV that leaves the device."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from kvtier.config.value_types import parse_size
+from kvtier.errors import ConfigError
+
+Kind = Literal["none", "native", "kvtier", "url"]
+
+OWN: dict[str, str] = {
+    "none": "no connector",
+    "native": "vLLM's tiered offloading: host memory and its fs tier on the drive",
+    "kvtier": "kvtier: host memory and its disk tier on the drive",
+}
+NATIVE_ON_CPU = "; its copies by memcpy of ours, because vLLM's are for CUDA alone"
+_NAME = re.compile(r"[A-Za-z0-9_.+]{1,32}")
+_SHARED = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the servers to compare."""
+
+    name: str
+    kind: Kind
+    url: str = ""
+    """Of a server that is not ours, for kind ``url``: it is neither started nor limited."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of kvtier, over those of the arm."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this program starts the server."""
+        return self.kind != "url"
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether the drive's speed changes its figures."""
+        return self.kind in {"native", "kvtier"}
+
+    def means(self, *, is_cpu: bool) -> str:
+        """What the arm is, in words."""
+        if self.kind == "url":
+            return f"a server at {self.url}, neither started nor limited here"
+        more = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        stand_in = NATIVE_ON_CPU if self.kind == "native" and is_cpu else ""
+        return OWN[self.kind] + stand_in + (f"; {more}" if more else "")
+
+
+def parse_arm(text: str) -> Arm:
+    """The arm that ``--arm`` names: ``none``, ``native``, ``kvtier`` or ``NAME=URL``.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text in OWN:
+        return Arm(text, text)  # pyright: ignore[reportArgumentType] - a key of OWN
+    name, equals, url = text.partition("=")
+    parts = urlsplit(url)
+    if not equals or not _NAME.fullmatch(name) or parts.scheme not in {"http", "https"} or not parts.hostname:
+        allowed = f"{', '.join(OWN)}, or NAME=URL such as mine=http://127.0.0.1:8000"
+        raise ConfigError(f"--arm {text}: allowed: {allowed}; NAME of letters, digits, '_', '.' and '+', 32 at most")
+    if name in OWN:
+        raise ConfigError(f"--arm {text}: {name} is an arm of kvtier's own; allowed: another name")
+    if parts.username or parts.password or parts.query:
+        raise ConfigError(f"--arm {name}=…: the URL has a user, a password or a query; allowed: scheme, host, port")
+    return Arm(name, "url", url.rstrip("/"))
+
+
+def parse_arms(texts: Sequence[str], settings: Sequence[str] = ()) -> list[Arm]:
+    """The arms of all ``--arm``, with ``--set KEY=VALUE`` for kvtier's.
+
+    Raises:
+        ConfigError: an arm is given twice, or a setting has no arm.
+    """
+    arms = [parse_arm(text) for text in texts]
+    names = [arm.name for arm in arms]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"--arm {twice[0]} is given twice; allowed: each name once")
+    given: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {text}: allowed: KEY=VALUE, a setting of kvtier")
+        given[name] = value
+    if given and "kvtier" not in names:
+        raise ConfigError(f"--set {settings[0]}: no --arm kvtier that it could apply to")
+    return [Arm(it.name, it.kind, it.url, given if it.kind == "kvtier" else {}) for it in arms]
+
+
+def transfer_config(
+    arm: Arm, store: Path, host_bytes: int, store_bytes: int, *, is_cpu: bool, journal: Path | None = None
+) -> dict[str, Any] | None:
+    """The value of ``--kv-transfer-config``; None for an arm without a connector.
+
+    Args:
+        arm: one that is ours.
+        store: directory of the tier on the drive.
+        host_bytes: host memory, the same for every arm.
+        store_bytes: capacity of the tier on the drive.
+        is_cpu: whether vLLM computes on the CPU.
+        journal: directory for kvtier's journal.
+    """
+    if arm.kind == "kvtier":
+        extra: dict[str, Any] = {
+            "tiers": [f"disk:{store}?capacity_bytes={store_bytes}"],
+            "host.capacity_bytes": host_bytes,
+        }
+        extra |= {} if journal is None else {"journal.path": str(journal)}
+        named = {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm"}
+        return _SHARED | named | {"kv_connector_extra_config": extra | dict(arm.settings)}
+    if arm.kind == "native":
+        extra = {
+            "cpu_bytes_to_use": host_bytes,
+            # Chunks of kvtier's size, and generated tokens too: neither is the default.
+            "blocks_per_chunk": 2,
+            "offload_prompt_only": False,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(store)}],
+        }
+        if is_cpu:
+            extra |= {"spec_name": "MemcpyTieringSpec", "spec_module_path": "kvtier.bench.serve.native_tiering"}
+        else:
+            extra |= {"spec_name": "TieringOffloadingSpec"}
+        return _SHARED | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    return None
+
+
+def server_arguments(
+    model: Path, transfer: Mapping[str, Any] | None, *, device_kv_bytes: int, context_tokens: int, running: int
+) -> list[str]:
+    """Arguments of vLLM's server, the same for every arm but for the connector.
+
+    Args:
+        model: directory of the checkpoint.
+        transfer: see `transfer_config`.
+        device_kv_bytes: KV memory of the device.
+        context_tokens: longest prompt with its answer.
+        running: largest batch.
+    """
+    found = ["--model", str(model), "--served-model-name", "m", "--dtype", "bfloat16"]
+    found += ["--max-model-len", str(context_tokens), "--kv-cache-memory-bytes", str(device_kv_bytes)]
+    found += ["--max-num-seqs", str(running), "--seed", "0", "--enable-prefix-caching"]
+    return found if transfer is None else [*found, "--kv-transfer-config", json.dumps(transfer)]
+
+
+def model_context(model: Path) -> int:
+    """The longest context of a checkpoint, in tokens.
+
+    Raises:
+        ConfigError: it has no chat template, or no readable configuration.
+    """
+    try:
+        config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        tokenizer: dict[str, Any] = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model {model}: {error}; allowed: a directory with a checkpoint and its tokenizer"
+        ) from error
+    if "chat_template" not in tokenizer and not any(model.glob("chat_template.*")):
+        raise ConfigError(f"--model {model}: its tokenizer has no chat template, which conversations need")
+    texts = config.get("text_config", config)
+    return int(texts.get("max_position_embeddings") or parse_size("4KiB"))

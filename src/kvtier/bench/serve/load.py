@@ -1,0 +1,169 @@
+"""What one run of `kvtier bench serve` sends to its server: a workload drawn for it, driven by the generator."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvtier.bench.serve import generator
+from kvtier.bench.serve.generator import GeneratorResult, GeneratorSettings, served_model
+from kvtier.bench.serve.server import session_pids
+from kvtier.bench.serve.workload import (
+    TEMPLATE_TOKENS,
+    ConversationSizes,
+    ServeWorkload,
+    SingleShotSizes,
+    draw,
+    recorded,
+)
+from kvtier.errors import ConfigError
+from kvtier.trace.arrays import TraceArrays
+
+CONTEXT_STEP = 1024
+ROUND_TOKENS = 8
+"""That a chat template may add to each question with its answer, such as two words for the roles."""
+
+
+class Load(Protocol):
+    """What runs send."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of a typical prompt."""
+        ...
+
+    def drive(
+        self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
+    ) -> GeneratorResult:
+        """Send warm-up and measured requests, and write ``requests.jsonl`` in `directory`, within a deadline.
+
+        Raises:
+            KvError: nothing can be sent to the server.
+        """
+        ...
+
+    def pids(self) -> Sequence[int]:
+        """Processes of the generator, now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """The workload of all runs, and how it is sent."""
+
+    sizes: ConversationSizes | SingleShotSizes | None
+    """None: a trace is replayed."""
+    trace: str = ""
+    """Its name, for the record."""
+    seconds: float
+    """Of the measured part."""
+    seed: int
+    warm_up: int
+    has_real_lengths: bool = False
+    time_factor: float = 1.0
+    length_factor: float = 1.0
+    is_longer_skipped: bool = False
+    context_tokens: int
+    """Of the model."""
+    generator: str
+    cores: str
+    """Of the generator."""
+
+    def plain(self) -> dict[str, Any]:
+        """As `json` writes it."""
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class GeneratedLoad:
+    """See `Load`: the same workload for each arm of a repetition, and another one for the next.
+
+    Raises:
+        ConfigError: the workload is longer than the model's context.
+    """
+
+    settings: LoadSettings
+    recording: TraceArrays | None = None
+    _pid: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.workload(0, None).check_context(self.settings.context_tokens, "the model")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """See `Load`."""
+        return _mean_prompt(self.workload(0, None))
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt with its answer and what a chat template adds, rounded up; at most the model's."""
+        drawn = self.workload(0, None)
+        rounds = max(len(it.turns) for it in drawn.conversations)
+        needed = drawn.context_tokens + max(TEMPLATE_TOKENS, ROUND_TOKENS * rounds)
+        if self.settings.has_real_lengths:
+            needed += needed // 2
+        return min(-(-needed // CONTEXT_STEP) * CONTEXT_STEP, self.settings.context_tokens)
+
+    def workload(self, repetition: int, requests_per_s: float | None) -> ServeWorkload:
+        """What a run sends."""
+        it = self.settings
+        if it.sizes is None:
+            assert self.recording is not None
+            return recorded(
+                self.recording,
+                seed=it.seed,
+                number=repetition,
+                seconds=it.seconds,
+                time_factor=it.time_factor,
+                length_factor=it.length_factor,
+                context_tokens=it.context_tokens,
+                is_longer_skipped=it.is_longer_skipped,
+                warm_up=it.warm_up,
+            )
+        sizes = it.sizes
+        if requests_per_s is not None:
+            if isinstance(sizes, SingleShotSizes):
+                raise ConfigError(f"--rate {requests_per_s:g}: single shots are sent one by one; allowed: no --rate")
+            sizes = replace(sizes, requests_per_s=requests_per_s)
+        return draw(
+            sizes,
+            seed=it.seed,
+            number=repetition,
+            seconds=it.seconds,
+            warm_up=it.warm_up,
+            has_real_lengths=it.has_real_lengths,
+        )
+
+    def drive(
+        self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
+    ) -> GeneratorResult:
+        """See `Load`."""
+        settings = GeneratorSettings(
+            url=url,
+            model=served_model(url).name,
+            command=self.settings.generator,
+            cores=self.settings.cores,
+            seconds=self.settings.seconds,
+        )
+        workload = self.workload(repetition, requests_per_s)
+        return generator.run(workload, settings, directory, started=self._started, is_over=is_over)
+
+    def pids(self) -> Sequence[int]:
+        """See `Load`."""
+        return session_pids(self._pid) if self._pid else ()
+
+    def _started(self, pid: int) -> None:
+        self._pid = pid
+
+
+def _mean_prompt(drawn: ServeWorkload) -> int:
+    """Mean tokens of the counted prompts; a prompt has all that was said before it."""
+    lengths: list[int] = []
+    for talk in drawn.conversations:
+        so_far = len(drawn.system)
+        for turn in talk.turns:
+            so_far += len(turn.question)
+            if not talk.is_warm_up:
+                lengths.append(so_far)
+            so_far += turn.answer_tokens
+    return round(sum(lengths) / len(lengths))

@@ -1,0 +1,185 @@
+"""A control group for one server: memory with its page cache, and bytes per second of one drive.
+
+Both versions of control groups. Version 1 throttles what a process itself submits: reads, and direct writes. Its
+buffered writes are written back by the kernel, which version 1 does not count for the process; version 2 does.
+"""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvtier.errors import ConfigError
+from kvtier.probe.facts import Mount, control_groups, mount_of, read_mounts, whole_drive
+
+REMOVAL_S = 20.0
+_ADVICE = "run as root, or with --no-limits, which leaves memory and drive unlimited and says so in the record"
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """The whole drive below a directory."""
+
+    name: str
+    """In /sys/block, such as ``nvme0n1``."""
+    number: str
+    """``major:minor``."""
+
+
+def drive_of(directory: Path) -> Drive:
+    """The drive that holds `directory`.
+
+    Raises:
+        ConfigError: its file system is on no block device.
+    """
+    mount = mount_of(directory.resolve(), read_mounts())
+    place = None if mount is None else Path("/sys/dev/block") / whole_drive(mount.device)
+    if mount is None or place is None or not place.exists():
+        kind = "of unknown kind" if mount is None else mount.kind
+        raise ConfigError(f"--dir {directory}: its file system ({kind}) is on no block device; allowed: one on a drive")
+    return Drive(place.resolve().name, place.name)
+
+
+class MachineLimits:
+    """A control group, or two with version 1, made now and removed by `close`; a context manager.
+
+    Args:
+        memory_bytes: of all its processes, page cache included.
+        drive: whose throughput `throttle` limits.
+
+    Raises:
+        ConfigError: this process may not make it.
+    """
+
+    def __init__(self, memory_bytes: int, drive: Drive) -> None:
+        self.memory_bytes = memory_bytes
+        self._drive = drive
+        self._made: list[Path] = []
+        name = f"kvtier-serve-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            self._memory = self._make("memory", name)
+            self._io = self._make("blkio", name)
+            file = "memory.max" if self.is_version_2 else "memory.limit_in_bytes"
+            (self._memory / file).write_text(str(memory_bytes), encoding="ascii")
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"no control group with a limit of memory and a drive: {error}; {_ADVICE}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_version_2(self) -> bool:
+        """Whether one group of version 2 has both limits."""
+        return (self._memory / "memory.max").exists()
+
+    @property
+    def entries(self) -> tuple[Path, ...]:
+        """Files to which a process writes ``0`` to be limited, with its children."""
+        return tuple(it / "cgroup.procs" for it in self._made)
+
+    def throttle(self, bytes_per_s: float | None) -> None:
+        """Limit reads and writes of the drive, each to `bytes_per_s`; None ends it.
+
+        Raises:
+            ConfigError: the kernel refuses.
+        """
+        number, limit = self._drive.number, 0 if bytes_per_s is None else max(1, round(bytes_per_s))
+        if self.is_version_2:
+            files = {"io.max": f"{number} rbps={limit or 'max'} wbps={limit or 'max'}"}
+        else:
+            files = {f"blkio.throttle.{way}_bps_device": f"{number} {limit}" for way in ("read", "write")}
+        try:
+            for file, text in files.items():
+                (self._io / file).write_text(text, encoding="ascii")
+        except OSError as error:
+            raise ConfigError(f"drive {self._drive.name} cannot be throttled: {error}; {_ADVICE}") from error
+
+    def memory_used(self) -> int | None:
+        """Bytes in use now, page cache included."""
+        text = _text(self._memory / ("memory.current" if self.is_version_2 else "memory.usage_in_bytes"))
+        return int(text) if text.strip().isdecimal() else None
+
+    def out_of_memory(self) -> int:
+        """Number of processes that the kernel ended because of the memory limit."""
+        text = _text(self._memory / ("memory.events" if self.is_version_2 else "memory.oom_control"))
+        return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
+
+    def close(self) -> None:
+        """End the processes that are left and remove the group.
+
+        Raises:
+            ConfigError: it cannot be removed.
+        """
+        until_s = time.monotonic() + REMOVAL_S
+        while self._made:
+            group = self._made[-1]
+            for pid in _text(group / "cgroup.procs").split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            try:
+                group.rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if time.monotonic() > until_s:
+                    raise ConfigError(f"control group {group} is left: {error}") from error
+                time.sleep(0.05)
+                continue
+            self._made.pop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(self, controller: str, name: str) -> Path:
+        """The group for one controller of version 1's names; with version 2 the same for all."""
+        for parent, is_version_2 in _parents(controller, read_mounts()):
+            group = parent / name
+            if group in self._made:
+                return group
+            if is_version_2:
+                with suppress(OSError):
+                    (parent / "cgroup.subtree_control").write_text("+memory +io", encoding="ascii")
+            group.mkdir()
+            self._made.append(group)
+            if not is_version_2 or {"memory.max", "io.max"} <= {it.name for it in group.iterdir()}:
+                return group
+            group.rmdir()
+            self._made.pop()
+        raise ConfigError(f"no hierarchy of control groups has the controller {controller}; {_ADVICE}")
+
+
+def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, bool]]:
+    """Groups in which one with this controller can be made, and whether they are of version 2."""
+    own = control_groups(_text(Path("/proc/self/cgroup")))
+    for mount in mounts:
+        top = Path(mount.point)
+        if mount.kind == "cgroup" and controller in mount.options:
+            here = next((path for names, path in own if controller in names.split(",")), "/")
+            inner = top / here.lstrip("/")
+            yield (inner if inner.exists() else top), False
+        elif mount.kind == "cgroup2":
+            wanted = {"memory", "io"}
+            inner = top / next((path for names, path in own if not names), "/").lstrip("/")
+            # A group of version 2 with processes of its own, other than the root, cannot have limited groups in it.
+            for parent in dict.fromkeys((inner if inner == top else inner.parent, top)):
+                if wanted <= set(_text(parent / "cgroup.controllers").split()):
+                    yield parent, True
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,419 @@
+"""The runs of a record: their order, one after another, each in a directory of its own, and what resumes them.
+
+A run is: a new store, a server under its limits, warm-up and measured interval of the load, a drain, the end. Runs of
+different arms alternate. `run.json` is written last; a run without it, or one that failed, is repeated when the same
+command is given again.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.bench.serve import checkpoint
+from kvtier.bench.serve.arms import Arm, server_arguments, transfer_config
+from kvtier.bench.serve.load import Load
+from kvtier.bench.serve.machine_limits import Drive, MachineLimits, drive_of
+from kvtier.bench.serve.power import Sensor, first_gpu
+from kvtier.bench.serve.sampler import Sampler, parse_metrics
+from kvtier.bench.serve.server import (
+    OtherServer,
+    Served,
+    ServerError,
+    ServerProcess,
+    VllmPython,
+    await_health,
+    free_port,
+    get,
+    vllm_command,
+    vllm_environment,
+    write_packages,
+)
+from kvtier.errors import ConfigError, KvError
+from kvtier.report.output import write_json
+from kvtier.size import of
+
+CALIBRATION = "calibration.json"
+CALIBRATION_PROMPTS = 5
+CHECKPOINT_S = 300.0
+DRAIN_S = 20.0
+START_LIMIT_S = 400.0
+START_S = 40.0
+"""Expected time of a server's start, for the progress bar."""
+STATISTICS = {"vllm.stat_logger_plugins": "kvtier_request_stats = kvtier.bench.serve.request_stats:RequestStats"}
+STATISTICS_PATH = "KVTIER_REQUEST_STATS"
+"""The plug-in of vLLM that writes ``engine.jsonl``, and the variable that names the file."""
+JOURNAL = "journal"
+"""Directory of kvtier's journal in a run; `kvtier.jsonl` is made of it."""
+_QUIET_S = 1.0
+_OPTION = "--dir"
+
+
+class RunKey(NamedTuple):
+    """One run of a record."""
+
+    arm: Arm
+    repetition: int
+    """From 0."""
+    ratio: float | None = None
+    """R: KV bytes computed per second over the tier's bytes per second; None: the drive is not throttled."""
+    requests_per_s: float | None = None
+    """None: the workload's own."""
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        ratio = "" if self.ratio is None else f"-R{self.ratio:g}"
+        rate = "" if self.requests_per_s is None else f"-{self.requests_per_s:g}rps"
+        return f"{self.arm.name}-{self.repetition}{ratio}{rate}"
+
+
+def run_order(arms: Sequence[Arm], repeats: int, ratios: Sequence[float], rates: Sequence[float] = ()) -> list[RunKey]:
+    """All runs: repetitions outermost; in each, for every rate, the tiered arms in turn at every R, the others once.
+
+    The order of the arms and of the rates changes from one repetition to the next.
+    """
+    tiered = [arm for arm in arms if arm.has_tiers]
+    others = [arm for arm in arms if not arm.has_tiers]
+    found: list[RunKey] = []
+    for repetition in range(repeats):
+        for rate in _rotated(rates or (None,), repetition):
+            runs = [RunKey(arm, repetition, None, rate) for arm in _rotated(others, repetition)]
+            for ratio in ratios or (None,):
+                runs += [RunKey(arm, repetition, ratio, rate) for arm in _rotated(tiered, repetition)]
+            found += _rotated(runs, repetition * max(1, len(others)))
+    return found
+
+
+def _rotated(items: Sequence[Any], by: int) -> list[Any]:
+    by = by % len(items) if items else 0
+    return [*items[by:], *items[:by]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """What the figures depend on; a record holds runs of equal settings only."""
+
+    arms: tuple[Arm, ...]
+    repeats: int
+    ratios: tuple[float, ...]
+    rates: tuple[float, ...]
+    """Requests per second, of all users together."""
+    model: Path | None
+    """Directory of a checkpoint; None: the one of `checkpoint`."""
+    vllm: VllmPython | None
+    """None: every arm is a server that was started elsewhere."""
+    device_kv_bytes: int
+    host_bytes: int
+    store_bytes: int
+    memory_bytes: int | None
+    """Limit of the server's control group; None: no limits."""
+    running: int
+    context_tokens: int
+    server_cores: tuple[int, ...]
+    client_cores: tuple[int, ...]
+    load: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The workload and its generator, as plain values."""
+
+    def plain(self) -> dict[str, Any]:
+        """As `json` writes it."""
+        return json.loads(json.dumps(asdict(self), default=str))
+
+    def of_a_run(self) -> dict[str, Any]:
+        """Those that every run depends on: a record may grow by repetitions, values of R and rates."""
+        return {name: value for name, value in self.plain().items() if name not in {"repeats", "ratios", "rates"}}
+
+
+class Record:
+    """The runs of one record in a directory.
+
+    Args:
+        settings: of all runs.
+        load: that every run sends.
+        directory: of the runs, and of their stores while they run.
+
+    Raises:
+        ConfigError: the directory holds runs of other settings.
+    """
+
+    def __init__(self, settings: ServeSettings, load: Load, directory: Path) -> None:
+        self.settings = settings
+        self._load = load
+        self.runs = directory / "runs"
+        self._store = directory / "store"
+        self._model = settings.model or directory / f"model-{_digest(checkpoint.SHAPE)}"
+        self._gpu: Sensor | None = first_gpu()
+        self.drive: Drive | None = None
+        if any(arm.is_ours for arm in settings.arms):
+            self.drive = drive_of(directory)
+            if settings.memory_bytes is not None:
+                with MachineLimits(settings.memory_bytes, self.drive) as limits:
+                    limits.throttle(1e9)  # what is refused is refused before hours of runs
+        self.runs.mkdir(parents=True, exist_ok=True)
+        _same_settings(self.runs / "settings.json", settings.of_a_run())
+
+    def order(self) -> list[RunKey]:
+        """All runs in order."""
+        it = self.settings
+        return run_order(it.arms, it.repeats, it.ratios, it.rates)
+
+    def done(self) -> list[Path]:
+        """Directories of the runs that have ended, in order."""
+        found = [self.runs / key.name for key in self.order()]
+        return [it for it in found if (it / "run.json").exists()]
+
+    def is_done(self, key: RunKey) -> bool:
+        """Whether the run has ended well."""
+        with suppress(OSError, ValueError):
+            return json.loads((self.runs / key.name / "run.json").read_text(encoding="utf-8"))["status"] == "ok"
+        return False
+
+    def make_model(self) -> None:
+        """Write the checkpoint if it is ours and missing.
+
+        Raises:
+            ConfigError: vLLM's Python cannot write it.
+        """
+        vllm = self.settings.vllm
+        if vllm is None or self.settings.model is not None or self._model.exists():
+            return
+        command = [str(vllm.python), checkpoint.__file__, str(self._model)]
+        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=CHECKPOINT_S, check=True)
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(f"{vllm.python} cannot write a checkpoint: {error.stderr.strip()[-500:]}") from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(f"{vllm.python} cannot write a checkpoint: {error}") from error
+
+    def calibrated(self) -> dict[str, float] | None:
+        """What `calibrate` has measured; None if it has not."""
+        with suppress(OSError, ValueError):
+            return json.loads((self.runs / CALIBRATION).read_text(encoding="utf-8"))
+        return None
+
+    def calibrate(self) -> dict[str, float]:
+        """KV bytes that the model computes per second at the load's typical prompt, measured once for the record.
+
+        The engine's own prefill time counts, of prompts one at a time on an idle server.
+
+        Raises:
+            KvError: the server fails.
+        """
+        if (known := self.calibrated()) is not None:
+            return known
+        tokens = self._load.prompt_tokens
+        draw = random.Random(1)  # noqa: S311 - words of a prompt
+        with self._serving(Arm("none", "none"), self.runs, "calibration") as (server, _):
+
+            def compute() -> None:
+                words = (f"t{draw.choice(checkpoint.WORDS)}" for _ in range(tokens))
+                asked = {"model": "m", "prompt": " ".join(words), "max_tokens": 1, "temperature": 0}
+                get(f"{server.url}/v1/completions", asked, limit_s=120.0)
+
+            compute()  # a warm-up
+            before = _prefills(server)
+            for _ in range(CALIBRATION_PROMPTS):
+                compute()
+            after = _prefills(server)
+        seconds, prompts, computed = (late - early for late, early in zip(after, before, strict=True))
+        per_token = of(self._model).bytes_per_token
+        found = {
+            "prompts": prompts,
+            "tokens": computed / prompts,
+            "prefill_s": seconds / prompts,
+            "kv_bytes_per_token": float(per_token),
+            "kv_bytes_per_s": computed * float(per_token) / seconds,
+        }
+        write_json(_OPTION, self.runs / CALIBRATION, found)
+        return found
+
+    def run(self, key: RunKey, tick: Callable[[], None]) -> dict[str, Any]:
+        """One run, from a new directory and store; returns what `run.json` holds.
+
+        A server or a generator that fails makes its run fail, and what was measured stays.
+        """
+        place = self.runs / key.name
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        began_s = time.time()
+        rate = None
+        if key.ratio is not None:
+            rate = self.calibrate()["kv_bytes_per_s"] / key.ratio
+        result: dict[str, Any] = {
+            "arm": key.arm.name,
+            "repetition": key.repetition,
+            "tier_ratio": key.ratio,
+            "tier_bytes_per_s": rate,
+            "began_s": began_s,
+            "load": {} if key.requests_per_s is None else {"requests_per_s": key.requests_per_s},
+            "measured_from_s": None,
+            "status": "failed",
+            "error": None,
+            "command": None,
+            "settings": self.settings.plain(),
+        }
+        try:
+            with self._serving(key.arm, place, "server") as (server, limits):
+                result["command"] = server.command if isinstance(server, ServerProcess) else None
+                result["started_s"] = time.time()
+                if limits is not None:
+                    limits.throttle(rate)
+                with Sampler(
+                    place / "samples.jsonl",
+                    server,
+                    client_pids=self._load.pids,
+                    drive=self.drive,
+                    limits=limits,
+                    gpu=self._gpu,
+                    tick=tick,
+                ):
+                    sent = self._load.drive(
+                        server.url,
+                        place,
+                        repetition=key.repetition,
+                        requests_per_s=key.requests_per_s,
+                        is_over=server.why_over,
+                    )
+                    result["ended_s"] = time.time()
+                    result["generator"] = asdict(sent)
+                    result["measured_from_s"] = sent.measured_from_s
+                    _drain(server)
+                if problem := sent.error or server.why_over():
+                    raise ServerError(problem)
+            result["status"] = "ok"
+        except KvError as error:
+            result["error"] = str(error)
+        _gather_journal(place)
+        result.setdefault("ended_s", time.time())
+        write_json(_OPTION, place / "run.json", result)
+        return result
+
+    @contextmanager
+    def _serving(self, arm: Arm, place: Path, purpose: str) -> Generator[tuple[Served, MachineLimits | None]]:
+        """The server of an arm, healthy, with a new store; both are gone afterwards."""
+        settings, vllm = self.settings, self.settings.vllm
+        if not arm.is_ours:
+            server: Served = OtherServer(arm.url)
+            await_health(server, "/v1/models", START_LIMIT_S)
+            yield server, None
+            return
+        assert vllm is not None
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._store, ignore_errors=True)
+            shutil.rmtree(self._store, ignore_errors=True)
+            self._store.mkdir(mode=0o700)
+            (self._store / "kv").mkdir(mode=0o700)
+            assert self.drive is not None
+            limits = None
+            if settings.memory_bytes is not None:
+                limits = stack.enter_context(MachineLimits(settings.memory_bytes, self.drive))
+            logged = place.absolute()
+            transfer = transfer_config(
+                arm,
+                self._store.absolute() / "kv",
+                settings.host_bytes,
+                settings.store_bytes,
+                is_cpu=vllm.is_cpu,
+                journal=logged / JOURNAL,
+            )
+            arguments = server_arguments(
+                self._model,
+                transfer,
+                device_kv_bytes=settings.device_kv_bytes,
+                context_tokens=settings.context_tokens,
+                running=settings.running,
+            )
+            packages = write_packages(self._store.absolute(), STATISTICS)
+            port = free_port()
+            environment = vllm_environment(vllm, packages, settings.server_cores)
+            environment |= {STATISTICS_PATH: str(logged / "engine.jsonl")}
+            server = stack.enter_context(
+                ServerProcess(
+                    vllm_command(vllm, port, arguments),
+                    f"http://127.0.0.1:{port}",
+                    logged / f"{purpose}.log",
+                    environment=environment,
+                    cores=settings.server_cores,
+                    limits=limits,
+                )
+            )
+            await_health(server, limit_s=START_LIMIT_S)
+            yield server, limits
+
+
+def pin_client(cores: Sequence[int]) -> None:
+    """Run this process and its children on `cores`."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _drain(server: Served) -> None:
+    """Wait until the processes of the server write nothing more, so that the end of the run has all of its I/O."""
+    until_s = time.monotonic() + DRAIN_S
+    before = -1
+    while time.monotonic() < until_s and server.pids() and not server.why_over():
+        now = 0
+        for pid in server.pids():
+            with suppress(OSError):
+                text = (Path("/proc") / str(pid) / "io").read_text(encoding="ascii")
+                now += sum(int(row.split()[1]) for row in text.splitlines() if row.startswith(("read_b", "write_b")))
+        if now == before:
+            return
+        before = now
+        time.sleep(_QUIET_S)
+
+
+def _prefills(server: Served) -> tuple[float, float, float]:
+    """Seconds of prefill, requests and prompt tokens since the server's start."""
+    found = parse_metrics(get(f"{server.url}/metrics"))
+    names = ("request_prefill_time_seconds_sum", "request_prefill_time_seconds_count", "prompt_tokens_total")
+    try:
+        seconds, requests, tokens = (found[f"vllm:{name}"] for name in names)
+    except KeyError as error:
+        raise ServerError(f"{server.url}/metrics has no {error.args[0]}") from error
+    return seconds, requests, tokens
+
+
+def _gather_journal(place: Path) -> None:
+    """Make `kvtier.jsonl` of the files of a run's journal."""
+    files = sorted((place / JOURNAL).glob("*.jsonl"))
+    if files:
+        with (place / "kvtier.jsonl").open("wb") as out:
+            for file in files:
+                out.write(file.read_bytes().rpartition(b"\n")[0] + b"\n")
+    shutil.rmtree(place / JOURNAL, ignore_errors=True)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings, or compare them with those that are there."""
+    try:
+        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        write_json(_OPTION, path, {"digest": _digest(settings), "settings": settings})
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{_OPTION}: {path}: {error}; allowed: an empty directory, or one of earlier runs") from error
+    if before.get("digest") == _digest(settings):
+        return
+    known: dict[str, Any] = before.get("settings", {})
+    other = [
+        f"{name} was {known.get(name)!r} and is {settings.get(name)!r}"
+        for name in sorted({*known, *settings})
+        if known.get(name) != settings.get(name)
+    ]
+    raise ConfigError(
+        f"{_OPTION}: {path.parent} holds runs of other settings ({'; '.join(other)[:600]}); "
+        "allowed: the same settings, which resumes them, or another directory"
+    )

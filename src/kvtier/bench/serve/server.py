@@ -1,0 +1,295 @@
+"""A server process under limits: start, health, end. Run as a program it becomes the command that it is given."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import kvtier
+from kvtier.bench.serve.machine_limits import MachineLimits
+from kvtier.errors import ConfigError, KvError
+
+_IMPORT_S = 300.0
+END_S = 60.0
+_POLL_S = 0.2
+_ANSWER_S = 30.0
+_LAST_LINES = 30
+_STATE_SESSION = 3
+"""Index of the session in /proc/PID/stat after the command's name; the state has index 0."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    # The sampler's helpers would be compiled, which takes twelve seconds.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+class ServerError(KvError):
+    """A server did not come up, did not answer in time, or ended."""
+
+
+class Served(Protocol):
+    """A server that answers at `url`."""
+
+    url: str
+
+    def pids(self) -> list[int]:
+        """Its processes; none if it runs elsewhere."""
+        ...
+
+    def why_over(self) -> str:
+        """Why it will never answer again; empty while it may."""
+        ...
+
+
+class OtherServer:
+    """A server that was started elsewhere."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def pids(self) -> list[int]:
+        """See `Served`."""
+        return []
+
+    def why_over(self) -> str:
+        """See `Served`."""
+        return ""
+
+
+class ServerProcess:
+    """A process that serves at `url`, in a session of its own; a context manager that ends all of it.
+
+    Args:
+        command: program and arguments.
+        url: where it will answer.
+        log: file for everything that it prints.
+        environment: variables over those of this process.
+        cores: that it and its children run on.
+        limits: the control group that it joins.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        url: str,
+        log: Path,
+        *,
+        environment: Mapping[str, str],
+        cores: Sequence[int],
+        limits: MachineLimits | None,
+    ) -> None:
+        self.url = url
+        self.command = list(command)
+        self._log = log
+        self._limits = limits
+        start = {
+            "command": self.command,
+            "environment": dict(environment),
+            "cores": list(cores),
+            "entries": [] if limits is None else [str(it) for it in limits.entries],
+        }
+        with log.open("wb") as printed:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvtier.bench.serve.server", json.dumps(start)],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def pids(self) -> list[int]:
+        """See `Served`."""
+        return session_pids(self._process.pid)
+
+    def why_over(self) -> str:
+        """See `Served`; with the last lines of the log."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        cause = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        if self._limits is not None and self._limits.out_of_memory():
+            cause += f"; its memory limit of {self._limits.memory_bytes:,} bytes was exceeded"
+        return "\n".join([f"the server has ended {cause}; the last lines of {self._log}:", *self._last_lines()])
+
+    def close(self) -> None:
+        """End the server and its children; what does not end in time is killed."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+        until_s = time.monotonic() + END_S
+        while left := self.pids():
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()
+            if time.monotonic() > until_s:
+                raise ServerError(f"processes {left} of the server did not end within {END_S:.0f} s")
+            time.sleep(_POLL_S / 4)
+        self._process.wait(END_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _last_lines(self) -> list[str]:
+        with suppress(OSError):
+            return self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+        return []
+
+
+def await_health(server: Served, path: str = "/health", limit_s: float = 30.0) -> None:
+    """Wait until the server answers.
+
+    Raises:
+        ServerError: it ended, or does not answer within `limit_s`.
+    """
+    until_s = time.monotonic() + limit_s
+    problem = ""
+    while time.monotonic() < until_s:
+        if reason := server.why_over():
+            raise ServerError(reason)
+        try:
+            get(server.url + path)
+        except ServerError as error:
+            problem = str(error)
+            time.sleep(_POLL_S)
+        else:
+            return
+    raise ServerError(f"{server.url}{path} does not answer within {limit_s:.0f} s: {problem}")
+
+
+def get(url: str, body: object = None, limit_s: float = _ANSWER_S) -> str:
+    """The answer to GET, or to POST if there is a `body`.
+
+    Raises:
+        ServerError: there is none, or an error.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})  # noqa: S310 - arms check it
+    try:
+        with urllib.request.urlopen(request, timeout=limit_s) as answer:  # noqa: S310 - see above
+            return answer.read().decode("utf-8", errors="replace")
+    except (OSError, urllib.error.URLError, http.client.HTTPException) as error:
+        raise ServerError(f"{url}: {error}") from error
+
+
+def session_pids(session: int) -> list[int]:
+    """The live processes of a session, in order."""
+    found: list[int] = []
+    for place in Path("/proc").iterdir():
+        if place.name.isdecimal():
+            with suppress(OSError):
+                fields = (place / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+                if fields[0] != "Z" and int(fields[_STATE_SESSION]) == session:
+                    found.append(int(place.name))
+    return sorted(found)
+
+
+def free_port() -> int:
+    """A port of this machine that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPython:
+    """A Python with vLLM."""
+
+    python: Path
+    version: str
+    is_cpu: bool
+    """Whether vLLM computes on the CPU."""
+
+
+def find_vllm(given: Path | None) -> VllmPython:
+    """The Python `given`, else the running one if it has vLLM, else ``.venv-vllm`` beside the checkout.
+
+    Raises:
+        ConfigError: none of them can import vLLM.
+    """
+    beside = Path(kvtier.__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+    asked = "import json, vllm, vllm.platforms as p; print(json.dumps([vllm.__version__, p.current_platform.is_cpu()]))"
+    tried: list[str] = []
+    for python in [given] if given is not None else [Path(sys.executable), beside]:
+        if shutil.which(str(python)) is None:
+            tried.append(f"{python} is no program")
+            continue
+        try:
+            done = subprocess.run(
+                [str(python), "-c", asked], capture_output=True, text=True, timeout=_IMPORT_S, check=True, cwd="/"
+            )
+            version, is_cpu = json.loads(done.stdout.splitlines()[-1])
+            return VllmPython(python, version, is_cpu)
+        except subprocess.CalledProcessError as error:
+            tried.append(f"{python}: {(error.stderr.strip().splitlines() or ['it failed'])[-1]}")
+        except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+            tried.append(f"{python}: {error}")
+    raise ConfigError(f"no Python with vLLM ({'; '.join(tried)}); allowed: --vllm PYTHON, one that can import vllm")
+
+
+def write_packages(directory: Path, entry_points: Mapping[str, str]) -> Path:
+    """A folder for PYTHONPATH: this kvtier, and a distribution with entry points that no other server sees.
+
+    Args:
+        directory: where the folder is made.
+        entry_points: group to ``name = module:object``.
+    """
+    folder = directory / "packages"
+    information = folder / "kvtier_bench_serve-1.dist-info"
+    information.mkdir(parents=True)
+    (folder / "kvtier").symlink_to(Path(kvtier.__file__).parent)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-bench-serve\nVersion: 1\n", "ascii")
+    text = "".join(f"[{group}]\n{line}\n" for group, line in entry_points.items())
+    (information / "entry_points.txt").write_text(text, encoding="ascii")
+    return folder
+
+
+def vllm_command(python: VllmPython, port: int, arguments: Sequence[str]) -> list[str]:
+    """The command that starts vLLM's OpenAI server on loopback."""
+    eager = ["--enforce-eager"] if python.is_cpu else []
+    module = "vllm.entrypoints.openai.api_server"
+    return [str(python.python), "-m", module, "--host", "127.0.0.1", "--port", str(port), *eager, *arguments]
+
+
+def vllm_environment(python: VllmPython, packages: Path, cores: Sequence[int]) -> dict[str, str]:
+    """Variables of vLLM's server."""
+    found = ENVIRONMENT | {"PYTHONPATH": str(packages)}
+    if python.is_cpu:
+        found |= {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    return found
+
+
+def _become(start: Mapping[str, Any]) -> None:
+    """Join the control groups, take the cores, and become the command."""
+    for entry in start["entries"]:
+        Path(entry).write_text("0", encoding="ascii")
+    if start["cores"]:
+        os.sched_setaffinity(0, start["cores"])
+    os.execvpe(start["command"][0], start["command"], os.environ | start["environment"])  # noqa: S606 - as asked
+
+
+if __name__ == "__main__":
+    _become(json.loads(sys.argv[1]))

@@ -1,0 +1,159 @@
+"""The control group of a server, on the kernel's own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.serve import machine_limits
+from kvtier.bench.serve.arms import parse_arms, server_arguments, transfer_config
+from kvtier.bench.serve.machine_limits import Drive, MachineLimits, drive_of
+from kvtier.bench.serve.server import ServerError, ServerProcess, await_health, get, session_pids
+from kvtier.errors import ConfigError
+from kvtier.probe.facts import Mount
+
+READ = """
+import mmap, os, sys, time
+number = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
+began = time.monotonic()
+while os.readv(number, [mmap.mmap(-1, 1 << 20)]): pass
+print(time.monotonic() - began)
+"""
+BYTES = 8 << 20
+RATE = 4e6
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> Iterator[MachineLimits]:
+    try:
+        made = MachineLimits(64 << 20, drive_of(tmp_path))
+    except ConfigError as error:
+        pytest.skip(f"no control groups here: {error}")
+    with made:
+        yield made
+    assert not any(entry.exists() for entry in made.entries)
+
+
+def within(limits: MachineLimits, *command: str) -> subprocess.CompletedProcess[str]:
+    enter = "; ".join(f"echo 0 > {entry}" for entry in limits.entries)
+    shell = ["sh", "-c", f'{enter}; exec "$@"', "sh", *command]
+    return subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_reads_of_the_drive_are_throttled_and_without_it_are_faster(limits: MachineLimits, tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    with file.open("wb") as out:
+        out.write(os.urandom(BYTES))
+        os.fsync(out.fileno())
+    limits.throttle(RATE)
+    least_s = 0.8 * BYTES / RATE
+    assert float(within(limits, sys.executable, "-c", READ, str(file)).stdout) > least_s
+    limits.throttle(None)
+    assert float(within(limits, sys.executable, "-c", READ, str(file)).stdout) < least_s
+
+
+def test_memory_has_a_limit_that_counts_the_page_cache(limits: MachineLimits, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(100 << 20))
+    os.sync()
+    cached = within(limits, sys.executable, "-c", f"open({str(tmp_path / 'large')!r}, 'rb').read(100 << 20); input()")
+    assert cached.returncode != 0
+    assert limits.out_of_memory() == 1, "100 MiB in a limit of 64"
+    walked = f"file = open({str(tmp_path / 'large')!r}, 'rb')\nwhile file.read(1 << 20): pass"
+    assert within(limits, sys.executable, "-c", walked).returncode == 0
+    used = limits.memory_used()
+    assert used is not None
+    assert used <= 64 << 20
+
+
+def test_the_group_goes_with_its_processes(tmp_path: Path) -> None:
+    try:
+        limits = MachineLimits(64 << 20, drive_of(tmp_path))
+    except ConfigError as error:
+        pytest.skip(f"no control groups here: {error}")
+    with suppress(ZeroDivisionError), limits:
+        server = ServerProcess(
+            ["sleep", "600"], "http://127.0.0.1:1", tmp_path / "log", environment={}, cores=[], limits=limits
+        )
+        until_s = time.monotonic() + 60
+        while not limits.entries[0].read_text().split():
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        _ = 1 / 0
+    assert not any(entry.exists() for entry in limits.entries)
+    with pytest.raises(ServerError, match="ended by signal 9"):
+        await_health(server)
+    server.close()
+
+
+@pytest.mark.parametrize("kind", ["cgroup", "cgroup2", "ext4"])
+def test_without_rights_or_controllers_the_error_names_the_way_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = Mount("/proc/fs", kind, kind, frozenset({"memory", "blkio"}), "0:1")
+    monkeypatch.setattr(machine_limits, "read_mounts", lambda: [mount])
+    with pytest.raises(ConfigError, match="--no-limits"):
+        MachineLimits(64 << 20, Drive("vda", "254:0"))
+
+
+def test_a_directory_in_memory_has_no_drive() -> None:
+    with pytest.raises(ConfigError, match="is on no block device"):
+        drive_of(Path("/proc"))
+
+
+def test_a_server_keeps_its_log_and_ends_with_its_children(tmp_path: Path) -> None:
+    script = "import subprocess, sys; print('one line'); sys.stdout.flush(); subprocess.run(['sleep', '600'])"
+    with ServerProcess(
+        [sys.executable, "-c", script], "http://127.0.0.1:1", tmp_path / "log",
+        environment={}, cores=[min(os.sched_getaffinity(0))], limits=None,
+    ) as server:  # fmt: skip
+        until_s = time.monotonic() + 60
+        while len(server.pids()) < 2:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert all(len(os.sched_getaffinity(pid)) == 1 for pid in server.pids())
+        session = server.pids()[0]
+        with pytest.raises(ServerError, match=r"does not answer within 0 s: .*refused"):
+            await_health(server, limit_s=0.3)
+    assert session_pids(session) == []
+    assert "one line" in server.why_over()
+    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:1/metrics"):
+        get("http://127.0.0.1:1/metrics")
+
+
+@pytest.mark.parametrize(
+    ("arms", "settings", "message"),
+    [
+        (["lmcache"], [], "--arm lmcache: allowed: none, native, kvtier, or NAME=URL"),
+        (["a=ftp://host"], [], "--arm a=ftp"),
+        (["native=http://host:1"], [], "an arm of kvtier's own"),
+        (["a=http://user:hidden@host"], [], "has a user, a password"),
+        (["none", "none"], [], "given twice"),
+        (["none"], ["host.capacity_bytes=1GiB"], "no --arm kvtier"),
+        (["kvtier"], ["capacity"], "KEY=VALUE"),
+    ],
+)
+def test_a_wrong_arm_is_named_with_what_is_allowed(arms: list[str], settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_arms(arms, settings)
+    assert "hidden" not in str(caught.value)
+
+
+def test_both_tiered_arms_get_the_same_host_memory_and_place(tmp_path: Path) -> None:
+    none, native, kvtier = parse_arms(["none", "native", "kvtier"], ["planner.enabled=false"])
+    assert transfer_config(none, tmp_path, 1, 2, is_cpu=True) is None
+    theirs, ours = (
+        transfer_config(arm, tmp_path, 1 << 20, 1 << 30, is_cpu=True)["kv_connector_extra_config"]
+        for arm in (native, kvtier)
+    )
+    assert theirs["cpu_bytes_to_use"] == ours["host.capacity_bytes"] == 1 << 20
+    assert theirs["secondary_tiers"][0]["root_dir"] in ours["tiers"][0]
+    assert ours["planner.enabled"] == "false"
+    assert "memcpy" in native.means(is_cpu=True)
+    assert "memcpy" not in native.means(is_cpu=False)
+    sizes = {"device_kv_bytes": 1, "context_tokens": 2, "running": 3}
+    plain, tiered = (server_arguments(tmp_path, it, **sizes) for it in (None, {"a": 1}))
+    assert tiered == [*plain, "--kv-transfer-config", '{"a": 1}']

@@ -1,0 +1,231 @@
+"""Order, resumption and failures of the runs of `kvtier bench serve`, and what the sampler writes.
+
+The servers are real HTTP servers that are started elsewhere, as the arm NAME=URL has them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.serve.arms import Arm, parse_arms
+from kvtier.bench.serve.generator import GeneratorResult
+from kvtier.bench.serve.machine_limits import drive_of
+from kvtier.bench.serve.power import Rapl
+from kvtier.bench.serve.run import Record, RunKey, ServeSettings, run_order
+from kvtier.bench.serve.sampler import Processes, Sampler, drive_figures, parse_metrics
+from kvtier.bench.serve.server import OtherServer, find_vllm
+from kvtier.errors import ConfigError
+
+METRICS = """# HELP vllm:prompt_tokens_total Number of prefill tokens.
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{engine="0",model_name="m"} 4096.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 4000.0
+vllm:kvtier_load_bytes_total{engine="0",model_name="m",place="host"} 1.5e+06
+vllm:kvtier_load_seconds_bucket{engine="0",le="0.1",model_name="m"} 3.0
+vllm:kvtier_load_seconds_created{engine="0"} 1.7e9
+python_gc_objects_collected_total{generation="0"} 5.0
+vllm:num_requests_running 2
+vllm:prompt_tokens_total torn
+"""
+
+
+class Answering(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(METRICS.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(60)
+
+
+class TwoRequests:
+    """A load of a warm-up and a measured request; fails on the run whose number is given."""
+
+    prompt_tokens = 8
+
+    def __init__(self, fails: int = -1) -> None:
+        self.runs = 0
+        self.fails = fails
+
+    def drive(
+        self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
+    ) -> GeneratorResult:
+        self.runs += 1
+        (directory / "requests.jsonl").write_text('{"sent_s": 12.5}\n')
+        problem = "the server has ended by signal 9" if self.runs - 1 == self.fails else None
+        return GeneratorResult(
+            began_s=10.0, measured_from_s=12.5, ended_s=13.0, requests=1, failed=0, cpu_s=0.1, error=problem,
+            version="1",
+        )  # fmt: skip
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+
+def settings(*urls: str, **more: object) -> ServeSettings:
+    arms = tuple(parse_arms([f"s{number}={url}" for number, url in enumerate(urls)]))
+    made = ServeSettings(
+        arms=arms, repeats=2, ratios=(), rates=(), model=None, vllm=None, device_kv_bytes=1, host_bytes=1,
+        store_bytes=1, memory_bytes=None, running=1, context_tokens=16, server_cores=(),
+        client_cores=(), load={"users": 1},
+    )  # fmt: skip
+    return replace(made, **more)
+
+
+def run_all(record: Record) -> dict[str, str]:
+    todo = [key for key in record.order() if not record.is_done(key)]
+    return {key.name: record.run(key, lambda: None)["status"] for key in todo}
+
+
+def test_arms_alternate_and_the_first_one_changes() -> None:
+    arms = parse_arms(["none", "native", "kvtier"])
+    order = run_order(arms, 3, (0.1, 1.0))
+    assert len(order) == 3 * (1 + 2 * 2)
+    assert [key.repetition for key in order] == sorted(key.repetition for key in order), "repetitions are outermost"
+    assert [key.name for key in order if key.arm.name == "none"] == ["none-0", "none-1", "none-2"]
+    within = [(one, other) for one, other in pairwise(order) if one.repetition == other.repetition]
+    assert all(one.arm != other.arm for one, other in within), "no arm runs twice in a row"
+    firsts = [next(key.arm.name for key in order if key.repetition == number) for number in range(3)]
+    assert len(set(firsts)) > 1
+    before = {key.repetition: key.arm.name for key in reversed(order) if key.ratio == 0.1}
+    assert set(before.values()) == {"native", "kvtier"}, "each is first at times"
+    rates = run_order(arms, 2, (), (0.5, 1.0))
+    assert [key.name for key in rates[:3]] == ["none-0-0.5rps", "native-0-0.5rps", "kvtier-0-0.5rps"]
+    assert rates[6].requests_per_s == 1.0
+    assert RunKey(arms[2], 1, 0.5).name == "kvtier-1-R0.5"
+    assert len({key.name for key in order}) == len(order)
+    assert [key.name for key in run_order(arms, 1, ())] == ["none-0", "native-0", "kvtier-0"]
+    assert run_order([Arm("a", "url", "http://h")], 2, (1.0,))[0].ratio is None, "a server of others is not throttled"
+
+
+def test_a_failed_run_leaves_the_others_and_is_repeated(url: str, tmp_path: Path) -> None:
+    load = TwoRequests(fails=1)
+    record = Record(settings(url, url), load, tmp_path)
+    assert run_all(record) == {"s0-0": "ok", "s1-0": "failed", "s1-1": "ok", "s0-1": "ok"}
+    result = json.loads((record.runs / "s1-0" / "run.json").read_text())
+    assert result["error"] == "the server has ended by signal 9"
+    assert result["measured_from_s"] == 12.5
+    assert (record.runs / "s1-0" / "requests.jsonl").exists(), "what was measured is kept"
+    assert len(record.done()) == 4
+    again = Record(settings(url, url, repeats=3), TwoRequests(), tmp_path)
+    assert set(run_all(again)) == {"s1-0", "s0-2", "s1-2"}
+    (again.runs / "s0-0" / "run.json").unlink()
+    assert set(run_all(again)) == {"s0-0"}
+
+
+def test_a_server_that_does_not_answer_fails_its_run_alone(url: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("kvtier.bench.serve.run.START_LIMIT_S", 0.3)
+    found = run_all(Record(settings("http://127.0.0.1:1", url, repeats=1), TwoRequests(), tmp_path))
+    assert found == {"s0-0": "failed", "s1-0": "ok"}
+
+
+def test_a_directory_of_other_settings_is_refused(url: str, tmp_path: Path) -> None:
+    Record(settings(url), TwoRequests(), tmp_path)
+    with pytest.raises(ConfigError, match=r"load was \{'users': 1\} and is \{'users': 2\}"):
+        Record(settings(url, load={"users": 2}), TwoRequests(), tmp_path)
+    (tmp_path / "runs" / "settings.json").write_text("{")
+    with pytest.raises(ConfigError, match="allowed: an empty directory"):
+        Record(settings(url), TwoRequests(), tmp_path)
+
+
+def test_the_sampler_writes_what_a_process_does(url: str, tmp_path: Path) -> None:
+    class Busy(OtherServer):
+        def pids(self) -> list[int]:
+            return [process.pid]
+
+    file = tmp_path / "written"
+    script = f"""
+import os, sys
+data = os.urandom(16 << 20)
+with open({str(file)!r}, "wb") as out:
+    out.write(data); out.flush(); os.fsync(out.fileno())
+print("done", flush=True)
+sys.stdin.readline()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        ticked = threading.Event()
+        with Sampler(
+            tmp_path / "samples.jsonl", Busy(url), client_pids=lambda: [os.getpid()], drive=drive_of(tmp_path),
+            limits=None, gpu=None, tick=ticked.set,
+        ):  # fmt: skip
+            assert ticked.wait(60)
+        process.communicate("\n", timeout=60)
+    (first, *_) = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert 16 << 20 <= first["written_bytes"] < 17 << 20
+    assert first["rss_bytes"] > 16 << 20
+    assert 0 < first["cpu_s"] < 60
+    assert first["client_cpu_s"] > 0
+    assert first["device"]["written_bytes"] >= 16 << 20
+    assert first["memory_bytes"] is first["gpu"] is None
+    assert first["metrics"]["vllm:num_requests_running"] == 2
+
+
+def test_metrics_are_kept_without_buckets_and_constant_labels() -> None:
+    assert parse_metrics(METRICS) == {
+        "vllm:prompt_tokens_total": 4096.0,
+        'vllm:prompt_tokens_by_source_total{source="local_compute"}': 4000.0,
+        'vllm:kvtier_load_bytes_total{place="host"}': 1.5e6,
+        "vllm:num_requests_running": 2.0,
+    }
+
+
+def test_processes_that_end_keep_their_counters_but_not_their_memory() -> None:
+    processes = Processes()
+    before = processes.figures([os.getpid()])
+    after = processes.figures([])
+    assert (after.cpu_s, after.written_bytes, after.rss_bytes) == (before.cpu_s, before.written_bytes, 0)
+    assert before.rss_bytes > 0
+    assert processes.figures([1 << 22]) == after
+
+
+def test_a_drive_that_has_gone_has_no_figures(tmp_path: Path) -> None:
+    assert drive_figures(replace(drive_of(tmp_path), name="gone")) is None
+
+
+def test_rapl_sums_packages_and_continues_beyond_the_range(tmp_path: Path) -> None:
+    for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text("9000000\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
+    rapl = Rapl(tmp_path)
+    assert rapl.joules() == 0
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("9500000\n")
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("1000000\n")
+    assert rapl.joules() == 2.5
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    assert rapl.joules() is None
+    assert Rapl(tmp_path / "none").joules() is None
+
+
+def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no program.*--vllm PYTHON"):
+        find_vllm(tmp_path / "python")
+    other = tmp_path / "other"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import no_such_vllm"\n')
+    other.chmod(0o755)
+    with pytest.raises(ConfigError, match="No module named 'no_such_vllm'"):
+        find_vllm(other)
