@@ -1,0 +1,356 @@
+"""The text of `blkparse`, in its default format or one that `blkparse -f` was given.
+
+An event is one line. D and C make a request of the device, Q a bio of the file system. Where one device of the
+recording is stacked on another (A), only the bios of the upper one and the requests of the lower one are counted.
+Formats: the manual page blkparse(1) of blktrace 1.2.0.
+"""
+
+import re
+from array import array
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoKind, IoLayer, IoTrace, by_time, rows_of
+from kvtier.characterize.pairing import pair
+from kvtier.errors import ConfigError
+from kvtier.trace.trace_files import LineErrors, short, text_lines
+
+LINE_CHARACTERS_MAX = 4096
+EVENTS_MAX = 20_000_000
+"""Events of one recording: about 800 MiB of memory."""
+NUMBER_MAX = (1 << 63) - 1
+COMMANDS_MAX = 1 << 20
+"""Processes whose names are kept."""
+
+_FIELDS = {
+    "a": r"[A-Za-z]{1,2}",
+    "c": r"\d+",
+    "C": r".*?",
+    "d": r"[A-Z]+",
+    "D": r"\d+,\d+",
+    "e": r"-?\d+",
+    "m": r"\d+",
+    "M": r"\d+",
+    "n": r"\d+",
+    "N": r"\d+",
+    "p": r"\d+",
+    "P": r"[0-9a-fA-F ]*?",
+    "s": r"\d+",
+    "S": r"\d+",
+    "t": r"\d+",
+    "T": r"\d+",
+    "u": r"\d+(?:\.\d+)?",
+    "U": r"\d+",
+}
+"""What each field of `blkparse -f` looks like."""
+_HEAD = "%D %2c %8s %5T.%9t %5p %2a %3d"
+_SPECIFIER = re.compile(r"%-?\d*([A-Za-z])|(\\[nt]|\s)+|(.)", re.DOTALL)
+_TAIL = (
+    r"\s*(?:(?P<S>\d+)(?: \+ (?P<n>\d+)| / \d+)?(?: <- \((?P<from_major>\d+),(?P<from_minor>\d+)\) \d+)?)?"
+    r"(?:[^\[]*\[(?P<C>.*)\])?.*"
+)
+_MESSAGE = re.compile(r"\s*\d+,\d+\s+\d+\s+\d+\s+\d+\.\d+\s+\d+\s+m\s")
+_SUMMARY = re.compile(r"(CPU\d+|Total) \(")
+_SKIPS = re.compile(r"Skips: [\d.,']+ forward \(([\d.,']+) -")
+_KERNEL_THREAD = re.compile(
+    r"(kworker|kswapd|jbd2|ksoftirqd|kjournald|flush|pdflush|swapper|md\d|loop\d|xfsaild|dmcrypt)"
+)
+_ACTIONS = "QAGIDCMFXSRB"
+_OTHER_ACTIONS = {"P", "U", "T", "UT", "m"}
+_COUNTED = {"M": "merges", "F": "merges", "X": "splits", "R": "requeues", "S": "sleeps", "B": "bounces", "A": "remaps"}
+_WITHOUT_SIZE = "XSB"
+"""Actions that need no size: they are counted alone."""
+
+
+def line_pattern(form: str | None = None) -> re.Pattern[str]:
+    """What a line of blkparse looks like.
+
+    Args:
+        form: what `blkparse -f` was given; None is the default format.
+
+    Raises:
+        ConfigError: it lacks a field that is needed, has one that blkparse does not document, or one twice.
+    """
+    if form is None:
+        return re.compile(r"\s*" + _pattern_of(_HEAD) + _TAIL, re.ASCII | re.DOTALL)
+    pattern = r"\s*" + _pattern_of(form) + r"\s*"
+    fields = set(re.findall(r"\(\?P<(\w)>", pattern))
+    needed = ("a", "d", "S") if fields & {"n", "N"} and fields & {"t", "T"} else ("a", "d", "S", "T", "n")
+    lacking = [name for name in needed if name not in fields]
+    if lacking:
+        raise ConfigError(
+            f"the format {short(form)} of blkparse lacks %{', %'.join(lacking)}; allowed: one with %a, %d, %S, %n or "
+            "%N, and %T.%t"
+        )
+    return re.compile(pattern, re.ASCII | re.DOTALL)
+
+
+def _pattern_of(form: str) -> str:
+    parts: list[str] = []
+    seen: set[str] = set()
+    for each in _SPECIFIER.finditer(form):
+        field, space, literal = each.groups()
+        if field is not None:
+            if field not in _FIELDS or field in seen:
+                raise ConfigError(
+                    f"the format {short(form)} of blkparse has %{field}, which is unknown or there twice; allowed, "
+                    f"once each: {', '.join('%' + name for name in _FIELDS)}"
+                )
+            seen.add(field)
+            parts.append(f"(?P<{field}>{_FIELDS[field]})")
+        elif space is not None:
+            parts.append(r"\s+")
+        else:
+            parts.append(r"\s*" + re.escape(literal) + r"\s*" if literal in "[]()" else re.escape(literal))
+    if parts and parts[-1] == r"\s+":
+        parts.pop()
+    # A field is padded on its left, so that white space may follow a literal or another field.
+    return "".join(r"\s*" + part if part.startswith("(?P<") and number else part for number, part in enumerate(parts))
+
+
+def looks_like_blkparse(line: str) -> bool:
+    """Whether `line` may be the first of a text of blkparse in its default format."""
+    return line.startswith("Input file ") or line_pattern().fullmatch(line) is not None
+
+
+class _Events:
+    """The columns of all events, in the order of the lines."""
+
+    def __init__(self) -> None:
+        self.time_ns = array("q")
+        self.device = array("I")
+        self.sector = array("Q")
+        self.sectors = array("Q")
+        self.process = array("i")
+        self.action = array("B")
+        self.kind = array("B")
+        self.is_write = array("b")
+        self.source = array("I")
+        """Device that a bio was remapped from, or 0."""
+        self.commands: dict[int, str] = {}
+        self.counts: dict[str, int] = {}
+        self.last_ns = 0
+        self.first_ns: int | None = None
+
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def add(self, found: re.Match[str]) -> None:
+        """One line.
+
+        Raises:
+            ConfigError: a field is out of range or unknown.
+        """
+        fields = found.groupdict()
+        action = fields["a"]
+        time_ns = int(fields.get("T") or 0) * 10**9 + int((fields.get("t") or "0")[:9])
+        _check(time_ns, "time")
+        self.first_ns = time_ns if self.first_ns is None else min(self.first_ns, time_ns)
+        self.last_ns = max(self.last_ns, time_ns)
+        if action in _OTHER_ACTIONS:
+            return
+        if len(action) > 1 or action not in _ACTIONS:
+            raise ConfigError(f"action {action!r}; allowed: {', '.join(_ACTIONS)}, {', '.join(sorted(_OTHER_ACTIONS))}")
+        if action in _COUNTED:
+            self.count(_COUNTED[action])
+        if action in _WITHOUT_SIZE:
+            return
+        if fields["S"] is None or not (fields.get("n") or fields.get("N")):
+            self.count("commands without data")  # of SCSI, with a payload in place of a sector
+            return
+        sectors = int(fields["n"]) if fields.get("n") else int(fields["N"]) // SECTOR_BYTES
+        kind, is_write = _meaning(fields["d"], sectors)
+        if kind is None:
+            self.count("commands without data")
+            return
+        process = int(fields.get("p") or NO_PROCESS)
+        command = fields.get("C")
+        if action in "QG" and command and command != "(null)" and len(self.commands) < COMMANDS_MAX:
+            self.commands[process] = command
+        if action == "C" and fields.get("e", fields.get("C")) not in {None, "0"}:
+            self.count("failed")
+        device = fields.get("D") or f"{fields.get('M') or 0},{fields.get('m') or 0}"
+        self.time_ns.append(time_ns)
+        self.device.append(_device(*device.split(",")))
+        self.sector.append(_check(int(fields["S"]), "sector", NUMBER_MAX // SECTOR_BYTES))
+        self.sectors.append(_check(sectors, "number of sectors", 1 << 32))
+        self.process.append(_check(process, "process", (1 << 31) - 1))
+        self.action.append(ord(action))
+        self.kind.append(kind)
+        self.is_write.append(is_write)
+        origin = fields.get("from_major")
+        self.source.append(0 if origin is None else _device(origin, fields["from_minor"]))
+
+
+def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
+    """Read the text that blkparse wrote.
+
+    Args:
+        path: the text, plain, gzip or zstd.
+        form: what `blkparse -f` was given; None is the default format.
+
+    Returns:
+        Bios at `IoLayer.FILE_SYSTEM`, without completion, and requests at `IoLayer.DEVICE`.
+
+    Raises:
+        ConfigError: it cannot be read, a line is not blkparse's, or there is no event or more than `EVENTS_MAX`.
+    """
+    pattern = line_pattern(form)
+    allowed = "blkparse's default format" if form is None else f"the format {short(form)}"
+    events = _Events()
+    remarks = ["blktrace's text has no date, and its process numbers are those of threads"]
+    lost = 0
+    is_summary = False
+    for number, line in text_lines(path):
+        is_summary = is_summary or _SUMMARY.match(line) is not None
+        if is_summary:
+            skipped = _SKIPS.match(line)
+            lost += int(re.sub(r"\D", "", skipped[1])) if skipped else 0
+        elif not line.endswith("\n") and len(line) <= LINE_CHARACTERS_MAX:
+            remarks.append(f"line {number}, the last one, is cut off and not counted")
+        else:
+            with LineErrors(path, number):
+                _add_line(events, pattern, line, allowed)
+    if events.first_ns is None:
+        raise ConfigError(f"trace {path} has no event of blkparse; allowed: at least one")
+    return _trace(events, lost, remarks)
+
+
+def _add_line(events: _Events, pattern: re.Pattern[str], line: str, allowed: str) -> None:
+    if len(line) > LINE_CHARACTERS_MAX:
+        raise ConfigError(f"{len(line)} characters; allowed: {allowed}, up to {LINE_CHARACTERS_MAX}")
+    found = pattern.fullmatch(line)
+    if found is not None:
+        events.add(found)
+    elif not line.startswith("Input file ") and not _MESSAGE.match(line):
+        raise ConfigError(f"{short(line.strip())} is no event; allowed: {allowed}")
+    if len(events.action) > EVENTS_MAX:
+        raise ConfigError(f"more events; allowed: {EVENTS_MAX} in a recording")
+
+
+class _Columns(NamedTuple):
+    """Events of some actions."""
+
+    time_s: np.ndarray
+    key: np.ndarray
+    """One number for each device, sector and direction."""
+    at: np.ndarray
+    """Their indices."""
+
+
+def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
+    first_ns = events.first_ns or 0
+    order = np.argsort(np.frombuffer(events.time_ns, np.int64), kind="stable")
+    time_s = (np.frombuffer(events.time_ns, np.int64)[order] - first_ns) / 1e9
+    device = np.frombuffer(events.device, np.uint32)[order]
+    sector = np.frombuffer(events.sector, np.uint64)[order]
+    sectors = np.frombuffer(events.sectors, np.uint64)[order]
+    process = np.frombuffer(events.process, np.int32)[order]
+    action = np.frombuffer(events.action, np.uint8)[order]
+    kind = np.frombuffer(events.kind, np.uint8)[order]
+    is_write = np.frombuffer(events.is_write, np.int8)[order] != 0
+    source = np.frombuffer(events.source, np.uint32)[order]
+    if not len(order):
+        return IoTrace("file", rows_of(0), (events.last_ns - first_ns) / 1e9, remarks=remarks, lost_events=lost)
+    key = np.unique(np.stack([device.astype(np.uint64), sector], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+
+    def of(actions: str) -> _Columns:
+        at = np.flatnonzero(np.isin(action, [ord(each) for each in actions]))
+        return _Columns(time_s[at], key[at] * 2 + is_write[at], at)
+
+    def rows(at: np.ndarray, layer: IoLayer, owner: np.ndarray) -> np.ndarray:
+        return rows_of(
+            len(at),
+            issued_s=time_s[at],
+            position=sector[at] * SECTOR_BYTES,
+            bytes=sectors[at] * SECTOR_BYTES,
+            place=device[at],
+            process=owner,
+            is_write=is_write[at],
+            kind=kind[at],
+            layer=layer,
+        )
+
+    threads = [number for number, name in events.commands.items() if _KERNEL_THREAD.match(name)]
+    owners = np.where(np.isin(process, threads), NO_PROCESS, process)
+    nested = 1 if lost else 256
+
+    bios, remaps, issues, ends = of("Q"), of("A"), of("D"), of("CR")
+    sources = np.unique(source[remaps.at])
+    remapped = pair(remaps.time_s, remaps.key, bios.time_s, bios.key)
+    is_lower = np.zeros(len(bios.at), bool)
+    is_stacked = np.isin(source[remaps.at], device[bios.at]) & (source[remaps.at] != device[remaps.at])
+    is_lower[remapped[is_stacked & (remapped >= 0)]] = True
+
+    found = pair(issues.time_s, issues.key, ends.time_s, ends.key, nested_max=nested)
+    end = np.where(found >= 0, ends.at[found] if len(ends.at) else -1, -1)
+    is_upper = np.isin(device[issues.at], sources) & _has_lower(device, issues.at, remaps.at, source)
+    is_kept = ~is_upper & ~((end >= 0) & (action[end] == ord("R")))
+    requests = rows(issues.at, IoLayer.DEVICE, _owner(of("QG"), issues, owners))
+    requests["completed_s"] = np.where(end >= 0, time_s[end], np.nan)
+    above = rows(bios.at, IoLayer.FILE_SYSTEM, owners[bios.at])
+    if is_lower.any() or is_upper.any():
+        remarks.append("devices are stacked: bios are counted at the upper one, requests at the lower one")
+    elif len(remaps.at) and not len(sources[sources > 0]) and len(np.unique(device)) > 1:
+        remarks.append("this format has no source of a remap: bios of stacked devices are counted at each of them")
+    if lost:
+        remarks.append(f"blkparse reports {lost} skipped events")
+    used = set(requests["process"].tolist()) | set(above["process"].tolist())
+    return IoTrace(
+        "file",
+        by_time(requests[is_kept], above[~is_lower]),
+        (events.last_ns - first_ns) / 1e9,
+        processes={number: name for number, name in events.commands.items() if number in used},
+        places={int(each): f"{each >> 20},{each & 0xFFFFF}" for each in np.unique(device).tolist()},
+        lost_events=lost,
+        counts=events.counts,
+        remarks=remarks,
+    )
+
+
+def _has_lower(device: np.ndarray, issues: np.ndarray, remaps: np.ndarray, source: np.ndarray) -> np.ndarray:
+    """For each issue whether its device was remapped to another one that has issues of its own."""
+    pairs = {(int(upper), int(lower)) for upper, lower in zip(source[remaps], device[remaps], strict=True)}
+    with_issues = set(np.unique(device[issues]).tolist())
+    uppers = [upper for upper, lower in pairs if upper != lower and lower in with_issues]
+    return np.isin(device[issues], uppers)
+
+
+def _owner(makers: _Columns, issues: _Columns, owners: np.ndarray) -> np.ndarray:
+    """The process that queued each request: of the newest Q or G at its first sector; else the one that issued it."""
+    if not len(issues.at):
+        return np.zeros(0, np.int32)
+    key = np.concatenate([makers.key, issues.key])
+    number = np.concatenate([makers.at, issues.at])
+    order = np.lexsort((number, key))
+    is_maker = order < len(makers.at)
+    newest = np.maximum.accumulate(np.where(is_maker, np.arange(len(order)), -1))
+    fits = (newest >= 0) & (key[order[newest]] == key[order])
+    chosen = np.where(fits, number[order[newest]], number[order])
+    result = np.empty(len(order), np.int64)
+    result[order] = chosen
+    return owners[result[len(makers.at) :]]
+
+
+def _meaning(rwbs: str, sectors: int) -> tuple[IoKind | None, bool]:
+    """Kind and direction of an RWBS field; kind None moves nothing. The first F is a flush before the operation."""
+    rest = rwbs[1:] if rwbs[0] == "F" and rwbs[1:2] in set("WRDNZ") else rwbs
+    if rest[0] == "F" or (rwbs[0] == "F" and not sectors):
+        return IoKind.FLUSH, True
+    if rest[0] == "D":
+        return IoKind.DISCARD, True
+    if rest[0] == "N" or rest[0] not in "RWZ" or rest[:2] == "ZR":
+        return None, False
+    return (IoKind.METADATA if "M" in rest[1:] else IoKind.DATA), rest[0] != "R"
+
+
+def _device(major: str, minor: str) -> int:
+    return _check(int(major), "major number", 0xFFF) << 20 | _check(int(minor), "minor number", 0xFFFFF)
+
+
+def _check(value: int, name: str, most: int = NUMBER_MAX) -> int:
+    if not 0 <= value <= most:
+        raise ConfigError(f"{name} {short(value)}; allowed: 0 to {most}")
+    return value

@@ -1,0 +1,43 @@
+"""Files that other tools wrote, as one `IoTrace`: the content tells which tool."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.characterize.blktrace import looks_like_blkparse, read_blkparse
+from kvtier.characterize.events import IoTrace
+from kvtier.characterize.fio_log import looks_like_fio_log, read_fio_logs
+from kvtier.errors import ConfigError
+from kvtier.trace.trace_files import short, text_lines
+
+ALLOWED = "the text of blkparse, fio's latency, bandwidth and io logs, and kvtier's log of objects"
+
+
+def read_recordings(paths: Sequence[Path], *, blkparse_form: str | None = None) -> IoTrace:
+    """Read recordings of one run.
+
+    Args:
+        paths: one text of blkparse, one log of objects, or fio's logs of all jobs; plain, gzip or zstd.
+        blkparse_form: what `blkparse -f` was given, if it was.
+
+    Raises:
+        ConfigError: a file cannot be read, its format is unknown, or the files do not go together.
+    """
+    tools = {_tool(path, blkparse_form) for path in paths}
+    if len(tools) > 1 or (len(paths) != 1 and tools != {"fio"}):
+        raise ConfigError(
+            f"{len(paths)} recordings ({', '.join(sorted(tools)) or 'none'}); allowed: one, or several of fio"
+        )
+    if tools == {"fio"}:
+        return read_fio_logs(paths)
+    return read_blkparse(paths[0], blkparse_form)
+
+
+def _tool(path: Path, blkparse_form: str | None) -> str:
+    number, first = next(text_lines(path), (0, ""))
+    if not number:
+        raise ConfigError(f"trace {path} is empty; allowed: {ALLOWED}")
+    if blkparse_form is not None or looks_like_blkparse(first):
+        return "blkparse"
+    if looks_like_fio_log(first):
+        return "fio"
+    raise ConfigError(f"trace {path}, line {number}: {short(first.strip())}: unknown format; allowed: {ALLOWED}")

@@ -1,0 +1,319 @@
+"""Recordings of blkparse and fio, against their own account and against the kernel's events of the same run.
+
+The recordings in `tests/golden/characterize` are real. blkparse.txt.gz and tracefs.txt.gz saw one run of fio on the two
+partitions of a loop device; the first is from the kernel's `blk` tracer. Stacked devices are by hand.
+"""
+
+import gzip
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.characterize.blktrace import line_pattern, read_blkparse
+from kvtier.characterize.events import IoKind, IoLayer, IoTrace
+from kvtier.characterize.fio_log import read_fio_logs
+from kvtier.characterize.recordings import read_recordings
+from kvtier.errors import ConfigError
+
+SAMPLES = Path(__file__).parents[1] / "golden" / "characterize"
+FIELDS = r"%D %2c %8s %5T.%9t %5p %2a %3d %S %n %N %e %C\n"
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def make(content: str | bytes, name: str = "recording") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return make
+
+
+def text_of(name: str) -> str:
+    return gzip.decompress((SAMPLES / name).read_bytes()).decode()
+
+
+def line(
+    time_s: float, action: str, rwbs: str, rest: str, *, device: str = "8,0", process: int = 7, cpu: int = 0
+) -> str:
+    return f"{device:>7} {cpu:2} {1:8} {time_s:15.9f} {process:5} {action:>2} {rwbs:>3} {rest}\n"
+
+
+def device_rows(trace: IoTrace) -> np.ndarray:
+    return trace.at(IoLayer.DEVICE)
+
+
+def test_requests_are_those_of_blkparses_own_summary() -> None:
+    trace = read_blkparse(SAMPLES / "blkparse.txt.gz")
+    summary = text_of("blkparse.txt.gz").partition("Total (")[2]
+    rows = device_rows(trace)
+    for way, is_write in (("Read", False), ("Write", True)):
+        wanted = re.search(rf"{way}s Completed: +(\d+), +(\d+)KiB", summary)
+        queued = re.search(rf"{way}s Queued: +(\d+), +(\d+)KiB", summary)
+        assert wanted
+        assert queued
+        mine = rows[rows["is_write"] == is_write]
+        assert (len(mine), int(mine["bytes"].sum())) == (int(wanted[1]), int(wanted[2]) << 10)
+        bios = trace.at(IoLayer.FILE_SYSTEM)
+        bios = bios[bios["is_write"] == is_write]
+        assert int(bios["bytes"].sum()) == int(queued[2]) << 10
+    assert not np.isnan(rows["completed_s"]).any()
+    assert trace.counts == {"remaps": 336, "splits": 80, "merges": 224}
+    assert (trace.source, trace.lost_events, trace.places) == ("file", 0, {7 << 20: "7,0"})
+
+
+def kernel_requests() -> list[tuple[int, int, bool, int]]:
+    """Sector, bytes, direction and submitting process of each request that the kernel's own events name."""
+    seen: list[tuple[int, int, bool, int]] = []
+    owner: dict[int, int] = {}
+    form = re.compile(r"-(\d+) +\[\d+\] \S+ [\d.]+: (block_bio_queue|block_getrq|block_rq_issue): 7,0 (\w+) (.*)")
+    for each in text_of("tracefs.txt.gz").splitlines():
+        found = form.search(each)
+        if found is None:
+            continue
+        process, event, rwbs, rest = int(found[1]), found[2], found[3], found[4]
+        sector = re.search(r"(\d+) \+ (\d+)", rest)
+        assert sector
+        if event == "block_rq_issue":
+            size = int(sector[2]) * 512
+            seen.append((int(sector[1]), size, "W" in rwbs, owner.get(int(sector[1]), process)))
+        else:
+            owner[int(sector[1])] = process
+    return seen
+
+
+def test_requests_are_those_that_the_kernels_events_name() -> None:
+    rows = device_rows(read_blkparse(SAMPLES / "blkparse.txt.gz"))
+    mine = [
+        (int(row["position"]) // 512, int(row["bytes"]), bool(row["is_write"]), int(row["process"])) for row in rows
+    ]
+    wanted = kernel_requests()
+    assert len(wanted) == 192
+    assert Counter(mine) == Counter(wanted)
+
+
+def test_fields_of_a_format_give_the_same_requests() -> None:
+    usual = read_blkparse(SAMPLES / "blkparse.txt.gz")
+    chosen = read_blkparse(SAMPLES / "blkparse_fields.txt.gz", FIELDS)
+    assert usual.requests.tobytes() == chosen.requests.tobytes()
+    assert usual.counts == chosen.counts
+
+
+def test_lines_of_several_cpus_may_be_out_of_order(write: Write) -> None:
+    lines = text_of("blkparse.txt.gz").partition("CPU0 (")[0].splitlines(keepends=True)
+    random.Random(3).shuffle(lines)
+    shuffled = read_blkparse(write("".join(lines)))
+    usual = read_blkparse(SAMPLES / "blkparse.txt.gz")
+    assert shuffled.requests.tobytes() == usual.requests.tobytes()
+
+
+STACKED = "".join(
+    [
+        line(0.0, "Q", "W", "1000 + 8 [writer]", device="253,0"),
+        line(0.1, "A", "W", "5000 + 8 <- (253,0) 1000"),
+        line(0.2, "Q", "W", "5000 + 8 [writer]"),
+        line(0.3, "G", "W", "5000 + 8 [writer]"),
+        line(0.4, "I", "W", "5000 + 8 [writer]"),
+        line(0.5, "D", "W", "5000 + 8 [kworker/0:1H]", process=90),
+        line(0.9, "C", "W", "5000 + 8 [0]", process=0),
+        line(1.0, "C", "W", "1000 + 8 [0]", device="253,0", process=0),
+    ]
+)
+
+
+def test_one_layer_of_a_stack_is_counted(write: Write) -> None:
+    trace = read_blkparse(write(STACKED))
+    (request,), (bio,) = device_rows(trace), trace.at(IoLayer.FILE_SYSTEM)
+    assert (request["place"], request["position"], request["process"]) == (8 << 20, 5000 * 512, 7)
+    assert request["completed_s"] - request["issued_s"] == pytest.approx(0.4)
+    assert (bio["place"], bio["position"]) == (253 << 20, 1000 * 512)
+    assert trace.processes == {7: "writer"}
+    # Without the remap nothing says that both bios are one.
+    unrelated = read_blkparse(write("".join(each for each in STACKED.splitlines(keepends=True) if " A " not in each)))
+    assert len(unrelated.at(IoLayer.FILE_SYSTEM)) == 2
+
+
+def test_requests_of_the_upper_device_of_a_multipath_stack_are_not_counted(write: Write) -> None:
+    text = STACKED + line(0.05, "D", "W", "1000 + 8 [writer]", device="253,0")
+    assert device_rows(read_blkparse(write(text)))["place"].tolist() == [8 << 20]
+
+
+def test_kinds_owners_and_what_is_no_request(write: Write) -> None:
+    text = "Input file sda.blktrace.0 added\n" + "".join(
+        [
+            line(0.00, "Q", "WM", "64 + 8 [jbd2/sda1-8]", process=30),
+            line(0.01, "D", "WM", "64 + 8 [jbd2/sda1-8]", process=30),
+            line(0.02, "Q", "R", "208 + 8 [reader]", process=40),
+            line(0.03, "G", "R", "208 + 8 [reader]", process=40),
+            line(0.04, "Q", "R", "200 + 8 [other]", process=41),
+            line(0.05, "F", "R", "200 + 8 [other]", process=41),
+            line(0.06, "D", "R", "200 + 16 [reader]", process=40),
+            line(0.07, "D", "FN", "0 + 0 [reader]"),
+            line(0.08, "D", "D", "4096 + 2048 [fstrim]"),
+            line(0.09, "D", "R", "36 (12 00 00 00 24 00 ..) [smartctl]"),
+            line(0.10, "m", "N", "cfq2519S allocated"),
+            line(0.11, "U", "N", "[reader] 1"),
+            line(0.12, "C", "R", "200 + 16 [65531]", process=0),
+            line(0.13, "D", "W", "300 + 8 [writer]"),
+            line(0.14, "R", "W", "300 + 8 [0]"),
+            line(0.15, "D", "W", "300 + 8 [writer]"),
+            line(0.17, "C", "W", "300 + 8 (   20000) [0]"),
+        ]
+    )
+    trace = read_blkparse(write(text + "CPU0 (8,0):\n anything at all\nSkips: 2 forward (1,234 -   0.5%)\n"))
+    rows = device_rows(trace)
+    assert [(int(row["position"]) // 512, int(row["kind"]), int(row["process"])) for row in rows] == [
+        (64, IoKind.METADATA, 0),
+        (200, IoKind.DATA, 41),
+        (0, IoKind.FLUSH, 7),
+        (4096, IoKind.DISCARD, 7),
+        (300, IoKind.DATA, 7),
+    ]
+    assert rows[4]["completed_s"] - rows[4]["issued_s"] == pytest.approx(0.02)
+    assert trace.counts == {"merges": 1, "requeues": 1, "commands without data": 1, "failed": 1}
+    assert trace.lost_events == 1234
+    assert trace.seconds == pytest.approx(0.17)
+
+
+def test_a_last_line_that_is_cut_off_is_not_counted(write: Write) -> None:
+    text = line(0.0, "D", "R", "0 + 2048 [reader]") + line(0.1, "D", "R", "8 + 2048 [reader]")[:-11]
+    trace = read_blkparse(write(text))
+    assert len(trace.requests) == 1
+    assert any("cut off" in each for each in trace.remarks)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\x00\xff\xfe" * 50, "not UTF-8"),
+        (b"\x1f\x8b" + b"garbage" * 9, "after line 0: Unknown compression"),
+        (gzip.compress(STACKED.encode())[:60], "not a trace"),
+        (STACKED + "8,0 this is none\n", "line 9: '8,0 this is none' is no event"),
+        (STACKED + line(2, "D", "W", "1 + 8 [" + "x" * 5000 + "]"), "line 9: .*up to 4096"),
+        (STACKED + line(2, "K", "W", "1 + 8 [x]"), "line 9: action 'K'"),
+        (STACKED + line(2, "D", "W", f"{1 << 62} + 8 [x]"), "line 9: sector"),
+        (STACKED + line(2, "D", "W", "1 + 8 [x]", device="8,99999999"), "line 9: minor number"),
+        ("time,value\n1,2\n", "line 1: .*unknown format; allowed: the text of blkparse"),
+        ("fio version 4 iolog\n", "iolog of version 4"),
+        ("Input file sda.blktrace.0 added\n", "has no event"),
+    ],
+)
+def test_what_is_no_recording_is_an_error_that_names_file_and_line(
+    write: Write, content: str | bytes, message: str
+) -> None:
+    path = write(content)
+    with pytest.raises(ConfigError, match=message) as failed:
+        read_recordings([path])
+    assert str(path) in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [("%D %S", "lacks %a, %d, %T, %n"), ("%a %d %S %n %T %q", "has %q"), ("%a %a %d %S %n %T", "twice")],
+)
+def test_a_format_without_what_is_needed_is_refused(form: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        line_pattern(form)
+
+
+def summary(run: str, job: str) -> dict[str, Any]:
+    return json.loads((SAMPLES / "fio_summary.json").read_text())[run][job]
+
+
+def logs(kind: str) -> list[Path]:
+    return [SAMPLES / f"fio_{kind}.{number}.log.gz" for number in (1, 2)]
+
+
+@pytest.mark.parametrize(("kind", "field"), [("lat", "lat_ns_mean"), ("bw", "clat_ns_mean")])
+def test_fios_logs_agree_with_its_own_summary(kind: str, field: str) -> None:
+    trace = read_recordings(logs(kind))
+    assert (trace.source, trace.layers, trace.processes) == ("file", [IoLayer.APPLICATION], {1: "job 1", 2: "job 2"})
+    for number, job in enumerate(("mix", "scan"), 1):
+        for way, is_write in (("read", False), ("write", True)):
+            wanted = summary("logs", job)[way]
+            mine = trace.requests[(trace.requests["process"] == number) & (trace.requests["is_write"] == is_write)]
+            assert (len(mine), int(mine["bytes"].sum())) == (wanted["total_ios"], wanted["io_bytes"])
+            if len(mine):
+                # The bandwidth of a request is a whole number: its latency is exact to its last digit.
+                taken_ns = (mine["completed_s"] - mine["issued_s"]).mean() * 1e9
+                assert taken_ns == pytest.approx(wanted[field], rel=1e-9 if kind == "lat" else 1e-4)
+
+
+def test_offsets_of_a_scan_follow_each_other() -> None:
+    trace = read_fio_logs(logs("lat"))
+    scan = trace.requests[trace.requests["process"] == 2]
+    assert sorted(scan["position"].tolist()) == [number << 20 for number in range(48)]
+
+
+def test_an_iolog_agrees_with_fios_summary() -> None:
+    trace = read_recordings([SAMPLES / "fio.iolog.gz"])
+    for way, is_write in (("read", False), ("write", True)):
+        wanted = summary("iolog", "big")[way]
+        mine = trace.requests[trace.requests["is_write"] == is_write]
+        assert (len(mine), int(mine["bytes"].sum())) == (wanted["total_ios"], wanted["io_bytes"])
+    assert trace.seconds == pytest.approx(0.0469, abs=1e-4)  # from its first request to its last
+    assert list(trace.places.values()) == ["/dev/loop0p1"]
+
+
+def test_an_iolog_of_version_2_has_waits_in_place_of_times(write: Write) -> None:
+    text = "fio version 2 iolog\n/x y add\n/x y open\n/x y write 0 4096\n/x y wait 500000 0\n/x y read 4096 512\n"
+    trace = read_recordings([write(text + "/x y trim 0 4096\n/x y sync 0 0\n/x y close\n")])
+    assert trace.requests["issued_s"].tolist() == [0.0, 0.5, 0.5, 0.5]
+    assert trace.requests["kind"].tolist() == [IoKind.DATA, IoKind.DATA, IoKind.DISCARD, IoKind.FLUSH]
+    assert np.isnan(trace.requests["completed_s"]).all()
+
+
+def test_times_of_a_log_may_count_from_1970(write: Write) -> None:
+    text = "1795394472500, 250000000, 0, 4096, 0, 0\n1795394473500, 500000000, 1, 4096, 4096, 0\n"
+    trace = read_fio_logs([write(text, "run_lat.1.log")])
+    assert trace.began_s == pytest.approx(1795394472.25)
+    assert trace.requests["issued_s"].tolist() == pytest.approx([0.0, 0.75])
+    assert trace.seconds == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.log", "1, 2, 0, 4096, 0, 0\n", "the name says what the values are"),
+        ("run_iops.1.log", "1, 1, 0, 4096, 0, 0\n", "the name says what the values are"),
+        ("run_lat.1.log", "1, 2, 0, 4096\n", "line 1: no offset"),
+        ("run_lat.1.log", "1, 2, 0, 4096, 0\n2, 2, 0, 4096, 0\n", "no offset"),
+        ("run_lat.1.log", "1, 2, 0, 4096, 0x4001\n", "line 1: no offset"),
+        ("run_lat.1.log", "500, 2, 0, 0, 0, 0\n", "line 1: 0 bytes: an average"),
+        ("run_bw.1.log", "500, 0, 0, 4096, 0, 0\n", "out of range"),
+        ("run_lat.1.log", "1, 2, 0, 4096, 0, 0\n1, 2, 7, 4096, 0, 0\n", "line 2: "),
+        ("run_lat.1.log", "1, 2, 0, 4096, 9, 0\n" + "1" * 9000 + "\n", "line 2: 9001 characters"),
+        ("run_lat.1.log", f"1, 2, 0, 4096, {'9' * 19}, 0\n", "line 1: .* bytes; allowed"),
+        ("io", "fio version 3 iolog\n", "no request"),
+        ("io", "fio version 3 iolog\n5 /x wait 3 0\n", "line 2: "),
+        ("io", "fio version 3 iolog\n/x read 3 0\n", "line 2: .*time in us"),
+        ("io", "fio version 2 iolog\n/x steal 3 0\n", "line 2: "),
+    ],
+)
+def test_logs_that_would_mislead_are_refused(write: Write, name: str, content: str, message: str) -> None:
+    path = write(content, name)
+    with pytest.raises(ConfigError, match=message) as failed:
+        read_recordings([path])
+    assert str(path) in str(failed.value)
+
+
+def test_offsets_without_priorities_are_those_of_old_versions(write: Write) -> None:
+    trace = read_fio_logs([write("1, 2, 0, 4096, 0\n2, 2, 0, 4096, 4096\n", "run_clat.log")])
+    assert trace.requests["position"].tolist() == [0, 4096]
+
+
+def test_recordings_that_count_the_same_requests_twice_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="several kinds"):
+        read_recordings([logs("lat")[0], logs("bw")[0]])
+    with pytest.raises(ConfigError, match="allowed: one, or several of fio"):
+        read_recordings([SAMPLES / "blkparse.txt.gz", logs("bw")[0]])
