@@ -315,5 +315,5 @@ def test_offsets_without_priorities_are_those_of_old_versions(write: Write) -> N
 def test_recordings_that_count_the_same_requests_twice_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="several kinds"):
         read_recordings([logs("lat")[0], logs("bw")[0]])
-    with pytest.raises(ConfigError, match="allowed: one, or several of fio"):
+    with pytest.raises(ConfigError, match="allowed: one text of blkparse, or"):
         read_recordings([SAMPLES / "blkparse.txt.gz", logs("bw")[0]])

@@ -1,0 +1,256 @@
+"""kvtier's journal as the application's layer: objects that tiers read and wrote, beside what the device did meanwhile.
+
+FORMAT.md lists the fields. An object has no address: each name gets a position of its own, so that a repeated read is
+seen as one, and no two objects follow each other.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from kvtier.characterize.events import NO_PROCESS, IoKind, IoLayer, IoTrace, rows_of, transfers
+from kvtier.errors import ConfigError
+from kvtier.trace.trace_files import LineErrors, number, short, text_lines, whole
+
+LINE_CHARACTERS_MAX = 1 << 16
+OBJECTS_MAX = 20_000_000
+"""Objects of all journals together: about 3 GiB of memory."""
+NAMES_MAX = 1 << 22
+"""Different names."""
+TIERS_MAX = 1 << 10
+TEXT_CHARACTERS_MAX = 256
+GAP_BYTES = 1 << 20
+"""Between the positions of two names: too far for one to follow the other."""
+OBJECT_BYTES_MAX = 1 << 40
+POSITION_MAX = 1 << 52
+VERSION = 1
+WAYS = ("read", "write")
+DONE = "done"
+_PROCESS = re.compile(r"journal-.*-(\d{1,9})-\d+\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLog:
+    """Objects that tiers read or wrote."""
+
+    trace: IoTrace
+    """Of source ``log``. `bytes` are those of the frames, of all ranks; `place` is a tier."""
+    payload_bytes: np.ndarray
+    """Bytes of the engine's KV in each of `trace.requests`, of one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteAmplification:
+    """What became of the payload of objects on its way to the device, within the time that both recordings share."""
+
+    seconds: float
+    objects: int
+    """Objects whose writes began and ended in that time."""
+    payload_bytes: int
+    framed_bytes: int
+    device_bytes: int
+    """Written to the device by the chosen processes, or by all if none was chosen."""
+    unattributed_bytes: int
+    """Written to the device in the same time by kernel threads, if processes were chosen: the journal of a file system,
+    or writeback of these processes or others."""
+
+    @property
+    def framed_ratio(self) -> float | None:
+        """Bytes of frames over bytes of payload; None without writes."""
+        return self.framed_bytes / self.payload_bytes if self.payload_bytes else None
+
+    @property
+    def device_ratio(self) -> float | None:
+        """Bytes written to the device over bytes of payload; None without writes."""
+        return self.device_bytes / self.payload_bytes if self.payload_bytes else None
+
+
+def looks_like_journal(line: str) -> bool:
+    """Whether `line` may be the first of a journal."""
+    try:
+        value: object = json.loads(line) if line.startswith("{") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and "kind" in value
+
+
+def read_objects(paths: Sequence[Path]) -> ObjectLog:
+    """Read the objects in journals of one run.
+
+    Args:
+        paths: journals, each of one process; plain, gzip or zstd.
+
+    Raises:
+        ConfigError: one cannot be read, a line is not a journal's, or none has an object.
+    """
+    reader = _Reader()
+    for path in paths:
+        reader.read(path)
+    if not reader.ended_s:
+        listed = ", ".join(str(path) for path in paths[:3])
+        raise ConfigError(f"trace {listed} has no object that was read or written; allowed: at least one")
+    return reader.log()
+
+
+def write_amplification(log: ObjectLog, blocks: IoTrace) -> WriteAmplification:
+    """Join a journal with what the kernel saw.
+
+    Args:
+        log: the journal.
+        blocks: a capture of the same time, on the same machine.
+
+    Raises:
+        ConfigError: the recordings have no time in common.
+    """
+    objects = log.trace.requests
+    began_s = max(log.trace.began_s, blocks.began_s)
+    ended_s = min(log.trace.began_s + log.trace.seconds, blocks.began_s + blocks.seconds)
+    if not blocks.began_s or ended_s <= began_s:
+        raise ConfigError(
+            f"the journal is of {log.trace.began_s:.3f} to {log.trace.began_s + log.trace.seconds:.3f}, the capture of "
+            f"{blocks.began_s:.3f} to {blocks.began_s + blocks.seconds:.3f}; allowed: recordings of the same time"
+        )
+    written = objects["is_write"]
+    written = written & (objects["issued_s"] >= began_s - log.trace.began_s - 1e-6)
+    written &= objects["completed_s"] <= ended_s - log.trace.began_s + 1e-6
+    device = transfers(blocks.at(IoLayer.DEVICE))
+    device = device[device["is_write"]]
+    device = device[(device["issued_s"] >= began_s - blocks.began_s) & (device["issued_s"] <= ended_s - blocks.began_s)]
+    of_kernel = device[device["process"] == NO_PROCESS] if blocks.chosen is not None else device[:0]
+    return WriteAmplification(
+        seconds=ended_s - began_s,
+        objects=int(written.sum()),
+        payload_bytes=int(log.payload_bytes[written].sum()),
+        framed_bytes=int(objects["bytes"][written].sum()),
+        device_bytes=int(blocks.of_chosen(device)["bytes"].sum()),
+        unattributed_bytes=int(of_kernel["bytes"].sum()),
+    )
+
+
+class _Reader:
+    """The objects of all journals."""
+
+    def __init__(self) -> None:
+        self.ended_s = array("d")
+        self._seconds = array("d")
+        self._position = array("Q")
+        self._tier = array("I")
+        self._bytes = array("Q")
+        self._payload = array("Q")
+        self._is_write = array("b")
+        self._process = array("i")
+        self._names: dict[str, int] = {}
+        """The position of each name."""
+        self._free = 0
+        self._tiers: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        self._remarks: list[str] = []
+        self._processes: dict[int, str] = {}
+
+    def read(self, path: Path) -> None:
+        """Read one journal."""
+        named = _PROCESS.match(path.name)
+        process = int(named[1]) if named else NO_PROCESS
+        if named:
+            self._processes[process] = "kvtier"
+        for at, line in text_lines(path):
+            if not line.endswith("\n"):
+                self._remarks.append(f"{path.name}: line {at}, the last one, is cut off and not counted")
+                break
+            with LineErrors(path, at):
+                if len(line) > LINE_CHARACTERS_MAX:
+                    raise ConfigError(f"{len(line)} characters; allowed: up to {LINE_CHARACTERS_MAX}")
+                value: object = json.loads(line)
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{short(line.strip())} is not a JSON object")
+                self._add(cast("dict[str, Any]", value), process)
+
+    def _add(self, fields: dict[str, Any], process: int) -> None:
+        kind = fields["kind"]
+        if kind == "journal" and fields["version"] != VERSION:
+            raise ConfigError(f"a journal of version {short(fields['version'])}; allowed: {VERSION}")
+        if kind != "object":
+            return
+        way = fields["way"]
+        if way not in WAYS:
+            raise ConfigError(f"way is {short(way)}; allowed: {', '.join(WAYS)}")
+        outcome = _text(fields, "outcome")
+        if outcome != DONE:
+            label = f"{way}s that ended {outcome}"
+            if label in self._counts or len(self._counts) < TIERS_MAX:
+                self._counts[label] = self._counts.get(label, 0) + 1
+            return
+        seconds, size = number(fields, "seconds"), number(fields, "bytes")
+        if seconds < 0 or not 0 < size <= OBJECT_BYTES_MAX or size != int(size):
+            raise ConfigError(f"{size:g} bytes in {seconds:g} s; allowed: from 0 s, 1 to 2^40 bytes")
+        self._tier.append(_index(self._tiers, _text(fields, "tier")))
+        self._position.append(self._position_of(_text(fields, "name"), int(size)))
+        self.ended_s.append(number(fields, "time_s"))
+        self._seconds.append(seconds)
+        self._bytes.append(int(size))
+        self._payload.append(whole(fields, "payload_bytes"))
+        self._is_write.append(way == "write")
+        self._process.append(process)
+        if len(self.ended_s) > OBJECTS_MAX:
+            raise ConfigError(f"more objects; allowed: {OBJECTS_MAX}")
+
+    def _position_of(self, name: str, size: int) -> int:
+        if name not in self._names:
+            if len(self._names) >= NAMES_MAX or self._free >= POSITION_MAX - OBJECT_BYTES_MAX:
+                raise ConfigError(f"more names; allowed: {NAMES_MAX}, of 2^52 bytes together")
+            self._names[name] = self._free
+            self._free += size + GAP_BYTES
+        return self._names[name]
+
+    def log(self) -> ObjectLog:
+        """All objects; the first one begins at 0."""
+        ended_s = np.frombuffer(self.ended_s, np.float64)
+        issued_s = ended_s - np.frombuffer(self._seconds, np.float64)
+        began_s = float(issued_s.min())
+        payload = np.frombuffer(self._payload, np.uint64)
+        rows = rows_of(
+            len(ended_s),
+            issued_s=issued_s - began_s,
+            completed_s=ended_s - began_s,
+            position=np.frombuffer(self._position, np.uint64),
+            bytes=np.frombuffer(self._bytes, np.uint64),
+            place=np.frombuffer(self._tier, np.uint32),
+            process=np.frombuffer(self._process, np.int32),
+            is_write=np.frombuffer(self._is_write, np.int8) != 0,
+            kind=IoKind.DATA,
+            layer=IoLayer.APPLICATION,
+        )
+        order = np.argsort(rows["issued_s"], kind="stable")
+        remarks = ["objects have no address: no two follow each other, and repeated reads are those of a name"]
+        if int(rows["bytes"].sum()) > 1.5 * int(payload.sum()):
+            remarks.append("payload bytes are those of one rank, and bytes of frames those of all ranks")
+        trace = IoTrace(
+            "log",
+            rows[order],
+            float(ended_s.max()) - began_s,
+            began_s=began_s,
+            processes=self._processes,
+            places={at: tier for tier, at in self._tiers.items()},
+            counts=self._counts,
+            remarks=remarks + self._remarks,
+        )
+        return ObjectLog(trace, payload[order])
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields[name]
+    if not isinstance(value, str) or not 0 < len(value) <= TEXT_CHARACTERS_MAX:
+        raise ConfigError(f"{name} is {short(value)}; allowed: 1 to {TEXT_CHARACTERS_MAX} characters")
+    return value
+
+
+def _index(known: dict[str, int], text: str) -> int:
+    if text not in known and len(known) >= TIERS_MAX:
+        raise ConfigError(f"more tiers; allowed: {TIERS_MAX}")
+    return known.setdefault(text, len(known))
