@@ -20,6 +20,7 @@ from kvtier.characterize.blktrace import line_pattern, read_blkparse
 from kvtier.characterize.events import IoKind, IoLayer, IoTrace
 from kvtier.characterize.fio_log import read_fio_logs
 from kvtier.characterize.recordings import read_recordings
+from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 
 SAMPLES = Path(__file__).parents[1] / "golden" / "characterize"
@@ -317,3 +318,22 @@ def test_recordings_that_count_the_same_requests_twice_do_not_go_together() -> N
         read_recordings([logs("lat")[0], logs("bw")[0]])
     with pytest.raises(ConfigError, match="allowed: one text of blkparse, or"):
         read_recordings([SAMPLES / "blkparse.txt.gz", logs("bw")[0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source", "requests", "read_share"),
+    [
+        (["blkparse.txt.gz"], "file", 192, 75776 / (75776 + 7168)),
+        (["fio_lat.1.log.gz", "fio_lat.2.log.gz"], "file", 304, 111411200 / 117440512),
+    ],
+)
+def test_the_command_measures_a_recording(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], source: str, requests: int, read_share: float
+) -> None:
+    files = [word for name in arguments for word in ("--input", str(SAMPLES / name))]
+    assert run(["characterize", "--json", *files]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["source"], found["requests"]) == (source, requests)
+    assert found["read_share_bytes"] == pytest.approx(read_share)
+    assert run(["characterize", *files, "--seconds", "3"]) == 2
+    assert "--input is a recording" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoKind, IoLayer, IoTrace, by_time, rows_of
+from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoLayer, IoTrace, by_time, kinds_of, rows_of
 from kvtier.characterize.pairing import pair
 from kvtier.errors import ConfigError
 from kvtier.trace.trace_files import LineErrors, short, text_lines
@@ -21,6 +21,7 @@ LINE_CHARACTERS_MAX = 4096
 EVENTS_MAX = 20_000_000
 """Events of one recording: about 800 MiB of memory."""
 NUMBER_MAX = (1 << 63) - 1
+LETTERS_MAX = 256
 COMMANDS_MAX = 1 << 20
 """Processes whose names are kept."""
 
@@ -28,7 +29,7 @@ _FIELDS = {
     "a": r"[A-Za-z]{1,2}",
     "c": r"\d+",
     "C": r".*?",
-    "d": r"[A-Z]+",
+    "d": r"[A-Z]{1,8}",
     "D": r"\d+,\d+",
     "e": r"-?\d+",
     "m": r"\d+",
@@ -125,8 +126,9 @@ class _Events:
         self.sectors = array("Q")
         self.process = array("i")
         self.action = array("B")
-        self.kind = array("B")
-        self.is_write = array("b")
+        self.letters = array("B")
+        """Index of each event's RWBS letters in `rwbs`."""
+        self.rwbs: dict[str, int] = {}
         self.source = array("I")
         """Device that a bio was remapped from, or 0."""
         self.commands: dict[int, str] = {}
@@ -161,10 +163,12 @@ class _Events:
             self.count("commands without data")  # of SCSI, with a payload in place of a sector
             return
         sectors = int(fields["n"]) if fields.get("n") else int(fields["N"]) // SECTOR_BYTES
-        kind, is_write = _meaning(fields["d"], sectors)
-        if kind is None:
+        rwbs = fields["d"]
+        if rwbs == "N":
             self.count("commands without data")
             return
+        if rwbs not in self.rwbs and len(self.rwbs) >= LETTERS_MAX:
+            raise ConfigError(f"RWBS {short(rwbs)}; allowed: {LETTERS_MAX} different ones in a recording")
         process = int(fields.get("p") or NO_PROCESS)
         command = fields.get("C")
         if action in "QG" and command and command != "(null)" and len(self.commands) < COMMANDS_MAX:
@@ -178,8 +182,7 @@ class _Events:
         self.sectors.append(_check(sectors, "number of sectors", 1 << 32))
         self.process.append(_check(process, "process", (1 << 31) - 1))
         self.action.append(ord(action))
-        self.kind.append(kind)
-        self.is_write.append(is_write)
+        self.letters.append(self.rwbs.setdefault(rwbs, len(self.rwbs)))
         origin = fields.get("from_major")
         self.source.append(0 if origin is None else _device(origin, fields["from_minor"]))
 
@@ -200,7 +203,7 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
     pattern = line_pattern(form)
     allowed = "blkparse's default format" if form is None else f"the format {short(form)}"
     events = _Events()
-    remarks = ["blktrace's text has no date, and its process numbers are those of threads"]
+    remarks = ["The text of blkparse has no date, and its process numbers are those of threads."]
     lost = 0
     is_summary = False
     for number, line in text_lines(path):
@@ -209,7 +212,7 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
             skipped = _SKIPS.match(line)
             lost += int(re.sub(r"\D", "", skipped[1])) if skipped else 0
         elif not line.endswith("\n") and len(line) <= LINE_CHARACTERS_MAX:
-            remarks.append(f"line {number}, the last one, is cut off and not counted")
+            remarks.append(f"Line {number}, the last one, is cut off and not counted.")
         else:
             with LineErrors(path, number):
                 _add_line(events, pattern, line, allowed)
@@ -249,11 +252,11 @@ def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
     sectors = np.frombuffer(events.sectors, np.uint64)[order]
     process = np.frombuffer(events.process, np.int32)[order]
     action = np.frombuffer(events.action, np.uint8)[order]
-    kind = np.frombuffer(events.kind, np.uint8)[order]
-    is_write = np.frombuffer(events.is_write, np.int8)[order] != 0
+    letters = np.frombuffer(events.letters, np.uint8)[order]
     source = np.frombuffer(events.source, np.uint32)[order]
     if not len(order):
         return IoTrace("file", rows_of(0), (events.last_ns - first_ns) / 1e9, remarks=remarks, lost_events=lost)
+    is_write, kind = (of_letters[letters] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
     key = np.unique(np.stack([device.astype(np.uint64), sector], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
     def of(actions: str) -> _Columns:
@@ -292,11 +295,11 @@ def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
     requests["completed_s"] = np.where(end >= 0, time_s[end], np.nan)
     above = rows(bios.at, IoLayer.FILE_SYSTEM, owners[bios.at])
     if is_lower.any() or is_upper.any():
-        remarks.append("devices are stacked: bios are counted at the upper one, requests at the lower one")
+        remarks.append("Devices are stacked: bios are counted at the upper one, requests at the lower one.")
     elif len(remaps.at) and not len(sources[sources > 0]) and len(np.unique(device)) > 1:
-        remarks.append("this format has no source of a remap: bios of stacked devices are counted at each of them")
+        remarks.append("This format has no source of a remap: bios of stacked devices are counted at each of them.")
     if lost:
-        remarks.append(f"blkparse reports {lost} skipped events")
+        remarks.append(f"The summary of blkparse has {lost} skipped events.")
     used = set(requests["process"].tolist()) | set(above["process"].tolist())
     return IoTrace(
         "file",
@@ -332,18 +335,6 @@ def _owner(makers: _Columns, issues: _Columns, owners: np.ndarray) -> np.ndarray
     result = np.empty(len(order), np.int64)
     result[order] = chosen
     return owners[result[len(makers.at) :]]
-
-
-def _meaning(rwbs: str, sectors: int) -> tuple[IoKind | None, bool]:
-    """Kind and direction of an RWBS field; kind None moves nothing. The first F is a flush before the operation."""
-    rest = rwbs[1:] if rwbs[0] == "F" and rwbs[1:2] in set("WRDNZ") else rwbs
-    if rest[0] == "F" or (rwbs[0] == "F" and not sectors):
-        return IoKind.FLUSH, True
-    if rest[0] == "D":
-        return IoKind.DISCARD, True
-    if rest[0] == "N" or rest[0] not in "RWZ" or rest[:2] == "ZR":
-        return None, False
-    return (IoKind.METADATA if "M" in rest[1:] else IoKind.DATA), rest[0] != "R"
 
 
 def _device(major: str, minor: str) -> int:

@@ -103,7 +103,7 @@ class _Reader:
             lines = itertools.chain([(first_number, first)] if first_number else [], lines)
         for line_number, line in lines:
             if not line.endswith("\n") and len(line) <= LINE_CHARACTERS_MAX:
-                self.remarks.append(f"{path.name}: line {line_number}, the last one, is cut off and not counted")
+                self.remarks.append(f"{path.name}: line {line_number}, the last one, is cut off and not counted.")
                 break
             with LineErrors(path, line_number):
                 if len(line) > LINE_CHARACTERS_MAX:
@@ -165,11 +165,11 @@ class _Reader:
 
 
 _REMARKS = {
-    "lat": ["fio logs completions in whole ms: a request began its latency before"],
-    "clat": ["fio logs completions in whole ms; these latencies begin when the request was submitted"],
-    "bw": ["fio logs completions in whole ms; latencies are bytes over each request's logged bandwidth"],
-    "iolog 2": ["an iolog of version 2 has waits but no times and no completions: rates and depths are unknown"],
-    "iolog 3": ["an iolog has no completions: depth and latency are unknown; jobs are not told apart"],
+    "lat": ["The times of completions are in whole ms, as fio logs them; a request began its latency before."],
+    "clat": ["The times of completions are in whole ms, as fio logs them; latencies are from submission on."],
+    "bw": ["The times of completions are in whole ms, as fio logs them; latencies are bytes over logged bandwidth."],
+    "iolog 2": ["An iolog of version 2 has waits but no times and no completions: rates and depths are unknown."],
+    "iolog 3": ["An iolog has no completions and no jobs: depth, latency and what is per process are unknown."],
 }
 
 

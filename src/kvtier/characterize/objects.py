@@ -161,7 +161,7 @@ class _Reader:
             self._processes[process] = "kvtier"
         for at, line in text_lines(path):
             if not line.endswith("\n"):
-                self._remarks.append(f"{path.name}: line {at}, the last one, is cut off and not counted")
+                self._remarks.append(f"{path.name}: line {at}, the last one, is cut off and not counted.")
                 break
             with LineErrors(path, at):
                 if len(line) > LINE_CHARACTERS_MAX:
@@ -227,9 +227,9 @@ class _Reader:
             layer=IoLayer.APPLICATION,
         )
         order = np.argsort(rows["issued_s"], kind="stable")
-        remarks = ["objects have no address: no two follow each other, and repeated reads are those of a name"]
+        remarks = ["Objects have no address: no two follow each other, and what is read again is a name."]
         if int(rows["bytes"].sum()) > 1.5 * int(payload.sum()):
-            remarks.append("payload bytes are those of one rank, and bytes of frames those of all ranks")
+            remarks.append("Bytes of payload are those of one rank, and bytes of frames those of all ranks.")
         trace = IoTrace(
             "log",
             rows[order],

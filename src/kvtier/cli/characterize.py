@@ -10,6 +10,7 @@ from kvtier.cli.options import Duration, OutputFile, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.replay import INTERRUPTED, interruptible
 from kvtier.errors import ConfigError
+from kvtier.report.format import bytes_text
 from kvtier.report.output import check_matplotlib, print_json
 
 if TYPE_CHECKING:
@@ -39,6 +40,23 @@ STDERR = 2
     type=Duration(),
     help="How long; a COMMAND that still runs is ended then.  [until COMMAND ends; without one 10s]",
 )
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Measure a recording instead: a text of blkparse, or fio's logs of requests or kvtier's journals, repeatable.",
+)
+@click.option("--blkparse-format", "form", metavar="TEXT", help="What `blkparse -f` was given, for --input.")
+@click.option(
+    "--journal",
+    "journals",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="kvtier's journal, read after the capture: the tier's write amplification. Repeatable.",
+)
 @click.option("--report", type=OutputFile(), metavar="FILE.html", help="Also write an HTML report with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; the output of COMMAND goes to stderr.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -46,6 +64,9 @@ def characterize(
     device: str | None,
     pids: tuple[int, ...],
     seconds: float | None,
+    inputs: tuple[Path, ...],
+    form: str | None,
+    journals: tuple[Path, ...],
     report: Path | None,
     as_json: bool,
     command: tuple[str, ...],
@@ -63,6 +84,15 @@ def characterize(
         check_matplotlib("--report")
     if seconds is not None and seconds <= 0:
         raise ConfigError(f"--seconds {seconds:g}: allowed: more than 0")
+    if inputs:
+        if device is not None or pids or seconds is not None or command or journals:
+            raise ConfigError("--input is a recording: allowed with it are --blkparse-format, --report and --json")
+        from kvtier.characterize.recordings import read_recordings
+
+        _show(read_recordings(inputs, blkparse_form=form), {}, report, as_json=as_json)
+        return 0
+    if form is not None:
+        raise ConfigError("--blkparse-format: allowed only with --input")
     settings = CaptureSettings(
         device=device,
         pids=pids,
@@ -74,10 +104,27 @@ def characterize(
         captured = run(settings, is_interrupted)
         was_interrupted = is_interrupted()
     shown: dict[str, object] = {"command": list(command), "exit_code": captured.exit_code} if command else {}
+    shown |= _joined(captured.trace, journals)
     _show(captured.trace, shown, report, as_json=as_json)
     if was_interrupted:
         return INTERRUPTED
     return 1 if command and captured.exit_code else 0
+
+
+def _joined(trace: "IoTrace", journals: tuple[Path, ...]) -> dict[str, object]:
+    """The tier's write amplification; a remark of the trace says it, too."""
+    if not journals:
+        return {}
+    from kvtier.characterize.objects import read_objects, write_amplification
+
+    found = write_amplification(read_objects(journals), trace)
+    framed, device = found.framed_ratio, found.device_ratio
+    if framed is not None and device is not None:
+        trace.remarks.append(
+            f"The tier wrote {found.objects:,} objects of {bytes_text(found.payload_bytes)}: their frames have "
+            f"{framed:.4f} times as many bytes, and the device saw {device:.4f} times as many."
+        )
+    return {"objects": asdict(found) | {"framed_ratio": framed, "device_ratio": device}}
 
 
 def _show(trace: "IoTrace", command: dict[str, object], report: Path | None, *, as_json: bool) -> None:
@@ -102,5 +149,5 @@ def _show(trace: "IoTrace", command: dict[str, object], report: Path | None, *, 
         click.echo()
     for note in notes(measures):
         click.echo(note, err=True)
-    if command:
+    if "command" in command:
         click.echo(f"exit code of {command['command']}: {command['exit_code']}", err=True)
