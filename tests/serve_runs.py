@@ -58,7 +58,7 @@ def write_run(
     )
     folder = top / name
     folder.mkdir(parents=True)
-    lines: dict[str, list[dict[str, Any]]] = {"requests": [], "engine": [], "journal-1": [], "samples": []}
+    lines: dict[str, list[dict[str, Any]]] = {"requests": [], "engine": [], "kvtier": [], "samples": []}
     free_s = BEGAN_S
     read = 0
     for number in range(users * turns):
@@ -87,13 +87,13 @@ def write_run(
         read += loaded * KV_BYTES if place == "disk" else 0
         found = {} if not stored else {"host": resident_tokens, "disk": loaded} if place == "disk" else {"host": stored}
         if arm == "kvtier":
-            lines["journal-1"].append(
+            lines["kvtier"].append(
                 {"kind": "request", "id": key, "time_s": began_s, "prompt_tokens": prompt}
                 | {"resident_tokens": resident_tokens, "found_tokens": found}
                 | {"loaded_tokens": {place: loaded} if loaded else {}, "loaded_bytes": loaded * KV_BYTES}
                 | {"load_s": load_s, "planner": {"chosen_tokens": resident_tokens + loaded, "expected_s": took_s}}
             )
-            lines["journal-1"].append(
+            lines["kvtier"].append(
                 {"kind": "object", "time_s": began_s + load_s, "seconds": load_s, "way": "read", "tier": place}
                 | {"bytes": loaded * KV_BYTES, "payload_bytes": loaded * KV_BYTES, "outcome": "done", "name": key}
             )
@@ -105,9 +105,9 @@ def write_run(
         if rows:
             (folder / f"{file}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run = {
-        "arm": arm, "repetition": repetition, "ratio": tier_ratio, "began_s": BEGAN_S,
+        "arm": arm, "repetition": repetition, "tier_ratio": tier_ratio, "load": load or {}, "began_s": BEGAN_S,
         "tier_bytes_per_s": None if tier_ratio is None else tier_bytes_per_s, "measured_from_s": BEGAN_S + 1,
-        "ended_s": ended_s, "status": "ok", "error": None, "command": [], "settings": {"load": load or {}},
+        "ended_s": ended_s, "status": "ok", "error": None, "command": [], "settings": {},
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
     return folder

@@ -119,7 +119,7 @@ def test_a_request_under_another_id_has_unknown_figures(run):
     assert arm_result(joined).unmatched == 1
 
 
-@pytest.mark.parametrize("missing", ["engine", "journal-1", "samples"])
+@pytest.mark.parametrize("missing", ["engine", "kvtier", "samples"])
 def test_without_a_file_its_figures_are_unknown(run, missing):
     (run / f"{missing}.jsonl").unlink()
     result = arm_result(join(read_run(run)))
@@ -128,7 +128,7 @@ def test_without_a_file_its_figures_are_unknown(run, missing):
     match missing:
         case "engine":
             assert (result.tokens_by_place, result.computed_tokens) == (None, None)
-        case "journal-1":  # as with another connector: the engine has one sum for its own cache and the connector
+        case "kvtier":  # as with another connector: the engine has one sum for its own cache and the connector
             assert set(result.tokens_by_place) == {"computed", "cached"}
             assert result.load_ms["p50"] is None
         case "samples":

@@ -70,7 +70,7 @@ class Served:
     def label(self, name: str) -> str:
         """An arm in words; native tiering says when its copies are not vLLM's own."""
         if name == "native":
-            stand_in = "memcpy" in str(self.conditions.get("arms", ""))
+            stand_in = "memcpy" in str(self.conditions)
             return "native (memcpy stand-in)" if stand_in else "native tiering"
         return "without" if name == NO_CONNECTOR else name
 

@@ -1,7 +1,7 @@
 """Joins what the files of a run say about each request, and about each second.
 
 A run is a directory: `run.json`, and one JSON object a line in `requests.jsonl` (the client), `engine.jsonl` (the
-engine), `journal-*.jsonl` (kvtier: requests and objects) and `samples.jsonl` (the machine). Times are Unix seconds. A
+engine), `kvtier.jsonl` (its journals, FORMAT.md) and `samples.jsonl` (the machine). Times are Unix seconds. A
 file that is missing makes its figures None; a line that is torn or no object is left out and counted.
 """
 

@@ -29,8 +29,6 @@ from kvtier.report.format import digits
 SERIES_POINTS = 120
 """Of one series in a record; `seconds.json` of a run has all."""
 TURNS_MAX = 64
-LOADS = ("requests_per_s", "users")
-"""Of the workload: what may differ between the runs of one arm beside R."""
 JOULES_PER_KWH = 3.6e6
 
 Percentiles = dict[str, float | None]
@@ -46,7 +44,7 @@ class ArmResult:
     """R, KV bytes computed per second over the tier's bytes per second; None: the drive is not throttled."""
     tier_bytes_per_s: float | None
     load: dict[str, float]
-    """`LOADS` of the workload that was asked for."""
+    """What differs between runs of one arm beside R, such as ``requests_per_s`` asked for."""
     status: str
     error: str | None
     seconds: float
@@ -149,13 +147,13 @@ def arm_result(run: JoinedRun) -> ArmResult:
     energy_j, source = _energy(run, until_s)
     logs = [log for log in (run.files.engine, run.files.kvtier) if log is not None]
     loaded = [it.loaded_bytes for it in counted if it.loaded_bytes is not None]
-    error, asked = facts.get("error"), as_row(as_row(facts.get("settings")).get("load"))
+    error = facts.get("error")
     return ArmResult(
         name=run.files.arm,
         repetition=int(number(facts, "repetition") or 0),
-        tier_ratio=number(facts, "ratio"),
+        tier_ratio=number(facts, "tier_ratio"),
         tier_bytes_per_s=number(facts, "tier_bytes_per_s"),
-        load={name: value for name in LOADS if (value := number(asked, name))},
+        load={name: value for name in as_row(facts.get("load")) if (value := number(facts["load"], name)) is not None},
         status=str(facts.get("status", "failed")),
         error=None if error is None else str(error),
         seconds=seconds,

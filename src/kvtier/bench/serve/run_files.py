@@ -16,9 +16,6 @@ from kvtier.errors import ConfigError
 LINE_BYTES_MAX = 1 << 20
 LINES_MAX = 2_000_000
 RUN_BYTES_MAX = 16 << 20
-JOURNALS = "journal-*.jsonl"
-"""Of kvtier (FORMAT.md); one for each of its processes."""
-JOURNALS_MAX = 64
 
 Row = dict[str, Any]
 
@@ -59,9 +56,10 @@ def read_run(directory: Path) -> RunFiles:
     if not run:
         raise ConfigError(f"{path}: holds no JSON object; allowed: a complete run of kvtier bench serve")
     skipped: dict[str, int] = {}
-    found = {name: _read_lines(directory / f"{name}.jsonl", skipped) for name in ("requests", "engine", "samples")}
-    journals = [_read_lines(path, skipped) or [] for path in sorted(directory.glob(JOURNALS))[:JOURNALS_MAX]]
-    own = [row for rows in journals for row in rows] if journals else None
+    found = {
+        name: _read_lines(directory / f"{name}.jsonl", skipped) for name in ("requests", "engine", "kvtier", "samples")
+    }
+    own = found["kvtier"]
     return RunFiles(
         name=directory.name,
         run=run,

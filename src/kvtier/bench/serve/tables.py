@@ -13,12 +13,17 @@ def conditions(served: Served) -> list[tuple[str, str]]:
     """The circumstances of the figures, as name and text."""
     found: list[tuple[str, str]] = []
     for name, text in served.conditions.items():
-        inner = ", ".join(f"{key}: {value}" for key, value in as_row(text).items()) or str(text)
-        found.append((name.replace("_", " "), inner))
+        found.append((name.replace("_", " "), _flat(text)))
     facts = served.machine
     memory = bytes_text(facts["memory_bytes"]) if "memory_bytes" in facts else "?"
     machine = f"{facts.get('processor', '?')}, {facts.get('cores', '?')} cores, {memory} of memory, "
     return [*found, ("machine", machine + f"{facts.get('system', '?')}, {facts.get('file_system', '?')}")]
+
+
+def _flat(value: object) -> str:
+    """A JSON object as ``name value, name value``; whole objects inside it in the same way."""
+    inner = as_row(value)
+    return ", ".join(f"{key.replace('_', ' ')} {_flat(it)}" for key, it in inner.items()) if inner else str(value)
 
 
 def notes(served: Served) -> Iterator[str]:
