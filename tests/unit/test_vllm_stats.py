@@ -1,9 +1,12 @@
 """What is counted in the scheduler's process arrives in the server's metrics, once and in the right buckets."""
 
+from contextlib import closing
+
 import pytest
+from tests import rig
 
 from kvtier.connect.vllm import stats
-from kvtier.connect.vllm.stats import PromMetrics, Stats, StatsReader, observations
+from kvtier.connect.vllm.stats import LABEL_SEPARATOR, PromMetrics, Stats, StatsReader, observations
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 
@@ -144,3 +147,20 @@ def test_an_engine_that_has_started_takes_steps_until_its_gauges_are_there(monke
     assert not meters.hurry()
     monkeypatch.setattr(stats, "FIRST_S", -1.0)
     assert not StatsReader(Metrics()).hurry(), "not for ever"
+
+
+def test_every_series_is_shown_at_zero_before_its_first_event(meters):
+    prom = shown()
+    prom.observe(meters.take().to_dict())
+    loads = prom._exported["kvtier_loads_total"].series
+    assert {values[1]: series.value for values, series in loads.items()} == {"whole": 0, "part": 0, "none": 0}
+    assert prom._exported["kvtier_load_seconds"].series["0",].observed == []
+    assert meters.take() is None
+
+
+def test_losses_of_a_tier_are_shown_at_zero_before_the_first(tmp_path):
+    opened = rig.opened(tmp_path, rig.Engine(8))
+    with closing(opened.session):
+        data = StatsReader(opened.metrics).take().data
+    assert data["kvtier_tier_failures_total"] == {"directory": [0]}
+    assert data["kvtier_drops_total"] == {LABEL_SEPARATOR.join(("directory", "corrupt")): [0]}

@@ -1,6 +1,6 @@
 """Counters of commands and gauges of places, for the metrics table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
@@ -10,6 +10,20 @@ from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime.executor import Completion, Observer, TierView, Work
 from kvtier.types import Drop, Link, Outcome, Probe, Transfer
+
+
+def start_at_zero(metrics: Metrics, tiers: Iterable[str]) -> None:
+    """Begin the series of tiers that count events: a rate misses the first event of a series that begins with it.
+
+    Args:
+        metrics: receives them.
+        tiers: names of the tiers.
+    """
+    metrics.add(table.LOAD_TOKENS, 0.0, place=HOST)
+    for name in tiers:
+        metrics.add(table.LOAD_TOKENS, 0.0, place=name)
+        metrics.add(table.TIER_FAILURES, 0.0, tier=name)
+        metrics.add(table.DROPS, 0.0, place=name, reason="corrupt")
 
 
 class CommandCounters:

@@ -34,7 +34,7 @@ from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.counters import CommandCounters, TierGauges
+from kvtier.runtime.counters import CommandCounters, TierGauges, start_at_zero
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.mover import Mover
@@ -189,6 +189,7 @@ class ObjectStore:
         )
         self._mover.complete_to(self._inbox.append, self._ready)
         self._gauges = TierGauges(self.metrics, self._mover.views, self._is_up)
+        start_at_zero(self.metrics, tiers)
         for tier in self._tiers.all:
             for link, way in WAYS.items():
                 self.metrics.set(table.TIER_UP, float(tier.breakers[link].is_up()), tier=tier.name, way=way)

@@ -21,7 +21,7 @@ from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
-from kvtier.runtime.counters import CommandCounters, Gauges
+from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
 from kvtier.runtime.executor import Observer
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.link_priors import link_priors
@@ -137,6 +137,7 @@ def open_core(
         TierError: the secret of a required tier could not be read in time.
     """
     metrics = Metrics()
+    start_at_zero(metrics, ranks.tiers)
     for name in ranks.tiers:
         for way in get_args(Way):
             metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)

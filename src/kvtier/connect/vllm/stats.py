@@ -117,13 +117,15 @@ class StatsReader:
     def _increase(self, series: Series) -> Row | None:
         place = (series.metric.name, LABEL_SEPARATOR.join(series.values))
         row = [series.number, *series.counts]
-        is_gauge = series.metric.kind is MetricKind.GAUGE
-        # A gauge at zero is reported once: a tier may be down from the start.
-        before = self._before.get(place, [] if is_gauge else [0.0] * len(row))
+        before = self._before.get(place)
         if row == before:
             return None
         self._before[place] = row
-        return row if is_gauge else [a - b for a, b in zip(row, before, strict=True)]
+        # A series at zero is reported once. Prometheus does not see the first event of a series that begins with it,
+        # and a tier may be down from the start.
+        if before is None or series.metric.kind is MetricKind.GAUGE:
+            return row
+        return [a - b for a, b in zip(row, before, strict=True)]
 
 
 class PromMetrics:
