@@ -29,9 +29,13 @@ def chromium() -> str:
     return found
 
 
-def rendered(page: Path | str, *, width: int = 1280) -> str:
-    """The document after it was loaded and drawn, as HTML. `page` is a file or an address of this machine."""
-    return _run(page, "--dump-dom", f"--window-size={width},1000").decode()
+def rendered(page: Path | str, *, width: int = 1280, settle_s: float = 0.0) -> str:
+    """The document after it was loaded and drawn, as HTML. `page` is a file or an address of this machine.
+
+    `settle_s`: time that the page's own timers see pass before that, for one that asks a server for what it shows.
+    """
+    settle = [f"--virtual-time-budget={settle_s * 1000:.0f}"] if settle_s else []
+    return _run(page, "--dump-dom", f"--window-size={width},1000", *settle).decode()
 
 
 def screenshot(page: Path | str, target: Path, *, width: int = 1280, height: int = 1600, dark: bool = False) -> None:
