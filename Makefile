@@ -8,7 +8,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-next test-sglang test-sglang-core lint simulate nightly setup clean
+.PHONY: demo test coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-sglang test-sglang-core lint simulate nightly setup clean
 
 setup: $(VENV)/.done
 
@@ -17,7 +17,8 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --constraint constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[transformers,zstd,plots,events,s3,valkey,mooncake]' \
-		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter
+		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter \
+		grafana-foundation-sdk
 	touch $@
 
 demo: setup
@@ -46,9 +47,15 @@ test-cluster: setup
 test-cluster-core: setup
 	$(BIN)/python -m pytest -m cluster_core tests/cluster
 
-# The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
+# The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own. A quarter of an hour: before a
+# release, and after changes of connect/vllm, core or runtime.
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_PYTHON) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
+
+# The part that every change must pass: identity, equal answers after a restore, corruption, faults that stall or lie,
+# the server and its metrics, prefill and decode once.
+test-vllm-core: $(VLLM_VENV)/.done
+	$(VLLM_PYTHON) -m pytest -m vllm_core --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
 # Once more with the Python of the next release, which has no build for CPUs, over the kernels of this one.
 test-vllm-next: $(VLLM_VENV)/.done

@@ -20,7 +20,7 @@ HYBRIDS = ("llama", "gemma3", "qwen3-next")
 Expected = Callable[[str], dict[str, Answer]]
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+@pytest.mark.parametrize("damage", [pytest.param(flip_a_bit, marks=pytest.mark.vllm_core), truncate])
 @pytest.mark.parametrize("model", HYBRIDS)
 def test_damaged_files_are_recomputed_and_heal(
     model: str, damage: Callable[[Path], int], start: Start, expected: Expected, tmp_path: Path
@@ -36,7 +36,7 @@ def test_damaged_files_are_recomputed_and_heal(
             assert damage(tmp_path / "kv")
 
 
-@pytest.mark.parametrize("model", HYBRIDS)
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
 def test_a_load_that_fails_in_the_middle_is_completed_by_computing(
     model: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
@@ -52,6 +52,7 @@ def test_a_load_that_fails_in_the_middle_is_completed_by_computing(
     assert is_same(model, engine.ask(SHORT)[0], expected(model)["short"])
 
 
+@pytest.mark.vllm_core
 @pytest.mark.parametrize("method", ["reads", "probes"])
 def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
     method: str, start: Start, expected: Expected, tmp_path: Path
@@ -96,6 +97,7 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
         assert time.monotonic() < deadline, "the directory works, and is not used again"
 
 
+@pytest.mark.vllm_core
 def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Start, tmp_path: Path) -> None:
     flag = tmp_path / "hangs"
     flag.touch()
@@ -129,6 +131,7 @@ def test_a_full_disk_stores_what_fits_and_disturbs_no_request(
     assert is_same("llama", second.ask(SHORT)[0], wanted["short"])
 
 
+@pytest.mark.vllm_core
 def test_an_engine_that_was_killed_leaves_a_store_that_works(start: Start, expected: Expected, tmp_path: Path) -> None:
     first = start("llama", connector(tmp_path / "kv"))
     first.ask_in_turn(LONG, SHORT)
@@ -143,6 +146,7 @@ def test_an_engine_that_was_killed_leaves_a_store_that_works(start: Start, expec
     assert third.external_hits() == whole(len(LONG))
 
 
+@pytest.mark.vllm_core
 def test_other_weights_at_the_same_path_are_another_model(start: Start, tmp_path: Path) -> None:
     model = tmp_path / "model"
     in_process(make_checkpoint, "llama", model, 7)
@@ -170,6 +174,7 @@ def test_the_failure_policy_that_fails_requests_is_warned_of(start: Start, tmp_p
     assert "WARNING" not in [line for line in good.printed().splitlines() if "kvtier" in line]
 
 
+@pytest.mark.vllm_core
 def test_a_wrong_setting_is_refused_with_its_name(start: Start, tmp_path: Path) -> None:
     from harness import EngineError
 
@@ -177,6 +182,7 @@ def test_a_wrong_setting_is_refused_with_its_name(start: Start, tmp_path: Path) 
         start("llama", connector(tmp_path / "kv", host__capacity_byte="64MiB"))
 
 
+@pytest.mark.vllm_core
 def test_the_tolerance_is_one_that_tells_models_apart(start: Start, expected: Expected, tmp_path: Path) -> None:
     """The control of the test of other weights: what would be served if their KV were taken for this model's."""
     in_process(make_checkpoint, "llama", tmp_path / "model", 8)

@@ -28,6 +28,8 @@ with warnings.catch_warnings():
 from kvtier.connect.vllm.geometry import SKIP, Geometry
 from kvtier.layout import Window
 
+pytestmark = pytest.mark.vllm_core
+
 BLOCKS = 4000
 
 

@@ -10,7 +10,7 @@ from judge import TOLERANCE, apart, prompt
 from models import make_adapter
 from settings import connector, whole
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
 LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
 

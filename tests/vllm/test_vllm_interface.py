@@ -7,7 +7,7 @@ from harness import in_process
 
 from kvtier.connect.vllm import required_names as internals
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
 
 def check() -> None:

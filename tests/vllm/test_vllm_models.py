@@ -5,7 +5,7 @@ from engines import EXACT, Start
 from judge import TOLERANCE, apart, prompt
 from models import SMALL
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
 
 @pytest.mark.parametrize("model", SMALL)

@@ -52,6 +52,7 @@ def stored(place: Path) -> int:
     return sum(len(path.name) == 64 for path in place.rglob("*"))
 
 
+@pytest.mark.vllm_core
 def test_the_decode_engine_goes_on_where_the_prefill_engine_ended(
     start: Start, expected: Expected, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_server_in_memory_hands_on_as_well(start: Start, expected: Expected, t
         assert there.external_hits() == whole(len(LONG))
 
 
+@pytest.mark.vllm_core
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_shared_tier_that_hangs_costs_only_time(start: Start, expected: Expected, tmp_path: Path) -> None:
     with contextlib.contextmanager(hanging_fs)(tmp_path) as files:

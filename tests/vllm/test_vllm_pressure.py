@@ -1,8 +1,9 @@
 """Blocks that change hands, requests that go away, and many at once: answers stay right and nothing is left behind."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,21 @@ STORM = {"max_model_len": 1300, "max_num_seqs": 8}
 BLOCKS = {"llama": 48, "gemma3": 130, "qwen3-next": 24}
 """Too few for eight requests that grow to more than a thousand tokens, in one, six or four of vLLM's groups."""
 
+Calm = Callable[[str], list[Answer]]
 GROWING = [Ask(prompt(700 + 11 * number, number), count=200, logprobs=1) for number in range(16)]
 
 
 @pytest.fixture(scope="module")
-def calm(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+def calm(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """What the growing requests are answered where there is room for all."""
-    result = {}
-    for model in BLOCKS:
+
+    @cache
+    def of(model: str) -> list[Answer]:
         log = tmp_path_factory.mktemp("calm") / "log"
         with small_engine(checkpoints, model, log, None, max_num_seqs=8) as engine:
-            result[model] = engine.ask(*GROWING)
-    return result
+            return engine.ask(*GROWING)
+
+    return of
 
 
 def preemptions(engine: Engine) -> float:
@@ -43,10 +47,10 @@ def nothing_is_left(engine: Engine) -> None:
     assert engine.metrics()["vllm:num_requests_waiting"] == 0
 
 
-@pytest.mark.parametrize("model", BLOCKS)
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
 @pytest.mark.parametrize("fault", ["slow_copies", "load_later"])
 def test_a_storm_of_preemptions_changes_no_answer(
-    model: str, fault: str, start: Start, calm: dict[str, list[Answer]], tmp_path: Path
+    model: str, fault: str, start: Start, calm: Calm, tmp_path: Path
 ) -> None:
     """Also when copies end long after the engine wanted their blocks back."""
     storm = STORM | {"num_gpu_blocks_override": BLOCKS[model]}
@@ -55,7 +59,7 @@ def test_a_storm_of_preemptions_changes_no_answer(
         answers = engine.ask(*GROWING, limit_s=600)
         assert all(len(it.tokens) == 200 for it in answers)
         if model in EXACT:  # with bfloat16 the size of a batch changes answers in vLLM itself
-            assert furthest(answers, calm[model]) < TOLERANCE, turn
+            assert furthest(answers, calm(model)) < TOLERANCE, turn
         engine.forget()
     assert preemptions(engine) > 0
     assert engine.external_hits() > 0
@@ -67,26 +71,25 @@ def test_a_storm_of_preemptions_changes_no_answer(
     result = after.ask_in_turn(*prompts, count=1, logprobs=1)
     # Not all of it: a store that is too slow for the blocks it reads is dropped.
     assert 0 < after.external_hits() <= sum(whole(len(it), after.chunk_tokens) for it in prompts)
-    for answer, known in zip(result, calm[model][::4], strict=True):
+    for answer, known in zip(result, calm(model)[::4], strict=True):
         assert is_same(model, answer, replace(known, tokens=known.tokens[:1], logprobs=known.logprobs[:1]))
 
 
-def test_without_the_fence_the_storm_would_change_answers(
-    start: Start, calm: dict[str, list[Answer]], tmp_path: Path
-) -> None:
+@pytest.mark.vllm_core
+def test_without_the_fence_the_storm_would_change_answers(start: Start, calm: Calm, tmp_path: Path) -> None:
     """The control of the test above: copies that are late, and blocks that are never taken back."""
     storm = STORM | {"num_gpu_blocks_override": BLOCKS["llama"]}
     engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:unfenced_copies", **storm)
     distances = []
     for _ in range(6):  # what is stored wrongly in one turn is loaded in the next
-        distances.append(furthest(engine.ask(*GROWING, limit_s=600), calm["llama"]))
+        distances.append(furthest(engine.ask(*GROWING, limit_s=600), calm("llama")))
         if distances[-1] > 100 * TOLERANCE:
             return
         engine.forget()
     pytest.fail(f"six turns without a wrong answer: {distances}")
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
 def test_requests_that_are_aborted_while_they_load_leave_nothing_behind(
     model: str, start: Start, tmp_path: Path
 ) -> None:
@@ -110,6 +113,7 @@ def test_requests_that_are_aborted_while_they_load_leave_nothing_behind(
     nothing_is_left(engine)
 
 
+@pytest.mark.vllm_core
 def test_aborts_at_every_step_of_a_load(start: Start, tmp_path: Path) -> None:
     tokens = prompt(1400, 1)
     first = start("llama", connector(tmp_path / "kv"))

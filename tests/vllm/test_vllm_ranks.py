@@ -26,6 +26,7 @@ CORES = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
 TWO = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": CORES}}
 
 
+@pytest.mark.vllm_core
 def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: Expected, tmp_path: Path) -> None:
     directory = tmp_path / "kv"
     alone = start("llama", connector(directory))

@@ -26,6 +26,7 @@ STORED_S = 60.0
 Expected = Callable[[str], dict[str, Answer]]
 
 
+@pytest.mark.vllm_core
 @pytest.mark.parametrize("model", SMALL)
 def test_every_kind_of_model_answers_the_same_cold_warm_and_from_disk(
     model: str, start: Start, expected: Expected, tmp_path: Path
@@ -100,7 +101,7 @@ def test_prompts_that_are_computed_in_pieces_and_together(
     assert all(answer.cached >= whole(len(tokens)) for answer, tokens in zip(warm, prompts, strict=True))
 
 
-@pytest.mark.parametrize("model", SMALL[:3])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
 def test_generated_tokens_are_loaded_in_the_next_turn(model: str, start: Start, tmp_path: Path) -> None:
     first = start(model, connector(tmp_path / "kv"))
     answer = first.ask(SHORT, count=80)[0]
@@ -116,6 +117,7 @@ def test_generated_tokens_are_loaded_in_the_next_turn(model: str, start: Start, 
     assert apart(found, plain) < TOLERANCE if model in EXACT else found.tokens[0] == plain.tokens[0]
 
 
+@pytest.mark.vllm_core
 def test_a_prompt_larger_than_host_memory_is_loaded_whole(start: Start, tmp_path: Path) -> None:
     tokens = prompt(3900, 3)
     plain = start().ask(tokens)[0]
@@ -152,6 +154,7 @@ def test_a_prompt_of_whole_chunks_leaves_its_last_chunk_to_the_engine(start: Sta
     assert engine.ask(tokens[:CHUNK])[0].cached < CHUNK
 
 
+@pytest.mark.vllm_core
 def test_of_users_of_one_system_prompt_the_third_is_given_it(start: Start, tmp_path: Path) -> None:
     """Windows are kept where prompts part, although vLLM's own cache has forgotten the one before."""
     users = [[*prompt(1100, 3), *prompt(300, 10 + number)] for number in range(6)]

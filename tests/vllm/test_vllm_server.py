@@ -30,6 +30,7 @@ def config(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.vllm_core
 def test_the_server_streams_restarts_and_hits(checkpoints: Path, start: Start, tmp_path: Path) -> None:
     plain = start("llama").ask_in_turn(LONG, SHORT, count=16)
     given = config(
@@ -55,6 +56,7 @@ def told_by(server: Server, name: str) -> float:
     return sum(value for series, value in server.metrics().items() if series.partition("{")[0] == name)
 
 
+@pytest.mark.vllm_core
 def test_the_printed_configuration_works_as_it_is(start: Start, tmp_path: Path) -> None:
     given = json.loads(config("--dir", str(tmp_path / "kv")))
     assert given["kv_connector"] == "KvtierConnector"
@@ -66,6 +68,7 @@ def test_the_printed_configuration_works_as_it_is(start: Start, tmp_path: Path) 
     assert engine.external_hits() == whole(len(LONG))
 
 
+@pytest.mark.vllm_core
 def test_the_configuration_is_checked_without_importing_vllm() -> None:
     found = "import sys; from kvtier.cli.main import run; run(['vllm', 'config']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, timeout=300, check=True)
@@ -162,6 +165,7 @@ def test_the_log_says_that_random_weights_are_kept_nowhere(start: Start, tmp_pat
     assert line("WARNING", "KV is kept in host memory only: its weights are random").search(engine.printed())
 
 
+@pytest.mark.vllm_core
 def test_the_log_says_why_there_are_no_hits_after_a_mistake_of_ours(start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:fail_lookups")
     wanted = engine.ask(SHORT)[0].tokens

@@ -13,7 +13,7 @@ from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
 SYSTEM = prompt(600, 1)
 PROMPTS = [[*SYSTEM, *prompt(300, 2)], [*SYSTEM, *prompt(500, 3)], prompt(700, 4), [*SYSTEM, *prompt(300, 2)], SYSTEM]
