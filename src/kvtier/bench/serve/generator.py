@@ -1,18 +1,46 @@
 """Drives a server with a workload by aiperf, a load generator in an environment of its own (ADR 21).
 
-`run` writes ``requests.jsonl``, one line for each request that has ended, while the run goes on.
+`run` writes ``requests.jsonl``, one line for each request that has ended, while the run goes on. aiperf needs a
+tokenizer from the hub even where the server counts tokens; it gets one of a single word in a hub cache of its own.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
 
-from kvtier.bench.serve.workload import ServeWorkload
+from kvtier.bench.serve.workload import Conversation, Pace, ServeWorkload, text_of
+from kvtier.errors import ConfigError
 
 AIPERF = "aiperf"
 VERSION = "0.13.0"
 INSTALL = f"python -m venv aiperf && aiperf/bin/pip install aiperf=={VERSION}"
 REQUESTS_FILE = "requests.jsonl"
+_POLL_S = 0.1
+_CANCEL_S = 5.0
+"""Time for aiperf to end after a signal, before it is killed."""
+_ANSWER_S = 60.0
+"""Of a server to a single request of one token, and of aiperf to a question for its version."""
+_REFUSED_MAX = 3
+"""Failed connections in a row, at least `_CONNECT_S` apart, after which the server is taken for dead."""
+_CONNECT_S = 0.5
+_WARM_UP_S = 2.0
+"""From one request to the next, before a recorded trace."""
+_LOG_LINES = 5
+_BODY_MAX = 500
+_FIELDS: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "skip_special_tokens": False}
+"""Of each request: answers have their length, and all of their words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +85,8 @@ class GeneratorResult:
     requests: int
     """Counted ones that ended, as is `failed`."""
     failed: int
-    cpu_s: float
-    """Of the generator and its processes."""
     error: str | None
     """Why the run is not whole: the server ended, or the generator did."""
-    version: str
 
 
 def find_generator(command: str = AIPERF) -> tuple[str, ...]:
@@ -73,7 +98,17 @@ def find_generator(command: str = AIPERF) -> tuple[str, ...]:
     Raises:
         ConfigError: it does not run; the message has the command that installs it.
     """
-    raise NotImplementedError(command)
+    parts = tuple(shlex.split(command))
+    if parts and Path(parts[-1]).name.startswith("python"):
+        parts = (*parts, "-m", "aiperf")
+    try:
+        subprocess.run((*parts, "--version"), check=True, capture_output=True, timeout=_ANSWER_S)
+    except (OSError, IndexError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"--generator {command!r} does not run ({type(error).__name__}); allowed: the command of aiperf {VERSION}, "
+            f"or the Python of an environment that has it. Install: {INSTALL}"
+        ) from error
+    return parts
 
 
 def served_model(url: str, model: str = "") -> ServedModel:
@@ -86,7 +121,34 @@ def served_model(url: str, model: str = "") -> ServedModel:
     Raises:
         ConfigError: the server does not answer, does not have the model, or the model has no chat template.
     """
-    raise NotImplementedError(url, model)
+    if urlsplit(url).scheme not in {"http", "https"}:
+        raise ConfigError(f"server {url}; allowed: a URL such as http://127.0.0.1:8000")
+    listed: list[dict[str, Any]] = _asked(f"{url}/v1/models").get("data", [])
+    names = [str(it.get("id")) for it in listed]
+    name = model or next(iter(names), "")
+    if name not in names:
+        raise ConfigError(f"server {url} has no model {name!r}; allowed: {', '.join(names) or 'a server with a model'}")
+    question = {"model": name, "messages": [{"role": "user", "content": "t7"}], "max_tokens": 1}
+    _asked(f"{url}/v1/chat/completions", question)
+    context_tokens = next((it.get("max_model_len") for it in listed if it.get("id") == name), None)
+    return ServedModel(name=name, context_tokens=context_tokens)
+
+
+def _asked(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})  # noqa: S310 - checked above
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        text = error.read(_BODY_MAX).decode(errors="replace")
+        if "chat template" in text.lower() or "chat_template" in text:
+            raise ConfigError(
+                f"the model at {url} has no chat template; allowed: a model with one, or vLLM's --chat-template FILE"
+            ) from error
+        raise ConfigError(f"server {url} answers {error.code}: {text}; allowed: an OpenAI-compatible server") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"server {url} does not answer: {error}; allowed: one that runs") from error
 
 
 def run(
@@ -111,4 +173,293 @@ def run(
     Raises:
         ConfigError: the generator is missing, or the workload cannot be sent.
     """
-    raise NotImplementedError(workload, settings, directory, started, is_over)
+    if (directory / REQUESTS_FILE).exists():
+        raise ConfigError(f"{directory / REQUESTS_FILE} exists; allowed: a directory without earlier requests")
+    command = find_generator(settings.command)
+    cores = _cores(settings.cores)
+    room = directory / "generator"
+    room.mkdir(parents=True)
+    configured = _configured(workload, settings, room)
+    # Not our own environment, which aiperf reads for dozens of settings: `env` adds to it.
+    surroundings = ("HF_HUB_OFFLINE=1", f"HF_HUB_CACHE={room / 'hub'}", "AIPERF_RECORD_EXPORT_BATCH_SIZE=1")
+    arguments = ("env", *surroundings, *command, "profile", "-f", str(configured), "--ui", "none")
+    began_s, error = time.time(), None
+    with (directory / REQUESTS_FILE).open("w", encoding="utf-8") as kept, (room / "log.txt").open("wb") as log:
+        requests = _EndedRequests(room / "profile_export.jsonl", kept)
+        process = subprocess.Popen(
+            arguments, cwd=room, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            if cores:
+                os.sched_setaffinity(process.pid, cores)  # before it has made any process
+            started(process.pid)
+            error = _watched(process, requests, settings, is_over)
+        finally:
+            _end(process)
+        requests.read()
+    if error is None and process.returncode:
+        error = f"aiperf ended with {process.returncode}: {_last_lines(room / 'log.txt')}"
+    if error is None and not requests.count:
+        error = f"no request was counted: {_last_lines(room / 'log.txt')}"
+    return GeneratorResult(
+        began_s=began_s,
+        measured_from_s=requests.first_sent_s,
+        ended_s=time.time(),
+        requests=requests.count,
+        failed=requests.failed,
+        error=error,
+    )
+
+
+def _watched(
+    process: subprocess.Popen[bytes],
+    requests: "_EndedRequests",
+    settings: GeneratorSettings,
+    is_over: Callable[[], str],
+) -> str | None:
+    """Wait for the generator; returns why it must be ended, if it must."""
+    until_s = time.monotonic() + settings.start_deadline_s + settings.seconds + settings.end_deadline_s
+    refused, tried_s = 0, 0.0
+    while process.poll() is None:
+        requests.read()
+        if reason := is_over():
+            return f"the server is over: {reason}"
+        now_s = time.monotonic()
+        if now_s > until_s:
+            return "the run exceeded its deadline"
+        if requests.is_last_failed and now_s > tried_s + _CONNECT_S:
+            tried_s = now_s
+            refused = 0 if _accepts(settings.url) else refused + 1
+            if refused >= _REFUSED_MAX:
+                return f"the server at {settings.url} accepts no connections any more"
+        time.sleep(_POLL_S)
+    return None
+
+
+def _accepts(url: str) -> bool:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), _CONNECT_S).close()
+    except TimeoutError:
+        return True  # busy is not dead
+    except OSError:
+        return False
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the generator with all its processes."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is None or number == signal.SIGKILL:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_CANCEL_S)
+
+
+def _cores(text: str) -> set[int]:
+    cores: set[int] = set()
+    try:
+        for part in filter(None, text.split(",")):
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    except ValueError as error:
+        raise ConfigError(f"cores = {text!r} of the generator; allowed: such as 1 or 2-3") from error
+    if cores - os.sched_getaffinity(0):
+        raise ConfigError(f"cores = {text!r} of the generator; allowed: {sorted(os.sched_getaffinity(0))}")
+    return cores
+
+
+def _last_lines(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return " ".join([line.strip(" │") for line in lines if line.strip(" │╭╰─╮╯")][-_LOG_LINES:])
+
+
+# ---- what aiperf reads -----------------------------------------------------------------------------------------------
+
+
+def _configured(workload: ServeWorkload, settings: GeneratorSettings, room: Path) -> Path:
+    """Write aiperf's configuration, data and tokenizer into `room`; returns the configuration."""
+    _write_tokenizer(room / "hub" / "models--kvtier--words")
+    is_trace = workload.pace is Pace.TIMES
+    with (room / "data.jsonl").open("w", encoding="utf-8") as data:
+        turns = (_turns_line(it, workload) for it in workload.conversations)
+        data.writelines(json.dumps(line) + "\n" for line in (_trace_lines(workload) if is_trace else turns))
+    warm = len(_leading(workload))
+    phases: list[dict[str, Any]] = []
+    common = {"grace_period": settings.end_deadline_s, "duration": settings.seconds}
+    if is_trace:
+        common["duration"] += warm * _WARM_UP_S
+        phases.append({"name": "profiling", "type": "fixed_schedule", "auto_offset": False, **common})
+    else:
+        if warm:
+            phases.append({"name": "warmup", "type": "concurrency", "concurrency": 1, "sessions": warm})
+        counted: dict[str, Any] = {"type": "concurrency", "concurrency": 1}
+        if workload.pace is Pace.USERS:
+            counted = {"type": "user_centric", "rate": workload.requests_per_s, "users": workload.users}
+        else:
+            counted["sessions"] = len(workload.conversations) - warm
+        phases.append({"name": "profiling", **counted, **common})
+    endpoint = {
+        "urls": [settings.url],
+        "type": "chat",
+        "streaming": True,
+        "use_server_token_count": True,
+        "use_legacy_max_tokens": True,
+        "timeout": settings.request_deadline_s,
+        "extra": _FIELDS,
+    }
+    form = "mooncake_trace" if is_trace else "multi_turn"
+    benchmark = {
+        "models": [settings.model],
+        "endpoint": endpoint,
+        "datasets": [
+            {
+                "name": "main",
+                "type": "file",
+                "path": str(room / "data.jsonl"),
+                "format": form,
+                "sampling": "sequential",
+            }
+        ],
+        "phases": phases,
+        "tokenizer": {"name": "kvtier/words"},
+        "artifacts": {"dir": str(room)},
+        "runtime": {"workers": 1, "record_processors": 1},
+        "gpu_telemetry": {"enabled": False},
+        "server_metrics": {"enabled": False},
+    }
+    written = room / "aiperf.yaml"  # JSON is YAML
+    written.write_text(json.dumps({"schemaVersion": "2.0", "benchmark": benchmark}, indent=1), encoding="utf-8")
+    return written
+
+
+def _leading(workload: ServeWorkload) -> list[Conversation]:
+    """The warm-up conversations at the beginning; fillers between counted ones are sent with these."""
+    found: list[Conversation] = []
+    for conversation in workload.conversations:
+        if not conversation.is_warm_up:
+            break
+        found.append(conversation)
+    return found
+
+
+def _label(conversation: Conversation) -> str:
+    """What `_EndedRequests` reads back."""
+    return f"{'warm' if conversation.is_warm_up else 'user'}.{conversation.user}.{conversation.first_turn}"
+
+
+def _turns_line(conversation: Conversation, workload: ServeWorkload) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = []
+    if len(workload.system):
+        turns.append({"role": "system", "text": text_of(workload.system)})
+    turns += [{"text": text_of(it.question), "output_length": it.answer_tokens} for it in conversation.turns]
+    return {"session_id": _label(conversation), "turns": turns}
+
+
+def _trace_lines(workload: ServeWorkload) -> Iterator[dict[str, Any]]:
+    """One request a line; those for warming up come before the recorded ones, at times of their own."""
+    later_s = _WARM_UP_S * len(_leading(workload))
+    for place, conversation in enumerate(workload.conversations):
+        (turn,) = conversation.turns
+        at_s = place * _WARM_UP_S if conversation.is_warm_up else later_s + turn.at_s
+        yield {
+            "session_id": _label(conversation),
+            "timestamp": round(1000 * at_s),
+            "text_input": text_of(turn.question),
+            "output_length": turn.answer_tokens,
+        }
+
+
+def _write_tokenizer(place: Path) -> None:
+    """A model of the hub with the tokenizer that aiperf asks for."""
+    revision = "0" * 40
+    files = place / "snapshots" / revision
+    files.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(revision, encoding="utf-8")
+    words = {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}
+    contents: dict[str, dict[str, Any]] = {
+        "config.json": {"model_type": "llama"},
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [],
+            "model": words,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+        },
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"},
+    }
+    for name, content in contents.items():
+        (files / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+# ---- what aiperf writes ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _EndedRequests:
+    """Copies requests from aiperf's records, as they grow, into ours."""
+
+    records: Path
+    kept: IO[str]
+    count: int = 0
+    """Counted ones, as is `failed`."""
+    failed: int = 0
+    first_sent_s: float | None = None
+    is_last_failed: bool = False
+    _torn: bytes = field(default=b"", init=False)
+    _read_bytes: int = field(default=0, init=False)
+
+    def read(self) -> None:
+        """Take what is new."""
+        if not self.records.exists():
+            return
+        with self.records.open("rb") as records:
+            records.seek(self._read_bytes)
+            *lines, self._torn = (self._torn + (new := records.read())).split(b"\n")
+        self._read_bytes += len(new)
+        for line in lines:
+            self._take(json.loads(line))
+        if lines:
+            self.kept.flush()
+
+    def _take(self, record: dict[str, Any]) -> None:
+        about: dict[str, Any] = record["metadata"]
+        kind, user, first_turn = str(about["conversation_id"]).split(".")
+        sent_s, is_warm_up = about["request_start_ns"] / 1e9, kind == "warm"
+        error = _error_of(record)
+        ttft_ms = None if error else _value(record, "time_to_first_token")
+        row: dict[str, Any] = {
+            "id": about["x_request_id"],
+            "user": int(user),
+            "turn": int(first_turn) + int(about["turn_index"]),
+            "sent_s": sent_s,
+            "first_s": None if ttft_ms is None else sent_s + ttft_ms / 1e3,
+            "ended_s": about["request_end_ns"] / 1e9,
+            "prompt_tokens": _whole(_value(record, "usage_prompt_tokens")),
+            "output_tokens": _whole(_value(record, "usage_completion_tokens")) or 0,
+            "is_warm_up": is_warm_up,
+            "error": error,
+        }
+        self.kept.write(json.dumps(row) + "\n")
+        self.is_last_failed = error is not None
+        if not is_warm_up:
+            self.count += 1
+            self.failed += error is not None
+            self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
+
+
+def _value(record: dict[str, Any], name: str) -> float | None:
+    metrics: dict[str, dict[str, Any]] = record.get("metrics") or {}
+    return metrics.get(name, {}).get("value")
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _error_of(record: dict[str, Any]) -> str | None:
+    if error := record.get("error"):
+        return f"{error.get('type')}: {error.get('message')}"[:_BODY_MAX]
+    return "cancelled at the end of the run" if record["metadata"].get("was_cancelled") else None

@@ -432,11 +432,12 @@ class _BlockWords:
 
 
 def _too_long(trace: TraceArrays, request: int, count: int, length_factor: float, limit: int) -> ConfigError:
-    recorded_tokens = (trace.input_tokens[:count].astype(np.int64) + trace.output_tokens[:count]) * length_factor
-    longest = int(recorded_tokens.max())
-    factor = math.floor(1000 * length_factor * limit / longest) / 1000
+    longest = int((trace.input_tokens[:count].astype(np.int64) + trace.output_tokens[:count]).max())
+    factor = (limit - 2) / longest  # prompt and answer are rounded
+    if trace.has_blocks:  # and so are blocks
+        factor = math.floor(factor * trace.block_tokens) / trace.block_tokens
     return ConfigError(
         f"trace {trace.name}, request {request + 1}: its prompt and answer x {length_factor:g} exceed the model's "
-        f"context, of which {limit} tokens are usable; the longest has {longest}. Allowed: lengths x {factor:g} or "
-        "less, a shorter cut of the trace, or longer requests left out"
+        f"context, of which {limit} tokens are usable; the longest has {longest} in the trace. Allowed: lengths x "
+        f"{math.floor(10000 * factor) / 10000:g} or less, a shorter cut of the trace, or longer requests left out"
     )
