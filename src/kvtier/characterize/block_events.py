@@ -60,6 +60,7 @@ class BlockEvents:
         self.count = 0
         """Events kept."""
         self._counts: Counter[str] = Counter()
+        self._lost_ns: list[np.ndarray] = []
         of_bio = " || ".join(f"dev == {it}" for it in self._disk_of)
         of_request = " || ".join(_request_condition(it) for it in devices)
         self._wanted = {NEW_TASK: _Wanted(*instance.enable(NEW_TASK, ("common_pid", "pid", "clone_flags")))}
@@ -74,6 +75,7 @@ class BlockEvents:
 
     def add(self, batch: Events) -> None:
         """Keep the events of a batch of pages."""
+        self._lost_ns.append(batch.lost_ns)
         tasks = batch.of(*self._wanted[NEW_TASK])[1]
         for creator, thread, flags in tasks[["common_pid", "pid", "clone_flags"]].tolist():
             self._tree.born(creator, thread, flags)
@@ -102,24 +104,17 @@ class BlockEvents:
             seen["process"] = np.array(processes, np.int32)[which]
         return seen
 
-    def requests(self, began_ns: int, *, is_lossy: bool) -> BlockRequests:
-        """Join the events to requests.
-
-        Args:
-            began_ns: time 0 of the requests.
-            is_lossy: events were lost, so that an issue may lack its completion.
-        """
-        nested = 1 if is_lossy else NESTED_MAX
+    def requests(self, began_ns: int) -> BlockRequests:
+        """Join the events to requests; `began_ns` is time 0."""
+        gaps = np.sort(np.concatenate([np.zeros(0, np.uint64), *self._lost_ns]))
         seen = {name: self._sorted(name) for name in self._kept}
         bios, ends = seen[BIO_QUEUE], seen[BIO_END]
-        # Only devices without requests (dm, md) end bios themselves. Their sector may have advanced, their end not.
-        found = pair(
-            bios["time_ns"], _key(bios, is_end=True), ends["time_ns"], _key(ends, is_end=True), nested_max=nested
-        )
+        # Only devices without requests (dm, md, zram) end bios. A bio's sector may have advanced by then, its end not.
+        found = _pair(bios, ends, gaps, is_end=True)
         file_system = _rows(bios, ends, found, began_ns, IoLayer.FILE_SYSTEM)
         file_system["process"] = bios["process"]
         issues, ends = _without_requeued(seen[ISSUE], seen[REQUEUE]), seen[END]
-        found = pair(issues["time_ns"], _key(issues), ends["time_ns"], _key(ends), nested_max=nested)
+        found = _pair(issues, ends, gaps)
         device = _rows(issues, ends, found, began_ns, IoLayer.DEVICE)
         device["process"] = _issuer(bios, issues, began_ns)
         carrier = _carrier(bios, issues, began_ns)
@@ -150,6 +145,17 @@ def _request_condition(device: BlockDevice) -> str:
         return f"dev == {device.disk_number}"
     end = device.first_sector + device.sectors
     return f"(dev == {device.disk_number} && sector >= {device.first_sector} && sector < {end})"
+
+
+def _pair(issues: np.ndarray, ends: np.ndarray, gaps: np.ndarray, *, is_end: bool = False) -> np.ndarray:
+    """For each issue its completion, or -1. Across a gap of lost events none is known to be of the same request."""
+    keys = _key(issues, is_end=is_end), _key(ends, is_end=is_end)
+    nested = 1 if len(gaps) else NESTED_MAX
+    found = pair(issues["time_ns"], keys[0], ends["time_ns"], keys[1], nested_max=nested)
+    if len(gaps) and len(ends):
+        before, after = np.searchsorted(gaps, issues["time_ns"]), np.searchsorted(gaps, ends["time_ns"][found])
+        found[before != after] = -1
+    return found
 
 
 def _key(seen: np.ndarray, *, is_end: bool = False) -> np.ndarray:

@@ -196,15 +196,17 @@ class _Run:
         self, began_ns: int, began_s: float, ended_ns: int, process: "subprocess.Popen[bytes] | None"
     ) -> IoTrace:
         lost = sum(instance.lost() for instance, _ in self._sources)
-        made = self._blocks.requests(began_ns, is_lossy=lost > 0)
+        made = self._blocks.requests(began_ns)
         parts, counts = [made.device, made.file_system], dict(made.counts)
         devices = self._settings.devices
-        if not len(made.device) and any(it.below for it in devices):
+        if not len(made.device) and len(made.file_system):
             parts = [made.file_system]
             made.file_system["layer"] = IoLayer.DEVICE
+            below = ", ".join(sorted({name for it in devices for name in it.below}))
+            stacked = f" and is stacked on {below}" if below else ""
             self._remarks.append(
-                f"{devices[0].name} is stacked on {', '.join(devices[0].below)} and has no queue of its own: its bios "
-                "are counted as device requests, and nothing below it."
+                f"{', '.join(it.name for it in devices)} has no request queue{stacked}: its bios are counted as device "
+                "requests, and nothing below it."
             )
         chosen = None
         if self._calls is not None:

@@ -15,6 +15,8 @@ PAGE_BYTES = 4096
 HEADER_BYTES = 16
 """Time stamp (8 bytes) and the number of bytes in use (8 bytes, flags in the upper bits)."""
 LENGTH_MASK = 0x3FFF_FFFF
+MISSED = 1 << 31
+"""Flag of a page before which events of its processor were lost."""
 PADDING, TIME_EXTEND, TIME_STAMP = 29, 30, 31
 """Values of an event's five bits of type; 1 to 28 are its length in words of four bytes, 0 says that a word has it."""
 DELTA_BITS = 27
@@ -65,6 +67,10 @@ class Events:
         self._bytes = np.concatenate([pages[: count * PAGE_BYTES], np.zeros(EVENT_BYTES_MAX, np.uint8)])
         self._at, self._time_ns = _walk(self._bytes.view("<u4"), count)
         self._number = self._bytes.view("<u2")[self._at // 2]
+        headers = self._bytes[: count * PAGE_BYTES].reshape(count, PAGE_BYTES)[:, :HEADER_BYTES]
+        words = np.ascontiguousarray(headers).view("<u8")
+        self.lost_ns = words[words[:, 1] & MISSED > 0, 0]
+        """Until when events were lost, for each page with such a gap before it."""
 
     def of(self, number: int, layout: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Times in nanoseconds and fields of all events of this number."""

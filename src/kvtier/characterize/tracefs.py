@@ -74,7 +74,7 @@ class TraceInstance:
         try:
             self.write("tracing_on", "0")
             self.write("trace_clock", "mono")
-            self.write("options/overwrite", "0")  # a full buffer drops what is new, and counts it
+            self.write("options/overwrite", "1")  # a full buffer drops what is old, and marks the gap
             self.write("buffer_size_kb", str(-(-buffer_bytes // 1024)))
             cpus = sorted((self.folder / "per_cpu").glob("cpu*"), key=lambda it: int(it.name[3:]))
             self._stats = [cpu / "stats" for cpu in cpus]
@@ -176,8 +176,7 @@ def remove_stale(tracefs: Path) -> list[str]:
         hit = re.fullmatch(rf"{NAME}-(\d+)-\w+", folder.name)
         if hit is None or Path(f"/proc/{hit[1]}").exists():
             continue
-        with suppress(OSError):
-            (folder / "tracing_on").write_text("0")
+        with suppress(OSError):  # in use, by a process that another PID namespace numbers
             folder.rmdir()
             removed.append(folder.name)
     return removed

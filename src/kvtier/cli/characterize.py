@@ -1,14 +1,16 @@
 """`kvtier characterize`: what storage sees of a command, of processes or of a whole device."""
 
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
 from kvtier.cli.options import Duration, OutputFile, tell_written
-from kvtier.cli.probe import ended_by_signals
-from kvtier.cli.replay import INTERRUPTED, interruptible
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
 from kvtier.report.output import check_matplotlib, print_json
@@ -76,7 +78,7 @@ def characterize(
     For example: kvtier characterize --report io.html -- kvtier bench io --dir /mnt/nvme
 
     Nothing is installed and no request is changed: the kernel's own events of the block layer are read through
-    tracefs. Ctrl-C ends it and shows what was measured. The exit code is 1 if COMMAND fails.
+    tracefs. Ctrl-C or SIGTERM ends it and shows what was measured. The exit code is 1 if COMMAND fails.
     """
     from kvtier.characterize.capture import CaptureSettings, run
 
@@ -100,15 +102,35 @@ def characterize(
         seconds=SECONDS if seconds is None and not command else seconds,
         output=STDERR if as_json else None,
     )
-    with ended_by_signals(), interruptible() as is_interrupted:
-        captured = run(settings, is_interrupted)
-        was_interrupted = is_interrupted()
+    with _noted_signals() as noted:
+        captured = run(settings, lambda: noted() is not None)
+        ended_by = noted()
     shown: dict[str, object] = {"command": list(command), "exit_code": captured.exit_code} if command else {}
     shown |= _joined(captured.trace, journals)
     _show(captured.trace, shown, report, as_json=as_json)
-    if was_interrupted:
-        return INTERRUPTED
+    if ended_by is not None:
+        return 128 + ended_by
     return 1 if command and captured.exit_code else 0
+
+
+@contextmanager
+def _noted_signals() -> Generator[Callable[[], int | None]]:
+    """Yield a function that returns the signal that asked for the end. The second signal ends the process as usual."""
+    seen: int | None = None
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = number
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {it: signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield lambda: seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _joined(trace: "IoTrace", journals: tuple[Path, ...]) -> dict[str, object]:

@@ -1,0 +1,313 @@
+"""Captures of the kernel's block events agree with fio's own account, count what they lose and leave nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.characterize import block_devices, tracefs
+from kvtier.characterize.block_devices import SYSFS, disks, find_device
+from kvtier.characterize.capture import CaptureSettings, run
+from kvtier.characterize.events import IoLayer, transfers
+from kvtier.characterize.measures import measure
+from kvtier.cli.main import run as kvtier
+from kvtier.errors import ConfigError
+
+MIB = 1 << 20
+INSTANCES = tracefs.TRACEFS / "instances"
+
+
+def needs_tracefs():
+    if os.geteuid():
+        pytest.skip("needs root: tracefs is closed to others")
+    try:
+        with tracefs.mounted():
+            pass
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def drive(tmp_path):
+    """A folder on a disk, without instances left behind at the end."""
+    needs_tracefs()
+    try:
+        find_device(str(tmp_path))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    before = own_instances()
+    yield tmp_path
+    assert own_instances() == before
+
+
+def own_instances():
+    return {it.name for it in INSTANCES.glob(f"kvtier-{os.getpid()}-*")}
+
+
+def fio(folder, **options):
+    """The command of one job, whose account goes to `account(folder)`."""
+    settings = {
+        "name": "job", "filename": folder / "data", "size": "64M", "bs": "128k", "direct": 1, "ioengine": "libaio",
+        "output-format": "json", "output": folder / "account.json",
+    } | options  # fmt: skip
+    return ["fio", *(f"--{name}={value}" for name, value in settings.items())]
+
+
+def account(folder):
+    return json.loads((folder / "account.json").read_text())["jobs"][0]
+
+
+def of_file(trace, folder):
+    """The requests of the data file alone: fio also loads its program."""
+    seen = subprocess.run(["filefrag", "-v", "-b512", folder / "data"], capture_output=True, text=True, timeout=10, check=False)  # fmt: skip  # noqa: E501
+    if seen.returncode:
+        pytest.skip(f"needs filefrag: {seen.stderr}")
+    ranges = [line.split(":")[2].strip().split("..") for line in seen.stdout.splitlines() if line.strip()[:1].isdigit()]
+    rows = transfers(trace.of_chosen(trace.at(IoLayer.DEVICE)))
+    inside = np.zeros(len(rows), bool)
+    for first, last in ranges:
+        sector = rows["position"] // 512
+        inside |= (sector >= int(first)) & (sector <= int(last))
+    return rows[inside]
+
+
+def prepare(folder):
+    data = folder / "data"
+    data.write_bytes(os.urandom(MIB) * 64)
+    descriptor = os.open(data, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(("way", "depth"), [("read", 4), ("randread", 1), ("randwrite", 2)])
+def test_a_capture_agrees_with_fios_account(drive, way, depth):
+    """Bytes exactly, requests but for splits; latency and depth within what the application adds to the device's."""
+    prepare(drive)
+    load = fio(drive, rw=way, iodepth=depth, loops=4, norandommap=1)
+    captured = run(CaptureSettings(device=str(drive), command=load, output=2))
+    trace, said = captured.trace, account(drive)["write" if "write" in way else "read"]
+    assert (captured.exit_code, trace.lost_events) == (0, 0)
+    rows = of_file(trace, drive)
+    assert int(rows["bytes"].sum()) == said["io_bytes"] == 256 * MIB
+    assert (rows["is_write"] == ("write" in way)).all()
+    parts = len(rows) / said["total_ios"]
+    assert 1 <= parts < 1.5  # a request is split at the ends of extents
+    took = rows["completed_s"] - rows["issued_s"]
+    assert not np.isnan(took).any()
+    # From bio to completion is what the application waits for; the device's part of it is shorter.
+    asked_s = said["clat_ns"]["percentile"]["50.000000"] / 1e9
+    bios = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
+    bios = bios[bios["bytes"] >= 64 << 10]
+    bio_s = np.median(bios["completed_s"] - bios["issued_s"])
+    assert asked_s * 0.3 <= bio_s <= asked_s * 1.3
+    assert np.median(took) <= bio_s * 1.01
+    trace.requests = rows
+    it = measure(trace)
+    assert it.queue_depth["peak"] <= depth * 1.5
+    assert it.queue_depth["busy_mean"] >= (depth if way == "read" else 1) * 0.5
+    sequential = it.sequential_share["per_process"]
+    assert sequential > 0.95 if way == "read" else sequential < 0.25
+
+
+def test_lost_events_are_counted_and_what_is_left_is_kept(drive):
+    """A ring buffer of two pages; the same load loses nothing in one of the usual size (tests above)."""
+    prepare(drive)
+    load = fio(drive, rw="randread", bs="4k", iodepth=16, size="16M", loops=4, norandommap=1)
+    trace = run(CaptureSettings(device=str(drive), command=load, buffer_bytes=8192, output=2)).trace
+    assert trace.lost_events > 1000
+    rows = of_file(trace, drive)
+    assert 0 < len(rows) < account(drive)["read"]["total_ios"]
+    took = rows["completed_s"] - rows["issued_s"]
+    # Without its completion a request has none of another's, which may be a whole loop later.
+    assert np.nanmax(took) <= account(drive)["read"]["clat_ns"]["max"] / 1e9 * 1.05
+    assert measure(trace).lost_events == trace.lost_events
+
+
+def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(drive):
+    script = (
+        "import os, time; f = open('data', 'wb', buffering=0)\n"
+        "[f.write(bytes(1 << 20)) for _ in range(32)]; time.sleep(0.2)\n"
+        "os.sync(); time.sleep(0.2)\n"
+        "[os.pread(os.open('data', os.O_RDONLY), 4096, 8192) for _ in range(10)]\n"
+        "f = open('/dev/shm/kvtier-no-disk', 'wb', buffering=0); os.unlink(f.name)\n"
+        "f.write(bytes(3 << 20)); time.sleep(0.2)\n"
+    )
+    command = ["sh", "-c", f'cd {drive}; {sys.executable} -c "$0"; exit 3', script]
+    captured = run(CaptureSettings(device=str(drive), command=command))
+    trace = captured.trace
+    assert captured.exit_code == 3
+    calls = trace.of_chosen(trace.at(IoLayer.APPLICATION))
+    assert np.count_nonzero(calls["bytes"] == MIB) == 32
+    assert np.count_nonzero(calls["bytes"] == 3 * MIB) == 0  # on a file in memory
+    assert np.count_nonzero((calls["bytes"] == 4096) & (calls["position"] == 8192) & ~calls["is_write"]) == 10
+    it = measure(trace)
+    kernel = it.not_attributed["written_bytes"]
+    assert it.bytes["written"] + kernel >= 32 * MIB
+    assert it.whole_device["written_bytes"] >= 32 * MIB
+    assert it.write_amplification == pytest.approx(it.whole_device["written_bytes"] / (32 * MIB), rel=0.1)
+
+
+def test_a_process_is_measured_with_its_children_and_no_other(drive):
+    prepare(drive)
+    load = ["fio", "--name=j", f"--filename={drive}/data", "--rw=read", "--bs=1M", "--size=64M", "--direct=1",
+            "--time_based", "--runtime=20", "--rate=100m", "--output=/dev/null"]  # fmt: skip
+    chosen, other = (subprocess.Popen(load, start_new_session=True) for _ in range(2))
+    try:
+        time.sleep(1.5)
+        trace = run(CaptureSettings(device=str(drive), pids=[chosen.pid], seconds=1.0)).trace
+    finally:
+        for process in (chosen, other):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+    it = measure(trace)
+    assert it.seconds == pytest.approx(1.0, abs=0.3)
+    assert it.bytes["read"] == pytest.approx(it.whole_device["read_bytes"] / 2, rel=0.35)
+    assert {row.name for row in it.processes} == {"fio"}
+    assert other.pid not in trace.chosen
+    assert chosen.pid in trace.chosen
+    assert len(trace.chosen) > 1  # fio's job is a child
+
+
+def test_instances_are_removed_after_errors_and_signals_and_those_of_the_dead(drive):
+    with pytest.raises(ConfigError, match="cannot be started"):
+        run(CaptureSettings(device=str(drive), command=["/nonexistent/program"]))
+    stale = INSTANCES / "kvtier-999999999-block"
+    stale.mkdir(exist_ok=True)
+    program = "from kvtier.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "characterize", "--json", "--device", str(drive), "--", "sleep", "30"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while not list(INSTANCES.glob(f"kvtier-{process.pid}-calls")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert json.loads(out)["seconds"] > 0.3  # what was measured is kept
+    assert not list(INSTANCES.glob(f"kvtier-{process.pid}-*"))
+    assert not stale.exists()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 20
+    while not list(INSTANCES.glob(f"kvtier-{process.pid}-calls")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert json.loads(out)["exit_code"] is None
+    assert not list(INSTANCES.glob(f"kvtier-{process.pid}-*"))
+
+
+def test_a_device_without_requests_is_counted_by_its_bios_and_may_vanish(drive):
+    """A compressed disk in memory: what was measured before it is removed is kept."""
+    control = Path("/sys/class/zram-control")
+    if not control.exists():
+        pytest.skip("needs a kernel with zram")
+    number = (control / "hot_add").read_text().strip()
+    folder, node = SYSFS / "block" / f"zram{number}", f"/dev/zram{number}"
+
+    def remove():
+        (control / "hot_remove").write_text(number)
+
+    try:
+        (folder / "disksize").write_text("64M")
+        load = fio(drive, filename=node, rw="randrw", bs="64k", iodepth=1, size="32M")
+        command = ["sh", "-c", f"{' '.join(map(str, load))}; touch {drive}/done; sleep 30"]
+
+        def should_stop():
+            if (drive / "done").exists() and folder.exists():
+                remove()
+            return False
+
+        trace = run(CaptureSettings(device=node, command=command, output=2), should_stop).trace
+    finally:
+        if folder.exists():
+            remove()
+    assert trace.seconds < 25
+    assert any("vanished" in it for it in trace.remarks)
+    assert any("no request queue" in it for it in trace.remarks)
+    rows = transfers(trace.of_chosen(trace.at(IoLayer.DEVICE)))
+    rows = rows[rows["bytes"] == 64 << 10]
+    said = account(drive)
+    assert len(rows) == said["read"]["total_ios"] + said["write"]["total_ios"] == 512
+    assert np.count_nonzero(rows["is_write"]) == said["write"]["total_ios"]
+    assert not np.isnan(rows["completed_s"]).any()
+
+
+def test_a_stack_of_devices_has_one_lowest_layer(tmp_path, monkeypatch):
+    """sysfs as the kernel shows it for a dm device on a partition and on a second disk."""
+    for name, number in (("nvme0n1", "259:0"), ("nvme0n1/nvme0n1p1", "259:1"), ("sdb", "8:16"), ("dm-0", "252:0")):
+        (tmp_path / "block" / name / "slaves").mkdir(parents=True)
+        (tmp_path / "block" / name / "dev").write_text(number)
+        for folder in ("dev/block", "class/block"):
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev/block" / number).symlink_to(tmp_path / "block" / name)
+        (tmp_path / "class/block" / Path(name).name).symlink_to(tmp_path / "block" / name)
+    for name, text in (("partition", "1"), ("start", "2048"), ("size", "4096")):
+        (tmp_path / "block/nvme0n1/nvme0n1p1" / name).write_text(text)
+    for name in ("nvme0n1p1", "sdb"):
+        (tmp_path / "block/dm-0/slaves" / name).mkdir()
+    monkeypatch.setattr(block_devices, "SYSFS", tmp_path)
+    assert [it.name for it in disks()] == ["nvme0n1", "sdb"]
+    stacked = block_devices.find_number(os.makedev(252, 0))
+    assert [(it.name, it.disk) for it in block_devices.lowest(stacked)] == [("nvme0n1p1", "nvme0n1"), ("sdb", "sdb")]
+    partition = block_devices.find_number(os.makedev(259, 1))
+    assert (partition.first_sector, partition.sectors) == (2048, 4096)
+    assert partition.disk_number == 259 << 20
+    assert disks()[0].partitions == (259 << 20 | 1,)
+
+
+def test_the_command_line_from_end_to_end(drive, capsys):
+    report = drive / "report.html"
+    prepare(drive)
+    line = ["characterize", "--device", str(drive), "--json", "--report", str(report), "--"]
+    assert kvtier([*line, *map(str, fio(drive, rw="read", iodepth=2))]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["source"] == "block"
+    assert made["exit_code"] == 0
+    assert made["bytes"]["read"] >= 64 * MIB
+    assert made["device_facts"][find_device(str(drive)).disk]["max_sectors_kb"] > 0
+    assert {row["verdict"] for row in made["published"]} <= {"agrees", "differs", "not measured"}
+    assert report.read_text().count("<svg") == 5
+    assert kvtier(["characterize", "--device", str(drive), "--", "false"]) == 1
+    assert "exit code of ['false']: 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "/dev/nosuch"], "--device /dev/nosuch: No such file or directory; allowed: a block device"),
+        (["--device", "/proc"], "no block device lies below it"),
+        (["--pid", "999999999"], "--pid 999999999: no such process"),
+        (["--seconds", "0s"], "--seconds 0: allowed: more than 0"),
+        (["--seconds", "soon"], "soon"),
+        (["--pid", "0"], "0 is not in the range"),
+    ],
+)
+def test_wrong_usage_is_named_before_anything_starts(options, message, capsys):
+    assert kvtier(["characterize", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_right_to_trace_the_error_says_what_would_do():
+    needs_tracefs()
+    program = (
+        "import os\nfrom kvtier.characterize.tracefs import mounted\nfrom kvtier.errors import ConfigError\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "try:\n    with mounted(): pass\n"
+        "except ConfigError as error: raise SystemExit(str(error))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert "no right to write in" in done.stderr or "cannot be" in done.stderr
+    assert "run as root" in done.stderr
+
+
+def test_the_disks_of_this_machine_have_numbers_as_the_kernels_events():
+    for disk in disks():
+        major, minor = (SYSFS / "block" / disk.name / "dev").read_text().split(":")
+        assert disk.number == int(major) << 20 | int(minor)
