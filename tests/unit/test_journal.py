@@ -231,6 +231,17 @@ def test_the_choice_that_counts_is_the_last_before_the_request_began():
     assert account.loaded == {"disk": 2 * CHUNK_TOKENS}
 
 
+def test_an_item_without_a_line_costs_only_itself(tmp_path, caplog):
+    metrics = Metrics()
+    journal = Journal(tmp_path, MIB, LAYOUT, ROOT, metrics)
+    for group in (0, len(PAYLOADS), len(PAYLOADS), 1):
+        journal.completed(transfer(1, group=group))
+    journal.close(60)
+    assert [line["group"] for line in lines_of(tmp_path, "object")] == [0, 1]
+    assert lost(metrics) == 2
+    assert caplog.text.count("internal error") == 1
+
+
 def test_other_commands_have_no_line(tmp_path):
     journal = Journal(tmp_path, MIB, LAYOUT, ROOT, Metrics())
     journal.completed(transfer(1, Link.SCATTER, tier=""))

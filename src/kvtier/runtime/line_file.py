@@ -87,7 +87,7 @@ class LineFile(Generic[_Item]):
         """Queued items. Its operations are atomic, so no lock is needed."""
         self._lines: list[bytes] = []
         self._lines_bytes = self._written_bytes = 0
-        self._is_full = False
+        self._is_full = self._has_failed = False
         self._closing = threading.Event()
         self._room_bytes = capacity_bytes
         self._file = -1
@@ -135,9 +135,10 @@ class LineFile(Generic[_Item]):
         while not is_last:
             is_last = self._closing.wait(DRAIN_S)
             while self._items:
-                self._write(self._lines_of(self._items.popleft()))
+                item = self._items.popleft()
+                self._write(lambda item=item: self._lines_of(item))
             if is_last:
-                self._write(self._rest())
+                self._write(self._rest)
             self._flush()
         os.close(self._file)
 
@@ -148,7 +149,15 @@ class LineFile(Generic[_Item]):
             self._room_bytes -= sum(it.stat().st_size for it in folder.glob(self._siblings))
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def _write(self, lines: Iterable[bytes]) -> None:
+    def _write(self, made: Callable[[], Iterable[bytes]]) -> None:
+        try:
+            lines = list(made())
+        except Exception:  # of one item; the thread goes on
+            self.lose()
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("internal error: a line of %s is lost (logged once)", self.path)
+            return
         for each in lines:
             line = each if self._written_bytes or self._lines else self._first(each)
             if self._is_full or self._written_bytes + self._lines_bytes + len(line) > self._room_bytes:
