@@ -12,6 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.parts.seen_table import seen_table
+
 from kvtier.bench.serve.answer import Served, answer
 from kvtier.bench.serve.tables import arms_table, work_table
 from kvtier.config.value_types import size_text
@@ -372,6 +377,12 @@ def serve(record: dict[str, Any], name: str) -> str:
     return "\n".join(lines)
 
 
+def characterize(record: dict[str, Any]) -> str:
+    """What the drive sees of the tiers and of LMCache's file backend, from `bench/characterize.py --record`."""
+    first, *lines = seen_table(record)
+    return "\n".join([f"{first}; {_machine(record)}. {_link('characterize')}", "", *lines])
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
@@ -379,6 +390,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "core": core,
     "disk": disk,
     "peer": peer,
+    "characterize": characterize,
     "tier_s3": shared,
     "tier_shared_directory": shared,
     "prefill_decode": prefill_decode,

@@ -115,6 +115,10 @@ def test_lines_of_several_cpus_may_be_out_of_order(write: Write) -> None:
     shuffled = read_blkparse(write("".join(lines)))
     usual = read_blkparse(SAMPLES / "blkparse.txt.gz")
     assert shuffled.requests.tobytes() == usual.requests.tobytes()
+    later = [line(1.0, "Q", "R", "64 + 8 [b]", process=2), line(1.1, "D", "R", "64 + 8 [c]", process=3)]
+    earlier = [line(0.0, "Q", "R", "64 + 8 [a]", process=1), line(0.1, "D", "R", "64 + 8 [c]", process=3)]
+    trace = read_blkparse(write("".join([*later, *earlier])))
+    assert device_rows(trace)["process"].tolist() == [1, 2]
 
 
 STACKED = "".join(

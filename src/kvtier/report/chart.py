@@ -102,8 +102,9 @@ def write_charts(
     charts: Charts[Subject],
     subject: Subject,
     size_inches: tuple[float, float] = FILE_SIZE_INCHES,
+    columns: int = 2,
 ) -> None:
-    """Write all charts to one file, two in a row, on a light ground; the suffix gives the format.
+    """Write all charts to one file, beside each other, on a light ground; the suffix gives the format.
 
     Args:
         option: the command line's option, for error messages.
@@ -111,6 +112,7 @@ def write_charts(
         charts: what to draw.
         subject: of what.
         size_inches: width and height of each chart; letters keep their size.
+        columns: charts in a row.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -118,7 +120,7 @@ def write_charts(
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    columns = min(2, len(charts))
+    columns = min(columns, len(charts))
     rows = -(-len(charts) // columns)
     with mpl.rc_context(RC):
         figure = Figure(

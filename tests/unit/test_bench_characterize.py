@@ -1,0 +1,127 @@
+"""One load for every backend, and what of a capture counts for it."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench.characterize import arm_row, without_gaps
+from bench.parts.object_load import WINDOW, ObjectLoad, drive
+from bench.parts.tier_objects import TierBackend
+
+from kvtier.characterize.events import IoLayer, IoTrace, by_time, rows_of
+from kvtier.characterize.objects import read_objects
+from kvtier.codec.frame import frame_bytes
+from kvtier.errors import KvError
+
+KIB = 1 << 10
+SMALL = ObjectLoad(size=64 * KIB, streams=2, turns=6, conversations=2)
+
+
+def test_a_turn_reads_what_its_conversation_wrote() -> None:
+    load = ObjectLoad(size=1, streams=8, turns=24, conversations=2)
+    assert load.read_share == pytest.approx(92.0)
+    written: set[int] = set()
+    reads = 0
+    for stream in range(load.streams):
+        own: set[int] = set()
+        for way, numbers in load.calls(stream):
+            assert 0 < len(numbers) <= WINDOW
+            if way == "read":
+                assert own.issuperset(numbers)
+                reads += len(numbers)
+            else:
+                assert not own & set(numbers)
+                own |= set(numbers)
+        assert not written & own
+        written |= own
+    assert written == set(range(load.objects))
+    assert reads / (reads + len(written)) == pytest.approx(0.92)
+
+
+@pytest.mark.parametrize("kind", ["disk", "directory"])
+def test_a_tier_moves_every_object_of_the_load(tmp_path: Path, kind: str) -> None:
+    backend = TierBackend(kind, tmp_path / "store", SMALL, threads=2)
+    try:
+        backend.fill()
+        drive(SMALL, backend, kind, tmp_path / "journal")
+    finally:
+        backend.close()
+    log = read_objects([tmp_path / "journal"])
+    calls = [call for stream in range(SMALL.streams) for call in SMALL.calls(stream)]
+    rows = log.trace.requests
+    for way, is_write in (("read", False), ("write", True)):
+        assert (rows["is_write"] == is_write).sum() == sum(len(numbers) for of, numbers in calls if of == way)
+    assert set(rows["bytes"].tolist()) == {frame_bytes(backend.layout.groups[0])}
+    assert int(log.payload_bytes.sum()) == len(rows) * SMALL.size
+    assert len(np.unique(rows["position"])) == SMALL.objects
+
+
+def test_an_object_that_is_gone_is_no_figure(tmp_path: Path) -> None:
+    backend = TierBackend("directory", tmp_path / "store", SMALL, threads=2)
+    try:
+        backend.submit(0, "read", [3])
+        with pytest.raises(KvError, match="read of object 3 ended absent"):
+            backend.take(10.0)
+    finally:
+        backend.close()
+
+
+def device(issued_s: list[float], *, process: int, is_write: bool, layer: IoLayer = IoLayer.DEVICE) -> np.ndarray:
+    issued = np.array(issued_s)
+    return rows_of(
+        len(issued), issued_s=issued, completed_s=issued + 0.1, bytes=4096, process=process, is_write=is_write,
+        layer=layer,
+    )  # fmt: skip
+
+
+def journal(folder: Path) -> Path:
+    common = {"kind": "object", "seconds": 0.5, "tier": "x", "outcome": "done", "bytes": 8192, "payload_bytes": 8000}
+    lines: list[dict[str, object]] = [
+        {"kind": "journal", "version": 1},
+        common | {"time_s": 1010.5, "way": "write", "name": "0"},
+        common | {"time_s": 1011.5, "way": "read", "name": "1"},
+    ]
+    path = folder / "journal"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_only_what_the_load_caused_counts(tmp_path: Path) -> None:
+    log = read_objects([journal(tmp_path)])  # 1010.0 to 1011.5
+    requests = by_time(
+        device([1.0, 10.1, 10.2], process=7, is_write=True),  # the first one fills the tier
+        device([11.1, 11.2, 11.3], process=7, is_write=False),
+        device([10.3], process=8, is_write=True),  # of another process
+        device([12.0], process=0, is_write=True),  # writeback, after the load
+        device([10.0], process=7, is_write=True, layer=IoLayer.APPLICATION),
+    )
+    row = arm_row("x", 8000, IoTrace("block", requests, 20.0, began_s=1000.0, chosen=frozenset({7})), log)
+    assert (row.device.layer, row.device.requests, row.requests_per_object) == ("device", 5, 2.5)
+    assert row.device.read_share_bytes == pytest.approx(0.6)
+    assert row.amplification.device_ratio == pytest.approx(8192 / 8000)
+    assert row.later_bytes == 4096
+    assert (row.objects.reads, row.objects.writes) == (1, 1)
+    assert row.objects.gb_per_s == round(16000 / 1.5 / 1e9, 3)
+
+
+def test_a_load_that_never_reaches_the_device_measures_no_layer_above(tmp_path: Path) -> None:
+    above = device([10.1, 10.2], process=7, is_write=True, layer=IoLayer.APPLICATION)
+    trace = IoTrace("block", above, 20.0, began_s=1000.0, chosen=frozenset({7}))
+    row = arm_row("x", 8000, trace, read_objects([journal(tmp_path)]))
+    assert (row.device.layer, row.device.requests, row.amplification.device_ratio) == ("device", 0, 0.0)
+
+
+def test_a_map_leaves_out_what_was_never_touched() -> None:
+    rows = rows_of(5, position=[900_000, 100, 150, 1_000_000, 100], bytes=[50, 100, 100, 10, 20])
+    assert without_gaps(rows).tolist() == [150, 0, 50, 200, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_map_has_as_many_bytes_as_were_touched(seed: int) -> None:
+    draw = random.Random(seed)
+    starts, sizes = [draw.randrange(200) for _ in range(30)], [draw.randrange(1, 20) for _ in range(30)]
+    touched = sorted({at for start, size in zip(starts, sizes, strict=True) for at in range(start, start + size)})
+    rows = rows_of(30, position=starts, bytes=sizes)
+    assert without_gaps(rows).tolist() == [touched.index(start) for start in starts]
