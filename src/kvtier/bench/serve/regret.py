@@ -28,9 +28,10 @@ OWN_SHARE = 0.9
 REGRET = (
     "Regret of a request to which KV was offered: its load and prefill, against the faster of two alternatives: "
     "computing all that was not resident, and loading all that was offered and computing the rest. What computing "
-    "takes is fitted on the prefills measured without a connector, by computed tokens and tokens before them. What "
-    "loading takes is the offered tokens over the rate that loads from that tier had in the same run. Waits in the "
-    "engine's queue are in neither. It is at least zero, and unknown where one of these is."
+    "takes is fitted on the prefills of the same record by computed tokens and tokens before them: those without a "
+    "connector, and of other arms those of fewer tokens than any of these. What loading takes is the offered tokens "
+    "over the rate that loads from that tier had in the same run. Waits in the engine's queue are in neither. Regret "
+    "is at least zero, and unknown where one of these is."
 )
 
 
@@ -93,7 +94,16 @@ def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
         ConfigError: see `read_run`.
     """
     joined = [join(read_run(it)) for it in directories]
-    fit = PrefillFit.of(request for run in joined if run.files.arm == NO_CONNECTOR for request in run.requests)
+    plain = [request for run in joined if run.files.arm == NO_CONNECTOR for request in run.requests]
+    least = min(((it.tokens_by_place or {}).get(COMPUTED, math.inf) for it in plain), default=0)
+    # The rest after a load is shorter than all of these; the curve must not be extrapolated to it.
+    short = [
+        request
+        for run in joined
+        for request in run.requests
+        if run.files.arm != NO_CONNECTOR and (request.tokens_by_place or {}).get(COMPUTED, math.inf) < least
+    ]
+    fit = PrefillFit.of([*plain, *short]) if plain else None
     return [it if fit is None else with_regret(it, fit) for it in joined]
 
 
