@@ -25,7 +25,7 @@ BUFFER_BYTES = 16 << 20
 BUFFERS_BYTES_MAX = 512 << 20
 """Of all ring buffers together."""
 EVENTS_MAX = 8_000_000
-"""Events kept, of 31 bytes each; a capture ends there. A request has four, so this is two million requests."""
+"""Events kept, of 31 bytes each; a capture ends there. A request has three, so this is 2.6 million requests."""
 END_S = 10.0
 """How long a command has to end after it is asked to."""
 
