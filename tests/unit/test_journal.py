@@ -23,7 +23,7 @@ from tests.rig import (
 
 from kvtier.config.loader import load
 from kvtier.config.sections import Config, HostConfig, JournalConfig
-from kvtier.connect.vllm.request_journal import RequestAccount
+from kvtier.connect.vllm.request_journal import RequestAccount, client_id, client_id_of_engine
 from kvtier.core.planner import Piece, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
@@ -259,3 +259,13 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path):
     wrong = settings(tmp_path, journal=JournalConfig(path=tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match=r"journal\.path = .*no file can be created"):
         open_session(wrong, LAYOUT, FINGERPRINT, Engine(64).copier())
+
+
+def test_ids_lose_what_vllm_adds_and_nothing_else():
+    assert client_id("chatcmpl-abc") == "abc"
+    assert client_id("cmpl-abc-0") == "abc"
+    assert client_id("cmpl-abc-0-1") == "abc-0"
+    assert client_id("3_chatcmpl-abc") == "abc"
+    assert client_id("plain-0") == "plain-0"
+    assert client_id_of_engine("chatcmpl-abc-0a1b2c3d-99887766") == "abc-0a1b2c3d"
+    assert client_id_of_engine("cmpl-abc-0-99887766") == "abc"

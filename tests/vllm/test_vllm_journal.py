@@ -13,7 +13,6 @@ from settings import CHUNK, connector, whole
 
 from kvtier.bench.serve.run import STATISTICS, STATISTICS_PATH
 from kvtier.bench.serve.server import write_packages
-from kvtier.connect.vllm.request_journal import client_id, client_id_of_engine
 
 pytestmark = pytest.mark.engine
 
@@ -90,13 +89,3 @@ def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
     read = [line for line in objects if line["way"] == "read"]
     assert sum(line["bytes"] for line in read) == summed(metrics, "vllm:kvtier_transfer_bytes_total", link="promote")
     assert [line["stored_tokens"] for line in requests] == [TOKENS // CHUNK * CHUNK] * 3 + [0, 0]
-
-
-def test_ids_lose_what_vllm_adds_and_nothing_else() -> None:
-    assert client_id("chatcmpl-abc") == "abc"
-    assert client_id("cmpl-abc-0") == "abc"
-    assert client_id("cmpl-abc-0-1") == "abc-0"
-    assert client_id("3_chatcmpl-abc") == "abc"
-    assert client_id("plain-0") == "plain-0"
-    assert client_id_of_engine("chatcmpl-abc-0a1b2c3d-99887766") == "abc-0a1b2c3d"
-    assert client_id_of_engine("cmpl-abc-0-99887766") == "abc"
