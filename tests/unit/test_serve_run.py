@@ -22,7 +22,8 @@ from kvtier.bench.serve.machine_limits import drive_of
 from kvtier.bench.serve.power import Rapl
 from kvtier.bench.serve.run import Record, RunKey, ServeSettings, run_order
 from kvtier.bench.serve.sampler import Processes, Sampler, drive_figures, parse_metrics
-from kvtier.bench.serve.server import OtherServer, find_vllm
+from kvtier.bench.serve.server import OtherServer, VllmPython, find_vllm
+from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 
 METRICS = """# HELP vllm:prompt_tokens_total Number of prefill tokens.
@@ -73,10 +74,7 @@ class TwoRequests:
         self.runs += 1
         (directory / "requests.jsonl").write_text('{"sent_s": 12.5}\n')
         problem = "the server has ended by signal 9" if self.runs - 1 == self.fails else None
-        return GeneratorResult(
-            began_s=10.0, measured_from_s=12.5, ended_s=13.0, requests=1, failed=0, cpu_s=0.1, error=problem,
-            version="1",
-        )  # fmt: skip
+        return GeneratorResult(began_s=10.0, measured_from_s=12.5, ended_s=13.0, requests=1, failed=0, error=problem)
 
     def pids(self) -> list[int]:
         return [os.getpid()]
@@ -229,3 +227,31 @@ def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
     other.chmod(0o755)
     with pytest.raises(ConfigError, match="No module named 'no_such_vllm'"):
         find_vllm(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--generator", "no-such-program"], "--generator 'no-such-program' does not run"),
+        (["--generator", "true", "--arm", "a=http://127.0.0.1:1", "--ratio", "1"], "--ratio throttles the drive"),
+        (["--generator", "true", "--no-limits", "--ratio", "1"], "--ratio needs a control group"),
+        (["--generator", "true", "--preset", "other"], "--preset other: allowed: dell, samsung, single-shot"),
+        (["--generator", "true", "--preset", "single-shot", "--users", "3"], "its sizes are fixed"),
+        (["--generator", "true", "--set", "planner.enabled=perhaps"], "allowed: true or false"),
+        (["--generator", "true", "--set", "planner.enabled=no", "--arm", "none"], "with --arm kvtier"),
+        (["--generator", "true", "--history", "40000"], "Scale lengths by"),
+        (["--generator", "true", "--device-kv", "1MiB"], "allowed: that much or more"),
+        (["--generator", "true", "--store", "1000TiB"], "allowed: less, or another --dir"),
+        (["--generator", "true", "--arm", "a=http://127.0.0.1:1"], "does not answer"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_a_server_starts(
+    options: list[str], message: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    found = VllmPython(Path("python"), "1", is_cpu=True)
+    monkeypatch.setattr("kvtier.bench.serve.server.find_vllm", lambda _given: found)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--dir", str(tmp_path), *options])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not any(tmp_path.iterdir())

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ARMS = ("none", "native", "kvtier")
 SERVER_BYTES = 3 << 30
 """Memory of a server besides KV: its processes, weights and some page cache."""
+BLOCK_TOKENS = 128
+"""Of vLLM on a CPU, where blocks are largest."""
 RESERVE_BYTES = 2 << 30
 """Of the file system, beside the store."""
 SIZES = {
@@ -234,7 +236,7 @@ def _record(directory: Path, given: dict[str, Any]) -> "Record":
     from kvtier.bench.serve.run import Record, ServeSettings
     from kvtier.bench.serve.server import find_vllm
 
-    arms = parse_arms(given["arms"] or ARMS, given["settings"])
+    arms = parse_arms(given["arms"] or ARMS, _kvtier_settings(given["settings"]))
     find_generator(given["generator"])
     is_ours = any(arm.is_ours for arm in arms)
     if given["ratios"] and given["no_limits"]:
@@ -273,13 +275,26 @@ def _record(directory: Path, given: dict[str, Any]) -> "Record":
     return Record(settings, load, directory)
 
 
+def _kvtier_settings(flags: tuple[str, ...]) -> dict[str, Any]:
+    """Values of ``--set`` by name, checked as kvtier would check them in the server."""
+    from kvtier.cli.engine_settings import given
+    from kvtier.config.loader import TIERS, load
+
+    if not flags:
+        return {}
+    extra: dict[str, Any] = given(load(environ={}, flags=flags, tiers=["disk:/store"]))
+    tables: list[dict[str, Any]] = extra.pop(TIERS)
+    found = {f"{section}.{key}": value for section, values in extra.items() for key, value in values.items()}
+    return found | {f"{TIERS}.disk.{key}": value for key, value in tables[0].items() if key not in {"kind", "path"}}
+
+
 def _check_device_kv(settings: "ServeSettings") -> None:
     """Refuse a device that cannot hold one request, as vLLM would."""
     from kvtier.bench.serve.checkpoint import kv_bytes_per_token
     from kvtier.size import of
 
     per_token = kv_bytes_per_token() if settings.model is None else float(of(settings.model).bytes_per_token)
-    needed = settings.context_tokens * per_token
+    needed = (settings.context_tokens + BLOCK_TOKENS) * per_token  # vLLM never uses one of its blocks
     if settings.vllm is not None and needed > settings.device_kv_bytes:
         raise ConfigError(
             f"--device-kv {settings.device_kv_bytes}: a request of {settings.context_tokens} tokens, rounded up, has "

@@ -73,25 +73,20 @@ def parse_arm(text: str) -> Arm:
     return Arm(name, "url", url.rstrip("/"))
 
 
-def parse_arms(texts: Sequence[str], settings: Sequence[str] = ()) -> list[Arm]:
-    """The arms of all ``--arm``, with ``--set KEY=VALUE`` for kvtier's.
+def parse_arms(texts: Sequence[str], settings: Mapping[str, Any] | None = None) -> list[Arm]:
+    """The arms of all ``--arm``, with `settings` of kvtier for its own.
 
     Raises:
-        ConfigError: an arm is given twice, or a setting has no arm.
+        ConfigError: an arm is given twice, or there are settings and no arm that has them.
     """
     arms = [parse_arm(text) for text in texts]
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"--arm {twice[0]} is given twice; allowed: each name once")
-    given: dict[str, Any] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--set {text}: allowed: KEY=VALUE, a setting of kvtier")
-        given[name] = value
+    given = settings or {}
     if given and "kvtier" not in names:
-        raise ConfigError(f"--set {settings[0]}: no --arm kvtier that it could apply to")
+        raise ConfigError(f"--set {next(iter(given))}: no arm that it could apply to; allowed: with --arm kvtier")
     return [Arm(it.name, it.kind, it.url, given if it.kind == "kvtier" else {}) for it in arms]
 
 

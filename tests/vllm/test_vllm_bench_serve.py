@@ -1,0 +1,129 @@
+"""`kvtier bench serve` on real servers: its logs agree, a server that dies fails alone, and nothing is left."""
+
+import json
+import os
+import random
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.serve.arms import parse_arms
+from kvtier.bench.serve.checkpoint import WORDS
+from kvtier.bench.serve.generator import GeneratorResult, served_model
+from kvtier.bench.serve.regret import join_runs
+from kvtier.bench.serve.results import arm_result
+from kvtier.bench.serve.run import Record, ServeSettings
+from kvtier.bench.serve.server import find_vllm, session_pids
+from kvtier.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 1500
+KV_BYTES = 72 << 20
+"""Of the device: 2,176 tokens, one conversation. Host memory holds less."""
+
+
+class TwoTalks:
+    """Two conversations of two turns, in turn; kills the server of the second run after its first answer."""
+
+    prompt_tokens = TOKENS
+
+    def __init__(self) -> None:
+        self.sessions: list[int] = []
+        self.prompts: list[list[int]] = []
+
+    def drive(
+        self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
+    ) -> GeneratorResult:
+        (server,) = (pid for pid in children() if os.getsid(pid) == pid)
+        self.sessions.append(server)
+        assert served_model(url).name == "m"
+        draw = random.Random(repetition)
+        talks = [[{"role": "user", "content": text(draw, TOKENS)}] for _ in range(2)]
+        began_s, problem = time.time(), None
+        with (directory / "requests.jsonl").open("w") as file:
+            for turn in range(2):
+                for user, talk in enumerate(talks):
+                    if turn:
+                        talk.append({"role": "user", "content": text(draw, 20)})
+                    try:
+                        row = ask(url, talk, f"conversation-{user}.{turn}")
+                    except OSError:
+                        problem = is_over()
+                        break
+                    file.write(json.dumps(row | {"user": user, "turn": turn}) + "\n")
+                    if len(self.sessions) == 2:
+                        os.kill(server, signal.SIGKILL)
+                        time.sleep(1)
+        ended_s = time.time()
+        return GeneratorResult(
+            began_s=began_s, measured_from_s=began_s, ended_s=ended_s, requests=4, failed=0, error=problem
+        )
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+
+def children() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def text(draw: random.Random, count: int) -> str:
+    return " ".join(f"t{draw.choice(WORDS)}" for _ in range(count))
+
+
+def ask(url: str, talk: list[dict[str, str]], name: str) -> dict[str, object]:
+    """One request; its answer is added to `talk`."""
+    body = {"model": "m", "messages": talk, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    headers = {"content-type": "application/json", "X-Request-ID": name}
+    sent_s = time.time()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        found = json.load(answer)
+    talk.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
+    now_s = time.time()
+    return {
+        "id": name, "sent_s": sent_s, "first_s": now_s, "ended_s": now_s, "is_warm_up": False, "error": None,
+        "prompt_tokens": found["usage"]["prompt_tokens"], "output_tokens": found["usage"]["completion_tokens"],
+    }  # fmt: skip
+
+
+def test_logs_agree_and_a_server_that_dies_fails_alone(tmp_path: Path) -> None:
+    cores = tuple(sorted(os.sched_getaffinity(0)))[-1:]
+    load = TwoTalks()
+    settings = ServeSettings(
+        arms=tuple(parse_arms(["kvtier", "none"], {"planner.enabled": False})), repeats=1, ratios=(), rates=(),
+        model=None, vllm=find_vllm(None), device_kv_bytes=KV_BYTES, host_bytes=KV_BYTES * 3 // 4, store_bytes=1 << 30,
+        memory_bytes=4 << 30, running=2, context_tokens=2048, server_cores=cores, client_cores=(), load={},
+    )  # fmt: skip
+    try:
+        record = Record(settings, load, tmp_path)
+    except ConfigError as error:
+        pytest.skip(f"no control groups here: {error}")
+    record.make_model()
+    results = {key.name: record.run(key, lambda: None) for key in (record.order()[1], record.order()[0])}
+    assert {name: it["status"] for name, it in results.items()} == {"kvtier-0": "ok", "none-0": "failed"}, results
+    assert "ended by signal 9; the last lines of" in results["none-0"]["error"]
+    assert "INFO" in results["none-0"]["error"], "the lines themselves"
+    assert all(session_pids(session) == [] for session in load.sessions)
+    assert not any(Path("/sys/fs/cgroup").glob(f"**/kvtier-serve-{os.getpid()}-*"))
+    assert sorted(it.name for it in tmp_path.iterdir() if not it.name.startswith("model")) == ["runs"]
+
+    places = [run for run in join_runs(record.done()) if run.files.arm == "kvtier"]
+    (kvtier,) = places
+    assert [it.id for it in kvtier.requests] == [f"conversation-{user}.{turn}" for turn in (0, 1) for user in (0, 1)]
+    figures = arm_result(kvtier)
+    assert (figures.unmatched, figures.wrong_sums) == (0, 0)
+    assert figures.tokens_by_place is not None
+    assert figures.tokens_by_place["disk"] >= 1024, "a conversation came back from the drive"
+    assert figures.tokens_by_place["computed"] < 4 * TOKENS - 2048
+    assert figures.loaded_bytes
+    assert figures.written_bytes
+    sample = json.loads((record.runs / "kvtier-0" / "samples.jsonl").read_text().splitlines()[-1])
+    assert sample["rss_bytes"] > sample["cpu_s"] > 0
+    assert 0 < sample["memory_bytes"] <= 4 << 30
+    assert any(name.startswith("vllm:kvtier_") for name in sample["metrics"])
