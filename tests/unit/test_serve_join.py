@@ -3,12 +3,13 @@
 import itertools
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from tests import serve_runs
 from tests.serve_runs import BASE_S, KV_BYTES, OUTPUT_S, PAIR_S, TOKEN_S, write_run
 
-from kvtier.bench.serve.join import join, write_joined
+from kvtier.bench.serve.join import SOURCE_COUNTERS, join, write_joined
 from kvtier.bench.serve.regret import PrefillFit, join_runs, token_rates
 from kvtier.bench.serve.results import (
     Prices,
@@ -29,6 +30,7 @@ CONTRACT = {
     *("computed_tokens", "tokens_by_place", "read_bytes", "written_bytes", "cpu_s", "rss_bytes", "energy_j", "failed"),
 }
 REQUESTS = 16
+GOLDEN = Path(__file__).parents[1] / "golden" / "serve"
 
 
 def change(path, edit, *, key=None):
@@ -238,3 +240,32 @@ def test_the_joined_rows_lie_beside_the_files(run):
     assert len(rows) == REQUESTS
     assert rows[0]["tokens_by_place"] == {"computed": 832, "resident": 256}
     assert "at_s" in json.loads((run / "seconds.json").read_text())
+
+
+def counter(folder, name):
+    """The counter's last value in the samples."""
+    return json.loads((folder / "samples.jsonl").read_text().splitlines()[-1])["metrics"].get(name, 0)
+
+
+def test_real_runs_of_three_arms_add_up_to_the_counters_of_their_servers():
+    """18 requests and a warm-up on vLLM. Some loads of the arm kvtier were cut; vLLM counts their tokens as loaded."""
+    joined = {run.files.arm: run for run in join_runs(sorted(GOLDEN.iterdir()))}
+    results = {name: arm_result(run) for name, run in joined.items()}
+    for result in results.values():
+        assert (result.requests, result.failed, result.wrong_sums, result.unmatched) == (18, 0, 0, 0)
+        assert sum(result.tokens_by_place.values()) == result.prompt_tokens == 24570
+    warm_up = 491
+    assert results["none"].tokens_by_place == {"computed": 19962, "resident": 4608}
+    assert counter(GOLDEN / "none-0", SOURCE_COUNTERS["computed"]) == 19962 + warm_up
+    assert counter(GOLDEN / "none-0", SOURCE_COUNTERS["resident"]) == 4608
+    assert set(results["native"].tokens_by_place) == {"computed", "resident", "external"}
+    assert results["native"].computed_tokens + warm_up == counter(GOLDEN / "native-0", SOURCE_COUNTERS["computed"])
+    for place in ("host", "disk"):
+        loaded = counter(GOLDEN / "kvtier-0", f'vllm:kvtier_load_tokens_total{{place="{place}"}}')
+        assert results["kvtier"].tokens_by_place[place] == loaded > 0
+    cut = {it.id: it for it in joined["kvtier"].requests}["m-0-1"]
+    assert cut.tokens_by_place == {"computed": 1109, "resident": 256}
+    assert cut.load_s > 0.1
+    assert cut.queue_s < 0.01  # vLLM counts the load as queueing
+    known = [it for it in joined["kvtier"].requests if it.regret_s is not None]
+    assert len(known) >= 8

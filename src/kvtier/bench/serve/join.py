@@ -33,6 +33,7 @@ SOURCE_COUNTERS = {
 
 PLACES = (
     "Tokens by place: computed by the engine; resident in its own prefix cache; else the tier they were loaded from. "
+    "What a load was to bring and did not is computed. "
     "Without kvtier's log only the sum of the last two is known for a request; the engine's counters split it into "
     "resident and external."
 )
@@ -147,7 +148,11 @@ def _places(prompt: int | None, engine: Row, own: Row, files: RunFiles) -> dict[
     if files.kvtier is None:
         return computed | {RESIDENT if files.arm == NO_CONNECTOR else CACHED: cached}
     resident, loaded = count(own, "resident_tokens"), counts(own.get("loaded_tokens"))
-    return None if resident is None or loaded is None else computed | {RESIDENT: resident} | loaded
+    if resident is None or loaded is None:
+        return None
+    # vLLM counts a load when it begins. What did not arrive was computed.
+    computed[COMPUTED] += max(0, (count(own, "wanted_tokens") or 0) - sum(loaded.values()))
+    return computed | {RESIDENT: resident} | loaded
 
 
 def write_joined(directory: Path, run: JoinedRun) -> None:

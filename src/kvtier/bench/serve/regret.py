@@ -31,7 +31,7 @@ REGRET = (
     "takes is fitted on the prefills of the same record by computed tokens and tokens before them: those without a "
     "connector, and of other arms those of fewer tokens than any of these. What loading takes is the offered tokens "
     "over the rate that loads from that tier had in the same run. Waits in the engine's queue are in neither. Regret "
-    "is at least zero, and unknown where one of these is."
+    "is at least zero, has the noise of a prefill in it, and is unknown where one of these is."
 )
 
 

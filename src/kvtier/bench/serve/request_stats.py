@@ -8,11 +8,12 @@ server, and a line is in it within a second:
 
     id               as the client named it (`X-Request-ID`)
     time_s           the end, in Unix seconds
-    queued_s         from arrival in the scheduler to the first step
-    prefill_s        from there to the first token, with the wait for a load
+    queued_s         from arrival in the scheduler to the first step, with the wait for a load
+    prefill_s        from there to the first token
     decode_s         from there to the last token
     prompt_tokens, output_tokens
-    cached_tokens    of the prompt that were not computed: vLLM's own prefix cache, and what a connector has loaded
+    cached_tokens    of the prompt: in vLLM's own prefix cache, and what a connector was to load when a load began; what
+                     did not arrive is in this count, although it is computed
 """
 
 import atexit

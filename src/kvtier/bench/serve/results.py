@@ -76,9 +76,9 @@ class ArmResult:
     cpu_s: float | None
     """Of the server's processes."""
     client_cpu_s: float | None
-    rss_bytes: float | None
+    rss_bytes: int | None
     """Largest."""
-    memory_bytes: float | None
+    memory_bytes: int | None
     """Largest of the control group, page cache included."""
     energy_j: float | None
     energy_source: str
@@ -140,10 +140,6 @@ def arm_result(run: JoinedRun) -> ArmResult:
     def grew(name: str) -> float | None:
         return grown(samples, name, run.since_s, until_s)
 
-    def grew_bytes(name: str) -> int | None:
-        value = grew(name)
-        return None if value is None else round(value)
-
     energy_j, source = _energy(run, until_s)
     logs = [log for log in (run.files.engine, run.files.kvtier) if log is not None]
     loaded = [it.loaded_bytes for it in counted if it.loaded_bytes is not None]
@@ -173,12 +169,12 @@ def arm_result(run: JoinedRun) -> ArmResult:
         unmatched=sum(any(it.id not in log for log in logs) for it in counted),
         skipped_lines=sum(run.files.skipped.values()),
         loaded_bytes=sum(loaded) if loaded else None,
-        read_bytes=grew_bytes("read_bytes"),
-        written_bytes=grew_bytes("written_bytes"),
+        read_bytes=_whole(grew("read_bytes")),
+        written_bytes=_whole(grew("written_bytes")),
         cpu_s=grew("cpu_s"),
         client_cpu_s=grew("client_cpu_s"),
-        rss_bytes=most(samples, "rss_bytes", run.since_s, until_s),
-        memory_bytes=most(samples, "memory_bytes", run.since_s, until_s),
+        rss_bytes=_whole(most(samples, "rss_bytes", run.since_s, until_s)),
+        memory_bytes=_whole(most(samples, "memory_bytes", run.since_s, until_s)),
         energy_j=energy_j,
         energy_source=source,
         regret_ms=_regret(counted),
@@ -266,6 +262,10 @@ def hit_share(places: dict[str, int] | None) -> float | None:
     """Share of the prompt tokens that were not computed."""
     total = sum((places or {}).values())
     return 1 - (places or {}).get(COMPUTED, 0) / total if total else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
 
 
 def _percentiles(values_s: Iterable[float | None]) -> Percentiles:
