@@ -162,7 +162,8 @@ def test_kinds_owners_and_what_is_no_request(write: Write) -> None:
             line(0.04, "Q", "R", "200 + 8 [other]", process=41),
             line(0.05, "F", "R", "200 + 8 [other]", process=41),
             line(0.06, "D", "R", "200 + 16 [reader]", process=40),
-            line(0.07, "D", "FN", "0 + 0 [reader]"),
+            line(0.07, "D", "FN", "[reader]"),
+            line(0.075, "C", "FN", "0 [0]", process=0),
             line(0.08, "D", "D", "4096 + 2048 [fstrim]"),
             line(0.09, "D", "R", "36 (12 00 00 00 24 00 ..) [smartctl]"),
             line(0.10, "m", "N", "cfq2519S allocated"),
@@ -184,6 +185,7 @@ def test_kinds_owners_and_what_is_no_request(write: Write) -> None:
         (300, IoKind.DATA, 7),
     ]
     assert rows[4]["completed_s"] - rows[4]["issued_s"] == pytest.approx(0.02)
+    assert rows[2]["completed_s"] == pytest.approx(0.075)
     assert trace.counts == {"merges": 1, "requeues": 1, "commands without data": 1, "failed": 1}
     assert trace.lost_events == 1234
     assert trace.seconds == pytest.approx(0.17)
@@ -209,8 +211,11 @@ def test_a_last_line_that_is_cut_off_is_not_counted(write: Write) -> None:
         (STACKED + line(2, "D", "W", f"{1 << 62} + 8 [x]"), "line 9: sector"),
         (STACKED + line(2, "D", "W", "1 + 8 [x]", device="8,99999999"), "line 9: minor number"),
         ("time,value\n1,2\n", "line 1: .*unknown format; allowed: the text of blkparse"),
+        (line(0, "D", "R", "296960 1024 524288 0 (null)"), "unknown format"),  # of `blkparse -f`
+        (STACKED + line(2, "D", "R", "296960 1024 524288 0 (null)"), "line 9: "),
         ("fio version 4 iolog\n", "iolog of version 4"),
         ("Input file sda.blktrace.0 added\n", "has no event"),
+        (line(0, "C", "R", "8 + 8 [0]") + line(1, "U", "N", "[reader] 1"), "has no event Q or D"),
     ],
 )
 def test_what_is_no_recording_is_an_error_that_names_file_and_line(

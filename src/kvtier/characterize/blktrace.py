@@ -50,8 +50,9 @@ _HEAD = "%D %2c %8s %5T.%9t %5p %2a %3d"
 _SPECIFIER = re.compile(r"%-?\d*([A-Za-z])|(\\[nt]|\s)+|(.)", re.DOTALL)
 _TAIL = (
     r"\s*(?:(?P<S>\d+)(?: \+ (?P<n>\d+)| / \d+)?(?: <- \((?P<from_major>\d+),(?P<from_minor>\d+)\) \d+)?)?"
-    r"(?:[^\[]*\[(?P<C>.*)\])?.*"
+    r"(?:\s*\([0-9a-f .]*\))?(?:\s*\[(?P<C>.*)\](?: \d+)?)?\s*"
 )
+"""Sector, length or where a split begins, and the origin of a remap; payload or elapsed time; command or error."""
 _MESSAGE = re.compile(r"\s*\d+,\d+\s+\d+\s+\d+\s+\d+\.\d+\s+\d+\s+m\s")
 _SUMMARY = re.compile(r"(CPU\d+|Total) \(")
 _SKIPS = re.compile(r"Skips: [\d.,']+ forward \(([\d.,']+) -")
@@ -159,13 +160,10 @@ class _Events:
             self.count(_COUNTED[action])
         if action in _WITHOUT_SIZE:
             return
-        if fields["S"] is None or not (fields.get("n") or fields.get("N")):
-            self.count("commands without data")  # of SCSI, with a payload in place of a sector
-            return
-        sectors = int(fields["n"]) if fields.get("n") else int(fields["N"]) // SECTOR_BYTES
         rwbs = fields["d"]
-        if rwbs == "N":
-            self.count("commands without data")
+        sectors = int(fields.get("n") or 0) or int(fields.get("N") or 0) // SECTOR_BYTES
+        if rwbs == "N" or not (sectors or rwbs.startswith("F")):
+            self.count("commands without data")  # of SCSI, with a payload in place of a sector
             return
         if rwbs not in self.rwbs and len(self.rwbs) >= LETTERS_MAX:
             raise ConfigError(f"RWBS {short(rwbs)}; allowed: {LETTERS_MAX} different ones in a recording")
@@ -178,7 +176,7 @@ class _Events:
         device = fields.get("D") or f"{fields.get('M') or 0},{fields.get('m') or 0}"
         self.time_ns.append(time_ns)
         self.device.append(_device(*device.split(",")))
-        self.sector.append(_check(int(fields["S"]), "sector", NUMBER_MAX // SECTOR_BYTES))
+        self.sector.append(_check(int(fields["S"] or 0), "sector", NUMBER_MAX // SECTOR_BYTES))
         self.sectors.append(_check(sectors, "number of sectors", 1 << 32))
         self.process.append(_check(process, "process", (1 << 31) - 1))
         self.action.append(ord(action))
@@ -216,8 +214,8 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
         else:
             with LineErrors(path, number):
                 _add_line(events, pattern, line, allowed)
-    if events.first_ns is None:
-        raise ConfigError(f"trace {path} has no event of blkparse; allowed: at least one")
+    if not {ord("Q"), ord("D")} & set(events.action):
+        raise ConfigError(f"trace {path} has no event Q or D of blkparse; allowed: at least one")
     return _trace(events, lost, remarks)
 
 
@@ -254,8 +252,6 @@ def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
     action = np.frombuffer(events.action, np.uint8)[order]
     letters = np.frombuffer(events.letters, np.uint8)[order]
     source = np.frombuffer(events.source, np.uint32)[order]
-    if not len(order):
-        return IoTrace("file", rows_of(0), (events.last_ns - first_ns) / 1e9, remarks=remarks, lost_events=lost)
     is_write, kind = (of_letters[letters] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
     key = np.unique(np.stack([device.astype(np.uint64), sector], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 

@@ -10,7 +10,10 @@ from kvtier.characterize.objects import looks_like_journal, read_objects
 from kvtier.errors import ConfigError
 from kvtier.trace.trace_files import short, text_lines
 
-ALLOWED = "the text of blkparse, fio's latency, bandwidth and io logs, and kvtier's journal"
+ALLOWED = (
+    "the text of blkparse (with --blkparse-format if it was given -f), fio's latency, bandwidth and io logs, and "
+    "kvtier's journal"
+)
 
 
 def read_recordings(paths: Sequence[Path], *, blkparse_form: str | None = None) -> IoTrace:
