@@ -70,6 +70,14 @@ def test_a_burst_has_the_depth_of_its_overlap_and_twice_the_mean():
     assert sum(it.over_time.read_gb_per_s) * it.over_time.interval_s == pytest.approx(512 * MIB / 1e9)
 
 
+def test_what_waits_above_the_driver_is_in_the_submitted_depth_alone():
+    bios = requests(64, took=4 * TICK, layer=IoLayer.FILE_SYSTEM)
+    it = measure(trace(requests(64), bios))
+    assert it.queue_depth["peak"] == 1
+    assert it.submitted_depth == pytest.approx({"mean": 2.0, "peak": 4.0, "busy_mean": 4 * 64 / 67})
+    assert measure(trace(bios)).submitted_depth is None
+
+
 def test_the_mix_by_bytes_differs_from_the_mix_by_requests():
     it = measure(trace(requests(90, size=4096), requests(10, size=10 * MIB, is_write=True)))
     assert it.read_share_requests == 0.9
@@ -223,7 +231,7 @@ def test_json_has_the_keys_of_the_contract_and_the_report_is_whole():
     assert {"p50", "p99"} <= set(made["latency_us"])
     page = render_report(seen, it, compare(it))
     check_page(page)
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
     assert "3 events were lost" in page
     assert "&lt;b&gt;said" in page
 
@@ -239,7 +247,14 @@ def test_the_report_in_a_browser_shows_every_chart_and_fits_a_phone(tmp_path):
     page = tmp_path / "io.html"
     page.write_text(render_report(seen, it, compare(it)))
     dom = browser.rendered(page)
-    for heading in ("Request sizes", "Queue depth over time", "Throughput over time", "Latency", "Addresses over time"):
+    for heading in (
+        "Request sizes",
+        "Sizes by layer",
+        "Queue depth over time",
+        "Throughput over time",
+        "Latency",
+        "Addresses over time",
+    ):
         assert f"<h3>{heading}</h3>" in dom
     assert "Beside Samsung" in dom
     assert browser.overflow(page, width=390) == 0

@@ -273,7 +273,7 @@ def test_the_command_line_from_end_to_end(drive, capsys):
     assert made["bytes"]["read"] >= 64 * MIB
     assert made["device_facts"][find_device(str(drive)).disk]["max_sectors_kb"] > 0
     assert {row["verdict"] for row in made["published"]} <= {"agrees", "differs", "not measured"}
-    assert report.read_text().count("<svg") == 5
+    assert report.read_text().count("<svg") == 6
     assert kvtier(["characterize", "--device", str(drive), "--", "false"]) == 1
     assert "exit code of ['false']: 1" in capsys.readouterr().err
 

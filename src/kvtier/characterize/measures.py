@@ -88,6 +88,8 @@ class IoMeasures:
     layers: dict[str, LayerMeasures]
     queue_depth: dict[str, float]
     """``mean`` over all seconds, ``peak``, and ``busy_mean`` over those with a request in flight."""
+    submitted_depth: dict[str, float] | None
+    """The same of bios from submission to completion: with those that wait in the scheduler, or for a full driver."""
     busy_share: float
     """Share of the time with at least one request in flight."""
     gb_per_s: dict[str, float]
@@ -150,7 +152,8 @@ def measure(trace: IoTrace) -> IoMeasures:
         sequential_definition=SEQUENTIAL,
         request_bytes=_sizes(rows),
         layers={layer.name.lower(): _layer(transfers(trace.of_chosen(trace.at(layer)))) for layer in trace.layers},
-        queue_depth={"mean": depth.total / trace.seconds, "peak": depth.peak, "busy_mean": depth.total / busy_s},
+        queue_depth=_depth(depth, trace.seconds),
+        submitted_depth=_submitted(trace),
         busy_share=min(1.0, depth.busy_s / trace.seconds),
         gb_per_s={"mean": mean, "peak": peak, "busy_mean": busy_mean},
         peak_gb_per_s=peaks,
@@ -236,6 +239,16 @@ def _layer(rows: np.ndarray) -> LayerMeasures:
     return LayerMeasures(
         len(rows), total, int(sizes["p50"]), int(sizes["p99"]), sizes["share_over_1mb"], _share(reads, total)
     )
+
+
+def _depth(depth: Steps, seconds: float) -> dict[str, float]:
+    return {"mean": depth.total / seconds, "peak": depth.peak, "busy_mean": depth.total / max(depth.busy_s, 1e-9)}
+
+
+def _submitted(trace: IoTrace) -> dict[str, float] | None:
+    rows = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
+    is_above = trace.lowest is IoLayer.DEVICE and len(rows) > 0
+    return _depth(Steps.depth(rows), trace.seconds) if is_above else None
 
 
 def _latency(rows: np.ndarray) -> dict[str, float]:

@@ -123,8 +123,11 @@ def _why_size(it: IoMeasures) -> Iterator[str]:
         yield f"{', '.join(capped)}: no request can be larger than 1 MB"
         return
     above = next((it.layers[name] for name in ("file_system", "application") if name in it.layers), None)
+    here = it.request_bytes["share_over_1mb"]
     if above is not None and above.requests and above.share_over_1mb < 0.96 - SHARE_TOLERANCE:
-        yield f"what the file system submits is small already: {share_text(above.share_over_1mb)} over 1 MB"
+        yield f"smaller already where they are submitted: {share_text(above.share_over_1mb)} over 1 MB"
+    if above is not None and above.share_over_1mb > here + SHARE_TOLERANCE and it.counts.get("splits"):
+        yield f"{it.counts['splits']:,} were split, at a limit of the queue such as its segments"
     listed = ", ".join(f"{kb} KiB" for kb in caps.values())
     yield f"half of the requests have at most {bytes_text(it.request_bytes['p50'])}" + (
         f"; the queue would allow {listed}" if listed else ""
@@ -136,6 +139,9 @@ def _why_depth(it: IoMeasures) -> Iterator[str]:
     yield f"the paper's are those of {DRIVES} drives, {160 // DRIVES} and {800 // DRIVES} a drive"
     if count:
         yield f"here {count} device{'' if count == 1 else 's'} and {engines} process{'' if engines == 1 else 'es'}"
+    if it.submitted_depth is not None:
+        above = it.submitted_depth
+        yield f"with what waits above the driver: mean {digits(above['busy_mean'])}, peak {above['peak']:.0f}"
     limits: list[Any] = [facts["nr_requests"] for facts in it.device_facts.values() if "nr_requests" in facts]
     if limits and max(limits) < 800:
         yield f"nr_requests is {max(limits)}"

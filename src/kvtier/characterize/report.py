@@ -13,6 +13,7 @@ from kvtier.characterize.events import IoTrace, transfers
 from kvtier.characterize.measures import IoMeasures
 from kvtier.characterize.published import PublishedFigure
 from kvtier.characterize.tables import headline, notes, tables
+from kvtier.config.value_types import size_text
 from kvtier.report.chart import Chart, Charts, Colours, figures_html
 from kvtier.report.format import bytes_text, digits, rate_text, share_text, time_text
 from kvtier.report.output import write_file
@@ -29,7 +30,10 @@ READ, WRITE = "disk", "tiered"
 
 class _Drawn(NamedTuple):
     rows: np.ndarray
+    """Of the lowest layer."""
     measures: IoMeasures
+    sizes: dict[str, np.ndarray]
+    """Sizes of the requests of each layer in bytes, sorted."""
 
 
 def write_report(path: Path, trace: IoTrace, measures: IoMeasures, published: Sequence[PublishedFigure]) -> None:
@@ -46,9 +50,12 @@ def render_report(
 ) -> str:
     """The HTML of the report."""
     rows = transfers(trace.of_chosen(trace.at(trace.lowest)))
+    sizes = {
+        layer.name.lower().replace("_", " "): np.sort(transfers(trace.of_chosen(trace.at(layer)))["bytes"])
+        for layer in trace.layers
+    }
     it = measures
     tiles = [
-        (share_text(it.read_share_bytes), "of the bytes are read"),
         (share_text(it.sequential_share["per_process"]), "sequential per process"),
         (bytes_text(it.request_bytes["p50"]), "median request"),
         (digits(it.queue_depth["mean"]), f"requests in flight; {it.queue_depth['peak']:.0f} at most"),
@@ -59,7 +66,7 @@ def render_report(
         "kvtier characterize",
         headline(measures),
         tiles_html(tiles) if len(rows) else "",
-        figures_html(_charts(), _Drawn(rows, measures)) if len(rows) else "",
+        figures_html(_charts(), _Drawn(rows, measures, sizes)) if len(rows) else "",
         list_html(notes(measures)),
         *(table_html(table) for table in tables(measures, published)),
         remark=f"{it.requests:,} requests at layer {it.layer.replace('_', ' ')}; source: {it.source}.",
@@ -70,6 +77,7 @@ def render_report(
 def _charts() -> "Charts[_Drawn]":
     return {
         "sizes": Chart("Request sizes", _draw_sizes, "Share of all requests; two steps double the size."),
+        "layers": Chart("Sizes by layer", _draw_layers, "Share of the bytes in requests of at most this size."),
         "depth": Chart("Queue depth over time", _draw_depth, "Mean of each interval, exact; dashed: over all time."),
         "throughput": Chart("Throughput over time", _draw_throughput, "Reads and writes."),
         "latency": Chart("Latency", _draw_latency, "Share of requests that took at most this long."),
@@ -84,11 +92,30 @@ def _draw_sizes(axes: "Axes", it: _Drawn, colours: Colours) -> None:
         of = sizes[it.rows["is_write"] == is_write]
         if len(of):
             axes.hist(of, bins=edges.tolist(), weights=np.full(len(of), 1 / len(sizes)), color=colours[colour], alpha=0.75, label=name)  # fmt: skip  # noqa: E501
-    axes.set(xscale="log", xlabel="bytes", ylabel="share of requests")
-    ticks = [4096.0 * 8**step for step in range(6) if edges[0] / 4 <= 4096 * 8**step <= edges[-1] * 4]
-    axes.set_xticks(ticks, [bytes_text(tick) for tick in ticks])
-    axes.minorticks_off()
+    axes.set(ylabel="share of requests")
+    _size_axis(axes, edges[0], edges[-1])
     axes.legend(loc="best")
+
+
+def _draw_layers(axes: "Axes", it: _Drawn, colours: Colours) -> None:
+    for (name, sizes), colour in zip(it.sizes.items(), ("shared", "gpu", "disk"), strict=False):
+        if len(sizes):
+            steps, first = np.unique(sizes, return_index=True)
+            total = np.concatenate([np.cumsum(sizes)[first[1:] - 1], [sizes.sum()]]) / sizes.sum()
+            axes.step([steps[0], *steps], [0.0, *total], where="post", color=colours[colour], label=name, linewidth=1.8)
+    axes.set(ylim=(0, 1.02), ylabel="share of bytes")
+    everything = np.concatenate(list(it.sizes.values()))
+    _size_axis(axes, float(everything.min()), float(everything.max()))
+    axes.legend(loc="best")
+
+
+def _size_axis(axes: "Axes", least: float, most: float) -> None:
+    """A logarithmic axis of sizes, with at most eight round ticks."""
+    low, high = int(np.floor(np.log2(least))), int(np.ceil(np.log2(most + 1)))
+    ticks = [2.0**power for power in range(low, high + 1, max(1, -(-(high - low) // 7)))]
+    axes.set(xscale="log", xlim=(2.0 ** (low - 0.5), 2.0 ** (high + 0.5)), xlabel="bytes")
+    axes.set_xticks(ticks, [size_text(int(tick)) for tick in ticks])
+    axes.minorticks_off()
 
 
 def _draw_depth(axes: "Axes", it: _Drawn, colours: Colours) -> None:

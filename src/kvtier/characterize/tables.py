@@ -18,8 +18,8 @@ def headline(it: IoMeasures) -> str:
     if sequential is None:
         sequential = it.sequential_share["device"]
     return (
-        f"{share_text(it.read_share_bytes)} reads; half of the requests have at least "
-        f"{bytes_text(it.request_bytes['p50'])}; {share_text(sequential)} sequential; "
+        f"{share_text(it.read_share_bytes)} reads; median request {bytes_text(it.request_bytes['p50'])}; "
+        f"{share_text(sequential)} sequential; "
         f"{rate_text(it.gb_per_s['mean'] * 1e9)}, {digits(it.queue_depth['mean'])} in flight"
     )
 
@@ -87,6 +87,11 @@ def main_table(it: IoMeasures) -> Table:
     ]
     if it.write_amplification is not None:
         rows.append(("amplification", f"{it.write_amplification:.2f} bytes reach the device for each byte written"))
+    if it.submitted_depth is not None:
+        above = it.submitted_depth
+        place = next(place for place, row in enumerate(rows) if row[0] == "queue depth")
+        text = f"mean {digits(above['mean'])} ({digits(above['busy_mean'])} while busy), peak {above['peak']:.0f}"
+        rows.insert(place + 1, ("  submitted", f"{text}: bios, with those that wait above the driver"))
     for device, facts in it.device_facts.items():
         rows.append((device, ", ".join(f"{name} {value}" for name, value in facts.items())))
     return Table(("", ""), rows, title=headline(it), note=it.sequential_definition)
