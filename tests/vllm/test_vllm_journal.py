@@ -14,7 +14,7 @@ from settings import CHUNK, connector, whole
 from kvtier.bench.serve.run import STATISTICS, STATISTICS_PATH
 from kvtier.bench.serve.server import write_packages
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
 TOKENS = 1400
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
