@@ -35,8 +35,9 @@ class Served:
 
     @property
     def names(self) -> list[str]:
-        """The arms, in the order of the record."""
-        return list(dict.fromkeys(it.name for it in self.results))
+        """The arms: no connector first, kvtier last."""
+        found = dict.fromkeys(it.name for it in self.results)
+        return sorted(found, key=lambda it: (it != NO_CONNECTOR, it == OWN))
 
     @property
     def plain(self) -> str | None:
@@ -103,7 +104,11 @@ def headline(served: Served) -> str:
     ours, theirs = served.at(own, served.top, p50_ms), served.at(plain, served.top, p50_ms)
     if ours is None or theirs is None:
         return "Served conversations"
-    return f"With {own} the first token comes {_times(theirs.median, ours.median)}"
+    text = f"With {own} the first token comes {_times(theirs.median, ours.median)}"
+    others = {name: served.at(name, served.top, p50_ms) for name in served.names if name not in (own, plain)}
+    best, name = min(((it.median, name) for name, it in others.items() if it), default=(ours.median, ""))
+    is_behind = best * SAME < ours.median
+    return text + (f", with {served.label(name)} {_times(theirs.median, best)}" if is_behind else "")
 
 
 def answer(served: Served) -> str:

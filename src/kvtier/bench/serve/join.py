@@ -34,8 +34,8 @@ SOURCE_COUNTERS = {
 PLACES = (
     "Tokens by place: computed by the engine; resident in its own prefix cache; else the tier they were loaded from. "
     "What a load was to bring and did not is computed. "
-    "Without kvtier's log only the sum of the last two is known for a request; the engine's counters split it into "
-    "resident and external."
+    "Without kvtier's log the engine has one sum for its own cache and a connector, also of what did not arrive; its "
+    "counters split the sum of all requests into resident and external."
 )
 
 
@@ -170,14 +170,14 @@ def write_joined(directory: Path, run: JoinedRun) -> None:
 
 
 _COUNTERS = {
-    "read_gb_per_s": ("device.read_bytes", "read_bytes", 1e-9),
-    "write_gb_per_s": ("device.written_bytes", "written_bytes", 1e-9),
+    "read_gb_per_s": ("read_bytes", "device.read_bytes", 1e-9),
+    "write_gb_per_s": ("written_bytes", "device.written_bytes", 1e-9),
     "queue_depth": ("device.weighted_s", "", 1.0),
     "cpu_cores": ("cpu_s", "", 1.0),
     "client_cpu_cores": ("client_cpu_s", "", 1.0),
     "package_watts": ("package_joules", "", 1.0),
 }
-"""Column, its counter, the one used where that is missing, and the factor. The drive counts what other processes do."""
+"""Column, its counter, the one used where that is missing, and the factor. The drive counts other processes, too."""
 _GAUGES = {
     "rss_bytes": "rss_bytes",
     "memory_bytes": "memory_bytes",

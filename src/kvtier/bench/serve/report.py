@@ -62,9 +62,7 @@ def render_report(record: dict[str, Any], prices: Prices | None = None, made: da
         figures_html(shown, served),
         list_html(notes(served)),
         section_html("Where the tokens came from", figures_html(others, served)) if others else "",
-        section_html(
-            "What the drive saw meanwhile", paragraphs_html([_over_time_text(served)]), figures_html(over_time, served)
-        )
+        section_html("Over time", paragraphs_html([_over_time_text(served)]), figures_html(over_time, served))
         if over_time
         else "",
         table_html(replace(arms_table(served), title="Speed")),
@@ -114,8 +112,8 @@ PICTURE_INCHES = (4.6, 3.6)
 HEADLINE = ("ttft", "tokens")
 """Charts of the answer."""
 SERIES = (
-    ("reads", "Reads of the drive", (("read_gb_per_s", ""),), "bytes a second"),
-    ("writes", "Writes of the drive", (("write_gb_per_s", ""),), "bytes a second"),
+    ("reads", "Reads from storage", (("read_gb_per_s", ""),), "bytes a second"),
+    ("writes", "Writes to storage", (("write_gb_per_s", ""),), "bytes a second"),
     ("depth", "Queue depth of the drive", (("queue_depth", ""),), "requests in the device's queue"),
     ("throughput", "Output tokens", (("output_tokens_per_s", ""),), "output tokens/s"),
     ("cpu", "Processor of the server", (("cpu_cores", ""),), "cores"),
@@ -167,15 +165,17 @@ def _draw_bars(axes: "Axes", served: Served, colours: Colours, *, of: Figure) ->
         middles,
         color=[hues[name] for name in found],
         xerr=ends,
+        ecolor=colours["ink"],
     )
-    axes.bar_label(drawn, [digits(it) for it in middles], padding=4)
+    axes.bar_label(drawn, [digits(it) for it in middles], padding=4, color=colours["ink"])
     axes.invert_yaxis()
     axes.set(xlabel=_unit(of), xlim=(0, 1.18 * max([it.high for it in found.values()], default=1.0)))
 
 
 def _draw_places(axes: "Axes", served: Served, colours: Colours) -> None:
     rows: dict[str, dict[str, float]] = {}
-    for (name, point), runs in repetitions(served.results).items():
+    found = sorted(repetitions(served.results).items(), key=lambda it: served.names.index(it[0][0]))
+    for (name, point), runs in found:
         if point == served.top or (name == served.plain and point[0] == served.top[0]):
             sums: dict[str, float] = {}
             for place, tokens in ((place, n) for run in runs for place, n in (run.tokens_by_place or {}).items()):
@@ -282,4 +282,7 @@ def _unit(of: Figure) -> str:
 
 def _over_time_text(served: Served) -> str:
     shown = [f"{run_name(it)}" for it in served.results if it.series]
-    return f"One run of each arm: {joined(shown)}. The drive's figures include what other processes did."
+    return (
+        f"One run of each arm: {joined(shown)}. Reads and writes are the server's own where they are known, else the "
+        "drive's. Queue depth is the drive's, with what other processes did."
+    )
