@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+AIPERF_VENV := .venv-aiperf
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
@@ -49,7 +50,7 @@ test-cluster-core: setup
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own. A quarter of an hour: before a
 # release, and after changes of connect/vllm, core or runtime.
-test-vllm: $(VLLM_VENV)/.done
+test-vllm: $(VLLM_VENV)/.done $(AIPERF_VENV)/.done
 	$(VLLM_PYTHON) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
 # The part that every change must pass: identity, equal answers after a restore, corruption, faults that stall or lie,
@@ -67,6 +68,12 @@ $(VLLM_VENV)/.done: pyproject.toml tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
 	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+# The load generator of `kvtier bench serve`. Tests that need it are skipped without it.
+$(AIPERF_VENV)/.done: tests/vllm/aiperf.txt
+	$(PYTHON) -m venv $(AIPERF_VENV)
+	$(AIPERF_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/aiperf.txt
 	touch $@
 
 # The storage backend on SGLang's real controllers and host pools, on a CPU, in an environment of its own.

@@ -29,6 +29,7 @@ SKIPPED_FOLDERS = {
     ".venv",
     ".venv-vllm",
     ".venv-sglang",
+    ".venv-aiperf",
     ".ruff_cache",
     ".pytest_cache",
     ".hypothesis",

@@ -427,7 +427,7 @@ class _EndedRequests:
     def _take(self, record: dict[str, Any]) -> None:
         about: dict[str, Any] = record["metadata"]
         kind, user, first_turn = str(about["conversation_id"]).split(".")
-        sent_s, is_warm_up = about["request_start_ns"] / 1e9, kind == "warm"
+        sent_s, ended_s, is_warm_up = about["request_start_ns"] / 1e9, about["request_end_ns"] / 1e9, kind == "warm"
         error = _error_of(record)
         ttft_ms = None if error else _value(record, "time_to_first_token")
         row: dict[str, Any] = {
@@ -435,8 +435,8 @@ class _EndedRequests:
             "user": int(user),
             "turn": int(first_turn) + int(about["turn_index"]),
             "sent_s": sent_s,
-            "first_s": None if ttft_ms is None else sent_s + ttft_ms / 1e3,
-            "ended_s": about["request_end_ns"] / 1e9,
+            "first_s": None if ttft_ms is None else min(sent_s + ttft_ms / 1e3, ended_s),  # rounded
+            "ended_s": ended_s,
             "prompt_tokens": _whole(_value(record, "usage_prompt_tokens")),
             "output_tokens": _whole(_value(record, "usage_completion_tokens")) or 0,
             "is_warm_up": is_warm_up,

@@ -1,0 +1,81 @@
+"""The load generator of `kvtier bench serve` without a server: aiperf's records, and what is refused."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from kvtier.bench.serve.generator import REQUESTS_FILE, GeneratorSettings, _EndedRequests, find_generator, run
+from kvtier.bench.serve.generator import served_model as ask_for_model
+from kvtier.bench.serve.workload import PRESETS, draw
+from kvtier.errors import ConfigError
+
+
+def record(conversation: str, turn: int, **more) -> bytes:
+    """A line of aiperf 0.13.0, without the fields that are not read."""
+    about = {
+        "x_request_id": f"{conversation}-{turn}",
+        "conversation_id": conversation,
+        "turn_index": turn,
+        "request_start_ns": 1795394549278257730,
+        "request_end_ns": 1795394549365548968,
+        "was_cancelled": False,
+    }
+    metrics = {
+        "time_to_first_token": {"value": 50.0, "unit": "ms"},
+        "usage_prompt_tokens": {"value": 300, "unit": "tokens"},
+        "usage_completion_tokens": {"value": 12, "unit": "tokens"},
+    }
+    return json.dumps({"metadata": about | more.pop("about", {}), "metrics": metrics} | more).encode() + b"\n"
+
+
+def test_records_are_copied_as_they_grow_and_a_torn_one_waits(tmp_path):
+    path, kept = tmp_path / "profile_export.jsonl", io.StringIO()
+    requests = _EndedRequests(path, kept)
+    requests.read()  # not there yet
+    lines = [
+        record("warm.0.0", 1),
+        record("user.7.2", 1, about={"request_start_ns": 1795394550000000000, "request_end_ns": 1795394551000000000}),
+        record("user.8.0", 0, error={"type": "ClientOSError", "message": "reset"}, metrics={}),
+        record("user.9.0", 0, about={"was_cancelled": True}),
+    ]
+    with path.open("ab") as file:
+        for part in (lines[0] + lines[1][:40], lines[1][40:], lines[2] + lines[3]):
+            file.write(part)
+            file.flush()
+            requests.read()
+    warm, good, failed, cancelled = (json.loads(line) for line in kept.getvalue().splitlines())
+    assert (warm["user"], warm["turn"], warm["is_warm_up"]) == (0, 1, True)
+    assert good == {
+        "id": "user.7.2-1", "user": 7, "turn": 3, "sent_s": 1795394550.0, "first_s": pytest.approx(1795394550.05),
+        "ended_s": 1795394551.0, "prompt_tokens": 300, "output_tokens": 12, "is_warm_up": False,
+        "error": None,
+    }  # fmt: skip
+    assert (failed["error"], failed["first_s"], failed["prompt_tokens"]) == ("ClientOSError: reset", None, None)
+    assert "cancelled" in cancelled["error"]
+    assert (requests.count, requests.failed, requests.is_last_failed) == (3, 2, True)
+    assert requests.first_sent_s == pytest.approx(1795394549.2782577)
+
+
+@pytest.mark.parametrize("command", ["no-such-aiperf", sys.executable, "", "false"])
+def test_a_generator_that_does_not_run_says_how_to_install_it(command):
+    with pytest.raises(ConfigError, match=r"--generator .* does not run .*pip install aiperf==0\.13\.0"):
+        find_generator(command)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("file:///etc/hostname", "allowed: a URL such as"), ("http://127.0.0.1:9", "does not answer")],
+)
+def test_a_server_that_is_none_is_named(url, message):
+    with pytest.raises(ConfigError, match=message):
+        ask_for_model(url)
+
+
+def test_earlier_requests_are_not_overwritten(tmp_path):
+    settings = GeneratorSettings(url="http://127.0.0.1:9", model="m", seconds=1.0)
+    (tmp_path / REQUESTS_FILE).write_text("{}\n")
+    with pytest.raises(ConfigError, match="exists"):
+        run(draw(PRESETS["dell"].here, seed=1, number=0), settings, tmp_path)
+    assert (tmp_path / REQUESTS_FILE).read_text() == "{}\n"
