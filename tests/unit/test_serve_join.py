@@ -267,5 +267,5 @@ def test_real_runs_of_three_arms_add_up_to_the_counters_of_their_servers():
     assert cut.tokens_by_place == {"computed": 1109, "resident": 256}
     assert cut.load_s > 0.1
     assert cut.queue_s < 0.01  # vLLM counts the load as queueing
-    known = [it for it in joined["kvtier"].requests if it.regret_s is not None]
-    assert len(known) >= 8
+    assert {it.id for it in joined["kvtier"].requests if it.turn and it.regret_s is None} == set()
+    assert token_rates(joined["kvtier"]).keys() == {"host", "disk"}

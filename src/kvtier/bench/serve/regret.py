@@ -132,10 +132,12 @@ def token_rates(run: JoinedRun) -> dict[str, float]:
     """Tokens per second that loads from each tier had, waits behind other loads included.
 
     From requests that loaded at least `OWN_SHARE` of their tokens there; without any, from the tier's objects: bytes
-    over the time in which at least one was read.
+    over the time in which at least one was read. Host memory has no objects: without such requests its rate is what
+    mixed loads took beyond the time of their other tokens.
     """
     tokens: dict[str, float] = {}
     seconds: dict[str, float] = {}
+    mixed: list[tuple[dict[str, int], float]] = []
     all_bytes = all_tokens = 0
     for it in run.requests:
         loaded = {name: count for name, count in (it.tokens_by_place or {}).items() if name not in ENGINE_PLACES}
@@ -147,6 +149,8 @@ def token_rates(run: JoinedRun) -> dict[str, float]:
         if most >= OWN_SHARE * total:
             tokens[name] = tokens.get(name, 0) + total
             seconds[name] = seconds.get(name, 0) + it.load_s
+        else:
+            mixed.append((loaded, it.load_s))
     rates = {name: count / seconds[name] for name, count in tokens.items()}
     for name in {str(row.get("tier")) for row in run.files.objects} - rates.keys():
         read = [row for row in run.files.objects if row.get("tier") == name and row.get("way") == "read"]
@@ -154,7 +158,16 @@ def token_rates(run: JoinedRun) -> dict[str, float]:
         if busy_s and all_bytes:
             payload = sum(number(row, "payload_bytes") or 0.0 for row in read)
             rates[name] = payload / busy_s * all_tokens / all_bytes
-    return rates
+    known = dict(rates)
+    tokens, seconds = {}, {}
+    for loaded, load_s in mixed:
+        unknown = loaded.keys() - known.keys()
+        if len(unknown) == 1:
+            (name,) = unknown
+            others_s = sum(count / known[place] for place, count in loaded.items() if place != name)
+            tokens[name] = tokens.get(name, 0) + loaded[name]
+            seconds[name] = seconds.get(name, 0) + load_s - others_s
+    return rates | {name: count / seconds[name] for name, count in tokens.items() if seconds[name] > 0}
 
 
 def _busy_s(objects: Iterable[Row]) -> float:
