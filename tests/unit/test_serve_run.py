@@ -240,6 +240,8 @@ def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
         (["--generator", "true", "--set", "planner.enabled=perhaps"], "allowed: true or false"),
         (["--generator", "true", "--set", "planner.enabled=no", "--arm", "none"], "with --arm kvtier"),
         (["--generator", "true", "--history", "40000"], "Scale lengths by"),
+        (["--generator", "true", "--trace", "t.jsonl", "--rate", "2"], "allowed: without --rate"),
+        (["--generator", "true", "--trace", "no-such-trace.jsonl"], "no-such-trace.jsonl"),
         (["--generator", "true", "--device-kv", "1MiB"], "allowed: that much or more"),
         (["--generator", "true", "--store", "1000TiB"], "allowed: less, or another --dir"),
         (["--generator", "true", "--arm", "a=http://127.0.0.1:1"], "does not answer"),

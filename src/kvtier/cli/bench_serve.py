@@ -245,6 +245,10 @@ def _record(directory: Path, given: dict[str, Any]) -> "Record":
         raise ConfigError("--ratio throttles the drive of the arms native and kvtier; allowed: with one of them")
     vllm = find_vllm(given["vllm"]) if is_ours else None
     client, server = _cores(is_cpu=vllm is None or vllm.is_cpu)
+    beside = [it for it in ("preset", "rates", *SIZES) if given[it]]
+    if given["trace"] is not None and beside:
+        options = ", ".join(f"--{it.removesuffix('s') if it == 'rates' else it}" for it in beside)
+        raise ConfigError(f"--trace has requests and times of its own; allowed: without {options}")
     trace = None if given["trace"] is None else load_trace(given["trace"], given)
     load = GeneratedLoad(settings=_load_settings(given, arms, trace, client), recording=trace)
     kv_bytes = given["host"] + given["device_kv"]

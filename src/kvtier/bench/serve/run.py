@@ -212,7 +212,10 @@ class Record:
             return known
         tokens = self._load.prompt_tokens
         draw = random.Random(1)  # noqa: S311 - words of a prompt
-        with self._serving(Arm("none", "none"), self.runs, "calibration") as (server, _):
+        place = self.runs / "calibration"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        with self._serving(Arm("none", "none"), place) as (server, _):
 
             def compute() -> None:
                 words = (f"t{draw.choice(checkpoint.WORDS)}" for _ in range(tokens))
@@ -245,13 +248,11 @@ class Record:
 
         A server or a generator that fails makes its run fail, and what was measured stays.
         """
+        rate = None if key.ratio is None else self.calibrate()["kv_bytes_per_s"] / key.ratio
         place = self.runs / key.name
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         began_s = time.time()
-        rate = None
-        if key.ratio is not None:
-            rate = self.calibrate()["kv_bytes_per_s"] / key.ratio
         result: dict[str, Any] = {
             "arm": key.arm.name,
             "repetition": key.repetition,
@@ -266,7 +267,7 @@ class Record:
             "settings": self.settings.plain(),
         }
         try:
-            with self._serving(key.arm, place, "server") as (server, limits):
+            with self._serving(key.arm, place) as (server, limits):
                 result["command"] = server.command if isinstance(server, ServerProcess) else None
                 result["started_s"] = time.time()
                 if limits is not None:
@@ -302,7 +303,7 @@ class Record:
         return result
 
     @contextmanager
-    def _serving(self, arm: Arm, place: Path, purpose: str) -> Generator[tuple[Served, MachineLimits | None]]:
+    def _serving(self, arm: Arm, place: Path) -> Generator[tuple[Served, MachineLimits | None]]:
         """The server of an arm, healthy, with a new store; both are gone afterwards."""
         settings, vllm = self.settings, self.settings.vllm
         if not arm.is_ours:
@@ -344,7 +345,7 @@ class Record:
                 ServerProcess(
                     vllm_command(vllm, port, arguments),
                     f"http://127.0.0.1:{port}",
-                    logged / f"{purpose}.log",
+                    logged / "server.log",
                     environment=environment,
                     cores=settings.server_cores,
                     limits=limits,
