@@ -8,6 +8,7 @@ import pytest
 from tests import browser
 from tests.unit.test_report import check_page
 
+from kvtier.characterize.block_events import SEEN, _pair
 from kvtier.characterize.events import REQUEST, IoKind, IoLayer, IoTrace, by_time, kinds_of, rows_of, transfers
 from kvtier.characterize.measures import is_sequential, measure
 from kvtier.characterize.pairing import covering, pair
@@ -19,6 +20,7 @@ from kvtier.characterize.tables import notes, tables
 from kvtier.errors import BadCallError
 
 MIB = 1 << 20
+NO_GAPS = np.zeros((0, 2), np.uint64)
 TICK = 1 / 128  # exact as a float: a request ends just when the next is issued
 
 
@@ -128,11 +130,11 @@ def test_the_definition_of_sequential_at_its_edges(change, expected):
 
 
 def test_bytes_read_again_are_exact_where_requests_overlap_in_part():
-    rows = requests(4, size=100)
-    rows["position"] = [0, 50, 1000, 1020]
-    rows["bytes"] = [100, 100, 50, 10]  # 50 twice, and 10 within 50
-    assert measure(trace(rows)).bytes["read_again"] == 60
-    rows["place"] = [1, 2, 1, 2]
+    rows = requests(5, size=100)
+    rows["position"] = [0, 50, 1000, 1010, 1030]
+    rows["bytes"] = [100, 100, 50, 10, 10]  # 50 twice, and two of 10 within 50
+    assert measure(trace(rows)).bytes["read_again"] == 70
+    rows["place"] = [1, 2, 1, 2, 3]
     assert measure(trace(rows)).bytes["read_again"] == 0
 
 
@@ -266,6 +268,26 @@ def test_the_report_in_a_browser_shows_every_chart_and_fits_a_phone(tmp_path):
 def test_pairs_by_key_and_time():
     found = pair(np.array([1, 2, 5, 6]), np.array([9, 4, 9, 8]), np.array([3, 4, 7, 0]), np.array([9, 4, 9, 8]))
     assert found.tolist() == [0, 1, 2, -1]
+    same = np.array([5])
+    assert pair(same, same, same, same).tolist() == [0]  # faster than the clock's step
+
+
+def test_a_bio_that_was_advanced_is_found_by_its_end():
+    queued, ended = np.zeros(1, SEEN), np.zeros(1, SEEN)
+    queued["sector"], queued["bytes"] = 800, 4096
+    ended["sector"], ended["bytes"], ended["time_ns"] = 808, 0, 9
+    assert _pair(queued, ended, NO_GAPS, is_end=True).tolist() == [0]
+    assert _pair(queued, ended, NO_GAPS).tolist() == [-1]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "found"),
+    [([(4, 5)], -1), ([(0, 1)], -1), ([(8, 20)], -1), ([(9, 20)], 0), ([(0, 0)], 0), ([(20, 30), (0, 0), (3, 4)], -1)],
+)
+def test_a_gap_of_lost_events_between_or_across_parts_a_pair(gaps, found):
+    issued, ended = np.zeros(1, SEEN), np.zeros(1, SEEN)
+    ended["time_ns"] = 9
+    assert _pair(issued, ended, np.array(gaps, np.uint64)).tolist() == [found]
 
 
 def test_nested_pairs_keep_the_sum_and_lost_completions_take_none_of_another():

@@ -136,7 +136,7 @@ def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(dr
         "os.sync(); time.sleep(0.2)\n"
         "[os.pread(os.open('data', os.O_RDONLY), 4096, 8192) for _ in range(10)]\n"
         "f = open('/dev/shm/kvtier-no-disk', 'wb', buffering=0); os.unlink(f.name)\n"
-        "f.write(bytes(3 << 20)); time.sleep(0.2)\n"
+        "f.write(bytes(3 << 20)); ends = os.pipe(); os.write(ends[1], bytes(5000)); time.sleep(0.2)\n"
     )
     command = ["sh", "-c", f'cd {drive}; {sys.executable} -c "$0"; exit 3', script]
     captured = run(CaptureSettings(device=str(drive), command=command))
@@ -145,6 +145,7 @@ def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(dr
     calls = trace.of_chosen(trace.at(IoLayer.APPLICATION))
     assert np.count_nonzero(calls["bytes"] == MIB) == 32
     assert np.count_nonzero(calls["bytes"] == 3 * MIB) == 0  # on a file in memory
+    assert np.count_nonzero(calls["bytes"] == 5000) == 0  # into a pipe
     assert np.count_nonzero((calls["bytes"] == 4096) & (calls["position"] == 8192) & ~calls["is_write"]) == 10
     it = measure(trace)
     kernel = it.not_attributed["written_bytes"]

@@ -60,7 +60,7 @@ class BlockEvents:
         self.count = 0
         """Events kept."""
         self._counts: Counter[str] = Counter()
-        self._lost_ns: list[np.ndarray] = []
+        self._gaps: list[np.ndarray] = []
         of_bio = " || ".join(f"dev == {it}" for it in self._disk_of)
         of_request = " || ".join(_request_condition(it) for it in devices)
         self._wanted = {NEW_TASK: _Wanted(*instance.enable(NEW_TASK, ("common_pid", "pid", "clone_flags")))}
@@ -73,9 +73,9 @@ class BlockEvents:
                 condition = of_request if name == "block_rq_merge" else of_bio
                 self._wanted[name] = _Wanted(*instance.enable(f"block/{name}", ("common_pid",), condition))
 
-    def add(self, batch: Events) -> None:
-        """Keep the events of a batch of pages."""
-        self._lost_ns.append(batch.lost_ns)
+    def add(self, batch: Events, since_ns: int) -> None:
+        """Keep the events of a batch of pages; all events before `since_ns` had been read."""
+        self._gaps.append(np.stack([np.full(len(batch.lost_ns), since_ns, np.uint64), batch.lost_ns], axis=1))
         tasks = batch.of(*self._wanted[NEW_TASK])[1]
         for creator, thread, flags in tasks[["common_pid", "pid", "clone_flags"]].tolist():
             self._tree.born(creator, thread, flags)
@@ -106,7 +106,7 @@ class BlockEvents:
 
     def requests(self, began_ns: int) -> BlockRequests:
         """Join the events to requests; `began_ns` is time 0."""
-        gaps = np.sort(np.concatenate([np.zeros(0, np.uint64), *self._lost_ns]))
+        gaps = np.concatenate([np.zeros((0, 2), np.uint64), *self._gaps])
         seen = {name: self._sorted(name) for name in self._kept}
         bios, ends = seen[BIO_QUEUE], seen[BIO_END]
         # Only devices without requests (dm, md, zram) end bios. A bio's sector may have advanced by then, its end not.
@@ -148,13 +148,20 @@ def _request_condition(device: BlockDevice) -> str:
 
 
 def _pair(issues: np.ndarray, ends: np.ndarray, gaps: np.ndarray, *, is_end: bool = False) -> np.ndarray:
-    """For each issue its completion, or -1. Across a gap of lost events none is known to be of the same request."""
+    """For each issue its completion, or -1.
+
+    Gaps are rows of begin and end, in which events may be lost. Across one no completion is known to be of the issue.
+    """
     keys = _key(issues, is_end=is_end), _key(ends, is_end=is_end)
     nested = 1 if len(gaps) else NESTED_MAX
     found = pair(issues["time_ns"], keys[0], ends["time_ns"], keys[1], nested_max=nested)
     if len(gaps) and len(ends):
-        before, after = np.searchsorted(gaps, issues["time_ns"]), np.searchsorted(gaps, ends["time_ns"][found])
-        found[before != after] = -1
+        gaps = gaps[np.argsort(gaps[:, 1])]
+        # The earliest begin of the gaps that end after a time; beyond the last there is none.
+        never = np.iinfo(np.uint64).max
+        begins = np.append(np.minimum.accumulate(gaps[::-1, 0])[::-1], np.uint64(never))
+        after_issue = np.searchsorted(gaps[:, 1], issues["time_ns"], side="right")
+        found[begins[after_issue] < ends["time_ns"][found]] = -1
     return found
 
 

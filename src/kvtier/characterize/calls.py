@@ -74,7 +74,7 @@ class CallEvents:
                 _Wanted(*instance.enable("io_uring/io_uring_complete", ("req", "res"))),
             )
 
-    def add(self, batch: Events) -> None:
+    def add(self, batch: Events, since_ns: int) -> None:  # noqa: ARG002 - a thread has one call at a time
         """Keep the events of a batch of pages."""
         for position, wanted, is_write in self._enter:
             time_ns, fields = batch.of(*wanted)

@@ -116,6 +116,8 @@ class _Run:
         self._calls = calls
         self._tree = tree
         self._remarks: list[str] = []
+        self._read_ns: dict[TraceInstance, int] = {}
+        """Until when all events have been read."""
 
     def run(self, should_stop: Callable[[], bool]) -> Captured:
         began_ns, began_s = time.monotonic_ns(), time.time()
@@ -170,10 +172,14 @@ class _Run:
         """Read what is ready; whether there may be more."""
         is_full = False
         for instance, events in self._sources:
+            now_ns = time.monotonic_ns()
             pages = instance.read()
             if len(pages):
-                events.add(Events(pages))
-            is_full |= len(pages) >= instance.batch_bytes
+                events.add(Events(pages), self._read_ns.get(instance, 0))
+            if len(pages) < instance.batch_bytes:
+                self._read_ns[instance] = now_ns
+            else:
+                is_full = True
         return is_full
 
     def _drain(self) -> None:
