@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -39,6 +40,10 @@ _WARM_UP_S = 2.0
 """From one request to the next, before a recorded trace."""
 _LOG_LINES = 5
 _BODY_MAX = 500
+_SURROUNDINGS = (
+    "AIPERF_RECORD_EXPORT_BATCH_SIZE=1",  # each record is in the file when its request has ended
+    "AIPERF_DATASET_MMAP_CACHE_ENABLED=false",  # a cache in the home directory, which only grows
+)
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "skip_special_tokens": False}
 """Of each request: answers have their length, and all of their words."""
 
@@ -181,13 +186,23 @@ def run(
     room.mkdir(parents=True)
     configured = _configured(workload, settings, room)
     # Not our own environment, which aiperf reads for dozens of settings: `env` adds to it.
-    surroundings = ("HF_HUB_OFFLINE=1", f"HF_HUB_CACHE={room / 'hub'}", "AIPERF_RECORD_EXPORT_BATCH_SIZE=1")
-    arguments = ("env", *surroundings, *command, "profile", "-f", str(configured), "--ui", "none")
+    surroundings = ("HF_HUB_OFFLINE=1", f"HF_HUB_CACHE={room / 'hub'}", *_SURROUNDINGS)
     began_s, error = time.time(), None
-    with (directory / REQUESTS_FILE).open("w", encoding="utf-8") as kept, (room / "log.txt").open("wb") as log:
+    with (
+        # Of aiperf's sockets, whose paths must be short, and of a copy of its data; it leaves both behind.
+        tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True) as scratch,
+        (directory / REQUESTS_FILE).open("w", encoding="utf-8") as kept,
+        (room / "log.txt").open("wb") as log,
+    ):
+        arguments = ("env", f"TMPDIR={scratch}", *surroundings, *command, "profile", "-f", str(configured))
         requests = _EndedRequests(room / "profile_export.jsonl", kept)
         process = subprocess.Popen(
-            arguments, cwd=room, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            (*arguments, "--ui", "none"),
+            cwd=room,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             if cores:
