@@ -210,6 +210,8 @@ def test_a_figure_that_differs_names_the_measured_cause():
     assert (
         "nothing was written" in capped["reads, of all bytes"].why or capped["reads, of all bytes"].verdict == "agrees"
     )
+    mixed = verdicts(measure(trace(requests(60), requests(60, size=4096))))
+    assert "99.6% of the bytes are in larger ones" in mixed["requests over 1 MB"].why
     free = verdicts(measure(trace(rows, device_facts={"sda": {"max_sectors_kb": 4096}})))
     assert "max_sectors_kb is" not in free["requests over 1 MB"].why
 

@@ -122,6 +122,9 @@ def _why_size(it: IoMeasures) -> Iterator[str]:
     if capped:
         yield f"{', '.join(capped)}: no request can be larger than 1 MB"
         return
+    of_bytes = it.request_bytes["share_of_bytes_over_1mb"]
+    if of_bytes > 0.96 - SHARE_TOLERANCE:
+        yield f"small requests are many and move little: {share_text(of_bytes)} of the bytes are in larger ones"
     above = next((it.layers[name] for name in ("file_system", "application") if name in it.layers), None)
     here = it.request_bytes["share_over_1mb"]
     if above is not None and above.requests and above.share_over_1mb < 0.96 - SHARE_TOLERANCE:

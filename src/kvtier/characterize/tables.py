@@ -27,7 +27,8 @@ def headline(it: IoMeasures) -> str:
 def tables(it: IoMeasures, published: Sequence[PublishedFigure]) -> Iterator[Table]:
     """All tables, the answer first."""
     yield main_table(it)
-    yield layers_table(it)
+    if it.layers:
+        yield layers_table(it)
     if len(it.processes) > 1:
         yield processes_table(it)
     if it.requests:
@@ -94,6 +95,9 @@ def main_table(it: IoMeasures) -> Table:
         rows.insert(place + 1, ("  submitted", f"{text}: bios, with those that wait above the driver"))
     for device, facts in it.device_facts.items():
         rows.append((device, ", ".join(f"{name} {value}" for name, value in facts.items())))
+    if not it.requests:
+        kept = {"whole device", *it.device_facts}
+        return Table(("", ""), [row for row in rows if row[0] in kept], title=headline(it))
     return Table(("", ""), rows, title=headline(it), note=it.sequential_definition)
 
 
