@@ -91,6 +91,28 @@ def test_the_group_goes_with_its_processes(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    script = f"""
+import time
+from pathlib import Path
+from kvtier.bench.serve.server import ServerProcess
+server = ServerProcess(["sleep", "600"], "", Path({str(tmp_path / "log")!r}), environment={{}}, cores=[], limits=None)
+while not (pids := server.pids()) or not Path(f"/proc/{{pids[0]}}/cmdline").read_text().startswith("sleep"):
+    time.sleep(0.01)
+print(*pids, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        session = int(bench.stdout.readline())
+        assert session_pids(session) == [session]
+        bench.kill()
+    until_s = time.monotonic() + 60
+    while session_pids(session):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("kind", ["cgroup", "cgroup2", "ext4"])
 def test_without_rights_or_controllers_the_error_names_the_way_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = Mount("/proc/fs", kind, kind, frozenset({"memory", "blkio"}), "0:1")

@@ -1,5 +1,6 @@
 """A server process under limits: start, health, end. Run as a program it becomes the command that it is given."""
 
+import ctypes
 import http.client
 import json
 import os
@@ -27,6 +28,8 @@ END_S = 60.0
 _POLL_S = 0.2
 _ANSWER_S = 30.0
 _LAST_LINES = 30
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2); it outlives execve(2)."""
 _STATE_SESSION = 3
 """Index of the session in /proc/PID/stat after the command's name; the state has index 0."""
 
@@ -283,7 +286,8 @@ def vllm_environment(python: VllmPython, packages: Path, cores: Sequence[int]) -
 
 
 def _become(start: Mapping[str, Any]) -> None:
-    """Join the control groups, take the cores, and become the command."""
+    """Join the control groups, take the cores, and become the command, which ends with the process that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for entry in start["entries"]:
         Path(entry).write_text("0", encoding="ascii")
     if start["cores"]:
