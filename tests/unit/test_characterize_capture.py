@@ -97,7 +97,7 @@ def test_a_capture_agrees_with_fios_account(drive, way, depth):
     assert int(rows["bytes"].sum()) == said["io_bytes"] == 256 * MIB
     assert (rows["is_write"] == ("write" in way)).all()
     parts = len(rows) / said["total_ios"]
-    assert 1 <= parts < 1.5  # a request is split at the ends of extents
+    assert 0.7 < parts < 1.5  # neighbours may be merged, and a request is split at the end of an extent
     took = rows["completed_s"] - rows["issued_s"]
     assert not np.isnan(took).any()
     # From bio to completion is what the application waits for; the device's part of it is shorter.
@@ -158,17 +158,18 @@ def test_a_process_is_measured_with_its_children_and_no_other(drive):
     prepare(drive)
     load = ["fio", "--name=j", f"--filename={drive}/data", "--rw=read", "--bs=1M", "--size=64M", "--direct=1",
             "--time_based", "--runtime=20", "--rate=100m", "--output=/dev/null"]  # fmt: skip
-    chosen, other = (subprocess.Popen(load, start_new_session=True) for _ in range(2))
+    chosen, other = (subprocess.Popen(load) for _ in range(2))
     try:
         time.sleep(1.5)
         trace = run(CaptureSettings(device=str(drive), pids=[chosen.pid], seconds=1.0)).trace
     finally:
         for process in (chosen, other):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # and fio ends its jobs
             process.wait(10)
     it = measure(trace)
     assert it.seconds == pytest.approx(1.0, abs=0.3)
-    assert it.bytes["read"] == pytest.approx(it.whole_device["read_bytes"] / 2, rel=0.35)
+    assert it.bytes["read"] < 150 * MIB  # both together read 200 MiB a second
+    assert it.whole_device["read_bytes"] > 1.5 * it.bytes["read"] > 0
     assert {row.name for row in it.processes} == {"fio"}
     assert other.pid not in trace.chosen
     assert chosen.pid in trace.chosen
