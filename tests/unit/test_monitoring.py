@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.observe.metric_definitions import METRICS, MetricKind
+from kvtier.observe.metrics import Metrics
 
 TOP = Path(__file__).parents[2]
 DASHBOARD = TOP / "deploy" / "grafana" / "kvtier.json"
@@ -81,6 +82,13 @@ def test_every_metric_is_on_the_dashboard():
     assert known - used == NOT_SHOWN
     buckets = set(re.findall(r"vllm:(kvtier_\w+)_bucket", DASHBOARD.read_text()))
     assert buckets <= {metric.name for metric in METRICS if metric.kind is MetricKind.HISTOGRAM}
+
+
+def test_a_server_without_tiers_can_be_chosen_on_the_dashboard():
+    queries = {it["name"]: it.get("definition", "") for it in json.loads(DASHBOARD.read_text())["templating"]["list"]}
+    used = [re.findall(r"vllm:(\w+)", queries[name]) for name in ("model", "instance")]
+    shown = {series.metric.name for series in Metrics().series()}
+    assert all(len(names) == 1 and names[0] in shown for names in used), used
 
 
 def lost(given, found, path=""):

@@ -41,7 +41,10 @@ class Series:
 class Counter(Shown): ...
 
 
-class Gauge(Shown): ...
+class Gauge(Shown):
+    def __init__(self, *arguments, multiprocess_mode, **more):
+        assert multiprocess_mode == "mostrecent"
+        super().__init__(*arguments, **more)
 
 
 class Histogram(Shown): ...

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -173,6 +175,30 @@ def test_a_panel_without_data_would_be_noticed_in_the_browser(prometheus: Promet
     page = browser.rendered(prometheus.url + "/consoles/kvtier.html", settle_s=20)
     assert "prom_graph_error" in page
     assert "<path" not in page
+
+
+def test_a_gauge_is_the_last_one_of_several_server_processes(tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from prometheus_client import Counter, Gauge, Histogram
+        from kvtier.connect.vllm.stats import LABEL_SEPARATOR, PromMetrics
+        kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+        shown = PromMetrics(kinds, ["model_name", "engine"], {0: ["m", "0"]})
+        shown.observe({"kvtier_tier_up": {LABEL_SEPARATOR.join(("disk", "read")): [float(sys.argv[1])]}})
+    """
+    scrape = """if True:
+        from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        print(generate_latest(registry).decode())
+    """
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for arguments in ([code, "0"], [code, "1"], [scrape]):  # the tier is down, then up
+        done = subprocess.run(
+            [sys.executable, "-c", *arguments], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+    series = [line for line in done.stdout.splitlines() if line.startswith("vllm:kvtier_tier_up{")]
+    assert series == ['vllm:kvtier_tier_up{engine="0",model_name="m",tier="disk",way="read"} 1.0']
 
 
 def console(shown: list[dict[str, Any]]) -> str:

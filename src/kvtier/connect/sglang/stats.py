@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 from kvtier.connect.vllm.stats import PromMetrics, StatsReader
@@ -74,9 +74,5 @@ class StorageStats:
 @cache  # a process registers each metric once, also for a backend that is attached again
 def _exported(labels: tuple[str, ...]) -> PromMetrics:
     prometheus: Any = importlib.import_module("prometheus_client")
-    types = {
-        prometheus.Counter: prometheus.Counter,
-        prometheus.Gauge: partial(prometheus.Gauge, multiprocess_mode="mostrecent"),
-        prometheus.Histogram: prometheus.Histogram,
-    }
+    types = {kind: kind for kind in (prometheus.Counter, prometheus.Gauge, prometheus.Histogram)}
     return PromMetrics(types, labels, _values, prefix="sglang:")

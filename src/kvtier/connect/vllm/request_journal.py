@@ -12,8 +12,9 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.journal import Planned, RequestLine
 from kvtier.types import LoadDone, Lookup, Place
 
-_RANDOM = re.compile(r"-[0-9a-f]{8}$")
-"""What vLLM appends to every id, so that no two open requests have the same one."""
+_RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
+"""What vLLM appends to every id, so that no two open requests have the same one. With its deprecated variable
+`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` it does not, and an id loses such an end of its own."""
 _CHILD = re.compile(r"^\d+_(?=(?:chat)?cmpl-)")
 """What vLLM puts before the id of one of several samples."""
 _COMPLETION = re.compile(r"^cmpl-(.+)-\d+$", re.DOTALL)

@@ -185,10 +185,13 @@ def observations(metric: Metric, row: Row) -> list[float]:
 
 
 def _exported(metric: Metric, made: Any, labels: Sequence[str], prefix: str) -> Any:  # noqa: ANN401 - a metric of prometheus_client
-    buckets = {"buckets": metric.buckets} if metric.kind is MetricKind.HISTOGRAM else {}
+    more: dict[str, Any] = {"buckets": metric.buckets} if metric.kind is MetricKind.HISTOGRAM else {}
+    if metric.kind is MetricKind.GAUGE:
+        # A server may have several processes, and an engine reports each change to one of them: the last one counts.
+        more = {"multiprocess_mode": "mostrecent"}
     return made(
         name=f"{prefix}{metric.name.removesuffix('_total')}",
         documentation=metric.help,
         labelnames=[*labels, *(label.name for label in metric.labels)],
-        **buckets,
+        **more,
     )
