@@ -201,6 +201,16 @@ def test_a_full_journal_counts_its_lost_lines_and_a_second_one_counts_the_first(
     assert kept[1] < 2
 
 
+def test_a_journal_that_vanishes_while_sizes_are_summed_up_is_no_error(tmp_path):
+    (tmp_path / "journal-1.jsonl").symlink_to("nothing")
+    (tmp_path / "journal-2.jsonl").write_bytes(bytes(4000))
+    metrics = Metrics()
+    journal = Journal(tmp_path, 4096, LAYOUT, ROOT, metrics)
+    journal.completed(transfer(1))
+    journal.close(60)
+    assert lost(metrics) == 1, "the other one counts"
+
+
 def test_the_choice_that_counts_is_the_last_before_the_request_began():
     planner = Planner()
     for tokens in (100, 1000, 2000, 4000):

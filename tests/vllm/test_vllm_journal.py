@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,25 @@ def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
     read = [line for line in objects if line["way"] == "read"]
     assert sum(line["bytes"] for line in read) == summed(metrics, "vllm:kvtier_transfer_bytes_total", link="promote")
     assert [line["stored_tokens"] for line in requests] == [TOKENS // CHUNK * CHUNK] * 3 + [0, 0]
+
+
+def test_times_of_what_never_came_are_null() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        from vllm.v1.engine import FinishReason
+        from vllm.v1.metrics.stats import IterationStats, RequestStateStats
+
+        from kvtier.bench.serve import request_stats
+
+    # vLLM sets the time of the first token also for an end without one.
+    began = {"queued_ts": 1e6, "scheduled_ts": 1e6 + 2}
+    ended = {"first_token_ts": 1e6 + 3, "last_token_ts": 1e6 + 7}
+    found = []
+    answered, failed_in_its_first_step, failed_in_the_queue = (began, 5), (began, 0), ({"queued_ts": 1e6}, 0)
+    for times, tokens in (answered, failed_in_its_first_step, failed_in_the_queue):
+        stats = RequestStateStats(num_generation_tokens=tokens, **times, **ended)
+        step = IterationStats()
+        step.update_from_finished_request(FinishReason.ERROR, "cmpl-a-0", 10, 5, stats)
+        (line,) = request_stats._lines((0.0, step.finished_requests[0]))
+        fields = json.loads(line)
+        found.append([fields[name] for name in ("queued_s", "prefill_s", "decode_s")])
+    assert found == [[2.0, 1.0, 4.0], [2.0, None, None], [None, None, None]]

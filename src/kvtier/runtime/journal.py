@@ -77,7 +77,7 @@ class RequestLine(NamedTuple):
     stored_tokens: int
     """Tokens handed to stores. Not all of them need to have reached a tier."""
     planner: Planned | None
-    """None without a choice: no tokens were found, or the planner is not used."""
+    """None without a lookup: the engine held the prompt, or no chunk of it is full. A planner that is off loads all."""
 
 
 class Journal:

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Generic, TypeVar
@@ -146,7 +147,9 @@ class LineFile(Generic[_Item]):
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         if self._siblings:
-            self._room_bytes -= sum(it.stat().st_size for it in folder.glob(self._siblings))
+            for it in folder.glob(self._siblings):
+                with suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
+                    self._room_bytes -= it.stat().st_size
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def _write(self, made: Callable[[], Iterable[bytes]]) -> None:

@@ -10,7 +10,7 @@ server, and a line is in it within a second:
     time_s           the end, in Unix seconds
     queued_s         from arrival in the scheduler to the first step, with the wait for a load
     prefill_s        from there to the first token
-    decode_s         from there to the last token
+    decode_s         from there to the last token; each of the three is null if its end never came
     prompt_tokens, output_tokens
     cached_tokens    of the prompt: in vLLM's own prefix cache, and what a connector was to load when a load began; what
                      did not arrive is in this count, although it is computed
@@ -74,12 +74,14 @@ class RequestStats(AggregateStatLoggerBase):
 
 def _lines(noted: tuple[float, Any]) -> Iterator[bytes]:
     time_s, finished = noted
+    # The times of what has not happened are 0, on a clock that began at the machine's start.
+    has_begun, has_answered = finished.queued_time >= 0, finished.num_generation_tokens > 0
     line = {
         "id": client_id(finished.request_id or ""),
         "time_s": time_s,
-        "queued_s": finished.queued_time,
-        "prefill_s": finished.prefill_time,
-        "decode_s": finished.decode_time,
+        "queued_s": finished.queued_time if has_begun else None,
+        "prefill_s": finished.prefill_time if has_begun and has_answered else None,
+        "decode_s": finished.decode_time if has_answered else None,
         "prompt_tokens": finished.num_prompt_tokens,
         "cached_tokens": finished.num_cached_tokens,
         "output_tokens": finished.num_generation_tokens,
