@@ -269,3 +269,55 @@ def test_real_runs_of_three_arms_add_up_to_the_counters_of_their_servers():
     assert cut.queue_s < 0.01  # vLLM counts the load as queueing
     assert {it.id for it in joined["kvtier"].requests if it.turn and it.regret_s is None} == set()
     assert token_rates(joined["kvtier"]).keys() == {"host", "disk"}
+
+
+def test_a_figure_of_half_a_run_is_unknown(tmp_path):
+    run = write_run(tmp_path, "kvtier", joules_per_s=50)
+    lines = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    change(run / "samples.jsonl", lambda row: row.update(gpu={"watts": 300.0, "utilisation": 0.5}))
+    assert arm_result(join(read_run(run))).energy_source == "GPU and processor"
+    (run / "samples.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    change(run / "samples.jsonl", lambda row: row.update(gpu={"watts": 300.0, "utilisation": 0.5}))
+    result = arm_result(join(read_run(run)))
+    assert (result.cpu_s, result.read_bytes, result.written_bytes, result.energy_j) == (None, None, None, None)
+    change(
+        run / "samples.jsonl", lambda row: row.update(cpu_s=None) if row["time_s"] > serve_runs.BEGAN_S + 3 else None
+    )
+    columns = join(read_run(run)).seconds
+    assert columns["cpu_cores"][-1] is None
+    assert columns["cpu_cores"][0] == pytest.approx(0.9)
+
+
+def test_writes_after_the_last_answer_count(run):
+    before = arm_result(join(read_run(run))).written_bytes
+    last = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(
+            json.dumps(last | {"time_s": last["time_s"] + 3, "written_bytes": last["written_bytes"] + 7777}) + "\n"
+        )
+    assert arm_result(join(read_run(run))).written_bytes == before + 7777
+
+
+def test_a_run_that_sent_nothing_took_no_time(run):
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(facts | {"measured_from_s": None, "status": "failed"}))
+    (run / "requests.jsonl").unlink()
+    joined = join(read_run(run))
+    result = arm_result(joined)
+    assert (result.seconds, result.requests, joined.seconds) == (0, 0, {})
+    assert (result.requests_per_s, result.cpu_s, result.ttft_ms["p50"]) == (None, pytest.approx(0), None)
+
+
+def test_computed_tokens_of_some_requests_are_no_total(run):
+    rows = (run / "engine.jsonl").read_text().splitlines(keepends=True)
+    (run / "engine.jsonl").write_text("".join(rows[::2]))
+    result = arm_result(join(read_run(run)))
+    assert (result.unmatched, result.computed_tokens) == (8, None)
+    assert result.tokens_by_place["computed"] > 0
+
+
+def test_regret_is_unknown_without_the_log_of_the_arm_without_a_connector(tmp_path):
+    plain = write_run(tmp_path, "none", users=6)
+    (plain / "engine.jsonl").unlink()
+    _, own = join_runs([plain, write_run(tmp_path, "kvtier", users=6, tier_ratio=1)])
+    assert all(it.regret_s is None for it in own.requests)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from dataclasses import asdict, replace
 
 import pytest
@@ -59,7 +60,10 @@ def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
     assert f"against {theirs.median:.3g} ms without ({theirs.median / ours.median:.2g} times as fast)" in text
     assert "native (memcpy stand-in)" in text
     assert "With a throttled drive kvtier is faster at R = 0.1 and 1 and is slower at R = 20." in text
-    assert headline(served) == f"With kvtier the first token comes {theirs.median / ours.median:.2g} times as fast"
+    assert (
+        headline(served)
+        == f"With kvtier the first token comes {theirs.median / ours.median:.2g} times as fast as without"
+    )
 
 
 def test_a_faster_arm_is_in_the_heading(swept):
@@ -151,3 +155,104 @@ def test_the_charts_follow_what_was_varied(swept, loaded, tmp_path):
     one = Served.of(loaded)
     one = replace(one, results=[it for it in one.results if it.load["requests_per_s"] == 2])
     assert charts_of(one)["ttft"].heading == "Time to first token"
+
+
+def with_p50(served, name, ms, **other):
+    """The record with the same median in all runs of one arm."""
+    return replace(
+        served,
+        results=[
+            replace(it, ttft_ms={"p50": ms, "p95": ms}, **other) if it.name == name else it for it in served.results
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "words"),
+    [
+        (1000, "as fast as without"),
+        (980, "as fast as without"),
+        (960, "1.04 times as fast as without"),
+        (500, "2 times as fast as without"),
+        (4, "250 times as fast as without"),
+        (1045, "1.04 times as slow as without"),
+        (3000, "3 times as slow as without"),
+    ],
+)
+def test_the_heading_for_each_outcome(loaded, ours_ms, words):
+    served = with_p50(with_p50(Served.of(loaded), "none", 1000), "kvtier", ours_ms)
+    assert headline(served) == f"With kvtier the first token comes {words}"
+    assert f"({words.removesuffix(' as without')})" in answer(served)
+
+
+def test_the_heading_names_what_it_compares_with(swept):
+    served = Served.of(swept)
+    served = replace(served, results=[it for it in served.results if it.name != "none"])
+    served = with_p50(with_p50(served, "native", 1000), "kvtier", 500)
+    assert headline(served).endswith("2 times as fast as with native (memcpy stand-in)")
+
+
+def test_a_sweep_tells_noise_from_a_difference(swept):
+    served = with_p50(with_p50(Served.of(swept), "none", 1000), "kvtier", 999)
+    assert "kvtier is as fast at R = 0.1, 1 and 20." in answer(served)
+    spread_out = [
+        replace(it, ttft_ms={"p50": 200 + 1000 * it.repetition, "p95": 0}) if it.name == "kvtier" else it
+        for it in served.results
+    ]
+    assert "kvtier differs by less than its runs do at R = 0.1, 1 and 20." in answer(
+        replace(served, results=spread_out)
+    )
+
+
+def test_the_answer_is_at_a_point_that_both_arms_were_measured_at(swept, loaded):
+    served = Served.of(swept)
+    failed = [replace(it, status="failed") if it.tier_ratio == 0.1 else it for it in served.results]
+    assert replace(served, results=failed).top == ((), 1.0)
+    assert answer(replace(served, results=failed)).startswith("At R = 1, with kvtier the median")
+    served = Served.of(loaded)
+    assert answer(served).startswith("At 2 requests/s, with kvtier the median")
+    failed = [
+        replace(it, status="failed") if (it.name, it.load["requests_per_s"]) == ("none", 2) else it
+        for it in served.results
+    ]
+    assert answer(replace(served, results=failed)).startswith("At 1 requests/s, with kvtier the median")
+
+
+def test_failed_requests_are_beside_the_answer(loaded):
+    served = with_p50(Served.of(loaded), "none", 1000, failed=48)
+    assert "Requests that failed are in no figure: without 75.0%, kvtier 0.0%." in answer(served)
+    assert "no figure" not in answer(Served.of(loaded))
+    assert any("none (repetition 1, 2 requests/s) 48" in note for note in notes(served))
+    nothing = replace(served.results[0], requests=0)
+    assert any("no request ended well" in note for note in notes(replace(served, results=[nothing])))
+
+
+def test_the_table_of_the_documents_names_the_load_where_there_are_several(loaded):
+    lines = tables.serve(loaded, "serve_dell").splitlines()
+    assert len(set(lines[4:])) == len(lines[4:]) == 4
+    assert "| kvtier | 2 requests/s | no limit | 1 |" in lines[-1]
+
+
+def test_names_from_outside_are_text_in_the_page(loaded):
+    evil = "<script>alert(1)</script>"
+    loaded = json.loads(json.dumps(loaded).replace('"none"', json.dumps(evil)).replace("random weights", evil))
+    loaded["results"]["arms"][0] |= {"status": "failed", "error": evil}
+    page = render_report(loaded)
+    assert evil not in page
+    assert page.count("&lt;script&gt;alert(1)") > 3
+    assert len(page) < 2_000_000
+
+
+def test_turns_have_the_median_of_an_even_number_of_runs(swept):
+    figure = pytest.importorskip("matplotlib.figure")
+    served = Served.of(swept)
+    results = [
+        replace(
+            it, by_turn=[row | {"ttft_ms": {"p50": 100.0 + 200 * it.repetition, "p95": None}} for row in it.by_turn]
+        )
+        for it in served.results
+    ]
+    axes = figure.Figure().subplots()
+    colours = defaultdict(lambda: "#123456")
+    charts_of(replace(served, results=results))["turns-ttft"].draw(axes, replace(served, results=results), colours)
+    assert {value for line in axes.get_lines() for value in line.get_ydata()} == {200.0}

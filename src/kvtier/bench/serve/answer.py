@@ -1,12 +1,12 @@
 """What a record of `kvtier bench serve` says, in figures for its charts and in one sentence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.bench.serve.join import NO_CONNECTOR
 from kvtier.bench.serve.results import ArmResult, Prices, Spread, read_results, repetitions, spread
-from kvtier.report.format import NONE, digits
+from kvtier.report.format import NONE, digits, share_text
 
 OWN = "kvtier"
 SAME = 1.03
@@ -63,8 +63,10 @@ class Served:
 
     @property
     def top(self) -> Point:
-        """The point of the answer: of the arm it is about the most load, and of its R the smallest."""
-        points = sorted({it.point for it in self.results if it.name == self.own}) or self.points
+        """The point of the answer: the most load, and then the smallest R, that its two arms were both measured at."""
+        own = {point for name, point in repetitions(self.results) if name == self.own}
+        both = {point for point in own if self.plain and self.at(self.plain, point, p50_ms)}
+        points = both or own or set(self.points)
         load = max(load for load, _ in points)
         return load, min(ratio for other, ratio in points if other == load)
 
@@ -104,7 +106,8 @@ def headline(served: Served) -> str:
     ours, theirs = served.at(own, served.top, p50_ms), served.at(plain, served.top, p50_ms)
     if ours is None or theirs is None:
         return "Served conversations"
-    text = f"With {own} the first token comes {_times(theirs.median, ours.median)}"
+    against = "without" if plain == NO_CONNECTOR else f"with {served.label(plain)}"
+    text = f"With {own} the first token comes {_times(theirs.median, ours.median)} as {against}"
     others = {name: served.at(name, served.top, p50_ms) for name in served.names if name not in (own, plain)}
     best, name = min(((it.median, name) for name, it in others.items() if it), default=(ours.median, ""))
     is_behind = best * SAME < ours.median
@@ -121,7 +124,10 @@ def answer(served: Served) -> str:
     if ours is None or theirs is None:
         return f"No complete runs of both {own} and {plain}: there is nothing to compare."
     times = f"{ms_text(ours.median)}, against {ms_text(theirs.median)} {served.label(plain)}"
-    start = f"At R = {point[1]:g}, with {own}" if point[1] else f"With {own}"
+    place = [f"R = {point[1]:g}"] if point[1] else []
+    if len({load for load, _ in served.points}) > 1:
+        place.insert(0, load_text(dict(point[0])))
+    start = f"At {joined(place)}, with {own}" if place else f"With {own}"
     text = f"{start} the median time to first token is {times} ({_times(theirs.median, ours.median)})"
     rates = [served.at(name, point, tokens_per_s) for name in (own, plain)]
     if rates[0] and rates[1]:
@@ -130,7 +136,20 @@ def answer(served: Served) -> str:
     beside = [(name, it) for name in others if (it := served.at(name, point, p50_ms))]
     if beside:
         text += "; " + ", ".join(f"{served.label(name)} {ms_text(it.median)}" for name, it in beside)
-    return f"{text}. {sweep_text(served, own, plain)}".strip()
+    return " ".join(filter(None, (f"{text}.", _failed_text(served), sweep_text(served, own, plain))))
+
+
+def _failed_text(served: Served) -> str:
+    """The share of requests that failed, of each arm at the point of the answer; empty without any."""
+    found = {name: served.at(name, served.top, _failed_share) for name in served.names}
+    if not any(it and it.high for it in found.values()):
+        return ""
+    shares = [f"{served.label(name)} {it.text(share_text)}" for name, it in found.items() if it]
+    return f"Requests that failed are in no figure: {', '.join(shares)}."
+
+
+def _failed_share(run: ArmResult) -> float:
+    return run.failed / (run.failed + run.requests)
 
 
 def sweep_text(served: Served, own: str, plain: str) -> str:
@@ -140,12 +159,25 @@ def sweep_text(served: Served, own: str, plain: str) -> str:
     for ratio in served.ratios:
         ours, theirs = served.at(own, (load, ratio), p50_ms), served.at(plain, (load, ratio), p50_ms)
         if ours and theirs and ratio:
-            verdict = "is faster" if ours.high < theirs.low else "is slower" if ours.low > theirs.high else "is as fast"
-            verdicts.setdefault(verdict, []).append(ratio)
+            verdicts.setdefault(_verdict(ours, theirs), []).append(ratio)
     if not verdicts:
         return ""
     said = [f"{verdict} at R = {joined([f'{ratio:g}' for ratio in ratios])}" for verdict, ratios in verdicts.items()]
     return f"With a throttled drive {own} {joined(said)}."
+
+
+def _verdict(ours: Spread, theirs: Spread) -> str:
+    if 1 / SAME < ours.median / theirs.median < SAME:
+        return "is as fast"
+    if ours.high < theirs.low:
+        return "is faster"
+    return "is slower" if ours.low > theirs.high else "differs by less than its runs do"
+
+
+def load_text(load: Mapping[str, float]) -> str:
+    """The load of a run in words, such as ``2 requests/s, 8 users``."""
+    words = {"requests_per_s": "requests/s", "users": "users"}
+    return ", ".join(f"{value:g} {words.get(name, name.replace('_', ' '))}" for name, value in load.items()) or "-"
 
 
 def ms_text(value: float | None) -> str:
@@ -160,7 +192,8 @@ def _times(before: float, after: float) -> str:
         return NONE
     if 1 / SAME < before / after < SAME:
         return "as fast"
-    return f"{before / after:.2g} times as fast" if before >= after else f"{after / before:.2g} times as slow"
+    ratio = max(before / after, after / before)
+    return f"{digits(ratio, 2 if ratio >= 2 else 3)} times as {'fast' if before > after else 'slow'}"
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -97,11 +97,12 @@ class JoinedRun:
 def join(files: RunFiles) -> JoinedRun:
     """The measured part of one run, without regret."""
     sent = [float(row["sent_s"]) for row in files.requests]
-    since_s = number(files.run, "measured_from_s")
-    since_s = min(sent, default=0.0) if since_s is None else since_s
     until_s = number(files.run, "ended_s")
     if until_s is None:
-        until_s = max((number(row, "ended_s") or float(row["sent_s"]) for row in files.requests), default=since_s)
+        until_s = max((number(row, "ended_s") or float(row["sent_s"]) for row in files.requests), default=0.0)
+    since_s = number(files.run, "measured_from_s")
+    # A run that failed before its first request has a measured part of no length.
+    since_s = min(sent, default=until_s) if since_s is None else since_s
     rows = [row for row in files.requests if since_s <= row["sent_s"] <= until_s and row.get("is_warm_up") is not True]
     requests = [_joined(row, files) for row in rows]
     seconds = _per_second(files, requests, since_s, until_s)
@@ -223,12 +224,14 @@ def _per_second(
         if len(times) < 2 and second:
             times, values = column_of(files.samples, second)
         if len(times) > 1:
-            rates = np.diff(np.interp(edges, times, values)) / widths * factor
+            known = np.interp(edges, times, values, left=np.nan, right=np.nan)
+            rates = np.diff(known) / widths * factor
             columns[column] = [rate if rate >= 0 else None for rate in rates.tolist()]  # below 0: a new process
     for column, name in _GAUGES.items():
         times, values = column_of(files.samples, name)
         if times:
-            columns[column] = np.interp(edges[1:], times, values)
+            known = np.interp(edges[1:], times, values, left=np.nan, right=np.nan)
+            columns[column] = [None if np.isnan(value) else value for value in known.tolist()]
     return {name: [None if it is None else float(it) for it in column] for name, column in columns.items()}
 
 

@@ -94,7 +94,12 @@ def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
         ConfigError: see `read_run`.
     """
     joined = [join(read_run(it)) for it in directories]
-    plain = [request for run in joined if run.files.arm == NO_CONNECTOR for request in run.requests]
+    plain = [
+        request
+        for run in joined
+        for request in run.requests
+        if run.files.arm == NO_CONNECTOR and request.tokens_by_place is not None
+    ]
     least = min(((it.tokens_by_place or {}).get(COMPUTED, math.inf) for it in plain), default=0)
     # The rest after a load is shorter than all of these; the curve must not be extrapolated to it.
     short = [

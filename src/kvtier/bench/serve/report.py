@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,9 +214,7 @@ def _draw_turns(
                 for row, value in ((row, of(row)) for run in runs for row in run.by_turn):
                     if value is not None:
                         found.setdefault(row["turn"] + 1, []).append(value)
-        middles = [
-            (turn, Spread(sorted(own)[len(own) // 2], min(own), max(own))) for turn, own in sorted(found.items())
-        ]
+        middles = [(turn, Spread(median(own), min(own), max(own))) for turn, own in sorted(found.items())]
         _line(axes, middles, colour, label=served.label(name))
     axes.set(xlabel="turn of the conversation", ylabel=_turn_unit(of), ylim=(0, None))
     if of is _turn_hits:

@@ -23,7 +23,7 @@ from kvtier.bench.serve.join import (
     JoinedRun,
 )
 from kvtier.bench.serve.regret import REGRET
-from kvtier.bench.serve.run_files import as_row, column_of, grown, most, number
+from kvtier.bench.serve.run_files import as_row, column_of, grown, is_covered, most, number
 from kvtier.report.format import digits
 
 SERIES_POINTS = 120
@@ -63,6 +63,7 @@ class ArmResult:
     prompt_tokens: int
     output_tokens: int
     computed_tokens: int | None
+    """None where the places of a request are unknown."""
     tokens_by_place: dict[str, int] | None
     wrong_sums: int
     """Requests whose places do not add up to their prompt, or are negative. They are in no sum of places."""
@@ -71,8 +72,9 @@ class ArmResult:
     skipped_lines: int
     loaded_bytes: int | None
     read_bytes: int | None
-    """Storage reads of the server's processes."""
+    """Storage reads of the server's processes, until they were quiet after the last request."""
     written_bytes: int | None
+    """In the same way."""
     cpu_s: float | None
     """Of the server's processes."""
     client_cpu_s: float | None
@@ -136,9 +138,13 @@ def arm_result(run: JoinedRun) -> ArmResult:
     seconds = max(until_s - run.since_s, 0.0)
     output = sum(it.output_tokens or 0 for it in counted)
     places = _places(run, counted)
+    placed = sum(it.tokens_by_place is not None and not it.is_sum_wrong for it in counted)
 
-    def grew(name: str) -> float | None:
-        return grown(samples, name, run.since_s, until_s)
+    # What is written behind an answer is on the drive after the last of them; the samples go on until then.
+    quiet_s = max(until_s, samples[-1]["time_s"]) if samples else until_s
+
+    def grew(name: str, end_s: float = until_s) -> float | None:
+        return grown(samples, name, run.since_s, end_s)
 
     energy_j, source = _energy(run, until_s)
     logs = [log for log in (run.files.engine, run.files.kvtier) if log is not None]
@@ -163,14 +169,14 @@ def arm_result(run: JoinedRun) -> ArmResult:
         load_ms=_percentiles(it.load_s for it in counted if it.loaded_bytes),
         prompt_tokens=sum(it.prompt_tokens or 0 for it in counted),
         output_tokens=output,
-        computed_tokens=None if places is None else places.get(COMPUTED, 0),
+        computed_tokens=None if places is None or 0 < placed < len(counted) else places.get(COMPUTED, 0),
         tokens_by_place=places,
         wrong_sums=sum(it.is_sum_wrong for it in counted),
         unmatched=sum(any(it.id not in log for log in logs) for it in counted),
         skipped_lines=sum(run.files.skipped.values()),
         loaded_bytes=sum(loaded) if loaded else None,
-        read_bytes=_whole(grew("read_bytes")),
-        written_bytes=_whole(grew("written_bytes")),
+        read_bytes=_whole(grew("read_bytes", quiet_s)),
+        written_bytes=_whole(grew("written_bytes", quiet_s)),
         cpu_s=grew("cpu_s"),
         client_cpu_s=grew("client_cpu_s"),
         rss_bytes=_whole(most(samples, "rss_bytes", run.since_s, until_s)),
@@ -308,7 +314,8 @@ def _energy(run: JoinedRun, until_s: float) -> tuple[float | None, str]:
     if found["GPU"] is None:
         times, watts = column_of(samples, "gpu.watts")
         inside = [watt for at_s, watt in zip(times, watts, strict=True) if since_s <= at_s <= until_s]
-        found["GPU"] = sum(inside) / len(inside) * (until_s - since_s) if inside else None
+        is_measured = bool(inside) and is_covered(times, since_s, until_s)
+        found["GPU"] = sum(inside) / len(inside) * (until_s - since_s) if is_measured else None
     found["processor"] = grown(samples, "package_joules", since_s, until_s)
     known = {name: joules for name, joules in found.items() if joules is not None}
     return (sum(known.values()), " and ".join(known)) if known else (None, "unknown: no meter")

@@ -16,6 +16,8 @@ from kvtier.errors import ConfigError
 LINE_BYTES_MAX = 1 << 20
 LINES_MAX = 2_000_000
 RUN_BYTES_MAX = 16 << 20
+UNCOVERED_S = 2.0
+"""Of an interval: so much may lie before the first sample and after the last one."""
 
 Row = dict[str, Any]
 
@@ -75,7 +77,9 @@ def read_run(directory: Path) -> RunFiles:
 
 
 def grown(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> float | None:
-    """By how much a counter of the samples grew, interpolated at both ends; None if it is unknown or fell.
+    """By how much a counter of the samples grew, interpolated at both ends.
+
+    None if it fell, or if more than `UNCOVERED_S` of the interval is outside of the samples.
 
     Args:
         samples: in the order of time.
@@ -84,11 +88,15 @@ def grown(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> 
         until_s: end.
     """
     times, values = column_of(samples, name)
-    inside = [at_s for at_s in times if since_s - 2 <= at_s <= until_s + 2]
-    if len(inside) < 2 or any(after < before for before, after in pairwise(values)):
+    if not is_covered(times, since_s, until_s) or any(after < before for before, after in pairwise(values)):
         return None
     first, last = np.interp([since_s, until_s], times, values)
     return float(last - first)
+
+
+def is_covered(times: Sequence[float], since_s: float, until_s: float) -> bool:
+    """Whether the samples at `times` begin and end with the interval, but for `UNCOVERED_S`."""
+    return len(times) > 1 and max(0.0, times[0] - since_s) + max(0.0, until_s - times[-1]) <= UNCOVERED_S
 
 
 def most(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> float | None:

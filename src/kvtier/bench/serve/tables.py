@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from kvtier.bench.serve.answer import Figure, Served, answer, joined, ms_text, p50_ms, tokens_per_s
+from kvtier.bench.serve.answer import Figure, Served, answer, joined, load_text, ms_text, p50_ms, tokens_per_s
 from kvtier.bench.serve.results import ArmResult, hit_share, repetitions, spread, unit_cost
 from kvtier.bench.serve.run_files import as_row
 from kvtier.report.format import NONE, bytes_text, digits, share_text
@@ -31,15 +31,18 @@ def notes(served: Served) -> Iterator[str]:
     for it in served.results:
         if it.status != "ok":
             yield f"{run_name(it)} failed: {it.error or 'unknown error'}. Its figures are left out."
+        elif not it.requests:
+            yield f"{run_name(it)}: no request ended well. It has no figures."
     wrong = sum(it.wrong_sums for it in served.results)
     if wrong:
         yield f"{wrong:,} requests have places that do not add up to their prompt; they are in no sum of places."
     unmatched = sum(it.unmatched for it in served.results)
     if unmatched:
         yield f"{unmatched:,} requests have no line in a server's log; their places and regret are unknown."
-    failed = sum(it.failed for it in served.results)
+    failed = {run_name(it): it.failed for it in served.results if it.failed}
     if failed:
-        yield f"{failed:,} requests failed; they are in no figure but this one."
+        each = ", ".join(f"{name} {count:,}" for name, count in failed.items())
+        yield f"{sum(failed.values()):,} requests failed; they are in no figure but this one: {each}."
     torn = sum(it.skipped_lines for it in served.results)
     if torn:
         yield f"{torn:,} torn lines were left out."
@@ -94,7 +97,7 @@ def _rows(served: Served) -> list[list[ArmResult]]:
 
 def _point(runs: list[ArmResult]) -> tuple[str, str, str]:
     first = runs[0]
-    return first.name, load_text(first), f"{first.tier_ratio:g}" if first.tier_ratio else "no limit"
+    return first.name, load_text(first.load), f"{first.tier_ratio:g}" if first.tier_ratio else "no limit"
 
 
 def _cell(runs: list[ArmResult], figure: Figure, show: Callable[[float], str] = digits) -> str:
@@ -141,7 +144,7 @@ def runs_table(served: Served) -> Table:
     """Every run."""
     rows = [
         (
-            it.name, load_text(it), f"{it.tier_ratio:g}" if it.tier_ratio else "no limit", str(it.repetition + 1),
+            it.name, load_text(it.load), f"{it.tier_ratio:g}" if it.tier_ratio else "no limit", str(it.repetition + 1),
             it.status, f"{it.requests:,}", f"{it.failed:,}", ms_text(it.ttft_ms["p50"]), ms_text(it.ttft_ms["p95"]),
             *(NONE if value is None else digits(value) for value in (it.output_tokens_per_s, it.cpu_s)),
             *(NONE if value is None else bytes_text(value) for value in (it.rss_bytes, it.memory_bytes)),
@@ -162,13 +165,7 @@ def runs_table(served: Served) -> Table:
     )  # fmt: skip
 
 
-def load_text(run: ArmResult) -> str:
-    """The load of a run in words, such as ``2 requests/s, 8 users``."""
-    words = {"requests_per_s": "requests/s", "users": "users"}
-    return ", ".join(f"{value:g} {words.get(name, name.replace('_', ' '))}" for name, value in run.load.items()) or "-"
-
-
 def run_name(run: ArmResult) -> str:
     """A run in words."""
-    parts = [f"repetition {run.repetition + 1}", *([load_text(run)] if run.load else [])]
+    parts = [f"repetition {run.repetition + 1}", *([load_text(run.load)] if run.load else [])]
     return f"{run.name} ({', '.join(parts + ([f'R = {run.tier_ratio:g}'] if run.tier_ratio else []))})"
