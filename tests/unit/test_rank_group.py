@@ -1,7 +1,9 @@
 """Several ranks as one: a command is done once all ranks have done it, and fails if one fails."""
 
+import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,8 @@ from tests.rig import (
     stored,
 )
 
+from kvtier.codec.frame import frame_bytes
+from kvtier.config.sections import JournalConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
 from kvtier.errors import ConfigError
@@ -100,8 +104,8 @@ def engines_of(first_seed, blocks=64):
 # ---- the whole stack -----------------------------------------------------------------------------------------------
 
 
-def opened(directory, engines):
-    settings = config(directory, host_chunks=16)
+def opened(directory, engines, journal=None):
+    settings = replace(config(directory, host_chunks=16), journal=JournalConfig(path=journal))
     ranks = [
         open_rank(settings, LAYOUT, FINGERPRINT, engine.copier(), rank=rank, ranks=len(engines))
         for rank, engine in enumerate(engines)
@@ -135,6 +139,20 @@ def test_what_was_stored_comes_back_on_every_rank_after_a_restart(tmp_path, coun
         assert not target.same(source, places_of(range(15)))  # the rest of the engine is as it was
     assert second.metrics.render().count('kvtier_transfers_total{link="promote",outcome="done"} 14\n') == 1
     second.session.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_journal_counts_payload_and_frames_of_all_ranks(tmp_path, count):
+    kv = opened(tmp_path / "kv", engines_of(1)[:count], journal=tmp_path / "journal")
+    stored(kv.session, "a", prefix_of(3, kv.root), places_of(range(3)))
+    kv.session.close()
+    (file,) = (tmp_path / "journal").iterdir()
+    written = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert len(written) == 3 * len(LAYOUT.groups)
+    for line in written:
+        of_rank = sum(LAYOUT.groups[line["group"]].layer_bytes)
+        assert line["payload_bytes"] == count * of_rank
+        assert line["bytes"] == count * frame_bytes(LAYOUT.groups[line["group"]])
 
 
 def test_each_rank_has_its_own_bytes(tmp_path):

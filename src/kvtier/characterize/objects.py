@@ -42,7 +42,7 @@ class ObjectLog:
     trace: IoTrace
     """Of source ``log``. `bytes` are those of the frames, of all ranks; `place` is a tier."""
     payload_bytes: np.ndarray
-    """Bytes of the engine's KV in each of `trace.requests`, of one rank."""
+    """Bytes of the engine's KV in each of `trace.requests`, of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +228,6 @@ class _Reader:
         )
         order = np.argsort(rows["issued_s"], kind="stable")
         remarks = ["Objects have no address: no two follow each other, and what is read again is a name."]
-        if int(rows["bytes"].sum()) > 1.5 * int(payload.sum()):
-            remarks.append("Bytes of payload are those of one rank, and bytes of frames those of all ranks.")
         trace = IoTrace(
             "log",
             rows[order],

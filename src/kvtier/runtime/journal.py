@@ -89,14 +89,17 @@ class Journal:
         layout: the KV groups of one rank.
         root: keys the objects' digests (`keys.fingerprint.root_key`).
         metrics: counts recorded and lost lines.
+        ranks: number of ranks, whose bytes are added up.
 
     Raises:
         ConfigError: the file cannot be created.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, layout: KvLayout, root: bytes, metrics: Metrics) -> None:
+    def __init__(
+        self, folder: Path, capacity_bytes: int, layout: KvLayout, root: bytes, metrics: Metrics, ranks: int = 1
+    ) -> None:
         self._root = root
-        self._payloads = [sum(group.layer_bytes) for group in layout.groups]
+        self._payloads = [ranks * sum(group.layer_bytes) for group in layout.groups]
         head = {"kind": "journal", "version": VERSION, "began_s": time.time(), "chunk_tokens": layout.chunk_tokens}
         self._file: LineFile[tuple[float, Completion | RequestLine]] = LineFile(
             new_path(folder, STEM),

@@ -155,7 +155,7 @@ def open_core(
     recorder = None
     if config.trace.path is not None:
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
-    journal = open_journal(config, layout, root, metrics)
+    journal = open_journal(config, layout, root, metrics, ranks.rank_count)
     counters = CommandCounters(metrics, *(it for it in (journal, observer) if it is not None))
     session = Session(
         cache,
@@ -168,7 +168,7 @@ def open_core(
     return OpenedSession(session, root, metrics, recorder, journal)
 
 
-def open_journal(config: Config, layout: KvLayout, root: bytes, metrics: Metrics) -> Journal | None:
+def open_journal(config: Config, layout: KvLayout, root: bytes, metrics: Metrics, ranks: int = 1) -> Journal | None:
     """The journal; None without `journal.path`.
 
     Raises:
@@ -176,7 +176,7 @@ def open_journal(config: Config, layout: KvLayout, root: bytes, metrics: Metrics
     """
     if config.journal.path is None:
         return None
-    return Journal(config.journal.path, config.journal.capacity_bytes, layout, root, metrics)
+    return Journal(config.journal.path, config.journal.capacity_bytes, layout, root, metrics, ranks)
 
 
 def closing_lines(on_close: Callable[[float], None], *files: Recorder | Journal) -> Callable[[float], None]:

@@ -179,3 +179,5 @@ class OpenRanks(NamedTuple):
     """Tiers that some rank has not opened yet."""
     views: Mapping[str, TierView] = MappingProxyType({})
     """Figures of the tiers, if the only rank is in this process."""
+    rank_count: int = 1
+    """Number of ranks."""

@@ -353,9 +353,8 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
         raise
     down = frozenset[str]().union(*(peer.down for peer in peers))
     views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], Mover) else {}
-    return OpenRanks(
-        ranks[0] if len(ranks) == 1 else RankGroup(ranks, peers[0].remote), peers[0].slots, peers[0].tiers, down, views
-    )
+    executor = ranks[0] if len(ranks) == 1 else RankGroup(ranks, peers[0].remote)
+    return OpenRanks(executor, peers[0].slots, peers[0].tiers, down, views, len(ranks))
 
 
 def _read(handshake: Mapping[str, Any]) -> _Handshake:
