@@ -24,6 +24,7 @@ from kvtier.bench.serve.results import (
 )
 from kvtier.bench.serve.run_files import read_run
 from kvtier.errors import ConfigError
+from kvtier.report.output import print_json
 
 CONTRACT = {
     *("name", "repetition", "requests", "requests_per_s", "output_tokens_per_s", "ttft_ms", "tpot_ms"),
@@ -321,3 +322,25 @@ def test_regret_is_unknown_without_the_log_of_the_arm_without_a_connector(tmp_pa
     (plain / "engine.jsonl").unlink()
     _, own = join_runs([plain, write_run(tmp_path, "kvtier", users=6, tier_ratio=1)])
     assert all(it.regret_s is None for it in own.requests)
+
+
+def test_time_that_failed_requests_took_is_in_the_rates(run):
+    """A server that answers some requests and then hangs is not as fast as if it had stopped there."""
+    before = arm_result(join(read_run(run)))
+    late_s = json.loads((run / "run.json").read_text())["ended_s"] + 60
+    change(run / "requests.jsonl", lambda row: row.update(error="timeout", first_s=None, ended_s=late_s), key="u3t3")
+    result = arm_result(join(read_run(run)))
+    assert result.seconds == pytest.approx(before.seconds + 60)
+    assert result.output_tokens_per_s == pytest.approx(20 * 15 / result.seconds)
+    assert result.cpu_s is None  # the samples end a minute before
+
+
+def test_json_has_the_names_of_the_contract_at_its_top(tmp_path, capsys):
+    runs = join_runs([write_run(tmp_path, arm) for arm in ("none", "kvtier")])
+    print_json(serve_record(runs, settings={}, seed=1, conditions={})["results"])
+    for arm in json.loads(capsys.readouterr().out)["arms"]:
+        assert set(arm) >= CONTRACT
+        assert set(arm["ttft_ms"]) == set(arm["tpot_ms"]) == {"p50", "p95"}
+        counted = ("repetition", "requests", "failed", "computed_tokens", "read_bytes", "written_bytes", "rss_bytes")
+        assert {type(arm[name]) for name in counted} == {int}
+        assert arm["energy_j"] is None

@@ -48,7 +48,7 @@ class ArmResult:
     status: str
     error: str | None
     seconds: float
-    """From the start of the measured part to the end of the last counted request."""
+    """From the start of the measured part to the end of its last request, also of one that failed."""
     requests: int
     """Sent in the measured part and not failed."""
     failed: int
@@ -134,7 +134,7 @@ def arm_result(run: JoinedRun) -> ArmResult:
     """The figures of one run."""
     facts, samples = run.files.run, run.files.samples
     counted = [it for it in run.requests if it.error is None and it.first_s is not None and it.ended_s is not None]
-    until_s = max((it.ended_s or 0.0 for it in counted), default=run.until_s)
+    until_s = max((it.ended_s for it in run.requests if it.ended_s is not None), default=run.until_s)
     seconds = max(until_s - run.since_s, 0.0)
     output = sum(it.output_tokens or 0 for it in counted)
     places = _places(run, counted)
