@@ -9,6 +9,7 @@ from kvtier.connect.vllm import stats
 from kvtier.connect.vllm.stats import LABEL_SEPARATOR, PromMetrics, Stats, StatsReader, observations
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
+from kvtier.types import Presence
 
 
 class Shown:
@@ -159,6 +160,11 @@ def test_every_series_is_shown_at_zero_before_its_first_event(meters):
     assert {values[1]: series.value for values, series in loads.items()} == {"whole": 0, "part": 0, "none": 0}
     assert prom._exported["kvtier_load_seconds"].series["0",].observed == []
     assert meters.take() is None
+
+
+def test_lookups_of_an_engine_that_reports_nothing_are_zero():
+    lookups = shown()._exported["kvtier_lookups_total"].series
+    assert {values: series.value for values, series in lookups.items()} == {("0", it.value): 0 for it in Presence}
 
 
 def test_losses_of_a_tier_are_shown_at_zero_before_the_first(tmp_path):

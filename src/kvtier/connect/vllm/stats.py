@@ -6,10 +6,12 @@ since the last report. In `/metrics` the names have vLLM's prefix ``vllm:``.
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
-from kvtier.observe.metric_definitions import CAPACITY_BYTES, METRICS, Metric, MetricKind
+from kvtier.observe.metric_definitions import CAPACITY_BYTES, LOOKUPS, METRICS, Metric, MetricKind
 from kvtier.observe.metrics import Metrics, Series
+from kvtier.types import Presence
 
 INTERVAL_S = 0.25
 """Interval of the reports; with every step they would be most of the traffic between the processes."""
@@ -150,6 +152,9 @@ class PromMetrics:
         self._exported = {
             metric.name: _exported(metric, kinds[metric.kind.value], labels, prefix) for metric in METRICS
         }
+        # An engine whose kvtier is off from the start reports nothing. Its lookups are zero, which an alert can see.
+        for presence, own in product(Presence, values.values()):
+            self._exported[LOOKUPS.name].labels(*own, presence.value)
 
     def observe(self, transfer_stats_data: dict[str, dict[str, Row]], engine_idx: int = 0) -> None:
         """Add one interval of an engine."""
