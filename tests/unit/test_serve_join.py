@@ -344,3 +344,27 @@ def test_json_has_the_names_of_the_contract_at_its_top(tmp_path, capsys):
         counted = ("repetition", "requests", "failed", "computed_tokens", "read_bytes", "written_bytes", "rss_bytes")
         assert {type(arm[name]) for name in counted} == {int}
         assert arm["energy_j"] is None
+
+
+def test_a_slow_prefill_after_the_best_choice_is_no_regret(tmp_path):
+    """The arm kvtier stores while it computes; what that takes is no fault of a choice."""
+    plain = write_run(tmp_path, "none", users=6)
+    fast = write_run(tmp_path, "kvtier", tier_ratio=0.1)
+    change(fast / "engine.jsonl", lambda row: row.update(prefill_s=1.9 * row["prefill_s"]))
+    _, joined = join_runs([plain, fast])
+    regrets = [it.regret_s for it in joined.requests if it.turn]
+    assert regrets == [0] * 12
+
+
+def test_a_request_that_computes_what_a_fast_drive_offers_has_a_regret(tmp_path):
+    plain = write_run(tmp_path, "none", users=6)
+    fast = write_run(tmp_path, "kvtier", tier_ratio=0.1)
+    prompt = 1256
+    took_s = serve_runs.prefill_s(prompt - 256, 256)
+    change(fast / "engine.jsonl", lambda row: row.update(cached_tokens=256, prefill_s=took_s), key="u2t2")
+    change(fast / "kvtier.jsonl", lambda row: row.update(loaded_tokens={}, loaded_bytes=0, load_s=0), key="u2t2")
+    _, joined = join_runs([plain, fast])
+    (refused,) = [it for it in joined.requests if it.id == "u2t2"]
+    assert (refused.prompt_tokens, refused.offered_tokens) == (prompt, {"disk": 896})
+    best_s = 896 * 0.1 * TOKEN_S + serve_runs.prefill_s(prompt - 1152, 1152)
+    assert refused.regret_s == pytest.approx(took_s - best_s, rel=0.05)

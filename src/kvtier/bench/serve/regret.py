@@ -26,8 +26,9 @@ OWN_SHARE = 0.9
 """A load counts for a tier's rate if this share of its tokens came from there."""
 
 REGRET = (
-    "Regret of a request to which KV was offered: its load and prefill, against the faster of two alternatives: "
-    "computing all that was not resident, and loading all that was offered and computing the rest. What computing "
+    "Regret of a request to which KV was offered: its load and prefill, against the fastest alternative that it did "
+    "not take. Alternatives are computing all that was not resident, and loading all that was offered and computing "
+    "the rest. A slow prefill or load is no regret where the other alternative was slower still. What computing "
     "takes is fitted on the prefills of the same record by computed tokens and tokens before them: those without a "
     "connector, and of other arms those of fewer tokens than any of these. What loading takes is the offered tokens "
     "over the rate that loads from that tier had in the same run. Waits in the engine's queue are in neither. Regret "
@@ -120,17 +121,25 @@ def with_regret(run: JoinedRun, fit: PrefillFit) -> JoinedRun:
 
 def _regret_s(it: JoinedRequest, fit: PrefillFit, rates: Mapping[str, float]) -> float | None:
     places, offered = it.tokens_by_place, it.offered_tokens
-    if places is None or it.is_sum_wrong or it.prefill_s is None or not offered or not offered.keys() <= rates.keys():
+    if places is None or it.is_sum_wrong or it.prefill_s is None or not offered:
         return None
     prompt, resident = sum(places.values()), places.get(RESIDENT, 0)
     # The engine computes at least one token of a prompt that is stored as a whole.
     held = min(resident + sum(offered.values()), prompt - 1)
-    rest_s = fit.seconds(prompt - held, held)
-    compute_s = fit.seconds(prompt - resident, resident)
-    if compute_s is None or rest_s is None:
-        return None
-    load_s = sum(count / rates[name] for name, count in offered.items())
-    return max(0.0, (it.load_s or 0.0) + it.prefill_s - min(compute_s, load_s + rest_s))
+    loaded = prompt - resident - places.get(COMPUTED, 0)
+    taken_s = (it.load_s or 0.0) + it.prefill_s
+    best_s = taken_s
+    if loaded or it.load_s:
+        compute_s = fit.seconds(prompt - resident, resident)
+        if compute_s is None:
+            return None
+        best_s = min(best_s, compute_s)
+    if loaded < held - resident:
+        rest_s = fit.seconds(prompt - held, held)
+        if rest_s is None or not offered.keys() <= rates.keys():
+            return None
+        best_s = min(best_s, rest_s + sum(count / rates[name] for name, count in offered.items()))
+    return taken_s - best_s
 
 
 def token_rates(run: JoinedRun) -> dict[str, float]:

@@ -65,7 +65,7 @@ def arms_table(served: Served) -> Table:
         numeric=6,
         note="Medians of the runs, with the smallest and the largest. R is the KV that the engine computes in a second "
         "over what the drive moves in one. Tokens are output tokens. Rates are of requests that ended well, over the "
-        "time until the last one ended.",
+        "time until the last request ended.",
     )
 
 
