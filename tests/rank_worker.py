@@ -47,7 +47,11 @@ def main(about):
     engine = Engine(about["blocks"], seed=about["seed"])
     gate = Path(about["gate"]) if about.get("gate") else None
     rank = open_rank(
-        config(Path(about["directory"]), host_chunks=about["host_chunks"]),
+        config(
+            Path(about["directory"]),
+            host_chunks=about["host_chunks"],
+            disk=Path(about["disk"]) if about["disk"] else None,
+        ),
         LAYOUT,
         FINGERPRINT,
         SlowCopier(engine.copier(), gate),
@@ -64,6 +68,9 @@ def main(about):
             print(json.dumps(engine.same(Engine(about["blocks"], seed=other), load_places(tokens))), flush=True)
         elif order == "notes":
             print(json.dumps(notes), flush=True)
+        elif order == "figures":
+            views = rank.mover.views.items()
+            print(json.dumps({name: [*view.figures[:3], dict(view.figures[3])] for name, view in views}), flush=True)
         elif order == "fork":  # a child that inherits the connection and outlives its parent
             child = os.fork()
             if child == 0:
@@ -91,7 +98,7 @@ def main(about):
 class Worker:
     """The process, as a test sees it."""
 
-    def __init__(self, directory, *, rank=0, ranks=1, seed=0, blocks=64, host_chunks=8, gate=None):
+    def __init__(self, directory, *, rank=0, ranks=1, seed=0, blocks=64, host_chunks=8, gate=None, disk=None):
         about = {
             "directory": str(directory),
             "rank": rank,
@@ -100,6 +107,7 @@ class Worker:
             "blocks": blocks,
             "host_chunks": host_chunks * ranks,
             "gate": str(gate) if gate else None,
+            "disk": str(disk) if disk else None,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.rank_worker", json.dumps(about)],

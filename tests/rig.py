@@ -27,6 +27,8 @@ from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
 from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.registry import TierSettings
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone
 
 _OURS = str(Path(kvtier.__file__).parent)
@@ -99,13 +101,18 @@ def prefix_of(chunks: int, root: bytes = bytes(32), seed: int = 0) -> Prefix:
 TIER_LIMITS = ("probe_deadline_s", "transfer_deadline_s", "failures", "retry_s")
 
 
-def config(directory: Path | None, *, host_chunks: int = 8, **limits: float) -> Config:
-    """With one directory tier, or none; `limits` of the tier (`TIER_LIMITS`) and of the session."""
+def config(directory: Path | None, *, host_chunks: int = 8, disk: Path | None = None, **limits: float) -> Config:
+    """With one directory tier, or none, and with a disk tier above it if `disk` is its path.
+
+    `limits` are of the directory tier (`TIER_LIMITS`) and of the session.
+    """
     own: dict[str, Any] = {name: limits.pop(name) for name in TIER_LIMITS if name in limits}
-    tiers = () if directory is None else (DirectorySettings(path=directory, capacity_bytes=64 << 20, **own),)
+    tiers: list[TierSettings] = [] if disk is None else [DiskSettings(path=disk, capacity_bytes=64 << 20)]
+    if directory is not None:
+        tiers.append(DirectorySettings(path=directory, capacity_bytes=64 << 20, **own))
     return Config(
         host=HostConfig(capacity_bytes=max(1 << 20, host_chunks * chunk_bytes(LAYOUT))),
-        tiers=tiers,
+        tiers=tuple(tiers),
         store=StoreConfig(),
         limits=LimitsConfig(**limits),
     )

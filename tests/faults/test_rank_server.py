@@ -1,5 +1,7 @@
 """A rank in another process: it stores and loads, keeps the order of notes, and only its core may connect."""
 
+import itertools
+import signal
 import socket
 import stat
 import struct
@@ -13,6 +15,9 @@ from tests.rank_worker import workers
 from tests.rig import (
     CHUNK_TOKENS,
     DEADLINE_S,
+    FINGERPRINT,
+    LAYOUT,
+    config,
     load_places,
     loaded,
     looked_up,
@@ -21,14 +26,20 @@ from tests.rig import (
     stored,
 )
 
+from kvtier.observe.metrics import Metrics
 from kvtier.runtime import rank_server
+from kvtier.runtime.counters import TierGauges
 from kvtier.runtime.mover import CLOSED, Mover
-from kvtier.runtime.protocol import Note, Ping, ProtocolError, encode
+from kvtier.runtime.open import open_core
+from kvtier.runtime.protocol import MessageReader, Note, Ping, ProtocolError, TierReport, decode, encode
 from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import connect
-from kvtier.types import ChunkKey, Drop, Link, Outcome, Probe, RequestId
+from kvtier.runtime.remote_rank import RemoteRank
+from kvtier.types import WRITE_KINDS, ChunkKey, Drop, Figures, Link, Outcome, Probe, RequestId
 
 __all__ = ["served"]
+
+OF_TIERS = ("kvtier_held_bytes", "kvtier_capacity_bytes", "kvtier_evictions", "kvtier_tier_write_bytes")
 
 # ---- what it is for ------------------------------------------------------------------------------------------------
 
@@ -106,6 +117,85 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
         assert sorted(outcomes, key=lambda outcome: outcome.value) == [Outcome.CANCELLED] * 3 + [Outcome.DONE] * 2
         assert mover.close(DEADLINE_S)
         assert started[0].end()
+
+
+# ---- the tiers' figures ------------------------------------------------------------------------------------------
+
+
+def exported(metrics):
+    """Fill level, evictions and written bytes of the tiers, by series."""
+    return {
+        name: value for name, value in metrics.snapshot().items() if name.startswith(OF_TIERS) and "host" not in name
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_figures_of_tiers_in_other_processes_are_in_the_cores_metrics(tmp_path, count):
+    directory, disk = tmp_path / "directory", tmp_path / "disk"
+    with workers(directory, count, disk=disk) as started:
+        below = connect([worker.handshake for worker in started])
+        kv = open_core(config(directory, host_chunks=8 * count, disk=disk), LAYOUT, FINGERPRINT, below)
+        seeds = itertools.count()
+
+        def expected():
+            """The fill level of each rank's own disk adds up, the directory is one for all."""
+            by_tier = {name: [worker.ask("figures")[name] for worker in started] for name in ("disk", "directory")}
+            if any(None in figures[:3] or not figures[0] for each in by_tier.values() for figures in each):
+                stored(kv.session, "r", prefix_of(4, kv.root, seed=next(seeds)), places_of(range(4)))
+                return None
+            wanted = {}
+            for tier, (held, capacity, evictions, written) in {
+                name: list(zip(*each, strict=True)) for name, each in by_tier.items()
+            }.items():
+                wanted[f'kvtier_held_bytes{{place="{tier}"}}'] = sum(held) if tier == "disk" else max(held)
+                wanted[f'kvtier_capacity_bytes{{place="{tier}"}}'] = 64 << 20
+                assert sum(capacity) == (64 << 20) * (1 if tier == "disk" else count)
+                wanted[f'kvtier_evictions_total{{place="{tier}"}}'] = sum(evictions)
+                for what in WRITE_KINDS if tier == "disk" else ():
+                    name = f'kvtier_tier_write_bytes_total{{tier="{tier}",what="{what}"}}'
+                    wanted[name] = sum(each[what] for each in written)
+            return wanted
+
+        assert exported(kv.metrics) == {}
+        until(lambda: expected() is not None)
+        until(lambda: exported(kv.metrics) == expected())
+        last = exported(kv.metrics)
+        assert last['kvtier_tier_write_bytes_total{tier="disk",what="frames"}'] > 0
+        started[-1].signal(signal.SIGKILL)
+        until(lambda: below.executor.lost)
+        after = Metrics()
+        TierGauges(after, below.views, lambda _: True, {"directory"})()
+        assert exported(after) == last
+        kv.session.close(5.0)
+
+
+def test_figures_are_sent_when_they_have_changed_and_at_most_once_a_second(served):
+    view = served._rank.mover.views["directory"]
+    with greeted(served) as connection:
+        began_s, frames, heard = time.monotonic(), MessageReader(), []
+        for number in range(200):
+            view.figures = Figures(number, 300, 0)
+            connection.sendall(encode(Ping()))
+            while heard.count(Ping()) <= number:
+                heard += [decode(body) for body in frames.feed(connection.recv(1 << 16))]
+        assert 1 <= len(heard) - 200 <= 1 + time.monotonic() - began_s
+        while heard[-1] != TierReport("directory", Figures(199, 300, 0), 0):
+            heard += [decode(body) for body in frames.feed(connection.recv(1 << 16))]
+        connection.settimeout(1.5)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        view.stuck_queues = lambda: 2  # without a command, as when all calls hang
+        assert decode(next(frames.feed(connection.recv(1 << 16)))) == TierReport("directory", Figures(199, 300, 0), 2)
+
+
+def test_figures_of_a_tier_that_no_rank_has_lose_the_rank(served):
+    with greeted(served) as connection:
+        mover = RemoteRank(connection.dup(), "rank 0", ["elsewhere"], hung_s=DEADLINE_S)
+        served._rank.mover.views["directory"].figures = Figures(1, 2, 3)
+        until(lambda: mover.lost)
+        assert "a rank does not send TierReport" in mover.lost
+        assert mover.views["elsewhere"].figures == Figures()
+        assert mover.close(DEADLINE_S)
 
 
 FOREIGN = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.runtime.executor import Completion
+from kvtier.runtime.executor import COUNT_MAX, Completion
 from kvtier.runtime.protocol import (
     MESSAGE_BYTES_MAX,
     CommandMessage,
@@ -18,10 +18,24 @@ from kvtier.runtime.protocol import (
     Note,
     Ping,
     ProtocolError,
+    TierReport,
     decode,
     encode,
 )
-from kvtier.types import Cancel, ChunkKey, Drop, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
+from kvtier.types import (
+    WRITE_KINDS,
+    Cancel,
+    ChunkKey,
+    Drop,
+    Figures,
+    Link,
+    NextTurn,
+    Outcome,
+    Probe,
+    RequestId,
+    Tell,
+    Transfer,
+)
 
 integers = st.integers(-(2**63), 2**64)
 small = st.integers(0, 2**31)
@@ -60,7 +74,12 @@ answers = st.builds(
 )
 notes = st.builds(Note, words, words.map(RequestId), st.lists(integers, max_size=40).map(tuple), st.booleans())
 cancels = st.lists(integers, max_size=40).map(lambda ids: Cancel(tuple(ids)))
-messages = orders | answers | notes | cancels | st.just(Ping()) | st.just(Leave())
+counts = st.integers(0, COUNT_MAX)
+figures = st.builds(
+    Figures, *(st.none() | counts for _ in range(3)), st.dictionaries(st.sampled_from(WRITE_KINDS), counts), st.none()
+)
+reports = st.builds(TierReport, words, figures, counts)
+messages = orders | answers | notes | cancels | reports | st.just(Ping()) | st.just(Leave())
 
 
 @given(st.lists(messages, max_size=6), st.data())
@@ -88,7 +107,7 @@ plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4),
 )
-word, number = (str, type(None)), (int, float)
+word, number, count = (str, type(None)), (int, float), (int, type(None))
 FIELDS = {
     CommandMessage: (int, (Transfer, Probe, Drop, Tell)),
     Transfer: (int, Link, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word),
@@ -98,6 +117,8 @@ FIELDS = {
     CompletionMessage: (int, Outcome, tuple, int, number, number, str, bool),
     Note: (str, str, tuple, bool),
     Cancel: (tuple,),
+    TierReport: (str, Figures, int),
+    Figures: (count, count, count, dict, type(None)),
     Ping: (),
 }
 
@@ -141,6 +162,24 @@ def test_a_damaged_message_is_refused_or_another_message_of_good_fields(message,
     except ProtocolError:
         return
     check_fields(other)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["d", -1, 2, 3, {}, 0],
+        ["d", 1, COUNT_MAX + 1, 3, {}, 0],
+        ["d", 1, 2, True, {}, 0],
+        ["d", 1, 2, 3, {"bytes": 1}, 0],
+        ["d", 1, 2, 3, {"frames": 10**400}, 0],
+        ["d", 1, 2, 3, {"frames": None}, 0],
+        ["d", 1, 2, 3, {}, 0.5],
+    ],
+)
+def test_figures_that_the_metrics_cannot_hold_are_refused(values):
+    assert decode(b'["report","d",1,2,3,{"frames":4},5]') == TierReport("d", Figures(1, 2, 3, {"frames": 4}), 5)
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(["report", *values]).encode())
 
 
 def test_infinite_deadlines_travel():

@@ -13,8 +13,8 @@ from kvtier.errors import TierError
 from kvtier.observe.metric_definitions import EVICTIONS
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
-from kvtier.runtime.executor import TierView
-from kvtier.runtime.mover import COUNT_MAX, FIGURES_EVERY_S, FiguresSampler
+from kvtier.runtime.executor import COUNT_MAX, TierView
+from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier import disk_view
@@ -219,7 +219,7 @@ def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
 def test_a_session_says_whether_it_uses_the_tier(tmp_path):
     tier, core = opened(tmp_path), Driver(failures=1)
     view = TierView()
-    gauges, sampler = Gauges(Metrics(), core.cache, core.layout, {"disk": view}), FiguresSampler(tier, view)
+    gauges, sampler = Gauges(Metrics(), core.cache, core.layout, [{"disk": view}]), FiguresSampler(tier, view)
     gauges()
     sampler.sample(0.0)
     assert told_now(tier).is_up is True
@@ -247,7 +247,7 @@ def test_figures_of_a_tier_that_make_no_sense_cost_no_session():
             return figures[number]
 
     view, metrics = TierView(), Metrics()
-    gauges = Gauges(metrics, core.cache, core.layout, {"odd": view})
+    gauges = Gauges(metrics, core.cache, core.layout, [{"odd": view}])
     sampler = FiguresSampler(Odd("odd", capacity_bytes=1), view)
     for number in range(len(figures)):
         sampler.sample(number * FIGURES_EVERY_S)

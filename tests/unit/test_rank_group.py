@@ -30,10 +30,13 @@ from kvtier.core.limits import TierRules
 from kvtier.errors import ConfigError
 from kvtier.keys.object_names import object_name
 from kvtier.layout import KvLayout
+from kvtier.observe.metric_definitions import CAPACITY_BYTES, EVICTIONS, HELD_BYTES, STUCK_QUEUES, WRITE_BYTES
+from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, slots_for
-from kvtier.runtime.executor import Completion, Threads
+from kvtier.runtime.counters import TierGauges
+from kvtier.runtime.executor import Completion, Threads, TierView
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import Note
@@ -42,7 +45,7 @@ from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import Session
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Link, Outcome, Presence, Probe, RequestId, Transfer
+from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Figures, Link, Outcome, Presence, Probe, RequestId, Transfer
 
 SLOTS = 8
 
@@ -551,3 +554,26 @@ def test_a_foreign_handshake_is_refused_without_showing_the_key(servers):
     with pytest.raises(ProtocolError, match="fields address, key") as refused:
         connect([handshake | {"slots": None}])
     assert handshake["key"] not in str(refused.value)
+
+
+def test_fill_levels_add_over_ranks_and_a_common_store_counts_once():
+    ranks = [{name: TierView() for name in ("own", "one")} for _ in range(3)]
+    metrics = Metrics()
+    gauges = TierGauges(metrics, ranks, lambda _: True, {"one"})
+    for rank, (view, used_bytes) in enumerate(((ranks[0], 10), (ranks[1], 30))):  # the third has not reported
+        for each in view.values():
+            each.figures = Figures(used_bytes, 100 - rank, 5, {"frames": 7})
+            each.stuck_queues = lambda rank=rank: rank
+    gauges()
+    gauges()
+    held = {name: metrics.get(HELD_BYTES, place=name) for name in ("own", "one")}
+    assert held == {"own": 40, "one": 30}
+    assert {name: metrics.get(CAPACITY_BYTES, place=name) for name in held} == {"own": 199, "one": 99}
+    ranks[0]["own"].figures = Figures(0, 100, 1, {"frames": 1})  # opened anew
+    ranks[1]["own"].figures = Figures(30, 99, 9, {"frames": 9})
+    gauges()
+    gauges()
+    assert {name: metrics.get(EVICTIONS, place=name) for name in held} == {"own": 14, "one": 10}
+    assert metrics.get(WRITE_BYTES, tier="own", what="frames") == 16
+    assert metrics.get(STUCK_QUEUES, tier="own") == 1
+    assert all(view.is_up for rank in ranks for view in rank.values())

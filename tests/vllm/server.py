@@ -97,7 +97,6 @@ class Server(Client):
         transfer_config: text of ``--kv-transfer-config``.
         arguments: further ones of the command line.
         cores: that it computes on, as ``0-3``; by default vLLM chooses the same for each server.
-        is_worker_inside: the worker runs in the scheduler's process, as with one GPU.
 
     Raises:
         EngineError: it did not come up.
@@ -110,16 +109,12 @@ class Server(Client):
         transfer_config: str,
         *arguments: str,
         cores: str = "",
-        is_worker_inside: bool = False,
     ) -> None:
         self._log = log
         port = free_port()
         super().__init__(f"http://127.0.0.1:{port}")
         # The engine in a process of its own, as it is by default.
         environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        if is_worker_inside:
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise vLLM refuses that on a CPU
-            arguments = (*arguments, "--distributed-executor-backend", "uni")
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]

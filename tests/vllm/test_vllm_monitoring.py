@@ -84,8 +84,7 @@ def prometheus(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     given = connector(None, host__capacity_bytes="2MiB")
     tiers = [f"disk:{folder / 'disk'}?capacity_bytes=64MiB", f"directory:{folder / 'directory'}"]
     given["kv_connector_extra_config"]["tiers"] = tiers
-    arguments = (checkpoints / "llama", folder / "server.log", json.dumps(given), *ARGUMENTS)
-    with Server(*arguments, is_worker_inside=True) as server:
+    with Server(checkpoints / "llama", folder / "server.log", json.dumps(given), *ARGUMENTS) as server:
         it = Prometheus(folder, server.url.removeprefix("http://"))
         try:
             it.await_(server, 'rate(vllm:kvtier_transfer_bytes_total{link="promote"}[1m]) > 0')

@@ -148,13 +148,20 @@ PROBES = Metric(
 PROBE_SECONDS = Metric(
     "kvtier_probe_seconds", MetricKind.HISTOGRAM, "seconds", (_TIER,), "Duration of a probe.", _SECONDS
 )
-HELD_BYTES = Metric("kvtier_held_bytes", MetricKind.GAUGE, "bytes", (_PLACE,), "Bytes held, by place.")
+HELD_BYTES = Metric(
+    "kvtier_held_bytes",
+    MetricKind.GAUGE,
+    "bytes",
+    (_PLACE,),
+    "Bytes held, by place, on all ranks. A store that all ranks use counts once.",
+)
 CAPACITY_BYTES = Metric(
     "kvtier_capacity_bytes",
     MetricKind.GAUGE,
     "bytes",
     (_PLACE,),
-    "Current capacity, by place: below the setting while a tier's file system is full. Host memory is per engine.",
+    "Current capacity, by place, on all ranks: below the setting while a tier's file system is full. A store that all "
+    "ranks use counts once. Host memory is per engine.",
 )
 EVICTIONS = Metric("kvtier_evictions_total", MetricKind.COUNTER, "", (_PLACE,), "Good copies removed to make room.")
 WRITE_BYTES = Metric(

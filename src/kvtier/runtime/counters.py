@@ -1,6 +1,6 @@
 """Counters of commands and gauges of places, for the metrics table."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
@@ -95,40 +95,65 @@ class CommandCounters:
 
 
 class TierGauges:
-    """Fill level, evictions, written bytes and stuck queues of each tier, from the tiers' views.
+    """Fill level, evictions, written bytes and stuck queues of each tier, from the tiers' views on all ranks.
+
+    They are sums over the ranks that have reported them. But ranks with one cap each report the whole store: of their
+    fill levels the highest counts, and of their caps the lowest.
 
     Args:
         metrics: receives them.
-        views: the tiers' views, by name.
+        views: the tiers' views, by name, of each rank.
         is_up: whether a tier is read, rather than left alone after failures.
+        of_one_cap: names of tiers whose fill level is that of the whole store, on every rank.
     """
 
-    def __init__(self, metrics: Metrics, views: Mapping[str, TierView], is_up: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        views: Iterable[Mapping[str, TierView]],
+        is_up: Callable[[str], bool],
+        of_one_cap: Container[str] = (),
+    ) -> None:
         self._metrics = metrics
-        self._views = dict(views)
+        self._views: dict[str, list[TierView]] = {}
+        for rank in views:
+            for name, view in rank.items():
+                self._views.setdefault(name, []).append(view)
         self._is_up = is_up
-        self._evictions: dict[str, int] = {}
-        self._written: dict[tuple[str, str], int] = {}
+        self._of_one_cap = of_one_cap
+        self._counts: dict[tuple[str, int, str], int] = {}
+        """The last count of each tier, rank and kind of event."""
 
     def __call__(self) -> None:
         """Refresh the gauges."""
-        for name, view in self._views.items():
-            view.is_up = self._is_up(name)
-            self._metrics.set(table.STUCK_QUEUES, view.stuck_queues(), tier=name)
-            used_bytes, capacity_bytes, evictions, written, _ = view.figures
-            if used_bytes is not None and capacity_bytes is not None and evictions is not None:
-                self.set_place(name, used_bytes, capacity_bytes, evictions)
-            for what, count in written.items():
-                more = max(0, count - self._written.get((name, what), 0))  # a tier that was opened anew counts from 0
-                self._metrics.add(table.WRITE_BYTES, more, tier=name, what=what)
-                self._written[name, what] = count
+        for name, views in self._views.items():
+            is_up = self._is_up(name)
+            held: list[int] = []
+            capacity: list[int] = []
+            for rank, view in enumerate(views):
+                view.is_up = is_up
+                used_bytes, capacity_bytes, evictions, written, _ = view.figures
+                if used_bytes is not None and capacity_bytes is not None and evictions is not None:
+                    held.append(used_bytes)
+                    capacity.append(capacity_bytes)
+                    self._metrics.add(table.EVICTIONS, self._more(name, rank, "evictions", evictions), place=name)
+                for what, count in written.items():
+                    self._metrics.add(table.WRITE_BYTES, self._more(name, rank, what, count), tier=name, what=what)
+            self._metrics.set(table.STUCK_QUEUES, sum(view.stuck_queues() for view in views), tier=name)
+            if held:
+                is_one = name in self._of_one_cap
+                self.set_fill(name, max(held) if is_one else sum(held), min(capacity) if is_one else sum(capacity))
 
-    def set_place(self, place: str, held_bytes: int, capacity_bytes: int, evictions: int) -> None:
-        """Set the fill level of a place, and add its evictions since the last call."""
+    def set_fill(self, place: str, held_bytes: int, capacity_bytes: int) -> None:
+        """Set the fill level of a place."""
         self._metrics.set(table.HELD_BYTES, held_bytes, place=place)
         self._metrics.set(table.CAPACITY_BYTES, capacity_bytes, place=place)
-        self._metrics.add(table.EVICTIONS, max(0, evictions - self._evictions.get(place, 0)), place=place)
-        self._evictions[place] = evictions
+
+    def _more(self, tier: str, rank: int, what: str, count: int) -> int:
+        """The increase of a count since the last call; a tier that was opened anew counts from 0."""
+        before = self._counts.get((tier, rank, what), 0)
+        self._counts[tier, rank, what] = count
+        return max(0, count - before)
 
 
 class Gauges:
@@ -139,15 +164,17 @@ class Gauges:
         metrics: Metrics,
         cache: Cache,
         layout: KvLayout,
-        views: Mapping[str, TierView],
+        views: Iterable[Mapping[str, TierView]],
         counters: CommandCounters | None = None,
+        of_one_cap: Container[str] = (),
     ) -> None:
         self._metrics = metrics
         self._cache = cache
         self._sizes = [frame_bytes(group) for group in layout.groups]
-        self._tiers = TierGauges(metrics, views, cache.is_up)
+        self._tiers = TierGauges(metrics, views, cache.is_up, of_one_cap)
         self._counters = counters
         self._relays_dropped = 0
+        self._evictions = 0
 
     def __call__(self) -> None:
         """Refresh the gauges."""
@@ -157,7 +184,9 @@ class Gauges:
         sizes = list(enumerate(self._sizes))
         held = sum(host.used(group) * size for group, size in sizes)
         capacity = sum(host.slots[group] * size for group, size in sizes)
-        self._tiers.set_place(HOST, held, capacity, host.evictions)
+        self._tiers.set_fill(HOST, held, capacity)
+        self._metrics.add(table.EVICTIONS, host.evictions - self._evictions, place=HOST)
+        self._evictions = host.evictions
         self._metrics.add(table.RELAYS_DROPPED, self._cache.counters.relays_dropped - self._relays_dropped)
         self._relays_dropped = self._cache.counters.relays_dropped
         for name, count in self._cache.relays_waiting().items():

@@ -8,6 +8,9 @@ from typing import NamedTuple, Protocol
 
 from kvtier.types import Command, Drop, Figures, Outcome, Probe, Tell, Transfer
 
+COUNT_MAX = 1 << 62
+"""Largest figure of a tier that is taken as it is."""
+
 Work = Transfer | Probe | Drop | Tell
 """Commands that are completed. A `Cancel` is not; the commands that it names are."""
 
@@ -88,9 +91,10 @@ class Threads:
 
 
 class TierView:
-    """Plain values that a tier's threads and the session share.
+    """Plain values that one rank's tier and the session share.
 
-    The session has this instead of the tier, so it cannot do I/O under its lock.
+    The session has this instead of the tier, so it cannot do I/O under its lock. A rank in another process has a view
+    of its own and sends its values (`protocol.TierReport`).
     """
 
     __slots__ = ("figures", "is_up", "stuck_queues")
@@ -99,7 +103,7 @@ class TierView:
         self.figures = Figures()
         """Set by the tier's threads about once a second while they work."""
         self.is_up: bool | None = None
-        """Set by the session: whether it reads the tier. None: not set yet."""
+        """Set by the session: whether it reads the tier. None: not set yet. It is not sent to other processes."""
         self.stuck_queues: Callable[[], int] = lambda: 0
         """How many of the tier's worker queues are stuck (`WorkerQueue.is_stuck`). Does no I/O."""
 

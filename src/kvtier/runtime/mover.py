@@ -27,7 +27,7 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
-from kvtier.runtime.executor import Completion, Job, Threads, TierView, Work
+from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
@@ -48,9 +48,6 @@ _Object = tuple[str, ChunkKey, int]
 
 FIGURES_EVERY_S = 1.0
 """Interval at which a tier's figures are read."""
-
-COUNT_MAX = 1 << 62
-"""Largest figure of a tier that is taken as it is."""
 
 logger = logging.getLogger(__name__)
 

@@ -188,7 +188,7 @@ class ObjectStore:
             name_root=name_root,
         )
         self._mover.complete_to(self._inbox.append, self._ready)
-        self._gauges = TierGauges(self.metrics, self._mover.views, self._is_up)
+        self._gauges = TierGauges(self.metrics, [self._mover.views], self._is_up)
         start_at_zero(self.metrics, tiers)
         for tier in self._tiers.all:
             for link, way in WAYS.items():

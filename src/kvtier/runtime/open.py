@@ -25,7 +25,7 @@ from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
 from kvtier.runtime.executor import Observer
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.link_priors import link_priors
-from kvtier.runtime.rank import COPY_THREADS, open_rank
+from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.secret import store_secret
 from kvtier.runtime.session import Session
@@ -104,7 +104,7 @@ def open_session(
     """
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
-        ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), rank.mover.views)
+        ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), [rank.mover.views])
         return open_core(config, layout, fingerprint_digest, ranks, on_close=rank.close)
     except BaseException:
         rank.close(5.0)
@@ -161,7 +161,7 @@ def open_core(
         cache,
         ranks.executor,
         on_close=closing_lines(on_close, *(it for it in (recorder, journal) if it is not None)),
-        on_second=Gauges(metrics, cache, layout, ranks.views, counters),
+        on_second=Gauges(metrics, cache, layout, ranks.views, counters, tiers_of_one_cap(config)),
         metrics=metrics,
         observer=counters,
     )

@@ -15,8 +15,21 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from kvtier.errors import KvError
-from kvtier.runtime.executor import Work
-from kvtier.types import Cancel, ChunkKey, Drop, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
+from kvtier.runtime.executor import COUNT_MAX, Work
+from kvtier.types import (
+    WRITE_KINDS,
+    Cancel,
+    ChunkKey,
+    Drop,
+    Figures,
+    Link,
+    NextTurn,
+    Outcome,
+    Probe,
+    RequestId,
+    Tell,
+    Transfer,
+)
 
 MESSAGE_BYTES_MAX = 16 << 20
 """Longest message: a probe of 200,000 objects."""
@@ -30,6 +43,7 @@ _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False, default
 
 _WORD = (str, type(None))
 _NUMBER = (int, float)
+_COUNT = (int, type(None))
 
 
 class ProtocolError(KvError):
@@ -73,7 +87,16 @@ class Leave(NamedTuple):
     """The rank's process is about to end. The core flushes pending writes and closes the connection."""
 
 
-Message = CommandMessage | CompletionMessage | Cancel | Note | Ping | Leave
+class TierReport(NamedTuple):
+    """What a rank's `TierView` of one tier shows. The rank sends it once a second at most, if it has changed."""
+
+    tier: str
+    figures: Figures
+    """`direct_io` is None."""
+    stuck_queues: int
+
+
+Message = CommandMessage | CompletionMessage | Cancel | Note | Ping | Leave | TierReport
 
 
 def encode(message: Message) -> bytes:
@@ -134,6 +157,9 @@ def _body(message: Message) -> str:
     if isinstance(message, CompletionMessage):
         number, outcome, present, *rest = message
         plain = ["answer", number, outcome.value, "".join("1" if each else "0" for each in present), *rest]
+    elif isinstance(message, TierReport):
+        tier, (*fill, written, _), stuck_queues = message
+        plain = ["report", tier, *fill, dict(written), stuck_queues]
     else:
         plain = [type(message).__name__.lower(), *message]
     return _to_json(plain)
@@ -215,6 +241,17 @@ def _note(values: list[Any]) -> Note:
     return Note(subject, RequestId(request), _integers(numbers), flag)
 
 
+def _report(values: list[Any]) -> TierReport:
+    tier, used_bytes, capacity_bytes, evictions, written, stuck_queues = _checked(
+        values, str, _COUNT, _COUNT, _COUNT, dict, int
+    )
+    fill = [count for count in (used_bytes, capacity_bytes, evictions) if count is not None]
+    counts = _integers([*fill, *written.values(), stuck_queues])
+    if min(counts) < 0 or max(counts) > COUNT_MAX or not written.keys() <= set(WRITE_KINDS):
+        raise ValueError("not a tier's figures")
+    return TierReport(tier, Figures(used_bytes, capacity_bytes, evictions, written), stuck_queues)
+
+
 def _ping(values: list[Any]) -> Ping:
     return Ping(*values)
 
@@ -243,6 +280,7 @@ _DECODERS = {
     "answer": _answer,
     "cancel": _cancel,
     "note": _note,
+    "report": _report,
     "ping": _ping,
     "leave": _leave,
 }

@@ -166,6 +166,11 @@ def common_tiers(config: Config) -> set[str]:
     return {it.name for it in config.tiers if kind_of(it).is_common(it) or kind_of(it).is_shared(it)}
 
 
+def tiers_of_one_cap(config: Config) -> set[str]:
+    """Names of tiers whose fill level is that of the whole store, on every rank."""
+    return {it.name for it in config.tiers if kind_of(it).has_one_cap or kind_of(it).is_shared(it)}
+
+
 def threads_of_tiers(config: Config) -> dict[str, Threads]:
     """Threads of each tier's queues."""
     return {it.name: Threads(read=it.read_threads, write=it.write_threads) for it in config.tiers}

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.runtime.completion_inbox import CompletionInbox
@@ -177,7 +176,7 @@ class OpenRanks(NamedTuple):
     """Names of the lower tiers, fastest first."""
     down: frozenset[str] = frozenset()
     """Tiers that some rank has not opened yet."""
-    views: Mapping[str, TierView] = MappingProxyType({})
-    """Figures of the tiers, if the only rank is in this process."""
+    views: Sequence[Mapping[str, TierView]] = ()
+    """Figures of the tiers, by name, of each rank."""
     rank_count: int = 1
     """Number of ranks."""

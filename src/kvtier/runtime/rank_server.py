@@ -5,6 +5,7 @@
         .handshake       -- by the engine's channel -->  connect([handshake, ...])
         reader thread    <-- commands, notes --          RemoteRank, or RankGroup of several
         mover's threads  -- completions -->
+        reader thread    -- tiers' figures -->
 
 It accepts one connection, because slots belong to one core. Each side proves that it knows the key of the handshake
 without sending it. `protocol` has the messages, `remote_rank` describes how a connection ends.
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier.runtime.executor import Completion, Work
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.mover import Mover
+from kvtier.runtime.mover import FIGURES_EVERY_S, Mover
 from kvtier.runtime.protocol import (
     CommandMessage,
     CompletionMessage,
@@ -38,13 +39,14 @@ from kvtier.runtime.protocol import (
     Note,
     Ping,
     ProtocolError,
+    TierReport,
     decode,
     encode,
 )
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.rank_group import OpenRanks, RankGroup
 from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, set_timeout
-from kvtier.types import Cancel, Outcome
+from kvtier.types import Cancel, Figures, Outcome
 
 GREETING_S = 5.0
 """How long the authentication of a connection may take."""
@@ -53,12 +55,12 @@ SEND_S = 10.0
 """Deadline for the core to read a completion; past it the connection is closed."""
 
 IDLE_S = 60.0
-"""Idle threads check for the end at this interval."""
+"""A thread that waits for a connection checks for the end at this interval."""
 
 DRAIN_STEP_S = 0.01
 CLOCKS_APART_S_MAX = 0.1
 
-_MAGIC = b"kvtier 1"
+_MAGIC = b"kvtier 2"
 """Ends with the protocol's version."""
 _KEY_BYTES = 32
 _CLOCK = struct.Struct("<d")
@@ -96,6 +98,9 @@ class RankServer:
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
         """Number of each open command, by the identity of the command."""
+        self._next_report_s = 0.0
+        self._reported = {name: TierReport(name, Figures(), 0) for name in rank.tiers}
+        """What the core knows of each tier."""
         self._refusals = FaultLog()
         self._listener, self.address = _listen()
         self._remove_folder = weakref.finalize(self, _remove, Path(self.address).parent, self._process)
@@ -219,7 +224,7 @@ class RankServer:
     def _begin(self, peer: socket.socket) -> socket.socket:
         self._rank.mover.complete_to(self._answer)
         peer.settimeout(None)
-        set_timeout(peer, socket.SO_RCVTIMEO, IDLE_S)
+        set_timeout(peer, socket.SO_RCVTIMEO, FIGURES_EVERY_S)
         set_timeout(peer, socket.SO_SNDTIMEO, SEND_S)
         with self._lock:
             self._peer = peer
@@ -236,6 +241,7 @@ class RankServer:
             try:
                 data = peer.recv(RECV_BYTES)
             except BlockingIOError:
+                self._report()
                 continue
             except OSError:
                 return
@@ -243,6 +249,7 @@ class RankServer:
                 return
             for body in reader.feed(data):
                 self._receive(decode(body))
+            self._report()
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, CommandMessage):
@@ -261,6 +268,18 @@ class RankServer:
         else:
             raise ProtocolError(f"a core does not send {type(message).__name__}")
         self._rank.mover.flush()
+
+    def _report(self) -> None:
+        """Send the figures of tiers that have changed, unless that was done within `FIGURES_EVERY_S`."""
+        now_s = time.monotonic()
+        if now_s < self._next_report_s:
+            return
+        self._next_report_s = now_s + FIGURES_EVERY_S
+        for name, view in self._rank.mover.views.items():
+            report = TierReport(name, view.figures, view.stuck_queues())
+            if report != self._reported[name]:
+                self._reported[name] = report
+                self._send(encode(report))
 
     def _drain(self) -> None:
         """End the mover: a closed connection means that no command runs any more."""
@@ -352,8 +371,8 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
             rank.close(0.0)
         raise
     down = frozenset[str]().union(*(peer.down for peer in peers))
-    views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], Mover) else {}
     executor = ranks[0] if len(ranks) == 1 else RankGroup(ranks, peers[0].remote)
+    views = [rank.views for rank in ranks]
     return OpenRanks(executor, peers[0].slots, peers[0].tiers, down, views, len(ranks))
 
 
@@ -383,7 +402,7 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
         connection.connect(peer.address)
         _greet_back(connection, peer.key, until_s)
         connection.settimeout(None)
-        return RemoteRank(connection, name, hung_s=hung_s)
+        return RemoteRank(connection, name, peer.tiers, hung_s=hung_s)
     except (OSError, ProtocolError) as error:
         connection.close()
         advice = "all ranks must run on one machine, and no other core may be connected to them"

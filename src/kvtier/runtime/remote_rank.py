@@ -2,7 +2,7 @@
 
     submit              queues messages in the outbox; `flush` sends them together
     send_note           sends at once
-    a reader thread     turns messages of the rank into completions
+    a reader thread     turns messages of the rank into completions, and copies the tiers' figures to `views`
 
 To end, this side stops sending. The rank then cancels commands that have not begun, waits for the others, sends their
 completions and closes the connection. So the end of the stream, or of the process, means that the rank no longer uses
@@ -18,11 +18,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvtier.runtime.completion_inbox import CompletionInbox
-from kvtier.runtime.executor import Completion, Work
+from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.protocol import (
     CommandMessage,
@@ -33,6 +33,7 @@ from kvtier.runtime.protocol import (
     Note,
     Ping,
     ProtocolError,
+    TierReport,
     decode,
     encode,
 )
@@ -60,6 +61,7 @@ class RemoteRank:
     Args:
         connection: connected and authenticated; owned by this object from now on.
         name: of the rank, for the log.
+        tiers: names of the rank's tiers.
         hung_s: how long a ping may remain unanswered while commands are open.
 
     `take` and `close` are for one owner thread, the other methods for any.
@@ -67,9 +69,13 @@ class RemoteRank:
 
     needs_flush = True
 
-    def __init__(self, connection: socket.socket, name: str, *, hung_s: float = HUNG_S) -> None:
+    def __init__(
+        self, connection: socket.socket, name: str, tiers: Sequence[str] = (), *, hung_s: float = HUNG_S
+    ) -> None:
         self._socket = connection
         self._name = name
+        self.views = {tier: TierView() for tier in tiers}
+        """Each tier's figures as the rank last sent them. A lost rank leaves its last ones."""
         self._hung_s = hung_s
         set_timeout(connection, socket.SO_RCVTIMEO, min(SILENCE_S, hung_s))
         self._process = _process_of(connection)
@@ -218,6 +224,11 @@ class RemoteRank:
             return
         if isinstance(message, Leave):
             self._leaving()
+            return
+        if isinstance(message, TierReport) and message.tier in self.views:
+            view = self.views[message.tier]
+            view.figures = message.figures
+            view.stuck_queues = lambda: message.stuck_queues
             return
         if not isinstance(message, CompletionMessage):
             raise ProtocolError(f"a rank does not send {type(message).__name__}")

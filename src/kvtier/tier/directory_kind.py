@@ -96,6 +96,7 @@ KIND = TierKind(
     where="path",
     open=_open,
     is_common=lambda settings: settings.shared,  # otherwise each process trusts its own index
+    has_one_cap=True,
     check=_check,
     folder=lambda settings: settings.path,
     secret_path=lambda settings: settings.path / "secret",

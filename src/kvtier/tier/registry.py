@@ -146,6 +146,9 @@ class TierKind(Generic[S]):
     is_common: Callable[[S], bool] = lambda _settings: False
     """All ranks of an engine use one store, and each finds what another wrote. Of ranks that hold the same KV only the
     first then writes. A store of other nodes (`is_shared`) is common, too."""
+    has_one_cap: bool = False
+    """All ranks of an engine use one cap, so each reports the fill level of the whole store. So does each rank of a
+    store of other nodes (`is_shared`)."""
     needs_drive: bool = False
     """It needs a drive of this machine; a network file system is a mistake."""
     has_cap: bool = True
