@@ -8,7 +8,7 @@ import pytest
 from tests import browser
 from tests.unit.test_report import check_page
 
-from kvtier.characterize.block_events import SEEN, _pair
+from kvtier.characterize.block_events import SEEN, _carrier, _issuer, _pair
 from kvtier.characterize.events import REQUEST, IoKind, IoLayer, IoTrace, by_time, kinds_of, rows_of, transfers
 from kvtier.characterize.measures import is_sequential, measure
 from kvtier.characterize.pairing import covering, pair
@@ -304,6 +304,36 @@ def test_the_newest_interval_that_covers_is_found_among_many():
     found = covering(np.zeros(1000, int), np.full(1000, 64), rounds * 10, np.full(1000, 40), rounds * 10 + 5)
     assert found.tolist() == rounds.tolist()
     assert covering(np.array([0]), np.array([64]), np.array([10]), np.array([40, 64, 5]), np.array([9, 20, 20])).tolist() == [-1, -1, 0]  # fmt: skip  # noqa: E501
+
+
+def test_an_older_interval_that_begins_nearer_does_not_hide_the_newest():
+    """A large read, and before or after it small ones and a write of the same sectors."""
+
+    def seen(*rows):
+        return np.array([(time_us * 1000, sector, size, 1, process, is_write, 0)
+                         for time_us, sector, size, process, is_write in rows], SEEN)  # fmt: skip
+
+    bios = seen((10, 1024, 4096, 7, False), (20, 1024, MIB, 9, True), (30, 0, MIB, 8, False))
+    halves = seen((31, 0, MIB // 2, 0, False), (32, 1024, MIB // 2, 0, False), (90, 2040, 4096, 0, False))
+    assert _issuer(bios, halves, 0).tolist() == [8, 8, 8]
+    assert _carrier(bios, halves, 0).tolist() == [1, -1, 1]  # not the small read that is issued much later
+    generator = np.random.default_rng(1)
+    start, when = generator.integers(0, 2000, 3000), generator.permutation(3000)
+    end = start + generator.choice([1, 8, 100], 3000)
+    wanted = generator.integers(0, 2200, 500)
+    found = covering(start, end, when, wanted, np.full(500, 2000))
+    fits = (start <= wanted[:, None]) & (end > wanted[:, None]) & (when <= 2000)
+    newest = np.where(fits, when, -1)
+    assert found.tolist() == np.where(fits.any(axis=1), newest.argmax(axis=1), -1).tolist()
+
+
+def test_a_recording_of_one_moment_has_sizes_and_no_rates():
+    it = measure(trace(requests(3, every=0.0, took=0.0), seconds=0.0))
+    assert (it.requests, it.bytes["read"], it.gb_per_s, it.burst_factor) == (
+        3, 3 * MIB, {"mean": 0.0, "peak": 0.0, "busy_mean": 0.0}, None,
+    )  # fmt: skip
+    assert any("at one moment" in note for note in notes(it))
+    json.dumps(asdict(it), allow_nan=False)
 
 
 def test_steps_are_exact_between_any_edges():

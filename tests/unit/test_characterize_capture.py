@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,10 @@ import pytest
 
 from kvtier.characterize import block_devices, tracefs
 from kvtier.characterize.block_devices import SYSFS, disks, find_device
-from kvtier.characterize.capture import CaptureSettings, run
+from kvtier.characterize.capture import CaptureSettings, _Run, run
 from kvtier.characterize.events import IoLayer, transfers
 from kvtier.characterize.measures import measure
+from kvtier.characterize.processes import ProcessTree
 from kvtier.cli.main import run as kvtier
 from kvtier.errors import ConfigError
 
@@ -115,6 +118,60 @@ def test_a_capture_agrees_with_fios_account(drive, way, depth):
     assert sequential > 0.95 if way == "read" else sequential < 0.25
 
 
+def test_programs_with_other_sizes_on_the_same_sectors_keep_their_own_requests(drive):
+    """Large reads, then small ones in the same file: each program has its bytes, and no bio waits for the other's."""
+    prepare(drive)
+    large, small = (
+        " ".join(map(str, fio(drive, output="/dev/null", ioengine="psync", **options)))
+        for options in ({"rw": "read", "bs": "4M"}, {"rw": "randread", "bs": "4k", "io_size": "8M", "norandommap": 1})
+    )
+    rest = " ".join(
+        map(str, fio(drive, output="/dev/null", ioengine="psync", rw="read", bs="4M", offset="2M", size="60M"))
+    )
+    command = ["sh", "-c", f"{large}; sleep 0.5; {small}; sleep 0.5; {rest}"]
+    trace = run(CaptureSettings(device=str(drive), command=command, output=2)).trace
+    rows = of_file(trace, drive)
+    moved = sorted(int(rows["bytes"][rows["process"] == it].sum()) for it in np.unique(rows["process"]))
+    assert moved == [8 * MIB, 60 * MIB, 64 * MIB]
+    bios = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
+    assert np.nanmax(bios["completed_s"] - bios["issued_s"]) < 0.5  # the pause between the programs
+
+
+def test_a_reader_that_is_always_behind_ends_when_it_is_asked_to(drive, monkeypatch):
+    add, busy_until = _Run._add, time.monotonic() + 1.5  # as if each batch were full until then
+    monkeypatch.setattr(_Run, "_add", lambda self: add(self) or time.monotonic() < busy_until)
+    trace = run(CaptureSettings(device=str(drive), seconds=20), lambda: True).trace
+    assert trace.seconds < 1
+    again = CaptureSettings(device=str(drive), seconds=20, events_max=0)
+    busy_until = time.monotonic() + 1.5
+    assert run(again).trace.seconds < 1
+
+
+def test_a_command_that_is_ended_leaves_no_child_behind(drive):
+    """Its children would keep its output open, and a pipe behind it would wait for them."""
+    command = ["sh", "-c", "sleep 60 & sh -c 'trap \"\" TERM; sleep 61' & wait"]
+    began_s = time.monotonic()
+    captured = run(CaptureSettings(device=str(drive), command=command, seconds=0.5))
+    assert captured.exit_code is None
+    assert time.monotonic() - began_s < 10
+    left = [Path(f"/proc/{it}/cmdline") for it in captured.trace.chosen]
+    assert len(left) == 4
+    assert not [it for it in left if it.exists() and it.read_bytes()]  # a dead one may wait for its new parent
+
+
+def test_names_of_processes_may_be_any_bytes(drive):
+    program = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'<b>\\xc3\\x28</b>', 0, 0, 0)\n"
+        "print(flush=True); time.sleep(30)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            assert ProcessTree().names([process.pid]) == {process.pid: "<b>\ufffd(</b>"}
+        finally:
+            process.kill()
+
+
 def test_lost_events_are_counted_and_what_is_left_is_kept(drive):
     """A ring buffer of two pages; the same load loses nothing in one of the usual size (tests above)."""
     prepare(drive)
@@ -180,6 +237,11 @@ def test_instances_are_removed_after_errors_and_signals_and_those_of_the_dead(dr
     with pytest.raises(ConfigError, match="cannot be started"):
         run(CaptureSettings(device=str(drive), command=["/nonexistent/program"]))
     stale = INSTANCES / "kvtier-999999999-block"
+    stale.mkdir(exist_ok=True)
+    reused = INSTANCES / f"kvtier-{os.getpid()}-calls"  # of a killed capture that had this process's id
+    reused.mkdir()
+    run(CaptureSettings(device=str(drive), seconds=0.1))
+    assert not reused.exists()
     stale.mkdir(exist_ok=True)
     program = "from kvtier.cli.main import main; main()"
     command = [sys.executable, "-c", program, "characterize", "--json", "--device", str(drive), "--", "sleep", "30"]
@@ -285,6 +347,7 @@ def test_the_command_line_from_end_to_end(drive, capsys):
     [
         (["--device", "/dev/nosuch"], "--device /dev/nosuch: No such file or directory; allowed: a block device"),
         (["--device", "/proc"], "no block device lies below it"),
+        (["--device", ""], "--device : no name; allowed: a block device"),
         (["--pid", "999999999"], "--pid 999999999: no such process"),
         (["--seconds", "0s"], "--seconds 0: allowed: more than 0"),
         (["--seconds", "soon"], "soon"),
@@ -294,6 +357,29 @@ def test_the_command_line_from_end_to_end(drive, capsys):
 def test_wrong_usage_is_named_before_anything_starts(options, message, capsys):
     assert kvtier(["characterize", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_threads_are_no_processes(capsys):
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_native_id).result()
+        assert kvtier(["characterize", "--pid", str(thread)]) == 2
+    assert f"--pid {thread}: a thread of process {os.getpid()}; allowed: --pid {os.getpid()}" in capsys.readouterr().err
+    if Path("/proc/2/comm").read_text() == "kthreadd\n":
+        assert kvtier(["characterize", "--pid", "2"]) == 2
+        assert "--pid 2: a thread of the kernel" in capsys.readouterr().err
+    tree = ProcessTree()
+    with ThreadPoolExecutor(1) as pool:  # born after the tree, without an event
+        assert tree.process_of(pool.submit(threading.get_native_id).result()) == os.getpid()
+
+
+def test_a_folder_without_a_slash_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pts").mkdir()  # /dev has one, too
+    try:
+        device = find_device(str(tmp_path))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert find_device(".") == find_device("pts") == find_device(device.name) == device
 
 
 def test_without_the_right_to_trace_the_error_says_what_would_do():

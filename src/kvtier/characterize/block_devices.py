@@ -1,5 +1,6 @@
 """Block devices from sysfs: which one a path means, what it is stacked on, and what its queue allows."""
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -73,8 +74,10 @@ def find_device(wanted: str) -> BlockDevice:
     path = Path(wanted)
     if "/" not in wanted:
         node = Path("/dev") / wanted
-        path = node if node.exists() else path
+        path = node if node.is_block_device() else path
     try:
+        if not wanted:
+            raise FileNotFoundError(errno.ENOENT, "no name")
         status = path.stat()
     except OSError as error:
         names = ", ".join(it.name for it in disks()) or "none"

@@ -27,6 +27,8 @@ NEW_TASK = "task/task_newtask"
 _WHERE = ("common_pid", "dev", "sector", "nr_sector", "rwbs")
 _DEVICE_SHIFT = np.uint64(48)
 """Bits of a sector's number, below that of its device."""
+_WRITE_SHIFT = np.uint64(47)
+"""Above the sectors of 64 PiB."""
 
 
 class _Wanted(NamedTuple):
@@ -178,6 +180,11 @@ def _place(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
     return ((device >> np.uint64(20)) * np.uint64(31) + device & np.uint64(0x3FFF)) << _DEVICE_SHIFT | sector
 
 
+def _way(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
+    """A number for device, direction and sector: a write carries nothing of a read of the same sectors."""
+    return _place(seen, sector) | seen["is_write"].astype(np.uint64) << _WRITE_SHIFT
+
+
 def _without_requeued(issues: np.ndarray, requeued: np.ndarray) -> np.ndarray:
     """Issues that the driver did not hand back; those are issued again."""
     if not len(requeued):
@@ -203,13 +210,13 @@ def _rows(issued: np.ndarray, ends: np.ndarray, found: np.ndarray, began_ns: int
 
 
 def _issuer(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
-    """The process of each device request: that of the bio that covers its first sector."""
-    start = _place(bios, bios["sector"])
+    """The process of each device request: that of the newest bio that covers its first sector, in its direction."""
+    start = _way(bios, bios["sector"])
     found = covering(
         start,
         start + bios["bytes"] // np.uint32(SECTOR_BYTES),
         _microseconds(bios["time_ns"], began_ns),
-        _place(issues, issues["sector"]),
+        _way(issues, issues["sector"]),
         _microseconds(issues["time_ns"], began_ns),
     )
     issuer = np.full(len(issues), NO_PROCESS, np.int32)
@@ -219,14 +226,14 @@ def _issuer(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
 
 def _carrier(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
     """For each bio the device request that transfers its last sector: the first one issued after it; or -1."""
-    start = _place(issues, issues["sector"])
+    start = _way(issues, issues["sector"])
     last = np.uint64((1 << TIME_BITS) - 1)  # times run backwards, so that the newest is the first
     end = bios["sector"] + bios["bytes"] // np.uint32(SECTOR_BYTES)
     found = covering(
         start,
         start + issues["bytes"] // np.uint32(SECTOR_BYTES),
         last - _microseconds(issues["time_ns"], began_ns).astype(np.uint64),
-        _place(bios, np.maximum(end, 1) - np.uint64(1)),
+        _way(bios, np.maximum(end, 1) - np.uint64(1)),
         last - _microseconds(bios["time_ns"], began_ns).astype(np.uint64),
     )
     return np.where(bios["bytes"] > 0, found, -1)

@@ -184,7 +184,7 @@ class _Files:
 
 def _devices_without_storage() -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
         place, _, kind = line.partition(" - ")
         if kind.split(" ")[0] in NO_STORAGE:
             major, _, minor = place.split(" ")[2].partition(":")

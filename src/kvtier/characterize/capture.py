@@ -14,7 +14,7 @@ from kvtier.characterize.block_devices import BlockDevice, disks, find_device
 from kvtier.characterize.block_events import BlockEvents
 from kvtier.characterize.calls import CallEvents
 from kvtier.characterize.events import IoLayer, IoTrace, by_time
-from kvtier.characterize.processes import PROC, ProcessTree, check_process
+from kvtier.characterize.processes import PROC, ProcessTree, check_process, end_processes, opened
 from kvtier.characterize.ring_buffer import Events
 from kvtier.characterize.tracefs import TraceInstance, mounted, remove_stale
 from kvtier.errors import ConfigError
@@ -28,6 +28,8 @@ EVENTS_MAX = 8_000_000
 """Events kept, of 31 bytes each; a capture ends there. A request has three, so this is 2.6 million requests."""
 END_S = 10.0
 """How long a command has to end after it is asked to."""
+CHILDREN_END_S = 1.0
+"""How long the children that it leaves behind have then."""
 
 
 class Captured(NamedTuple):
@@ -93,7 +95,8 @@ def run(settings: CaptureSettings, should_stop: Callable[[], bool] = lambda: Fal
         calls = None
         if settings.pids or settings.command:
             instance = stack.enter_context(TraceInstance(tracefs, "calls", buffer_bytes))
-            roots = tree.threads_of(tree.with_children(settings.pids))
+            # A process that has ended since stays in the list: an empty list would mean every process.
+            roots = sorted({*settings.pids, *tree.threads_of(tree.with_children(settings.pids))})
             if settings.command:  # the child inherits that it is traced; afterwards this thread is taken out again
                 roots.append(os.getpid())
             calls = CallEvents(instance, tree, roots, {it.disk_number for it in settings.devices})
@@ -153,8 +156,7 @@ class _Run:
             is_ended = process is not None and process.poll() is not None
             if process is None and self._settings.pids:
                 is_ended = not any((PROC / str(it)).exists() for it in self._settings.pids)
-            if self._add() and not (is_over or is_ended):
-                continue  # a full batch: more is waiting
+            has_more = self._add()
             if is_over or is_ended or should_stop():
                 return
             gone = [it.name for it in self._settings.devices if not it.exists()]
@@ -166,6 +168,8 @@ class _Run:
                     f"The capture ended early, after {self._settings.events_max:,} events: its limit of memory."
                 )
                 return
+            if has_more:
+                continue
             time.sleep(POLL_S if limit is None else min(POLL_S, max(0.0, limit - (time.monotonic_ns() - began_ns) / 1e9)))  # fmt: skip  # noqa: E501
 
     def _add(self) -> bool:
@@ -187,15 +191,18 @@ class _Run:
             pass
 
     def _end(self, process: "subprocess.Popen[bytes]") -> int | None:
-        """End the command if it still runs; its exit code."""
+        """End the command and its children if it still runs; its exit code."""
         if process.poll() is not None:
             return process.returncode
+        children = opened(self._tree.with_children([process.pid]) - {process.pid})
         process.terminate()
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(END_S)
+        finally:
+            end_processes(children, CHILDREN_END_S)
         return None
 
     def _trace(

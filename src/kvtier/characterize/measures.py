@@ -26,6 +26,7 @@ SEQUENTIAL = (
     f"A request is sequential if it begins at most {WITHIN_BYTES >> 10} KiB after the end of one of the last N "
     f"requests of its process (or of its device), in the same direction. N is {LAST}. The first is not."
 )
+NO_TIMES = "All requests are at one moment: throughput, depth and shares of time are unknown, and 0 here."
 _PLACE_SHIFT = 52
 """Bits of a position in bytes, below the number of its place."""
 
@@ -129,10 +130,11 @@ def measure(trace: IoTrace) -> IoMeasures:
     chosen = trace.of_chosen(every)
     rows = transfers(chosen)
     all_rows = transfers(every)
-    depth, rate = Steps.depth(rows), Steps.rate(rows)
+    timed = rows if trace.seconds > 0 else rows[:0]
+    depth, rate = Steps.depth(timed), Steps.rate(timed)
     peaks = {name: _peak(rate, window, trace.seconds) for name, window in WINDOWS_S.items()}
     moved = int(rows["bytes"].sum())
-    mean = moved / trace.seconds / 1e9
+    mean = _per(moved, trace.seconds) / 1e9
     busy_s = max(depth.busy_s, 1e-9)
     busy_mean = moved / busy_s / 1e9 if depth.total else mean
     peak = peaks[PEAK]
@@ -154,7 +156,7 @@ def measure(trace: IoTrace) -> IoMeasures:
         layers={layer.name.lower(): _layer(transfers(trace.of_chosen(trace.at(layer)))) for layer in trace.layers},
         queue_depth=_depth(depth, trace.seconds),
         submitted_depth=_submitted(trace),
-        busy_share=min(1.0, depth.busy_s / trace.seconds),
+        busy_share=min(1.0, _per(depth.busy_s, trace.seconds)),
         gb_per_s={"mean": mean, "peak": peak, "busy_mean": busy_mean},
         peak_gb_per_s=peaks,
         burst_factor=peak / mean if mean else None,
@@ -180,8 +182,8 @@ def measure(trace: IoTrace) -> IoMeasures:
         lost_events=trace.lost_events,
         processes=_processes(trace, rows),
         device_facts={name: dict(facts) for name, facts in trace.device_facts.items()},
-        over_time=_over_time(rows, depth, trace.seconds),
-        remarks=list(trace.remarks),
+        over_time=_over_time(timed, depth, trace.seconds),
+        remarks=[*trace.remarks, *([] if trace.seconds > 0 else [NO_TIMES])],
     )
 
 
@@ -242,7 +244,7 @@ def _layer(rows: np.ndarray) -> LayerMeasures:
 
 
 def _depth(depth: Steps, seconds: float) -> dict[str, float]:
-    return {"mean": depth.total / seconds, "peak": depth.peak, "busy_mean": depth.total / max(depth.busy_s, 1e-9)}
+    return {"mean": _per(depth.total, seconds), "peak": depth.peak, "busy_mean": depth.total / max(depth.busy_s, 1e-9)}
 
 
 def _submitted(trace: IoTrace) -> dict[str, float] | None:
@@ -263,6 +265,10 @@ def _percentile(values: np.ndarray, percent: float) -> float:
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def _per(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
 
 
 def _peak(rate: Steps, window_s: float, seconds: float) -> float | None:
@@ -318,6 +324,6 @@ def _processes(trace: IoTrace, rows: np.ndarray) -> list[ProcessMeasures]:
 
 
 def _over_time(rows: np.ndarray, depth: Steps, seconds: float) -> OverTime:
-    edges = np.linspace(0.0, seconds, BINS + 1)
+    edges = np.linspace(0.0, seconds or 1.0, BINS + 1)
     rates = [Steps.rate(rows[rows["is_write"] == is_write]).means(edges) / 1e9 for is_write in (False, True)]
     return OverTime(seconds / BINS, depth.means(edges).tolist(), rates[0].tolist(), rates[1].tolist())

@@ -1,5 +1,9 @@
 """Processes of threads: the kernel's events name threads, and people choose processes with their children."""
 
+import os
+import select
+import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +37,7 @@ class ProcessTree:
                         self._process[int(thread.name)] = self._process[process]
 
     def _learn(self, process: int) -> None:
-        text = (PROC / str(process) / "stat").read_text()
+        text = (PROC / str(process) / "stat").read_text(errors="replace")  # a name may be any bytes
         name, _, rest = text.partition("(")[2].rpartition(")")
         parent = int(rest.split()[1])
         is_kernel = _KTHREADD in {process, parent}
@@ -59,15 +63,20 @@ class ProcessTree:
         if thread == 0:
             return NO_PROCESS
         found = self._process.get(thread)
-        if found is None:
-            found = self._process[thread] = thread
+        if found is None:  # born before the events began, or its event was lost
+            self._process[thread] = thread
+            with suppress(OSError):
+                process = _process_id(thread)
+                self._learn(process)
+                self._process[thread] = self._process[process]
+            found = self._process[thread]
         return found
 
     def name(self, process: int, seen: str) -> None:
         """Note the name of a process; `seen` is that of the thread in an event."""
         if process != NO_PROCESS and process not in self._names:
             with suppress(OSError):
-                seen = (PROC / str(process) / "comm").read_text().strip()
+                seen = (PROC / str(process) / "comm").read_text(errors="replace").strip()
             self._names[process] = seen
 
     def names(self, processes: Iterable[int]) -> dict[int, str]:
@@ -90,10 +99,58 @@ class ProcessTree:
 
 
 def check_process(process: int) -> None:
-    """Refuse a process that does not run.
+    """Refuse a process that does not run, a thread, and a thread of the kernel.
 
     Raises:
-        ConfigError: there is none of this id.
+        ConfigError: it is one of them.
     """
-    if not (PROC / str(process)).exists():
-        raise ConfigError(f"--pid {process}: no such process; allowed: the id of a running process")
+    try:
+        owner = _process_id(process)
+        tree = ProcessTree()
+    except OSError as error:
+        raise ConfigError(f"--pid {process}: no such process; allowed: the id of a running process") from error
+    if owner != process:
+        raise ConfigError(f"--pid {process}: a thread of process {owner}; allowed: --pid {owner}")
+    if tree.process_of(process) == NO_PROCESS:
+        raise ConfigError(
+            f"--pid {process}: a thread of the kernel, whose requests belong to no process; allowed: the id of a "
+            "process, or no --pid: the whole device"
+        )
+
+
+def opened(processes: Iterable[int]) -> list[int]:
+    """Descriptors of the processes that run: they name no other process later, as an id may."""
+    found: list[int] = []
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            found.append(os.pidfd_open(process))
+    return found
+
+
+def end_processes(descriptors: list[int], seconds: float) -> None:
+    """Terminate processes, kill after `seconds` those that still run, and close the descriptors."""
+    deadline_s = time.monotonic() + seconds
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for each in descriptors:
+            with suppress(OSError):  # it has ended
+                signal.pidfd_send_signal(each, number)
+        waiting = select.poll()
+        for each in descriptors:
+            waiting.register(each, select.POLLIN)
+        running = len(descriptors) if number == signal.SIGTERM else 0
+        while running and (left_s := deadline_s - time.monotonic()) > 0:
+            for each, _ in waiting.poll(left_s * 1000):
+                waiting.unregister(each)
+                running -= 1
+    for each in descriptors:
+        os.close(each)
+
+
+def _process_id(thread: int) -> int:
+    """The process of a thread that runs.
+
+    Raises:
+        OSError: there is none of this id.
+    """
+    status = (PROC / str(thread) / "status").read_text(errors="replace")
+    return next((int(line[5:]) for line in status.splitlines() if line.startswith("Tgid:")), thread)

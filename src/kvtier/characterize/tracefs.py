@@ -67,7 +67,9 @@ class TraceInstance:
         try:
             self.folder.mkdir()
         except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be made: {error.strerror}; allowed: run as root") from error
+            raise ConfigError(
+                f"{self.folder} cannot be made: {error.strerror}; allowed: one capture at once in a process, as root"
+            ) from error
         self._pipes: list[int] = []
         self._pages = np.zeros(BATCH_PAGES * PAGE_BYTES, np.uint8)
         self.batch_bytes = len(self._pages)
@@ -174,16 +176,17 @@ def remove_stale(tracefs: Path) -> list[str]:
     removed: list[str] = []
     for folder in (tracefs / "instances").glob(f"{NAME}-*"):
         hit = re.fullmatch(rf"{NAME}-(\d+)-\w+", folder.name)
-        if hit is None or Path(f"/proc/{hit[1]}").exists():
+        # A capture that was killed may have had the id of this process: in a container each one may be number 1.
+        if hit is None or (int(hit[1]) != os.getpid() and Path(f"/proc/{hit[1]}").exists()):
             continue
-        with suppress(OSError):  # in use, by a process that another PID namespace numbers
+        with suppress(OSError):  # in use: by this process, or by one that another PID namespace numbers
             folder.rmdir()
             removed.append(folder.name)
     return removed
 
 
 def _mount_point() -> Path | None:
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
         _, place, kind, *_ = line.split(" ")
         if kind == "tracefs":
             return Path(place.replace("\\040", " "))
