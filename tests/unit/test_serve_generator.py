@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,15 @@ def test_earlier_requests_are_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="exists"):
         run(draw(PRESETS["dell"].here, seed=1, number=0), settings, tmp_path)
     assert (tmp_path / REQUESTS_FILE).read_text() == "{}\n"
+
+
+def test_paths_from_here_reach_aiperf_which_starts_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = tmp_path / "aiperf"
+    command.write_text('#!/bin/sh\n[ $1 = --version ] || { [ -f "$3" ] && [ -d "$HF_HUB_CACHE" ] && exit 7; }\n')
+    command.chmod(0o755)
+    Path("run").mkdir()
+    settings = GeneratorSettings(url="http://127.0.0.1:9", model="m", command="./aiperf", seconds=1.0)
+    ended = run(draw(PRESETS["dell"].here, seed=1, number=0), settings, Path("run"))
+    assert ended.error is not None
+    assert "aiperf ended with 7" in ended.error

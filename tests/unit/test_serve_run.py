@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.serve.arms import Arm, parse_arms
-from kvtier.bench.serve.generator import GeneratorResult
+from kvtier.bench.serve.generator import GeneratorResult, find_generator
 from kvtier.bench.serve.machine_limits import drive_of
 from kvtier.bench.serve.power import Rapl
 from kvtier.bench.serve.run import Record, RunKey, ServeSettings, run_order
@@ -227,6 +227,17 @@ def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
     other.chmod(0o755)
     with pytest.raises(ConfigError, match="No module named 'no_such_vllm'"):
         find_vllm(other)
+
+
+def test_programs_named_from_here_are_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bin").mkdir()
+    for name in ("bin/python", "bin/aiperf"):
+        Path(name).write_text("#!/bin/sh\necho '[\"0.32.0\", true]'\n")
+        Path(name).chmod(0o755)
+    assert find_vllm(Path("bin/python")) == VllmPython(tmp_path / "bin" / "python", "0.32.0", is_cpu=True)
+    assert find_generator("bin/aiperf") == (str(tmp_path / "bin" / "aiperf"),)
+    assert find_generator("bin/python")[0] == str(tmp_path / "bin" / "python")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ tokenizer from the hub even where the server counts tokens; it gets one of a sin
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,6 +107,8 @@ def find_generator(command: str = AIPERF) -> tuple[str, ...]:
     parts = tuple(shlex.split(command))
     if parts and Path(parts[-1]).name.startswith("python"):
         parts = (*parts, "-m", "aiperf")
+    if parts and (found := shutil.which(parts[0])):
+        parts = (str(Path(found).absolute()), *parts[1:])  # aiperf starts in a run's directory
     try:
         subprocess.run((*parts, "--version"), check=True, capture_output=True, timeout=_ANSWER_S)
     except (OSError, IndexError, subprocess.SubprocessError) as error:
@@ -182,7 +185,7 @@ def run(
         raise ConfigError(f"{directory / REQUESTS_FILE} exists; allowed: a directory without earlier requests")
     command = find_generator(settings.command)
     cores = _cores(settings.cores)
-    room = directory / "generator"
+    room = directory.absolute() / "generator"
     room.mkdir(parents=True)
     configured = _configured(workload, settings, room)
     # Not our own environment, which aiperf reads for dozens of settings: `env` adds to it.

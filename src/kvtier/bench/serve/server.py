@@ -237,15 +237,17 @@ def find_vllm(given: Path | None) -> VllmPython:
     asked = "import json, vllm, vllm.platforms as p; print(json.dumps([vllm.__version__, p.current_platform.is_cpu()]))"
     tried: list[str] = []
     for python in [given] if given is not None else [Path(sys.executable), beside]:
-        if shutil.which(str(python)) is None:
+        program = shutil.which(str(python))
+        if program is None:
             tried.append(f"{python} is no program")
             continue
+        place = Path(program).absolute()  # not resolved: that would leave a virtual environment
         try:
             done = subprocess.run(
-                [str(python), "-c", asked], capture_output=True, text=True, timeout=_IMPORT_S, check=True, cwd="/"
+                [str(place), "-c", asked], capture_output=True, text=True, timeout=_IMPORT_S, check=True, cwd="/"
             )
             version, is_cpu = json.loads(done.stdout.splitlines()[-1])
-            return VllmPython(python, version, is_cpu)
+            return VllmPython(place, version, is_cpu)
         except subprocess.CalledProcessError as error:
             tried.append(f"{python}: {(error.stderr.strip().splitlines() or ['it failed'])[-1]}")
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
