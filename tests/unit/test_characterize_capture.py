@@ -211,6 +211,24 @@ def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(dr
     assert it.write_amplification == pytest.approx(it.whole_device["written_bytes"] / (32 * MIB), rel=0.1)
 
 
+def test_a_write_to_a_descriptor_that_is_gone_leaves_the_amplification_unknown(drive):
+    """dd has ended before its descriptor is looked up: what it wrote may not be a file on this device."""
+    command = [
+        "sh",
+        "-c",
+        f"dd if=/dev/zero of={drive}/data bs=1M count=16 conv=fsync; dd if={drive}/data of=/dev/null",
+    ]
+    trace = run(CaptureSettings(device=str(drive), command=command, output=2)).trace
+    it = measure(trace)
+    assert it.whole_device["written_bytes"] >= 16 * MIB
+    written = trace.of_chosen(trace.at(IoLayer.APPLICATION))
+    written = int(written["bytes"][written["is_write"]].sum())
+    assert it.write_amplification is None or it.write_amplification == pytest.approx(
+        it.whole_device["written_bytes"] / (16 * MIB), rel=0.02
+    )
+    assert it.counts["bytes_written_to_closed_files"] <= written
+
+
 def test_a_process_is_measured_with_its_children_and_no_other(drive):
     prepare(drive)
     load = ["fio", "--name=j", f"--filename={drive}/data", "--rw=read", "--bs=1M", "--size=64M", "--direct=1",

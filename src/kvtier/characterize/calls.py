@@ -27,7 +27,9 @@ URING_READS, URING_WRITES = (1, 4, 22), (2, 5, 23)
 """`IORING_OP_READV`, `READ_FIXED`, `READ`, and the same for writing."""
 NO_STORAGE = {"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "tracefs", "cgroup", "cgroup2", "hugetlbfs", "mqueue"}
 
-_BEGUN = np.dtype([("time_ns", "u8"), ("key", "u8"), ("position", "u8"), ("process", "i4"), ("is_write", "?")])
+_BEGUN = np.dtype(
+    [("time_ns", "u8"), ("key", "u8"), ("position", "u8"), ("process", "i4"), ("is_write", "?"), ("is_closed", "?")]
+)
 _ENDED = np.dtype([("time_ns", "u8"), ("key", "u8"), ("bytes", "i8")])
 
 
@@ -79,9 +81,10 @@ class CallEvents:
         for position, wanted, is_write in self._enter:
             time_ns, fields = batch.of(*wanted)
             if len(fields):
-                kept = self._files.count(fields["common_pid"], fields["fd"], is_positioned=bool(position))
+                kept, is_closed = self._files.count(fields["common_pid"], fields["fd"], is_positioned=bool(position))
                 where = fields[position] if position else np.zeros(len(fields), np.uint64)
-                self._begin(time_ns[kept], fields["common_pid"][kept], None, where[kept], is_write=is_write)
+                begun = self._begin(time_ns[kept], fields["common_pid"][kept], None, where[kept], is_write=is_write)
+                begun["is_closed"] = is_closed[kept]
         for wanted in self._leave:
             time_ns, fields = batch.of(*wanted)
             self._end(time_ns, fields["common_pid"], fields["ret"])
@@ -98,9 +101,7 @@ class CallEvents:
 
     def _begin(
         self, time_ns: np.ndarray, thread: np.ndarray, key: np.ndarray | None, position: np.ndarray, *, is_write: bool
-    ) -> None:
-        if not len(time_ns):
-            return
+    ) -> np.ndarray:
         rows = np.zeros(len(time_ns), _BEGUN)
         threads, which = np.unique(thread, return_inverse=True)
         rows["time_ns"], rows["position"], rows["is_write"] = time_ns, position, is_write
@@ -108,6 +109,7 @@ class CallEvents:
         rows["process"] = np.array([self._tree.process_of(int(it)) for it in threads], np.int32)[which]
         self._begun.append(rows)
         self.count += len(rows)
+        return rows
 
     def _end(self, time_ns: np.ndarray, key: np.ndarray, returned: np.ndarray) -> None:
         if len(time_ns):
@@ -126,6 +128,7 @@ class CallEvents:
         begun, ended = begun[has], ended[found[has]]
         moved = ended["bytes"] > 0
         begun, ended = begun[moved], ended[moved]
+        counts["bytes_written_to_closed_files"] = int(ended["bytes"][begun["is_write"] & begun["is_closed"]].sum())
         if not len(begun):
             return np.zeros(0, REQUEST), counts
         return rows_of(
@@ -152,18 +155,21 @@ class _Files:
         self.closed = 0
         """Calls whose descriptor was closed before it could be looked up."""
 
-    def count(self, thread: np.ndarray, descriptor: np.ndarray, *, is_positioned: bool) -> np.ndarray:
-        """Which calls count; those with a position are never on sockets or pipes."""
+    def count(
+        self, thread: np.ndarray, descriptor: np.ndarray, *, is_positioned: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which calls count, and which of them perhaps wrongly; those with a position are never on sockets or pipes."""
         pairs = thread.astype(np.uint64) << np.uint64(32) | descriptor.astype(np.uint64) & np.uint64(0xFFFF_FFFF)
         unique, which, calls = np.unique(pairs, return_inverse=True, return_counts=True)
-        verdicts = np.ones(len(unique), bool)
+        verdicts, is_closed = np.ones(len(unique), bool), np.zeros(len(unique), bool)
         for place, both in enumerate(unique.tolist()):
             found = self._is_storage(both >> 32, both & 0xFFFF_FFFF)
             if found is None:
+                is_closed[place] = not is_positioned
                 self.closed += 0 if is_positioned else int(calls[place])
             else:
                 verdicts[place] = found
-        return verdicts[which]
+        return verdicts[which], is_closed[which]
 
     def _is_storage(self, thread: int, descriptor: int) -> bool | None:
         try:

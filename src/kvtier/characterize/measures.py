@@ -22,6 +22,8 @@ PEAK = "100ms"
 BINS = 120
 """Points of what is shown over time."""
 WINDOWS_MAX = 20_000_000
+DOUBTFUL_SHARE = 0.01
+"""Of the bytes that an application wrote: with more of them to files that may be none no amplification is known."""
 SEQUENTIAL = (
     f"A request is sequential if it begins at most {WITHIN_BYTES >> 10} KiB after the end of one of the last N "
     f"requests of its process (or of its device), in the same direction. N is {LAST}. The first is not."
@@ -106,7 +108,7 @@ class IoMeasures:
     """``read``, ``written``, and of them ``read_again`` and ``written_again``: addresses that were moved before."""
     write_amplification: float | None
     """Bytes that all processes and the kernel wrote to the device, over those that the application wrote. None if they
-    are unknown, as those of `io_submit` are."""
+    are unknown, as those of `io_submit` are, or those of files that are closed at once."""
     whole_device: dict[str, Any]
     """``read_share_bytes``, ``requests``, ``read_bytes``, ``written_bytes`` of all processes and of the kernel."""
     not_attributed: dict[str, int]
@@ -294,7 +296,8 @@ def _again(rows: np.ndarray) -> int:
 def _write_amplification(trace: IoTrace, all_rows: np.ndarray) -> float | None:
     asked = transfers(trace.of_chosen(trace.at(IoLayer.APPLICATION)))
     asked_bytes = int(asked["bytes"][asked["is_write"]].sum())
-    if trace.lowest is not IoLayer.DEVICE or not asked_bytes or trace.counts.get("aio_requests"):
+    doubtful = trace.counts.get("bytes_written_to_closed_files", 0) > DOUBTFUL_SHARE * asked_bytes
+    if trace.lowest is not IoLayer.DEVICE or not asked_bytes or doubtful or trace.counts.get("aio_requests"):
         return None
     return int(all_rows["bytes"][all_rows["is_write"]].sum()) / asked_bytes
 

@@ -172,8 +172,8 @@ def notes(it: IoMeasures) -> Iterator[str]:
         )
     if it.counts.get("calls_on_closed_files"):
         yield (
-            f"{it.counts['calls_on_closed_files']:,} calls were on files that were closed at once; they count as calls "
-            "on this device."
+            f"{it.counts['calls_on_closed_files']:,} calls were on files that were closed at once, or whose process "
+            "had ended; they count as calls on this device, though they may be on a pipe or another device."
         )
 
 
