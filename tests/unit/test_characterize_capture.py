@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -319,6 +320,37 @@ def test_a_device_without_requests_is_counted_by_its_bios_and_may_vanish(drive):
     assert len(rows) == said["read"]["total_ios"] + said["write"]["total_ios"] == 512
     assert np.count_nonzero(rows["is_write"]) == said["write"]["total_ios"]
     assert not np.isnan(rows["completed_s"]).any()
+
+
+def test_a_partition_has_its_own_requests_and_their_processes(drive):
+    image = drive / "image"
+    image.write_bytes(bytes(16 * MIB))
+    made = subprocess.run(["losetup", "-f", "--show", image], capture_output=True, text=True, timeout=10, check=False)
+    if made.returncode:
+        pytest.skip(f"needs loop devices: {made.stderr}")
+    disk = made.stdout.strip()
+    try:
+        nodes = [drive / "first", drive / "second"]
+        for number, node in enumerate(nodes, 1):
+            first = 2048 if number == 1 else 10240
+            done = subprocess.run(["addpart", disk, str(number), str(first), "8192"], capture_output=True, timeout=10, check=False)  # fmt: skip  # noqa: E501
+            if done.returncode:
+                pytest.skip(f"needs partitions: {done.stderr}")
+            name = Path(disk).name
+            major, minor = (SYSFS / "block" / name / f"{name}p{number}" / "dev").read_text().split(":")
+            os.mknod(node, 0o600 | stat.S_IFBLK, os.makedev(int(major), int(minor)))
+        read = "; ".join(
+            f"dd if={node} of=/dev/null bs=1M count={count} iflag=direct"
+            for node, count in zip(nodes, (3, 2), strict=True)
+        )
+        it = measure(run(CaptureSettings(device=str(nodes[0]), command=["sh", "-c", read], output=2)).trace)
+    finally:
+        for number in (1, 2):
+            subprocess.run(["delpart", disk, str(number)], capture_output=True, timeout=10, check=False)
+        subprocess.run(["losetup", "-d", disk], timeout=10, check=False)
+    assert (it.bytes["read"], it.whole_device["read_bytes"]) == (3 * MIB, 3 * MIB)
+    assert [row.name for row in it.processes] == ["dd"]
+    assert it.submitted_depth is not None
 
 
 def test_a_stack_of_devices_has_one_lowest_layer(tmp_path, monkeypatch):

@@ -63,8 +63,9 @@ class BlockEvents:
         """Events kept."""
         self._counts: Counter[str] = Counter()
         self._gaps: list[np.ndarray] = []
-        of_bio = " || ".join(f"dev == {it}" for it in self._disk_of)
         of_request = " || ".join(_request_condition(it) for it in devices)
+        # A bio names its partition or, since Linux 5.12, the disk; its sector is that of the disk.
+        of_bio = " || ".join([*(f"dev == {it}" for it in self._disk_of), of_request])
         self._wanted = {NEW_TASK: _Wanted(*instance.enable(NEW_TASK, ("common_pid", "pid", "clone_flags")))}
         for name in self._kept:
             fields = _WHERE + {BIO_QUEUE: ("comm",), ISSUE: ("bytes",)}.get(name, ())
