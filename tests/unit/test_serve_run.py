@@ -20,7 +20,7 @@ from kvtier.bench.serve.arms import Arm, parse_arms
 from kvtier.bench.serve.generator import GeneratorResult, find_generator
 from kvtier.bench.serve.machine_limits import drive_of
 from kvtier.bench.serve.power import Rapl
-from kvtier.bench.serve.run import Record, RunKey, ServeSettings, run_order
+from kvtier.bench.serve.run import Record, RunKey, ServeSettings, pinned, run_order
 from kvtier.bench.serve.sampler import Processes, Sampler, drive_figures, parse_metrics
 from kvtier.bench.serve.server import OtherServer, VllmPython, find_vllm
 from kvtier.cli.main import main
@@ -268,3 +268,10 @@ def test_a_wrong_option_is_refused_before_a_server_starts(
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not any(tmp_path.iterdir())
+
+
+def test_the_client_is_pinned_for_the_runs_only():
+    before = os.sched_getaffinity(0)
+    with pinned([min(before)]):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before

@@ -195,7 +195,7 @@ def serve(
 
 def _measure(it: "Record") -> int:
     """The runs that are missing, in order; returns how many failed."""
-    from kvtier.bench.serve.run import START_S, pin_client
+    from kvtier.bench.serve.run import START_S, pinned
 
     todo = [key for key in it.order() if not it.is_done(key)]
     if not todo:
@@ -203,8 +203,11 @@ def _measure(it: "Record") -> int:
     load = it.settings.load
     each_s = START_S + load["seconds"] + load["warm_up"]
     failed = 0
-    pin_client(it.settings.client_cores)
-    with ended_by_signals(), progress("serve", each_s * len(todo)) as advance:
+    with (
+        pinned(it.settings.client_cores),
+        ended_by_signals(),
+        progress("serve", each_s * len(todo)) as advance,
+    ):
         it.make_model()
         for key in todo:
             failed += _run(it, key, each_s, advance)

@@ -355,10 +355,16 @@ class Record:
             yield server, limits
 
 
-def pin_client(cores: Sequence[int]) -> None:
-    """Run this process and its children on `cores`."""
+@contextmanager
+def pinned(cores: Sequence[int]) -> Generator[None]:
+    """Run this process and its children on `cores`, if there are any; the record that follows names all of them."""
+    before = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _drain(server: Served) -> None:
