@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.serve import machine_limits
-from kvtier.bench.serve.arms import parse_arms, server_arguments, transfer_config
+from kvtier.bench.serve.arms import chunk_tokens, parse_arms, server_arguments, transfer_config
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits, drive_of
 from kvtier.bench.serve.server import ServerError, ServerProcess, await_health, get, session_pids
 from kvtier.errors import ConfigError
 from kvtier.probe.facts import Mount
+from kvtier.runtime.open import CHUNK_TOKENS_MIN
 
 READ = """
 import mmap, os, sys, time
@@ -121,6 +122,31 @@ def test_without_rights_or_controllers_the_error_names_the_way_out(kind: str, mo
         MachineLimits(64 << 20, Drive("vda", "254:0"))
 
 
+def test_empty_groups_of_killed_processes_are_removed(limits: MachineLimits) -> None:
+    parent = limits.entries[0].parent.parent
+    with subprocess.Popen(["true"]) as process:
+        pass
+    abandoned = parent / f"{machine_limits.PREFIX}{process.pid}-0"
+    abandoned.mkdir()
+    with MachineLimits(64 << 20, Drive("none", "0:0")):
+        assert not abandoned.exists()
+        assert limits.entries[0].parent.exists(), "of a live process"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
+def test_what_a_server_leaves_in_shared_memory_ends_with_it(tmp_path: Path) -> None:
+    left = Path("/dev/shm") / f"kvtier-test-{os.getpid()}"
+    script = f"import time; print(open({str(left)!r}, 'wb').write(b'kv'), flush=True); time.sleep(600)"
+    log = tmp_path / "log"
+    with ServerProcess([sys.executable, "-c", script], "", log, environment={}, cores=[], limits=None):
+        until_s = time.monotonic() + 60
+        while log.read_text() != "2\n":
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert not left.exists()
+    assert not left.exists()
+
+
 def test_a_directory_in_memory_has_no_drive() -> None:
     with pytest.raises(ConfigError, match="is on no block device"):
         drive_of(Path("/proc"))
@@ -152,6 +178,7 @@ def test_a_server_keeps_its_log_and_ends_with_its_children(tmp_path: Path) -> No
         (["lmcache"], {}, "--arm lmcache: allowed: none, native, kvtier, or NAME=URL"),
         (["a=ftp://host"], {}, "--arm a=ftp"),
         (["native=http://host:1"], {}, "an arm of kvtier's own"),
+        (["_mine=http://host:1"], {}, "a letter or a digit first"),
         (["a=http://user:hidden@host"], {}, "has a user, a password"),
         (["none", "none"], {}, "given twice"),
         (["none"], {"host.capacity_bytes": 1}, "with --arm kvtier"),
@@ -173,6 +200,8 @@ def test_both_tiered_arms_get_the_same_host_memory_and_place(tmp_path: Path) -> 
     assert theirs["cpu_bytes_to_use"] == ours["host.capacity_bytes"] == 1 << 20
     assert theirs["secondary_tiers"][0]["root_dir"] in ours["tiers"][0]
     assert ours["planner.enabled"] is False
+    assert theirs["block_size"] == chunk_tokens([native, kvtier]) == CHUNK_TOKENS_MIN
+    assert chunk_tokens(parse_arms(["native", "kvtier"], {"store.chunk_tokens": 512})) == 512
     assert "memcpy" in native.means(is_cpu=True)
     assert "memcpy" not in native.means(is_cpu=False)
     sizes = {"device_kv_bytes": 1, "context_tokens": 2, "running": 3}

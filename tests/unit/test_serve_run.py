@@ -20,7 +20,7 @@ from kvtier.bench.serve.arms import Arm, parse_arms
 from kvtier.bench.serve.generator import GeneratorResult, find_generator
 from kvtier.bench.serve.machine_limits import drive_of
 from kvtier.bench.serve.power import Rapl
-from kvtier.bench.serve.run import Record, RunKey, ServeSettings, pinned, run_order
+from kvtier.bench.serve.run import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.bench.serve.sampler import Processes, Sampler, drive_figures, parse_metrics
 from kvtier.bench.serve.server import OtherServer, VllmPython, find_vllm
 from kvtier.cli.main import main
@@ -64,9 +64,10 @@ class TwoRequests:
 
     prompt_tokens = 8
 
-    def __init__(self, fails: int = -1) -> None:
+    def __init__(self, fails: int = -1, failed: int = 0) -> None:
         self.runs = 0
         self.fails = fails
+        self.failed = failed
 
     def drive(
         self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
@@ -74,7 +75,9 @@ class TwoRequests:
         self.runs += 1
         (directory / "requests.jsonl").write_text('{"sent_s": 12.5}\n')
         problem = "the server has ended by signal 9" if self.runs - 1 == self.fails else None
-        return GeneratorResult(began_s=10.0, measured_from_s=12.5, ended_s=13.0, requests=1, failed=0, error=problem)
+        return GeneratorResult(
+            began_s=10.0, measured_from_s=12.5, ended_s=13.0, requests=1, failed=self.failed, error=problem
+        )
 
     def pids(self) -> list[int]:
         return [os.getpid()]
@@ -129,6 +132,41 @@ def test_a_failed_run_leaves_the_others_and_is_repeated(url: str, tmp_path: Path
     assert set(run_all(again)) == {"s1-0", "s0-2", "s1-2"}
     (again.runs / "s0-0" / "run.json").unlink()
     assert set(run_all(again)) == {"s0-0"}
+
+
+def test_a_run_without_a_good_request_has_failed_and_is_repeated(url: str, tmp_path: Path) -> None:
+    assert run_all(Record(settings(url, repeats=1), TwoRequests(failed=1), tmp_path)) == {"s0-0": "failed"}
+    result = json.loads((tmp_path / "runs" / "s0-0" / "run.json").read_text())
+    assert result["error"].startswith("all 1 requests failed; errors are in ")
+    assert run_all(Record(settings(url, repeats=1), TwoRequests(), tmp_path)) == {"s0-0": "ok"}
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_server_elsewhere_does_not_get_this_machines_drive_and_energy(
+    is_local: bool, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Arm, "is_local", property(lambda _: is_local))
+    monkeypatch.setattr(Rapl, "joules", lambda _: 5.0)
+    record = Record(settings(url, repeats=1), TwoRequests(), tmp_path)
+    record.drive = drive_of(tmp_path)
+    run_all(record)
+    first = json.loads((record.runs / "s0-0" / "samples.jsonl").read_text().splitlines()[0])
+    assert (first["device"] is not None, first["package_joules"] is not None) == (is_local, is_local)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_local"),
+    [("http://127.0.0.1:8", True), ("http://[::1]:8", True), ("http://localhost", True), ("http://10.0.0.1:8", False)],
+)
+def test_servers_of_this_machine_are_known_by_their_address(url: str, is_local: bool) -> None:
+    assert Arm("a", "url", url).is_local is is_local
+    assert Arm("none", "none").is_local
+
+
+def test_a_record_keeps_the_context_for_when_its_servers_are_away(url: str, tmp_path: Path) -> None:
+    assert known_context(tmp_path) is None
+    Record(settings(url, load={"context_tokens": 512}), TwoRequests(), tmp_path)
+    assert known_context(tmp_path) == 512
 
 
 def test_a_server_that_does_not_answer_fails_its_run_alone(url: str, tmp_path: Path, monkeypatch) -> None:
@@ -200,6 +238,27 @@ def test_processes_that_end_keep_their_counters_but_not_their_memory() -> None:
     assert processes.figures([1 << 22]) == after
 
 
+def test_memory_that_processes_share_counts_once() -> None:
+    script = """
+import mmap, os
+shared = mmap.mmap(-1, 64 << 20)
+shared.write(bytes(64 << 20))
+os.fork()
+sum(shared[::4096])
+os.write(1, b"%d\\n" % os.getpid())
+os.read(0, 1)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        pids = {int(process.stdout.readline()) for _ in range(2)}
+        found = Processes().figures(pids).rss_bytes
+        process.communicate("\n\n", timeout=60)
+    assert found is not None
+    assert 64 << 20 < found < 2 * (64 << 20)
+
+
 def test_a_drive_that_has_gone_has_no_figures(tmp_path: Path) -> None:
     assert drive_figures(replace(drive_of(tmp_path), name="gone")) is None
 
@@ -256,6 +315,8 @@ def test_programs_named_from_here_are_found_from_elsewhere(tmp_path: Path, monke
         (["--generator", "true", "--device-kv", "1MiB"], "allowed: that much or more"),
         (["--generator", "true", "--store", "1000TiB"], "allowed: less, or another --dir"),
         (["--generator", "true", "--arm", "a=http://127.0.0.1:1"], "does not answer"),
+        (["--generator", "true", "--arm", "none", "--arm", "a=http://127.0.0.1:1"], "does not answer"),
+        (["--generator", "true", "--set", "store.secret=" + "ab" * 32], "a secret is never printed"),
     ],
 )
 def test_a_wrong_option_is_refused_before_a_server_starts(

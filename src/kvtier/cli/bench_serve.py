@@ -253,7 +253,7 @@ def _record(directory: Path, given: dict[str, Any]) -> "Record":
         options = ", ".join(f"--{it.removesuffix('s') if it == 'rates' else it}" for it in beside)
         raise ConfigError(f"--trace has requests and times of its own; allowed: without {options}")
     trace = None if given["trace"] is None else load_trace(given["trace"], given)
-    load = GeneratedLoad(settings=_load_settings(given, arms, trace, client), recording=trace)
+    load = GeneratedLoad(settings=_load_settings(given, arms, trace, client, directory), recording=trace)
     kv_bytes = given["host"] + given["device_kv"]
     settings = ServeSettings(
         arms=tuple(arms),
@@ -310,18 +310,21 @@ def _check_device_kv(settings: "ServeSettings") -> None:
 
 
 def _load_settings(
-    given: dict[str, Any], arms: "list[Arm]", trace: "TraceArrays | None", cores: tuple[int, ...]
+    given: dict[str, Any], arms: "list[Arm]", trace: "TraceArrays | None", cores: tuple[int, ...], directory: Path
 ) -> "LoadSettings":
     from kvtier.bench.serve.arms import model_context
     from kvtier.bench.serve.checkpoint import CONTEXT_TOKENS
     from kvtier.bench.serve.generator import served_model
     from kvtier.bench.serve.load import LoadSettings
+    from kvtier.bench.serve.run import known_context
 
-    context = CONTEXT_TOKENS
-    if given["model"] is not None:
-        context = model_context(given["model"])
-    elif not any(arm.is_ours for arm in arms):
-        known = [served_model(arm.url).context_tokens for arm in arms]
+    context = known_context(directory)
+    if context is None:
+        known = [served_model(arm.url).context_tokens for arm in arms if not arm.is_ours]
+        if given["model"] is not None:
+            known.append(model_context(given["model"]))
+        elif any(arm.is_ours for arm in arms):
+            known.append(CONTEXT_TOKENS)
         context = min([tokens for tokens in known if tokens is not None], default=CONTEXT_TOKENS)
     return LoadSettings(
         sizes=_sizes(given) if trace is None else None,

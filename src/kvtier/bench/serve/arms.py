@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
+from kvtier.runtime.open import CHUNK_TOKENS_MIN
 
 Kind = Literal["none", "native", "kvtier", "url"]
 
@@ -19,7 +20,7 @@ OWN: dict[str, str] = {
     "kvtier": "kvtier: host memory and its disk tier on the drive",
 }
 NATIVE_ON_CPU = "; its copies by memcpy of ours, because vLLM's are for CUDA alone"
-_NAME = re.compile(r"[A-Za-z0-9_.+]{1,32}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]{0,31}")
 _SHARED = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
@@ -38,6 +39,12 @@ class Arm:
     def is_ours(self) -> bool:
         """Whether this program starts the server."""
         return self.kind != "url"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the server is known to run on this machine, so that its drive and its meters are the server's."""
+        host = urlsplit(self.url).hostname or ""
+        return self.is_ours or host in {"localhost", "::1"} or host.startswith("127.")
 
     @property
     def has_tiers(self) -> bool:
@@ -65,7 +72,10 @@ def parse_arm(text: str) -> Arm:
     parts = urlsplit(url)
     if not equals or not _NAME.fullmatch(name) or parts.scheme not in {"http", "https"} or not parts.hostname:
         allowed = f"{', '.join(OWN)}, or NAME=URL such as mine=http://127.0.0.1:8000"
-        raise ConfigError(f"--arm {text}: allowed: {allowed}; NAME of letters, digits, '_', '.' and '+', 32 at most")
+        raise ConfigError(
+            f"--arm {text}: allowed: {allowed}; NAME of letters, digits, '_', '.' and '+', "
+            "32 at most, a letter or a digit first"
+        )
     if name in OWN:
         raise ConfigError(f"--arm {text}: {name} is an arm of kvtier's own; allowed: another name")
     if parts.username or parts.password or parts.query:
@@ -91,7 +101,14 @@ def parse_arms(texts: Sequence[str], settings: Mapping[str, Any] | None = None) 
 
 
 def transfer_config(
-    arm: Arm, store: Path, host_bytes: int, store_bytes: int, *, is_cpu: bool, journal: Path | None = None
+    arm: Arm,
+    store: Path,
+    host_bytes: int,
+    store_bytes: int,
+    *,
+    is_cpu: bool,
+    journal: Path | None = None,
+    chunk_tokens: int = CHUNK_TOKENS_MIN,
 ) -> dict[str, Any] | None:
     """The value of ``--kv-transfer-config``; None for an arm without a connector.
 
@@ -102,6 +119,7 @@ def transfer_config(
         store_bytes: capacity of the tier on the drive.
         is_cpu: whether vLLM computes on the CPU.
         journal: directory for kvtier's journal.
+        chunk_tokens: of kvtier's chunks, which vLLM's own get too.
     """
     if arm.kind == "kvtier":
         extra: dict[str, Any] = {
@@ -115,7 +133,7 @@ def transfer_config(
         extra = {
             "cpu_bytes_to_use": host_bytes,
             # Chunks of kvtier's size, and generated tokens too: neither is the default.
-            "blocks_per_chunk": 2,
+            "block_size": chunk_tokens,
             "offload_prompt_only": False,
             "secondary_tiers": [{"type": "fs", "root_dir": str(store)}],
         }
@@ -125,6 +143,12 @@ def transfer_config(
             extra |= {"spec_name": "TieringOffloadingSpec"}
         return _SHARED | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     return None
+
+
+def chunk_tokens(arms: Sequence[Arm]) -> int:
+    """Tokens of a chunk of kvtier, as its arm among `arms` sets them or by default, where blocks divide these."""
+    given = (arm.settings.get("store.chunk_tokens") for arm in arms if arm.kind == "kvtier")
+    return next(filter(None, given), CHUNK_TOKENS_MIN)
 
 
 def server_arguments(

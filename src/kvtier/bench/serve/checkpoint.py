@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 256,
 }
-"""Chosen by measurement; see docs/benchmarks.md."""
+"""Chosen by measurement; see docs/serving.md."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"

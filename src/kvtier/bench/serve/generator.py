@@ -4,6 +4,7 @@
 tokenizer from the hub even where the server counts tokens; it gets one of a single word in a hub cache of its own.
 """
 
+import http.client
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 from kvtier.bench.serve.workload import Conversation, Pace, ServeWorkload, text_of
@@ -147,7 +148,7 @@ def _asked(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     request = urllib.request.Request(url, data, {"content-type": "application/json"})  # noqa: S310 - checked above
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
-            return json.load(answer)
+            found = json.load(answer)
     except urllib.error.HTTPError as error:
         text = error.read(_BODY_MAX).decode(errors="replace")
         if "chat template" in text.lower() or "chat_template" in text:
@@ -155,8 +156,11 @@ def _asked(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
                 f"the model at {url} has no chat template; allowed: a model with one, or vLLM's --chat-template FILE"
             ) from error
         raise ConfigError(f"server {url} answers {error.code}: {text}; allowed: an OpenAI-compatible server") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConfigError(f"server {url} does not answer: {error}; allowed: one that runs") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"server {url} answers no JSON object; allowed: an OpenAI-compatible server")
+    return cast("dict[str, Any]", found)
 
 
 def run(

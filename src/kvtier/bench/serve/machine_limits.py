@@ -19,6 +19,8 @@ from kvtier.errors import ConfigError
 from kvtier.probe.facts import Mount, control_groups, mount_of, read_mounts, whole_drive
 
 REMOVAL_S = 20.0
+PREFIX = "kvtier-serve-"
+"""Of a group's name; the process that has made it follows."""
 _ADVICE = "run as root, or with --no-limits, which leaves memory and drive unlimited and says so in the record"
 
 
@@ -61,7 +63,7 @@ class MachineLimits:
         self.memory_bytes = memory_bytes
         self._drive = drive
         self._made: list[Path] = []
-        name = f"kvtier-serve-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             self._memory = self._make("memory", name)
             self._io = self._make("blkio", name)
@@ -145,6 +147,7 @@ class MachineLimits:
     def _make(self, controller: str, name: str) -> Path:
         """The group for one controller of version 1's names; with version 2 the same for all."""
         for parent, is_version_2 in _parents(controller, read_mounts()):
+            _remove_abandoned(parent)
             group = parent / name
             if group in self._made:
                 return group
@@ -176,6 +179,15 @@ def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, b
             for parent in dict.fromkeys((inner if inner == top else inner.parent, top)):
                 if wanted <= set(_text(parent / "cgroup.controllers").split()):
                     yield parent, True
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the empty groups of processes that were killed."""
+    for group in parent.glob(f"{PREFIX}*"):
+        pid = group.name.removeprefix(PREFIX).partition("-")[0]
+        if not (Path("/proc") / pid).exists():
+            with suppress(OSError):
+                group.rmdir()
 
 
 def _text(path: Path) -> str:

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.serve import checkpoint
-from kvtier.bench.serve.arms import Arm, server_arguments, transfer_config
+from kvtier.bench.serve.arms import Arm, chunk_tokens, server_arguments, transfer_config
+from kvtier.bench.serve.generator import REQUESTS_FILE
 from kvtier.bench.serve.load import Load
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits, drive_of
 from kvtier.bench.serve.power import Sensor, first_gpu
@@ -43,6 +45,9 @@ from kvtier.report.output import write_json
 from kvtier.size import of
 
 CALIBRATION = "calibration.json"
+SETTINGS = "settings.json"
+CONTEXT = "context_tokens"
+"""In `LoadSettings`."""
 CALIBRATION_PROMPTS = 8
 CHECKPOINT_S = 300.0
 DRAIN_S = 20.0
@@ -159,7 +164,7 @@ class Record:
                 with MachineLimits(settings.memory_bytes, self.drive) as limits:
                     limits.throttle(1e9)  # what is refused is refused before hours of runs
         self.runs.mkdir(parents=True, exist_ok=True)
-        _same_settings(self.runs / "settings.json", settings.of_a_run())
+        _same_settings(self.runs / SETTINGS, settings.of_a_run())
 
     def order(self) -> list[RunKey]:
         """All runs in order."""
@@ -276,9 +281,10 @@ class Record:
                     place / "samples.jsonl",
                     server,
                     client_pids=self._load.pids,
-                    drive=self.drive,
+                    drive=self.drive if key.arm.is_local else None,
                     limits=limits,
-                    gpu=self._gpu,
+                    gpu=self._gpu if key.arm.is_local else None,
+                    has_processors=key.arm.is_local,
                     tick=tick,
                 ):
                     sent = self._load.drive(
@@ -294,6 +300,8 @@ class Record:
                     _drain(server)
                 if problem := sent.error or server.why_over():
                     raise ServerError(problem)
+                if sent.failed == sent.requests:
+                    raise ServerError(f"all {sent.requests} requests failed; errors are in {place / REQUESTS_FILE}")
             result["status"] = "ok"
         except KvError as error:
             result["error"] = str(error)
@@ -329,6 +337,7 @@ class Record:
                 settings.store_bytes,
                 is_cpu=vllm.is_cpu,
                 journal=logged / JOURNAL,
+                chunk_tokens=chunk_tokens(settings.arms),
             )
             arguments = server_arguments(
                 self._model,
@@ -340,7 +349,9 @@ class Record:
             packages = write_packages(self._store.absolute(), STATISTICS)
             port = free_port()
             environment = vllm_environment(vllm, packages, settings.server_cores)
-            environment |= {STATISTICS_PATH: str(logged / "engine.jsonl")}
+            # Of vLLM's sockets, whose paths must be short; it leaves them behind.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True))
+            environment |= {STATISTICS_PATH: str(logged / "engine.jsonl"), "TMPDIR": scratch}
             server = stack.enter_context(
                 ServerProcess(
                     vllm_command(vllm, port, arguments),
@@ -353,6 +364,16 @@ class Record:
             )
             await_health(server, limit_s=START_LIMIT_S)
             yield server, limits
+
+
+def known_context(directory: Path) -> int | None:
+    """The context of the models, in tokens, as the record in `directory` has it; None without one.
+
+    With it a record is shown and continued while servers that were started elsewhere are away.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((directory / "runs" / SETTINGS).read_text(encoding="utf-8"))["settings"]["load"][CONTEXT])
+    return None
 
 
 @contextmanager

@@ -22,7 +22,6 @@ INTERVAL_S = 1.0
 _METRICS_S = 10.0
 _SECTOR_BYTES = 512
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _METRICS_MAX = 2_000
 
 WANTED = {
@@ -51,7 +50,8 @@ class ProcessFigures:
     """Figures of processes, summed."""
 
     cpu_s: float = 0.0
-    rss_bytes: int = 0
+    rss_bytes: int | None = 0
+    """Resident memory. A page that processes share counts in equal parts for each; None if the kernel refuses it."""
     read_bytes: int = 0
     """From storage, not from the page cache."""
     written_bytes: int = 0
@@ -60,7 +60,7 @@ class ProcessFigures:
     def __add__(self, other: "ProcessFigures") -> "ProcessFigures":
         return ProcessFigures(
             self.cpu_s + other.cpu_s,
-            self.rss_bytes + other.rss_bytes,
+            None if self.rss_bytes is None or other.rss_bytes is None else self.rss_bytes + other.rss_bytes,
             self.read_bytes + other.read_bytes,
             self.written_bytes + other.written_bytes,
         )
@@ -84,11 +84,21 @@ def _process(pid: int) -> ProcessFigures | None:
     try:
         fields = (place / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         rows = (place / "io").read_text(encoding="ascii").splitlines()
+        resident = _resident_bytes(place)
     except OSError:
         return None
     counts = {name: int(value) for name, _, value in (row.partition(": ") for row in rows)}
-    ticks, pages = int(fields[11]) + int(fields[12]), int(fields[21])
-    return ProcessFigures(ticks / _TICKS_PER_S, pages * _PAGE_BYTES, counts["read_bytes"], counts["write_bytes"])
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessFigures(ticks / _TICKS_PER_S, resident, counts["read_bytes"], counts["write_bytes"])
+
+
+def _resident_bytes(place: Path) -> int | None:
+    """Of a process, shared pages in parts, as ``Pss`` of its smaps_rollup has them."""
+    try:
+        rows = (place / "smaps_rollup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, PermissionError):
+        return None
+    return next((int(row.split()[1]) << 10 for row in rows if row.startswith("Pss:")), None)
 
 
 def drive_figures(drive: Drive) -> dict[str, Any] | None:
@@ -139,6 +149,7 @@ class Sampler:
         drive: of the tiers; None if it is unknown.
         limits: the server's control group, if any.
         gpu: sensor of the GPU, if any.
+        has_processors: whether this machine's processors are the server's, so that their energy counts.
         tick: called after each sample.
     """
 
@@ -151,6 +162,7 @@ class Sampler:
         drive: Drive | None,
         limits: MachineLimits | None,
         gpu: Sensor | None,
+        has_processors: bool = True,
         tick: Callable[[], None],
     ) -> None:
         self._path = path
@@ -160,7 +172,7 @@ class Sampler:
         self._limits = limits
         self._gpu = gpu
         self._tick = tick
-        self._rapl = Rapl()
+        self._rapl = Rapl() if has_processors else None
         self._own, self._client = Processes(), Processes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier bench sampler", daemon=True)
@@ -192,7 +204,7 @@ class Sampler:
             "gpu": None
             if gpu is None
             else {"utilisation": gpu.utilisation(), "watts": gpu.watts(), "joules": gpu.joules()},
-            "package_joules": self._rapl.joules(),
+            "package_joules": None if self._rapl is None else self._rapl.joules(),
         }
         try:
             line["metrics"] = parse_metrics(get(f"{self._server.url}/metrics", limit_s=_METRICS_S))
