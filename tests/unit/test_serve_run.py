@@ -18,11 +18,13 @@ import pytest
 
 from kvtier.bench.serve.arms import Arm, parse_arms
 from kvtier.bench.serve.generator import GeneratorResult, find_generator
+from kvtier.bench.serve.load import GeneratedLoad, LoadSettings
 from kvtier.bench.serve.machine_limits import drive_of
 from kvtier.bench.serve.power import Rapl
 from kvtier.bench.serve.run import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.bench.serve.sampler import Processes, Sampler, drive_figures, parse_metrics
 from kvtier.bench.serve.server import OtherServer, VllmPython, find_vllm
+from kvtier.bench.serve.workload import PRESETS
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 
@@ -167,6 +169,17 @@ def test_a_record_keeps_the_context_for_when_its_servers_are_away(url: str, tmp_
     assert known_context(tmp_path) is None
     Record(settings(url, load={"context_tokens": 512}), TwoRequests(), tmp_path)
     assert known_context(tmp_path) == 512
+
+
+def test_the_context_is_in_tokens_of_the_models_tokenizer() -> None:
+    given = LoadSettings(
+        sizes=PRESETS["dell"].here, seconds=10, seed=1, warm_up=1, context_tokens=16384, generator="", cores=""
+    )
+    words, characters = (GeneratedLoad(settings=given, tokens_per_word=count) for count in (1.0, 4.9))
+    assert words.context_tokens == 2048
+    assert characters.context_tokens >= 4.9 * words.workload(0, None).context_tokens
+    with pytest.raises(ConfigError, match=r"the model, with 12\.00 tokens a word, holds 1365"):
+        GeneratedLoad(settings=given, tokens_per_word=12.0)
 
 
 def test_a_server_that_does_not_answer_fails_its_run_alone(url: str, tmp_path: Path, monkeypatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kvtier.bench.serve.arms import parse_arms
 from kvtier.bench.serve.checkpoint import WORDS
 from kvtier.bench.serve.generator import GeneratorResult, served_model
+from kvtier.bench.serve.load import tokens_per_word
 from kvtier.bench.serve.regret import join_runs
 from kvtier.bench.serve.results import arm_result
 from kvtier.bench.serve.run import Record, ServeSettings
@@ -105,6 +106,9 @@ def test_logs_agree_and_a_server_that_dies_fails_alone(tmp_path: Path) -> None:
     except ConfigError as error:
         pytest.skip(f"no control groups here: {error}")
     record.make_model()
+    (model,) = tmp_path.glob("model-*")
+    assert settings.vllm is not None
+    assert tokens_per_word(settings.vllm, model) == 1
     results = {key.name: record.run(key, lambda: None) for key in (record.order()[1], record.order()[0])}
     assert {name: it["status"] for name, it in results.items()} == {"kvtier-0": "ok", "none-0": "failed"}, results
     assert "ended by signal 9; the last lines of" in results["none-0"]["error"]

@@ -235,7 +235,7 @@ def _record(directory: Path, given: dict[str, Any]) -> "Record":
     """The record in `directory`, with everything checked that can be before the first server starts."""
     from kvtier.bench.serve.arms import parse_arms
     from kvtier.bench.serve.generator import find_generator
-    from kvtier.bench.serve.load import GeneratedLoad
+    from kvtier.bench.serve.load import GeneratedLoad, tokens_per_word
     from kvtier.bench.serve.run import Record, ServeSettings
     from kvtier.bench.serve.server import find_vllm
 
@@ -253,7 +253,9 @@ def _record(directory: Path, given: dict[str, Any]) -> "Record":
         options = ", ".join(f"--{it.removesuffix('s') if it == 'rates' else it}" for it in beside)
         raise ConfigError(f"--trace has requests and times of its own; allowed: without {options}")
     trace = None if given["trace"] is None else load_trace(given["trace"], given)
-    load = GeneratedLoad(settings=_load_settings(given, arms, trace, client, directory), recording=trace)
+    per_word = 1.0 if vllm is None or given["model"] is None else tokens_per_word(vllm, given["model"])
+    load_settings = _load_settings(given, arms, trace, client, directory)
+    load = GeneratedLoad(settings=load_settings, recording=trace, tokens_per_word=per_word)
     kv_bytes = given["host"] + given["device_kv"]
     settings = ServeSettings(
         arms=tuple(arms),

@@ -1,25 +1,38 @@
 """What one run of `kvtier bench serve` sends to its server: a workload drawn for it, driven by the generator."""
 
+import math
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvtier.bench.serve import generator
 from kvtier.bench.serve.generator import GeneratorResult, GeneratorSettings, served_model
-from kvtier.bench.serve.server import session_pids
+from kvtier.bench.serve.server import VllmPython, session_pids
 from kvtier.bench.serve.workload import (
+    FIRST_WORD,
     TEMPLATE_TOKENS,
+    VOCABULARY,
     ConversationSizes,
     ServeWorkload,
     SingleShotSizes,
     draw,
     recorded,
+    text_of,
 )
 from kvtier.errors import ConfigError
 from kvtier.trace.arrays import TraceArrays
 
 CONTEXT_STEP = 1024
+_COUNT_S = 300.0
+_COUNT_TOKENS = """
+import sys, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+print(len(tokenizer(sys.argv[2]).input_ids))
+"""
 ROUND_TOKENS = 8
 """That a chat template may add to each question with its answer, such as two words for the roles."""
 
@@ -84,10 +97,14 @@ class GeneratedLoad:
 
     settings: LoadSettings
     recording: TraceArrays | None = None
+    tokens_per_word: float = 1.0
+    """Of the model's tokenizer; see `tokens_per_word`."""
     _pid: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.workload(0, None).check_context(self.settings.context_tokens, "the model")
+        per_word = self.tokens_per_word
+        origin = "the model" if per_word == 1 else f"the model, with {per_word:.2f} tokens a word,"
+        self.workload(0, None).check_context(self._context_words, origin)
 
     @property
     def prompt_tokens(self) -> int:
@@ -99,7 +116,8 @@ class GeneratedLoad:
         """The longest prompt with its answer and what a chat template adds, rounded up; at most the model's."""
         drawn = self.workload(0, None)
         rounds = max(len(it.turns) for it in drawn.conversations)
-        needed = drawn.context_tokens + max(TEMPLATE_TOKENS, ROUND_TOKENS * rounds)
+        words = drawn.context_tokens + max(TEMPLATE_TOKENS, ROUND_TOKENS * rounds)
+        needed = math.ceil(words * self.tokens_per_word)
         if self.settings.has_real_lengths:
             needed += needed // 2
         return min(-(-needed // CONTEXT_STEP) * CONTEXT_STEP, self.settings.context_tokens)
@@ -116,7 +134,7 @@ class GeneratedLoad:
                 seconds=it.seconds,
                 time_factor=it.time_factor,
                 length_factor=it.length_factor,
-                context_tokens=it.context_tokens,
+                context_tokens=self._context_words,
                 is_longer_skipped=it.is_longer_skipped,
                 warm_up=it.warm_up,
             )
@@ -148,12 +166,35 @@ class GeneratedLoad:
         workload = self.workload(repetition, requests_per_s)
         return generator.run(workload, settings, directory, started=self._started, is_over=is_over)
 
+    @property
+    def _context_words(self) -> int:
+        return int(self.settings.context_tokens / self.tokens_per_word)
+
     def pids(self) -> Sequence[int]:
         """See `Load`."""
         return session_pids(self._pid) if self._pid else ()
 
     def _started(self, pid: int) -> None:
         self._pid = pid
+
+
+def tokens_per_word(python: VllmPython, model: Path) -> float:
+    """Mean tokens of a word of the workload, by the tokenizer of a checkpoint.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    words = np.arange(FIRST_WORD, VOCABULARY)
+    command = [str(python.python), "-c", _COUNT_TOKENS, str(model.absolute()), text_of(words)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_S, check=True, cwd="/")
+        # One token more may begin each text.
+        return max(1.0, (int(done.stdout.split()[-1]) - 1) / len(words))
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["it failed"])[-1]
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    raise ConfigError(f"--model {model}: its tokenizer cannot be read: {reason}; allowed: one that Transformers reads")
 
 
 def _mean_prompt(drawn: ServeWorkload) -> int:
