@@ -173,12 +173,12 @@ def test_a_record_keeps_the_context_for_when_its_servers_are_away(url: str, tmp_
 
 def test_the_context_is_in_tokens_of_the_models_tokenizer() -> None:
     given = LoadSettings(
-        sizes=PRESETS["dell"].here, seconds=10, seed=1, warm_up=1, context_tokens=16384, generator="", cores=""
+        sizes=PRESETS["dell"].here, seconds=10, seed=1, warm_up=1, context_tokens=32768, generator="", cores=""
     )
     words, characters = (GeneratedLoad(settings=given, tokens_per_word=count) for count in (1.0, 4.9))
-    assert words.context_tokens == 2048
+    assert words.context_tokens == 6144
     assert characters.context_tokens >= 4.9 * words.workload(0, None).context_tokens
-    with pytest.raises(ConfigError, match=r"the model, with 12\.00 tokens a word, holds 1365"):
+    with pytest.raises(ConfigError, match=r"the model, with 12\.00 tokens a word, holds 2730"):
         GeneratedLoad(settings=given, tokens_per_word=12.0)
 
 

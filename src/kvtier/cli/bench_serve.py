@@ -131,8 +131,8 @@ def _conversation_options(command: Any) -> Any:  # noqa: ANN401 - click's decora
     "--memory", type=Bytes(), help="Memory of a server with its page cache.  [3GiB, --host and --device-kv together]"
 )
 @click.option("--no-limits", is_flag=True, help="Run servers without a control group: no limit of memory or drive.")
-@click.option("--host", type=Bytes(), default="256MiB", show_default=True, help="Host memory of the tiered arms.")
-@click.option("--device-kv", type=Bytes(), default="256MiB", show_default=True, help="KV memory of the device.")
+@click.option("--host", type=Bytes(), default="512MiB", show_default=True, help="Host memory of the tiered arms.")
+@click.option("--device-kv", type=Bytes(), default="1GiB", show_default=True, help="KV memory of the device.")
 @click.option("--store", type=Bytes(), default="8GiB", show_default=True, help="Capacity on the drive.")
 @click.option("--running", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest batch.")
 @click.option("--hour-price", type=click.FloatRange(0), help="Price of an hour of the machine, in any currency.")

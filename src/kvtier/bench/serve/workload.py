@@ -147,7 +147,7 @@ PRESETS = {
                 users=80, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=200, requests_per_s=4.0
             ),
             here=ConversationSizes(
-                users=20, rounds=10, system_tokens=250, history_tokens=1000, answer_tokens=20, requests_per_s=1.0
+                users=16, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=20, requests_per_s=1.0
             ),
         ),
         Preset(
@@ -157,14 +157,14 @@ PRESETS = {
                 users=240, rounds=15, system_tokens=1000, history_tokens=20000, answer_tokens=100, requests_per_s=12.0
             ),
             here=ConversationSizes(
-                users=12, rounds=15, system_tokens=128, history_tokens=2560, answer_tokens=12, requests_per_s=0.6
+                users=12, rounds=15, system_tokens=250, history_tokens=5000, answer_tokens=12, requests_per_s=0.6
             ),
         ),
         Preset(
             name="single-shot",
             source="one prompt of growing length, computed and then fetched",
             original=SingleShotSizes(prompt_tokens=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)),
-            here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=16384),
+            here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
         ),
     )
 }
