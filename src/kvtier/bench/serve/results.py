@@ -79,7 +79,7 @@ class ArmResult:
     """Of the server's processes."""
     client_cpu_s: float | None
     rss_bytes: int | None
-    """Largest."""
+    """Largest resident memory of the server's processes, in which a page that they share counts once (PSS)."""
     memory_bytes: int | None
     """Largest of the control group, page cache included."""
     energy_j: float | None
