@@ -88,8 +88,8 @@ def test_real_lengths_vary_around_the_mean():
 def test_a_single_shot_comes_again_after_other_prompts():
     workload = draw(SingleShotSizes(prompt_tokens=(10, 20), between_tokens=45), seed=1, number=0, warm_up=1)
     assert workload.pace is Pace.ONE_BY_ONE
-    told = [(len(it.turns[0].question), it.first_turn, it.is_warm_up) for it in workload.conversations]
-    assert told == [
+    drawn = [(len(it.turns[0].question), it.first_turn, it.is_warm_up) for it in workload.conversations]
+    assert drawn == [
         (20, 0, True),
         (10, 0, False), (20, 0, False),
         (20, 0, True), (20, 0, True), (20, 0, True),

@@ -220,7 +220,7 @@ def is_sequential(rows: np.ndarray, last: int = LAST, *, per_process: bool, with
 
 
 def _sequential_shares(all_rows: np.ndarray, rows: np.ndarray, last: int) -> dict[str, float | None]:
-    """For the device all requests count, whoever issued them; per process those of the measured processes."""
+    """For the device all requests count, of any process; per process those of the measured processes."""
     own = rows[rows["process"] != NO_PROCESS]
     return {
         "device": float(is_sequential(all_rows, last, per_process=False).mean()) if len(all_rows) else None,
