@@ -19,6 +19,7 @@ from kvtier.characterize.pairing import pair
 from kvtier.characterize.processes import ProcessTree
 from kvtier.characterize.ring_buffer import Events
 from kvtier.characterize.tracefs import TraceInstance
+from kvtier.probe.facts import read_mounts
 
 READS = {"read": "", "readv": "", "pread64": "pos", "preadv": "pos_l", "preadv2": "pos_l"}
 WRITES = {"write": "", "writev": "", "pwrite64": "pos", "pwritev": "pos_l", "pwritev2": "pos_l"}
@@ -150,7 +151,9 @@ class _Files:
     def __init__(self, disks: set[int]) -> None:
         self._disks = disks
         self._known: dict[int, bool] = {
-            event_number(os.makedev(major, minor)): False for major, minor in _devices_without_storage()
+            event_number(os.makedev(*map(int, mount.device.split(":")))): False
+            for mount in read_mounts()
+            if mount.kind in NO_STORAGE
         }
         self.closed = 0
         """Calls whose descriptor was closed before it could be looked up."""
@@ -186,13 +189,3 @@ class _Files:
             # A file system over several devices, such as btrfs, has a number of its own.
             self._known[number] = found is None or any(it.disk_number in self._disks for it in (found, *lowest(found)))
         return self._known[number]
-
-
-def _devices_without_storage() -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-        place, _, kind = line.partition(" - ")
-        if kind.split(" ")[0] in NO_STORAGE:
-            major, _, minor = place.split(" ")[2].partition(":")
-            found.append((int(major), int(minor)))
-    return found

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvtier.characterize.ring_buffer import PAGE_BYTES, event_dtype
 from kvtier.errors import ConfigError
+from kvtier.probe.facts import read_mounts
 
 TRACEFS = Path("/sys/kernel/tracing")
 NAME = "kvtier"
@@ -28,7 +29,7 @@ def mounted() -> Generator[Path]:
     Raises:
         ConfigError: the kernel has none, or it may not be mounted or written.
     """
-    found = _mount_point()
+    found = next((Path(mount.point) for mount in read_mounts() if mount.kind == "tracefs"), None)
     is_ours = found is None
     if found is None:
         done = subprocess.run(
@@ -183,11 +184,3 @@ def remove_stale(tracefs: Path) -> list[str]:
             folder.rmdir()
             removed.append(folder.name)
     return removed
-
-
-def _mount_point() -> Path | None:
-    for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
-        _, place, kind, *_ = line.split(" ")
-        if kind == "tracefs":
-            return Path(place.replace("\\040", " "))
-    return None
