@@ -107,4 +107,4 @@ nightly: setup
 	$(BIN)/python -m tests.sim --seeds 10000:40000
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) demo-out
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(AIPERF_VENV) demo-out
