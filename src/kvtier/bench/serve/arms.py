@@ -125,6 +125,8 @@ def transfer_config(
         extra: dict[str, Any] = {
             "tiers": [f"disk:{store}?capacity_bytes={store_bytes}"],
             "host.capacity_bytes": host_bytes,
+            # vLLM's own offloading touches its host memory at start, too.
+            "host.populate": True,
         }
         extra |= {} if journal is None else {"journal.path": str(journal)}
         named = {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm"}
