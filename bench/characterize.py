@@ -7,8 +7,8 @@
 Each backend is a process of its own that runs the conversations of `bench/parts/object_load.py`, while the kernel's
 block layer is captured (`kvtier characterize`). It needs root. kvtier's tiers are full and replace victims, and verify
 what they load. LMCache's native file backend runs in its best configuration: O_DIRECT, aligned memory in huge pages, as
-many workers as kvtier has threads; then once more in its default, the page cache. `python bench/tables.py` makes the
-table of docs/benchmarks.md from the record.
+many workers as kvtier has threads; then once more in its default, the page cache. Each repetition begins with another
+backend. `python bench/tables.py` makes the table of docs/benchmarks.md from the record.
 """
 
 import os
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +74,10 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class ArmRow:
-    """One backend and one size of objects."""
+    """One backend and one size of objects, in one repetition."""
 
     arm: str
+    repetition: int
     chunk_bytes: int
     seconds: float
     objects: Objects
@@ -98,9 +100,10 @@ def measure_arms(
     turns: int,
     conversations: int,
     threads: int,
+    repeats: int,
     tick: Callable[[float], None] = lambda _steps: None,
 ) -> tuple[list[ArmRow], dict[tuple[str, int], np.ndarray]]:
-    """Run every arm with every size, one after the other.
+    """Run every arm with every size, in turn.
 
     Args:
         lmcache: Python of LMCache's environment.
@@ -111,10 +114,11 @@ def measure_arms(
         turns: of a conversation.
         conversations: of a stream.
         threads: kvtier's threads, and LMCache's workers.
+        repeats: repetitions.
         tick: called with 1 after each arm of each size.
 
     Returns:
-        The rows, and for each arm and size the requests of the device.
+        The rows, and for each arm and size the requests of the device in its last repetition.
 
     Raises:
         ConfigError: no right to capture, too little room, or a backend failed.
@@ -122,7 +126,7 @@ def measure_arms(
     rows: list[ArmRow] = []
     requests: dict[tuple[str, int], np.ndarray] = {}
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
-        for size in sizes:
+        for repetition, size in product(range(repeats), sizes):
             load = ObjectLoad(size, streams, turns, conversations)
             needed, free = MARGIN * load.objects * size, shutil.disk_usage(place).free
             if needed > free:
@@ -130,7 +134,8 @@ def measure_arms(
                     f"{size_text(free)} are free in {str(directory)!r}, and objects of {size_text(size)} need "
                     f"{size_text(needed)}; allowed: a smaller --size, fewer --streams or --turns, another --dir"
                 )
-            for arm in arms:
+            first = repetition % len(arms)
+            for arm in (*arms[first:], *arms[:first]):
                 root = Path(place) / f"store-{len(rows)}"
                 journal = Path(place) / f"journal-{len(rows)}"
                 try:
@@ -138,7 +143,7 @@ def measure_arms(
                 finally:
                     shutil.rmtree(root, ignore_errors=True)
                 log = read_objects([journal])
-                rows.append(arm_row(arm, size, seen, log))
+                rows.append(arm_row(arm, repetition, size, seen, log))
                 at_device = during(seen, log.trace).at(IoLayer.DEVICE)
                 requests[arm, size] = transfers(seen.of_chosen(at_device))
                 tick(1)
@@ -173,11 +178,12 @@ def during(trace: IoTrace, other: IoTrace) -> IoTrace:
     return replace(trace, requests=kept, began_s=other.began_s, seconds=other.seconds)
 
 
-def arm_row(arm: str, size: int, seen: IoTrace, log: ObjectLog) -> ArmRow:
+def arm_row(arm: str, repetition: int, size: int, seen: IoTrace, log: ObjectLog) -> ArmRow:
     """What one arm measured.
 
     Args:
         arm: its name.
+        repetition: its number, from 0.
         size: payload bytes of an object.
         seen: the capture, from before the load until after it.
         log: the load's journal.
@@ -193,6 +199,7 @@ def arm_row(arm: str, size: int, seen: IoTrace, log: ObjectLog) -> ArmRow:
     later = int(seen.of_chosen(writes)["bytes"].sum()) + int(writes["bytes"][writes["process"] == NO_PROCESS].sum())
     return ArmRow(
         arm=arm,
+        repetition=repetition,
         chunk_bytes=size,
         seconds=round(log.trace.seconds, 3),
         objects=Objects(
@@ -262,6 +269,7 @@ def table(rows: Sequence[ArmRow]) -> Table:
         (
             row.arm,
             size_text(row.chunk_bytes),
+            str(row.repetition),
             f"{row.objects.gb_per_s:.2f}",
             f"{row.objects.read_ms['p99']:.0f}",
             f"{row.requests_per_object:.1f}",
@@ -273,8 +281,8 @@ def table(rows: Sequence[ArmRow]) -> Table:
         )
         for row in rows
     ]
-    heads = ("backend", "object", "GB/s", "read p99 ms", "requests", "median", "sequential", "depth", "device GB/s")
-    return Table((*heads, "written / payload"), lines, title="One load, each backend", numeric=2)
+    heads = ("backend", "object", "repetition", "GB/s", "read p99 ms", "requests", "median", "sequential", "depth")
+    return Table((*heads, "device GB/s", "written / payload"), lines, title="One load, each backend in turn", numeric=2)
 
 
 def as_results(rows: Sequence[ArmRow]) -> dict[str, Any]:
@@ -305,13 +313,15 @@ def as_results(rows: Sequence[ArmRow]) -> dict[str, Any]:
               help="Of a conversation; 24 read 92 % of the objects.")  # fmt: skip
 @click.option("--conversations", type=click.IntRange(1, 1000), default=1, show_default=True, help="Of a stream.")
 @click.option("--threads", type=click.IntRange(1, 64), default=8, show_default=True, help="Threads, and workers.")
+@click.option("--repeats", type=click.IntRange(1, 100), default=3, show_default=True, help="Repetitions, in turn.")
 @record_option
 @picture_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def characterize(directory: Path, record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """What the drive sees of kvtier's tiers and of LMCache's file backend, under one load."""
     load_average = [os.getloadavg()[0]]
-    with ended_by_signals(), progress("characterize", len(given["sizes"]) * len(given["arms"])) as advance:
+    steps = given["repeats"] * len(given["sizes"]) * len(given["arms"])
+    with ended_by_signals(), progress("characterize", steps) as advance:
         rows, requests = measure_arms(directory=directory, tick=advance, **given)
     load_average.append(os.getloadavg()[0])
     results = as_results(rows) | {"load_average": load_average}

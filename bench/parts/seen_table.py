@@ -1,6 +1,6 @@
 """The table of `bench/characterize.py`: figures as rows, backends and sizes as columns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtier.config.value_types import size_text
@@ -8,7 +8,7 @@ from kvtier.config.value_types import size_text
 REQUESTS_LEAST = 100
 """Requests of the device below which only their number is shown."""
 SEEN: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
-    ("payload, GB/s", lambda row: f"{row['objects']['gb_per_s']:.2f}"),
+    ("payload, GB/s", lambda row: _with_range(row["objects"]["gb_per_s"], row["range"])),
     ("an object's read, p50 / p99", lambda row: _pair(row["objects"]["read_ms"], 1, "ms")),
     ("requests of the device", lambda row: f"{row['device']['requests']:,}"),
     ("for each object", lambda row: f"{row['requests_per_object']:.1f}"),
@@ -32,8 +32,10 @@ SEEN_OF_REQUESTS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 def seen_table(record: dict[str, Any]) -> list[str]:
     """The conditions, and the lines of the table."""
     settings = {name: it["value"] for name, it in record["settings"].items()}
-    rows = record["results"]["results"]
+    rows = median_rows(record["results"]["results"])
     facts = next(iter(rows[0]["device"]["device_facts"].values()))
+    repeats = settings.get("repeats", 1)
+    how = f"Of {repeats} runs the one with the median GB/s, and the range" if repeats > 1 else "Each backend ran once"
     turns, load = settings["turns"], record["results"]["load_average"]
     heads = [f"{row['arm']}, {size_text(row['chunk_bytes'])}" for row in rows]
     lines = [f"| {head} | {' | '.join(text(row) for row in rows)} |" for head, text in SEEN]
@@ -43,13 +45,30 @@ def seen_table(record: dict[str, Any]) -> list[str]:
     return [
         (
             f"{settings['streams']} conversations of {turns} turns, {100 * (turns - 1) / (turns + 1):.0f} % reads, "
-            f"{settings['threads']} threads or workers, requests of at most {facts['max_sectors_kb']} KiB. The load "
-            f"average was {load[0]:.0f} at the start and {load[1]:.0f} at the end"
+            f"{settings['threads']} threads or workers, requests of at most {facts['max_sectors_kb']} KiB. {how}. "
+            f"The load average was {load[0]:.0f} at the start and {load[1]:.0f} at the end"
         ),
         f"| | {' | '.join(heads)} |",
         f"| --- |{' ---: |' * len(rows)}",
         *lines,
     ]
+
+
+def median_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each backend and size the row with the median GB/s (of two the slower one), with the `range` of all."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["arm"], row["chunk_bytes"]), []).append(row)
+    for same in found.values():
+        same.sort(key=lambda row: row["objects"]["gb_per_s"])
+    return [
+        same[(len(same) - 1) // 2] | {"range": (same[0]["objects"]["gb_per_s"], same[-1]["objects"]["gb_per_s"])}
+        for same in found.values()
+    ]
+
+
+def _with_range(value: float, ends: tuple[float, float]) -> str:
+    return f"{value:.2f}" + ("" if ends[0] == ends[1] else " ({:.2f} to {:.2f})".format(*ends))
 
 
 def _pair(it: dict[str, float], units: float, unit: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from bench.characterize import arm_row, without_gaps
 from bench.parts.object_load import WINDOW, ObjectLoad, drive
+from bench.parts.seen_table import median_rows
 from bench.parts.tier_objects import TierBackend
 
 from kvtier.characterize.events import IoLayer, IoTrace, by_time, rows_of
@@ -97,7 +98,7 @@ def test_only_what_the_load_caused_counts(tmp_path: Path) -> None:
         device([12.0], process=0, is_write=True),  # writeback, after the load
         device([10.0], process=7, is_write=True, layer=IoLayer.APPLICATION),
     )
-    row = arm_row("x", 8000, IoTrace("block", requests, 20.0, began_s=1000.0, chosen=frozenset({7})), log)
+    row = arm_row("x", 0, 8000, IoTrace("block", requests, 20.0, began_s=1000.0, chosen=frozenset({7})), log)
     assert (row.device.layer, row.device.requests, row.requests_per_object) == ("device", 5, 2.5)
     assert row.device.read_share_bytes == pytest.approx(0.6)
     assert row.amplification.device_ratio == pytest.approx(8192 / 8000)
@@ -109,7 +110,7 @@ def test_only_what_the_load_caused_counts(tmp_path: Path) -> None:
 def test_a_load_that_never_reaches_the_device_measures_no_layer_above(tmp_path: Path) -> None:
     above = device([10.1, 10.2], process=7, is_write=True, layer=IoLayer.APPLICATION)
     trace = IoTrace("block", above, 20.0, began_s=1000.0, chosen=frozenset({7}))
-    row = arm_row("x", 8000, trace, read_objects([journal(tmp_path)]))
+    row = arm_row("x", 0, 8000, trace, read_objects([journal(tmp_path)]))
     assert (row.device.layer, row.device.requests, row.amplification.device_ratio) == ("device", 0, 0.0)
 
 
@@ -125,3 +126,13 @@ def test_a_map_has_as_many_bytes_as_were_touched(seed: int) -> None:
     touched = sorted({at for start, size in zip(starts, sizes, strict=True) for at in range(start, start + size)})
     rows = rows_of(30, position=starts, bytes=sizes)
     assert without_gaps(rows).tolist() == [touched.index(start) for start in starts]
+
+
+def test_the_table_shows_the_median_repetition_and_the_range() -> None:
+    rows = [
+        {"arm": arm, "chunk_bytes": 1, "repetition": number, "objects": {"gb_per_s": rate}}
+        for number, rates in enumerate(((2.0, 9.0), (3.0, 1.0), (1.0, 5.0)))
+        for arm, rate in zip(("a", "b"), rates, strict=True)
+    ]
+    found = [(row["arm"], row["repetition"], row["range"]) for row in median_rows(rows)]
+    assert found == [("a", 0, (1.0, 3.0)), ("b", 2, (1.0, 9.0))]
