@@ -3,9 +3,10 @@
     .venv-vllm/bin/python bench/vllm.py --record bench/records/vllm.json     (--quick: a smoke test of a minute)
 
 Parts: time to first token of a long prompt as a miss, from host memory, and from disk in a new process; the cost of a
-miss; a prompt larger than host memory; growing conversations under memory pressure; conversations with pauses that fit
-host memory; and a slowed-down directory, where loading must never take longer than computing. vLLM computes on one
-core, its default on a small machine. `python bench/tables.py` makes a table of docs/benchmarks.md from the record.
+miss; a prompt larger than host memory; a prompt whose stored files are damaged; growing conversations under memory
+pressure; conversations with pauses that fit host memory; and a slowed-down directory, where loading must never take
+longer than computing. vLLM computes on one core, its default on a small machine. `python bench/tables.py` makes a table
+of docs/benchmarks.md from the record.
 """
 
 import argparse
@@ -26,7 +27,21 @@ TOP = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TOP / "tests" / "vllm")]
 sys.path.append(str(TOP / "bench" / "vllm_arms"))
 
-from arms import ARMS, DTYPE, FULL, MEANS, PROTECTED, QUICK, Bench, ask, forget_pages, settle, stored_bytes, summary  # noqa: E402
+from arms import (  # noqa: E402
+    ARMS,
+    DTYPE,
+    FULL,
+    MEANS,
+    PROTECTED,
+    QUICK,
+    Bench,
+    ask,
+    forget_pages,
+    invert,
+    settle,
+    stored_bytes,
+    summary,
+)
 from harness import Ask, Engine, in_process  # noqa: E402
 from judge import prompt  # noqa: E402
 from models import make_checkpoint  # noqa: E402
@@ -157,6 +172,30 @@ def larger_than_host(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     return results, samples
 
 
+def damaged(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
+    """A prompt whose stored files each have 4 KiB of inverted bytes, repeated in a new process."""
+    results: dict[str, Any] = {}
+    samples: Samples = []
+    tokens = prompt(bench.sizes.prompt_tokens, seed + 6000)
+    for arm in ARMS[1:]:
+        directory = bench.store(arm, "damaged")
+        with bench.engine(arm, directory) as engine:
+            computed = engine.ask(Ask(tokens, logprobs=None), limit_s=600.0)[0]
+            settle(engine, directory)
+        files = invert(directory)
+        forget_pages(directory)
+        with bench.engine(arm, directory) as engine:
+            answer = engine.ask(Ask(tokens, logprobs=None), limit_s=600.0)[0]
+        results[arm] = {
+            "files": files,
+            "restored": answer.cached,
+            "of": len(tokens),
+            "same_tokens": answer.tokens == computed.tokens,
+        }
+        samples.append({"part": "damaged", "arm": arm, **results[arm]})
+    return results, samples
+
+
 def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     """Growing conversations, all at once, in an engine that cannot hold them all."""
     sizes, samples = bench.sizes, []
@@ -282,6 +321,7 @@ PARTS: dict[str, Callable[[Bench, int], tuple[Any, Samples]]] = {
     "ttft": first_tokens,
     "misses": misses,
     "large": larger_than_host,
+    "damaged": damaged,
     "talk": conversations,
     "think": thinking,
     "slow": throttled,

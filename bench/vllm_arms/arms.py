@@ -5,11 +5,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness import Answer, Ask, Engine
+
+from kvtier.bench.serve.arms import parse_arm, transfer_config
 
 DTYPE = "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()) else "float32"
 """A processor without bfloat16 instructions computes it nine times slower than float32."""
@@ -17,6 +19,9 @@ DTYPE = "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").re
 VALUE_BYTES = 2 if DTYPE == "bfloat16" else 4
 TALK_TOKENS_MAX = 2048
 """Length of the longest conversation."""
+
+CHUNK_FILE_BYTES_MIN = 16 << 10
+"""Smaller files of a store have no KV."""
 
 QUIET_S = 0.5
 QUIET_DEADLINE_S = 60.0
@@ -119,25 +124,11 @@ MEANS = {
 
 def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | None:
     """The `kv_transfer_config` of an arm; all arms have the same host memory."""
-    if arm == "none":
-        return None
-    shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    if arm in ("kvtier", PROTECTED):
-        extra: dict[str, Any] = {"tiers": [f"directory:{directory}"], "host.capacity_bytes": host_bytes}
-        extra["vllm.prefix_protection"] = arm == PROTECTED
-        named = {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm"}
-    else:
-        extra = {
-            "spec_name": "MemcpyTieringSpec",
-            "spec_module_path": "kvtier.bench.serve.native_tiering",
-            "cpu_bytes_to_use": host_bytes,
-            # Chunks of kvtier's size, and generated tokens too: neither is the default.
-            "blocks_per_chunk": 2,
-            "offload_prompt_only": False,
-            "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
-        }
-        named = {"kv_connector": "OffloadingConnector"}
-    return shared | named | {"kv_connector_extra_config": extra}
+    chosen = parse_arm("kvtier" if arm == PROTECTED else arm)
+    if chosen.kind == "kvtier":
+        settings = {"tiers": [f"directory:{directory}"], "vllm.prefix_protection": arm == PROTECTED}
+        chosen = replace(chosen, settings=settings)
+    return transfer_config(chosen, directory, host_bytes, 0, is_cpu=True)
 
 
 class Bench:
@@ -228,6 +219,18 @@ def forget_pages(directory: Path) -> None:
             os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(number)
+
+
+def invert(directory: Path) -> int:
+    """Invert 4 KiB in the middle of every file with KV; returns the number of files."""
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size >= CHUNK_FILE_BYTES_MIN]
+    for path in paths:
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            before = file.read(4096)
+            file.seek(-len(before), os.SEEK_CUR)
+            file.write(bytes(255 - byte for byte in before))
+    return len(paths)
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
