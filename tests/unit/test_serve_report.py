@@ -256,3 +256,12 @@ def test_turns_have_the_median_of_an_even_number_of_runs(swept):
     colours = defaultdict(lambda: "#123456")
     charts_of(replace(served, results=results))["turns-ttft"].draw(axes, replace(served, results=results), colours)
     assert {value for line in axes.get_lines() for value in line.get_ydata()} == {200.0}
+
+
+@pytest.mark.parametrize(("plain_ms", "scale"), [(900.0, "linear"), (1100.0, "log")])
+def test_times_that_differ_more_than_tenfold_are_on_a_logarithmic_axis(loaded, plain_ms, scale):
+    figure = pytest.importorskip("matplotlib.figure")
+    served = with_p50(with_p50(Served.of(loaded), "none", plain_ms), "kvtier", 100.0)
+    axes = figure.Figure().subplots()
+    charts_of(served)["ttft"].draw(axes, served, defaultdict(lambda: "#123456"))
+    assert axes.get_yscale() == scale

@@ -96,6 +96,16 @@ def svg(chart: Chart[Subject], subject: Subject, name: str) -> str:
     return text
 
 
+def logarithmic_y(axes: "Axes") -> None:
+    """Make the vertical axis logarithmic, with labels at 1, 2 and 5 of each power of ten."""
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.minorticks_off()
+
+
 def write_charts(
     option: str,
     path: Path,

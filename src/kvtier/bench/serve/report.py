@@ -16,7 +16,7 @@ from kvtier.bench.serve.answer import OWN, Figure, Served, answer, headline, joi
 from kvtier.bench.serve.join import CACHED, COMPUTED, EXTERNAL, NO_CONNECTOR, RESIDENT
 from kvtier.bench.serve.results import Prices, Spread, hit_share, repetitions
 from kvtier.bench.serve.tables import arms_table, conditions, cost_table, notes, run_name, runs_table, work_table
-from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
+from kvtier.report.chart import Chart, Charts, Colours, figures_html, logarithmic_y, write_charts
 from kvtier.report.format import decimal, digits
 from kvtier.report.output import write_file
 from kvtier.report.page import definitions_html, list_html, page_html, paragraphs_html, section_html, table_html
@@ -110,6 +110,8 @@ def charts_of(served: Served) -> Charts[Served]:
 
 PICTURE_INCHES = (4.6, 3.6)
 """Of each of the two charts in a picture: at 700 pixels together their letters are of ten."""
+LOGARITHMIC_FROM = 10.0
+"""Above this ratio of the largest to the smallest median an axis of load is logarithmic."""
 HEADLINE = ("ttft", "tokens")
 """Charts of the answer."""
 SERIES = (
@@ -148,11 +150,18 @@ def _draw_load(axes: "Axes", served: Served, colours: Colours, *, of: Figure) ->
     moving = next((name for name in names if len({dict(load).get(name) for load, _ in served.points}) > 1), "")
     own = {it.point for it in served.results if it.name == served.own}
     lowest = {load: min(ratio for other, ratio in own if other == load) for load, _ in own}
+    medians: list[float] = []
     for arm, colour in _colours(served, colours).items():
         points = [(dict(load).get(moving, 0.0), served.at(arm, (load, ratio), of)) for load, ratio in lowest.items()]
-        _line(axes, [(at, it) for at, it in points if it], colour, label=served.label(arm))
+        found = [(at, it) for at, it in points if it]
+        _line(axes, found, colour, label=served.label(arm))
+        medians += [it.median for _, it in found]
     known = {"requests_per_s": "requests/s asked for", "users": "users"}
-    axes.set(xlabel=known.get(moving, moving.replace("_", " ")), ylabel=_unit(of), ylim=(0, None))
+    axes.set(xlabel=known.get(moving, moving.replace("_", " ")), ylabel=_unit(of))
+    if min(medians, default=0.0) > 0 and max(medians) > LOGARITHMIC_FROM * min(medians):
+        logarithmic_y(axes)
+    else:
+        axes.set_ylim(0, None)
     _legend(axes)
 
 
