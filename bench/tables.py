@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench.parts.compared import COMPARED, compared
 from bench.parts.seen_table import seen_table
 
 from kvtier.bench.serve.answer import Served, answer
+from kvtier.bench.serve.report import write_picture
 from kvtier.bench.serve.tables import arms_table, work_table
 from kvtier.config.value_types import size_text
 from kvtier.plan.plan import make_plan
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
 BENCHMARKS = TOP / "docs" / "benchmarks.md"
+SERVED_PICTURE = TOP / "docs" / "images" / "served.svg"
 PICTURE = TOP / "docs" / "images" / "ttft.svg"
 PLANNING = TOP / "docs" / "planning.md"
 PLAN_PICTURE = TOP / "docs" / "images" / "plan.png"
 DOCUMENTS = (
     TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
     BENCHMARKS,
+    TOP / "README.md",
 )
 """Documents with tables from records."""
 CEILINGS = """The ceiling is memcpy with as many threads, or fio with buffers in huge pages, which overwrites its files
@@ -192,6 +196,14 @@ def vllm(record: dict[str, Any]) -> str:
             f"restored with {size_text(host)} of host memory",
             "-",
             *(f"{large[arm]['restored']:,} of {large[arm]['of']:,}" for arm in arms[1:]),
+        ],
+        [
+            "restored from files with 4 KiB of wrong bytes each",
+            "-",
+            *(
+                f"{it['restored']:,} of {it['of']:,}, {'same' if it['same_tokens'] else 'wrong'} answer"
+                for it in (results["damaged"][arm] for arm in arms[1:])
+            ),
         ],
         ["growing conversations, tokens not computed", *(f"{talk[arm]['cached_tokens']:,}" for arm in talkers)],
         ["growing conversations, requests/s", *map(rate, talkers)],
@@ -399,11 +411,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cluster_valkey": cluster,
     "cluster_mooncake": cluster,
     "sglang": sglang,
+    "compared": lambda record: compared(record, *map(_read, COMPARED)),
     **{name: partial(serve, name=name) for name in SERVED if (RECORDS / f"{name}.json").exists()},
 }
 
 
-RECORD_OF = {"disk": "io"}
+RECORD_OF = {"disk": "io", "compared": "serve_dell"}
 """Table to record, where the names differ."""
 
 
@@ -413,8 +426,7 @@ def rendered(document: Path, text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        record = json.loads((RECORDS / f"{RECORD_OF.get(name, name)}.json").read_text(encoding="utf-8"))
-        return f"{match[1]}{TABLES[name](record).replace(UP, up)}\n{match[3]}"
+        return f"{match[1]}{TABLES[name](_read(RECORD_OF.get(name, name))).replace(UP, up)}\n{match[3]}"
 
     return MARKED.sub(fill, text)
 
@@ -427,6 +439,10 @@ def with_worked_example(text: str, figures: Sequence[PublishedFigure]) -> str:
         return "\n".join([match[1] + EXAMPLE_HEAD, *rows, match[3]])
 
     return re.sub(r"(<!-- table: samsung (\w+) -->\n).*?(<!-- end -->)", fill, text, flags=re.DOTALL)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _link(name: str) -> str:
@@ -462,4 +478,5 @@ if __name__ == "__main__":
     if "--check" in sys.argv:
         sys.exit()
     write_plot(PLAN_PICTURE, plan)
-    write_charts("ttft.svg", PICTURE, {"ttft": TTFT}, json.loads((RECORDS / "vllm.json").read_text(encoding="utf-8")))
+    write_picture(SERVED_PICTURE, _read("serve_dell"))
+    write_charts("ttft.svg", PICTURE, {"ttft": TTFT}, _read("vllm"))
