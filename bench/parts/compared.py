@@ -39,7 +39,7 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
     rows = (
         (
             f"served conversations, {load:g} requests/s: time to first token, median / p95",
-            *(first_token("native"), "not measured: needs CUDA", "not measured", first_token("kvtier")),
+            *(first_token("native"), "not measured", "not measured", first_token("kvtier")),
         ),
         (
             "store / load of 4 MiB, as a share of fio or of a plain socket",
