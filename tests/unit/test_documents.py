@@ -101,3 +101,8 @@ def test_every_file_that_the_architecture_names_exists():
     places = (TOP, TOP / "src" / "kvtier")
     missing = [path for path in named if not any((it / path).exists() or (it / f"{path}.py").exists() for it in places)]
     assert missing == []
+
+
+@pytest.mark.parametrize("path", sorted(tables.RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_names_no_file_of_the_machine_that_made_it(path: Path) -> None:
+    assert not re.findall(r'"/[^"/]+/[^"]*"', path.read_text(encoding="utf-8"))

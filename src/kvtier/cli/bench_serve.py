@@ -172,7 +172,11 @@ def serve(
     runs = join_runs(it.done())
     for run, place in zip(runs, it.done(), strict=True):
         write_joined(place, run)
-    settings = {name: RecordedSetting(value, origin(name)) for name, value in given.items()}
+    given["generator"] = Path(given["generator"]).name
+    settings = {
+        name: RecordedSetting(value.name if isinstance(value, Path) else value, origin(name))
+        for name, value in given.items()
+    }
     made = serve_record(runs, settings=settings, seed=given["seed"], conditions=_conditions(it), directory=directory)
     prices = Prices(machine_hour=hour_price, kwh=kwh_price)
     if record_file is not None:
@@ -379,7 +383,7 @@ def _conditions(it: "Record") -> dict[str, object]:
     vllm, memory = settings.vllm, settings.memory_bytes
     is_cpu = vllm is None or vllm.is_cpu
     found: dict[str, object] = {arm.name: arm.means(is_cpu=is_cpu) for arm in settings.arms}
-    found["model"] = "a small one with random weights" if settings.model is None else str(settings.model)
+    found["model"] = "a small one with random weights" if settings.model is None else settings.model.name
     found["server"] = "not ours" if vllm is None else f"vLLM {vllm.version} on {'the CPU' if vllm.is_cpu else 'a GPU'}"
     found["KV memory"] = f"device {bytes_text(settings.device_kv_bytes)}, host {bytes_text(settings.host_bytes)}"
     found["limits"] = (
@@ -388,7 +392,8 @@ def _conditions(it: "Record") -> dict[str, object]:
         else f"{bytes_text(memory)} of memory with page cache; server on cores {list(settings.server_cores)}, "
         f"client on {list(settings.client_cores)}"
     )
-    found["workload"] = {name: value for name, value in settings.load.items() if value}
+    load = dict(settings.load) | {"generator": Path(settings.load["generator"]).name}
+    found["workload"] = {name: value for name, value in load.items() if value}
     sizes = settings.load["sizes"]
     source = next((preset for preset in PRESETS.values() if asdict(preset.here) == sizes), None)
     if source is not None:
