@@ -1,88 +1,90 @@
 """The GPU tests and benchmarks, from the source tree: ``python bench/gpu.py [slice …]``.
 
 Each slice is a process with a time limit and writes its record while it runs; a failed slice does not stop the others.
-Without arguments all slices run, the tests first. ``--list`` names them. Records go to bench/records, or to ``--out``.
-``--quick`` runs the same programs on the CPU with a tiny model, in a minute.
+Without arguments all slices run, the tests first; ``ttft`` names all whose names begin so. A slice with a complete
+record is not run again, an interrupted one is continued. ``--list`` shows them. Records go to bench/records, or to
+``--out``. ``--quick`` runs the same programs on the CPU with a tiny model, in a minute.
 """
 
 import argparse
 import importlib.util
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
 
 TOP = Path(__file__).resolve().parents[1]
-NEEDED = ("torch", "transformers", "triton", "numpy", "xxhash", "click", "rich")
-WANTED = ("pytest", "matplotlib")
-SECONDS = 570
+sys.path[:1] = [str(TOP), str(TOP / "src")]  # not this folder: bench/vllm.py would hide vLLM
 
-TTFT = ("bench/ttft.py",)
-TURNS = ("bench/multiturn.py",)
-TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=", "tests/gpu")
-SLICES: dict[str, tuple[str, ...]] = {
-    "tests": TESTS,
-    "ttft-8b-short": (*TTFT, "--contexts", "1024,2048,4096,8192,16384", "--disk", "24GiB", "--host", "24GiB"),
-    "ttft-8b-32k": (*TTFT, "--contexts", "32768", "--disk", "24GiB", "--host", "40GiB"),
-    # 5,500 tokens of each user, 0.7 GB, as in LMBenchmark; nine fit on the device, a few more in host memory.
-    "turns-8b-4k": (
-        *TURNS, "--users", "2,6,12,20", "--rounds", "4", "--history", "4000", "--rate", "0.2", "--kv-budget", "6GiB",
-        "--host", "8GiB", "--disk", "24GiB",
-    ),
-    # 21,000 tokens of each user, 2.8 GB, as Samsung's; six fit on the device, and six in host memory.
-    "turns-8b-20k": (
-        *TURNS, "--users", "2,4,8,12", "--rounds", "3", "--history", "20000", "--rate", "0.1", "--kv-budget", "17GiB",
-        "--host", "18GiB", "--disk", "40GiB",
-    ),
-    "ttft-8b-64k": (*TTFT, "--contexts", "65536", "--disk", "30GiB", "--host", "48GiB", "--no-decode"),
-    "ttft-8b-128k": (*TTFT, "--contexts", "131072", "--disk", "40GiB", "--host", "64GiB", "--no-decode"),
-    "ttft-qwen3": (*TTFT, "--shape", "qwen3-8b", "--contexts", "1024,8192,32768", "--disk", "24GiB"),
-    "ttft-gpt-oss": (*TTFT, "--shape", "gpt-oss-20b", "--contexts", "1024,8192", "--disk", "16GiB", "--no-decode"),
-    "ttft-mla": (*TTFT, "--shape", "deepseek-v2-lite", "--contexts", "1024,8192,32768", "--disk", "24GiB"),
-}  # fmt: skip
-QUICK: dict[str, tuple[str, ...]] = {
-    "ttft": (
-        *TTFT, "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--contexts", "64", "--repeats", "2",
-        "--chunk-tokens", "16", "--host", "16MiB", "--disk", "64MiB",
-    ),
-    "turns": (
-        *TURNS, "--quick", "--shape", "tiny", "--users", "1,3", "--rounds", "2", "--system", "32", "--history", "96",
-        "--question", "8", "--answer", "4", "--rate", "0", "--kv-budget", "260KiB", "--host", "1MiB",
-        "--disk", "16MiB", "--chunk-tokens", "16",
-    ),
-}  # fmt: skip
-"""The same programs on the CPU with a tiny model, as a smoke test."""
+from bench.parts.gpu_slices import LIMIT_S, QUICK, SLICES, Rates, Slice  # noqa: E402
+
+NEEDED = ("torch", "transformers", "triton", "numpy", "xxhash", "click", "rich")
+WANTED = ("matplotlib",)
+END_S = 30.0
+"""For a stopped slice to end."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How slices run."""
+
+    out: Path
+    limit_s: float
+    again: bool
+    is_quick: bool
 
 
 def main() -> int:
     """Run the chosen slices; 0 if all succeeded."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slices", nargs="*", metavar="SLICE", help=f"of {', '.join(SLICES)}; quick: {', '.join(QUICK)}")
     parser.add_argument("--quick", action="store_true", help="on the CPU with a tiny model; records to bench/quick-out")
-    parser.add_argument("--list", action="store_true", help="print the slices with their commands")
+    parser.add_argument("--list", action="store_true", help="show what each slice measures, its time and its record")
+    parser.add_argument("--again", action="store_true", help="remove the slices' records first")
     parser.add_argument("--out", type=Path, help="where records and pictures go [bench/records]")
-    parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one slice")
+    parser.add_argument("--seconds", type=int, default=LIMIT_S, help="limit of one slice [%(default)s]")
+    parser.add_argument(
+        "--within", type=float, help="seconds for all of them; one that this stops is continued next time"
+    )
+    parser.add_argument("--gpu", default=Rates.gpu, help="the estimates' GPU, from kvtier's catalogue [%(default)s]")
     given = parser.parse_args()
     slices = QUICK if given.quick else SLICES
-    unknown = [name for name in given.slices if name not in slices]
+    chosen = [
+        it for it in slices if not given.slices or any(it == name or it.startswith(f"{name}-") for name in given.slices)
+    ]
+    unknown = [name for name in given.slices if not any(it == name or it.startswith(f"{name}-") for it in slices)]
     if unknown:
         parser.error(f"no slice {', '.join(unknown)}; there are {', '.join(slices)}")
-    if given.list:
-        for name, command in slices.items():
-            print(f"{name:16} python {' '.join(command)}")
-        return 0
-    lacking = missing(tuple(name for name in NEEDED if name != "triton") if given.quick else NEEDED)
+    out: Path = given.out or TOP / "bench" / ("quick-out" if given.quick else "records")
+    needed = (
+        ("click", "rich", "numpy") if given.list else tuple(it for it in NEEDED if not (given.quick and it == "triton"))
+    )
+    lacking = missing(needed)
     if lacking:
         print(f"missing: {', '.join(lacking)}. Install them, or add their folder to PYTHONPATH.", file=sys.stderr)
         return 2
+    if given.list:
+        show({name: slices[name] for name in chosen}, out, Rates(given.gpu), given.seconds)
+        return 0
     for name in missing(WANTED):
         print(f"missing: {name}; its part is left out", file=sys.stderr)
-    out: Path = given.out or TOP / "bench" / ("quick-out" if given.quick else "records")
     out.mkdir(parents=True, exist_ok=True)
-    failed = [name for name in given.slices or slices if not run(name, slices[name], out, given.seconds)]
-    print(f"failed: {', '.join(failed)}" if failed else "all slices succeeded")
-    return 1 if failed else 0
+    until_s = time.monotonic() + (given.within or float("inf"))
+    outcomes: dict[str, list[str]] = {}
+    for name in chosen:
+        options = Options(out, min(given.seconds, until_s - time.monotonic()), given.again, given.quick)
+        outcomes.setdefault(run(name, slices[name], options), []).append(name)
+    for outcome, names in outcomes.items():
+        print(f"{outcome}: {', '.join(names)}")
+    return 1 if {"failed", "stopped"} & outcomes.keys() else 0
 
 
 def missing(names: tuple[str, ...]) -> list[str]:
@@ -90,38 +92,167 @@ def missing(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
-def command_of(name: str, program: tuple[str, ...], out: Path) -> list[str]:
+def record_of(name: str, out: Path) -> Path:
+    """The record of a slice."""
+    return out / f"gpu_{name.replace('-', '_')}.json"
+
+
+def state_of(name: str, the_slice: Slice, out: Path) -> str:
+    """``complete``, ``begun``, ``none``, or ``of other options``, of the slice's record."""
+    path = record_of(name, out)
+    if not path.exists():
+        return "none"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not found["results"]["is_complete"] or "command" not in found:
+            return "begun"
+        return "complete" if found["command"] == list(the_slice.program) else "of other options"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "begun"
+
+
+def show(slices: dict[str, Slice], out: Path, rates: Rates, limit_s: float) -> None:
+    """Print a table of the slices."""
+    from kvtier.report.table import Table, print_table  # noqa: PLC0415 - `missing` comes first
+
+    rows = [
+        (
+            name,
+            it.what,
+            record_of(name, out).name,
+            state_of(name, it, out),
+            f"{it.estimate_s(rates):.0f}",
+            f"{limit_s:.0f}",
+        )
+        for name, it in slices.items()
+    ]
+    total = sum(it.estimate_s(rates) for it in slices.values())
+    print_table(
+        Table(
+            ("slice", "measures", "record", "state", "estimate s", "limit s"),
+            rows,
+            numeric=2,
+            note=f"{total:.0f} s in all, computed from shapes, half of the peak of {rates.gpu}, and the rates that "
+            "bench/parts/gpu_slices.py states.",
+        )
+    )
+
+
+def reason_against(the_slice: Slice, options: Options) -> str | None:
+    """Why a slice cannot run here, if it cannot."""
+    lacking = missing((*the_slice.modules, *(("pytest",) if the_slice.is_tests else ())))
+    if lacking:
+        return f"{', '.join(lacking)} not installed"
+    if the_slice.under and shutil.which(the_slice.under[0]) is None:
+        return f"no program {the_slice.under[0]}"
+    return "no time left" if options.limit_s <= 0 else None
+
+
+def command_of(name: str, the_slice: Slice, out: Path) -> list[str]:
     """The command of one slice, with its output files."""
-    command = [sys.executable, *program]
-    if program != TESTS:
-        command += ["--record", str(out / f"gpu-{name}.json")]
-        command += [] if missing(("matplotlib",)) else ["--picture", str(out / f"gpu-{name}.svg")]
+    command = [*the_slice.under, sys.executable, *the_slice.program]
+    if the_slice.is_tests:
+        return command
+    command += ["--record", str(record_of(name, out)), "--resume"]
+    if the_slice.program[0] in {"bench/ttft.py", "bench/multiturn.py"} and not missing(("matplotlib",)):
+        command += ["--picture", str(record_of(name, out).with_suffix(".svg"))]
     return command
 
 
-def run(name: str, program: tuple[str, ...], out: Path, seconds: int) -> bool:
-    """Run one slice; True if it succeeded. A stopped slice keeps what it has written."""
-    if name == "tests" and missing(("pytest",)):
-        print("== tests: left out, no pytest", flush=True)
-        return False
-    command = command_of(name, program, out)
-    print(f"== {name}: {' '.join(command)}", flush=True)
-    environment = os.environ | {
+def run(name: str, the_slice: Slice, options: Options) -> str:
+    """Run one slice; returns ``succeeded``, ``failed``, ``stopped``, ``complete before`` or ``left out``."""
+    record = record_of(name, options.out)
+    if options.again:
+        record.unlink(missing_ok=True)
+    if state_of(name, the_slice, options.out) == "complete":
+        print(f"== {name}: its record is complete; --again repeats it", flush=True)
+        return "complete before"
+    reason = reason_against(the_slice, options)
+    if reason is not None:
+        print(f"== {name}: left out, {reason}", flush=True)
+        return "left out"
+    with tempfile.TemporaryDirectory(prefix="kvtier-gpu-") as folder:
+        report = Path(folder) / "report.xml"
+        command = command_of(name, the_slice, options.out)
+        command += ["--junit-xml", str(report)] if the_slice.is_tests else []
+        print(f"== {name}: {' '.join(command)}", flush=True)
+        began = time.monotonic()
+        code = end_of(command, environment_of(the_slice), options.limit_s)
+        if code is None:
+            print(f"== {name}: stopped after {options.limit_s:.0f} s; the record has the results so far", flush=True)
+            return "stopped"
+        print(f"== {name}: ended with {code} after {time.monotonic() - began:.0f} s", flush=True)
+        if the_slice.is_tests:
+            return keep_tests(name, record, report, code, is_quick=options.is_quick)
+    if code:
+        return "failed"
+    found = json.loads(record.read_text(encoding="utf-8"))
+    write(record, found | {"command": list(the_slice.program)})
+    return "succeeded"
+
+
+def environment_of(the_slice: Slice) -> dict[str, str]:
+    """The environment of a slice's process."""
+    found = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP / "src"), os.environ.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
-    if "cpu" in program or "--quick" in program:
-        environment["OMP_NUM_THREADS"] = "1"  # more threads contend on a busy machine
-    began = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=TOP, env=environment, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"== {name}: stopped after {seconds} s; its record has the results so far", flush=True)
-        return False
-    print(f"== {name}: ended with {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
-    return done.returncode == 0
+    if "cpu" in the_slice.program or "--quick" in the_slice.program:
+        found["OMP_NUM_THREADS"] = "1"  # more threads contend on a busy machine
+    return found
+
+
+def end_of(command: list[str], environment: dict[str, str], limit_s: float) -> int | None:
+    """The exit code of a command; None if it was stopped, with all processes of its group."""
+    with subprocess.Popen(command, cwd=TOP, env=environment, start_new_session=True) as process:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            return None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+
+
+def keep_tests(name: str, record: Path, report: Path, code: int, *, is_quick: bool) -> str:
+    """Write the record of a run of tests. It is complete if tests passed and none failed."""
+    from kvtier.bench.record import make_record  # noqa: PLC0415 - `missing` comes first
+
+    cases = list(ET.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - pytest's own
+    told = {kind: [it for it in cases if it.find(kind) is not None] for kind in ("failure", "error", "skipped")}
+    bad = [*told["failure"], *told["error"]]
+    passed = len(cases) - len(bad) - len(told["skipped"])
+    reasons = sorted({node.get("message", "") for it in told["skipped"] if (node := it.find("skipped")) is not None})
+    results: dict[str, Any] = {
+        "passed": passed,
+        "failed": [f"{it.get('classname')}.{it.get('name')}" for it in bad],
+        "skipped": {"tests": len(told["skipped"]), "reasons": reasons},
+        "exit_code": code,
+        "seconds": round(sum(float(it.get("time", "0")) for it in cases), 1),
+        "is_complete": code == 0 and passed > 0,
+    }
+    print(f"== {name}: {passed} passed, {len(bad)} failed, {len(told['skipped'])} skipped {reasons or ''}", flush=True)
+    slices = QUICK if is_quick else SLICES
+    made = make_record("gpu tests", settings={}, seed=None, results=results)
+    write(record, made | {"command": list(slices[name].program)})
+    if results["is_complete"]:
+        return "succeeded"
+    # Without a GPU every test is skipped, which is all that the smoke test asks.
+    return "skipped" if code == 0 and is_quick else "failed"
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write a record."""
+    from kvtier.report.output import write_json  # noqa: PLC0415 - `missing` comes first
+
+    write_json("--out", path, record)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@
 All arms get the same prompts with the same pauses and continue with the same answers: those of the first arm, which
 the other arms' answers are compared with. The arms take turns at each number of users, and each repeat begins with
 another arm, so that drift affects all of them. `parts/server.py` describes the server. The record (--record) is
-rewritten after each run. Imports torch.
+rewritten after each run; --resume continues it with the first workload that not all arms have run. Imports torch.
 """
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +26,19 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 
 import click
 import torch
-from bench.parts.command import Counts, dir_option, picture_option, record_option, recorded_settings, taken
+from bench.parts.command import (
+    Counts,
+    continued,
+    dir_option,
+    earlier_record,
+    picture_option,
+    record_option,
+    recorded_settings,
+    resume_option,
+    taken,
+)
 from bench.parts.command import run as run_script
-from bench.parts.models import build, device_name, skip_out_of_memory
+from bench.parts.models import build, check_device, device_name, skip_out_of_memory
 from bench.parts.server import Answers, Server
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmRun, ArmSummary, MultiturnResult
 from bench.parts.workload import Workload, WorkloadSpec, draw
@@ -82,11 +92,17 @@ class MultiturnSettings:
         if not self.users or min(self.users) < 1:
             raise ConfigError(f"users = {self.users}; allowed: one user or more")
 
+    @property
+    def workloads(self) -> list[tuple[int, int]]:
+        """(users, repeat) of each workload, in order."""
+        return [(users, repeat) for users in sorted(set(self.users)) for repeat in range(self.repeats)]
+
 
 def run(
     settings: MultiturnSettings,
     tick: Tick = lambda _what: None,
     keep: Callable[[MultiturnResult], None] = lambda _result: None,
+    earlier: Mapping[str, Any] | None = None,
 ) -> MultiturnResult:
     """Measure every number of users, in ascending order.
 
@@ -94,6 +110,7 @@ def run(
         settings: what to measure.
         tick: called before each step with its name.
         keep: called with the result after each run.
+        earlier: a record of the same settings, whose workloads are not run again.
 
     Raises:
         ConfigError: a setting is impossible here.
@@ -114,15 +131,20 @@ def run(
         sum(group.payload_bytes for group in layout.groups),
         settings.budget_bytes // per_token,
     )
+    if earlier is not None:
+        result.restore(earlier)
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-turns-", dir=settings.directory)))
         tick("attach")
         bench = MultiturnBenchmark(model, settings, result, _attached(model, settings, place, stack))
         bench.warm_up()
-        pairs = [(users, repeat) for users in sorted(settings.users) for repeat in range(settings.repeats)]
-        for number, (users, repeat) in enumerate(pairs):
+        for number, (users, repeat) in enumerate(settings.workloads):
+            if (users, repeat) in result.measured:
+                continue
             with skip_out_of_memory(f"{users} users", result.skipped):
                 bench.measure(users, repeat, number, tick, keep)
+            result.measured.append((users, repeat))
+            keep(result)
     return result
 
 
@@ -254,29 +276,43 @@ def _use_quick_defaults(context: click.Context, _option: click.Parameter, is_qui
 @click.option("--threads", type=click.IntRange(0), default=0, show_default=True, help="Of torch on a CPU; 0: default.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Draws weights, tokens, lengths, arrivals.")
 @record_option
+@resume_option
 @picture_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def multiturn(record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
+def multiturn(record: Path | None, resume: bool, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """Conversations whose KV does not fit on the device: time to first token and tokens/s, with and without kvtier."""
     if picture is not None:
         check_chart("--picture", picture)
     settings = taken(MultiturnSettings, given | {"workload": taken(WorkloadSpec, given)})
+    check_device(settings.device)
+    recorded, earlier = recorded_settings(given), None
+    if resume:
+        name = device_name(settings.device)
+        earlier = earlier_record(record, "multiturn", settings=recorded, seed=settings.seed, device=name)
+    if earlier is not None and earlier["results"]["is_complete"]:
+        click.echo(f"{record}: complete, nothing is left to measure")
+        return
 
     def keep(result: MultiturnResult) -> None:
         if record is None:
             return
         made = make_record(
             "multiturn",
-            settings=recorded_settings(given),
+            settings=recorded,
             seed=settings.seed,
-            results=summary(result),
+            results={
+                **summary(result),
+                "measured": result.measured,
+                "is_complete": set(settings.workloads) <= set(result.measured),
+                "continues": continued(earlier),
+            },
             samples=[asdict(run) for run in result.runs],
             directory=settings.directory,
         )
         write_json("--record", record, made)
 
     with progress("multiturn", len(settings.users) * settings.repeats * len(ARMS) + 2) as advance:
-        result = run(settings, lambda _what: advance(1), keep)
+        result = run(settings, lambda _what: advance(1), keep, earlier)
     if picture is not None:
         from bench.parts.pictures import draw_multiturn  # noqa: PLC0415 - needs matplotlib
 

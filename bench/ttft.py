@@ -11,7 +11,7 @@
 
 Samples of recompute and host alternate, so that drift affects both. The first tokens of every restored call are
 compared with the recomputed ones. A sample counts only if the call's report says that all KV came from the tier.
-The record (--record) is rewritten after each context. Imports torch.
+The record (--record) is rewritten after each context; --resume continues it. Imports torch.
 """
 
 import logging
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,10 +31,20 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 
 import click
 import torch
-from bench.parts.command import Counts, dir_option, picture_option, record_option, recorded_settings, taken
+from bench.parts.command import (
+    Counts,
+    continued,
+    dir_option,
+    earlier_record,
+    picture_option,
+    record_option,
+    recorded_settings,
+    resume_option,
+    taken,
+)
 from bench.parts.command import run as run_script
 from bench.parts.links import LinkSpeed, measure_links
-from bench.parts.models import build, device_name, skip_out_of_memory
+from bench.parts.models import build, check_device, device_name, skip_out_of_memory
 from bench.parts.planner import PlannerChoice, choices
 from transformers import StoppingCriteria
 
@@ -78,6 +88,7 @@ class TtftSettings:
     directory: Path | None = None
     chunk_tokens: int
     with_decode: bool = True
+    with_splits: bool = True
 
     def __post_init__(self) -> None:
         if not self.contexts or min(self.contexts) < 2 * self.chunk_tokens:
@@ -129,6 +140,19 @@ class TtftResult:
     links: list[LinkSpeed] = field(default_factory=list[LinkSpeed])
     skipped: list[str] = field(default_factory=list[str])
     """What was not measured, with the reason."""
+    measured: list[int] = field(default_factory=list[int])
+    """Contexts that are done, those without memory among them."""
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Take the contexts that `record` has measured."""
+        results = record["results"]
+        self.measured += results["measured"]
+        self.skipped += results["skipped"]
+        self.links += [LinkSpeed(**{k: v for k, v in it.items() if k != "ratio"}) for it in results["links"]]
+        rows = [it for it in record["samples"] if it["context"] in self.measured]
+        self.arms += [Arm(**it | {"ttft_s": tuple(it["ttft_s"]), "load_s": tuple(it["load_s"])}) for it in rows]
+        self.splits += [PlannerChoice(**{k: v for k, v in it.items() if k != "regret"}) for it in results["splits"]]
+        self.decoding += [Decoding(**it) for it in results["decoding"]]
 
     def arm(self, name: str, context: int) -> Arm | None:
         """The arm of that name at that context length, if it was measured."""
@@ -182,6 +206,7 @@ def run(
     settings: TtftSettings,
     tick: Tick = lambda _what: None,
     keep: Callable[[TtftResult], None] = lambda _result: None,
+    earlier: Mapping[str, Any] | None = None,
 ) -> TtftResult:
     """Measure every context length, in ascending order.
 
@@ -189,6 +214,7 @@ def run(
         settings: what to measure.
         tick: called before each step with its name.
         keep: called with the result after each context.
+        earlier: a record of the same settings, whose contexts are not measured again.
 
     Raises:
         ConfigError: a setting is impossible here.
@@ -199,12 +225,16 @@ def run(
         bench = TtftBenchmark(model, settings, Path(place))
         result = bench.result
         try:
+            if earlier is not None:
+                result.restore(earlier)
             tick("links")
-            result.links += measure_links(settings.device, Path(place), settings.repeats)
-            for context in sorted(settings.contexts):
+            if not result.links:
+                result.links += measure_links(settings.device, Path(place), settings.repeats)
+            for context in sorted(set(settings.contexts) - set(result.measured)):
                 tick(f"{context} tokens")
                 with skip_out_of_memory(f"{context} tokens", result.skipped):
                     bench.measure(context)
+                result.measured.append(context)
                 keep(result)
         finally:
             bench.close()
@@ -287,7 +317,7 @@ class TtftBenchmark:
             if measured is not None:
                 found[measured.restored_tokens] = measured.median_s
         size = self._settings.chunk_tokens
-        for number, share in enumerate(SPLITS):
+        for number, share in enumerate(SPLITS if self._settings.with_splits else ()):
             tokens = int(context * share) // size * size
             if tokens in found or not tokens:
                 continue
@@ -447,15 +477,25 @@ class _TokenClock(StoppingCriteria):
 @click.option("--disk", "disk_bytes", type=Bytes(), default="40GiB", show_default=True, help="Capacity on disk.")
 @dir_option
 @click.option("--chunk-tokens", type=click.IntRange(16, 65536), default=256, show_default=True)
+@click.option("--splits/--no-splits", "with_splits", default=True, show_default=True, help="Also partial hits.")
 @click.option("--decode/--no-decode", "with_decode", default=True, show_default=True, help="Also beside a decode.")
 @record_option
+@resume_option
 @picture_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ttft(record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
+def ttft(record: Path | None, resume: bool, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """Time to first token by context length: computed, restored from host memory, restored from disk."""
     if picture is not None:
         check_chart("--picture", picture)
-    settings = taken(TtftSettings, given)
+    settings, recorded = taken(TtftSettings, given), recorded_settings(given)
+    check_device(settings.device)
+    earlier = None
+    if resume:
+        name = device_name(settings.device)
+        earlier = earlier_record(record, "ttft", settings=recorded, seed=settings.seed, device=name)
+    if earlier is not None and earlier["results"]["is_complete"]:
+        click.echo(f"{record}: complete, nothing is left to measure")
+        return
 
     def keep(result: TtftResult) -> None:
         if record is None:
@@ -465,10 +505,13 @@ def ttft(record: Path | None, picture: Path | None, as_json: bool, **given: Any)
             "links": [{**asdict(link), "ratio": round(link.ratio, 4)} for link in result.links],
             "splits": [{**asdict(split), "regret": round(split.regret, 4)} for split in result.splits],
             "decoding": [asdict(it) for it in result.decoding],
+            "measured": result.measured,
+            "is_complete": set(settings.contexts) <= set(result.measured),
+            "continues": continued(earlier),
         }
         made = make_record(
             "ttft",
-            settings=recorded_settings(given),
+            settings=recorded,
             seed=settings.seed,
             results=results,
             samples=[asdict(arm) for arm in result.arms],
@@ -477,7 +520,7 @@ def ttft(record: Path | None, picture: Path | None, as_json: bool, **given: Any)
         write_json("--record", record, made)
 
     with progress("ttft", len(settings.contexts) + 2) as advance:
-        result = run(settings, lambda _what: advance(1), keep)
+        result = run(settings, lambda _what: advance(1), keep, earlier)
     if picture is not None:
         from bench.parts.pictures import draw_ttft  # noqa: PLC0415 - needs matplotlib
 

@@ -7,16 +7,18 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
 
 from kvtier.device.copy_descriptors import table
+from kvtier.device.page_lock import CudaRegistrar, Registrar, cuda_page_lock
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
-from kvtier.device.streams import Event
+from kvtier.device.streams import Event, Streams
 from kvtier.runtime.arena import page_aligned
 
 CHUNK_BYTES = 32 << 20
@@ -44,13 +46,129 @@ class LinkSpeed:
         return self.gb_per_s / self.plain_gb_per_s if self.plain_gb_per_s else 0.0
 
 
+class Device(Protocol):
+    """What the measurements need of a device that torch and kvtier's copies know."""
+
+    name: str
+    """As torch names it."""
+    chunks: int
+    """Of `CHUNK_BYTES`, for a copy."""
+
+    def streams(self) -> Streams:
+        """For kvtier's copies."""
+        ...
+
+    def registrar(self) -> Registrar:
+        """Page-locks memory."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for all queued work."""
+        ...
+
+    def settle_current(self) -> None:
+        """Wait for the work of the current stream."""
+        ...
+
+    def beside(self, number: int) -> AbstractContextManager[object]:
+        """Make another stream the current one: number 0 or 1."""
+        ...
+
+
+class CudaDevice:
+    """A CUDA device."""
+
+    chunks = CHUNKS
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._device = torch.device(name)
+        self._others: list[Any] = [torch.cuda.Stream(self._device) for _ in range(2)]
+
+    def streams(self) -> Streams:
+        """See `Device`."""
+        from kvtier.device.cuda import CudaStreams  # noqa: PLC0415 - needs a driver
+
+        return CudaStreams(self._device)
+
+    def registrar(self) -> Registrar:
+        """See `Device`."""
+        return CudaRegistrar()
+
+    def settle(self) -> None:
+        """See `Device`."""
+        torch.cuda.synchronize(self._device)
+
+    def settle_current(self) -> None:
+        """See `Device`."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def beside(self, number: int) -> AbstractContextManager[object]:
+        """See `Device`."""
+        return cast("Any", torch.cuda).stream(self._others[number])
+
+
+class CopyBed:
+    """Page-locked host memory and scattered device memory of the same size, for each direction.
+
+    A context manager: the memory stays locked until its end.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.size_bytes = CHUNK_BYTES * device.chunks
+        self._host = [page_aligned(self.size_bytes) for _ in range(2)]
+        for region in self._host:
+            region[:: mmap.PAGESIZE] = 1
+        lock = cuda_page_lock("on", device.registrar())
+        assert lock is not None
+        self._unlocks = [lock(_address(region), self.size_bytes) for region in self._host]
+        self._device = device
+        engine = [torch.empty(self.size_bytes, dtype=torch.uint8, device=device.name) for _ in range(2)]
+        self._engine, self._tensors = engine, [cast("Any", torch).from_numpy(region) for region in self._host]
+        order = torch.randperm(self.size_bytes // PIECE_BYTES, generator=torch.Generator().manual_seed(1)).numpy()
+        self._parts = [
+            _parts(region.data, tensor.data_ptr(), order) for region, tensor in zip(self._host, engine, strict=True)
+        ]
+        self._staged = StagedCopy(device.streams())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._device.settle()
+        for unlock in self._unlocks:
+            unlock()
+
+    def plain_in(self) -> None:
+        """One contiguous copy to the device, queued."""
+        self._engine[0].copy_(self._tensors[0], non_blocking=True)
+
+    def plain_out(self) -> None:
+        """One contiguous copy from the device, queued."""
+        self._tensors[1].copy_(self._engine[1], non_blocking=True)
+
+    def plain_both(self) -> None:
+        """Both at once."""
+        self.plain_in()
+        with self._device.beside(0):
+            self.plain_out()
+
+    def scatter(self) -> Event:
+        """Copy to the device with kvtier."""
+        return self._staged.scatter(self._parts[0])
+
+    def gather(self) -> Event:
+        """Copy from the device with kvtier."""
+        return self._staged.gather(self._parts[1])
+
+
 def measure_links(device: str, place: Path, repeats: int) -> list[LinkSpeed]:
     """The links between a device, host memory and the drive at `place`."""
     read = plain_read(place, CHUNK_BYTES * (CHUNKS if device.startswith("cuda") else CPU_CHUNKS), repeats)
-    found = [read]
-    if device.startswith("cuda"):
-        found += _device_links(torch.device(device), repeats)
-    return found
+    if not device.startswith("cuda"):
+        return [read]
+    with CopyBed(cuda := CudaDevice(device)) as bed:
+        return [read, *copies(cuda, bed, repeats)]
 
 
 def plain_read(place: Path, size_bytes: int, repeats: int) -> LinkSpeed:
@@ -93,60 +211,29 @@ def plain_read(place: Path, size_bytes: int, repeats: int) -> LinkSpeed:
     return LinkSpeed("disk", rate, rate, f"preadv, {_READ_THREADS} threads, {'direct' if is_direct else 'page cache'}")
 
 
-def _device_links(device: torch.device, repeats: int) -> list[LinkSpeed]:
-    from kvtier.device.cuda import CudaStreams  # noqa: PLC0415 - needs a driver
-    from kvtier.device.page_lock import cuda_page_lock  # noqa: PLC0415
-
-    size = CHUNK_BYTES * CHUNKS
-    host = [page_aligned(size) for _ in range(2)]
-    for region in host:
-        region[:: mmap.PAGESIZE] = 1
-    lock = cuda_page_lock("on")
-    assert lock is not None
-    unlocks = [lock(int(region.__array_interface__["data"][0]), size) for region in host]
-    try:
-        engine = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        order = torch.randperm(size // PIECE_BYTES, generator=torch.Generator().manual_seed(1)).numpy()
-        parts = [_parts(region.data, tensor.data_ptr(), order) for region, tensor in zip(host, engine, strict=True)]
-        staged = StagedCopy(CudaStreams(device))
-        tensors: list[Any] = [cast("Any", torch).from_numpy(region) for region in host]
-        second: Any = torch.cuda.Stream(device)
-
-        def plain_in() -> None:
-            engine[0].copy_(tensors[0], non_blocking=True)
-
-        def plain_out() -> None:
-            tensors[1].copy_(engine[1], non_blocking=True)
-
-        def plain_both() -> None:
-            plain_in()
-            with torch.cuda.stream(second):
-                plain_out()
-
-        arms: list[tuple[str, int, Callable[[], None], Callable[[], Sequence[Event]]]] = [
-            ("host to device", 1, plain_in, lambda: [staged.scatter(parts[0])]),
-            ("device to host", 1, plain_out, lambda: [staged.gather(parts[1])]),
-            ("both ways at once", 2, plain_both, lambda: [staged.scatter(parts[0]), staged.gather(parts[1])]),
-        ]
-        found: list[LinkSpeed] = []
-        for name, ways, plain, ours in arms:
-            rates: list[tuple[float, float]] = []
-            for _ in range(repeats + 1):
-                torch.cuda.synchronize(device)
-                began = time.perf_counter()
-                plain()
-                torch.cuda.synchronize(device)
-                middle = time.perf_counter()
-                _finish(ours())
-                rates.append((ways * size / (middle - began) / 1e9, ways * size / (time.perf_counter() - middle) / 1e9))
-            # The first of each warms up.
-            plain_rate, our_rate = (statistics.median(column) for column in zip(*rates[1:], strict=True))
-            found.append(LinkSpeed(name, our_rate, plain_rate, f"{CHUNKS} chunks in pieces of {PIECE_BYTES} bytes"))
-        return found
-    finally:
-        torch.cuda.synchronize(device)
-        for unlock in unlocks:
-            unlock()
+def copies(device: Device, bed: CopyBed, repeats: int) -> list[LinkSpeed]:
+    """Copies with kvtier in each direction and in both at once, in turn with plain ones."""
+    arms: list[tuple[str, int, Callable[[], None], Callable[[], Sequence[Event]]]] = [
+        ("host to device", 1, bed.plain_in, lambda: [bed.scatter()]),
+        ("device to host", 1, bed.plain_out, lambda: [bed.gather()]),
+        ("both ways at once", 2, bed.plain_both, lambda: [bed.scatter(), bed.gather()]),
+    ]
+    found: list[LinkSpeed] = []
+    for name, ways, plain, ours in arms:
+        rates: list[tuple[float, float]] = []
+        moved = ways * bed.size_bytes
+        for _ in range(repeats + 1):
+            device.settle()
+            began = time.perf_counter()
+            plain()
+            device.settle()
+            middle = time.perf_counter()
+            finish(ours())
+            rates.append((moved / (middle - began) / 1e9, moved / (time.perf_counter() - middle) / 1e9))
+        # The first of each warms up.
+        plain_rate, our_rate = (statistics.median(column) for column in zip(*rates[1:], strict=True))
+        found.append(LinkSpeed(name, our_rate, plain_rate, f"{device.chunks} chunks in pieces of {PIECE_BYTES} bytes"))
+    return found
 
 
 def _parts(payload: memoryview, address: int, order: Any) -> list[PayloadPart]:  # noqa: ANN401 - an array of whole numbers
@@ -161,9 +248,18 @@ def _parts(payload: memoryview, address: int, order: Any) -> list[PayloadPart]: 
     ]
 
 
-def _finish(events: Sequence[Event]) -> None:
+def finish(events: Sequence[Event]) -> None:
+    """Wait for all `events`.
+
+    Raises:
+        TimeoutError: a copy has not ended within a minute.
+    """
     until = time.monotonic() + _WAIT_S
     while not all(event.query() for event in events):
         if time.monotonic() > until:
             raise TimeoutError(f"a copy has not ended within {_WAIT_S:g} s")
         time.sleep(20e-6)
+
+
+def _address(region: Any) -> int:  # noqa: ANN401 - an array of bytes
+    return int(region.__array_interface__["data"][0])

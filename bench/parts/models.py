@@ -111,6 +111,12 @@ def device_name(device: str) -> str:
     return cast("Any", torch.cuda).get_device_name(device) if device.startswith("cuda") else processor()
 
 
+def check_device(device: str) -> None:
+    """Raises ConfigError if torch cannot use `device`."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device = {device}: torch sees no CUDA device; allowed here: cpu")
+
+
 def build(name: str, device: str, dtype: str, seed: int) -> Any:  # noqa: ANN401 - the class depends on the shape
     """A model of that shape, in evaluation mode, with weights drawn on `device`.
 
@@ -122,8 +128,7 @@ def build(name: str, device: str, dtype: str, seed: int) -> Any:  # noqa: ANN401
     number = getattr(torch, dtype, None)
     if not isinstance(number, torch.dtype) or not number.is_floating_point:
         raise ConfigError(f"dtype = {dtype}: unknown; allowed: bfloat16, float16, float32")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device = {device}: torch sees no CUDA device; allowed here: cpu")
+    check_device(device)
     cast("Any", torch).manual_seed(seed)
     config_class, fields = SHAPES[name]
     config = getattr(transformers, config_class)(

@@ -1,8 +1,9 @@
 """Samples and summaries of `bench/multiturn.py`. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -118,6 +119,18 @@ class MultiturnResult:
     """Tokens whose KV the device may hold."""
     runs: list[ArmRun] = field(default_factory=list[ArmRun])
     skipped: list[str] = field(default_factory=list[str])
+    measured: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(users, repeat) of the workloads that all arms have run, or the device has no memory for."""
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Take the workloads that all arms have run in `record`; a run without its counterparts is left out."""
+        self.measured += [(users, repeat) for users, repeat in record["results"]["measured"]]
+        self.skipped += record["results"]["skipped"]
+        self.runs += [
+            ArmRun(**it | {"turns": [TurnSample(**turn) for turn in it["turns"]]})
+            for it in record["samples"]
+            if (it["users"], it["repeat"]) in self.measured
+        ]
 
     def summaries(self) -> list[ArmSummary]:
         """One for each number of users and arm."""

@@ -176,6 +176,40 @@ def test_a_wrong_byte_behind_the_checks_is_told(tmp_path: Path, monkeypatch: pyt
     assert told.prompt_tokens == by_arm(result)["recompute"].prompt_tokens
 
 
+def test_an_interrupted_run_goes_on_with_the_workload_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "turns.json"
+    flags = [
+        "--quick", "--shape", "tiny", "--dtype", "float64", "--users", "1,2", "--rounds", "2", "--system", "32",
+        "--history", "96", "--question", "8", "--answer", "4", "--rate", "0", "--kv-budget", str(SMALL.budget_bytes),
+        "--host", "1MiB", "--disk", "16MiB", "--chunk-tokens", "16", "--dir", str(tmp_path), "--record", str(record),
+    ]  # fmt: skip
+    run, most = benchmark.MultiturnBenchmark._run, [4]
+
+    def and_stop(self: Any, *arguments: Any) -> Any:
+        most[0] -= 1
+        if most[0] < 0:
+            raise KeyboardInterrupt
+        return run(self, *arguments)
+
+    monkeypatch.setattr(benchmark.MultiturnBenchmark, "_run", and_stop)
+    assert CliRunner().invoke(benchmark.multiturn, flags).exit_code != 0
+    cut = json.loads(record.read_text())
+    assert (cut["results"]["measured"], cut["results"]["is_complete"]) == ([[1, 0]], False)
+    assert len(cut["samples"]) == 4
+    most[0] = 3  # the second workload begins anew, because its arms are compared with each other
+    done = CliRunner().invoke(benchmark.multiturn, [*flags, "--resume"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    whole = json.loads(record.read_text())
+    assert (whole["results"]["measured"], whole["results"]["is_complete"]) == ([[1, 0], [2, 0]], True)
+    assert whole["samples"][:3] == cut["samples"][:3]
+    assert [(it["users"], it["arm"]) for it in whole["samples"]] == [(users, arm) for users in (1, 2) for arm in ARMS]
+    assert whole["results"]["same_tokens"] is True
+    again = CliRunner().invoke(benchmark.multiturn, [*flags, "--resume"], catch_exceptions=False)
+    assert "complete, nothing is left to measure" in again.output
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

