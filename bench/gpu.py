@@ -175,9 +175,11 @@ def run(name: str, the_slice: Slice, options: Options) -> str:
         report = Path(folder) / "report.xml"
         command = command_of(name, the_slice, options.out)
         command += ["--junit-xml", str(report)] if the_slice.is_tests else []
+        command += ["--dir", folder] if the_slice.program[0] == "bench/vllm.py" else []
         print(f"== {name}: {' '.join(command)}", flush=True)
         began = time.monotonic()
-        code = end_of(command, environment_of(the_slice), options.limit_s)
+        # What a stopped slice leaves behind is below `folder`.
+        code = end_of(command, environment_of(the_slice) | {"TMPDIR": folder}, options.limit_s)
         if code is None:
             print(f"== {name}: stopped after {options.limit_s:.0f} s; the record has the results so far", flush=True)
             return "stopped"
@@ -197,8 +199,9 @@ def environment_of(the_slice: Slice) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP / "src"), os.environ.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
+    if not the_slice.modules:  # vLLM's connectors refuse it
+        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if "cpu" in the_slice.program or "--quick" in the_slice.program:
         found["OMP_NUM_THREADS"] = "1"  # more threads contend on a busy machine
     return found

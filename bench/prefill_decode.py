@@ -27,7 +27,7 @@ TOP = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TOP / "tests" / "vllm"), str(TOP)]
 sys.path.append(str(TOP / "bench" / "vllm_arms"))
 
-from arms import DTYPE, VALUE_BYTES  # noqa: E402
+from arms import dtype_of  # noqa: E402
 from harness import in_process  # noqa: E402
 from judge import prompt  # noqa: E402
 from models import CONFIGS, make_checkpoint  # noqa: E402
@@ -44,6 +44,8 @@ from kvtier.tier.base import RawClient  # noqa: E402
 from kvtier.tier.registry import TierContext, TierSettings, kind_of  # noqa: E402
 from kvtier.types import ObjectName  # noqa: E402
 
+DTYPE = dtype_of("cpu")
+VALUE_BYTES = 2 if DTYPE == "bfloat16" else 4
 SECRET = "5e" * 32
 KINDS = ("shared_directory", "valkey")
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -5,8 +5,9 @@
 Parts: time to first token of a long prompt as a miss, from host memory, and from disk in a new process; the cost of a
 miss; a prompt larger than host memory; a prompt whose stored files are damaged; growing conversations under memory
 pressure; conversations with pauses that fit host memory; and a slowed-down directory, where loading must never take
-longer than computing. vLLM computes on one core, its default on a small machine. `python bench/tables.py` makes a table
-of docs/benchmarks.md from the record.
+longer than computing. On a CPU vLLM computes on one core, its default on a small machine. `--device cuda` takes the
+layers of an 8B model and an engine as vLLM is by default. LMCache is another arm where it is installed. The record is
+written after each arm; --resume continues it. `python bench/tables.py` makes a table of docs/benchmarks.md from it.
 """
 
 import argparse
@@ -19,34 +20,35 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[1]
 # Engine processes inherit this path, so it must not have the folder of this file, which would hide vLLM.
 sys.path[:1] = [str(TOP / "tests" / "vllm")]
-sys.path.append(str(TOP / "bench" / "vllm_arms"))
+sys.path += [str(TOP / "bench" / "vllm_arms"), str(TOP)]
 
 from arms import (  # noqa: E402
     ARMS,
-    DTYPE,
-    FULL,
     MEANS,
     PROTECTED,
-    QUICK,
     Bench,
     ask,
+    dtype_of,
     forget_pages,
     invert,
     settle,
     stored_bytes,
     summary,
 )
-from harness import Ask, Engine, in_process  # noqa: E402
+from bench.parts.command import continued, earlier_record  # noqa: E402
+from harness import Ask, Engine, in_process, use_gpu  # noqa: E402
 from judge import prompt  # noqa: E402
 from models import make_checkpoint  # noqa: E402
+from sizes import FULL, GPU, QUICK, Sizes  # noqa: E402
 
-from kvtier.bench.record import RecordedSetting, make_record  # noqa: E402
+from kvtier.bench.record import RecordedSetting, commit, gpus, make_record, processor  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
 
 FACTORS = (0.1, 0.8, 1.25, 2.0, 10.0)
@@ -60,23 +62,23 @@ Samples = list[dict[str, Any]]
 def first_tokens(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     """Time to first token: a miss, then from host memory, then from disk in a new process."""
     prompts = [prompt(bench.sizes.prompt_tokens, seed + number) for number in range(bench.sizes.prompts)]
-    samples: Samples = []
-    for arm in ARMS:
-        directory = bench.store(arm, "ttft")
+    samples = bench.rows
+    for arm in bench.left(ARMS):
+        directory, found = bench.store(arm, "ttft"), list[dict[str, Any]]()
         with bench.engine(arm, directory) as engine:
             for tokens in prompts:
                 for kind in ("miss",) if arm == "none" else ("miss", "host"):
-                    samples.append(_timed(engine, tokens, arm, kind))
+                    found.append(_timed(engine, tokens, arm, kind))
                     settle(engine, directory)
                     engine.forget()
-        if arm == "none":
-            continue
-        forget_pages(directory)
-        with bench.engine(arm, directory) as engine:
-            for tokens in prompts:
-                samples.append(_timed(engine, tokens, arm, "disk"))
-                engine.drain()
-                engine.forget()
+        if arm != "none":
+            forget_pages(directory)
+            with bench.engine(arm, directory) as engine:
+                for tokens in prompts:
+                    found.append(_timed(engine, tokens, arm, "disk"))
+                    engine.drain()
+                    engine.forget()
+        bench.keep(found)
     results: dict[str, Any] = {}
     for arm in ARMS:
         results[arm] = {}
@@ -174,10 +176,8 @@ def larger_than_host(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
 
 def damaged(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     """A prompt whose stored files each have 4 KiB of inverted bytes, repeated in a new process."""
-    results: dict[str, Any] = {}
-    samples: Samples = []
     tokens = prompt(bench.sizes.prompt_tokens, seed + 6000)
-    for arm in ARMS[1:]:
+    for arm in bench.left(ARMS[1:]):
         directory = bench.store(arm, "damaged")
         with bench.engine(arm, directory) as engine:
             computed = engine.ask(Ask(tokens, logprobs=None), limit_s=600.0)[0]
@@ -186,29 +186,49 @@ def damaged(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
         forget_pages(directory)
         with bench.engine(arm, directory) as engine:
             answer = engine.ask(Ask(tokens, logprobs=None), limit_s=600.0)[0]
-        results[arm] = {
+        found = {
             "files": files,
             "restored": answer.cached,
             "of": len(tokens),
             "same_tokens": answer.tokens == computed.tokens,
         }
-        samples.append({"part": "damaged", "arm": arm, **results[arm]})
-    return results, samples
+        bench.keep([{"part": "damaged", "arm": arm, **found}])
+    return _by_arm(bench.rows), bench.rows
+
+
+def _by_arm(rows: Samples) -> dict[str, Any]:
+    return {row["arm"]: {name: value for name, value in row.items() if name not in {"part", "arm"}} for row in rows}
+
+
+def salted(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
+    """A stored prompt under its own salt, under another one and without one: only the first may be restored."""
+    tokens = prompt(bench.sizes.prompt_tokens, seed + 7000)
+    for arm in bench.left(ARMS[1:]):
+        directory = bench.store(arm, "salted")
+        with bench.engine(arm, directory) as engine:
+            restored: dict[str, int] = {}
+            for name, salt in (("stored", "one"), ("own", "one"), ("other", "two"), ("none", "")):
+                answer = engine.ask(Ask(tokens, salt=salt, count=1, logprobs=None), limit_s=600.0)[0]
+                restored[name] = answer.cached
+                settle(engine, directory)
+                engine.forget()
+        bench.keep([{"part": "salt", "arm": arm, "of": len(tokens), "restored": restored}])
+    return _by_arm(bench.rows), bench.rows
 
 
 def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     """Growing conversations, all at once, in an engine that cannot hold them all."""
-    sizes, samples = bench.sizes, []
+    sizes = bench.sizes
     arms = (*ARMS, PROTECTED)
-    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for repeat in range(sizes.talks):
         first = repeat % len(arms)
-        for arm in (*arms[first:], *arms[:first]):
-            runs[arm].append(_talk(bench, arm, bench.store(arm, f"talk{repeat}"), seed))
-            samples.append({"part": "talk", "arm": arm, "repeat": repeat, **runs[arm][-1]})
-            print(f"talk {repeat}, {arm}: {runs[arm][-1]['s']:.1f} s", file=sys.stderr, flush=True)
+        for arm in bench.left((*arms[first:], *arms[:first]), repeat=repeat):
+            run = _talk(bench, arm, bench.store(arm, f"talk{repeat}"), seed)
+            bench.keep([{"part": "talk", "arm": arm, "repeat": repeat, **run}])
+            print(f"talk {repeat}, {arm}: {run['s']:.1f} s", file=sys.stderr, flush=True)
     results: dict[str, Any] = {}
-    for arm, done in runs.items():
+    for arm in arms:
+        done = [row for row in bench.rows if row["arm"] == arm]
         rates = [sizes.conversations * sizes.turns / run["s"] for run in done]
         results[arm] = {
             "requests_per_s": statistics.median(rates),
@@ -219,7 +239,7 @@ def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
             "preemptions": max(run["preemptions"] for run in done),
             "ttft": summary([wait for run in done for turn in run["ttft_s"] for wait in turn if wait is not None]),
         }
-    return results, samples
+    return results, bench.rows
 
 
 def _talk(bench: Bench, arm: str, directory: Path, seed: int) -> dict[str, Any]:
@@ -322,6 +342,7 @@ PARTS: dict[str, Callable[[Bench, int], tuple[Any, Samples]]] = {
     "misses": misses,
     "large": larger_than_host,
     "damaged": damaged,
+    "salt": salted,
     "talk": conversations,
     "think": thinking,
     "slow": throttled,
@@ -335,34 +356,65 @@ def main() -> None:
     parser.add_argument(
         "--part", action="append", choices=list(PARTS), help="only this part; the record keeps the others; repeatable"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where vLLM computes")
+    parser.add_argument("--resume", action="store_true", help="without the parts that the record has")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the drive in question")
     parser.add_argument("--record", type=Path, help="write the JSON record to this file, after each part")
     parser.add_argument("--seed", type=int, default=1, help="draws the prompts")
     given = parser.parse_args()
-    sizes = QUICK if given.quick else FULL
-    parts = given.part or list(PARTS)
-    results, samples = _kept(given.record) if given.part else ({}, [])
-    results |= {"arms": MEANS, "made": results.get("made", {})}
-    settings = {
-        name: RecordedSetting(value, "flag" if given.quick else "default") for name, value in asdict(sizes).items()
-    }
-    settings |= {"threads": RecordedSetting(1, "default"), "dtype": RecordedSetting(DTYPE, "default")}
-    with tempfile.TemporaryDirectory(prefix=".bench-vllm-", dir=given.dir) as folder:
-        work = Path(folder).resolve()
-        in_process(make_checkpoint, sizes.model, work / "models" / sizes.model)
-        bench = Bench(sizes, work / "models", work)
-        for part in parts:
-            began = time.perf_counter()
-            results[part], taken = PARTS[part](bench, given.seed)
-            samples = [it for it in samples if it["part"] != part] + taken
-            print(f"{part}: {time.perf_counter() - began:.0f} s: {results[part]}", file=sys.stderr, flush=True)
-            if given.record is None:
-                continue
+    if given.device == "cuda":
+        use_gpu()
+    sizes = QUICK if given.quick else FULL if given.device == "cpu" else GPU
+    settings = _settings(sizes, given.device, "flag" if given.quick else "default")
+    device = processor() if given.device == "cpu" else ", ".join(gpus())
+    earlier = None
+    if given.resume:
+        earlier = earlier_record(given.record, "vllm", settings=settings, seed=given.seed, device=device)
+    results, samples = _kept(given.record) if given.part or earlier else ({}, [])
+    results |= {"arms": {arm: MEANS[arm] for arm in (*ARMS, PROTECTED)}, "device": device}
+    made = results.setdefault("made", {})
+    asked = given.part or list(PARTS)
+    parts = [part for part in asked if earlier is None or part not in made]
+
+    def keep() -> None:
+        """Write the record: all parts so far, and the rows of the one under way."""
+        if given.record is not None:
+            results["measured"] = list(made)
+            results["is_complete"], results["continues"] = set(asked) <= made.keys(), continued(earlier)
             record = make_record(
                 "vllm", settings=settings, seed=given.seed, results=results, samples=samples, directory=given.dir
             )
-            results["made"][part] = {"time": record["time"], "commit": record["commit"], "sizes": asdict(sizes)}
             write_json("--record", given.record, record)
+
+    with tempfile.TemporaryDirectory(prefix=".bench-vllm-", dir=given.dir) as folder:
+        work = Path(folder).resolve()
+        if parts:
+            in_process(make_checkpoint, sizes.model, work / "models" / sizes.model, 7, given.device)
+        bench = Bench(sizes, work / "models", work, given.device)
+        for part in parts:
+            began = time.perf_counter()
+            results.pop(part, None)
+            made.pop(part, None)
+            others = [it for it in samples if it["part"] != part]
+            bench.rows = [it for it in samples if it["part"] == part and earlier is not None]
+
+            def keep_rows(others: Samples = others) -> None:
+                samples[:] = others + bench.rows
+                keep()
+
+            bench.on_rows = keep_rows
+            results[part], taken = PARTS[part](bench, given.seed)
+            samples[:] = others + taken
+            print(f"{part}: {time.perf_counter() - began:.0f} s: {results[part]}", file=sys.stderr, flush=True)
+            time_now = datetime.now(UTC).isoformat(timespec="seconds")
+            made[part] = {"time": time_now, "commit": commit(), "sizes": asdict(sizes)}
+            keep()
+
+
+def _settings(sizes: Sizes, device: str, source: str) -> dict[str, RecordedSetting]:
+    found = {name: RecordedSetting(value, source) for name, value in asdict(sizes).items()}
+    found["dtype"] = RecordedSetting(dtype_of(device), "default")
+    return found | ({"threads": RecordedSetting(1, "default")} if device == "cpu" else {})
 
 
 def _kept(path: Path | None) -> tuple[dict[str, Any], Samples]:

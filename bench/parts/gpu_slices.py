@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bench.vllm_arms.sizes import GPU
+
 LIMIT_S = 570
 """Of one slice."""
 START_S = 40.0
@@ -20,6 +22,9 @@ LOCK_BYTES_PER_S = 3e9
 LINK_SHARE = 0.8
 PRODUCT_SHARE = 0.7
 """Of the catalogue's rates: copies over the bus, and a large bf16 product."""
+
+VLLM = ("bench/vllm.py",)
+VLLM_WHEELS = ("vllm==0.33.0",)
 
 Words = dict[str, str]
 """Options of a program; a flag is itself."""
@@ -65,6 +70,8 @@ class Slice:
     """A program that runs it."""
     modules: tuple[str, ...] = field(default=())
     """Further modules that it needs."""
+    wheels: tuple[str, ...] = ()
+    """The requirements that bring these modules."""
 
     @property
     def is_tests(self) -> bool:
@@ -134,6 +141,26 @@ def turns_s(words: Words, rates: Rates) -> float:
     users = [int(word) for word in words["--users"].split(",")]
     arms_s = [max(rounds / rate, rounds * (count * prefill_s + answer_s)) + answer_s for count in users]
     return START_S + 3 * sum(arms_s)
+
+
+def vllm_s(words: Words, rates: Rates) -> float:
+    """Engine starts, and every prompt that is computed, with LMCache among the arms."""
+    sizes, model = GPU, "llama-3.1-8b"
+    prompt_s = rates.prefill_s(model, sizes.prompt_tokens)
+    checkpoint_s = 2 * 14e9 / DRIVE_BYTES_PER_S  # written and read
+    if words["--part"] == "talk":
+        # All conversations are computed once; at worst each turn is, too.
+        talk_s = sum(
+            sizes.conversations * rates.prefill_s(model, sizes.first_tokens + turn * sizes.turn_tokens)
+            for turn in range(sizes.turns)
+        )
+        runs = 5 * sizes.talks
+        return START_S + checkpoint_s + runs * (ENGINE_START_S + talk_s + sizes.turns * sizes.answer_tokens * STEP_S)
+    if words["--part"] == "ttft":
+        return START_S + checkpoint_s + 7 * ENGINE_START_S + 4 * sizes.prompts * prompt_s
+    # Two engines of each arm that stores for damage, one for salt; stores are waited for.
+    engines = 3 * (2 if words["--part"] == "damaged" else 1)
+    return START_S + checkpoint_s + engines * (ENGINE_START_S + 2 * prompt_s)
 
 
 def bytes_of(text: str) -> int:
@@ -214,6 +241,17 @@ SLICES: dict[str, Slice] = {
         ),
         turns_s,
     ),
+    **{
+        f"vllm-{part}": Slice(
+            what, (*VLLM, "--device", "cuda", "--part", part), vllm_s, modules=("vllm",), wheels=VLLM_WHEELS
+        )
+        for part, what in (
+            ("ttft", "vLLM: a miss, from host memory, from disk"),
+            ("talk", "vLLM: growing conversations"),
+            ("damaged", "vLLM: damaged files"),
+            ("salt", "vLLM: a prompt under another salt"),
+        )
+    },
 }  # fmt: skip
 
 
@@ -246,6 +284,12 @@ QUICK: dict[str, Slice] = {
             "--host", "1MiB", "--disk", "16MiB", "--chunk-tokens", "16",
         ),
         none_s,
+    ),
+    "vllm": Slice(
+        "vLLM: damaged files and salt",
+        (*VLLM, "--quick", "--part", "damaged", "--part", "salt"),
+        none_s,
+        modules=("vllm",),
     ),
 }  # fmt: skip
 """The same programs on the CPU with a tiny model, as a smoke test."""

@@ -1,24 +1,19 @@
-"""Arms and sizes of `bench/vllm.py`, and the measurement of one answer."""
+"""Arms and engines of `bench/vllm.py`, and the measurement of one answer."""
 
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from harness import Answer, Ask, Engine
+from sizes import Sizes
 
 from kvtier.bench.serve.arms import parse_arm, transfer_config
-
-DTYPE = "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()) else "float32"
-"""A processor without bfloat16 instructions computes it nine times slower than float32."""
-
-VALUE_BYTES = 2 if DTYPE == "bfloat16" else 4
-TALK_TOKENS_MAX = 2048
-"""Length of the longest conversation."""
 
 CHUNK_FILE_BYTES_MIN = 16 << 10
 """Smaller files of a store have no KV."""
@@ -27,108 +22,49 @@ QUIET_S = 0.5
 QUIET_DEADLINE_S = 60.0
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of all parts."""
-
-    model: str
-    prompt_tokens: int
-    prompts: int
-    """Samples of each time to first token."""
-    pair_tokens: int
-    """Prompts that measure the cost of a miss; short, so that a store has more weight."""
-    pairs: int
-    talks: int
-    """Runs of each arm with the growing conversations."""
-    conversations: int
-    turns: int
-    first_tokens: int
-    turn_tokens: int
-    answer_tokens: int
-    running: int
-    """Largest batch of the engine."""
-    think_conversations: int
-    think_turns: int
-    think_first_tokens: int
-    think_turn_tokens: int
-    think_pairs: int
-    """Runs of each arm."""
-    throttled_tokens: int
-    throttled_prompts: int
-    host_bytes: int
-    small_host_bytes: int
-    """Smaller than the KV of the prompt."""
-    engine_bytes: int
-    """KV memory of the engine in float32, half of it in bfloat16; smaller than the conversations' KV."""
-
-
-FULL = Sizes(
-    model="llama-137m",
-    prompt_tokens=8000,
-    prompts=5,
-    pair_tokens=600,
-    pairs=20,
-    talks=5,
-    conversations=24,
-    turns=3,
-    first_tokens=300,
-    turn_tokens=112,
-    answer_tokens=16,
-    running=8,
-    think_conversations=12,
-    think_turns=4,
-    think_first_tokens=900,
-    think_turn_tokens=250,
-    think_pairs=5,
-    throttled_tokens=4000,
-    throttled_prompts=6,
-    host_bytes=512 << 20,
-    small_host_bytes=64 << 20,
-    engine_bytes=200 << 20,
-)
-
-QUICK = Sizes(
-    model="llama",
-    prompt_tokens=3000,
-    prompts=2,
-    pair_tokens=1000,
-    pairs=3,
-    talks=1,
-    conversations=8,
-    turns=2,
-    first_tokens=600,
-    turn_tokens=200,
-    answer_tokens=8,
-    running=4,
-    think_conversations=4,
-    think_turns=3,
-    think_first_tokens=600,
-    think_turn_tokens=200,
-    think_pairs=2,
-    throttled_tokens=2000,
-    throttled_prompts=2,
-    host_bytes=16 << 20,
-    small_host_bytes=2 << 20,
-    engine_bytes=6 << 20,
-)
-
-ARMS = ("none", "native", "kvtier")
+LMCACHE = "lmcache"
+ARMS = ("none", "native", "kvtier", *((LMCACHE,) if find_spec("lmcache") else ()))
 PROTECTED = "protected"
 MEANS = {
     "none": "no connector",
-    "native": "vLLM's native tiering: host memory and its fs tier, with a worker that copies with memcpy",
+    "native": "vLLM's native tiering: host memory and its fs tier; on a CPU with a worker that copies with memcpy",
     "kvtier": "kvtier: host memory and the directory tier, without vllm.prefix_protection",
+    LMCACHE: "LMCache in the engine's process: host memory and its disk tier with direct I/O; where it is installed",
     PROTECTED: "the same with vllm.prefix_protection, as by default; in the growing conversations alone",
 }
 
 
-def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | None:
+def dtype_of(device: str) -> str:
+    """A processor without bfloat16 instructions computes it nine times slower than float32."""
+    has_bfloat16 = {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split())
+    return "bfloat16" if device != "cpu" or has_bfloat16 else "float32"
+
+
+def connector(arm: str, directory: Path, host_bytes: int, *, is_cpu: bool) -> dict[str, Any] | None:
     """The `kv_transfer_config` of an arm; all arms have the same host memory."""
+    if arm == LMCACHE:
+        return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
     chosen = parse_arm("kvtier" if arm == PROTECTED else arm)
     if chosen.kind == "kvtier":
         settings = {"tiers": [f"directory:{directory}"], "vllm.prefix_protection": arm == PROTECTED}
         chosen = replace(chosen, settings=settings)
-    return transfer_config(chosen, directory, host_bytes, 0, is_cpu=True)
+    return transfer_config(chosen, directory, host_bytes, 0, is_cpu=is_cpu)
+
+
+def lmcache_environment(directory: Path, host_bytes: int) -> dict[str, str]:
+    """LMCache's settings, which it reads from the environment."""
+    return {
+        "LMCACHE_CHUNK_SIZE": "256",
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{host_bytes / 1e9:g}",
+        "LMCACHE_LOCAL_DISK": f"file://{directory}/",
+        "LMCACHE_MAX_LOCAL_DISK_SIZE": "40",
+        "LMCACHE_SAVE_DECODE_CACHE": "True",
+        "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}',
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+        "PYTHONHASHSEED": "0",  # of its chunks' hashes
+    }
 
 
 class Bench:
@@ -138,13 +74,29 @@ class Bench:
         sizes: of all parts.
         models: directory with the checkpoint.
         work: for stores and logs.
+        device: ``cpu`` or ``cuda``.
     """
 
-    def __init__(self, sizes: Sizes, models: Path, work: Path) -> None:
+    def __init__(self, sizes: Sizes, models: Path, work: Path, device: str = "cpu") -> None:
         self.sizes = sizes
+        self.device = device
+        self.dtype = dtype_of(device)
+        self.rows: list[dict[str, Any]] = []
+        """Samples of the part under way; those of an interrupted run come first."""
+        self.on_rows: Callable[[], None] = lambda: None
         self._models = models
         self._work = work
         self._count = 0
+
+    def left(self, arms: Sequence[str], **key: object) -> list[str]:
+        """The arms that have no rows with `key` yet."""
+        done = {row["arm"] for row in self.rows if all(row[name] == value for name, value in key.items())}
+        return [arm for arm in arms if arm not in done]
+
+    def keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Add the rows of an arm that is done."""
+        self.rows += rows
+        self.on_rows()
 
     def store(self, arm: str, purpose: str) -> Path:
         """The directory of an arm for a purpose."""
@@ -165,17 +117,23 @@ class Bench:
         """An engine of an arm, warmed up with two prompts."""
         sizes = self.sizes
         self._count += 1
+        host_bytes = host_bytes or sizes.host_bytes
+        is_cpu = self.device == "cpu"
+        more = lmcache_environment(directory, host_bytes) if arm == LMCACHE else {}
+        # On a GPU as vLLM is by default: CUDA graphs, asynchronous scheduling.
+        given: dict[str, Any] = {} if is_cpu else {"enforce_eager": False}
         engine = Engine(
             self._models / sizes.model,
             self._work / f"engine{self._count}.log",
-            connector(arm, directory, host_bytes or sizes.host_bytes),
-            dtype=DTYPE,
+            connector(arm, directory, host_bytes, is_cpu=is_cpu),
+            dtype=self.dtype,
             # vLLM requires memory for one request of the maximum length.
-            max_model_len=TALK_TOKENS_MAX if engine_bytes else sizes.prompt_tokens + 256,
-            kv_cache_memory_bytes=engine_bytes * VALUE_BYTES // 4 or 2 * sizes.host_bytes,
+            max_model_len=sizes.talk_tokens if engine_bytes else sizes.prompt_tokens + 256,
+            kv_cache_memory_bytes=engine_bytes * (2 if self.dtype == "bfloat16" else 4) // 4 or 2 * sizes.host_bytes,
             max_num_seqs=sizes.running,
-            environment=environment,
+            environment={**(environment or {}), **more},
             sabotage=sabotage,
+            **given,
         )
         for number in range(2):
             engine.ask(Ask([5 + number, *range(10, 600)], count=2))

@@ -1,17 +1,21 @@
-"""`bench/gpu.py`: its slices run on a CPU, stay within their time, and go on where they were interrupted."""
+"""`bench/gpu.py`: its slices run on a CPU, stay within their time, go on where they were interrupted; their packs."""
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
-from bench import gpu
+from bench import gpu, pack
 from bench.parts import gpu_slices
 from bench.parts.gpu_slices import QUICK, SLICES, Rates
+from click.testing import CliRunner
 
 TOP = Path(__file__).parents[2]
 SCRIPT = [sys.executable, str(TOP / "bench" / "gpu.py")]
@@ -67,6 +71,8 @@ def test_the_programs_take_the_options_of_their_slices(tmp_path: Path) -> None:
         if each.is_tests:
             continue
         script, *words = gpu.command_of(name, each, tmp_path)[1:]
+        if script == "bench/vllm.py":
+            continue  # which imports vLLM's test harness; tests/vllm runs it
         context = programs[script].make_context(script, words)
         assert context.params["record"] == gpu.record_of(name, tmp_path)
     with pytest.raises(click.NoSuchOption):  # the negative control
@@ -144,3 +150,104 @@ def test_tests_are_complete_only_if_some_passed_and_none_failed(
     report.write_text(REPORT.format(inside))
     assert gpu.keep_tests("tests", record, report, code, is_quick=is_quick) == outcome
     assert (gpu.state_of("tests", SLICES["tests"], tmp_path) == "complete") is (outcome == "succeeded")
+
+
+def target(**fields: Any) -> pack.Target:
+    given = {
+        "installed": {},
+        "python": "3.12",
+        "glibc": 28,
+        "transfer_bytes": 64 << 20,
+        "transfer_s": 30.0,
+        "seconds": 600,
+    }
+    return pack.Target(**given | fields)
+
+
+LOCK = {
+    "packages": [
+        {"name": "vllm", "version": "0.33.0", "wheels": [{"size": 100 << 20}, {"size": 300 << 20}]},
+        {"name": "torch", "version": "2.14.0+cu130", "wheels": [{"size": 500 << 20}]},
+        {"name": "Typing_Extensions", "version": "4.16.0", "wheels": [{"size": 1 << 20}]},
+        {"name": "old", "version": "1"},
+    ]
+}
+
+
+def test_only_what_is_not_installed_is_brought() -> None:
+    installed = pack.installed_of("torch==2.14.0+cpu\n# a comment\ntyping.extensions==4.15\n-e git+https://x#egg=y\n")
+    assert installed == {"torch": "2.14.0", "typing-extensions": "4.15"}
+    wheels = pack.brought(LOCK, installed)
+    assert [(it.name, it.size_bytes >> 20, it.installed) for it in wheels] == [
+        ("vllm", 300, ""),
+        ("typing-extensions", 1, "4.15"),
+        ("old", 0, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"installed": {"torch": "2.14.0"}}, ["old 1 has no wheel for Python 3.12"]),
+        ({"installed": {"torch": "2.14.0", "old": "1"}}, []),
+        ({"installed": {"torch": "2.11.0", "old": "1"}}, ["needs torch 2.14.0+cu130, and 2.11.0 is installed"]),
+        (
+            {"installed": {"torch": "2.14.0", "old": "1"}, "seconds": 100},
+            ["301 MiB are 5 transfers, 150 s at 30 s each; there are 100 s"],
+        ),
+    ],
+)
+def test_what_cannot_travel_is_refused_with_the_reason(fields: dict[str, Any], reasons: list[str]) -> None:
+    asked = target(**fields)
+    assert asked.refusals(pack.brought(LOCK, asked.installed)) == reasons
+
+
+def test_a_pack_without_its_resolver_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze = tmp_path / "freeze.txt"
+    freeze.write_text("torch==2.11.0\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(pack.pack, ["links", "--installed", str(freeze)])
+    assert "install the package uv" in str(done.exception)
+
+
+def wheel(folder: Path, name: str, content: bytes) -> Path:
+    path, info = folder / f"{name}-1-py3-none-any.whl", f"{name}-1.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", "DATA = " + repr(content))
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_a_pack_is_put_together_whatever_the_order_of_its_transfers(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    wheels = [wheel(tmp_path, f"packed{number}", draw.randbytes(700_000)) for number in range(2)]
+    size = sum(it.stat().st_size for it in wheels)
+    count = pack.split(wheels, tmp_path / "pack", 3 << 19)
+    assert count == -(-size // (3 << 19)) >= 3
+    folders = sorted((tmp_path / "pack").iterdir())
+    carried = [sum(it.stat().st_size for it in folder.iterdir() if ".whl." in it.name) for folder in folders]
+    assert max(carried) <= 3 << 19
+    assert sum(carried) == size
+
+    def carry(folder: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(folder / "join.py"), str(tmp_path / "store")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    for folder in reversed(folders[1:]):
+        assert "not whole yet" in carry(folder).stdout
+    assert "not whole yet" in carry(folders[1]).stdout, "a transfer may come twice"
+    part = next(it for it in folders[0].iterdir() if ".whl." in it.name)
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "another checksum" in carry(folders[0]).stderr
+    assert not (tmp_path / "store" / "site").exists()
+    part.write_bytes(whole)
+    done = carry(folders[0])
+    assert "all 2 wheels are in" in done.stdout, done.stderr
+    for name in wheels:
+        assert (tmp_path / "store" / name.name).read_bytes() == name.read_bytes()
+        assert (tmp_path / "store" / "site" / f"{name.name.partition('-')[0]}.py").exists()

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +35,8 @@ END_S = 120.0
 _PRELOADED = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"]
 _LOG_LINES = 30
 _LOG_COLUMNS = 200
+_START = ["forkserver"]
+"""How processes are started; see `use_gpu`."""
 
 
 class EngineError(Exception):
@@ -93,8 +95,17 @@ def in_process(function: Callable[..., None], *arguments: Any) -> None:
         raise EngineError(f"{function.__name__} ended with exit code {process.exitcode}")
 
 
-def _context() -> ForkServerContext:
+def use_gpu() -> None:
+    """For engines on a GPU: compiled, with the default number of threads, each in a new process, as CUDA demands."""
+    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"):
+        ENVIRONMENT.pop(name, None)
+    _START[0] = "spawn"
+
+
+def _context() -> ForkServerContext | SpawnContext:
     os.environ.update(ENVIRONMENT)  # before the first process is made: all others inherit it
+    if _START[0] == "spawn":
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context

@@ -43,6 +43,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
+    # The layers of Llama-3.1-8B, for the benchmark on a GPU.
+    "llama-8b": COMMON
+    | {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
     # One KV head, of which each of several ranks has a copy.
     "llama-mqa": COMMON | {"model_type": "llama", "num_key_value_heads": 1},
     # Five layers with a sliding window to one with full attention: six groups in vLLM, two rules.
@@ -99,10 +111,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 SMALL = ("llama", "gemma3", "qwen3-next", "deepseek")
 
 
-def make_checkpoint(name: str, directory: Path, seed: int = 7) -> None:
+def make_checkpoint(name: str, directory: Path, seed: int = 7, device: str = "cpu") -> None:
     """Write checkpoint `name` of `CONFIGS` to `directory`: configuration, weights, a tokenizer that spells ``t7``.
 
-    The same seed writes the same bytes.
+    The same seed writes the same bytes on the same kind of `device`, which draws them.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -110,7 +122,8 @@ def make_checkpoint(name: str, directory: Path, seed: int = 7) -> None:
     fields = dict(CONFIGS[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     with torch.no_grad():
         for label, weight in model.named_parameters():
             weight.copy_(_drawn(label, weight))
@@ -155,7 +168,7 @@ def _drawn(label: str, weight: Any) -> Any:
     """Weights that neither vanish nor explode, and attention sharp enough to tell tokens apart."""
     import torch
 
-    noise = torch.randn(weight.shape)
+    noise = torch.randn(weight.shape, device=weight.device)
     if label.endswith(("q_norm.weight", "k_norm.weight")):
         return 1.0 + weight + 0.1 * noise  # the scores' only scale: the projections before it do not count
     if label.endswith("A_log"):
