@@ -138,14 +138,14 @@ def show(slices: dict[str, Slice], out: Path, rates: Rates, limit_s: float) -> N
     )
 
 
-def reason_against(the_slice: Slice, options: Options) -> str | None:
+def reason_against(the_slice: Slice) -> str | None:
     """Why a slice cannot run here, if it cannot."""
     lacking = missing((*the_slice.modules, *(("pytest",) if the_slice.is_tests else ())))
     if lacking:
         return f"{', '.join(lacking)} not installed"
     if the_slice.under and shutil.which(the_slice.under[0]) is None:
         return f"no program {the_slice.under[0]}"
-    return "no time left" if options.limit_s <= 0 else None
+    return None
 
 
 def command_of(name: str, the_slice: Slice, out: Path) -> list[str]:
@@ -167,10 +167,13 @@ def run(name: str, the_slice: Slice, options: Options) -> str:
     if state_of(name, the_slice, options.out) == "complete":
         print(f"== {name}: its record is complete; --again repeats it", flush=True)
         return "complete before"
-    reason = reason_against(the_slice, options)
+    reason = reason_against(the_slice)
     if reason is not None:
         print(f"== {name}: left out, {reason}", flush=True)
         return "left out"
+    if options.limit_s <= 0:
+        print(f"== {name}: no time left", flush=True)
+        return "stopped"
     with tempfile.TemporaryDirectory(prefix="kvtier-gpu-") as folder:
         report = Path(folder) / "report.xml"
         command = command_of(name, the_slice, options.out)
@@ -200,7 +203,9 @@ def environment_of(the_slice: Slice) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    if not the_slice.modules:  # vLLM's connectors refuse it
+    if the_slice.under:  # every tensor is an allocation of its own, so that an access beyond it is seen
+        found["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    elif not the_slice.modules:  # vLLM's connectors refuse it
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if "cpu" in the_slice.program or "--quick" in the_slice.program:
         found["OMP_NUM_THREADS"] = "1"  # more threads contend on a busy machine

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from bench.parts.command import continued, earlier_record, record_option, recorded_settings, resume_option, taken
 from bench.parts.command import run as run_script
-from bench.parts.links import CPU_CHUNKS, CopyBed, CudaDevice, Device, copies, finish
+from bench.parts.links import CPU_CHUNKS, CopyBed, CudaDevice, Device, address_of, copies, finish
 from bench.parts.models import check_device, device_name
 
 from kvtier.bench.record import make_record
@@ -40,6 +40,7 @@ from kvtier.device.page_lock import Lock, Registrar
 from kvtier.device.streams import Streams
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, write_json
+from kvtier.runtime.arena import page_aligned
 
 SLOT_BYTES = 32 << 20
 """Of a chunk of 256 tokens with 128 KiB each; memory is locked in parts of whole slots."""
@@ -114,20 +115,17 @@ def measure_lock(device: Device, settings: LinkSettings) -> object:
     """
     small = torch.zeros(1024, dtype=torch.uint8)
     waits_s: list[float] = []
-    with mmap.mmap(-1, settings.lock_bytes) as region:
-        array = np.frombuffer(region, np.uint8)
-        address = int(array.__array_interface__["data"][0])
-        del array
-        began = time.perf_counter()
-        lock = Lock(device.registrar(), address, settings.lock_bytes, SLOT_BYTES)
-        while not lock.ended.is_set() and time.perf_counter() - began < _LOCK_S:
-            before = time.perf_counter()
-            small.to(device.name)
-            device.settle()
-            waits_s.append(time.perf_counter() - before)
-            lock.ended.wait(1e-3)
-        seconds, locked = time.perf_counter() - began, lock.locked_bytes
-        lock.unlock()
+    region = page_aligned(settings.lock_bytes)
+    began = time.perf_counter()
+    lock = Lock(device.registrar(), address_of(region), settings.lock_bytes, SLOT_BYTES)
+    while not lock.ended.is_set() and time.perf_counter() - began < _LOCK_S:
+        before = time.perf_counter()
+        small.to(device.name)
+        device.settle_current()
+        waits_s.append(time.perf_counter() - before)
+        lock.ended.wait(1e-3)
+    seconds, locked = time.perf_counter() - began, lock.locked_bytes
+    lock.unlock()
     if locked < settings.lock_bytes:
         raise ConfigError(
             f"--lock: {locked} of {settings.lock_bytes} bytes are locked after {seconds:.0f} s, CUDA error "

@@ -121,7 +121,7 @@ class CopyBed:
             region[:: mmap.PAGESIZE] = 1
         lock = cuda_page_lock("on", device.registrar())
         assert lock is not None
-        self._unlocks = [lock(_address(region), self.size_bytes) for region in self._host]
+        self._unlocks = [lock(address_of(region), self.size_bytes) for region in self._host]
         self._device = device
         engine = [torch.empty(self.size_bytes, dtype=torch.uint8, device=device.name) for _ in range(2)]
         self._engine, self._tensors = engine, [cast("Any", torch).from_numpy(region) for region in self._host]
@@ -261,5 +261,6 @@ def finish(events: Sequence[Event]) -> None:
         time.sleep(20e-6)
 
 
-def _address(region: Any) -> int:  # noqa: ANN401 - an array of bytes
+def address_of(region: Any) -> int:  # noqa: ANN401 - an array of bytes
+    """Of its first byte."""
     return int(region.__array_interface__["data"][0])

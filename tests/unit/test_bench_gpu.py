@@ -64,8 +64,10 @@ def test_the_estimate_follows_the_work() -> None:
 
 @needs_engine
 def test_the_programs_take_the_options_of_their_slices(tmp_path: Path) -> None:
+    import torch
     from bench import links, multiturn, ttft
 
+    has_gpu = torch.cuda.is_available()
     programs = {"bench/ttft.py": ttft.ttft, "bench/multiturn.py": multiturn.multiturn, "bench/links.py": links.links}
     for name, each in {**SLICES, **{f"quick {name}": it for name, it in QUICK.items()}}.items():
         if each.is_tests:
@@ -75,6 +77,9 @@ def test_the_programs_take_the_options_of_their_slices(tmp_path: Path) -> None:
             continue  # which imports vLLM's test harness; tests/vllm runs it
         context = programs[script].make_context(script, words)
         assert context.params["record"] == gpu.record_of(name, tmp_path)
+        if "cuda" not in words and "cpu" not in words and "--quick" not in words and not has_gpu:
+            done = CliRunner().invoke(programs[script], words)
+            assert "torch sees no CUDA device; allowed here: cpu" in str(done.exception)
     with pytest.raises(click.NoSuchOption):  # the negative control
         multiturn.multiturn.make_context("multiturn", ["--user", "1"])
 
@@ -97,7 +102,7 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
     assert "gpu_ttft.json is no record that can be continued" in told
     assert "failed: ttft\ncomplete before: turns" in told
     assert "stopped: turns" in output("--quick", "turns", "--again", "--seconds", "1", "--out", str(tmp_path), code=1)
-    assert "left out: turns" in output("--quick", "turns", "--within", "-1", "--out", str(tmp_path))
+    assert "stopped: turns" in output("--quick", "turns", "--within", "-1", "--out", str(tmp_path), code=1)
 
 
 @needs_engine
