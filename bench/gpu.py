@@ -77,6 +77,7 @@ def main() -> int:
     for name in missing(WANTED):
         print(f"missing: {name}; its part is left out", file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the slice under way ends, too
     until_s = time.monotonic() + (given.within or float("inf"))
     outcomes: dict[str, list[str]] = {}
     for name in chosen:

@@ -230,6 +230,7 @@ def _whole(_context: click.Context, _option: click.Parameter, value: str) -> int
 @click.option("--transfer-seconds", "transfer_s", type=click.FloatRange(0), default=30.0, show_default=True)
 @click.option("--seconds", type=click.FloatRange(0), default=1500.0, show_default=True, help="For all transfers.")
 @click.option("--override", "overrides", multiple=True, help="A requirement that replaces those of the packages.")
+@click.option("--also", multiple=True, help="A further requirement, such as lmcache==0.5.6.")
 @click.option("--without", multiple=True, help="A package that is not brought, whatever the others ask for.")
 @click.option("--replace", multiple=True, help="torch or triton: an installed one that may be hidden by another.")
 @click.option("--out", type=click.Path(path_type=Path), help="Download the wheels, and write the transfers there.")
@@ -237,6 +238,7 @@ def pack(
     slices: tuple[str, ...],
     installed: Path,
     overrides: tuple[str, ...],
+    also: tuple[str, ...],
     without: tuple[str, ...],
     replace: tuple[str, ...],
     out: Path | None,
@@ -244,7 +246,7 @@ def pack(
 ) -> None:
     """Which wheels a slice needs on a machine without a package index, and whether they can be brought there."""
     target = Target(installed=installed_of(installed.read_text(encoding="utf-8")), **given)  # pyright: ignore[reportArgumentType]
-    asked = list(dict.fromkeys((*NEEDED, *(it for name in slices for it in SLICES[name].wheels))))
+    asked = list(dict.fromkeys((*NEEDED, *(it for name in slices for it in SLICES[name].wheels), *also)))
     try:
         wheels, reasons = resolve(asked, target, overrides=overrides, keeps_installed=True), []
     except ConfigError as error:

@@ -49,6 +49,7 @@ from models import make_checkpoint  # noqa: E402
 from sizes import FULL, GPU, QUICK, Sizes  # noqa: E402
 
 from kvtier.bench.record import RecordedSetting, commit, gpus, make_record, processor  # noqa: E402
+from kvtier.errors import KvError  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
 
 FACTORS = (0.1, 0.8, 1.25, 2.0, 10.0)
@@ -426,4 +427,7 @@ def _kept(path: Path | None) -> tuple[dict[str, Any], Samples]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KvError as error:
+        sys.exit(f"vllm: {error}")

@@ -63,7 +63,6 @@ def lmcache_environment(directory: Path, host_bytes: int) -> dict[str, str]:
         "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}',
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_LOG_LEVEL": "WARNING",
-        "PYTHONHASHSEED": "0",  # of its chunks' hashes
     }
 
 

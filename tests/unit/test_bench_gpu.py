@@ -157,6 +157,20 @@ def test_tests_are_complete_only_if_some_passed_and_none_failed(
     assert (gpu.state_of("tests", SLICES["tests"], tmp_path) == "complete") is (outcome == "succeeded")
 
 
+def test_what_the_sanitizer_finds_fails_the_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "told"
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > {told}\nexit 9\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = gpu.Options(tmp_path, 60, again=False, is_quick=False)
+    assert gpu.run("sanitizer-memcheck", SLICES["sanitizer-memcheck"], options) == "failed"
+    assert told.read_text().startswith("1 --tool memcheck --report-api-errors no --error-exitcode 9 ")
+    found = json.loads((tmp_path / "gpu_sanitizer_memcheck.json").read_text())
+    assert (found["results"]["exit_code"], found["results"]["is_complete"]) == (9, False)
+    assert gpu.state_of("sanitizer-memcheck", SLICES["sanitizer-memcheck"], tmp_path) == "begun"
+
+
 def target(**fields: Any) -> pack.Target:
     given = {
         "installed": {},
