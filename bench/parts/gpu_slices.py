@@ -1,7 +1,7 @@
 """The slices of `bench/gpu.py`, and how long each takes. The estimates are computed from shapes and stated rates."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from bench.vllm_arms.sizes import GPU
 
@@ -22,6 +22,8 @@ LOCK_BYTES_PER_S = 3e9
 LINK_SHARE = 0.8
 PRODUCT_SHARE = 0.7
 """Of the catalogue's rates: copies over the bus, and a large bf16 product."""
+KEPT_BYTES = {"deepseek-v2-lite": 27 * 16 * (192 + 128) * 2}
+"""Of a token's KV, where Transformers keeps more than an engine: keys and values of every head, in bf16."""
 
 VLLM = ("bench/vllm.py",)
 VLLM_WHEELS = ("vllm==0.33.0",)
@@ -44,10 +46,10 @@ class Rates:
         return prefill_of(model, gpu=find_parts(self.gpu, "--gpu", "gpu")).seconds(0, tokens)
 
     def bytes_per_token(self, model: str) -> float:
-        """Of KV."""
+        """Of KV in Transformers."""
         from kvtier import size  # noqa: PLC0415
 
-        return size.of(model).bytes_per_token_stored
+        return KEPT_BYTES.get(model) or size.of(model).bytes_per_token_stored
 
     def rate(self, name: str) -> float:
         """One of the catalogue's figures: ``flops`` (bf16) or ``link_bytes_per_s``."""
@@ -68,7 +70,7 @@ class Slice:
     """Seconds, of the program's options."""
     under: tuple[str, ...] = ()
     """A program that runs it."""
-    modules: tuple[str, ...] = field(default=())
+    modules: tuple[str, ...] = ()
     """Further modules that it needs."""
     wheels: tuple[str, ...] = ()
     """The requirements that bring these modules."""
@@ -94,7 +96,7 @@ class Slice:
 
 def tests_s(_words: Words, _rates: Rates) -> float:
     """A fixed number of seconds for each test of tests/gpu."""
-    return START_S + 20 * TEST_S
+    return START_S + 19 * TEST_S
 
 
 def sanitizer_s(_words: Words, _rates: Rates) -> float:
@@ -170,7 +172,7 @@ def bytes_of(text: str) -> int:
     return parse_size(text)
 
 
-COPIER = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
 TTFT = ("bench/ttft.py",)
 TURNS = ("bench/multiturn.py",)
 
@@ -179,14 +181,14 @@ def sanitizer(tool: str, *flags: str) -> Slice:
     """The copier's tests under one tool, which serializes; tests of what runs at the same time are left out."""
     return Slice(
         f"the copier's tests under compute-sanitizer's {tool}",
-        (*COPIER, "tests/gpu/test_cuda_copies.py", "-k", "not queued and not default_stream"),
+        (*PYTEST, "tests/gpu/test_cuda_copies.py", "-k", "not queued and not default_stream"),
         sanitizer_s,
         under=("compute-sanitizer", "--tool", tool, *flags, "--error-exitcode", "9"),
     )
 
 
 SLICES: dict[str, Slice] = {
-    "tests": Slice("tests/gpu: bytes, streams, page locks, restored tokens", (*COPIER, "tests/gpu"), tests_s),
+    "tests": Slice("tests/gpu: bytes, streams, page locks, restored tokens", (*PYTEST, "tests/gpu"), tests_s),
     # Errors of calls are left out: torch's start looks for functions that a driver may lack, which is no error.
     "sanitizer-memcheck": sanitizer("memcheck", "--report-api-errors", "no"),
     "links": Slice("copies, page-locking, a product next to copies", ("bench/links.py", "--lock", "64GiB"), links_s),
@@ -264,6 +266,12 @@ def none_s(_words: Words, _rates: Rates) -> float:
 
 QUICK: dict[str, Slice] = {
     "tests": SLICES["tests"],
+    "kernel": Slice(
+        "the copy kernel in Triton's interpreter",
+        (*PYTEST, "tests/unit/test_copy_descriptors.py"),
+        none_s,
+        modules=("triton",),
+    ),
     "sanitizer": SLICES["sanitizer-memcheck"],
     "links": Slice(
         SLICES["links"].what,

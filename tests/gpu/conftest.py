@@ -1,4 +1,4 @@
-"""Tests that need an NVIDIA GPU: left out, with a reason, where there is none."""
+"""Without an NVIDIA GPU, tests marked `gpu` are skipped with a reason; the others run on the CPU."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,11 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _device() -> Iterator[None]:
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and request.node.get_closest_marker("gpu"):
         pytest.skip("torch sees no CUDA device")
     yield
-    torch.cuda.synchronize()
+    if has_gpu:
+        torch.cuda.synchronize()

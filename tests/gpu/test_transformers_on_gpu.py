@@ -8,12 +8,12 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.parts.models import SHAPES, build  # noqa: E402 - after the check for torch
+from bench.parts.models import build  # noqa: E402 - after the check for torch
 
 from kvtier.connect.transformers import attach  # noqa: E402
 
-pytestmark = pytest.mark.gpu
-
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""On the CPU as a dry run."""
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
 LOGITS: dict[str, Any] = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
 
@@ -21,8 +21,8 @@ LOGITS: dict[str, Any] = GREEDY | {"output_logits": True, "return_dict_in_genera
 @pytest.mark.parametrize("layerwise", [True, False])
 @pytest.mark.parametrize("host", ["64MiB", "1MiB"])
 def test_restored_from_each_place(layerwise: bool, host: str, tmp_path: Path) -> None:
-    model = build("tiny", "cuda", "float32", 3)
-    prompt = torch.randint(1, 500, (1, 1001), generator=torch.Generator().manual_seed(1)).cuda()
+    model = build("tiny", DEVICE, "float32", 3)
+    prompt = torch.randint(1, 500, (1, 1001), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     arguments = LOGITS | {"attention_mask": torch.ones_like(prompt)}
     plain = model.generate(prompt, **arguments)
     with attach(model, tmp_path / "kv", host__capacity_bytes=host, store__chunk_tokens=16, layerwise=layerwise) as kv:
@@ -37,8 +37,3 @@ def test_restored_from_each_place(layerwise: bool, host: str, tmp_path: Path) ->
         disk = kv.generate(prompt, **arguments)
         assert kv.last.restored_by_source == {"directory": 992}
         assert torch.equal(disk.sequences, plain.sequences)
-
-
-def test_every_shape_has_a_configuration() -> None:
-    for shape in SHAPES.values():
-        assert shape.config().num_hidden_layers == shape.fields["num_hidden_layers"]

@@ -111,6 +111,15 @@ def test_only_what_the_device_has_no_memory_for_is_left_out() -> None:
 
 
 @needs_engine
+def test_every_shape_has_a_configuration() -> None:
+    import transformers
+    from bench.parts.models import SHAPES
+
+    for kind, fields in SHAPES.values():
+        assert getattr(transformers, kind)(**fields).num_hidden_layers == fields["num_hidden_layers"]
+
+
+@needs_engine
 def test_the_crossover_is_where_it_stays_faster() -> None:
     from bench.ttft import Arm, TtftResult
 
