@@ -35,6 +35,9 @@ class Speed(NamedTuple):
     first_s: float
     """Before the first byte of an object."""
     chunks_per_s: float
+    quota: int = 0
+    """Objects that end in each `period_s` at most; 0: no limit. So throttled groups and volumes are limited."""
+    period_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -44,6 +47,9 @@ class Tier:
     speeds: Sequence[Speed]
     threads: int = 4
     free_s: list[float] = field(init=False)
+    period: int = 0
+    """The last period in which an object ended, and how many ended in it."""
+    passed: int = 0
 
     def __post_init__(self) -> None:
         self.free_s = [0.0] * self.threads
@@ -53,8 +59,19 @@ class Tier:
         begin_s = max(now_s, heapq.heappop(self.free_s))
         speed = next(speed for speed in reversed(self.speeds) if speed.since_s <= begin_s)
         end_s = begin_s + speed.first_s + self.threads / speed.chunks_per_s
+        if speed.quota:
+            end_s = self._within_quota(end_s, speed)
         heapq.heappush(self.free_s, end_s)
         return begin_s, end_s
+
+    def _within_quota(self, end_s: float, speed: Speed) -> float:
+        period = max(self.period, int(end_s / speed.period_s))
+        if period > self.period:
+            self.period, self.passed = period, 0
+        elif self.passed >= speed.quota:
+            self.period, self.passed = period + 1, 0
+        self.passed += 1
+        return max(end_s, self.period * speed.period_s)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.core_driver import CHUNK, Driver, prefix_of
+from tests.planner_world import CHUNK as CHUNK_TOKENS
 from tests.planner_world import STEP_TOKENS, Speed, World
 
 from kvtier.core import planner as planner_module
@@ -152,10 +153,10 @@ def test_an_engine_that_computes_all_prompts_is_kept_waiting_no_longer_than_was_
     world = World(engine, speeds, threads=count, slots=512, is_one=True)
     world.teach()
     set_aside_s = world.planner.snapshot()["loss_budget_s"] + LOSS_BUDGET_START_S
+    overdraft_s = 0.0  # of any load so far: a later burst may have no load, because the budget is overdrawn
     for number, (together, pause_s) in enumerate(asked):
         world.ask_together(together, f"burst {number}")
         world.wait(pause_s)
-        overdraft_s = 0.0
         for answer in world.answers[-len(together) :]:
             recompute_s = world.compute_s(answer.tokens, 0)
             budget = answer.plan.budget
@@ -259,6 +260,32 @@ def test_a_steady_tier_is_used_as_well_as_by_trying_every_boundary(
         assert answer.ttft_s <= answer.best_s + slack_s + 2 * round_s + CUT_S, answer
 
 
+def _with_quota(tokens: int, share: float, threads: int, periods: int) -> World:
+    """After six requests. The tier passes some objects in each period, and then none until the next one.
+
+    It needs `periods` of them for a prompt, in `share` of the time of computing it.
+    """
+    engine = PrefillCosts(1e-3, 1e-4, 1e-9)
+    period_s = share * World(engine, []).compute_s(tokens, 0) / periods
+    quota = -(-tokens // CHUNK_TOKENS // periods)
+    speed = Speed(0, 1e-3, 100 * quota / period_s, quota, period_s)
+    world = World(engine, [speed], slots=256, threads=threads)
+    world.teach()
+    for _ in range(6):
+        world.ask(tokens)
+        world.wait(BACKOFF_S_MAX)
+    return world
+
+
+@given(powers(8_000, 40_000).map(int), st.floats(0.1, 0.35), threads, st.integers(3, 8))
+def test_a_load_is_not_cut_while_the_quota_of_its_link_is_spent(
+    tokens: int, share: float, count: int, periods: int
+) -> None:
+    """The first loads measure the pauses."""
+    later = _with_quota(tokens, share, count, periods).answers[2:]
+    assert all(answer.loaded == answer.plan.tokens > 0 for answer in later), later
+
+
 @given(costs, changing(slowest=2.0), st.integers(4_000, 20_000), groups)
 def test_a_tier_that_has_recovered_is_used_again(
     engine: PrefillCosts, speeds: Sequence[Speed], tokens: int, kinds: Sequence[Validity]
@@ -271,7 +298,7 @@ def test_a_tier_that_has_recovered_is_used_again(
         world.ask(tokens)
         world.wait(1.0)
     lost_s = sum(max(0.0, answer.regret_s) for answer in world.answers)
-    requests = 4 + int(lost_s / (SLACK * recompute_s))
+    requests = 4 + int(lost_s / (COMPUTED_SHARE * recompute_s))
     assert any(_is_used(world, tokens) for _ in range(requests))
 
 

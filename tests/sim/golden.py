@@ -4,8 +4,8 @@ Prints what `tests/golden/simulator.json` holds. Seeds with one lower tier at mo
 tiers, which changed no decision in them, and those with several after it. All were recorded again when estimates of
 links took whole rounds, which changed the seconds of load options, and those with several when relays took slots on
 demand, and relays without a staging area were dropped. Announced chunks came later, in runs of their own, which
-were recorded again when their searches no longer changed a tier's hit rate. A change of the core that is meant to
-change no decision leaves every digest as it is.
+were recorded again when their searches no longer changed a tier's hit rate. All were recorded again when links had an
+estimate of their pauses. A change of the core that is meant to change no decision leaves every digest as it is.
 """
 
 import json

@@ -137,6 +137,61 @@ def test_objects_that_arrive_in_rounds_are_sampled_by_whole_rounds(count: int) -
     assert estimator.bytes_per_s == pytest.approx(40 * MB)
 
 
+def _quota(estimator: LinkEstimator, *passed: int) -> None:
+    """A burst: each 0.1 s these objects pass, the first at once."""
+    start_s = 10.0 * round(estimator._moved_s / 10 + 1)
+    for _ in range(sum(passed)):
+        estimator.began(MB, start_s)
+    for number, count in enumerate(passed):
+        for _ in range(count):
+            estimator.ended(MB, start_s + 0.01 + 0.1 * number, is_moved=True)
+
+
+def test_the_longest_pause_of_a_link_is_measured() -> None:
+    """A worse measurement replaces the estimate; a better one counts as the geometric mean of both."""
+    estimator = LinkEstimator()
+    _quota(estimator, 3, 3, 3, 3)
+    assert estimator.pause_s == pytest.approx(0.1)
+    for _ in range(4):
+        estimator.began(MB, 50.0)
+    for number in range(4):
+        estimator.ended(MB, 50.01 + 0.025 * number, is_moved=True)
+    assert estimator.pause_s == pytest.approx(0.05)
+
+
+def test_a_sample_that_is_mostly_one_pause_does_not_make_a_link_slower() -> None:
+    estimator = LinkEstimator()
+    _quota(estimator, 2, 3, 3, 3, 3)
+    assert estimator.bytes_per_s == pytest.approx(30 * MB)
+    _quota(estimator, 2, 2)
+    assert estimator.bytes_per_s == pytest.approx(30 * MB)
+    _quota(estimator, 2, 2, 2, 2, 2)
+    assert estimator.bytes_per_s == pytest.approx(20 * MB)
+
+
+def test_the_end_of_a_burst_does_not_replace_what_was_measured_before_it() -> None:
+    estimator = LinkEstimator()
+    _quota(estimator, 3, 3, 3, 3, 0, 3, 3, 3)
+    assert estimator.bytes_per_s == pytest.approx(30 * MB)
+
+
+def test_a_burst_that_was_too_short_for_a_sample_is_an_upper_limit_of_the_bandwidth() -> None:
+    estimator = LinkEstimator()
+    _quota(estimator, 8, 2)
+    assert estimator.bytes_per_s == pytest.approx(100 * MB)  # 2, and 8 more about to arrive
+
+
+def test_a_load_may_have_to_wait_for_a_pause_of_the_link_but_not_longer_than_for_all_of_it() -> None:
+    core, prefix = Driver(slots=64), prefix_of("abcdef")
+    core.fill("disk", prefix)
+    paced(core, disk=0.1)
+    for pause_s, wait_s in ((0.0, 0.1), (0.3, 0.3), (5.0, 0.6)):
+        core.cache._estimators["disk"].pause_s = pause_s
+        assert len(options(core, "r", prefix)) == 1
+        (option,) = core.cache.lookup(RequestId("r"), prefix, core.now_s).options
+        assert option.wait_s == pytest.approx(wait_s)
+
+
 def test_host_memory_and_a_tier_are_two_offers() -> None:
     core, prefix = Driver(slots=64), prefix_of("abcdef")
     core.fill("disk", prefix)
@@ -346,6 +401,17 @@ def test_a_load_that_was_cut_before_anything_came_tells_that_it_takes_longer() -
     load(core, prefix, LoadBudget(1.0, 0.25))
     core.wait(1.0)
     assert core.cache._estimators["disk"].lead_s == pytest.approx(1.0)
+
+
+def test_a_load_that_was_cut_after_its_first_chunk_does_not_measure_it_again() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, LoadBudget(1.0, 0.25))
+    core.wait(0.3)
+    promote(core, 1)
+    core.wait(2.0)
+    assert core.loaded()[0].was_cut
+    assert core.cache._estimators["disk"].lead_s == pytest.approx(0.3)
+    assert core.cache._estimators["host"].lead_s == 0.0
 
 
 def test_a_load_behind_others_does_not_measure_the_link() -> None:

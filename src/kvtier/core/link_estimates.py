@@ -6,6 +6,9 @@ bandwidth is that of the rest, so both parameters are measured directly and noth
 replaces the estimate; a better one counts as the geometric mean of both. So plans assume a link's slower periods, and
 one good measurement recovers half of the difference.
 
+The longest pause between arrivals is estimated in the same way. A link with a quota (a throttled control group, a cloud
+volume) passes some objects at once and then none until its next period.
+
 A link without measurements has the estimate of its prior, from a probe record. Without a prior it is assumed to be
 fast, since only a transfer can show otherwise.
 """
@@ -41,6 +44,8 @@ class LinkEstimator:
     """Bytes of the first batch."""
     bytes_per_s: float = DEFAULT_BYTES_PER_S
     """Bandwidth after the first batch."""
+    pause_s: float = 0.0
+    """Longest time between two arrivals of a flow."""
     lead_s: float = 0.0
     """Time until a load has its first usable chunk, which need not arrive first."""
     is_known: bool = False
@@ -60,6 +65,10 @@ class LinkEstimator:
     """End of the last whole round: threads that read one object each deliver together. A sample ends with a round."""
     _round_bytes: int = field(default=0, init=False)
     """Bytes of the flow up to `_round_s`."""
+    _flow_pause_s: float = field(default=0.0, init=False)
+    """Longest time between arrivals of the flow."""
+    _is_sampled: bool = field(default=False, init=False)
+    """The bandwidth of this burst was measured."""
 
     @classmethod
     def from_prior(cls, prior: LinkPrior | None) -> "LinkEstimator":
@@ -116,6 +125,7 @@ class LinkEstimator:
             self._update_latency(wait_s)
             self._is_waiting = False
             self._flow_since_s, self._flow_bytes, self._round_bytes = now_s, 0, 0
+            self._flow_pause_s, self._is_sampled = 0.0, False
             self._batch_until_s, self._batch_bytes = now_s + FIRST_BATCH_SHARE * wait_s, 0
         if now_s <= self._batch_until_s:
             self._batch_bytes += size_bytes
@@ -123,27 +133,49 @@ class LinkEstimator:
             if not self._has_bandwidth:
                 self.bytes_per_s = self.first_bytes / self.first_s  # a lower bound: the next batch may take as long
         else:
-            if now_s - self._moved_s > FIRST_BATCH_SHARE * self.first_s:
+            pause_s = now_s - self._moved_s
+            if pause_s > FIRST_BATCH_SHARE * self.first_s:
                 self._round_s, self._round_bytes = self._moved_s, self._flow_bytes
                 self._sample(SAMPLE_S)
+            self._flow_pause_s = max(self._flow_pause_s, pause_s)
+            self.pause_s = max(self.pause_s, pause_s)
             self._flow_bytes += size_bytes
             self.first_bytes = self._batch_bytes  # not more, although more was in flight
-            if not self.out or now_s - self._flow_since_s >= 2 * SAMPLE_S:
-                if self.out or not self._round_bytes:  # the last round may not be whole
-                    self._round_s, self._round_bytes = now_s, self._flow_bytes
+            if not self.out:
+                self._end_burst(now_s)
+            elif now_s - self._flow_since_s >= 2 * SAMPLE_S:
+                self._round_s, self._round_bytes = now_s, self._flow_bytes
                 self._sample(0.0)
         self._moved_s = now_s
+
+    def _end_burst(self, now_s: float) -> None:
+        if not self._round_bytes:  # else the last round may not be whole
+            self._round_s, self._round_bytes = now_s, self._flow_bytes
+        if self._is_sampled:
+            self._sample(SAMPLE_S)  # the rest of the burst may be less than a period of its quota
+            return
+        limit = (self._flow_bytes + self.first_bytes) / max(self.first_s, now_s - self._flow_since_s)
+        self._sample(0.0)
+        # Even if a whole batch was about to arrive, the link is not faster than that.
+        self.bytes_per_s = min(self.bytes_per_s, limit)
 
     def _sample(self, seconds_min: float) -> None:
         """Measure the bandwidth until the end of the last whole round, if that is long enough.
 
-        Smaller or shorter samples than the first batch say nothing about the bandwidth.
+        Smaller or shorter samples than the first batch say nothing about the bandwidth. A sample that is mostly one
+        pause does not say that the link has become slower.
         """
         flow_s = self._round_s - self._flow_since_s
-        if self._round_bytes >= self.first_bytes and flow_s >= max(self.first_s, seconds_min):
-            self._update_bandwidth(self._round_bytes / flow_s)
-            self._flow_since_s, self._flow_bytes = self._round_s, self._flow_bytes - self._round_bytes
-            self._round_bytes = 0
+        if self._round_bytes < self.first_bytes or flow_s < max(self.first_s, seconds_min):
+            return
+        bytes_per_s = self._round_bytes / flow_s
+        if self._has_bandwidth and bytes_per_s < self.bytes_per_s and flow_s < 2 * self._flow_pause_s:
+            return
+        self._update_bandwidth(bytes_per_s)
+        self.pause_s = sqrt(self.pause_s * self._flow_pause_s)
+        self._flow_pause_s, self._is_sampled = 0.0, True
+        self._flow_since_s, self._flow_bytes = self._round_s, self._flow_bytes - self._round_bytes
+        self._round_bytes = 0
 
     def _update_latency(self, seconds: float) -> None:
         seconds = max(seconds, INSTANT_S)

@@ -88,7 +88,7 @@ class CostModel:
             if place in added:
                 first_s, all_s = estimator.seconds(added[place], queues[place], now_s)
                 promote_s += all_s
-                wait_s = max(wait_s, first_s)
+                wait_s = max(wait_s, first_s, min(estimator.pause_s, all_s))
                 slowest, is_known = place, is_known and estimator.is_known
         # Scatters overlap with promotions, except for the last scatter.
         seconds = max(scatter_s, promote_s + scatter_first_s)

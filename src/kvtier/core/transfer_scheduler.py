@@ -102,7 +102,8 @@ class TransferScheduler:
         for work in self._operations.overdue(now_s):
             if isinstance(work, LoadOperation):
                 work.was_cut = now_s < work.deadline_s
-                self._record_lead(work, self._leading_place(work), now_s)
+                if not work.has_led:
+                    self._record_lead(work, self._leading_place(work), now_s)
             self.stop(work)
             changed = True
         return changed
