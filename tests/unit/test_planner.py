@@ -201,7 +201,7 @@ def test_a_short_prompt_has_some_milliseconds_too() -> None:
     assert plan.budget.allowance_s == pytest.approx(SLACK_S_MIN)
 
 
-@pytest.mark.parametrize(("tokens", "first_look_s"), [(1000, 0.1), (10_000, 0.2), (100_000, 0.4)])
+@pytest.mark.parametrize(("tokens", "first_look_s"), [(1000, 0.15), (10_000, 0.2), (100_000, 0.4)])
 def test_the_first_look_at_a_link_is_given_its_share_of_the_prompt(tokens: int, first_look_s: float) -> None:
     plan = taught().plan(lookup_of(option(900, 0.0, is_known=False)), tokens, now_s=0.0)
     assert plan.budget is not None

