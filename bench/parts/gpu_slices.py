@@ -192,13 +192,10 @@ SLICES: dict[str, Slice] = {
     # Errors of calls are left out: torch's start looks for functions that a driver may lack, which is no error.
     "sanitizer-memcheck": sanitizer("memcheck", "--report-api-errors", "no"),
     "links": Slice("copies, page-locking, a product next to copies", ("bench/links.py", "--lock", "64GiB"), links_s),
-    "ttft-8b-short": Slice(
-        "TTFT of Llama-3.1-8B, to 16K",
-        (*TTFT, "--contexts", "1024,2048,4096,8192,16384", "--disk", "24GiB", "--host", "24GiB"),
-        ttft_s,
-    ),
     "ttft-8b-32k": Slice(
-        "TTFT of Llama-3.1-8B, 32K", (*TTFT, "--contexts", "32768", "--disk", "24GiB", "--host", "40GiB"), ttft_s
+        "TTFT of Llama-3.1-8B, 1K to 32K",
+        (*TTFT, "--contexts", "1024,2048,4096,8192,16384,32768", "--disk", "24GiB", "--host", "40GiB"),
+        ttft_s,
     ),
     "ttft-8b-64k": Slice(
         "TTFT of Llama-3.1-8B, 64K",
