@@ -265,3 +265,15 @@ def test_times_that_differ_more_than_tenfold_are_on_a_logarithmic_axis(loaded, p
     axes = figure.Figure().subplots()
     charts_of(served)["ttft"].draw(axes, served, defaultdict(lambda: "#123456"))
     assert axes.get_yscale() == scale
+
+
+def test_the_points_of_a_line_are_in_the_order_of_the_load(loaded):
+    figure = pytest.importorskip("matplotlib.figure")
+    served = Served.of(loaded)
+    run = next(it for it in served.results if it.name == "kvtier")
+    results = [replace(run, load={"requests_per_s": rate}) for rate in (8, 1, 6, 2, 5, 3, 7)]
+    axes = figure.Figure().subplots()
+    charts_of(replace(served, results=results))["ttft"].draw(
+        axes, replace(served, results=results), defaultdict(lambda: "#123456")
+    )
+    assert [line.get_xdata().tolist() for line in axes.get_lines()] == [[1, 2, 3, 5, 6, 7, 8]]

@@ -148,7 +148,7 @@ def _draw_ratio(axes: "Axes", served: Served, colours: Colours, *, of: Figure) -
 def _draw_load(axes: "Axes", served: Served, colours: Colours, *, of: Figure) -> None:
     names = list(dict.fromkeys(name for load, _ in served.points for name, _ in load))
     moving = next((name for name in names if len({dict(load).get(name) for load, _ in served.points}) > 1), "")
-    own = {it.point for it in served.results if it.name == served.own}
+    own = sorted({it.point for it in served.results if it.name == served.own})
     lowest = {load: min(ratio for other, ratio in own if other == load) for load, _ in own}
     medians: list[float] = []
     for arm, colour in _colours(served, colours).items():
