@@ -26,8 +26,11 @@ def test_restored_from_each_place(layerwise: bool, host: str, tmp_path: Path) ->
     arguments = LOGITS | {"attention_mask": torch.ones_like(prompt)}
     plain = model.generate(prompt, **arguments)
     with attach(model, tmp_path / "kv", host__capacity_bytes=host, store__chunk_tokens=16, layerwise=layerwise) as kv:
-        kv.generate(prompt, **arguments)
-        kv.flush()
+        for _ in range(5):  # a store that finds no free slot is dropped; the next call repeats it
+            kv.generate(prompt, **arguments)
+            kv.flush()
+            if kv.last.restored_tokens >= 992:
+                break
         for _ in range(3):
             warm = kv.generate(prompt, **arguments)
             assert kv.last.restored_tokens >= 992, kv.last
