@@ -236,19 +236,22 @@ def keep_tests(name: str, record: Path, report: Path, code: int, *, is_quick: bo
     from kvtier.bench.record import make_record  # noqa: PLC0415 - `missing` comes first
 
     cases = list(ET.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - pytest's own
-    told = {kind: [it for it in cases if it.find(kind) is not None] for kind in ("failure", "error", "skipped")}
-    bad = [*told["failure"], *told["error"]]
-    passed = len(cases) - len(bad) - len(told["skipped"])
-    reasons = sorted({node.get("message", "") for it in told["skipped"] if (node := it.find("skipped")) is not None})
+    by_kind = {kind: [it for it in cases if it.find(kind) is not None] for kind in ("failure", "error", "skipped")}
+    bad = [*by_kind["failure"], *by_kind["error"]]
+    passed = len(cases) - len(bad) - len(by_kind["skipped"])
+    reasons = sorted({node.get("message", "") for it in by_kind["skipped"] if (node := it.find("skipped")) is not None})
     results: dict[str, Any] = {
         "passed": passed,
         "failed": [f"{it.get('classname')}.{it.get('name')}" for it in bad],
-        "skipped": {"tests": len(told["skipped"]), "reasons": reasons},
+        "skipped": {"tests": len(by_kind["skipped"]), "reasons": reasons},
         "exit_code": code,
         "seconds": round(sum(float(it.get("time", "0")) for it in cases), 1),
         "is_complete": code == 0 and passed == len(cases) > 0,
     }
-    print(f"== {name}: {passed} passed, {len(bad)} failed, {len(told['skipped'])} skipped {reasons or ''}", flush=True)
+    print(
+        f"== {name}: {passed} passed, {len(bad)} failed, {len(by_kind['skipped'])} skipped {reasons or ''}",
+        flush=True,
+    )
     slices = QUICK if is_quick else SLICES
     made = make_record("gpu tests", settings={}, seed=None, results=results)
     write(record, made | {"command": list(slices[name].program)})

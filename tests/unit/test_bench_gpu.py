@@ -89,11 +89,11 @@ def test_the_programs_take_the_options_of_their_slices(tmp_path: Path) -> None:
 def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path) -> None:
     import torch
 
-    told = output("--quick", "--out", str(tmp_path))
-    assert "== sanitizer: left out, no program compute-sanitizer" in told
-    assert re.search(r"^succeeded: .*links, ttft, turns$", told, re.MULTILINE)
+    printed = output("--quick", "--out", str(tmp_path))
+    assert "== sanitizer: left out, no program compute-sanitizer" in printed
+    assert re.search(r"^succeeded: .*links, ttft, turns$", printed, re.MULTILINE)
     # Without a GPU the tests that need none are run, and that is not a complete record.
-    assert ("== tests: 4 passed, 0 failed, 15 skipped" in told) is not torch.cuda.is_available()
+    assert ("== tests: 4 passed, 0 failed, 15 skipped" in printed) is not torch.cuda.is_available()
     for name in ("ttft", "turns"):
         assert json.loads((tmp_path / f"gpu_{name}.json").read_text())["results"]["same_tokens"] is True
     found = json.loads((tmp_path / "gpu_links.json").read_text())["results"]
@@ -102,9 +102,9 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
     assert min(found["product"][key] for key in ("alone", "plain_gb_per_s", "kvtier_gb_per_s")) > 0
     # Nothing is run again that is complete; a slice that fails leaves the others alone.
     (tmp_path / "gpu_ttft.json").write_text("{}")
-    told = output("--quick", "ttft", "turns", "--out", str(tmp_path), code=1)
-    assert "gpu_ttft.json is no record that can be continued" in told
-    assert "failed: ttft\ncomplete before: turns" in told
+    printed = output("--quick", "ttft", "turns", "--out", str(tmp_path), code=1)
+    assert "gpu_ttft.json is no record that can be continued" in printed
+    assert "failed: ttft\ncomplete before: turns" in printed
     assert "stopped: turns" in output("--quick", "turns", "--again", "--seconds", "1", "--out", str(tmp_path), code=1)
     assert "stopped: turns" in output("--quick", "turns", "--within", "-1", "--out", str(tmp_path), code=1)
 
@@ -162,14 +162,14 @@ def test_tests_are_complete_only_if_all_passed(
 
 
 def test_what_the_sanitizer_finds_fails_the_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = tmp_path / "told"
+    arguments = tmp_path / "arguments"
     program = tmp_path / "compute-sanitizer"
-    program.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > {told}\nexit 9\n')
+    program.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > {arguments}\nexit 9\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     options = gpu.Options(tmp_path, 60, again=False, is_quick=False)
     assert gpu.run("sanitizer-memcheck", SLICES["sanitizer-memcheck"], options) == "failed"
-    assert told.read_text().startswith("1 --tool memcheck --report-api-errors no --error-exitcode 9 ")
+    assert arguments.read_text().startswith("1 --tool memcheck --report-api-errors no --error-exitcode 9 ")
     found = json.loads((tmp_path / "gpu_sanitizer_memcheck.json").read_text())
     assert (found["results"]["exit_code"], found["results"]["is_complete"]) == (9, False)
     assert gpu.state_of("sanitizer-memcheck", SLICES["sanitizer-memcheck"], tmp_path) == "begun"
