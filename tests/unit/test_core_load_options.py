@@ -3,7 +3,7 @@
 import pytest
 from tests.core_driver import CHUNK, Driver, prefix_of
 
-from kvtier.core.link_estimates import DEFAULT_BYTES_PER_S, SAMPLE_S, LinkEstimator
+from kvtier.core.link_estimates import DEFAULT_BYTES_PER_S, PAUSE_KEPT, SAMPLE_S, LinkEstimator
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.prefix import needed_chunks
 from kvtier.layout import ALIGNMENT, History, State, Window
@@ -156,7 +156,11 @@ def test_the_longest_pause_of_a_link_is_measured() -> None:
         estimator.began(MB, 50.0)
     for number in range(4):
         estimator.ended(MB, 50.01 + 0.025 * number, is_moved=True)
-    assert estimator.pause_s == pytest.approx(0.05)
+    assert estimator.pause_s == pytest.approx((PAUSE_KEPT * 0.1 * 0.025) ** 0.5)
+    for number in range(20):  # bursts that are too small for a sample
+        estimator.began(MB, 60.0 + number)
+        estimator.ended(MB, 60.01 + number, is_moved=True)
+    assert estimator.pause_s < 0.01
 
 
 def test_a_sample_that_is_mostly_one_pause_does_not_make_a_link_slower() -> None:
@@ -179,6 +183,24 @@ def test_a_burst_that_was_too_short_for_a_sample_is_an_upper_limit_of_the_bandwi
     estimator = LinkEstimator()
     _quota(estimator, 8, 2)
     assert estimator.bytes_per_s == pytest.approx(100 * MB)  # 2, and 8 more about to arrive
+
+
+@pytest.mark.parametrize("last_is_moved", [True, False])
+def test_one_hiccup_does_not_make_a_link_slow_but_the_second_does(last_is_moved: bool) -> None:
+    estimator = LinkEstimator()
+    for _ in range(3):
+        _quota(estimator, 1, *[5] * 8)
+    before = estimator.bytes_per_s
+    after: list[float] = []
+    for start_s in (1000.0, 2000.0):
+        for _ in range(12):
+            estimator.began(MB, start_s)
+        for number in range(12):
+            arrival_s = start_s + 0.01 * (1 + number) + (5.0 if number > 6 else 0.0)
+            estimator.ended(MB, arrival_s, is_moved=number < 11 or last_is_moved)
+        after.append(estimator.bytes_per_s)
+    assert after[0] > 0.25 * before
+    assert after[1] < 0.1 * before
 
 
 def test_a_load_may_have_to_wait_for_a_pause_of_the_link_but_not_longer_than_for_all_of_it() -> None:

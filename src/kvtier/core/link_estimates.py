@@ -6,8 +6,9 @@ bandwidth is that of the rest, so both parameters are measured directly and noth
 replaces the estimate; a better one counts as the geometric mean of both. So plans assume a link's slower periods, and
 one good measurement recovers half of the difference.
 
-The longest pause between arrivals is estimated in the same way. A link with a quota (a throttled control group, a cloud
-volume) passes some objects at once and then none until its next period.
+The longest pause between arrivals is estimated as well; it decays with each burst and with each better measurement. A
+link with a quota (a throttled control group, a cloud volume) passes some objects at once and then none until its next
+period. A pause that is longer than the estimate may be a single hiccup: it counts in the bandwidth from the second on.
 
 A link without measurements has the estimate of its prior, from a probe record. Without a prior it is assumed to be
 fast, since only a transfer can show otherwise.
@@ -22,6 +23,8 @@ DEFAULT_FIRST_S = 1e-3
 SAMPLE_S = 0.25
 """A link that is never idle is measured this often, or half as often if its objects never pause."""
 INSTANT_S = 1e-6
+PAUSE_KEPT = 0.9
+"""Share of the estimated pause that is left when the next burst begins."""
 FIRST_BATCH_SHARE = 0.5
 """Objects that arrive within this share of the latency after the first one belong to the first batch."""
 
@@ -66,7 +69,9 @@ class LinkEstimator:
     _round_bytes: int = field(default=0, init=False)
     """Bytes of the flow up to `_round_s`."""
     _flow_pause_s: float = field(default=0.0, init=False)
-    """Longest time between arrivals of the flow."""
+    """Longest time between arrivals since the last sample."""
+    _usual_pause_s: float = field(default=0.0, init=False)
+    """The estimated pause when the burst began."""
     _is_sampled: bool = field(default=False, init=False)
     """The bandwidth of this burst was measured."""
 
@@ -96,6 +101,8 @@ class LinkEstimator:
         elif self._is_waiting and not self.out:
             # All transfers ended without moving bytes: the latency is at least this long.
             self._update_latency(max(self.first_s, now_s - self._moved_s))
+        elif not self.out and self._flow_bytes:
+            self._end_burst(self._moved_s)
 
     def seconds(self, size_bytes: int, queue_bytes: int, now_s: float) -> tuple[float, float]:
         """Expected seconds until the first part of `size_bytes` more is usable, and until all of it has arrived.
@@ -126,6 +133,8 @@ class LinkEstimator:
             self._is_waiting = False
             self._flow_since_s, self._flow_bytes, self._round_bytes = now_s, 0, 0
             self._flow_pause_s, self._is_sampled = 0.0, False
+            self.pause_s *= PAUSE_KEPT
+            self._usual_pause_s = self.pause_s
             self._batch_until_s, self._batch_bytes = now_s + FIRST_BATCH_SHARE * wait_s, 0
         if now_s <= self._batch_until_s:
             self._batch_bytes += size_bytes
@@ -154,16 +163,18 @@ class LinkEstimator:
         if self._is_sampled:
             self._sample(SAMPLE_S)  # the rest of the burst may be less than a period of its quota
             return
-        limit = (self._flow_bytes + self.first_bytes) / max(self.first_s, now_s - self._flow_since_s)
+        # Even if a whole batch was about to arrive, the link was not faster than that, a hiccup left out.
+        hiccup_s = max(0.0, self._flow_pause_s - self._usual_pause_s) if self._has_bandwidth else 0.0
+        flow_s = max(self.first_s, now_s - self._flow_since_s - hiccup_s)
+        limit = (self._flow_bytes + self.first_bytes) / flow_s
         self._sample(0.0)
-        # Even if a whole batch was about to arrive, the link is not faster than that.
         self.bytes_per_s = min(self.bytes_per_s, limit)
 
     def _sample(self, seconds_min: float) -> None:
         """Measure the bandwidth until the end of the last whole round, if that is long enough.
 
         Smaller or shorter samples than the first batch say nothing about the bandwidth. A sample that is mostly one
-        pause does not say that the link has become slower.
+        pause does not make the estimate worse.
         """
         flow_s = self._round_s - self._flow_since_s
         if self._round_bytes < self.first_bytes or flow_s < max(self.first_s, seconds_min):
