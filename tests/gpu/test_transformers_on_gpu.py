@@ -1,5 +1,6 @@
 """On a GPU: a restored model goes on with the tokens that it would have computed, layer by layer."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,17 @@ def test_restored_from_each_place(layerwise: bool, host: str, tmp_path: Path) ->
         kv.generate(prompt, **arguments)
         kv.flush()
         restored: list[int] = []
-        for _ in range(5):  # on a busy machine a lookup may not wait for a tier, and a store may find no free slot
+        # A store that finds no free slot while others are written is dropped; the next call repeats it.
+        for _ in range(30):
             warm = kv.generate(prompt, **arguments)
             kv.flush()
             restored.append(kv.last.restored_tokens)
             assert torch.equal(warm.sequences, plain.sequences)
             torch.testing.assert_close(torch.stack(warm.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-3)
-        assert max(restored) >= 992, restored
+            if len(restored) >= 3 and restored[-1] >= 992:
+                break
+            time.sleep(0.1)
+        assert restored[-1] >= 992, restored
     with attach(model, tmp_path / "kv", host__capacity_bytes=host, store__chunk_tokens=16, layerwise=layerwise) as kv:
         disk = kv.generate(prompt, **arguments)
         assert set(kv.last.restored_by_source) == {"directory"}
