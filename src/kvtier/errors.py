@@ -5,6 +5,11 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 """
 
 
+def other_version(found: int, known: int) -> str:
+    """Words for a version other than the one `known` here. Such bytes are old or new, and not damaged."""
+    return f"version {found}, {'older' if found < known else 'newer'} than the one known here, {known}"
+
+
 class KvError(Exception):
     """Base class of all exceptions of kvtier."""
 
@@ -27,6 +32,24 @@ class TierError(KvError):
     def __init__(self, tier: str, detail: str) -> None:
         super().__init__(f"tier {tier!r}: {detail}")
         self.tier, self.detail = tier, detail
+
+
+class DamagedStoreError(TierError):
+    """What is at a store's place cannot be used or changed: its marker is missing, damaged or foreign, for example.
+
+    Waiting does not help. `kvtier inspect repair` mends the store, or the message says what to do.
+    """
+
+
+class UnreadableChunkError(KvError):
+    """This process cannot read an object that another may: an unknown codec, version or identity. It is a miss.
+
+    The copy stays: nothing shows that its bytes are bad.
+    """
+
+    def __init__(self, name: bytes, detail: str) -> None:
+        super().__init__(f"object {name.hex()[:12]}: {detail}")
+        self.name, self.detail = name, detail
 
 
 class CorruptChunkError(KvError):

@@ -25,7 +25,7 @@ from kvtier.codec.head import (
     pack_raw_head,
     read_head,
 )  # fmt: skip
-from kvtier.errors import ConfigError, CorruptChunkError
+from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, align_up
 
 OPEN_SCRATCH_BYTES = SECTION_BYTES_MAX
@@ -107,6 +107,8 @@ def open_in_place(
 
     Raises:
         CorruptChunkError: the bytes are damaged or not the whole frame of this object. The payload is undefined.
+        UnreadableChunkError: the codec or the version is not known here, or the fingerprint or layout is another one.
+            The payload is undefined.
         ValueError: slot or scratch has the wrong size.
     """
     layout = frame_layout(group)
@@ -124,7 +126,8 @@ def open_in_place(
     expect(head, group, identity)
     if head.frame_bytes != stored_bytes:
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored of a frame of {head.frame_bytes}")
-    _unpack(slot, head, scratch)
+    _verify_sections(slot, head)  # before the codec: damage is found without it
+    _unpack(slot, head, codec_of(head), scratch)
 
 
 def verify_frame(frame: memoryview | bytes) -> Head:
@@ -132,14 +135,19 @@ def verify_frame(frame: memoryview | bytes) -> Head:
 
     Raises:
         CorruptChunkError: it is damaged, truncated or too long.
+        UnreadableChunkError: it is of an unknown version.
     """
     view = memoryview(frame)
     head = read_head(view)
     if head.frame_bytes != len(view):
         raise CorruptChunkError(head.identity.name, f"{len(view)} bytes stored of a frame of {head.frame_bytes}")
-    for section in head.sections:
-        verify_section(head, section, view[section.offset : section.offset + section.extent_bytes])
+    _verify_sections(view, head)
     return head
+
+
+def _verify_sections(frame: memoryview, head: Head) -> None:
+    for section in head.sections:
+        verify_section(head, section, frame[section.offset : section.offset + section.extent_bytes])
 
 
 def verify_section(head: Head, section: Section, extent: memoryview) -> None:
@@ -150,6 +158,19 @@ def verify_section(head: Head, section: Section, extent: memoryview) -> None:
     """
     if xxhash.xxh3_64_intdigest(extent) != section.checksum:
         raise CorruptChunkError(head.identity.name, f"checksum of the section at {section.offset} does not match")
+
+
+def codec_of(head: Head) -> Codec:
+    """The codec that decodes the encoded sections of a frame; raw if it has none.
+
+    Raises:
+        UnreadableChunkError: the codec or its package is not installed here.
+    """
+    number = int(head.table["codec"].max())  # each section has 0 or the frame's
+    try:
+        return registry.by_id(number)
+    except ConfigError as error:
+        raise UnreadableChunkError(head.identity.name, f"codec {number} is not installed here: {error}") from error
 
 
 def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
@@ -183,11 +204,10 @@ def _seal_encoded(
     return scratch[:position]
 
 
-def _unpack(slot: memoryview, head: Head, scratch: memoryview) -> None:
-    """Decode an encoded frame within its slot, from the last section to the first."""
+def _unpack(slot: memoryview, head: Head, codec: Codec, scratch: memoryview) -> None:
+    """Decode a verified frame within its slot, from the last section to the first."""
     for section in reversed(head.sections):
         extent = slot[section.offset : section.offset + section.extent_bytes]
-        verify_section(head, section, extent)
         start = head.header_bytes + section.payload_offset
         target = slot[start : start + align_up(section.raw_bytes)]
         if section.codec == RAW_ID:
@@ -197,16 +217,11 @@ def _unpack(slot: memoryview, head: Head, scratch: memoryview) -> None:
         if section.offset + section.stored_bytes > start:
             scratch[: section.stored_bytes] = stored
             stored = scratch[: section.stored_bytes]
-        _decode(head, section, stored, target)
-
-
-def _decode(head: Head, section: Section, stored: memoryview, target: memoryview) -> None:
-    """Decode one section into the front of `target`, and zero the padding after it."""
-    try:
-        registry.by_id(section.codec).decode(stored, target[: section.raw_bytes])
-    except (ConfigError, ValueError) as error:
-        raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
-    target[section.raw_bytes :] = _ZEROS[: len(target) - section.raw_bytes]
+        try:
+            codec.decode(stored, target[: section.raw_bytes])
+        except ValueError as error:
+            raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
+        target[section.raw_bytes :] = _ZEROS[: len(target) - section.raw_bytes]
 
 
 def _check_slot(slot: memoryview, layout: FrameLayout) -> None:

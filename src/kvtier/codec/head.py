@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.errors import CorruptChunkError
+from kvtier.errors import CorruptChunkError, UnreadableChunkError, other_version
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, Part, align_up
 from kvtier.types import ObjectName
 
@@ -45,6 +45,8 @@ ENTRY: Final = np.dtype(
 _FIXED = struct.Struct("<8s    I       I      Q        Q     Q   I     I         32s32s32s32s III 6I 44s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 16
+_VERSION = struct.Struct("<I")
+_VERSION_AT = 8
 _IDENTITY = struct.Struct("<32s32s32s32s III 6I")
 _IDENTITY_AT, _COMPARED_STOP, _IDENTITY_STOP = 48, 144, 212
 _FEW = 8
@@ -251,20 +253,26 @@ def head_bytes_of(front: memoryview | bytes) -> int:
     """Bytes that `read_head` needs, from the first `FIXED_BYTES` bytes of a frame.
 
     Raises:
-        CorruptChunkError: the bytes are not the start of a frame of a known version.
+        CorruptChunkError: the bytes are not the start of a frame.
+        UnreadableChunkError: they are of an unknown version, and its head is not of this version's length.
     """
     if len(front) < FIXED_BYTES:
         raise CorruptChunkError(b"", f"cut off: {len(front)} bytes, a frame has at least {FIXED_BYTES}")
     magic, version, header_bytes, _, _, _, _, count, name, *_ = _FIXED.unpack_from(front)
     if magic != MAGIC:
         raise CorruptChunkError(b"", "wrong magic: not a frame")
+    is_counted = 1 <= count <= SECTIONS_MAX
+    if is_counted and header_bytes == align_up(FIXED_BYTES + ENTRY_BYTES * count):
+        return header_bytes
     if version != VERSION:
-        raise CorruptChunkError(b"", f"unknown version {version}; known here: {VERSION}")
-    if not 1 <= count <= SECTIONS_MAX:
+        raise _of_version(version)
+    if not is_counted:
         raise CorruptChunkError(name, f"section count {count} is not in 1..{SECTIONS_MAX}")
-    if header_bytes != align_up(FIXED_BYTES + ENTRY_BYTES * count):
-        raise CorruptChunkError(name, f"header of {header_bytes} bytes does not fit {count} sections")
-    return header_bytes
+    raise CorruptChunkError(name, f"header of {header_bytes} bytes does not fit {count} sections")
+
+
+def _of_version(version: int) -> UnreadableChunkError:
+    return UnreadableChunkError(b"", other_version(version, VERSION))
 
 
 def read_head(front: memoryview | bytes) -> Head:
@@ -274,16 +282,21 @@ def read_head(front: memoryview | bytes) -> Head:
         front: at least `head_bytes_of(front)` bytes; bytes after the head are ignored.
 
     Raises:
-        CorruptChunkError: the head is truncated, of an unknown version, damaged, or inconsistent.
+        CorruptChunkError: the head is truncated, damaged, or inconsistent.
+        UnreadableChunkError: it is of an unknown version, and not a head of this one whose version was damaged.
     """
     header_bytes = head_bytes_of(front)
     _, version, _, checksum, frame_bytes, raw_bytes, codec, count, *digests = _FIXED.unpack_from(front)
     name, fingerprint, layout_digest, parent, depth, tokens, group, *part, reserved = digests
-    if len(front) < header_bytes:
+    if len(front) < header_bytes and version == VERSION:
         raise CorruptChunkError(name, f"cut off: {len(front)} bytes of a header of {header_bytes}")
     head = bytearray(front[:header_bytes])
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, 0)
-    if xxhash.xxh3_64_intdigest(head) != checksum:
+    _VERSION.pack_into(head, _VERSION_AT, VERSION)
+    is_right = xxhash.xxh3_64_intdigest(head) == checksum
+    if version != VERSION and not is_right:
+        raise _of_version(version)
+    if version != VERSION or not is_right:
         raise CorruptChunkError(name, "header checksum does not match")
     if reserved != _RESERVED or head.rstrip(b"\0")[FIXED_BYTES + ENTRY_BYTES * count :]:
         raise CorruptChunkError(name, "reserved bytes of the header are not zero")
@@ -298,16 +311,17 @@ def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
     """Compare a head with the wanted object.
 
     Raises:
-        CorruptChunkError: it is of another object, model or layout.
+        CorruptChunkError: it is of another object, which no reader finds under this name, or contradicts its layout.
+        UnreadableChunkError: it is of another model or layout.
     """
     found = head.identity
-    for what, got, wanted in (
-        ("object name", found.name, identity.name),
-        ("fingerprint", found.fingerprint, identity.fingerprint),
-        ("layout digest", found.layout_digest, identity.layout_digest),
+    for what, got, wanted, error in (
+        ("object name", found.name, identity.name, CorruptChunkError),
+        ("fingerprint", found.fingerprint, identity.fingerprint, UnreadableChunkError),
+        ("layout digest", found.layout_digest, identity.layout_digest, UnreadableChunkError),
     ):
         if got != wanted:
-            raise CorruptChunkError(identity.name, f"wrong {what} {got.hex()[:12]}, expected {wanted.hex()[:12]}")
+            raise error(identity.name, f"wrong {what} {got.hex()[:12]}, expected {wanted.hex()[:12]}")
     wanted_table = frame_layout(group).table
     if len(head.table) != len(wanted_table) or any(
         (head.table[column] != wanted_table[column]).any() for column in ("layer", "raw_bytes")

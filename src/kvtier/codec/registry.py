@@ -61,7 +61,7 @@ def by_id(number: int) -> Codec:
             codec = by_name(name)
             if codec.id == number:
                 return codec
-    raise ConfigError(f"unknown codec id {number}; known: {', '.join(names())}")
+    raise ConfigError(f"unknown codec id {number}; known: {', '.join(names())}. Install the package that brings it")
 
 
 @cache

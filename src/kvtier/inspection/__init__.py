@@ -1,10 +1,11 @@
 """Inspection and repair of stores, from outside the process that uses them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from kvtier.config import tier_list
-from kvtier.config.loader import load
+from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import without_login
 from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import StoreInspector
@@ -16,45 +17,75 @@ from kvtier.tier.registry import TierContext, TierSettings
 from kvtier.tier.store_view import ScannedTier, StoreView
 
 
-def open_store(where: str | Path) -> StoreInspector:
+def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] = load) -> StoreInspector:
     """The inspector of a store.
 
     Args:
-        where: a store's directory, or a tier as `--tier` gives it.
+        where: a store's directory, a tier as `--tier` gives it, or a configured one.
+        settings: loads the settings, for the secret of a shared tier.
 
     Raises:
         ConfigError: there is no store of a known kind and version.
         TierError: it cannot be opened.
     """
+    if isinstance(where, TierSettings):
+        return open_tier(where, settings)
     text = str(where)
     if tier_list.is_spec(text) and not Path(text).exists():
-        return open_tier(tier_list.parse(text, without_login(text).partition("?")[0]))
+        return open_tier(tier_list.parse(text, without_login(text).partition("?")[0]), settings)
     return StoreInspector([_view_at(Path(where))], text)
 
 
-def open_tier(settings: TierSettings) -> StoreInspector:
+def open_tier(tier: TierSettings, settings: Callable[[], Loaded] = load) -> StoreInspector:
     """The inspector of a tier's store, or of the stores of all its ranks.
 
     Raises:
         ConfigError: there is no store of a known version.
         TierError: it cannot be opened.
     """
-    kind = registry.kind_of(settings)
-    place = str(getattr(settings, kind.where))
+    kind = registry.kind_of(tier)
+    place = str(getattr(tier, kind.where))
     if kind.inspect is not None:
-        views: Sequence[StoreView] = kind.inspect(settings)
-    elif (folder := kind.folder(settings)) is not None and not folder.exists():
+        views: Sequence[StoreView] = kind.inspect(tier)
+    elif (folder := kind.folder(tier)) is not None and not folder.exists():
         views = []  # opening the tier would make a store
     else:
         layout = KvLayout(1, (GroupLayout(History(), (4096,), "inspect"),))
-        secret = configured_secret(load().config) if kind.is_shared(settings) else None
-        if kind.is_shared(settings) and secret is None:
+        secret = configured_secret(settings().config) if kind.is_shared(tier) else None
+        if kind.is_shared(tier) and secret is None:
             raise ConfigError(f"{place}: a shared tier needs its secret; set store.secret_file")
         context = TierContext(layout=layout, key_id=None if secret is None else key_id(secret))
-        views = [ScannedTier(kind.open(settings, context), place)]
-    if not views and not kind.is_shared(settings):  # a shared one is empty until the first store
+        views = [ScannedTier(kind.open(tier, context), place)]
+    if not views and not kind.is_shared(tier):  # a shared one is empty until the first store
         raise ConfigError(f"{place} holds no store of kind {kind.name}")
     return StoreInspector(views, place)
+
+
+def repair_store(where: str | Path | TierSettings) -> list[str]:
+    """Mend what keeps a store from opening, such as a missing marker. `where` as in `open_store`.
+
+    Returns what was done, in sentences; empty: nothing was wrong.
+
+    Raises:
+        ConfigError: there is nothing that its kind can mend, foreign files are there, or a process has it open.
+        TierError: it cannot be read or written.
+        OSError: it cannot be read or written.
+    """
+    text = str(where)
+    shown = without_login(text).partition("?")[0]  # settings may be secret
+    if isinstance(where, TierSettings):
+        shown, tiers = where.name, [where]
+    elif tier_list.is_spec(text) and not Path(text).exists():
+        tiers = [tier_list.parse(text, shown)]
+    elif Path(text).is_dir():
+        kinds = [it for it in registry.built_in() if registry.by_name(it).where == "path"]
+        tiers = [tier_list.parse(tier_list.spec(kind, Path(text).absolute())) for kind in kinds]
+    else:
+        raise ConfigError(f"{shown} is not a directory; allowed here: a store's directory, or KIND:WHERE")
+    done = [lines for tier in tiers if (lines := registry.kind_of(tier).repair(tier)) is not None]
+    if not done:
+        raise ConfigError(f"{shown} has no names of a kvtier store that can be mended; nothing was changed")
+    return [*dict.fromkeys(chain.from_iterable(done))]
 
 
 def _view_at(root: Path) -> StoreView:

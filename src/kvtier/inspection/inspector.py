@@ -16,9 +16,9 @@ from itertools import islice
 from typing import TypeVar
 
 from kvtier.codec import registry
-from kvtier.codec.frame import verify_section
+from kvtier.codec.frame import codec_of, verify_section
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_of, read_head
-from kvtier.errors import ConfigError, CorruptChunkError
+from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
 from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, ScannedTier, StoreView, merged
 from kvtier.types import ObjectName
@@ -48,7 +48,7 @@ class ObjectRow:
     fingerprint: str | None = None
     parent: str | None = None
     problem: str | None = None
-    """Why the head is invalid; the fields from the head are None then."""
+    """Why the head is damaged or not understood; the fields from the head are None then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class StoreStat:
     free_bytes: int | None
     """Free space of the file system; None: the store is in none."""
     unreadable: int
-    """Objects with an invalid head."""
+    """Objects whose head is damaged or not understood."""
     oldest_age_s: float | None
     newest_age_s: float | None
     fingerprints: dict[str, FingerprintShare]
@@ -136,7 +136,7 @@ class ObjectView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadObject:
-    """An object that fails verification."""
+    """An object that fails verification, or that cannot be read here."""
 
     name: str
     size_bytes: int
@@ -155,6 +155,10 @@ class Verification:
     dropped: int = 0
     """Bad objects removed by a repair."""
     bad_objects: list[BadObject] = field(default_factory=list[BadObject])
+    """A read of these, here or anywhere, is a miss and drops them."""
+    unreadable: int = 0
+    unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
+    """A read of these here is a miss that keeps them: a codec or a frame version is unknown."""
 
 
 class StoreInspector:
@@ -307,16 +311,17 @@ class StoreInspector:
     def verify(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> Verification:
         """Read and verify each of `found`; calls `advance` with the bytes of each."""
         result = Verification(directory=self.place)
-        for stored, reason in self._each(self.problem, found):
+        for stored, problem in self._each(self.problem, found):
             advance(stored.size_bytes)
-            if reason is None:
+            if problem is None:
                 continue
             result.checked += 1
             result.bytes += stored.size_bytes
+            reason, is_bad = problem
             if reason:
-                result.bad += 1
-                name = stored.name.hex()
-                result.bad_objects.append(BadObject(name=name, size_bytes=stored.size_bytes, reason=reason))
+                objects = result.bad_objects if is_bad else result.unreadable_objects
+                objects.append(BadObject(name=stored.name.hex(), size_bytes=stored.size_bytes, reason=reason))
+        result.bad, result.unreadable = len(result.bad_objects), len(result.unreadable_objects)
         return result
 
     def repair(self, found: Sequence[ObjectFile], result: Verification) -> None:
@@ -333,9 +338,11 @@ class StoreInspector:
             suspects = [stored for stored in found if stored.store == at and stored.name.hex() in bad]
             if suspects:
                 with view.opened_tier() as tier:
-                    for stored in filter(self.problem, suspects):
-                        tier.delete(ObjectName(stored.name))
-                        result.dropped += 1
+                    for stored in suspects:
+                        _, is_bad = self.problem(stored) or ("", False)
+                        if is_bad:
+                            tier.delete(ObjectName(stored.name))
+                            result.dropped += 1
 
     def row(self, stored: ObjectFile) -> ObjectRow | None:
         """The row of one object; None when it disappeared."""
@@ -345,7 +352,7 @@ class StoreInspector:
                 identity = _head(stored, reader).identity
         except FileNotFoundError:
             return None
-        except CorruptChunkError as error:
+        except (CorruptChunkError, UnreadableChunkError) as error:
             return replace(bare, problem=error.detail)
         except OSError as error:
             return replace(bare, problem=f"cannot be read: {error.strerror}")
@@ -359,21 +366,24 @@ class StoreInspector:
             parent=identity.parent.hex() if identity.parent else None,
         )
 
-    def problem(self, stored: ObjectFile) -> str | None:
-        """Why the object fails verification: "" when it passes, None when it disappeared."""
+    def problem(self, stored: ObjectFile) -> tuple[str, bool] | None:
+        """Why the object cannot be used, "" if it can, and whether a read drops it; None when it disappeared."""
         try:
             with self._opened(stored) as reader:
                 head = _head(stored, reader)
                 if head.frame_bytes != reader.size_bytes:
-                    return f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}"
+                    return f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}", True
                 self._verify_sections(reader, head)
+                codec_of(head)
         except FileNotFoundError:
             return None
+        except UnreadableChunkError as error:
+            return error.detail, False
         except CorruptChunkError as error:
-            return error.detail
+            return error.detail, True
         except OSError as error:
-            return f"cannot be read: {error.strerror}"
-        return ""
+            return f"cannot be read: {error.strerror}", False
+        return "", False
 
     def _each(
         self, act: Callable[[ObjectFile], _Answer], found: Sequence[ObjectFile]

@@ -8,6 +8,7 @@ import errno
 import hmac
 import os
 import secrets
+import shlex
 import stat
 from pathlib import Path
 from typing import Final, NoReturn
@@ -63,42 +64,9 @@ def key_id(secret: Secret) -> bytes:
     return hmac.digest(secret, _KEY_ID_OF, "sha256")[:_KEY_ID_BYTES]
 
 
-def load(path: str | os.PathLike[str]) -> Secret | None:
-    """The secret in the file `path`; None without such a file.
-
-    Raises:
-        ConfigError: see `load_or_create`.
-    """
-    return _load(Path(path), is_inside=False)
-
-
-def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:
-    """The secret in the file `path`. If the file does not exist, it is created with a random secret and mode 0600.
-
-    Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes
-    visible, because a secret lost in a power failure makes its whole store unreadable.
-
-    Args:
-        path: the file; links are followed, such as those of Kubernetes' secrets.
-        is_inside: the file is in a store's directory, where links are refused.
-
-    Raises:
-        ConfigError: group or others can read the file, it has the wrong length, is not a regular file, or can be
-            neither read nor created.
-    """
-    place = Path(path)
-    found = _load(place, is_inside=is_inside)
-    if found is not None:
-        return found
-    _create(place)
-    found = _load(place, is_inside=is_inside)
-    if found is None:
-        raise ConfigError(f"secret file {place} was removed during its creation")
-    return found
-
-
-def _load(path: Path, *, is_inside: bool) -> Secret | None:
-    """The secret in `path`; None without such a file."""
+def load(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret | None:
+    """The secret in the file `path`; None without such a file. For the arguments and errors see `load_or_create`."""
+    path = Path(path)
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. It has no effect on regular files.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_inside else 0)
@@ -116,13 +84,36 @@ def _load(path: Path, *, is_inside: bool) -> Secret | None:
         if not stat.S_ISREG(about.st_mode):
             _refuse(path, "is not a regular file")
         if about.st_mode & _MODE_FORBIDDEN:
-            mode = stat.S_IMODE(about.st_mode)
-            _refuse(path, f"has mode {mode:04o}, which lets others read it; allowed is 0600 (chmod 600 {path})")
+            mode, quoted = stat.S_IMODE(about.st_mode), shlex.quote(str(path))
+            _refuse(path, f"has mode {mode:04o}, which lets others read it; allowed is 0600 (chmod 600 {quoted})")
         if about.st_size != SECRET_BYTES:
             _refuse(path, f"must hold {SECRET_BYTES} bytes, holds {about.st_size}")
         return Secret(os.read(handle, SECRET_BYTES))
     finally:
         os.close(handle)
+
+
+def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:
+    """The secret in the file `path`. If the file does not exist, it is created with a random secret and mode 0600.
+
+    Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes
+    visible, because a secret lost in a power failure makes its whole store unreadable.
+
+    Args:
+        path: the file; links are followed, such as those of Kubernetes' secrets.
+        is_inside: the file is in a store's directory, where links are refused.
+
+    Raises:
+        ConfigError: group or others can read the file, it has the wrong length, is not a regular file, or can be
+            neither read nor created.
+    """
+    found = load(path, is_inside=is_inside)
+    if found is None:
+        _create(Path(path))
+        found = load(path, is_inside=is_inside)
+    if found is None:
+        raise ConfigError(f"secret file {path} was removed during its creation")
+    return found
 
 
 def _create(path: Path) -> None:

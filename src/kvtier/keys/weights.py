@@ -121,7 +121,8 @@ def home_cache() -> Path | None:
     """The cache file of digests in the user's home; None without a home."""
     try:
         place = Path.home() / ".cache" / "kvtier"
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (place.parent, place):
+            folder.mkdir(exist_ok=True, mode=0o700)
     except (OSError, RuntimeError) as error:
         _log.info("digests of weights files are not cached: %s", error)
         return None

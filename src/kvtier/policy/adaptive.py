@@ -14,13 +14,14 @@ everything else, so a wrong hint loses its effect.
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from kvtier.policy.base import Held
+from kvtier.policy.name_table import NameTable
 from kvtier.policy.reuse import ReuseModel
 from kvtier.types import NextTurn
 
@@ -42,8 +43,9 @@ class Ghosts:
     """
 
     def __init__(self, places: int) -> None:
-        # `array` would write its memory at once, which is slow for large tables; numpy's zeros are lazy.
-        self._table = np.zeros(1 << max(0, places - 1).bit_length(), np.uint64).data
+        # Zeros that take memory when they are written. NumPy's come in huge pages: 10 ms for a write, and all at once.
+        size_bytes = 8 << max(0, places - 1).bit_length()
+        self._table = memoryview(mmap(-1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS)).cast("Q")
         self._mask = len(self._table) - 1
 
     def __len__(self) -> int:
@@ -149,6 +151,10 @@ _RANK_EVERY = 1 / 4
 """Every run is revalued once in this many uses, as a share of the names held, because runs age."""
 _RANK_AT_ONCE = 64
 """Runs revalued in one call, so that no call takes long."""
+_SOME_MAX = 64
+"""Names compared in one call when no leaf is queued."""
+_DISCARDED_MAX = 128
+"""Queued runs discarded in one call, each in some microseconds. Removing many names at once leaves many."""
 _STALE_AT_ONCE = 16
 """Stale runs revalued in one call because they seem to have the least value."""
 _TIDY_AT_ONCE = 8
@@ -185,7 +191,7 @@ class Adaptive:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, KeyNode] = {}
+        self._entries: NameTable[KeyNode] = NameTable()
         self._held = 0  # present names
         self._model = ReuseModel(_USE_KINDS * 2, _NEW_KINDS, _PAUSE_KINDS, len(NextTurn))
         self._ghosts = Ghosts(0)  # resized on the first eviction, when the number of names is known
@@ -216,18 +222,17 @@ class Adaptive:
     def added(self, held: Held) -> None:
         """`held` entered. A second call counts as a touch, and adds the parent if it was unknown."""
         name, parent_name = held.name, held.parent
-        entries = self._entries
-        entry = entries.get(name)
+        entry = self._entries.get(name)
         if entry is None:
-            entries[name] = entry = KeyNode(name)
+            self._entries[name] = entry = KeyNode(name)
         if entry.run is None:
             entry.name_hash = name_hash = _name_hash(name)
             entry.uses, entry.time = self._ghosts.find(name_hash)
             self._held += 1
         if parent_name is not None and entry.parent is None and parent_name != name:
-            parent = entries.get(parent_name)
+            parent = self._entries.get(parent_name)
             if parent is None:
-                entries[parent_name] = parent = KeyNode(parent_name)
+                self._entries[parent_name] = parent = KeyNode(parent_name)
             entry.parent = parent
             parent.children += 1
         self._use(entry, held.session)
@@ -259,7 +264,7 @@ class Adaptive:
         self._ghosts.remember(entry.name_hash, uses, entry.time)
         self._held -= 1
         if not entry.children:
-            del self._entries[name]
+            self._entries.pop(name)
         if parent is not None:
             entry.parent = None
             parent.children -= 1
@@ -310,7 +315,7 @@ class Adaptive:
             run.time = run.last().time = self._now
             self._queue(run)
         if least is None:
-            return None if pinned else self._oldest_in_ring(is_pinned)
+            return None if pinned else self._oldest_of_some(is_pinned)
         # The last name of the current prompt is evicted first if it has less value.
         worth = self._tail_worth
         if worth is None:
@@ -450,14 +455,17 @@ class Adaptive:
         return self._tail_worth
 
     def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[KeyRun]) -> _Ranked | None:
-        """The run whose last name has the least value. Pinned runs on the way are added to `pinned`."""
-        tries = _STALE_AT_ONCE
+        """The run whose last name has the least value. Pinned runs on the way are added to `pinned`.
+
+        None when there is none, or when discarding stale ones first takes several calls.
+        """
+        tries, stop = _STALE_AT_ONCE, len(self._heap) + len(self._aged) + len(pinned) - _DISCARDED_MAX
         while True:
             heap, aged = self._heap, self._aged
             is_aged = bool(aged) and (not heap or (aged[0] < heap[0] and tries > 0))
             if is_aged:
                 heap = aged
-            if not heap:
+            if not heap or len(self._heap) + len(self._aged) + len(pinned) < stop:
                 return None
             number, run = heap[0][2:]
             if number != run.number:
@@ -484,7 +492,7 @@ class Adaptive:
         """The last present child of `entry` was removed."""
         run = entry.run
         if run is None:
-            del self._entries[entry.name]
+            self._entries.pop(entry.name)
         elif run is CURRENT:
             pass  # queued when the prompt is complete
         elif run.entries[-1] is not entry and run.last() is not entry:
@@ -569,13 +577,16 @@ class Adaptive:
         for value, (_, _, number, run) in zip(values, kept, strict=True):
             heappush(self._heap, (value, run.time, number, run))
 
-    def _oldest_in_ring(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The oldest unpinned name when all names have children, which only a cycle of parents makes possible.
+    def _oldest_of_some(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
+        """The oldest of some unpinned names, a leaf if possible, when no leaf is found.
 
-        A damaged index may contain such links; without this method nothing could be evicted again.
+        All names have children only in a cycle of parents. A damaged index may contain such links; without this method
+        nothing could be evicted again.
         """
-        free = [it for it in self._entries.values() if it.run is not None and not is_pinned(it.name)]
-        return min(free, key=lambda entry: entry.time).name if free else None
+        free = (it for it in self._entries.values() if it.run is not None and not is_pinned(it.name))
+        some = islice(free, _SOME_MAX)
+        oldest = min(some, key=lambda entry: (entry.children > 0, entry.time), default=None)
+        return None if oldest is None else oldest.name
 
 
 _name_hash_of = attrgetter("name_hash")

@@ -18,7 +18,11 @@ class Held(NamedTuple):
 
 
 class Evictor(Protocol):
-    """Chooses victims. It receives every change. An instance has one owner and needs no lock."""
+    """Chooses victims. It receives every change. An instance has one owner and needs no lock.
+
+    A policy must not evict a parent before its children: without it they are of no use and take up space. The contract
+    suite does not check that, because `Fifo`, which is for comparison, ignores parents.
+    """
 
     def added(self, held: Held) -> None:
         """`held` entered. A second call counts as a touch."""

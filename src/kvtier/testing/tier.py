@@ -3,12 +3,15 @@
 The suite needs pytest and hypothesis.
 """
 
+import gc
 import hashlib
 import mmap
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,7 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.errors import TierError
-from kvtier.tier.base import About, BatchTier, Read, Tier, Write
+from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write
+from kvtier.tier.loan import Loan, clear_frames
 from kvtier.types import ObjectName
 
 MakeTier = Callable[[int], Tier]
@@ -25,6 +29,11 @@ MakeTier = Callable[[int], Tier]
 BLOCK_BYTES = 4096
 ROOMY_BYTES = 64 << 20
 _DEADLINE_S = 60.0
+_LET_GO_S = 2.0
+_LATE_S = 0.3
+
+Call = Callable[[memoryview], object]
+"""A call of a tier with one buffer."""
 
 
 def object_name(number: int) -> ObjectName:
@@ -64,6 +73,9 @@ class TierContract:
     has_cap = True
     """Whether the tier enforces a capacity. `make_tier` of one without ignores its argument."""
 
+    give_up_s = 3.0
+    """Seconds after which reads may have been given up, see `stalled`."""
+
     lists = True
     """Whether `scan` finds the objects. It yields nothing from a store that cannot list them."""
 
@@ -71,6 +83,13 @@ class TierContract:
     def tier(self, make_tier: MakeTier) -> Tier:
         """A tier with room for all objects of a test."""
         return make_tier(ROOMY_BYTES)
+
+    def stalled(self, tier: Tier) -> AbstractContextManager[Callable[[], None]]:  # noqa: ARG002 - for subclasses
+        """Hook: within it, the storage answers reads of `tier` only after a call of the function that it gives.
+
+        Override it if you can, and let `make_tier` give the tier a deadline below `give_up_s`.
+        """
+        return pytest.skip("the suite cannot stall the storage of this tier")
 
     def test_has_a_name(self, tier: Tier) -> None:
         """Metrics and errors use it."""
@@ -105,12 +124,27 @@ class TierContract:
         assert list(tier.scan()) == [(object_name(1), frame.nbytes)][: self.lists]
 
     def test_an_existing_name_is_not_overwritten(self, tier: Tier) -> None:
-        """The bytes of a name never change."""
+        """The bytes of a name never change. A write of a held name succeeds, so that kvtier does not repeat it."""
         assert tier.write(object_name(1), frame_of(1))
-        assert tier.write(object_name(1), frame_of(2, BLOCK_BYTES))
-        into = empty_frame(3 * BLOCK_BYTES)
-        assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
-        assert into[: 2 * BLOCK_BYTES] == frame_of(1)
+        for other in (frame_of(2, BLOCK_BYTES), frame_of(3), frame_of(4, 3 * BLOCK_BYTES)):
+            assert tier.write(object_name(1), other)
+            if isinstance(tier, BatchTier):
+                assert tier.write_many([Write(object_name(1), other)]) == [True]
+            into = empty_frame(3 * BLOCK_BYTES)
+            assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
+            assert into[: 2 * BLOCK_BYTES] == frame_of(1)
+
+    def test_names_that_differ_in_one_byte_are_different(self, tier: Tier) -> None:
+        """A tier that shortens names, or folds their case, says that it holds one and returns another's bytes."""
+        names = [ObjectName(b"A" * 32)]
+        names += [ObjectName(b"A" * at + byte + b"A" * (31 - at)) for at in (0, 15, 31) for byte in (b"a", b"\0", b"/")]
+        for number, name in enumerate(names):
+            assert tier.contains([name]) == [False]
+            assert tier.write(name, frame_of(number))
+        for number, name in enumerate(names):
+            into = empty_frame(2 * BLOCK_BYTES)
+            assert tier.read(name, into) == 2 * BLOCK_BYTES
+            assert into == frame_of(number)
 
     def test_the_tier_keeps_no_hold_of_the_buffers(self, tier: Tier) -> None:
         """The slot may get another chunk as soon as `write` returns."""
@@ -124,6 +158,54 @@ class TierContract:
         again = empty_frame(frame.nbytes)
         assert tier.read(object_name(1), again) == frame.nbytes
         assert again == frame_of(1)
+
+    def test_nothing_refers_to_a_buffer_after_a_call(self, tier: Tier) -> None:
+        """Otherwise kvtier must wait: the next object would get the memory while something still writes to it."""
+        name, absent = object_name(1), object_name(2)
+        calls: list[Call] = [
+            lambda view: tier.write(name, view),
+            lambda view: tier.read(name, view),
+            lambda view: tier.read(name, view, BLOCK_BYTES),
+            lambda view: tier.read(name, view, -1),
+            lambda view: tier.read(absent, view),
+        ]
+        if isinstance(tier, BatchTier):
+            calls.append(lambda view: tier.write_many([Write(object_name(3), view)]))
+            calls.append(lambda view: tier.read_many([Read(name, view), Read(absent, view)]))
+        if isinstance(tier, AheadTier):
+            calls.append(lambda view: next(tier.reading([Read(name, view)])))
+        gc.disable()
+        try:
+            for _ in ("open", "closed"):
+                for call in calls:
+                    loan = Loan((frame_of(1),), tier.name)
+                    _called(call, loan.views[0])
+                    _until_over(loan)
+                tier.close()
+        finally:
+            gc.enable()
+
+    def test_a_late_answer_of_the_storage_spoils_no_other_object(self, tier: Tier) -> None:
+        """A read may end before the storage answers. Then the memory has another owner."""
+        name, memory, other = object_name(1), empty_frame(2 * BLOCK_BYTES), frame_of(2)
+        assert tier.write(name, frame_of(1))
+        calls: list[Call] = [lambda view: tier.read(name, view)]
+        if isinstance(tier, BatchTier):
+            calls.append(lambda view: tier.read_many([Read(name, view)]))
+        for call in calls:
+            with self.stalled(tier) as go_on:
+                loan = Loan((memory,), tier.name)
+                reader = threading.Thread(target=_called, args=(call, *loan.views), daemon=True)
+                reader.start()
+                reader.join(self.give_up_s)
+                is_free = not reader.is_alive() and loan.is_over()
+                if is_free:
+                    memory[:] = other
+                go_on()
+                reader.join(_DEADLINE_S)
+                _until_over(loan)
+                time.sleep(_LATE_S)
+            assert not is_free or memory == other, "bytes arrived after the read had ended"
 
     def test_reads_ranges(self, tier: Tier) -> None:
         """Reads may begin at any offset and have any length, up to the frame's end."""
@@ -300,6 +382,21 @@ class TierContract:
     def _needs_cap(self) -> None:
         if not self.has_cap:
             pytest.skip("the tier has no cap of its own")
+
+
+def _called(call: Call, view: memoryview) -> None:
+    """Make the call, whatever it raises."""
+    try:
+        call(view)
+    except Exception as error:  # noqa: BLE001 - of any tier
+        clear_frames(error)
+
+
+def _until_over(loan: Loan) -> None:
+    end_s = time.monotonic() + _LET_GO_S
+    while not loan.is_over():
+        assert time.monotonic() < end_s, "the call has ended, but something in the tier still refers to its buffer"
+        time.sleep(0.001)
 
 
 class TierMachine(RuleBasedStateMachine):

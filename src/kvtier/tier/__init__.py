@@ -1,1 +1,1 @@
-"""Storage tiers below host memory: a directory of files, and a disk with segment files."""
+"""Storage tiers below host memory: directories, a drive, and stores of several nodes. `registry` knows every kind."""

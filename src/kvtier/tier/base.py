@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvtier.errors import TierError
 from kvtier.policy.base import Held
+from kvtier.tier.refusal_log import RefusalLog
 from kvtier.types import Figures, ObjectName
 
 _Answer = TypeVar("_Answer")
@@ -35,6 +36,9 @@ def never_pinned(_name: bytes) -> bool:
 class Tier(Protocol):
     """Stores frames by object name. Methods block and are thread-safe.
 
+    A buffer belongs to a call until everything that the call began has ended. kvtier reuses it when no view, slice or
+    array of it is left (`tier/loan.py`). A tier whose native code keeps its address waits for that code.
+
     A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
     written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`
     all but `close` do.
@@ -61,7 +65,7 @@ class Tier(Protocol):
         """Store `frame` under `name`, atomically. An existing object is not replaced.
 
         Returns:
-            Whether the tier holds the name now. False when it is not admitted or does not fit.
+            Whether the tier holds the name now, as before if it did. False when it is not admitted or does not fit.
         """
         ...
 
@@ -89,6 +93,13 @@ class NotesUse(Protocol):
     def note_use(self, *, is_up: bool) -> None:
         """The session uses the tier, or it backs off."""
         ...
+
+
+@runtime_checkable
+class LogsRefusals(Protocol):
+    """A tier that logs why it refuses writes. Optional."""
+
+    refusals: RefusalLog
 
 
 class Read(NamedTuple):

@@ -3,6 +3,8 @@
 Under the lock the count is at least the bytes of all objects and temporary files. It is exact unless a process was
 killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So a
 crash leaves the count too high at worst, and a recount corrects it.
+
+During a recount the file holds its owner instead of a count, and no process adds bytes.
 """
 
 import errno
@@ -20,6 +22,7 @@ from kvtier.tier.safe_open import WRONG_KIND, Descriptor, open_file, read_file, 
 
 _COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
 _MAGIC = b"kvledger"
+_COUNTING = b"kvcounts"  # and 16 characters: the owner of the recount
 _ALL_BITS = (1 << 64) - 1
 
 RETRY_FIRST_S = 0.0001
@@ -69,7 +72,7 @@ class CapFile:
     def __init__(self, path: str, tier: str, deadline_s: float, is_current: Callable[[], bool]) -> None:
         self._path = path
         self._tier = tier
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._is_current = is_current
         self._threads = threading.Lock()  # a flock belongs to the open file and does not exclude threads
         self._descriptor = self._open(makes=True)
@@ -82,8 +85,8 @@ class CapFile:
         Raises:
             TierError: the lock was not free within the deadline, or the file is gone.
         """
-        if not self._threads.acquire(timeout=self._deadline_s):
-            raise TierError(self._tier, f"the cap file was locked by another thread for {self._deadline_s} s")
+        if not self._threads.acquire(timeout=self.deadline_s):
+            raise TierError(self._tier, f"the cap file was locked by another thread for {self.deadline_s} s")
         try:
             try:
                 is_replaced = self._take()
@@ -98,7 +101,7 @@ class CapFile:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Bytes in use; None when the file is new or damaged and a recount is needed. Only under the lock."""
+        """Bytes in use; None when the file is new or damaged, or during a recount. Only under the lock."""
         used_bytes = _unpacked(os.pread(self._live(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
@@ -109,8 +112,18 @@ class CapFile:
         os.pwrite(self._live(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
         self._last_bytes = used_bytes
 
+    def counted_by(self) -> str:
+        """The owner of the recount; empty without one. Only under the lock."""
+        content = os.pread(self._live(), _COUNT.size, 0)
+        return content[len(_COUNTING) :].decode("ascii", "replace") if content.startswith(_COUNTING) else ""
+
+    def start_count(self, owner: str) -> None:
+        """Replace the count by the `owner` of a recount, in 16 characters, or by none. Only under the lock."""
+        self.read()  # the last count, for `peek`
+        os.pwrite(self._live(), (_COUNTING + owner.encode()).ljust(_COUNT.size, b"\0"), 0)
+
     def peek(self) -> int:
-        """Bytes in use, possibly stale. Never waits."""
+        """Bytes in use, possibly stale, and as of before a recount. Never waits."""
         if self._threads.acquire(blocking=False):
             try:
                 if self._descriptor.is_open:
@@ -123,7 +136,7 @@ class CapFile:
 
     def close(self) -> None:
         """Close the file. It stays open when a thread holds the lock beyond the deadline. Idempotent."""
-        if self._threads.acquire(timeout=self._deadline_s):
+        if self._threads.acquire(timeout=self.deadline_s):
             try:
                 self._descriptor.close()
             finally:
@@ -134,8 +147,8 @@ class CapFile:
         is_replaced = False
         for _ in range(_REPLACED_MAX):
             descriptor = self._live()
-            if not lock_file(descriptor, fcntl.LOCK_EX, self._deadline_s):
-                raise TierError(self._tier, f"another process held the lock of {self._path} for {self._deadline_s} s")
+            if not lock_file(descriptor, fcntl.LOCK_EX, self.deadline_s):
+                raise TierError(self._tier, f"another process held the lock of {self._path} for {self.deadline_s} s")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
                     return is_replaced

@@ -1,17 +1,106 @@
-"""Calls of a client library that has no deadlines, in threads of their own."""
+"""Calls that have no deadline of their own, in threads: those of a client library, and the names of hosts."""
 
+import errno
+import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from kvtier.errors import TierError
 
 THREADS = 4
 WAITING_MAX = 256
+LOOKUPS_MAX = 64
+"""Names of hosts that are looked up at a time."""
 
 _T = TypeVar("_T")
+
+_lookups: dict[str, Future[list[Any]]] = {}
+"""Names that are being looked up, each in one thread."""
+os.register_at_fork(after_in_child=_lookups.clear)
+
+
+def remaining_s(end_s: float) -> float:
+    """Seconds until `end_s` of the monotonic clock.
+
+    Raises:
+        TimeoutError: it has passed.
+    """
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("no answer in time")
+    return left_s
+
+
+def connected(host: str, port: int, end_s: float) -> socket.socket:
+    """A TCP connection. The search for the name and all addresses of the host share the time.
+
+    Args:
+        host: a name or an address.
+        port: of the server.
+        end_s: when the connection must be there, on the monotonic clock.
+
+    Raises:
+        TimeoutError: it is not.
+        OSError: the host has no address, or none takes the connection.
+    """
+    cause: OSError = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+    found = _addresses(host, end_s)
+    for number, (family, kind, protocol, _, address) in enumerate(found):
+        line = None
+        try:
+            line = socket.socket(family, kind, protocol)
+            line.settimeout(remaining_s(end_s) / (len(found) - number))
+            line.connect((address[0], port, *address[2:]))
+            line.settimeout(remaining_s(end_s))
+        except OSError as error:
+            cause = error
+            if line is not None:
+                line.close()
+        else:
+            return line
+    raise cause
+
+
+def _addresses(host: str, end_s: float) -> list[Any]:
+    """What `getaddrinfo` finds. A name may be searched for minutes; later callers wait for the same search."""
+    with suppress(OSError):
+        return _look_up(host, socket.AI_NUMERICHOST)
+    if len(_lookups) >= LOOKUPS_MAX and host not in _lookups:
+        raise OSError(errno.EAGAIN, "too many names of hosts are looked up")
+    mine: Future[list[Any]] = Future()
+    found = _lookups.setdefault(host, mine)
+    if found is mine:
+        try:
+            threading.Thread(target=_answer, args=(host, mine), name="kvtier-name", daemon=True).start()
+        except RuntimeError:
+            _lookups.pop(host, None)
+            mine.set_exception(OSError(errno.EAGAIN, "no thread can be started"))
+    try:
+        return found.result(remaining_s(end_s))
+    except TimeoutError:
+        raise TimeoutError(f"the address of {host} is not found in time") from None
+
+
+def _answer(host: str, answer: Future[list[Any]]) -> None:
+    try:
+        answer.set_result(_look_up(host, 0))
+    except OSError as error:
+        answer.set_exception(error)
+    finally:
+        _lookups.pop(host, None)
+
+
+def _look_up(host: str, flags: int) -> list[Any]:
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
+    except ValueError:  # also of a name that cannot be encoded
+        raise OSError(errno.EINVAL, "not the name of a host") from None
 
 
 class _Call:

@@ -1,8 +1,9 @@
 """One file per object in a directory that several processes may share, under a hard byte cap.
 
 The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
-rebuilds the cap file's count. Names appear and disappear only under the cap file's lock, so its holder can count
-exactly. Bytes are written and read outside the lock.
+rebuilds the cap file's count. Names appear and disappear only under the cap file's lock. Bytes are written and read
+outside the lock. No lock is held for longer than it takes to handle a few hundred objects. Walks and index snapshots
+have threads of their own.
 
 Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification makes either a
 miss.
@@ -17,7 +18,6 @@ import logging
 import os
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,7 +33,7 @@ from kvtier.tier.byte_cap import ByteCap
 from kvtier.tier.cap_file import CapFile
 from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_index import DirectoryIndex
-from kvtier.tier.directory_marker import ALLOWED, UnknownStoreError, open_store
+from kvtier.tier.directory_marker import ALLOWED, open_store
 from kvtier.tier.effective_cap import EffectiveCap, with_cause
 from kvtier.tier.index_snapshot import load_snapshot, save_snapshot
 from kvtier.tier.operation_guard import OperationGuard
@@ -48,8 +48,10 @@ logger = logging.getLogger(__name__)
 
 DirectIo = Literal["auto", "on", "off"]
 
-SNAPSHOT_INTERVAL_S = 300.0
-"""The index snapshot is written at close, and by a write when it is older than this."""
+SNAPSHOT_INTERVAL_S = 30.0
+"""The index snapshot is written at close, and this long after a write. It takes 1 ms more for each object."""
+_SNAPSHOT_OBJECT_S = 0.001
+_SNAPSHOT_LONGEST_S = 300.0
 
 CLOSE_DEADLINE_S = 10.0
 USES_MAX = 4096
@@ -74,11 +76,13 @@ class DirectoryTier:
         shared: other processes may write to the store, so a name missing from the index is looked up on disk. When
             False a miss costs no system call.
         lock_deadline_s: longest wait for other processes in an operation.
-        open_deadline_s: longest wait for another process that is opening the store.
+        open_deadline_s: longest wait for another process that is opening the store. An opening also waits up to 10 s
+            for its own recount. While a longer one goes on, reads and lookups work, and writes are refused.
 
     Raises:
-        ConfigError: a setting is invalid, or `root` cannot be used.
-        TierError: the storage failed while it was opened, or holds a store of another version.
+        ConfigError: a setting is invalid.
+        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
+        TierError: the storage failed while it was opened.
     """
 
     def __init__(
@@ -107,14 +111,11 @@ class DirectoryTier:
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
         """(name, time) of reads that are not yet in the files' mtimes."""
         self._snapshot_lock = threading.Lock()
-        self._snapshot_saved_s = time.monotonic()
+        self._is_closing = threading.Event()
         with opening(name, self.root, ALLOWED):
-            try:
-                if self.root.exists():
-                    check_private(name, self.root)
-                self.marker = open_store(self.root)
-            except UnknownStoreError as error:
-                raise TierError(name, str(error)) from error
+            if self.root.exists():
+                check_private(name, self.root)
+            self.marker = open_store(self.root)
             self._paths.make()
             self._store_lock = StoreLock(self._paths.marker, name)
             self._cap_file = CapFile(self._paths.cap_file, name, lock_deadline_s, self._store_lock.is_current)
@@ -226,7 +227,7 @@ class DirectoryTier:
             except BaseException as error:
                 self._byte_cap.discard(draft, error)
                 raise
-        self._save_snapshot_when_due()
+        self._save_snapshot_later()
         return True
 
     def delete(self, name: ObjectName) -> None:
@@ -253,23 +254,23 @@ class DirectoryTier:
                 "tier %s: closed while an operation was still running after %s s", self.name, CLOSE_DEADLINE_S
             )
         self._publish_uses(USES_MAX)
-        self._save_snapshot()
-        self._byte_cap.close()
+        self._is_closing.set()
+        if self._snapshot_lock.acquire(timeout=CLOSE_DEADLINE_S):
+            self._save_snapshot()
         self._release()
 
     def _load(self, deadline_s: float) -> None:
         is_alone = self._store_lock.acquire(deadline_s)
+        if is_alone:
+            _remove_unfinished_snapshots(self._paths.root)
+        self._byte_cap.attach(is_alone=is_alone)
+        if is_alone:
+            self._store_lock.share(deadline_s)
         with _collector_paused():
             rows = load_snapshot(self._paths.snapshot)
             if rows is not None:
                 self._index.load_snapshot(rows)
-            if is_alone:
-                _remove_unfinished_snapshots(self._paths.root)
-            self._byte_cap.recover(is_alone=is_alone)
-            if not is_alone and (rows is None or not self._shared):
-                self._index.replace(list(walk(self._paths)))
-        if is_alone:
-            self._store_lock.share(deadline_s)
+            self._byte_cap.recover(needs_index=rows is None or not self._shared)
         if rows is None and len(self._index):
             logger.info(
                 "tier %s: no usable index snapshot at %s: the index was rebuilt from the files",
@@ -316,25 +317,26 @@ class DirectoryTier:
                 subject = "" if name is None else f" object {name.hex()[:12]}"
                 raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error
 
-    def _save_snapshot_when_due(self) -> None:
-        if time.monotonic() - self._snapshot_saved_s > SNAPSHOT_INTERVAL_S and self._snapshot_lock.acquire(
-            blocking=False
-        ):
-            try:
-                self._save_snapshot()
-            finally:
-                self._snapshot_lock.release()
+    def _save_snapshot_later(self) -> None:
+        """Let a thread write the index snapshot, unless one is about to. A killed process thus loses little of it."""
+        if self._snapshot_lock.acquire(blocking=False):
+            delay_s = min(SNAPSHOT_INTERVAL_S + len(self._index) * _SNAPSHOT_OBJECT_S, _SNAPSHOT_LONGEST_S)
+            name = f"kvtier {self.name} snapshot"
+            threading.Thread(target=self._save_snapshot, args=(delay_s,), name=name, daemon=True).start()
 
-    def _save_snapshot(self) -> None:
-        self._snapshot_saved_s = time.monotonic()
-        if not self._store_lock.is_current():
-            return  # the disk is not mounted: the path leads to another one
+    def _save_snapshot(self, delay_s: float = 0.0) -> None:
+        """Write the index snapshot after `delay_s`, or when the tier closes, and release its lock."""
+        self._is_closing.wait(delay_s)
         try:
-            save_snapshot(self._paths.snapshot, self._index.rows())
+            if self._store_lock.is_current():  # else the disk is not mounted: the path leads to another one
+                save_snapshot(self._paths.snapshot, self._index.rows())
         except OSError as error:
             logger.info("tier %s: index snapshot not written, the next start is slower: %s", self.name, error)
+        finally:
+            self._snapshot_lock.release()
 
     def _release(self) -> None:
+        self._byte_cap.close()
         self._store_lock.release()
         self._temp_files.detach()
         self._cap_file.close()

@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvtier.policy.base import Evictor, Held, Hinted
+from kvtier.policy.base import Evictor, Hinted
+from kvtier.policy.name_table import NameTable
 from kvtier.tier.base import UNKNOWN, About, never_pinned
-from kvtier.tier.index_snapshot import SnapshotRow
+from kvtier.tier.index_snapshot import SnapshotRow, oldest_first, slices
 from kvtier.tier.store_paths import Found, charge_bytes
 from kvtier.types import NextTurn, ObjectName
 
@@ -17,23 +18,28 @@ RECENCY_WRITE_NS = 60 * 10**9
 class _Record:
     """One indexed object."""
 
-    __slots__ = ("about", "mtime_ns", "size_bytes", "used_ns")
+    __slots__ = ("about", "mtime_ns", "size_bytes", "used_ns", "walk")
 
-    def __init__(self, size_bytes: int, used_ns: int, mtime_ns: int, about: About) -> None:
+    def __init__(self, size_bytes: int, used_ns: int, mtime_ns: int, about: About, walk: int) -> None:
         self.size_bytes = size_bytes
         self.used_ns = used_ns  # last known use
         self.mtime_ns = mtime_ns  # last known mtime
         self.about = about
+        self.walk = walk  # the last walk that found it, or during which it entered
 
 
 class DirectoryIndex:
-    """Names with sizes and last uses, and the evictor that orders them. One lock; no I/O under it."""
+    """Names with sizes and last uses, and the evictor that orders them. One lock; no I/O under it.
+
+    Work on all names takes the lock for `SLICE` names at a time.
+    """
 
     def __init__(self, evictor: Evictor) -> None:
         self._evictor = evictor
-        self._records: dict[bytes, _Record] = {}
+        self._records: NameTable[_Record] = NameTable()
         self._lock = threading.Lock()
         self._last_ns = 0
+        self._walk = 0  # number of the latest walk
         self.known_bytes = 0
         """Bytes that the indexed objects count against the cap."""
 
@@ -43,8 +49,7 @@ class DirectoryIndex:
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether it is indexed."""
         with self._lock:
-            records = self._records
-            return [name in records for name in names]
+            return [name in self._records for name in names]
 
     def add(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
         """`name` was written, or offered again: a use now, with metadata `about`."""
@@ -64,8 +69,7 @@ class DirectoryIndex:
             now_ns = self._now_ns()
             record = self._records.get(name)
             if record is None:
-                self._enter(name, size_bytes, now_ns, mtime_ns, UNKNOWN)
-                record = self._records[name]
+                record = self._enter(name, size_bytes, now_ns, mtime_ns, UNKNOWN)
             else:
                 record.used_ns = now_ns
                 record.mtime_ns = max(record.mtime_ns, mtime_ns)
@@ -110,70 +114,68 @@ class DirectoryIndex:
                 self._evictor.expects(session, next_turn)
 
     def load_snapshot(self, rows: Iterable[SnapshotRow]) -> None:
-        """Add the rows of an index snapshot. Stale rows are corrected on use, or by the next `replace`."""
-        with self._lock:
-            self._enter_past(
-                (row.name, row.size_bytes, row.used_ns, About(_parent(row), row.depth, row.group))
-                for row in sorted(rows, key=_used_ns)
-                if row.name not in self._records
-            )
+        """Add the rows of an index snapshot, oldest use first. Stale ones are corrected on use, or by `merge`."""
+        for some in slices(rows):
+            with self._lock:
+                for row in some:
+                    if row.name not in self._records:
+                        name, parent = ObjectName(row.name), None if row.parent is None else ObjectName(row.parent)
+                        self._enter(name, row.size_bytes, row.used_ns, row.used_ns, About(parent, row.depth, row.group))
 
-    def replace(self, found: Sequence[Found]) -> None:
-        """Make the index exactly what a walk `found`. New objects are added in the order of their mtimes."""
-        present = {file.name: file.size_bytes for file in found}
-        with self._lock:
-            for name in [name for name in self._records if name not in present]:
-                self._drop(name)
-            for name, record in self._records.items():
-                size_bytes = present[name]
-                if size_bytes != record.size_bytes:
-                    self.known_bytes += charge_bytes(size_bytes) - charge_bytes(record.size_bytes)
-                    record.size_bytes = size_bytes
-        self.add_missing(found)
+    def merge(self, found: Iterable[Found]) -> None:
+        """Make the index what a walk finds. What enters meanwhile stays. One call at a time.
 
-    def add_missing(self, found: Iterable[Found]) -> None:
-        """Add those of `found` that are not indexed, in the order of their mtimes.
-
-        The evictor orders by event, so it treats all of them as newer than the indexed objects.
+        New objects are added in the order of their mtimes, after the walk. The evictor orders by event, so it treats
+        all of them as newer than the indexed objects.
         """
-        with self._lock:
-            newcomers = [file for file in found if file.name not in self._records]
-            newcomers.sort(key=_mtime_ns)
-            self._enter_past((name, size_bytes, mtime_ns, UNKNOWN) for name, size_bytes, mtime_ns in newcomers)
+        self._walk += 1
+        missing = oldest_first(row for files in slices(found) for row in self._missing(files))
+        for names in slices(self._records):
+            with self._lock:
+                for name in names:
+                    record = self._records.get(name)
+                    if record is not None and record.walk != self._walk:
+                        self._drop(name)
+        self.load_snapshot(missing)
 
-    def rows(self) -> list[SnapshotRow]:
-        """The rows of the index snapshot, least recently used first."""
-        with self._lock:
-            rows = [
-                SnapshotRow(
-                    name, record.about.parent, record.size_bytes, record.used_ns, record.about.depth, record.about.group
-                )
-                for name, record in self._records.items()
-            ]
-        return sorted(rows, key=_used_ns)
+    def rows(self) -> Iterator[SnapshotRow]:
+        """The rows of the index snapshot, in any order, without the lock. What changes meanwhile is in it or not."""
+        for name in self._records:
+            record = self._records.get(name)
+            if record is not None:
+                about = record.about
+                yield SnapshotRow(name, about.parent, record.size_bytes, record.used_ns, about.depth, about.group)
 
-    def _enter(self, name: ObjectName, size_bytes: int, used_ns: int, mtime_ns: int, about: About) -> None:
+    def _missing(self, files: list[Found]) -> list[SnapshotRow]:
+        """Those of `files` that are not indexed. The sizes of the others are corrected."""
+        missing: list[SnapshotRow] = []
+        with self._lock:
+            for file in files:
+                record = self._records.get(file.name)
+                if record is None:
+                    missing.append(SnapshotRow(file.name, None, file.size_bytes, file.mtime_ns, 0, 0))
+                else:
+                    record.walk = self._walk
+                    self.known_bytes += charge_bytes(file.size_bytes) - charge_bytes(record.size_bytes)
+                    record.size_bytes = file.size_bytes
+        return missing
+
+    def _enter(self, name: ObjectName, size_bytes: int, used_ns: int, mtime_ns: int, about: About) -> _Record:
         record = self._records.get(name)
         if record is None:
-            self._records[name] = _Record(size_bytes, used_ns, mtime_ns, about)
+            self._records[name] = record = _Record(size_bytes, used_ns, mtime_ns, about, self._walk)
             self.known_bytes += charge_bytes(size_bytes)
         else:
             self.known_bytes += charge_bytes(size_bytes) - charge_bytes(record.size_bytes)
             record.size_bytes, record.used_ns, record.mtime_ns = size_bytes, used_ns, max(mtime_ns, record.mtime_ns)
+            record.walk = self._walk
             if about.parent is not None or record.about.parent is None:
                 record.about = about
         self._evictor.added(about.held(name))
-
-    def _enter_past(self, uses: Iterable[tuple[bytes, int, int, About]]) -> None:
-        """Add many (name, bytes, last use, about), oldest first. Inlined: it runs 100,000 times at a start."""
-        records, added = self._records, self._evictor.added
-        for name, size_bytes, used_ns, about in uses:
-            records[name] = _Record(size_bytes, used_ns, used_ns, about)
-            self.known_bytes += charge_bytes(size_bytes)
-            added(Held(name, about.parent))
+        return record
 
     def _drop(self, name: bytes) -> None:
-        record = self._records.pop(name, None)
+        record = self._records.pop(name)
         if record is not None:
             self.known_bytes -= charge_bytes(record.size_bytes)
         self._evictor.removed(name)
@@ -182,15 +184,3 @@ class DirectoryIndex:
         """The wall clock, which files and other processes share, made monotonic."""
         self._last_ns = max(self._last_ns, time.time_ns())
         return self._last_ns
-
-
-def _parent(row: SnapshotRow) -> ObjectName | None:
-    return None if row.parent is None else ObjectName(row.parent)
-
-
-def _used_ns(row: SnapshotRow) -> int:
-    return row.used_ns
-
-
-def _mtime_ns(file: Found) -> int:
-    return file.mtime_ns

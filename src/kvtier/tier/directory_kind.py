@@ -11,12 +11,13 @@ from kvtier.config.value_types import Choice, Location, Size, Switch
 from kvtier.errors import ConfigError
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_marker import STORE_VERSION, DamagedMarkerError, read_marker, refuse_foreign
+from kvtier.tier.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
 from kvtier.tier.directory_view import DirectoryView, view_at
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems
 from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.safe_open import refuse_public
+from kvtier.tier.store_root import mend_secret
 
 TRIAL_LOCK_DEADLINE_S = 60.0
 """Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
@@ -77,16 +78,17 @@ def store_problems(path: Path, capacity_bytes: int, version: int) -> Iterator[Pr
     try:
         if nearest == path:
             refuse_public(path)
-        is_store = nearest == path and read_marker(path, version) is not None
-        if not is_store:
-            refuse_foreign(path)
-    except DamagedMarkerError as error:
-        yield Problem("warning", "path", f"{error}; {error.WHAT_NEXT}")
-        return
+        is_store = nearest == path and find_marker(path, version) is not None
     except ConfigError as error:
         yield Problem("error", "path", str(error))
         return
     yield from space_problems(capacity_bytes, nearest, is_store=is_store)
+
+
+def _repaired(root: Path) -> list[str] | None:
+    if layout_of(root) != STORE_VERSION:
+        return None
+    return repair_marker(root, STORE_VERSION) + mend_secret(root / "secret")
 
 
 KIND = TierKind(
@@ -104,4 +106,5 @@ KIND = TierKind(
     raw=lambda settings, _context: RawFiles(settings.path, direct=settings.direct_io != "off"),
     inspect=lambda settings: [DirectoryView(settings.path)],
     view_at=view_at,
+    repair=lambda settings: _repaired(settings.path),
 )

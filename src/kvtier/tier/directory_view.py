@@ -12,7 +12,7 @@ from shutil import disk_usage
 from kvtier.errors import ConfigError
 from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, DamagedMarkerError, Marker, read_marker
+from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, Marker, read_marker
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
 from kvtier.tier.safe_open import WRONG_KIND, folder_at, open_directory, open_file
 from kvtier.tier.store_lock import StoreLock
@@ -47,7 +47,7 @@ class DirectoryView:
 
     def usage(self) -> Usage:
         """Usage from the marker, the cap file and the temporary files."""
-        temp_files = reserved(self._paths.temp_files)
+        temp_files = reserved(self._paths.temp_files).values()
         return Usage(
             self._marker.store_id,
             self._marker.version,
@@ -116,12 +116,7 @@ def view_at(root: Path) -> DirectoryView | None:
 
 
 def _marker_of(root: Path) -> Marker:
-    try:
-        marker = read_marker(root)
-    except DamagedMarkerError as error:
-        raise ConfigError(f"{error}; {error.WHAT_NEXT}") from error
-    except OSError as error:
-        raise ConfigError(f"{root}: {error.strerror}; allowed: a store's directory") from error
+    marker = read_marker(root)
     if marker is None:
         if (root / "rank-0" / DISK_MARKER_NAME).exists():
             raise ConfigError(f"{root} is of the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}")

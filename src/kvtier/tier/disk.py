@@ -24,7 +24,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tier import disk_batch
 from kvtier.tier.base import UNKNOWN, About, Figures, Read, Write, ended
 from kvtier.tier.direct import can_direct
-from kvtier.tier.directory_marker import UnknownStoreError
+from kvtier.tier.disk_format import SEGMENT_BYTES_MAX
 from kvtier.tier.disk_marker import ALLOWED, DiskStoreLock
 from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
@@ -71,9 +71,9 @@ class DiskTier:
         open_deadline_s: longest wait for another process that has the store open.
 
     Raises:
-        ConfigError: a setting is invalid, or `root` cannot be used.
-        TierError: the storage failed while it was opened; another process has the store open; the store is of another
-            version; or its marker is damaged and no segment identifies it.
+        ConfigError: a setting is invalid.
+        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
+        TierError: the storage failed while it was opened, or another process has the store open.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class DiskTier:
             except BaseException:
                 self._store_lock.release()
                 raise
+        self._write_status()
         self._keeper = threading.Thread(target=self._maintain, name=f"kvtier {name} keeper", daemon=True)
         self._keeper.start()
 
@@ -300,10 +301,7 @@ class DiskTier:
         return pool.put([(extent, name)])[0]
 
     def _open_pool(self) -> Pool:
-        try:
-            marker = self._store_lock.read()
-        except UnknownStoreError as error:
-            raise TierError(self.name, str(error)) from error
+        marker = self._store_lock.read()
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
         if marker is None or not self._may_keep(marker.segment_bytes):
             marker = self._store_lock.write(wanted)
@@ -331,7 +329,8 @@ class DiskTier:
         """Whether an existing store keeps segments of this size."""
         if self._segment_bytes is not None:
             return segment_bytes == self._segment_bytes
-        return segment_bytes <= self.capacity_bytes <= segment_bytes * SEGMENTS_MAX
+        is_real = segment_bytes != SEGMENT_BYTES_MAX  # which a repair writes where no segment tells the size
+        return is_real and segment_bytes <= self.capacity_bytes <= segment_bytes * SEGMENTS_MAX
 
     def _choose_direct(self) -> bool:
         if self._wants_direct == "off":
@@ -346,15 +345,15 @@ class DiskTier:
 
     def _maintain(self) -> None:
         """Maintenance thread: sync at intervals and keep a segment empty."""
-        synced_s = time.monotonic()
+        synced_s, logged = time.monotonic(), ""
         while True:
-            self._write_status()
             next_s = min(synced_s + self._sync_interval_s, time.monotonic() + STATUS_INTERVAL_S)
             self._wake.wait(max(0.0, next_s - time.monotonic()))
             self._wake.clear()
             if self._is_closing:
                 return
             try:
+                self._write_status()
                 self._upkeep()
                 if time.monotonic() >= synced_s + self._sync_interval_s:
                     synced_s = time.monotonic()
@@ -362,6 +361,10 @@ class DiskTier:
             except TierError as error:
                 synced_s = time.monotonic()  # retry after the interval
                 logger.info("tier %s: %s", self.name, error)
+            except Exception as error:
+                synced_s = time.monotonic()
+                if logged != (logged := repr(error)):
+                    logger.exception("tier %s: upkeep failed and is tried again", self.name)
 
     def _upkeep(self) -> None:
         """Check that the store was not replaced, and keep a segment empty."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.errors import other_version
 from kvtier.layout import ALIGNMENT
 
 VERSION: Final = 1
@@ -99,7 +100,7 @@ def read_header(block: memoryview | bytes) -> Header | str:
     if magic != HEADER_MAGIC:
         return "not begun" if not any(block) else "wrong magic"
     if version != VERSION:
-        return f"unknown version {version}"
+        return other_version(version, VERSION)
     if _checksum(block, _HEADER_CHECKSUM_AT) != checksum:
         return "checksum does not match"
     if not 0 < generation <= GENERATION_MAX or not is_segment_size(segment_bytes):

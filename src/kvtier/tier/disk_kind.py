@@ -10,17 +10,25 @@ from typing import ClassVar, Literal
 from kvtier.codec.frame import frame_bytes
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Seconds, Size, size_text
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import SEGMENT_BYTES_MIN
-from kvtier.tier.disk_marker import ALLOWED_RANKS, MARKER_NAME, refuse_foreign_ranks
+from kvtier.tier.disk_marker import (
+    ALLOWED_RANKS,
+    MARKER_NAME,
+    find_marker,
+    holds_store,
+    refuse_foreign_ranks,
+    repair_marker,
+)
+from kvtier.tier.disk_settings import segment_bytes_for
 from kvtier.tier.disk_view import DiskView, is_disk, view_at
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems
 from kvtier.tier.raw_files import RawSegment
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.safe_open import check_private, make_root, refuse_public
-from kvtier.tier.store_root import opening
+from kvtier.tier.store_root import RANK, command, mend_secret, opening
 
 TRIAL_LOCK_DEADLINE_S = 60.0
 """Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
@@ -68,6 +76,12 @@ def _open(settings: DiskSettings, context: TierContext) -> DiskTier:
     largest = max(frame_bytes(group) for group in context.layout.groups)
     if largest > tier.frame_bytes_max:
         tier.close()
+        if largest <= segment_bytes_for(settings.capacity_bytes // ranks) - (SEGMENT_BYTES_MIN - ALIGNMENT):
+            raise DamagedStoreError(
+                name,
+                f"a chunk takes {largest} bytes, and {tier.root} has segments of a smaller model or cap, for "
+                f"{tier.frame_bytes_max} bytes; to begin with larger ones: {command('purge', tier.root)}",
+            )
         raise ConfigError(
             f"{settings.label}.capacity_bytes = {settings.capacity_bytes} is too small: a chunk of "
             f"{context.layout.chunk_tokens} tokens of this model takes {largest} bytes, and a segment for each of "
@@ -100,6 +114,8 @@ def _check(settings: DiskSettings) -> Iterator[Problem]:
         if nearest == path:
             refuse_public(path)
         refuse_foreign_ranks(path)
+        for root in path.glob("rank-*"):
+            find_marker(root)
     except ConfigError as error:
         yield Problem("error", "path", str(error))
         return
@@ -112,13 +128,21 @@ def _check(settings: DiskSettings) -> Iterator[Problem]:
         yield Problem("warning", "reserve_bytes", detail)
 
 
+def _repaired(root: Path) -> list[str] | None:
+    """Repair the store at `root`, or those of all ranks below it; None: there is none."""
+    stores = [it for it in (root, *sorted(root.glob("rank-*"))) if holds_store(it)]
+    if not stores:
+        return None
+    done = [line for store in stores for line in repair_marker(store)]
+    return done + mend_secret((root.parent if RANK.fullmatch(root.name) else root) / "secret")
+
+
 KIND = TierKind(
     name="disk",
     help="Preallocated segments on a local drive, for one engine.",
     settings=DiskSettings,
     where="path",
     open=_open,
-    is_ahead=True,
     needs_drive=True,
     check=_check,
     folder=lambda settings: settings.path,
@@ -127,4 +151,5 @@ KIND = TierKind(
     raw=lambda settings, _context: RawSegment(settings.path, direct=settings.direct_io != "off"),
     inspect=lambda settings: [DiskView(root) for root in sorted(settings.path.glob("rank-*")) if is_disk(root)],
     view_at=view_at,
+    repair=lambda settings: _repaired(settings.path),
 )

@@ -2,35 +2,39 @@
 
 # ruff: noqa: PTH116
 
-import errno
 import fcntl
 import logging
 import os
-import re
+import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import TierError, other_version
+from kvtier.tier import store_root
 from kvtier.tier.cap_file import lock_file
 from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
-from kvtier.tier.directory_marker import UnknownStoreError
-from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION, is_segment_size, pack_json, read_json
-from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME
-from kvtier.tier.safe_open import WRONG_KIND, Descriptor, check_private, make_root, open_file, read_file
+from kvtier.tier.disk_format import (
+    SEGMENT_BYTES_MAX,
+    STORE_ID_BYTES,
+    VERSION,
+    is_segment_size,
+    pack_json,
+    read_json,
+)  # fmt: skip
+from kvtier.tier.disk_status import SILENT_S, STATUS_NAME, TEMP_NAME, read_status
+from kvtier.tier.safe_open import Descriptor, UnusableStoreError, check_private, folder_at, is_at, make_root, open_file
 from kvtier.tier.segment_files import SEGMENTS_NAME, newest_head
-from kvtier.tier.store_root import RANK, refuse_foreign_files
+from kvtier.tier.store_root import RANK, read_marker
 
 MARKER_NAME = "kvtier-disk.json"
 
 ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 ALLOWED_RANKS = "an empty or missing directory, or one with kvtier stores (rank-0 and so on)"
 
-_MARKER_BYTES_MAX = 4096
 _CREATED_LENGTH_MAX = 40
-_OURS = re.compile(
-    rf"({'|'.join(map(re.escape, (MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, TEMP_NAME)))})(\.aside-[0-9a-f]+)?"
-)
+_OURS = frozenset({MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, TEMP_NAME})
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +54,12 @@ class DiskStoreLock:
     """Exclusive lock of the disk store at `root`, through its marker. Creates both when missing.
 
     Args:
-        root: the directory; created when missing. One with foreign files is refused.
+        root: the directory; created when missing. One without a marker that is not empty is refused.
         tier: name of the tier, for messages.
         deadline_s: longest wait for another process that has the store open.
 
     Raises:
-        ConfigError: `root` has foreign files, is world-writable, or its marker is not a regular file.
+        UnusableStoreError: `root` has files and no marker, is world-writable, or its marker is not a regular file.
         TierError: another process has it open.
         OSError: the file system fails.
     """
@@ -69,41 +73,28 @@ class DiskStoreLock:
         self.folder = Descriptor(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         """The root."""
         try:
-            if not os.path.lexists(self.path):
-                refuse_foreign_files(root, lambda name: name == MARKER_NAME, ALLOWED)
+            find_marker(root)
             self._file = self._locked(os.O_CREAT, deadline_s)
         except BaseException:
             self.folder.close()
             raise
 
     def read(self) -> Marker | None:
-        """The marker's content; None when the store is new. A damaged one is recreated from the newest segment.
+        """The marker's content; None when the store is new.
 
         Raises:
-            UnknownStoreError: the version is unknown; or the marker is damaged and no segment identifies the store.
-                Nothing was changed.
+            UnusableStoreError: the version is unknown, or the marker is damaged. Nothing was changed.
             OSError: the device fails.
-            TierError: the marker has another hard link.
         """
-        text = os.pread(self._file.fileno(), _MARKER_BYTES_MAX, 0)
-        marker = parse_marker(text, self.path)
-        if isinstance(marker, Marker):
-            self._marker = marker
-            return marker
-        recovered = self._recovered(marker)
-        if recovered is not None:
-            logger.warning("tier %s: %s was recreated from the newest segment: %s", self._tier, self.path, marker)
-            self._write(recovered)
-        elif text:
-            logger.warning("tier %s: the store at %s is recreated empty: %s", self._tier, self.path, marker)
-        return recovered
+        self._marker = find_marker(self.path.parent)
+        return self._marker
 
     def write(self, segment_bytes: int) -> Marker:
         """Write the marker of a new store.
 
         Raises:
             OSError: the device fails.
-            TierError: the marker has another hard link.
+            TierError: another process has replaced the marker and locked it.
         """
         marker = Marker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
         self._write(marker)
@@ -111,10 +102,7 @@ class DiskStoreLock:
 
     def is_current(self) -> bool:
         """Whether the locked marker is still at its path. False after an unmount or a replacement."""
-        try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._file.fileno()))
-        except OSError:
-            return False
+        return self._file.is_open and is_at(self.path, self._file.fileno())
 
     def restore(self) -> bool:
         """Recreate a removed marker. False when the directory is gone or was replaced.
@@ -141,16 +129,12 @@ class DiskStoreLock:
 
     def _locked(self, flags: int, deadline_s: float) -> Descriptor:
         """Open and lock the marker."""
-        try:
-            number, _ = open_file(MARKER_NAME, flags | os.O_RDWR, self.folder.fileno())
-        except OSError as error:
-            if error.errno not in WRONG_KIND:
-                raise
-            raise ConfigError(f"{self.path} is not a regular file ({error}); nothing was changed") from error
+        number, _ = open_file(MARKER_NAME, flags | os.O_RDWR, self.folder.fileno())
         file = Descriptor(number)
         is_locked = False
         try:
-            is_locked = lock_file(number, fcntl.LOCK_EX, deadline_s)
+            # A repair or a purge may have replaced it meanwhile, and then another process has that file.
+            is_locked = lock_file(number, fcntl.LOCK_EX, deadline_s) and is_at(self.path, number)
         finally:
             if not is_locked:
                 file.close()
@@ -162,104 +146,125 @@ class DiskStoreLock:
             "allowed: a separate directory for each process",
         )
 
-    def _recovered(self, reason: str) -> Marker | None:
-        """The marker recovered from the segments; None when they are empty.
-
-        Raises:
-            UnknownStoreError: the root has foreign files.
-        """
-        head, foreign = newest_head(self.folder.fileno())
-        if head is not None:
-            return Marker(head.store_id, head.segment_bytes, _now())
-        root = self.path.parent
-        if not foreign:
-            try:
-                refuse_foreign_files(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
-            except ConfigError as error:
-                raise UnknownStoreError(f"{reason}, and {error}") from error
-            return None
-        raise UnknownStoreError(
-            f"root {str(root)!r} is not a kvtier store: {reason}, and {SEGMENTS_NAME}/{foreign} is not a segment; "
-            f"nothing was changed; allowed: {ALLOWED}"
-        )
-
     def _write(self, marker: Marker) -> None:
-        members = {
+        # A new file: the locked one may have another hard link, outside the store, at any time.
+        store_root.write_marker(self.path, _packed(marker), replaces=True)
+        old, self._file = self._file, self._locked(0, 0.0)
+        old.close()
+        self._marker = marker
+
+
+def find_marker(root: Path) -> Marker | None:
+    """The marker of the disk store at `root`; None where `DiskStoreLock` makes one. Read-only.
+
+    An empty marker in an empty directory is that of a process that was killed while it made the store.
+
+    Raises:
+        UnusableStoreError: the marker is damaged or of an unknown version, or is missing next to other files.
+        OSError: it cannot be read.
+    """
+    return store_root.find_marker(root / MARKER_NAME, parse_marker, MARKER_NAME.__eq__, ALLOWED)
+
+
+def repair_marker(root: Path) -> list[str]:
+    """Give the disk store at `root` a new marker if its own is missing or damaged. What was done, in sentences.
+
+    The newest segment tells the store's identity. Without a valid segment the store is empty.
+
+    Raises:
+        UnusableStoreError: `root` has foreign files or a marker of another version, or a process has it open.
+        OSError: it cannot be read or written.
+    """
+    path = root / MARKER_NAME
+    return store_root.repair_marker(
+        path, partial(read_marker, path, parse_marker), lambda: _packed(_recovered(root)), lambda: _refuse_living(root)
+    )
+
+
+def _refuse_living(root: Path) -> bool:
+    """False unless the status is that of a process that has the store open.
+
+    Raises:
+        UnusableStoreError: it is.
+    """
+    status = read_status(root)
+    if status is not None and status.is_open and time.time() - status.time_s <= SILENT_S:
+        raise UnusableStoreError(
+            f"{root}: a running process has the store open, by its status; end it first. After a kill the status "
+            f"counts for {SILENT_S:g} s"
+        )
+    return False
+
+
+def _recovered(root: Path) -> Marker:
+    """The marker by the newest segment; without a valid one of a size that opening replaces.
+
+    Raises:
+        UnusableStoreError: nothing identifies the store, and the directory has foreign files.
+    """
+    with folder_at(root) as folder:
+        head, foreign = newest_head(folder)
+    if head is not None:
+        return Marker(head.store_id, head.segment_bytes, _now())
+    if foreign:
+        raise UnusableStoreError(
+            f"root {str(root)!r} is not a kvtier store: {SEGMENTS_NAME}/{foreign} is not a segment; nothing was changed"
+        )
+    store_root.refuse_foreign_files(root, _OURS.__contains__, "files of a kvtier store only")
+    return Marker(os.urandom(STORE_ID_BYTES), SEGMENT_BYTES_MAX, _now())
+
+
+def _packed(marker: Marker) -> bytes:
+    return pack_json(
+        {
             "about": "A kvtier disk store. Delete the whole directory while it is not in use, or purge it with kvtier.",
             "version": VERSION,
             "store_id": marker.store_id.hex(),
             "segment_bytes": marker.segment_bytes,
             "created": marker.created,
         }
-        descriptor = self._file.fileno()
-        if os.fstat(descriptor).st_nlink > 1:  # the other link may lie outside the store
-            raise TierError(self._tier, f"{self.path} must be recreated but has another hard link; remove this file")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, pack_json(members), 0)
-        os.fsync(descriptor)
-        self._marker = marker
+    )
+
+
+def holds_store(root: Path) -> bool:
+    """Whether `root` has names of a disk store, whatever its marker says."""
+    return any(os.path.lexists(root / name) for name in (MARKER_NAME, SEGMENTS_NAME))
 
 
 def refuse_foreign_ranks(path: Path) -> None:
     """Refuse a directory for ranks' stores that has foreign files.
 
     Raises:
-        ConfigError: `path` has foreign files, and neither a rank's store nor a directory store.
+        UnusableStoreError: `path` has foreign files, and neither a rank's store nor a directory store.
         OSError: it cannot be listed.
     """
     try:
-        refuse_foreign_files(path, lambda name: bool(RANK.fullmatch(name)), ALLOWED_RANKS)
-    except ConfigError:
+        store_root.refuse_foreign_files(path, lambda name: bool(RANK.fullmatch(name)), ALLOWED_RANKS)
+    except UnusableStoreError:
         if not any(path.glob(f"rank-*/{MARKER_NAME}")) and not (path / DIRECTORY_MARKER_NAME).exists():
             raise
 
 
-def marker_in(folder: int, root: Path) -> Marker | None:
-    """The marker of the store in `folder`, or recovered from its segments; None when there is none.
-
-    Read-only; takes no lock.
+def parse_marker(text: bytes, path: Path) -> Marker | None:
+    """The content of the marker at `path`; None when it is empty.
 
     Raises:
-        UnknownStoreError: it is of an unknown version.
-        OSError: it cannot be read.
+        UnusableStoreError: the version is unknown.
+        ValueError: it is damaged.
     """
-    try:
-        marker = parse_marker(read_file(MARKER_NAME, _MARKER_BYTES_MAX, folder), root / MARKER_NAME)
-    except FileNotFoundError:
+    if not text:
         return None
-    except OSError as error:
-        if error.errno not in {*WRONG_KIND, errno.EFBIG}:
-            raise
-        marker = str(error)
-    if isinstance(marker, Marker):
-        return marker
-    head, _ = newest_head(folder)
-    return None if head is None else Marker(head.store_id, head.segment_bytes, "unknown")
-
-
-def parse_marker(text: bytes, path: Path) -> Marker | str:
-    """The content of the marker at `path`, or the reason why it is invalid.
-
-    Raises:
-        UnknownStoreError: the version is unknown, and the checksum does not show a damaged file.
-    """
     members, is_sound = read_json(text)
-    version = members.get("version")
+    version, segment_bytes = members.get("version"), members.get("segment_bytes")
     # A version without checksums is possible; a wrong checksum means a flipped bit.
     if type(version) is int and version != VERSION and is_sound is not False:
-        raise UnknownStoreError(f"{path} has version {version}; known here: {VERSION}; nothing was changed")
+        raise UnusableStoreError(f"{path} has {other_version(version, VERSION)}; nothing was changed")
     if not is_sound:
-        return (
-            "its marker is damaged: its checksum does not match" if members else "its marker is damaged: no JSON object"
-        )
-    store_id, segment_bytes = members.get("store_id"), members.get("segment_bytes")
-    try:
-        packed_id = bytes.fromhex(store_id) if isinstance(store_id, str) else b""
-    except ValueError:
-        packed_id = b""
-    if len(packed_id) != STORE_ID_BYTES or type(segment_bytes) is not int or not is_segment_size(segment_bytes):
-        return "its marker is out of range"
-    return Marker(packed_id, segment_bytes, str(members.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
+        raise ValueError("its checksum does not match" if members else "no JSON object")
+    store_id = bytes.fromhex(members["store_id"])
+    if len(store_id) != STORE_ID_BYTES or type(segment_bytes) is not int or not is_segment_size(segment_bytes):
+        raise ValueError("out of range")
+    return Marker(store_id, segment_bytes, str(members.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
 
 
 def _now() -> str:

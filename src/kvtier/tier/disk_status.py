@@ -18,6 +18,8 @@ TEMP_NAME = f".{STATUS_NAME}.draft"
 
 UNCHANGED_S = 60.0
 """Interval for an unchanged status, which shows that the process is alive."""
+SILENT_S = 3 * UNCHANGED_S
+"""A process whose status is older than this hangs in its device, or is stopped."""
 CHANGED_S = 10.0
 """Interval for a changed status: a few megabytes per day at most."""
 URGENT_S = 1.0

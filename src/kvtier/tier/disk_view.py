@@ -19,17 +19,15 @@ from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import VERSION, Entries
-from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, Marker, marker_in
+from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, Marker, parse_marker
 from kvtier.tier.disk_segment import Segment, file_name
-from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME, UNCHANGED_S, DiskStatus, read_status
+from kvtier.tier.disk_status import SILENT_S, STATUS_NAME, TEMP_NAME, DiskStatus, read_status
 from kvtier.tier.safe_open import WRONG_KIND, directory_at, folder_at, open_file
-from kvtier.tier.segment_files import SEGMENTS_NAME, segment_files
+from kvtier.tier.segment_files import SEGMENTS_NAME, newest_head, segment_files
+from kvtier.tier.store_root import DamagedMarkerError, read_marker
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage
 
 _NEVER_S = 86400.0
-
-SILENT_S = 3 * UNCHANGED_S
-"""A process whose status is older than this hangs in its device, or is stopped."""
 
 
 def is_disk(root: Path) -> bool:
@@ -209,11 +207,16 @@ class DiskView:
         return result
 
     def _marker(self) -> Marker:
+        """The marker, or what the newest segment tells of a damaged one."""
+        with suppress(DamagedMarkerError):
+            marker = read_marker(self.root / MARKER_NAME, parse_marker)
+            if marker is not None:
+                return marker
         with folder_at(self.root) as folder:
-            marker = marker_in(folder, self.root)
-        if marker is None:
+            head, _ = newest_head(folder)
+        if head is None:
             raise ConfigError(f"{self.root} holds no disk store of a known version; allowed: {ALLOWED}")
-        return marker
+        return Marker(head.store_id, head.segment_bytes, "unknown")
 
     @contextmanager
     def _segments(self) -> Generator[int]:

@@ -6,8 +6,9 @@ describes the layout.
 
 import os
 import struct
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -29,6 +30,9 @@ _ROW = np.dtype(
     ]
 )
 _NO_PARENT = bytes(32)
+SLICE = 64
+"""Objects that are handled at once. A larger piece of work would hold a lock, or the interpreter's, for too long."""
+_CHECKSUM_BYTES = 1 << 22
 _ROWS_MAX = 1 << 22
 """Most rows written or read: 352 MiB."""
 _NS_MAX = (1 << 63) - 1
@@ -48,41 +52,44 @@ class SnapshotRow(NamedTuple):
     group: int
 
 
-def pack_snapshot(rows: Iterable[SnapshotRow]) -> bytes:
-    """The file's bytes. `rows` are ordered by use, oldest first; only the last `_ROWS_MAX` are kept."""
-    listed = list(rows)[-_ROWS_MAX:]
-    table = np.zeros(len(listed), _ROW)
-    table["name"] = _names([row.name for row in listed])
-    table["parent"] = _names([row.parent or _NO_PARENT for row in listed])
-    table["size_bytes"] = [row.size_bytes for row in listed]
-    # An mtime may lie in any year.
-    table["used_ns"] = [min(max(row.used_ns, -_NS_MAX), _NS_MAX) for row in listed]
-    table["depth"] = [min(row.depth, _DEPTH_MAX) for row in listed]
-    table["group"] = [min(row.group, _GROUP_MAX) for row in listed]
-    table["has_parent"] = [row.parent is not None for row in listed]
-    body = table.tobytes()
-    return _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, len(listed), xxhash.xxh3_64_intdigest(body)) + body
+_T = TypeVar("_T")
 
 
-def unpack_snapshot(content: bytes) -> list[SnapshotRow] | None:
-    """The rows; None when `content` is damaged or of another version."""
+def slices(items: Iterable[_T], count: int = SLICE) -> Iterator[list[_T]]:
+    """`items` in lists of at most `count`."""
+    iterator = iter(items)
+    while piece := list(islice(iterator, count)):
+        yield piece
+
+
+def oldest_first(rows: Iterable[SnapshotRow]) -> Iterator[SnapshotRow]:
+    """`rows` in the order of their last uses. They are read at once, and kept in 88 bytes each."""
+    return _rows(_by_use(rows))
+
+
+def pack_snapshot(rows: Iterable[SnapshotRow]) -> memoryview:
+    """The file's bytes. Of `rows`, in any order, the `_ROWS_MAX` with the latest uses are kept, oldest first."""
+    newest = _by_use(rows)[-_ROWS_MAX:]
+    content = np.empty(_HEADER.size + newest.nbytes, np.uint8)
+    body = content[_HEADER.size :]
+    body[:] = newest.view(np.uint8)
+    _HEADER.pack_into(content.data, 0, _MAGIC, _VERSION, _ROW.itemsize, len(newest), _checksum(body.data))
+    return content.data
+
+
+def unpack_snapshot(content: bytes | memoryview) -> Iterator[SnapshotRow] | None:
+    """The rows, oldest use first; None when `content` is damaged or of another version."""
     if len(content) != _size_of(content[: _HEADER.size]):
         return None
     *_, checksum = _HEADER.unpack_from(content)
     body = memoryview(content)[_HEADER.size :]
-    if xxhash.xxh3_64_intdigest(body) != checksum:
+    if _checksum(body) != checksum:
         return None
-    table = np.frombuffer(body, _ROW)
-    parents = [
-        parent if has_parent else None
-        for parent, has_parent in zip(_split(table["parent"]), table["has_parent"].tolist(), strict=True)
-    ]
-    numbers = [table[column].tolist() for column in ("size_bytes", "used_ns", "depth", "group")]
-    return list(map(SnapshotRow, _split(table["name"]), parents, *numbers))
+    return _rows(np.frombuffer(body, _ROW))
 
 
 def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
-    """Write the snapshot to `path` atomically, mode 0600.
+    """Write the snapshot of `rows`, in any order, to `path` atomically, mode 0600.
 
     Raises:
         OSError: it cannot be written; the previous file is unchanged.
@@ -90,8 +97,8 @@ def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
     write_file(path, f"{path}.{os.getpid()}.{os.urandom(8).hex()}", pack_snapshot(rows))
 
 
-def load_snapshot(path: str) -> list[SnapshotRow] | None:
-    """The rows at `path`; None when absent, unreadable, too long, damaged or of another version."""
+def load_snapshot(path: str) -> Iterator[SnapshotRow] | None:
+    """The rows at `path`, oldest use first; None when absent, unreadable, too long, damaged or of another version."""
     try:
         descriptor, status = open_file(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
@@ -99,12 +106,15 @@ def load_snapshot(path: str) -> list[SnapshotRow] | None:
             # Checked before reading: a sparse file may have any length.
             if status.st_size != _size_of(header):
                 return None
-            return unpack_snapshot(header + file.read(status.st_size - len(header)))
+            content = np.empty(status.st_size, np.uint8).data
+            content[: len(header)] = header
+            file.readinto(content[len(header) :])  # what is missing fails the checksum
+            return unpack_snapshot(content)
     except OSError:
         return None
 
 
-def _size_of(header: bytes) -> int | None:
+def _size_of(header: bytes | memoryview) -> int | None:
     """File length by `header`; None when it is not a header of this version."""
     if len(header) != _HEADER.size:
         return None
@@ -112,6 +122,46 @@ def _size_of(header: bytes) -> int | None:
     if (magic, version, row_bytes) != (_MAGIC, _VERSION, _ROW.itemsize) or row_count > _ROWS_MAX:
         return None
     return _HEADER.size + row_count * row_bytes
+
+
+def _checksum(body: memoryview) -> int:
+    digest = xxhash.xxh3_64()
+    for at in range(0, len(body), _CHECKSUM_BYTES):
+        digest.update(body[at : at + _CHECKSUM_BYTES])
+    return digest.intdigest()
+
+
+def _by_use(rows: Iterable[SnapshotRow]) -> np.ndarray[Any, np.dtype[np.void]]:
+    """Python objects are handled in slices. NumPy frees the interpreter's lock while it sorts and copies the rest."""
+    table = bytearray()
+    for some in slices(rows):
+        table += _packed(some).tobytes()  # one copy of all would keep the lock
+    found = np.frombuffer(table, _ROW)
+    return np.take(found, np.argsort(found["used_ns"], kind="stable"), mode="clip")
+
+
+def _packed(rows: list[SnapshotRow]) -> np.ndarray[Any, np.dtype[np.void]]:
+    table = np.zeros(len(rows), _ROW)
+    table["name"] = _names([row.name for row in rows])
+    table["parent"] = _names([row.parent or _NO_PARENT for row in rows])
+    table["size_bytes"] = [row.size_bytes for row in rows]
+    # An mtime may lie in any year.
+    table["used_ns"] = [min(max(row.used_ns, -_NS_MAX), _NS_MAX) for row in rows]
+    table["depth"] = [min(row.depth, _DEPTH_MAX) for row in rows]
+    table["group"] = [min(row.group, _GROUP_MAX) for row in rows]
+    table["has_parent"] = [row.parent is not None for row in rows]
+    return table
+
+
+def _rows(table: np.ndarray[Any, np.dtype[np.void]]) -> Iterator[SnapshotRow]:
+    for at in range(0, len(table), SLICE):
+        part = table[at : at + SLICE]
+        parents = [
+            parent if has_parent else None
+            for parent, has_parent in zip(_split(part["parent"]), part["has_parent"].tolist(), strict=True)
+        ]
+        numbers = [part[column].tolist() for column in ("size_bytes", "used_ns", "depth", "group")]
+        yield from map(SnapshotRow, _split(part["name"]), parents, *numbers)
 
 
 def _names(names: list[bytes]) -> np.ndarray[tuple[int], np.dtype[np.void]]:

@@ -3,8 +3,8 @@
 An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. Host memory is registered with Mooncake's client, which
 transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
 
-A write has no deadline in the library. A thread asks the nodes when one takes too long, and ends what waits for a
-silent node. The calling thread returns only when the memory is free again.
+The library ends what makes no progress, see `mooncake_client.STALL_S`. The calling thread returns only when the memory
+is free again: while a transfer runs, its memory belongs to the library.
 """
 
 import atexit
@@ -16,23 +16,20 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.errors import TierError
 from kvtier.tier.base import UNKNOWN, About, Read, Write
-from kvtier.tier.mooncake_client import ABSENT, NO_MASTER, NOT_READY, OK, MooncakeClient
+from kvtier.tier.mooncake_client import ABSENT, LANES, NO_MASTER, NOT_READY, NOT_TAKEN, OK, MooncakeClient
 from kvtier.tier.mooncake_nodes import MooncakeNodes, Want
 from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.refusal_log import RefusalLog
 from kvtier.types import Figures, ObjectName
 
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 10.0
-LEARN_INTERVAL_S = 1.0
-"""How often a write finds out which nodes it went to, after `LEARN_FIRST` in a row have found no new one."""
-LEARN_FIRST = 16
-WATCH_INTERVAL_S = 0.25
-LOG_INTERVAL_S = 60.0
 CORES_PER_WRITE = 4
 """A write of the library keeps a core busy until it has ended. Threads that wait for cores make all of them slow."""
 
-_REFUSALS = {-200: "no room", -800: "a node does not take its copy", NOT_READY: "other writes take too long"}
+NO_PLACE = -200
+_REFUSALS = {NO_PLACE: "no room", NOT_TAKEN: "a node does not take its copy", NOT_READY: "other writes take too long"}
 
 
 class MooncakeTier:
@@ -44,8 +41,7 @@ class MooncakeTier:
         key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
         fingerprint: of the model, at least 16 bytes.
         name: the tier's name in metrics and errors.
-        deadline_s: longest time of a read or delete; a write that takes longer is ended when a node is silent, and one
-            that waits longer for other writes is not made.
+        deadline_s: longest time of a read or delete; a write that waits for half of it for other writes is not made.
         probe_deadline_s: longest time of a `contains`.
         memory: host memory that objects are mostly read into and written from.
 
@@ -75,16 +71,9 @@ class MooncakeTier:
         self._nodes = MooncakeNodes(name, client.engine)
         self._memory = list(memory)
         """Registered memory must exist until it is not registered any more."""
-        self._writing: dict[int, float] = {}
-        """When each running write is late."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._may_write = threading.BoundedSemaphore(max(1, cores // CORES_PER_WRITE))
-        self._learned_s = self._logged_s = float("-inf")
-        self._in_vain = 0
-        """Writes in a row that went to known nodes."""
-        self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._run_watch, name=f"kvtier-{name}-watch", daemon=True)
-        self._watch.start()
+        self.refusals = RefusalLog(name)
         atexit.register(self.close)  # a thread that returns from the library while Python ends aborts the process
         try:
             with self._guard:
@@ -161,8 +150,6 @@ class MooncakeTier:
             return
         atexit.unregister(self.close)
         is_idle = self._guard.wait_empty(CLOSE_DEADLINE_S)
-        self._closing.set()
-        self._watch.join(CLOSE_DEADLINE_S)
         if not is_idle or not self._client.close():
             logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
             return
@@ -186,37 +173,23 @@ class MooncakeTier:
             return [want.size_bytes if want is not None and want.is_done else None for want in wants]
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        if not self._may_write.acquire(timeout=self._deadline_s):
-            return [NOT_READY] * len(keys)  # others wait for a node
-        now_s, number = time.monotonic(), threading.get_ident()
-        self._writing[number] = now_s + self._deadline_s
-        try:
-            codes = self._client.put(keys, views)
-        finally:
-            del self._writing[number]
-            self._may_write.release()
-        is_due = self._in_vain < LEARN_FIRST or now_s > self._learned_s + LEARN_INTERVAL_S
-        if is_due and OK in codes:
-            self._learned_s = now_s
-            key = keys[codes.index(OK)]
-            is_new = self._nodes.learn(self._client.copies([key], self._deadline_s).get(key, []))
-            self._in_vain = 0 if is_new else self._in_vain + 1
-        return codes
+        """In pieces of `LANES`, none after one that a node or the master has not taken: each would wait as long."""
+        end_s, codes = time.monotonic() + self._deadline_s, list[int]()
+        if self._may_write.acquire(timeout=self._deadline_s / 2):
+            try:
+                while len(codes) < len(keys) and min(codes, default=OK) > NOT_TAKEN and time.monotonic() < end_s:
+                    piece = slice(len(codes), len(codes) + LANES)
+                    codes += self._client.put(keys[piece], views[piece])
+            finally:
+                self._may_write.release()
+        return codes + [NOT_READY] * (len(keys) - len(codes))
 
     def _answer(self, code: int) -> bool | TierError:
         if code <= NO_MASTER:
             return TierError(self.name, f"cannot write: the master does not answer ({code})")
-        now_s = time.monotonic()
-        if code != OK and now_s > self._logged_s + LOG_INTERVAL_S:
-            self._logged_s = now_s
-            logger.info("tier %s: an object was not admitted: %s", self.name, _REFUSALS.get(code, code))
+        if code != OK:
+            self.refusals.refused(f"{_REFUSALS.get(code, code)}", 1 if code == NO_PLACE else LANES)
         return code == OK
-
-    def _run_watch(self) -> None:
-        while not self._closing.wait(WATCH_INTERVAL_S):
-            now_s = time.monotonic()
-            if any(late_s < now_s for late_s in list(self._writing.values())):
-                self._nodes.check()
 
 
 def root_of(prefix: str, key_id: bytes, fingerprint: bytes) -> str:

@@ -1,14 +1,14 @@
 """Mooncake's client library in this process: one connection to a store, without what would disturb an engine.
 
-The library writes to stderr, listens on all addresses, knows no deadlines, and frees its threads in destructors that
-would hang in a forked child. All of that is dealt with here.
+The library writes to stderr, listens on all addresses, waits for half a minute and longer, and frees its threads in
+destructors that would hang in a forked child. All of that is dealt with here.
 """
 
 import ctypes
 import logging
 import os
-import socket
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvtier.errors import TierError
-from kvtier.tier.deadline_calls import DeadlineCalls
-from kvtier.tier.mooncake_sockets import listening, shut_out
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier.deadline_calls import DeadlineCalls, connected, remaining_s
+from kvtier.tier.mooncake_sockets import shut_out
 
 if find_spec("mooncake") is None:
     raise ImportError("No module named 'mooncake'")
@@ -30,10 +30,23 @@ SILENT = 4
 """Log level of the library above all of its messages."""
 CLOSE_DEADLINE_S = 5.0
 CONNECT_DEADLINE_S = 2.0
+STALL_S = 2
+"""A transfer that makes no progress for so long ends as failed: the library closes its own connection."""
+LANES = 16
+"""Connections to each node. A transfer that finds all of them busy waits, as long as these make no progress."""
+LIMITS = {
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": STALL_S,
+    "MC_TCP_STATUS_TIMEOUT_SEC": STALL_S,
+    "MC_TCP_LANES_PER_PEER": LANES,
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": 1,
+    "MC_RPC_TIMEOUT_MS": 2000,
+    "MC_RPC_CONNECT_TIMEOUT_MS": 2000,
+}
+"""The library reads its limits from the environment. What is set there remains."""
 NONSENSE = bytes(64)
 """No request of any version of the master's protocol."""
 
-OK, BAD_SIZE, NOT_READY, ABSENT, NO_MASTER = 0, -600, -703, -704, -900
+OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -800, -900
 """Answers of the library. `NO_MASTER` and below: there was no answer of the master."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
@@ -72,6 +85,7 @@ class MooncakeClient:
         soft_pin: whether objects are evicted after those without.
 
     Raises:
+        ConfigError: the library cannot be loaded.
         TierError: the master does not answer.
     """
 
@@ -88,9 +102,12 @@ class MooncakeClient:
     ) -> None:
         self._tier = tier
         self._master = f"[{master[0]}]:{master[1]}" if ":" in master[0] else f"{master[0]}:{master[1]}"
-        here = _address_towards(tier, master)
+        here, place = _addresses(tier, master)
         # Not with this module: it starts the runtime of Go, which is in the way of commands that use no such tier.
-        library: Any = import_module("mooncake.store")
+        try:
+            library: Any = import_module("mooncake.store")
+        except ImportError as error:
+            raise ConfigError(f"tier {tier!r}: Mooncake's library cannot be loaded: {error}") from None
         self._complete = library.ReplicaStatus.COMPLETE
         self._config = library.ReplicateConfig()
         self._config.replica_num = copies
@@ -108,9 +125,7 @@ class MooncakeClient:
             self.engine, self.ports = idle.pop() if idle else self._listen(*self._place, library.__file__)
             self.store: Any = library.MooncakeDistributedStore()
             name = f"{self._place[0]}:{self.engine.get_rpc_port()}"
-            code = self.store.setup(
-                name, "P2PHANDSHAKE", 0, 0, protocol, devices, self._master, self.engine.get_engine()
-            )
+            code = self.store.setup(name, "P2PHANDSHAKE", 0, 0, protocol, devices, place, self.engine.get_engine())
             _silence(library.__file__)
         if code:
             self._keep_engine()
@@ -144,13 +159,16 @@ class MooncakeClient:
         Raises:
             TierError: the master does not answer.
         """
+        end_s = time.monotonic() + deadline_s
         found = self.ask(lambda store: store.batch_get_replica_desc(list(keys)), deadline_s)
         if not found and keys:  # so the library answers, too, when there is no master
-            self.exist(keys[:1], deadline_s)
+            self.exist(keys[:1], end_s - time.monotonic())
         return {key: self._copies_of(replicas) for key, replicas in found.items()}
 
     def put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """Store `views`; the library's answer for each. It has no deadline, and reads the memory until it returns.
+        """Store `views`; the library's answer for each. The library reads the memory until this returns.
+
+        It returns after `STALL_S` seconds without progress, and after up to 9 s when the master dies meanwhile.
 
         Raises:
             TierError: the master was asked something and has not answered yet.
@@ -240,19 +258,20 @@ class MooncakeClient:
 
     def _listen(self, here: str, protocol: str, devices: str, path: str) -> tuple[Any, list[int]]:
         """A new engine whose sockets are shut, and their ports."""
+        for name, value in LIMITS.items():
+            os.environ.setdefault(name, str(value))
         engine: Any = import_module("mooncake.engine").TransferEngine()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # never freed, see `_idle`
         _silence(path)
         try:
-            before = listening()
             code = engine.initialize(here, "P2PHANDSHAKE", protocol, devices)
             _silence(path)
-            ports = shut_out(before, engine.get_rpc_port())
+            ports = shut_out(engine.get_rpc_port())
         except OSError as error:
             raise TierError(self._tier, f"the client's sockets cannot be shut: {error.strerror}") from None
         if code:
             raise TierError(self._tier, f"Mooncake's {protocol} transport cannot be started ({code})")
-        if engine.get_rpc_port() not in ports:
+        if len(ports) < 2:
             logger.warning("tier %s: Mooncake's client listens on all addresses of this machine", self._tier)
         return engine, ports
 
@@ -279,26 +298,28 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if view.nbytes else 0
 
 
-def _address_towards(tier: str, master: tuple[str, int]) -> str:
-    """This machine's address on the way to `master`, which must react to nonsense as a master does: hang up at once.
+def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
+    """This machine's numeric address on the way to `master`, and the master's with its port.
 
-    The library's `setup` stops all Python threads until the master has answered it, or for half a minute.
+    The library gets no name: it would look for its address without a deadline. The master must react to nonsense as a
+    master does: hang up at once. The library's `setup` stops all Python threads until the master has answered it.
     """
-    place, here = f"{master[0]}:{master[1]}", ""
+    place, here, there = f"{master[0]}:{master[1]}", "", ""
+    end_s = time.monotonic() + CONNECT_DEADLINE_S
     try:
-        with socket.create_connection(master, CONNECT_DEADLINE_S) as link:
-            here = str(link.getsockname()[0])
-            link.settimeout(CONNECT_DEADLINE_S)
+        with connected(*master, end_s) as link:
+            here, there = str(link.getsockname()[0]), str(link.getpeername()[0])
             link.sendall(NONSENSE)
+            link.settimeout(remaining_s(end_s))
             is_master = link.recv(1) == b""
     except ConnectionResetError:
         is_master = bool(here)
     except OSError as error:
-        why = error.strerror or "no answer in time"
+        why = error.strerror or str(error)
         raise TierError(tier, f"no Mooncake master at {place}: {why}") from None
     if not is_master:
         raise TierError(tier, f"no Mooncake master at {place}: it answers as another program")
-    return here
+    return here, f"[{there}]:{master[1]}" if ":" in there else f"{there}:{master[1]}"
 
 
 def _silence(path: str) -> None:

@@ -2,7 +2,8 @@
 
 The library reads the first copy of an object only, and waits a minute for a node that is silent. So copies are read
 here: each by the library's transfer engine, the next one when the first fails. A read ends only when the engine says
-that the transfer has ended, so that no byte of it can arrive any more.
+that the transfer has ended, so that no byte of it can arrive any more. The library itself ends a transfer that makes no
+progress, see `mooncake_client.STALL_S`.
 """
 
 import logging
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.tier.mooncake_client import Copy
-from kvtier.tier.mooncake_sockets import Address, NodeError, cut, data_address
+from kvtier.tier.mooncake_client import LANES, Copy
+from kvtier.tier.mooncake_sockets import NodeError, data_port
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +21,9 @@ CONTACT_DEADLINE_S = 1.0
 """How long a node may take to say where it transfers data."""
 SILENT_S, SILENT_MAX_S = 5.0, 60.0
 """A node that failed is left alone for so long, which doubles."""
-PATIENCE_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
-"""While there is another copy, a node gets so long, and the time that the bytes take at this speed."""
+MET_S = 1.0
+"""A node that has given a sign of life is not asked for another one for so long."""
 POLL_S, POLL_MAX_S = 30e-6, 500e-6
-CUT_EVERY_S = 0.05
 NODES_MAX = 4096
 
 _DONE, _PENDING = 1, 0
@@ -31,12 +31,8 @@ _DONE, _PENDING = 1, 0
 
 @dataclass(slots=True)
 class _Node:
-    data: Address | None = None
-    """Where it transfers data; None: not known yet."""
-    is_met: bool = False
-    """It has answered since it failed last."""
-    cut_s: float = 0.0
-    """When its connections were cut last."""
+    met_until_s: float = 0.0
+    """It has given a sign of life."""
     silent_until_s: float = 0.0
     failures: int = 0
 
@@ -77,35 +73,22 @@ class MooncakeNodes:
         node = self._nodes.get(endpoint)
         return node is not None and node.silent_until_s > time.monotonic()
 
-    def learn(self, copies: Sequence[Copy]) -> bool:
-        """Make contact with the nodes of `copies`; whether one of them is new."""
-        is_new = any(copy.endpoint not in self._nodes for copy in copies)
-        for copy in copies:
-            if not self.is_silent(copy.endpoint):
-                self._contact(copy.endpoint)
-        return is_new
-
     def read(self, wants: Sequence[Want], deadline_s: float) -> None:
         """Fill the memory of `wants` from the first copy that can be read within about `deadline_s` seconds.
 
         Only the whole bytes of one copy count. It returns when no further byte can arrive.
         """
         end_s = time.monotonic() + deadline_s
-        remaining = list(wants)
-        while remaining:
-            running: list[tuple[Want, Copy, int]] = []
-            for want in remaining:
-                begun = self._begin(want, end_s)
-                if begun is not None:
-                    running.append(begun)
-            self._finish(running, end_s)
-            remaining = [want for want, _, _ in running if not want.is_done]
-
-    def check(self) -> None:
-        """Ask each node whether it lives, and end all transfers with those that do not answer."""
-        for endpoint in list(self._nodes):
-            if not self._answers(endpoint):
-                self._fail(endpoint, "it does not answer")
+        for first in range(0, len(wants), LANES):
+            remaining = list(wants[first : first + LANES])
+            while remaining:
+                running: list[tuple[Want, Copy, int]] = []
+                for want in remaining:
+                    begun = self._begin(want, end_s)
+                    if begun is not None:
+                        running.append(begun)
+                self._finish(running, end_s)
+                remaining = [want for want, _, _ in running if not want.is_done]
 
     def _begin(self, want: Want, end_s: float) -> tuple[Want, Copy, int] | None:
         """Submit the read of the next copy; None: there is none."""
@@ -119,14 +102,12 @@ class MooncakeNodes:
             )
             if batch:
                 return want, copy, batch
-            self._fail(copy.endpoint, "a read cannot begin")
+            self._leave_alone(copy.endpoint, "a read cannot begin")
         return None
 
     def _finish(self, running: Sequence[tuple[Want, Copy, int]], end_s: float) -> None:
         """Wait until each of `running` has ended."""
         pending, pause_s, is_logged = list(running), POLL_S, False
-        patience_s = PATIENCE_S + sum(want.size_bytes for want, _, _ in running) / SLOWEST_BYTES_PER_S
-        hasty_end_s = min(end_s, time.monotonic() + patience_s)
         while pending:
             still: list[tuple[Want, Copy, int]] = []
             for each in pending:
@@ -134,7 +115,7 @@ class MooncakeNodes:
                 status = self._engine.transfer_check_status(batch)
                 if status == _DONE:
                     want.is_done = True
-                    self._node(copy.endpoint).failures = 0
+                    self._met(copy.endpoint).failures = 0
                 elif status != _PENDING:
                     self._failed(copy.endpoint)
                 else:
@@ -142,51 +123,45 @@ class MooncakeNodes:
             pending = still
             if not pending:
                 return
-            now_s = time.monotonic()
-            for want, copy, _ in pending:
-                if now_s > (hasty_end_s if want.tried < len(want.copies) else end_s):
-                    self._fail(copy.endpoint, "a read from it does not end")
-            if now_s > end_s + CONTACT_DEADLINE_S and not is_logged:
+            if time.monotonic() > end_s + CONTACT_DEADLINE_S and not is_logged:
                 logger.warning("tier %s: a read is past its deadline and keeps its memory until it ends", self._tier)
                 is_logged = True
+                for _, copy, _ in pending:
+                    self._leave_alone(copy.endpoint, "a read from it does not end")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.2, POLL_MAX_S)
 
     def _contact(self, endpoint: str) -> bool:
-        """Whether the node has said where it transfers data. Silent nodes would block the library's other reads."""
+        """Whether the node lives. Silent nodes would block the library's other reads."""
         if len(self._nodes) >= NODES_MAX:
             self._nodes = {}
-        return self._node(endpoint).is_met or self._answers(endpoint)
+        return self._node(endpoint).met_until_s > time.monotonic() or self._answers(endpoint)
 
     def _node(self, endpoint: str) -> _Node:
         return self._nodes.setdefault(endpoint, _Node())
 
-    def _answers(self, endpoint: str) -> bool:
+    def _met(self, endpoint: str) -> _Node:
         node = self._node(endpoint)
+        node.met_until_s = time.monotonic() + MET_S
+        return node
+
+    def _answers(self, endpoint: str) -> bool:
         try:
-            node.data = data_address(endpoint, CONTACT_DEADLINE_S)
+            data_port(endpoint, CONTACT_DEADLINE_S)
         except NodeError as error:
-            self._leave_alone(endpoint, node, str(error))
+            self._leave_alone(endpoint, str(error))
             return False
-        node.is_met = True
+        self._met(endpoint)
         return True
 
     def _failed(self, endpoint: str) -> None:
         """A transfer failed: the node is dead, or the object has just been evicted."""
-        if not self.is_silent(endpoint) and not self._answers(endpoint):
-            self._fail(endpoint, "it does not answer")
+        if not self.is_silent(endpoint):
+            self._answers(endpoint)
 
-    def _fail(self, endpoint: str, why: str) -> None:
-        """Leave the node alone, and end the transfers with it: until then their memory is not free."""
+    def _leave_alone(self, endpoint: str, why: str) -> None:
         node, now_s = self._node(endpoint), time.monotonic()
-        if node.data is not None and now_s > node.cut_s + CUT_EVERY_S:
-            node.cut_s = now_s
-            cut(node.data)
-        self._leave_alone(endpoint, node, why)
-
-    def _leave_alone(self, endpoint: str, node: _Node, why: str) -> None:
-        node.is_met = False
-        now_s = time.monotonic()
+        node.met_until_s = 0.0
         if node.silent_until_s > now_s:
             return
         pause_s = min(SILENT_MAX_S, SILENT_S * 2**node.failures)

@@ -1,11 +1,8 @@
-"""Sockets that Mooncake's client opens in this process, and the data port of a storage node.
+"""The sockets where Mooncake's client listens in this process, and the data port of a storage node.
 
 The client listens on all addresses of the machine, and any program that connects may read and write
 the memory that it has registered. A client without a segment needs no such connection, so `shut_out` drops every
 packet to these sockets.
-
-The client cannot cancel a transfer with a node that is silent. `cut` shuts the connections to that node down, and the
-client then ends the transfer as failed.
 """
 
 import ctypes
@@ -14,20 +11,18 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 
 from kvtier.errors import KvError
+from kvtier.tier.deadline_calls import connected, remaining_s
 
 Address = tuple[str, int]
 
 ANSWER_BYTES_MAX = 1 << 20
 """Longest answer of a node; the client has the same limit."""
-PORTS = range(15_000, 17_000)
-"""Where Mooncake's client listens."""
-OWN_DEADLINE_S = 1.0
+OWN_DEADLINE_S = 5.0
 """How long this process's own client may take to name its data port."""
 
 _METADATA = 1
@@ -35,6 +30,7 @@ _METADATA = 1
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """A socket filter of one instruction: return 0, keep no byte of any packet."""
+_LISTENS = "0A"
 
 
 class NodeError(KvError):
@@ -53,105 +49,70 @@ def split_address(text: str) -> Address:
     return host.strip("[]"), int(port)
 
 
-def listening() -> set[tuple[int, int]]:
-    """(port, inode) of each TCP socket of this process that listens on all addresses."""
-    found: set[tuple[int, int]] = set()
-    for each in _sockets():
-        with each:
-            if (
-                each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                and ip_address(each.getsockname()[0]).is_unspecified
-            ):
-                found.add((each.getsockname()[1], os.fstat(each.fileno()).st_ino))
-    return found
+def shut_out(handshakes: int) -> list[int]:
+    """Drop all packets to the sockets of Mooncake's client; their ports, without those that cannot be known.
 
-
-def shut_out(before: set[tuple[int, int]], handshakes: int) -> list[int]:
-    """Drop all packets to the sockets of Mooncake's client that listen now and are not in `before`; their ports.
-
-    The client itself names its data port at the port for `handshakes`, so that no other new socket is taken for it. One
-    that does not name it, such as one of RDMA, has all new sockets in `PORTS`.
+    The system lets one socket only listen at a port on all addresses. So the one of this process at `handshakes` is the
+    client's, and so is the one at the data port that it names there. A client of RDMA names no data port.
 
     Raises:
         OSError: the system has no socket filters.
     """
-    ports: list[int] = []
-    try:
-        mine: Container[int] = {handshakes, data_address(f"127.0.0.1:{handshakes}", OWN_DEADLINE_S)[1]}
-    except NodeError:
-        mine = PORTS
-    wanted = {inode for port, inode in listening() - before if port in mine}
+    ports = [handshakes]
+    with suppress(NodeError):
+        ports.append(data_port(f"127.0.0.1:{handshakes}", OWN_DEADLINE_S))
+    links = {f"socket:[{inode}]" for port, inode in _listening() if port in ports}
     program = ctypes.create_string_buffer(_DROP, len(_DROP))
-    for each in _sockets():
-        with each:
-            if os.fstat(each.fileno()).st_ino in wanted:
-                each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
-                ports.append(each.getsockname()[1])
-    return ports
+    shut: list[int] = []
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        link = ""
+        with suppress(OSError):  # closed meanwhile
+            link = str(entry.readlink())
+        if link not in links:
+            continue
+        # Made as non-blocking, the object leaves the mode of the socket alone, whatever the default time-out is.
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+        with socket.socket(type=kind, fileno=os.dup(int(entry.name))) as mine:
+            mine.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+            shut.append(mine.getsockname()[1])
+    return shut
 
 
-def data_address(endpoint: str, deadline_s: float) -> Address:
-    """Where the node that answers at `endpoint` transfers data: numeric host and port.
+def data_port(endpoint: str, deadline_s: float) -> int:
+    """Where the node that answers at `endpoint` transfers data.
 
     Raises:
         NodeError: it does not answer within `deadline_s` seconds, or not as a node does.
     """
     end_s = time.monotonic() + deadline_s
     try:
-        with socket.create_connection(split_address(endpoint), deadline_s) as link:
+        with connected(*split_address(endpoint), end_s) as link:
             link.sendall(struct.pack("<QB", 3, _METADATA) + b"{}")
             (size,) = struct.unpack("<Q", _exactly(link, 8, end_s))
             if not 1 < size <= ANSWER_BYTES_MAX:
                 raise NodeError(f"{endpoint} announces an answer of {size} bytes")
-            answer = json.loads(_exactly(link, size, end_s)[1:])
-            host, port = answer.get("tcp_data_host") or link.getpeername()[0], answer["tcp_data_port"]
-            if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 1 << 16:
+            port = json.loads(_exactly(link, size, end_s)[1:])["tcp_data_port"]
+            if not isinstance(port, int) or not 0 < port < 1 << 16:
                 raise NodeError(f"{endpoint} names no data port")
-            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
-    except (OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            return port
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise NodeError(f"{endpoint} does not answer as a storage node: {type(error).__name__}") from None
 
 
-def cut(address: Address) -> int:
-    """Shut down this process's connections to `address`; how many there were; with no free descriptor, 0."""
-    count = 0
-    with suppress(OSError):
-        for each in _sockets():
-            with each, suppress(OSError):  # not connected
-                host, port = each.getpeername()[:2]
-                if port == address[1] and host.removeprefix("::ffff:") == address[0]:
-                    each.shutdown(socket.SHUT_RDWR)
-                    count += 1
-    return count
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """A duplicate of each TCP socket of this process; the caller closes it."""
-    for entry in list(Path("/proc/self/fd").iterdir()):
-        try:
-            number = os.dup(int(entry.name))
-        except OSError:  # closed meanwhile
-            continue
-        try:
-            # Made as non-blocking, the object leaves the mode of the socket alone, whatever the default time-out is.
-            each = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=number)
-        except OSError:  # no socket
-            os.close(number)
-            continue
-        is_stream = each.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
-        if is_stream and each.family in {socket.AF_INET, socket.AF_INET6}:
-            yield each
-        else:
-            each.close()
+def _listening() -> Iterator[tuple[int, str]]:
+    """Port and inode of each socket of this network namespace that listens on all addresses."""
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            host, _, port = fields[1].partition(":")
+            if fields[3] == _LISTENS and not host.strip("0"):
+                yield int(port, 16), fields[9]
 
 
 def _exactly(link: socket.socket, size: int, end_s: float) -> bytes:
     content = bytearray()
     while len(content) < size:
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        link.settimeout(left_s)
+        link.settimeout(remaining_s(end_s))
         part = link.recv(min(size - len(content), 1 << 16))
         if not part:
             raise EOFError

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from kvtier.tier.direct import can_direct, forget_cached, read_part, write_all
+from kvtier.tier.safe_open import make_root
 from kvtier.types import ObjectName
 
 
@@ -21,7 +22,7 @@ class RawFiles:
     """
 
     def __init__(self, root: Path, *, direct: bool, syncs: bool = False) -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        make_root(root)
         self._root, self._syncs = str(root), syncs
         self._direct = os.O_DIRECT if direct and can_direct(self._root) else 0
 
@@ -71,7 +72,7 @@ class RawSegment:
     """
 
     def __init__(self, root: Path, *, direct: bool) -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        make_root(root)
         flags = os.O_DIRECT if direct and can_direct(str(root)) else 0
         self._descriptor = os.open(root / "raw", os.O_CREAT | os.O_RDWR | flags, 0o600)
         self._lock = threading.Lock()

@@ -132,15 +132,14 @@ class TierKind(Generic[S]):
     """Opens the tier of one rank.
 
     Raises:
-        ConfigError: a mistake in the settings.
+        ConfigError: a mistake in the settings, which stops the start; never what the store contains.
+        DamagedStoreError: the store cannot be used before an operator acts. The engine starts without it.
         TierError: the storage fails; it may open later.
     """
     persists: bool = True
     """Objects survive the process."""
     is_remote: bool = False
     """A lookup costs a round trip, so few names are asked for at a time."""
-    is_ahead: bool = False
-    """Its tiers are `AheadTier`."""
     is_shared: Callable[[S], bool] = lambda _settings: False
     """Other nodes use the same store. It demands a configured secret and a model that can be identified."""
     is_common: Callable[[S], bool] = lambda _settings: False
@@ -165,6 +164,10 @@ class TierKind(Generic[S]):
     """The store for `kvtier inspect`, or the stores of all ranks; None: `kvtier inspect` uses the opened tier."""
     view_at: Callable[[Path], StoreView | None] = lambda _root: None
     """The store in a directory, for `kvtier inspect DIR`; None: there is none of this kind."""
+    repair: Callable[[S], Sequence[str] | None] = lambda _settings: None
+    """Mends what keeps the store from opening, for `kvtier inspect repair`. Returns what it did, in sentences; empty:
+    nothing was wrong; None: the place has no names of a store of this kind, or there is nothing to mend. Raises
+    ConfigError where the store may not be changed."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements: (settings, an empty directory on the same device, bytes to hold,
     bytes of the largest object). None: measurements open the configured tier with a random fingerprint and key id, and

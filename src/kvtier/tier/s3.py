@@ -1,34 +1,51 @@
 """Frames as objects in an S3 bucket that several nodes use.
 
-An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. The bucket is not listed at the start: opening
-reads the marker ``<prefix>/<key id>/kvtier``, which is written once per secret.
+An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. Opening reads the marker ``<prefix>/<key id>/kvtier``.
+Only where that is missing it lists a page, and writes the marker.
 
 Whole frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups and batches
-of small objects run concurrently on one event loop. The client does not retry; this module does, with jitter. An
-attempt takes at most half of the deadline and begins in its first half, so that every operation ends within it.
+of small objects run concurrently on one event loop. What the loop reads has memory of its own, because it may come when
+the caller's slot has another owner. The client does not retry; this module does, with jitter. An attempt takes at most
+half of the deadline and begins in its first half, so that every operation ends within it.
 
 Payloads are not signed and have no checksum of S3: the reader verifies frames, and both halve the speed of a store.
 """
 
 import asyncio
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import quote
 
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import S3Store
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.tier.base import UNKNOWN, About, Read, Write
+from kvtier.tier.loan import Loan
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.s3_bucket import KEY_ID, Credentials, check_endpoint, connect, parse_url
+from kvtier.tier.refusal_log import NO_ROOM, RefusalLog
+from kvtier.tier.s3_bucket import (
+    KEY_ID,
+    MARKER,
+    MARKER_NAME,
+    Credentials,
+    check_endpoint,
+    connect,
+    flaw,
+    foreign_key,
+    pages,
+    parse_url,
+    read_marker,
+)
 from kvtier.tier.s3_errors import Attempts, Refusal, hint, refusal_of
 from kvtier.tier.s3_rewrite import S3Rewriter
 from kvtier.tier.s3_sweep import S3Sweeper
@@ -49,10 +66,7 @@ CONCURRENCY = 32
 HEALTH_INTERVAL_S = 10.0
 """A health check sends a request only this long after the last answer; every request costs money."""
 RELEASE_DEADLINE_S = 1.0
-"""How long a failed write waits for the client's connection to let go of the caller's memory."""
-
-MARKER_NAME = "kvtier"
-MARKER = b"kvtier objects, format 1\n"
+"""How long requests that were cancelled may take to end."""
 
 _T = TypeVar("_T")
 
@@ -78,6 +92,7 @@ class S3Tier:
 
     Raises:
         ConfigError: a setting is wrong: the URL, the credentials, a missing bucket, a server of another kind.
+        DamagedStoreError: the marker is damaged, or other programs have objects where it is missing.
         TierError: the server does not answer, or the process is a fork of one that used S3.
     """
 
@@ -104,11 +119,16 @@ class S3Tier:
         check_endpoint(endpoint, allow_http=allow_http)
         self.place = f"bucket {bucket!r} at {endpoint or 'AWS'}"
         """Bucket and server, for messages."""
+        given = {"endpoint": endpoint, "allow_http": allow_http, "region": region, "virtual_host": virtual_host}
+        options = "&".join(f"{key}={quote(str(it))}" for key, it in {**given, "ca_file": ca_file}.items() if it)
+        spec = shlex.quote(f"s3:{bucket}/{prefix.rstrip('/')}{'?' if options else ''}{options}")
+        self._advice = f"to mend it, with the tier's credentials in the environment: kvtier inspect repair {spec}"
         self._parent = prefix
         self._own = f"{prefix}{key_id.hex()}/"
         self._root = f"{self._own}{fingerprint.hex()[:32]}/"
         self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
         self._guard = OperationGuard(name)
+        self.refusals = RefusalLog(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
         self._is_open = False
@@ -162,39 +182,34 @@ class S3Tier:
                 raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
             key, view = self._key(name), into.cast("B")
             if view.nbytes == 0:
-                return 0 if self._attempt("look", lambda: _is_there(self._store, key)) else None
+                return 0 if self._attempt("look", lambda: is_there(self._store, key)) else None
             return self._attempt("read", lambda: self._fetch(key, view, offset))
 
     def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
         """Store `frame` under `name` unless it exists. False when it is larger than `PUT_BYTES_MAX`."""
         with self._guard:
-            key, view = self._key(name), frame.cast("B")
-            if view.nbytes > PUT_BYTES_MAX:
+            key, byte_count = self._key(name), frame.nbytes
+            if byte_count > PUT_BYTES_MAX:
                 return False
-            try:
+            # After a failed request the client's connection may still read from the frame for a moment.
+            with Loan((frame,), self.name) as (view,):
                 if self._attempt("write", lambda: self._put(key, view)):
-                    self._count(view.nbytes)
-            finally:
-                _take_back(view)
+                    self._count(byte_count)
             return True
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """`read` for each of `reads` from its start, concurrently on the event loop."""
         with self._guard:
-            acts = [partial(self._fetch_async, self._key(name), into.cast("B")) for name, into in reads]
-            return self._gather("read", acts, self._deadline_s)
+            acts = [partial(self._fetch_async, self._key(name), into.nbytes) for name, into in reads]
+            found = self._gather("read", acts, self._deadline_s)
+            return [_filled(each, into) for each, (_, into) in zip(found, reads, strict=True)]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """`write` for each of `writes`, concurrently on the event loop."""
-        with self._guard:
-            views = [each.frame.cast("B") for each in writes]
-            try:
-                keys = [self._key(each.name) for each in writes]
-                acts = [partial(self._put_async, key, view) for key, view in zip(keys, views, strict=True)]
-                return self._gather("write", acts, self._deadline_s)
-            finally:
-                for view in views:
-                    _take_back(view)
+        with self._guard, Loan([each.frame for each in writes], self.name) as views:
+            keys = [self._key(each.name) for each in writes]
+            acts = [partial(self._put_async, key, view) for key, view in zip(keys, views, strict=True)]
+            return self._gather("write", acts, self._deadline_s)
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name`, if it exists."""
@@ -205,7 +220,7 @@ class S3Tier:
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) of this model and secret, in pages of a thousand."""
         with self._guard:
-            return self._scan(_pages(self._store, self._root, 1000))
+            return self._scan(pages(self._store, self._root, 1000))
 
     def close(self) -> None:
         """Wait for running operations and end the event loop. Idempotent."""
@@ -249,29 +264,29 @@ class S3Tier:
             self._rewriter.used(key, found.meta)
         return count
 
-    async def _fetch_async(self, key: str, view: memoryview) -> int | None:
-        if view.nbytes == 0:
-            return 0 if await self._head(key) else None
+    async def _fetch_async(self, key: str, most: int) -> bytes | None:
+        """The first `most` bytes of the object, in memory of its own: the caller may have given up when they come."""
+        if most == 0:
+            return b"" if await self._head(key) else None
         try:
-            found = await obstore.get_async(self._store, key, options={"range": (0, view.nbytes)})
+            found = await obstore.get_async(self._store, key, options={"range": (0, most)})
         except FileNotFoundError as error:
             return self._absent(error)
         except Exception as error:
             if refusal_of(error).status == 416:
-                return 0
+                return b""
             raise
-        content = memoryview(await found.bytes_async())
+        content = await anext(found.stream(most + 1), b"")
         start, end = found.range
-        if start != 0 or content.nbytes != end or end > view.nbytes:
-            raise TierError(self.name, f"object {key[-64:][:12]}: {content.nbytes} of {end} bytes")
-        view[:end] = content
+        if start != 0 or len(content) != end or end > most:
+            raise TierError(self.name, f"object {key[-64:][:12]}: {len(content)} of {end} bytes")
         if self._rewriter is not None:
             self._rewriter.used(key, found.meta)
-        return end
+        return content
 
     def _put(self, key: str, view: memoryview) -> bool:
         """Whether the object is new."""
-        if not self._is_conditional and _is_there(self._store, key):
+        if not self._is_conditional and is_there(self._store, key):
             return False
         try:
             mode = "create" if self._is_conditional else "overwrite"
@@ -349,7 +364,7 @@ class S3Tier:
             except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
                 refusal = refusal_of(error)
                 pause_s = attempts.pause_s(refusal)
-                if pause_s is None and not self._is_open and not refusal.is_passing:
+                if pause_s is None and not self._is_open and refusal.is_mistake:
                     raise ConfigError(f"tier {self.name!r}: {self.place}: {refusal.cause}: {hint(refusal)}") from None
                 if pause_s is None:
                     self._answered_s = 0.0
@@ -388,9 +403,11 @@ class S3Tier:
     ) -> list[_T | TierError]:
         limit = asyncio.Semaphore(CONCURRENCY)
         tasks = [asyncio.ensure_future(self._run_one(what, act, deadline_s, limit)) for act in acts]
-        _, late = await asyncio.wait(tasks, timeout=deadline_s)
-        for task in late:
-            task.cancel()
+        try:
+            _, late = await asyncio.wait(tasks, timeout=deadline_s)
+        finally:  # also when the caller has given up
+            for task in tasks:
+                task.cancel()  # nothing happens to one that is done
         if late:
             await asyncio.wait(late, timeout=RELEASE_DEADLINE_S)
         overdue = TierError(self.name, f"cannot {what}: {self.place}: no answer within {deadline_s} s")
@@ -423,40 +440,42 @@ class S3Tier:
             return self._loop
 
     def _error(self, what: str, refusal: Refusal) -> TierError:
-        return TierError(self.name, f"cannot {what}: {self.place}: {refusal.cause}")
+        cause = f"{self.place}: {refusal.cause}"
+        if refusal.is_full and self._is_open:
+            self.refusals.refused(cause)
+            cause = f"{cause}: {NO_ROOM}"
+        return TierError(self.name, f"cannot {what}: {cause}")
 
     def _count(self, written_bytes: int) -> None:
         with self._lock:
             self._written_bytes += written_bytes
 
     def _verify_place(self) -> None:
-        """Read the marker, which is written when it is missing, so that mistakes show at the start."""
+        """Read the marker, which is written when it is missing, so that mistakes show at the start.
+
+        It is the oldest object of its secret, so a lifecycle rule removes it first. Then it is missing among objects.
+        """
         key = self._own + MARKER_NAME
-        found = self._attempt("open", lambda: self._read_marker(key))
+        found = self._attempt("open", lambda: read_marker(self._store, key))
         if found is None:
+            foreign = self._attempt("open", lambda: foreign_key(self._store, self._own))
+            if foreign is not None:
+                raise DamagedStoreError(
+                    self.name,
+                    f"{self.place}: {self._own!r} has no marker, and object {foreign!r} is not kvtier's: another "
+                    "program uses this prefix; name another prefix, or remove that program's objects",
+                )
             self._warn_of_other_secrets()
             self._attempt("open", lambda: self._put(key, memoryview(MARKER)))
-            found = self._attempt("open", lambda: self._read_marker(key))
+            found = self._attempt("open", lambda: read_marker(self._store, key))
         if found != MARKER:
-            raise ConfigError(
-                f"tier {self.name!r}: {self.place}: object {key!r} does not have the bytes that kvtier writes there: "
-                "the server does not speak S3, or another program uses this prefix"
-            )
-        self._attempt("open", lambda: _is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
-
-    def _read_marker(self, key: str) -> bytes | None:
-        try:
-            found = obstore.get(self._store, key)
-            return bytes(found.bytes()) if found.meta["size"] == len(MARKER) else b""
-        except FileNotFoundError as error:
-            if refusal_of(error).code == "NoSuchKey":
-                return None
-            raise
+            raise DamagedStoreError(self.name, f"{self.place}: object {key!r} {flaw(found or b'')}; {self._advice}")
+        self._attempt("open", lambda: is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _warn_of_other_secrets(self) -> None:
         """This secret is new here. One request finds out whether others are in use; without permission, none."""
         with suppress(Exception):
-            page = next(_pages(self._store, self._parent, 10))
+            page = next(pages(self._store, self._parent, 10))
             others = {row["path"].removeprefix(self._parent).partition("/")[0] for row in page}
             ids = sorted(each for each in others if KEY_ID.fullmatch(each))
             if ids and self._own.removeprefix(self._parent).rstrip("/") not in ids:
@@ -467,10 +486,6 @@ class S3Tier:
                 )  # fmt: skip
 
 
-def _pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:
-    return iter(cast("Any", obstore).list(store, prefix or None, chunk_size=most))
-
-
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
@@ -479,7 +494,8 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _is_there(store: S3Store, key: str) -> bool:
+def is_there(store: S3Store, key: str) -> bool:
+    """Whether the bucket has an object at `key`."""
     try:
         obstore.head(store, key)
     except FileNotFoundError:
@@ -487,15 +503,9 @@ def _is_there(store: S3Store, key: str) -> bool:
     return True
 
 
-def _take_back(view: memoryview) -> None:
-    """Release `view`. After a failed request the client's connection may still read from it for a moment."""
-    end_s = time.monotonic() + RELEASE_DEADLINE_S
-    while True:
-        try:
-            view.release()
-        except BufferError:
-            if time.monotonic() > end_s:
-                return  # what is sent from it belongs to a request that has failed
-            time.sleep(1e-3)
-        else:
-            return
+def _filled(content: bytes | TierError | None, into: memoryview) -> int | TierError | None:
+    """Copy what was read into the caller's memory, in the caller's thread. Returns the bytes."""
+    if not isinstance(content, bytes):
+        return content
+    into.cast("B")[: len(content)] = content
+    return len(content)

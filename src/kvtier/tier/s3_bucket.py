@@ -3,10 +3,10 @@
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import obstore
@@ -16,6 +16,15 @@ from kvtier.config.value_types import PrivateText, without_login
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.s3_errors import hint, refusal_of
 
+if TYPE_CHECKING:
+    from obstore import GetResult, ObjectMeta  # exists for type checkers only
+
+MARKER_NAME = "kvtier"
+MARKER = b"kvtier objects, format 1\n"
+RECORD_NAME = "swept"
+"""The object of a sweep beside the marker."""
+
+_FORMAT = re.compile(rb"kvtier objects, format \d+\n?")
 KEY_ID = re.compile(r"[0-9a-f]{32}")
 _PREFIX_PART = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
@@ -94,6 +103,81 @@ def stored_roots(store: S3Store, prefix: str) -> list[tuple[bytes, bytes]]:
     except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
         refusal = refusal_of(error)
         raise OSError(None, f"cannot list: {refusal.cause}: {hint(refusal)}") from None
+
+
+def read_body(found: "GetResult", most: int) -> bytes:
+    """The body of an answer. More than `most` bytes, and not much more, when the server sends more."""
+    return next(iter(found.stream(most + 1)), b"")
+
+
+def read_marker(store: S3Store, key: str) -> bytes | None:
+    """The marker's bytes, or as many as show that they are wrong; None: the bucket does not have it."""
+    try:
+        return read_body(obstore.get(store, key), len(MARKER))
+    except FileNotFoundError as error:
+        if refusal_of(error).code == "NoSuchKey":
+            return None
+        raise
+
+
+def flaw(found: bytes | None) -> str:
+    """What is wrong with a marker other than `MARKER`; None is a missing one."""
+    if found is None:
+        return "is missing"
+    if _FORMAT.fullmatch(found):
+        return f"is of another version of kvtier ({found!r}); if you have none, remove the object and start again"
+    what = "it is damaged, another program uses this prefix, or the server does not speak S3"
+    return f"has {found[:40]!r} and not {MARKER!r}: {what}"
+
+
+def foreign_key(store: S3Store, own: str) -> str | None:
+    """An object below `own`, the prefix of a key id, whose name kvtier does not give; None: there is none.
+
+    Looks at the first page.
+    """
+    for row in next(pages(store, own, 1000), ()):
+        first = row["path"].removeprefix(own).partition("/")[0]
+        if not KEY_ID.fullmatch(first) and first not in {MARKER_NAME, RECORD_NAME}:
+            return row["path"]
+    return None
+
+
+def repair_markers(store: S3Store, prefix: str) -> list[str]:
+    """Write the marker of each secret below `prefix` again where it is damaged or missing. Objects stay as they are.
+
+    A marker of another format stays, and so does what another program has in a place with the name of a key id.
+
+    Returns:
+        What was done, in sentences.
+
+    Raises:
+        OSError: a request fails; the text has no secret.
+    """
+    done: list[str] = []
+    try:
+        for id_ in _folders(store, prefix):
+            own = f"{prefix}{id_.hex()}/"
+            key = own + MARKER_NAME
+            found = read_marker(store, key)
+            if found == MARKER:
+                continue
+            foreign = foreign_key(store, own)
+            if foreign is not None:
+                done.append(f"{own!r} stays as it is: object {foreign!r} is not kvtier's.")
+            elif found is not None and _FORMAT.fullmatch(found):
+                done.append(f"The marker {key!r} stays: it {flaw(found)}.")
+            else:
+                obstore.put(store, key, MARKER, use_multipart=False)
+                done.append(f"The marker {key!r} {flaw(found)}. It was written again.")
+    except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+        refusal = refusal_of(error)
+        raise OSError(None, f"cannot repair: {refusal.cause}: {hint(refusal)}") from None
+    return done
+
+
+def pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:
+    """What is below `prefix`, in pages of `most` objects. Each page is a request."""
+    return iter(cast("Any", obstore).list(store, prefix or None, chunk_size=most))
 
 
 def parse_url(url: str) -> tuple[str, str]:

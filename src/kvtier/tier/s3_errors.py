@@ -6,15 +6,20 @@ import time
 from typing import NamedTuple
 
 ATTEMPTS_MAX = 6
+TEXT_MAX = 1 << 16
+"""Characters of an error that are searched. The body of an answer, which may be long, is at its end."""
 BACKOFF_S, BACKOFF_MAX_S = 0.05, 1.0
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _IO_ERROR = re.compile(r'message: "([^"\n]{1,120})"')
+_CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*Other\(\s*OtherError\()?\s*(\w{1,40})|peer certificate")
 _METADATA = ("/latest/api/token", "/latest/meta-data", "//169.254.")
 """Requests for the credentials of a machine or container."""
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 """HTTP answers that another attempt may not get. 409: two conditional writes of one name met."""
+INSUFFICIENT_STORAGE = 507
+_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull"})
 _HINTS = {
     "NoSuchBucket": "create the bucket, or correct the URL",
     "InvalidAccessKeyId": "the access key is unknown there",
@@ -22,7 +27,8 @@ _HINTS = {
     "AccessDenied": "the credentials need GetObject, PutObject and DeleteObject there, and ListBucket: without it S3 "
     "forbids to ask for an absent object",
     "NoCredentials": "set access_key_id and secret_access_key, or a profile",
-    "Certificate": "set ca_file to the authority that signed it",
+    "Certificate": "set ca_file to the authority that signed it. A self-signed one is its own authority; it must be "
+    "made with basicConstraints=CA:FALSE, and for the endpoint's name",
     "Protocol": "check the endpoint's scheme and port",
     "Answer": "this is not an S3 server",
     "Region": "set the bucket's region",
@@ -40,10 +46,20 @@ class Refusal(NamedTuple):
     is_passing: bool
     """Another attempt may succeed."""
 
+    @property
+    def is_mistake(self) -> bool:
+        """Only other settings help. A full bucket or server may have room later."""
+        return not self.is_passing and self.status < 500 and not self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        """The bucket's quota or the server has no room."""
+        return self.code in _FULL or self.status == INSUFFICIENT_STORAGE
+
 
 def refusal_of(error: BaseException) -> Refusal:
     """What an exception of the client means."""
-    text = str(error)
+    text = str(error)[:TEXT_MAX]
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
         number, name = int(status[1]), code[1] if code else ""
@@ -51,8 +67,9 @@ def refusal_of(error: BaseException) -> Refusal:
     if any(part in text for part in _METADATA):
         cause = "no credentials in the settings, the environment or the machine's metadata"
         return Refusal(cause, 0, "NoCredentials", is_passing=False)
-    if "certificate" in text:
-        return Refusal("the server's certificate is not trusted", 0, "Certificate", is_passing=False)
+    if (found := _CERTIFICATE.search(text)) is not None:
+        cause = f"the server's certificate is not trusted ({found[1] or 'no reason'})"
+        return Refusal(cause, 0, "Certificate", is_passing=False)
     if "InvalidContentType" in text or "Parse(" in text or "InvalidMessage" in text:
         return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_passing=False)
     if "NotPartial" in text or "Header(" in text or "Metadata {" in text:

@@ -13,7 +13,7 @@ from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, 
 from kvtier.errors import ConfigError
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.s3 import S3Tier
-from kvtier.tier.s3_bucket import Credentials, check_endpoint, connect, parse_url, stored_roots
+from kvtier.tier.s3_bucket import Credentials, check_endpoint, connect, parse_url, repair_markers, stored_roots
 from kvtier.tier.s3_raw import RawBucket, discard
 from kvtier.tier.s3_upkeep import NO_UPKEEP, Upkeep
 from kvtier.tier.store_view import ScannedTier
@@ -181,4 +181,5 @@ KIND = TierKind(
     inspect=_inspect,
     discard=_discard,
     raw=_raw,
+    repair=lambda settings: repair_markers(*_client(settings)),
 )

@@ -1,20 +1,14 @@
 """The S3 client library alone: what `kvtier bench tier` compares the S3 tier with."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, cast
-
 import numpy as np
 import obstore
 from obstore.store import S3Store
 
 from kvtier.errors import TierError
-from kvtier.tier.s3 import MARKER_NAME, PART_BYTES
+from kvtier.tier.s3 import PART_BYTES, is_there
+from kvtier.tier.s3_bucket import MARKER_NAME, pages
 from kvtier.tier.s3_errors import hint, refusal_of
 from kvtier.types import ObjectName
-
-if TYPE_CHECKING:
-    from obstore import ObjectMeta  # exists for type checkers only
 
 
 class RawBucket:
@@ -43,11 +37,7 @@ class RawBucket:
 
     def has(self, name: ObjectName) -> bool:
         """See `RawClient`."""
-        try:
-            obstore.head(self._store, self._key(name))
-        except FileNotFoundError:
-            return False
-        return True
+        return is_there(self._store, self._key(name))
 
     def delete(self, name: ObjectName) -> None:
         """See `RawClient`."""
@@ -69,18 +59,11 @@ def discard(tier: str, store: S3Store, prefix: str, fingerprint: str) -> None:
         TierError: the server refuses.
     """
     try:
-        for paths in _pages(store, f"{prefix}{fingerprint}/"):
-            obstore.delete(store, paths)
-        remaining = list(islice(chain.from_iterable(_pages(store, prefix)), 2))
-        if remaining == [prefix + MARKER_NAME]:
+        for page in pages(store, f"{prefix}{fingerprint}/", 1000):
+            obstore.delete(store, [row["path"] for row in page])
+        remaining = next(pages(store, prefix, 2), ())
+        if [row["path"] for row in remaining] == [prefix + MARKER_NAME]:
             obstore.delete(store, prefix + MARKER_NAME)
     except Exception as error:  # noqa: BLE001 - of the client; its text may have the request
         refusal = refusal_of(error)
         raise TierError(tier, f"cannot remove what was measured: {refusal.cause}: {hint(refusal)}") from None
-
-
-def _pages(store: S3Store, prefix: str) -> Iterator[list[str]]:
-    """Paths below `prefix`, some at a time."""
-    pages: Iterable[Sequence[ObjectMeta]] = cast("Any", obstore).list(store, prefix, chunk_size=1000)
-    for page in pages:
-        yield [row["path"] for row in page]

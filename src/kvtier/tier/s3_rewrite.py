@@ -18,7 +18,8 @@ import obstore
 from obstore.store import S3Store
 
 from kvtier.codec.frame import verify_frame
-from kvtier.errors import CorruptChunkError
+from kvtier.errors import CorruptChunkError, UnreadableChunkError
+from kvtier.tier.s3_bucket import read_body
 from kvtier.tier.s3_upkeep import BucketWork, StoreClock, Upkeep
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ class S3Rewriter(BucketWork):
             return 0
         if not self._is_due(found.meta):
             return 0
-        frame = memoryview(found.bytes())
+        frame = memoryview(read_body(found, found.meta["size"]))
         try:
             is_right = verify_frame(frame).identity.name.hex() == key.rpartition("/")[2]
-        except CorruptChunkError:
+        except (CorruptChunkError, UnreadableChunkError):
             is_right = False
         if is_right:
             obstore.put(self._store, key, frame, use_multipart=False)

@@ -11,18 +11,15 @@ import heapq
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import obstore
 from obstore.store import S3Store
 
+from kvtier.tier.s3_bucket import RECORD_NAME, pages, read_body
 from kvtier.tier.s3_upkeep import BucketWork, StoreClock, Upkeep
 
-if TYPE_CHECKING:
-    from obstore import ObjectMeta  # exists for type checkers only
-
-RECORD_NAME = "swept"
 FREE_SHARE = 0.05
 """A sweep over the cap leaves this share of it free."""
 EVICTIONS_MAX = 1 << 16
@@ -81,7 +78,7 @@ class S3Sweeper(BucketWork):
 
         def rows() -> Iterator[Row]:
             nonlocal sizes
-            for page in self._pages():
+            for page in pages(self._store, self._own, PAGE_OBJECTS):
                 self._check_time(end_s)
                 for row in page:
                     if _OBJECT.fullmatch(row["path"], len(self._own)):
@@ -112,7 +109,7 @@ class S3Sweeper(BucketWork):
         """The age of the last sweep's record; None without a usable one. Takes over the bytes that it found."""
         try:
             found = obstore.get(self._store, self._own + RECORD_NAME)
-            content = bytes(found.bytes()) if found.meta["size"] <= 20 else b""
+            content = read_body(found, 20)
         except FileNotFoundError:
             return None
         used, age_s = _RECORD.fullmatch(content), self._clock.age_s(found.meta["last_modified"])
@@ -140,6 +137,3 @@ class S3Sweeper(BucketWork):
     def _check_time(self, end_s: float) -> None:
         if self._stopping.is_set() or time.monotonic() > end_s:
             raise TimeoutError
-
-    def _pages(self) -> Iterator[Sequence["ObjectMeta"]]:
-        return iter(cast("Any", obstore).list(self._store, self._own, chunk_size=PAGE_OBJECTS))

@@ -10,6 +10,7 @@ are single components, relative to a directory's descriptor.
 import errno
 import logging
 import os
+import shlex
 import stat
 import weakref
 from collections.abc import Generator
@@ -33,6 +34,13 @@ _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WARNED_MAX = 64
 _warned: set[str] = set()
+
+
+class UnusableStoreError(ConfigError):
+    """What is at a store's path cannot be used, and nothing was changed. Only an operator can mend it.
+
+    For an engine it is a `DamagedStoreError` (`store_root.opening`), for commands that check settings a mistake.
+    """
 
 
 class Descriptor:
@@ -122,7 +130,15 @@ def read_file(name: str, bytes_max: int, directory: int | None = None) -> bytes:
     return content
 
 
-def write_file(name: str, draft: str, content: bytes, directory: int | None = None) -> None:
+def is_at(path: str | Path, descriptor: int) -> bool:
+    """Whether the open file is the one at `path`. False after an unmount or a replacement."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def write_file(name: str, draft: str, content: bytes | memoryview, directory: int | None = None) -> None:
     """Write the file `name` atomically. A directory of that name is renamed, see `set_aside`.
 
     Args:
@@ -240,15 +256,16 @@ def refuse_public(root: Path) -> os.stat_result:
     """Refuse a world-writable root. Returns the status of any other.
 
     Raises:
-        ConfigError: the root is world-writable.
+        UnusableStoreError: the root is world-writable.
         OSError: its status cannot be read.
     """
     status = root.stat()
     mode = stat.S_IMODE(status.st_mode)
     if mode & stat.S_IWOTH:
-        raise ConfigError(
+        raise UnusableStoreError(
             f"root {str(root)!r} has mode {mode:04o}: every user may replace cached data; "
-            f"allowed: a directory that others cannot write to (chmod o-w {root}), such as a new one below it"
+            "allowed: a directory that others cannot write to "
+            f"(chmod o-w {shlex.quote(str(root))}), such as a new one below it"
         )
     return status
 
@@ -257,7 +274,7 @@ def check_private(tier: str, root: Path) -> None:
     """Refuse a world-writable root. Warn once about one that is group-writable or owned by another user.
 
     Raises:
-        ConfigError: the root is world-writable.
+        UnusableStoreError: the root is world-writable.
         OSError: its status cannot be read.
     """
     status = refuse_public(root)

@@ -24,7 +24,7 @@ from kvtier.layout import ALIGNMENT
 from kvtier.tier.base import UNKNOWN, About, Figures
 from kvtier.tier.direct import forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory import DirectIo, choose_direct
-from kvtier.tier.directory_marker import SHARED_VERSION, UnknownStoreError, open_store
+from kvtier.tier.directory_marker import SHARED_VERSION, open_store
 from kvtier.tier.effective_cap import EffectiveCap, is_full_error, with_cause
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.safe_open import MISSING, check_private, directory_at, open_file, set_aside
@@ -57,7 +57,8 @@ class SharedDirectoryTier:
         wait_s: how long a write waits for room before it is dropped.
 
     Raises:
-        ConfigError: a setting is invalid, or `root` cannot be used.
+        ConfigError: a setting is invalid.
+        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
         TierError: the storage failed while it was opened.
     """
 
@@ -84,12 +85,9 @@ class SharedDirectoryTier:
         self._owner = os.urandom(8).hex()
         self._numbers = itertools.count()
         with opening(name, self.root, ALLOWED):
-            try:
-                if self.root.exists():
-                    check_private(name, self.root)
-                self.marker = open_store(self.root, SHARED_VERSION)
-            except UnknownStoreError as error:
-                raise TierError(name, str(error)) from error
+            if self.root.exists():
+                check_private(name, self.root)
+            self.marker = open_store(self.root, SHARED_VERSION)
             if is_on_drive(self.root):
                 logger.warning(
                     "tier %s: %s is on a drive of this machine, which other nodes do not see; is it mounted?",

@@ -10,7 +10,7 @@ from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size
 from kvtier.errors import ConfigError
 from kvtier.tier.directory_kind import store_problems
-from kvtier.tier.directory_marker import SHARED_VERSION, read_marker
+from kvtier.tier.directory_marker import SHARED_VERSION, layout_of, read_marker, repair_marker
 from kvtier.tier.machine import nearest_existing
 from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
@@ -104,6 +104,7 @@ KIND = TierKind(
     check=_check,
     folder=lambda settings: settings.path,
     inspect=_inspect,
+    repair=lambda it: repair_marker(it.path, SHARED_VERSION) if layout_of(it.path) == SHARED_VERSION else None,
     open_trial=_open_trial,
     raw=lambda settings, _context: RawFiles(settings.path, direct=settings.direct_io == "on", syncs=True),
 )

@@ -5,7 +5,7 @@ import os
 
 from kvtier.errors import TierError
 from kvtier.tier.cap_file import lock_file
-from kvtier.tier.safe_open import Descriptor, open_file
+from kvtier.tier.safe_open import Descriptor, is_at, open_file
 
 
 class StoreLock:
@@ -54,10 +54,7 @@ class StoreLock:
 
     def is_current(self) -> bool:
         """Whether the locked file is still the one at the marker's path."""
-        try:
-            return os.path.samestat(os.lstat(self._path), os.fstat(self._descriptor.fileno()))
-        except OSError:
-            return False
+        return self._descriptor.is_open and is_at(self._path, self._descriptor.fileno())
 
     def release(self) -> None:
         """Release the lock. Idempotent."""

@@ -32,6 +32,7 @@ class Found(NamedTuple):
     name: bytes
     size_bytes: int
     mtime_ns: int
+    inode: int = 0
 
 
 class Paths:
@@ -262,7 +263,7 @@ def _walk_fan(fan: int, prefix: str) -> Iterator[Found]:
             except (ValueError, FileNotFoundError):
                 continue
             if stat.S_ISREG(status.st_mode) and name.hex() == spelled:
-                yield Found(name, status.st_size, status.st_mtime_ns)
+                yield Found(name, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def _listed(name: str, directory: int) -> int | None:

@@ -1,48 +1,76 @@
-"""Checks of a store's root directory: configuration mistakes, failing storage, foreign files."""
+"""A store's root directory and its marker: mistakes in its path, failing storage, foreign files, repairs."""
 
 import errno
+import fcntl
+import os
 import re
+import shlex
+import stat
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, DamagedStoreError, TierError
+from kvtier.keys.secret import SECRET_BYTES, load
+from kvtier.tier.cap_file import lock_file
+from kvtier.tier.safe_open import MISSING, WRONG_KIND, UnusableStoreError, folder_at, open_file, read_file, set_aside
 from kvtier.tier.store_notes import NOTE
 
 MISTAKES = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
 })  # fmt: skip
-"""errno values that persist until a setting or a permission changes. Any other is a failure of the storage."""
+"""errno values that persist until an operator acts. Any other is a failure of the storage."""
 
+M = TypeVar("M")
+"""Content of a marker."""
+
+_DAMAGED = WRONG_KIND | {errno.EFBIG, errno.EACCES}
+"""errno values of a marker that cannot be one."""
+
+_MARKER_BYTES_MAX = 4096
 _NAMED_MAX = 3
-_SECRET = re.compile(r"secret|\.secret\.[0-9a-f]+")
+_LOCK_DEADLINE_S = 1.0
+_EARLY = re.compile(r"secret|\.(secret|kvtier-disk\.json)\.[0-9a-f]+")
+_ASIDE = re.compile(r"\.aside-[0-9a-f]+$")
 _FILE_SYSTEMS = re.compile(r"lost\+found|\.snapshots?|\.nfs[0-9a-f]+|\.Trash-\d+")
 RANK = re.compile(r"rank-\d+")
 """Directory of one rank's disk store."""
 
 
+class DamagedMarkerError(UnusableStoreError):
+    """The marker is damaged. Only `repair_marker` makes a new one, because nothing else proves whose the files are."""
+
+
 @contextmanager
 def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
-    """Translate OSError while the store at `root` is opened.
+    """Translate errors while the store at `root` is opened.
 
     Raises:
-        ConfigError: a mistake in settings or permissions.
+        ConfigError: no file can have this path.
+        DamagedStoreError: what is there cannot be used before an operator acts.
         TierError: the storage fails.
     """
     if "\0" in str(root):
         raise ConfigError(f"root {str(root)!r} cannot be used: it contains a null byte; allowed: a path")
     try:
         yield
+    except UnusableStoreError as error:
+        raise DamagedStoreError(tier, str(error)) from error
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"root {str(root)!r} cannot be used: {error}; allowed: a shorter path") from error
         if error.errno in MISTAKES:
-            raise ConfigError(f"root {str(root)!r} cannot be used: {error}; allowed: {allowed}, writable") from error
+            detail = f"root {str(root)!r} cannot be used: {error}; allowed: {allowed}, writable"
+            raise DamagedStoreError(tier, detail) from error
         raise TierError(tier, f"root {str(root)!r} cannot be opened: {error}") from error
 
 
 def refuse_foreign_files(root: Path, is_ours: Callable[[str], bool], allowed: str) -> None:
     """Refuse a directory with files that neither kvtier nor the file system created.
 
-    A secret and notes are allowed: both may be written before the store.
+    A secret and notes are allowed: both may be written before the store. A file that `set_aside` renamed counts under
+    its old name.
 
     Args:
         root: the directory; may be missing.
@@ -50,18 +78,187 @@ def refuse_foreign_files(root: Path, is_ours: Callable[[str], bool], allowed: st
         allowed: allowed values, for the message.
 
     Raises:
-        ConfigError: there are foreign files; the message names the first few.
+        UnusableStoreError: there are foreign files; the message names the first few.
         OSError: it cannot be listed.
     """
     if not root.exists():
         return
     names = sorted(path.name for path in root.iterdir())
-    passes = (_FILE_SYSTEMS, _SECRET, NOTE)
-    found = [it for it in names if not any(each.fullmatch(it) for each in passes) and not is_ours(it)]
+    passes = (_FILE_SYSTEMS, _EARLY, NOTE)
+    before = {name: _ASIDE.sub("", name) for name in names}
+    found = [it for it in names if not any(each.fullmatch(before[it]) for each in passes) and not is_ours(before[it])]
     if found:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
         named = ", ".join(map(repr, found[:_NAMED_MAX]))
-        raise ConfigError(
+        raise UnusableStoreError(
             f"root {str(root)!r} holds other files ({named}{more}) and no kvtier store; nothing was changed; "
             f"allowed: {allowed}"
         )
+
+
+def command(what: str, root: Path) -> str:
+    """The command of `kvtier inspect` for the store at `root`, for messages."""
+    return f"kvtier inspect {what} {shlex.quote(str(root))}"
+
+
+def read_marker(path: Path, parse: Callable[[bytes, Path], M | None]) -> M | None:
+    """The marker at `path`; None when it is missing, or `parse` gives None. Read-only.
+
+    Args:
+        path: of the marker.
+        parse: the marker of the bytes at a path; raises UnusableStoreError for another version. Any other error means
+            that they are damaged.
+
+    Raises:
+        UnusableStoreError: see `parse`, and `DamagedMarkerError`.
+        OSError: it cannot be read.
+    """
+    try:
+        return parse(read_file(str(path), _MARKER_BYTES_MAX), path)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise UnusableStoreError(f"root {str(path.parent)!r} is not a directory; nothing was changed") from error
+    except OSError as error:
+        if error.errno not in _DAMAGED:
+            raise
+        why = error.strerror
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = repr(error)
+    how = f"to mend the store: {command('repair', path.parent)}"
+    raise DamagedMarkerError(f"{path} is not a valid marker ({why}); nothing was changed; {how}")
+
+
+def find_marker(
+    path: Path, parse: Callable[[bytes, Path], M | None], is_new: Callable[[str], bool], allowed: str
+) -> M | None:
+    """The marker at `path`; None where opening the store makes one. Read-only.
+
+    Args:
+        path: of the marker.
+        parse: see `read_marker`.
+        is_new: see `refuse_foreign_files`.
+        allowed: see `refuse_foreign_files`.
+
+    Raises:
+        UnusableStoreError: see `read_marker`, or there are other files and no marker.
+        OSError: it cannot be read.
+    """
+    found = read_marker(path, parse)
+    if found is None:
+        try:
+            refuse_foreign_files(
+                path.parent, is_new, f"{allowed}; to mend a store there: {command('repair', path.parent)}"
+            )
+        except UnusableStoreError:
+            found = read_marker(path, parse)  # another process may have created it meanwhile
+            if found is None:
+                raise
+    return found
+
+
+def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
+    """Write a marker atomically and durably where there is none. Concurrent processes all find the same one.
+
+    Args:
+        path: of the marker.
+        content: its bytes.
+        replaces: replace a regular file, and rename anything else of that name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    descriptor, _ = open_file(str(draft), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        if replaces and path.is_file() and not path.is_symlink():
+            draft.replace(path)
+            return
+        if replaces and os.path.lexists(path):
+            set_aside(str(path))
+        with suppress(FileExistsError):
+            try:
+                path.hardlink_to(draft)  # unlike a rename, it does not overwrite
+            except PermissionError:  # no hard links: the last of several creators wins
+                draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def repair_marker(
+    path: Path, read: Callable[[], object], content: Callable[[], bytes], is_in_use: Callable[[], bool] | None
+) -> list[str]:
+    """Write the marker at `path` again if it is missing or damaged. What was done, in sentences.
+
+    Args:
+        path: of the marker.
+        read: the marker, as `read_marker` gives it.
+        content: bytes of a new marker; raises UnusableStoreError where the directory is not a store's.
+        is_in_use: whether a process has the store open, where no file can be locked that tells it. None: processes
+            that have the store open need no more than a marker, and hold no lock.
+
+    Raises:
+        UnusableStoreError: see `read` and `content`, or a process has the store open.
+        OSError: it cannot be read or written.
+    """
+    if _is_valid(read):
+        return []
+    fresh = content()
+    with nullcontext() if is_in_use is None else _alone(path, is_in_use):
+        if _is_valid(read):  # of another repair, which a process may use already
+            return []
+        write_marker(path, fresh, replaces=True)
+    return [f"{path} was written again"]
+
+
+def _is_valid(read: Callable[[], object]) -> bool:
+    with suppress(DamagedMarkerError):
+        return read() is not None
+    return False
+
+
+@contextmanager
+def _alone(path: Path, is_in_use: Callable[[], bool]) -> Generator[None]:
+    """Refuse a store that a process has open. No process opens it during the block, because its marker is damaged.
+
+    Repairs wait for each other at the directory, because a damaged marker may be no file that can be locked.
+    """
+    with ExitStack() as held:
+        is_used = False
+        with suppress(OSError):  # NFS locks no directory
+            is_used = not lock_file(held.enter_context(folder_at(path.parent)), fcntl.LOCK_EX, _LOCK_DEADLINE_S)
+        try:
+            old, _ = open_file(str(path), os.O_RDWR)
+        except OSError as error:
+            if error.errno not in MISSING | {errno.EACCES}:
+                raise
+            is_used = is_used or is_in_use()
+        else:
+            held.callback(os.close, old)
+            is_used = is_used or not lock_file(old, fcntl.LOCK_EX, _LOCK_DEADLINE_S)
+        if is_used:
+            raise UnusableStoreError(f"{path.parent}: a running process has the store open or repairs it; end it first")
+        yield
+
+
+def mend_secret(path: Path) -> list[str]:
+    """Rename what is at the path of an automatic secret and cannot be one. What was done, in sentences.
+
+    A secret that cannot be read for its mode stays: its owner may still restrict it.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    try:
+        load(path, is_inside=True)
+    except ConfigError as error:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size == SECRET_BYTES:
+            return [f"{error}; nothing was changed there"]
+        set_aside(str(path))
+        return [f"{path} was no secret and was renamed; the next start makes a new one and finds no older object"]
+    return []

@@ -17,6 +17,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from kvtier.layout import align_up
 from kvtier.tier.cap_file import lock_file
 from kvtier.tier.safe_open import MISSING, Descriptor, directory_at, make_directory, open_directory, open_file
 
@@ -127,6 +128,15 @@ class TempFiles:
                         os.unlink(name, dir_fd=directory)
         return bool(gone)
 
+    def is_alive(self, owner: str) -> bool:
+        """Whether `owner` has the store open; False for what is no owner's name.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        with directory_at(self._path) as directory:
+            return bool(NAMES.fullmatch(_lock_name(owner))) and self._is_alive(owner, directory)
+
     def _next_name(self, reserved_bytes: int) -> str:
         return f"{self.owner}-{next(self._numbers)}-{reserved_bytes}"
 
@@ -170,14 +180,15 @@ class TempFiles:
         return self._lock is not None if owner == self.owner else _is_locked(_lock_name(owner), directory)
 
 
-def reserved(path: str) -> list[int]:
-    """Bytes reserved by each temporary file of any owner in the directory `path`.
+def reserved(path: str) -> dict[int, int]:
+    """Bytes reserved by each temporary file of any owner in the directory `path`, by its inode.
 
     Raises:
         OSError: the directory cannot be read.
     """
     with _names_at(path) as (_, names):
-        return [int(name.rpartition("-")[2]) for name in names if name.count("-") == 2]
+        # Whole blocks, also when another program made the name.
+        return {inode: align_up(int(name.rpartition("-")[2])) for name, inode in names.items() if "-" in name}
 
 
 def owners_alive(path: str) -> int:
@@ -213,21 +224,22 @@ def _is_locked(name: str, directory: int) -> bool:
 
 
 @contextmanager
-def _names_at(path: str) -> Generator[tuple[int, list[str]]]:
-    """A descriptor of the directory `path` and its files that match `NAMES`; no names when it is missing."""
+def _names_at(path: str) -> Generator[tuple[int, dict[str, int]]]:
+    """A descriptor of the directory `path` and its files that match `NAMES`, with inodes; none when it is missing."""
     try:
         directory = open_directory(path, is_listed=True)
     except OSError as error:
         if error.errno not in MISSING:
             raise
-        yield -1, []
+        yield -1, {}
         return
     try:
-        names: list[str] = []
+        names: dict[str, int] = {}
         for name in filter(NAMES.fullmatch, os.listdir(directory)):
             with suppress(FileNotFoundError):
-                if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-                    names.append(name)
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    names[name] = status.st_ino
         yield directory, names
     finally:
         os.close(directory)

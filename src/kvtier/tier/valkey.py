@@ -15,6 +15,7 @@ from typing import TypeVar
 from kvtier.errors import TierError
 from kvtier.tier.base import UNKNOWN, About, Read, Write
 from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.refusal_log import RefusalLog
 from kvtier.tier.valkey_parts import FRAME_BYTES_MAX, Loading, Storing, frame_bytes, look, removals
 from kvtier.tier.valkey_requests import MOVING, Failure, Request, Requests
 from kvtier.tier.valkey_servers import ServerDownError, Servers, info, parse_addresses, slot_of
@@ -28,8 +29,6 @@ _Answer = TypeVar("_Answer")
 CLOSE_DEADLINE_S = 5.0
 FIGURES_INTERVAL_S = 10.0
 """The servers' memory is asked for at most once in this time."""
-FULL_INTERVAL_S = 60.0
-"""Refused writes are logged at most once in this time."""
 SCAN_COUNT = b"500"
 HEALTH_KEYS = 8
 """Keys that a health check asks for; they are on different servers of a cluster."""
@@ -81,7 +80,7 @@ class ValkeyTier:
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
-        self._full_logged_s = -math.inf
+        self.refusals = RefusalLog(name)
         self._figures_s = -math.inf
         self._memory: tuple[int | None, int | None] = (None, None)
         nodes = parse_addresses(addresses)
@@ -235,7 +234,7 @@ class ValkeyTier:
             return True
         refusal = request.refusal
         if refusal is not None and refusal.code == "OOM":
-            self._note_full(refusal)
+            self.refusals.refused("a server is full (OOM); set its maxmemory-policy to allkeys-lru")
             return False
         return self._lost(request, "write", default=False)
 
@@ -266,18 +265,6 @@ class ValkeyTier:
     def _is_at_rest(self, request: Request) -> bool:
         """Whether it was not sent, because its server failed a moment ago, and another server answers."""
         return request.failure is Failure.DOWN and self.servers.has_other_than(self.servers.node_of(request.slot))
-
-    def _note_full(self, refusal: RefusedError) -> None:
-        """A server has refused a write because its memory is full."""
-        now_s = time.monotonic()
-        with self._lock:
-            if now_s - self._full_logged_s < FULL_INTERVAL_S:
-                return
-            self._full_logged_s = now_s
-        logger.warning(
-            "tier %s: a server is full and refuses writes (%s); set its maxmemory-policy to allkeys-lru",
-            self.name, refusal.code,
-        )  # fmt: skip
 
     def _health_requests(self) -> list[Request]:
         return [

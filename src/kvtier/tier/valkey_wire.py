@@ -5,7 +5,6 @@ of a line, of a length and of the whole time. Payloads move between the socket a
 without copies.
 """
 
-import errno
 import socket
 import ssl
 import time
@@ -17,6 +16,7 @@ from valkey.connection import Connection, SSLConnection
 from valkey.exceptions import ResponseError, ValkeyError
 
 from kvtier.config.value_types import PrivateText
+from kvtier.tier.deadline_calls import connected, remaining_s
 
 BUFFER_BYTES = 4096
 """Small replies are read in blocks of this size; a line of a server is shorter."""
@@ -245,31 +245,14 @@ class Reader:
 
 
 class _Plain(Connection):
-    """Connects until the reader's deadline, which all addresses of the host share. The resolver is not bounded."""
+    """Connects until the reader's deadline."""
 
     def _connect(self) -> socket.socket:
         end_s = cast("Reader", self._parser).end_s  # pyright: ignore[reportUnknownMemberType] - of the library
-        try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except UnicodeError:
-            raise OSError(errno.EINVAL, "not the name of a host") from None
-        cause = OSError(errno.EADDRNOTAVAIL, "the host has no address")
-        for number, (family, kind, protocol, _, address) in enumerate(found):
-            line = None
-            try:
-                line = socket.socket(family, kind, protocol)
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                line.settimeout(remaining_s(end_s) / (len(found) - number))
-                line.connect(address)
-                line.settimeout(remaining_s(end_s))
-            except OSError as error:
-                cause = error
-                if line is not None:
-                    line.close()
-            else:
-                return line
-        raise cause
+        line = connected(self.host, self.port, end_s)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return line
 
 
 class _Tls(SSLConnection, _Plain):
@@ -365,18 +348,6 @@ def tls_options(access: Access) -> dict[str, Any]:
     paths = {"ca_certs": access.ca_file, "certfile": access.certificate_file, "keyfile": access.key_file}
     files = {f"ssl_{key}": str(path) for key, path in paths.items() if path is not None}
     return files | {"ssl_password": "", "ssl_check_hostname": True}
-
-
-def remaining_s(end_s: float) -> float:
-    """Seconds until `end_s` of the monotonic clock.
-
-    Raises:
-        TimeoutError: it has passed.
-    """
-    left_s = end_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("no answer in time")
-    return left_s
 
 
 def _joined(buffers: Iterable[Buffer]) -> Iterable[Buffer]:

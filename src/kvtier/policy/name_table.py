@@ -1,0 +1,44 @@
+"""A dictionary by name that is never busy for long, however many names it has."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+_PARTS = 256
+
+
+class NameTable(Generic[_T]):
+    """Values by name, in a dictionary per last byte of the name. Names are usually digests, but need not be.
+
+    A dictionary of 10^7 names grows, or lists its names, for longer than a lock may be held. A part has 39,000 of them.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[dict[bytes, _T]] = [{} for _ in range(_PARTS)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._parts[name[-1]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The names, in any order. Other threads may change the table meanwhile: copying a part is one step."""
+        for part in self._parts:
+            yield from list(part)
+
+    def values(self) -> Iterator[_T]:
+        """The values, likewise."""
+        for part in self._parts:
+            yield from list(part.values())
+
+    def __setitem__(self, name: bytes, value: _T) -> None:
+        self._parts[name[-1]][name] = value
+
+    def get(self, name: bytes) -> _T | None:
+        """The value of `name`; None when it has none."""
+        return self._parts[name[-1]].get(name)
+
+    def pop(self, name: bytes) -> _T | None:
+        """Remove `name`. Returns its value; None when it had none."""
+        return self._parts[name[-1]].pop(name, None)

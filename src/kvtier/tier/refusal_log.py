@@ -1,0 +1,52 @@
+"""One WARNING when a tier begins to refuse writes, and one INFO when it takes them again."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+NO_ROOM = "there is no room"
+"""Suffix of error texts that a `RefusalLog` has logged."""
+
+QUIET_S = 60.0
+"""Refusals have ended when writes are taken this long after the last one."""
+
+
+class RefusalLog:
+    """The refusals of one tier. Thread-safe.
+
+    Args:
+        tier: name of the tier.
+        clock: seconds.
+    """
+
+    def __init__(self, tier: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tier = tier
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self._last_s = 0.0
+        self._is_logged = False
+
+    def refused(self, why: str, after: int = 1) -> None:
+        """The tier refused a write. Log `why` if it is the one of number `after` in a row, and none was logged."""
+        with self._lock:
+            self._in_a_row += 1
+            self._last_s = self._clock()
+            is_first = self._in_a_row >= after and not self._is_logged
+            self._is_logged |= is_first
+        if is_first:
+            logger.warning("tier %s refuses writes: %s", self._tier, why)
+
+    def taken(self) -> None:
+        """The tier took a write."""
+        if not self._in_a_row:
+            return
+        with self._lock:
+            if self._is_logged and self._clock() < self._last_s + QUIET_S:
+                return
+            was_logged, self._is_logged, self._in_a_row = self._is_logged, False, 0
+        if was_logged:
+            logger.info("tier %s takes writes again", self._tier)
