@@ -55,6 +55,7 @@ class Driver:
         tiers: Sequence[str | TierRules] = ("disk",),
         ranks: int = 1,
         evictor: Callable[[], Evictor] = Lru,
+        down: Sequence[str] = (),
         **limits: object,
     ) -> None:
         sizes = payloads or (1,) * len(groups)
@@ -73,6 +74,7 @@ class Driver:
             evictor=evictor,
             limits=Limits(**settings),
             ranks=ranks,
+            down=down,
         )
         self.layout = layout
         self.ranks = ranks

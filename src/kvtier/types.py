@@ -10,7 +10,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 """32-byte digest of parent key, tokens and extras: names a whole prefix. The same for all groups and ranks."""
 
 ObjectName = NewType("ObjectName", bytes)
-"""32-byte digest of key, group, rank and layout: names one stored object."""
+"""32-byte digest of key, group, part and layout: names one stored object. Ranks with equal parts share it."""
 
 RequestId = NewType("RequestId", str)
 """The engine's name of a request; unique while the request is open."""
@@ -33,7 +33,7 @@ class Outcome(Enum):
 
     DONE = "done"
     FAILED = "failed"  # no bytes moved; the source may be good
-    ABSENT = "absent"  # the source has no such object
+    ABSENT = "absent"  # the source has no such object, or none that this process can read
     CORRUPT = "corrupt"  # the source is bad and must be dropped
     CANCELLED = "cancelled"  # never started
 
@@ -117,7 +117,7 @@ class ObjectBytes(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The engine's blocks of one chunk of one group. Only the copier understands `blocks`."""
+    """The engine's blocks of one object: a chunk in one group. Only the copier understands `blocks`."""
 
     group: int
     chunk: int
@@ -225,7 +225,7 @@ class LoadDone:
     """Leading tokens whose KV is in the engine's blocks: a valid boundary for every group, possibly 0."""
     wanted_tokens: int
     failed: tuple[tuple[int, int], ...]
-    """(group, chunk) of every chunk that did not arrive."""
+    """(group, chunk) of every object that did not arrive."""
     sources: tuple[tuple[str, int], ...] = ()
     """(source, tokens) of the tokens delivered."""
     was_cut: bool = False
@@ -240,7 +240,7 @@ class StoreDone:
     held: int
     """Objects that are readable in host memory, new or already there."""
     dropped: int
-    """Chunks that found no room in time, or failed."""
+    """Objects that found no room in time, or failed."""
 
 
 @dataclass(frozen=True, slots=True)

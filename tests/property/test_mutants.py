@@ -123,6 +123,11 @@ def the_breaker_never_opens(patch: Patch) -> None:
 
 
 @mutant
+def a_load_waits_for_the_trial_of_a_tier_that_is_down(patch: Patch) -> None:
+    patch.setattr(tier_state.TierState, "can_load", lambda self: True)
+
+
+@mutant
 def a_load_goes_on_when_it_no_longer_pays(patch: Patch) -> None:
     patch.setattr(operations.LoadOperation, "end_s", property(lambda self: self.deadline_s))
 

@@ -40,6 +40,8 @@ class OpenTransfer:
     worst: Outcome = Outcome.DONE
     is_fault: bool = False
     is_cancelled: bool = False
+    is_given_up: bool = False
+    """Reads of its tier stopped while it was in flight."""
     only_load: Operation | None = None
     """The load that needs this promotion, if exactly one does."""
     operation: Operation | None = None
@@ -303,6 +305,10 @@ class EventLog:
             raise Violation(f"{notice}, without a failed or late operation")
         else:
             self.down.add(which)
+            for sent in self.transfers.values():
+                sent.is_given_up |= WAYS.get(sent.transfer.link) == "read" == notice.way and (
+                    sent.transfer.tier == notice.tier
+                )
         self._noticed_s[which] = self._world.now_s
 
     # ---- probes -------------------------------------------------------------------------------------------------
@@ -417,6 +423,8 @@ class EventLog:
                 if transfer.link is Link.PROMOTE:
                     self._unusable_s[transfer.tier] = now_s
                 self._incidents[transfer.key, transfer.group] = now_s
+            elif sent.is_given_up:  # its thread still counts against the limit of the tier
+                self._unusable_s[transfer.tier] = now_s
         overdue = [pending.probe for pending in self.probes.values() if now_s >= pending.probe.deadline_s]
         self._troubled_s.update(((probe.tier, "read"), now_s) for probe in overdue)
 

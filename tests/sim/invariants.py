@@ -11,7 +11,7 @@ from tests.sim.scenario import Mode
 from tests.sim.world import Item, Violation, World
 
 from kvtier.core.cache import Cache
-from kvtier.core.host_memory import READABLE
+from kvtier.core.host_memory import READABLE, Residency
 from kvtier.core.limits import WritePolicy
 from kvtier.types import ChunkKey, LoadDone, Lookup, Presence, StoreDone
 
@@ -227,6 +227,7 @@ class Invariants:
         self._cache.check()
         self._log.check_budgets()
         self._check_readable()
+        self._check_waiting()
         if is_waiting and not self._log.transfers and not self._log.probes:
             raise Violation("a load or store is open and nothing is in flight")
 
@@ -237,6 +238,12 @@ class Invariants:
                 for key, entry in entries.items():
                     if entry.residency in READABLE and slots[entry.slot] != (key, group, rank):
                         raise Violation(f"slot {entry.slot} of group {group} is readable and holds something else")
+
+    def _check_waiting(self) -> None:
+        for entries in self._cache.host.entries:
+            for entry in entries.values():
+                if entry.residency is Residency.PROMOTING and not self._log.is_read(entry.source):
+                    raise Violation(f"a load waits for tier {entry.source}, whose reads have stopped")
 
     def at_end(self) -> None:
         """Check that nothing is in flight, pinned or unanswered."""

@@ -302,7 +302,7 @@ def test_a_relay_takes_no_slot_that_is_in_use() -> None:
     (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
     core.answer(hung)
     core.run(keep=lambda one: one.link is not Link.GATHER)
-    assert core.cache._pending_writes._queues["far"].relays
+    assert core.cache._pending_writes.queues["far"].relays
     assert not core.going(Link.PROMOTE)
     core.run()
     assert len(core.held["far"]) == 35, "all but the hung one"
@@ -343,13 +343,13 @@ def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
     (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
     core.answer(hung, Outcome.FAILED, is_fault=True)
     core.run()
-    assert len(core.cache._pending_writes._queues["far"].relays) == 33
+    assert len(core.cache._pending_writes.queues["far"].relays) == 33
     assert not core.cache.pending_count, "closing does not wait for a tier that is away"
     assert core.cache.host.staging == [1]
     core.wait(5.1)
     core.check_tiers()
     core.run()
-    assert not core.cache._pending_writes._queues["far"].relays
+    assert not core.cache._pending_writes.queues["far"].relays
     assert len(core.held["far"]) == 33
 
 
@@ -358,7 +358,7 @@ def test_only_so_many_objects_wait_to_be_relayed(monkeypatch: pytest.MonkeyPatch
     core = near_and_far(slots=32, demotes=1)
     core.store("a", long_prefix(8))
     core.run(keep=lambda one: one.tier == "far")
-    assert len(core.cache._pending_writes._queues["far"].relays) == 3
+    assert len(core.cache._pending_writes.queues["far"].relays) == 3
     assert core.cache.counters.relays_dropped == 4
 
 

@@ -1,10 +1,10 @@
 """Lower tiers: a probe answer is only a hint, a failure is a miss, and a hanging tier does not delay others."""
 
 import pytest
-from tests.core_driver import CHUNK, Driver, key, prefix_of
+from tests.core_driver import CHUNK, LONG_S, Driver, key, prefix_of
 
 from kvtier.core import tier_state
-from kvtier.core.limits import WritePolicy
+from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, Window
 from kvtier.types import Drop, Link, Outcome, Presence, RequestId, StoreDone
 
@@ -317,10 +317,14 @@ def test_the_breaker_opens_after_failures_in_a_row_and_a_trial_closes_it() -> No
     core.wait(5.0)
     core.fill("disk", prefix_of("y"))
     core.load("y", prefix_of("y"))
-    core.load("z", prefix_of("z"))
-    assert len(core.going(Link.PROMOTE)) == 1, "one trial at a time"
+    assert core.loaded()[-1].tokens == 0, "a load is no trial, for which it would wait"
+    core.check_tiers()
+    core.lookup("z", prefix_of("z"))
+    assert len(core.probes) == 1, "one trial at a time"
     core.run()
     assert [notice.is_up for notice in core.notices()] == [True]
+    core.load("y", prefix_of("y"))
+    core.run()
     assert core.loaded()[-1].tokens == 4
 
 
@@ -328,27 +332,211 @@ def test_a_failed_trial_makes_the_rest_longer() -> None:
     core = Driver(failures=1, retry_s=5.0)
     fail_promotions(core, 1)
     core.wait(5.0)
-    core.load("a", prefix_of("a"))
-    core.answer(core.going(Link.PROMOTE)[0], Outcome.FAILED, is_fault=True)
+    core.check_tiers()
+    core.tell(next(iter(core.probes.values())), None)
     core.wait(5.0)
-    core.load("b", prefix_of("b"))
-    assert not core.going(Link.PROMOTE)
+    core.check_tiers()
+    assert not core.probes
     core.wait(5.0)
-    core.load("c", prefix_of("c"))
-    assert core.going(Link.PROMOTE)
+    core.check_tiers()
+    assert core.probes
     assert len(core.notices()) == 1, "one notice"
 
 
-def test_a_cancelled_trial_may_be_repeated() -> None:
-    core = Driver(failures=1, retry_s=5.0)
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_a_read_that_began_before_the_breaker_opened_does_not_end_its_trial(outcome: Outcome) -> None:
+    core = Driver(slots=16, failures=1, retry_s=5.0, transfer_deadline_s=60.0)
+    core.load("old", prefix_of("o"))
+    (old,) = core.going(Link.PROMOTE)
     fail_promotions(core, 1)
     core.wait(5.0)
-    core.load("a", prefix_of("a"))
-    (trial,) = core.going(Link.PROMOTE)
-    core.release("a")
-    core.answer(trial, Outcome.CANCELLED)
-    core.load("b", prefix_of("b"))
-    assert core.going(Link.PROMOTE)
+    core.check_tiers()
+    (trial,) = core.probes.values()
+    core.answer(old, outcome, is_fault=outcome is Outcome.FAILED)
+    core.lookup("z", prefix_of("z"))
+    assert list(core.probes.values()) == [trial], "one trial at a time"
+    core.tell(trial, None)
+    core.wait(9.9)
+    core.check_tiers()
+    assert not core.probes
+    core.wait(0.1)
+    core.check_tiers()
+    assert core.probes, "one trial has failed, so the delay has doubled once"
+
+
+def test_what_a_tier_missed_is_written_at_its_next_use_and_the_rest_at_a_flush() -> None:
+    core = Driver(slots=16, failures=1, retry_s=5.0)
+    fail_demotions(core, 1)
+    core.store("away", prefix_of("abc"))
+    core.run()
+    core.store("away too", prefix_of("xy"))
+    core.run()
+    assert not core.held["disk"]
+    core.wait(5.0)
+    core.store("again", prefix_of("abc"))
+    core.run()
+    assert {key for key, _ in core.held["disk"]} == set(prefix_of("abc").keys)
+    core.flush()
+    core.run()
+    assert len(core.held["disk"]) == 6, "also the one whose write failed"
+
+
+def test_writes_that_waited_when_the_breaker_opened_are_written_at_the_next_use() -> None:
+    core = Driver(slots=16, failures=1, retry_s=5.0, demotes=1)
+    core.store("a", prefix_of("abcd"))
+    core.run(links=[Link.GATHER])
+    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    core.run()
+    assert not core.held["disk"]
+    core.wait(5.0)
+    core.store("b", prefix_of("abcd"))
+    core.run()
+    assert len(core.held["disk"]) == 4
+
+
+def test_a_write_that_a_tier_refuses_is_not_repeated() -> None:
+    core = Driver(slots=16)
+    core.store("a", prefix_of("a"))
+    core.run(links=[Link.GATHER])
+    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED)
+    core.store("b", prefix_of("a"))
+    core.flush()
+    core.run()
+    assert not core.held["disk"], "a full tier would be asked at every use"
+
+
+def test_what_a_tier_took_and_did_not_keep_is_written_again_with_the_rest_of_its_prefix() -> None:
+    core = Driver(tiers=(TierRules(name="far", is_remote=True, promotes=1),), slots=32)
+    prompt = prefix_of("abcdef")
+    core.store("a", prompt)
+    core.run()
+    assert len(core.held["far"]) == 6
+    for text in "0123456789":
+        core.store(text, prefix_of(text * 4))
+        core.run()
+    assert core.present().isdisjoint({"a", "abcdef"})
+    core.held["far"].clear()
+    core.load("r", prompt)
+    core.run()
+    assert core.loaded()[-1].tokens == 0
+    core.store("r", prompt)
+    core.run()
+    assert {name for name, _ in core.held["far"]} == set(prompt.keys)
+
+
+def test_a_copy_found_bad_after_its_object_was_stored_again_is_written_at_the_next_use() -> None:
+    """The tier had the name, so it said that it took the write."""
+    core = Driver(slots=16, transfer_deadline_s=2.0)
+    core.fill("disk", prefix_of("a"))
+    core.load("r", prefix_of("a"))
+    (late,) = core.going(Link.PROMOTE)
+    core.wait(2.0)
+    core.store("r", prefix_of("a"))
+    core.run(keep=lambda one: one is late)
+    core.answer(late, Outcome.CORRUPT)
+    assert core.drops == [Drop("disk", key("a"), 0)]
+    assert not core.held["disk"]
+    core.store("s", prefix_of("a"))
+    core.run()
+    assert core.held["disk"] == {(key("a"), 0)}
+
+
+def test_a_tier_that_was_never_open_is_tried_every_second() -> None:
+    core = Driver(down=("disk",), retry_s=5.0)
+    for _ in range(20):
+        core.check_tiers()
+        (trial,) = core.probes.values()
+        core.tell(trial, None)
+        core.wait(1.0)
+    core.fill("disk", prefix_of("y"))
+    core.check_tiers()
+    core.run()
+    assert core.cache.is_up("disk")
+
+
+def test_what_a_remote_tier_held_before_it_went_down_is_asked_again() -> None:
+    core = Driver(tiers=[TierRules(name="s3", is_remote=True, failures=1, retry_s=5.0)])
+    core.fill("s3", prefix_of("ab"))
+    core.lookup("a", prefix_of("ab"))
+    core.run()
+    assert core.lookup("a", prefix_of("ab")).tokens == 2 * CHUNK
+    core.check_tiers()
+    core.tell(next(iter(core.probes.values())), None)
+    core.held["s3"].clear()
+    core.wait(5.0)
+    core.check_tiers()
+    core.run()
+    core.lookup("b", prefix_of("ab"))
+    assert core.probes, "it may have come back empty"
+    core.run()
+    assert core.lookup("b", prefix_of("ab")).tokens == 0
+
+
+def reads_stop(core: Driver, tier: str) -> None:
+    """All health checks of `tier` fail until its reads have stopped."""
+    while core.cache.is_up(tier):
+        core.wait(1.0)
+        core.check_tiers()
+        for probe in list(core.probes.values()):
+            core.tell(probe, None if probe.tier == tier else [])
+
+
+def test_a_load_goes_on_when_the_tier_that_it_waits_for_is_down() -> None:
+    core = Driver(tiers=("disk", "shared"), promotes=2, slots=16)
+    core.fill("shared", prefix_of("ab"))
+    core.load("r", prefix_of("abc"))
+    stuck = core.going(Link.PROMOTE)
+    assert [one.tier for one in stuck] == ["disk", "disk"], "and one object that waits for these"
+    reads_stop(core, "disk")
+    assert core.now_s == 3.0
+    assert core.cancelled == [one.id for one in stuck]
+    core.run(keep=lambda one: one in stuck)
+    (done,) = core.loaded()
+    assert (done.tokens, done.sources) == (8, (("shared", 8),)), "what another tier has arrives"
+    assert {one.slot for one in stuck}.isdisjoint(one.slot for one in core.sent if one not in stuck), "still written to"
+    core.wait(LONG_S)
+    assert core.cache.in_flight == 2, "their deadline changes nothing more"
+    for one in stuck:
+        core.answer(one)
+    assert core.cache.in_flight == 0
+    assert core.present() == {"a", "ab"}
+    assert not core.cache.is_up("disk"), "after the deadline a success proves nothing"
+
+
+def test_a_read_that_was_given_up_and_succeeds_before_its_deadline_ends_the_rest() -> None:
+    core = Driver(slots=16)
+    core.load("r", prefix_of("a"))
+    (stuck,) = core.going(Link.PROMOTE)
+    reads_stop(core, "disk")
+    assert core.loaded()[0].tokens == 0
+    core.answer(stuck)
+    assert core.cache.is_up("disk")
+    assert not core.present(), "its load has ended"
+
+
+def test_a_store_does_not_wait_for_a_tier_that_is_down() -> None:
+    core = Driver(slots=16)
+    core.load("r", prefix_of("a"))
+    core.store("s", prefix_of("a"))
+    assert not core.going(Link.GATHER), "it waits for the promotion"
+    reads_stop(core, "disk")
+    core.run(links=[Link.GATHER])
+    assert core.stored() == [StoreDone(RequestId("s"), 1, 0)]
+
+
+def test_an_object_that_is_relayed_is_not_given_up() -> None:
+    core = Driver(tiers=("disk", "shared"), slots=32, failures=2)
+    core.store("a", prefix_of("a"))
+    core.run(keep=lambda one: one.tier == "shared")
+    for text in "bcdefghijklmnopqrstuvwxyzABCDEFGHIJ":
+        core.store(text, prefix_of(text))
+        core.run(keep=lambda one: one.tier == "shared")
+    for one in core.going(Link.DEMOTE):
+        core.answer(one)
+    relays = core.going(Link.PROMOTE)
+    assert relays
+    reads_stop(core, "disk")
+    assert not core.cancelled
 
 
 def test_a_probe_is_a_trial_too() -> None:

@@ -11,6 +11,7 @@ tiers as hints.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Final
 
@@ -44,6 +45,9 @@ from kvtier.types import (
     RequestId,
     Tell,
 )
+
+_GROUP_AND_CHUNK = itemgetter(0, 1)
+"""Of a `Place`. Without a call of Python."""
 
 NO_PRIORS: Final[Mapping[str, LinkPrior]] = MappingProxyType({})
 
@@ -314,8 +318,8 @@ class Cache:
         self._transfers.advance(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Queue every pending write, whatever the write policy."""
-        self._pending_writes.flush()
+        """Queue every pending write, whatever the write policy, and those that tiers missed while they were away."""
+        self._pending_writes.flush(now_s)
         self._transfers.advance(now_s)
 
     # ---- completions -----------------------------------------------------------------------------------------------
@@ -426,7 +430,7 @@ class Cache:
         except ValueError as error:
             raise BadCallError(str(error)) from None
         self._check_places(prefix, places)
-        named = {place[:2] for place in places}
+        named = set(map(_GROUP_AND_CHUNK, places))
         if len(named) != len(places):
             raise BadCallError(f"a load names {len(places) - len(named)} places twice")
         for _, chunk in named:

@@ -149,7 +149,7 @@ class HostEntry:
     pending: frozenset[str] = NO_TIERS
     """Lower tiers with a pending write of the object."""
     queued: frozenset[str] = NO_TIERS
-    """Tiers among `pending` whose queue contains the object."""
+    """Lower tiers whose queue contains the object or has contained it, so that no flush queues it twice."""
     uses: int = 1
     """Number of uses, including the operation that brought the object."""
 

@@ -20,7 +20,7 @@ class Counters:
     relays_dropped: int = 0
     """Objects that a faster tier held and a slower one did not get: evicted or unreadable before, or too many."""
     late: int = 0
-    """Overdue transfers."""
+    """Overdue transfers, and reads that were given up because their tier was down."""
     unprobed: int = 0
     """Lookups without probes, because `Limits.requests` were tracked."""
     unqueued: int = 0

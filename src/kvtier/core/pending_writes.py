@@ -58,7 +58,8 @@ class PendingWrites:
         self._from = {name: frozenset(order[number:]) for number, name in enumerate(order)}
         """Each tier, and the slower ones."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
-        self._queues = {it.name: WriteQueue() for it in tiers.all}
+        self.queues = {it.name: WriteQueue() for it in tiers.all}
+        """By tier."""
 
     def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
         """Count a use by a request of `session`, which may make writes pending."""
@@ -88,24 +89,25 @@ class PendingWrites:
             self._first_uses if entry.origin == HOST else max(FILL_USES, self._first_uses)
         ):
             return
-        entry.decided = self._names
         item = (entry.key, entry.group)
-        names = [
-            it.name
-            for it in self._tiers.all
-            if it.name not in decided and it.can_write(now_s) and not it.remembered(item, now_s)
-        ]
+        away = frozenset(it.name for it in self._tiers.all if not it.can_write(now_s))
+        entry.decided = decided | (self._names - away)
+        names = [it.name for it in self._tiers.all if it.name not in decided | away and not it.remembered(item, now_s)]
         if names:
             tiers = self._names if len(names) == len(self._names) else frozenset(names)
             if self._host.has_staging:
                 for name in names:
-                    self._queues[name].relays.pop(item, None)
+                    self.queues[name].relays.pop(item, None)
             self._host.mark_pending(entry, tiers)
             if self._limits.write_policy is not WritePolicy.BACK:
                 self._queue(entry)
 
-    def flush(self) -> None:
-        """Queue every pending write."""
+    def flush(self, now_s: float) -> None:
+        """Queue every pending write, and those that tiers missed."""
+        for entries in self._host.entries:
+            for entry in entries.values():
+                if entry.residency is READY:
+                    self.mark_pending(entry, now_s)
         for entry in self._host.pending_objects():
             self._queue(entry)
 
@@ -114,26 +116,26 @@ class PendingWrites:
         """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
         relays = 0
         for tier_state in self._tiers.all:
-            waiting = self._queues[tier_state.name].relays
+            waiting = self.queues[tier_state.name].relays
             if waiting and tier_state.breakers[DEMOTE].is_up():
                 relays += sum([self._tiers.by_name[source].breakers[PROMOTE].is_up() for _, source in waiting.values()])
         return len(self._host.pending_objects()) + len(self._host.relayed) + relays
 
     def relays_waiting(self) -> dict[str, int]:
         """Objects that wait to be relayed, by tier."""
-        return {name: len(queue.relays) for name, queue in self._queues.items()}
+        return {name: len(queue.relays) for name, queue in self.queues.items()}
 
     # ---- the next write of a tier ----------------------------------------------------------------------------------
 
     def next_write(self, tier_state: TierState, now_s: float) -> HostEntry | None:
-        """Take the next object to be demoted, with a pin. Writes to a tier that cannot be written are dropped."""
-        queued = self._queues[tier_state.name].queued
-        if not queued or tier_state.breakers[DEMOTE].is_trial:  # the rest waits for the result of a trial
+        """Take the next queued object, with a pin. Writes to a tier that cannot be written are dropped."""
+        queued = self.queues[tier_state.name].queued
+        if tier_state.breakers[DEMOTE].trial:  # the rest waits for the result of a trial
             return None
         if not tier_state.can_write(now_s):
             self._output.counters.demotions_dropped += len(queued)
             while queued:
-                self._host.mark_written(queued.popitem(last=False)[0], tier_state.name)
+                self._missed(queued.popitem(last=False)[0], tier_state.name)
             return None
         entry = next(iter(queued))
         if not tier_state.has_room(DEMOTE, self._host.object_bytes[entry.group]):
@@ -155,9 +157,9 @@ class PendingWrites:
         Returns:
             The entry to demote, with None; or an entry of the staging area, with the tier to promote it from.
         """
-        queue = self._queues[tier_state.name]
+        queue = self.queues[tier_state.name]
         self._drop_stranded(queue)
-        if not (queue.staged or queue.relays) or tier_state.breakers[DEMOTE].is_trial:
+        if not (queue.staged or queue.relays) or tier_state.breakers[DEMOTE].trial:
             return None
         if not tier_state.can_write(now_s):  # a relay that waits for it holds no slot
             while queue.staged:
@@ -200,14 +202,29 @@ class PendingWrites:
     def staged(self, entry: HostEntry, tier: str) -> None:
         """A relayed object has reached the staging area, on its way to `tier`."""
         self._host.staged(entry)
-        self._queues[tier].staged.append(entry)
+        self.queues[tier].staged.append(entry)
 
     def unstaged(self, entry: HostEntry, change: Change) -> None:
         """The faster tier did not deliver a relayed object; `change` is FAILED or LATE."""
         self._output.counters.relays_dropped += 1
         self._host.unstage(entry, change)
 
-    def ended(self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool) -> None:
+    def _missed(self, entry: HostEntry, tier: str) -> None:
+        """End a pending write that `tier` could not take now; the next use or flush decides again."""
+        entry.decided -= {tier}
+        entry.queued -= {tier}
+        self._host.mark_written(entry, tier)
+
+    def lost(self, item: Item, tier: str) -> None:
+        """`tier` has no good copy. If host memory has the object, its next use or flush decides again."""
+        entry = self._host.find(*item)
+        if entry is not None and tier not in entry.pending:
+            entry.decided -= {tier}
+            entry.queued -= {tier}
+
+    def ended(
+        self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool, is_fault: bool
+    ) -> None:
         """A write has ended. If the tier holds the object and persists, writes to slower tiers are relayed."""
         self._output.counters.demotions_dropped += not is_done
         if is_done:
@@ -219,13 +236,16 @@ class PendingWrites:
             self._host.unstuck(entry)
         if is_done and tier_state.rules.persists:
             for slower in self._tiers.all[tier_state.number + 1 :]:
-                queue = self._queues[slower.name]
+                queue = self.queues[slower.name]
                 if entry in queue.queued and not self._publishes(slower, queue):
                     del queue.queued[entry]
                     self._relay(entry, tier_state.name, queue)
                     self._host.mark_written(entry, slower.name)
         self._host.unpin(entry)
-        self._host.mark_written(entry, tier_state.name)
+        if is_fault:
+            self._missed(entry, tier_state.name)
+        else:
+            self._host.mark_written(entry, tier_state.name)
 
     def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
         """Whether objects keep their places in the queue of `tier_state`, and a part of host memory meanwhile.
@@ -284,12 +304,12 @@ class PendingWrites:
     def _queue(self, entry: HostEntry) -> None:
         for tier in sorted(entry.pending - entry.queued):
             entry.queued |= {tier}
-            self._queues[tier].queued[entry] = None
+            self.queues[tier].queued[entry] = None
 
     def _drop(self, entry: HostEntry) -> None:
         self._output.counters.demotions_dropped += len(entry.pending)
         for tier in sorted(entry.pending):
-            self._queues[tier].queued.pop(entry, None)
+            self.queues[tier].queued.pop(entry, None)
             self._host.mark_written(entry, tier)
 
     def check(self) -> None:
@@ -298,7 +318,7 @@ class PendingWrites:
         Raises:
             AssertionError: one is not, which is a bug in the core.
         """
-        for name, queue in self._queues.items():
+        for name, queue in self.queues.items():
             for entry in queue.queued:
                 assert name in entry.pending, "a queued demotion is not pending"
                 assert entry.residency in READABLE, "a queued demotion is of an object that is not readable"

@@ -489,8 +489,8 @@ class Probes:
         search.missing = [item for item in search.missing if item not in found]
 
     def _send(self, tier_state: TierState, search: Search | None, objects: tuple[Item, ...], now_s: float) -> None:
-        tier_state.breakers[Link.PROMOTE].attempted()
         probe = Probe(self._output.new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
+        tier_state.breakers[Link.PROMOTE].attempted(probe.id)
         self._open[probe.id] = OpenProbe(
             tier_state.name, search, objects, self._output.ranks, [True] * len(objects), probe.deadline_s
         )
@@ -503,7 +503,7 @@ class Probes:
     def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> None:
         del self._open[probe_id]
         tier_state, search = self._tiers.by_name[open_probe.tier], open_probe.search
-        tier_state.record(Link.PROMOTE, now_s, is_fault=open_probe.is_failed)
+        tier_state.record(Link.PROMOTE, probe_id, now_s, is_fault=open_probe.is_failed)
         if not open_probe.is_failed:
             for item, is_there in zip(open_probe.objects, open_probe.present, strict=True):
                 tier_state.remember(item, now_s, is_present=is_there)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtier.core.host_memory import Item
 from kvtier.core.limits import TierRules
 from kvtier.core.output import Output
-from kvtier.types import Link, TierNotice, Way
+from kvtier.types import Link, TierNotice, Transfer, Way
 
 # Constants for hot paths, as in `transfer_scheduler`.
 DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
@@ -24,6 +24,9 @@ ABSENT_S = 5.0
 """How long the answer "absent" of a remote tier is remembered. Other nodes may write the object meanwhile."""
 PRESENT_S = 60.0
 """How long the answer "present" is remembered. A wrong one costs a failed read."""
+
+OPENING_RETRY_S = 0.5
+"""Delay between trials of a tier that has never been open. They cost nothing, and the first that succeeds uses it."""
 
 RETRY_GROWTH = 2.0
 RETRY_SECONDS_MAX = 60.0
@@ -43,11 +46,14 @@ class CircuitBreaker:
     failures: int = 0
     retry_delay_s: float = 0.0
     retry_at_s: float = 0.0
-    is_trial: bool = False
+    is_opening: bool = False
+    """No operation has succeeded since `open_now`."""
+    trial: int = 0
+    """The operation whose result decides while the breaker is open; 0 if none is under way."""
 
     def open_now(self) -> None:
-        """Start open: the first operation is a trial."""
-        self.retry_delay_s = self.retry_s
+        """Start open: the first operation is a trial, and the delay between trials does not grow."""
+        self.retry_delay_s, self.is_opening = OPENING_RETRY_S, True
 
     def is_up(self) -> bool:
         """Whether the breaker is closed."""
@@ -55,38 +61,43 @@ class CircuitBreaker:
 
     def allows(self, now_s: float) -> bool:
         """Whether to start an operation. While open, one trial is allowed after each delay."""
-        return self.retry_delay_s == 0.0 or (not self.is_trial and now_s >= self.retry_at_s)
+        return self.retry_delay_s == 0.0 or (not self.trial and now_s >= self.retry_at_s)
 
-    def attempted(self) -> None:
+    def attempted(self, operation: int) -> None:
         """An operation started; while open, it is the trial."""
-        if not self.is_up():
-            self.is_trial = True
+        if self.retry_delay_s != 0.0:
+            self.trial = operation
 
     def succeeded(self) -> bool:
         """An operation succeeded; returns whether that closed the breaker."""
-        was_open = not self.is_up()
-        self.failures, self.retry_delay_s, self.is_trial = 0, 0.0, False
+        was_open = self.retry_delay_s != 0.0
+        self.failures, self.retry_delay_s, self.trial, self.is_opening = 0, 0.0, 0, False
         return was_open
 
     def retry_now(self, now_s: float) -> None:
         """Allow a trial at once."""
         self.retry_at_s = min(self.retry_at_s, now_s)
 
-    def inconclusive(self) -> None:
+    def inconclusive(self, operation: int) -> None:
         """An operation was cancelled; if it was the trial, another one is allowed."""
-        self.is_trial = False
+        if operation == self.trial:
+            self.trial = 0
 
-    def failed(self, now_s: float) -> bool:
-        """An operation failed or was late; returns whether that opened the breaker."""
+    def failed(self, now_s: float, operation: int) -> bool:
+        """An operation failed or was late; returns whether that opened the breaker.
+
+        While open only the trial counts: operations that began before end later, and say nothing of the present.
+        """
         self.failures += 1
-        is_opening = self.is_up() and self.failures >= self.failures_max
-        if is_opening or (not self.is_up() and self.is_trial):
-            self.retry_delay_s = (
-                self.retry_s if is_opening else min(self.retry_delay_s * RETRY_GROWTH, RETRY_SECONDS_MAX)
-            )
+        opens = self.retry_delay_s == 0.0 and self.failures >= self.failures_max
+        if opens or operation == self.trial:
+            if opens:
+                self.retry_delay_s = self.retry_s
+            elif not self.is_opening:
+                self.retry_delay_s = min(self.retry_delay_s * RETRY_GROWTH, RETRY_SECONDS_MAX)
             self.retry_at_s = now_s + self.retry_delay_s
-        self.is_trial = False
-        return is_opening
+            self.trial = 0
+        return opens
 
 
 class TierState:
@@ -136,6 +147,10 @@ class TierState:
         """Whether to start a read: the breaker allows it, and not all reads in flight are stuck."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].allows(now_s)
 
+    def can_load(self) -> bool:
+        """Whether a load may wait for a read. It is never the trial of a tier that is down, which probes are."""
+        return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].retry_delay_s == 0.0
+
     def can_write(self, now_s: float) -> bool:
         """Whether to start a write, by the same rule."""
         return self.late[DEMOTE] < self.limit[DEMOTE] and self.breakers[DEMOTE].allows(now_s)
@@ -166,6 +181,11 @@ class TierState:
             if len(self._remembered) > REMEMBERED_MAX:
                 self._remembered.popitem(last=False)
 
+    def forget(self, items: Iterable[Item]) -> None:
+        """Forget the answers for `items`, so that lookups ask again and stores write to the tier."""
+        for item in items if self._remembered else ():
+            self._remembered.pop(item, None)
+
     def remembered(self, item: Item, now_s: float) -> bool | None:
         """The remembered answer for `item`, or None."""
         answer = self._remembered.get(item)
@@ -177,39 +197,49 @@ class TierState:
             return None
         return is_present
 
-    def began(self, link: Link, size_bytes: int) -> None:
+    def began(self, transfer: Transfer, size_bytes: int) -> None:
         """A transfer of `size_bytes` starts."""
-        self.breakers[link].attempted()
+        link = transfer.link
+        breaker = self.breakers[link]
+        if breaker.retry_delay_s != 0.0:
+            breaker.attempted(transfer.id)
         self.out[link] += 1
         self.out_bytes[link] += size_bytes
 
-    def overdue(self, link: Link, now_s: float) -> None:
+    def overdue(self, transfer: Transfer, now_s: float) -> None:
         """A transfer is overdue, which counts as a fault."""
-        self.late[link] += 1
-        self.record(link, now_s, is_fault=True)
+        self.late[transfer.link] += 1
+        self.record(transfer.link, transfer.id, now_s, is_fault=True)
 
-    def ended(self, link: Link, size_bytes: int, now_s: float, *, is_late: bool, is_fault: bool | None) -> None:
-        """A transfer of `size_bytes` has ended; `is_fault` is None if it was cancelled, which proves nothing."""
+    def ended(self, transfer: Transfer, size_bytes: int, now_s: float, *, is_late: bool, is_fault: bool | None) -> None:
+        """A transfer of `size_bytes` has ended; `is_fault` is None if it was cancelled, which proves nothing.
+
+        After its deadline it proves nothing more: it was recorded then.
+        """
+        link = transfer.link
         self.out[link] -= 1
         self.out_bytes[link] -= size_bytes
-        if is_late:
-            self.late[link] -= 1
-        elif is_fault is None:
-            self.breakers[link].inconclusive()
+        self.late[link] -= is_late
+        if is_late and now_s >= transfer.deadline_s:
+            return
+        if is_fault is None:
+            self.breakers[link].inconclusive(transfer.id)
         else:
-            self.record(link, now_s, is_fault=is_fault)
+            self.record(link, transfer.id, now_s, is_fault=is_fault)
 
-    def record(self, link: Link, now_s: float, *, is_fault: bool) -> None:
+    def record(self, link: Link, operation: int, now_s: float, *, is_fault: bool) -> None:
         """Record the result of a read (`link` PROMOTE) or write (DEMOTE); a change of the breaker gives a notice."""
         breaker, way = self.breakers[link], WAYS[link]
         if is_fault:
-            if breaker.failed(now_s):
+            if breaker.failed(now_s, operation):
                 detail = (
                     f"{way}s failed {breaker.failures} times in a row; the next try is in {breaker.retry_delay_s:g} s"
                 )
                 self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail))
+                self._pool.has_stopped |= link is PROMOTE
         elif breaker.succeeded():
             self._output.events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))
+            self._remembered.clear()  # it may have come back empty
             for other in self.breakers.values():
                 other.retry_now(now_s)  # the other way may have had the same cause
 
@@ -249,6 +279,8 @@ class TierStates:
         self.share = self._slots - self._reserved * (count - 1)
         """Most slots of one tier in each direction."""
         self.is_single = count == 1
+        self.has_stopped = False
+        """Reads of a tier have stopped, and operations may still wait for some."""
         self.by_name = {rules.name: TierState(rules, number, self, output) for number, rules in enumerate(tiers)}
         self.all = tuple(self.by_name.values())
         for name in down:

@@ -7,8 +7,9 @@ not need, and wait for a bounded time. A relay has a slot of the staging area.
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import product
 
-from kvtier.core.host_memory import HOST, READABLE, Change, HostEntry, HostMemory
+from kvtier.core.host_memory import HOST, READABLE, Change, HostEntry, HostMemory, Residency
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
@@ -20,6 +21,7 @@ from kvtier.types import SEVERITY, Cancel, Drop, Link, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
+PROMOTING = Residency.PROMOTING
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 
 
@@ -96,7 +98,7 @@ class TransferScheduler:
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             flight = self.flights.get(heappop(self._deadlines)[1])
-            if flight is not None:
+            if flight is not None and not flight.is_late:
                 self._overdue(flight, now_s)
                 changed = True
         for work in self._operations.overdue(now_s):
@@ -192,7 +194,7 @@ class TransferScheduler:
         tier_state, entry = self._tiers.by_name[flight.transfer.tier], flight.entry
         is_fault = None if flight.outcome is CANCELLED else flight.is_fault
         size_bytes = self._host.object_bytes[entry.group]
-        tier_state.ended(flight.transfer.link, size_bytes, now_s, is_late=flight.is_late, is_fault=is_fault)
+        tier_state.ended(flight.transfer, size_bytes, now_s, is_late=flight.is_late, is_fault=is_fault)
         return tier_state, entry
 
     def _judge_copy(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
@@ -210,11 +212,17 @@ class TransferScheduler:
                 if isinstance(waiter.work, LoadOperation):
                     tier_state.mark_suspect((item.key, item.place.group) for item in waiter.work.todo)
         if flight.outcome is CORRUPT or flight.outcome is Outcome.ABSENT:
+            for waiter in self._operations.waiters.get(entry, ()):  # the rest of the prefix may be lost, too
+                tier_state.forget(product(waiter.work.prefix.keys, range(len(self._host.slots))))
             tier_state.remember(item, now_s, is_present=False)
+            self._pending_writes.lost(item, tier_state.name)
 
     def _demoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tier_ended(flight, now_s)
-        self._pending_writes.ended(entry, tier_state, now_s, is_done=flight.outcome is DONE, is_late=flight.is_late)
+        is_done, is_fault = flight.outcome is DONE, flight.is_fault
+        self._pending_writes.ended(
+            entry, tier_state, now_s, is_done=is_done, is_late=flight.is_late, is_fault=is_fault and not is_done
+        )
 
     def _record_transfer(self, place: str, flight: InFlightTransfer, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
@@ -234,11 +242,11 @@ class TransferScheduler:
         return next(iter(self._probes.tiers_for(load.request, (key, 0))), HOST)
 
     def _overdue(self, flight: InFlightTransfer, now_s: float) -> None:
-        """A transfer is overdue: its operations go on without it, but its thread may still run."""
+        """A transfer is overdue, or is given up: its operations go on without it, but its thread may still run."""
         flight.is_late = True
         self._output.counters.late += 1
         transfer, entry = flight.transfer, flight.entry
-        self._tiers.by_name[transfer.tier].overdue(transfer.link, now_s)
+        self._tiers.by_name[transfer.tier].overdue(transfer, now_s)
         if entry.is_staged:
             if transfer.link is PROMOTE:
                 self._pending_writes.unstaged(entry, Change.LATE)
@@ -253,6 +261,8 @@ class TransferScheduler:
 
     def advance(self, now_s: float) -> None:
         """Start what limits and slots allow: scatters first, then promotions, gathers and demotions."""
+        if self._tiers.has_stopped:
+            self._give_up(now_s)
         if self._operations.scatters:
             self._advance_scatters(now_s)
         # A started transfer may unblock another operation, and a dropped write frees a slot: repeat until none does.
@@ -260,6 +270,14 @@ class TransferScheduler:
             pass
         if self._operations.scatters:
             self._advance_scatters(now_s)
+
+    def _give_up(self, now_s: float) -> None:
+        """Loads and stores wait no longer for promotions from tiers whose reads have stopped."""
+        self._tiers.has_stopped = False
+        for flight in list(self.flights.values()):
+            tier = flight.transfer.tier
+            if flight.entry.residency is PROMOTING and not self._tiers.by_name[tier].breakers[PROMOTE].is_up():
+                self._overdue(flight, now_s)
 
     def _advance_once(self, now_s: float) -> bool:
         """Returns whether another pass may start more."""
@@ -289,7 +307,7 @@ class TransferScheduler:
                 item = load.todo[0]
                 group = item.place.group
                 entry = self._host.find(item.key, group)
-                tier_state = self._next_tier(item, now_s) if entry is None else None
+                tier_state = self._next_tier(item) if entry is None else None
                 if tier_state is not None:
                     if not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
                         is_starving |= not self._host.has_room(group)
@@ -312,9 +330,9 @@ class TransferScheduler:
         item = load.todo[0]
         return self._probes.tiers_for(load.request, (item.key, item.place.group))[0]
 
-    def _next_tier(self, item: WorkItem, now_s: float) -> TierState | None:
+    def _next_tier(self, item: WorkItem) -> TierState | None:
         for tier in self._probes.tiers_for(item.work.request, (item.key, item.place.group)):
-            if tier not in item.tried and self._tiers.by_name[tier].can_read(now_s):
+            if tier not in item.tried and self._tiers.by_name[tier].can_load():
                 return self._tiers.by_name[tier]
         return None
 
@@ -359,13 +377,14 @@ class TransferScheduler:
     def _advance_demotions(self, now_s: float) -> bool:
         """Returns whether a pending write was dropped, which may free a slot."""
         dropped = self._output.counters.demotions_dropped
+        queues = self._pending_writes.queues
         for tier_state in self._tiers.all:
-            while (entry := self._pending_writes.next_write(tier_state, now_s)) is not None:
+            queued = queues[tier_state.name].queued
+            while queued and (entry := self._pending_writes.next_write(tier_state, now_s)) is not None:
                 self._demote(entry, tier_state, now_s)
         return self._output.counters.demotions_dropped > dropped
 
     def _demote(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
-        tier_state.began(DEMOTE, self._host.object_bytes[entry.group])
         if tier_state.clear_suspect((entry.key, entry.group)):  # a tier does not overwrite objects
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
         self._send(DEMOTE, entry, now_s, tier=tier_state.name)
@@ -382,9 +401,7 @@ class TransferScheduler:
                     self._read(entry, source, now_s, relay_to=tier_state.name)
 
     def _read(self, entry: HostEntry, source: TierState, now_s: float, *, relay_to: str = "") -> None:
-        size_bytes = self._host.object_bytes[entry.group]
-        source.began(PROMOTE, size_bytes)
-        self._estimators[source.name].began(size_bytes, now_s)
+        self._estimators[source.name].began(self._host.object_bytes[entry.group], now_s)
         self._send(PROMOTE, entry, now_s, tier=source.name, relay_to=relay_to)
 
     def _new_entry(self, item: WorkItem, slot: int) -> HostEntry:
@@ -405,7 +422,8 @@ class TransferScheduler:
         if item is not None:
             item.become(COPYING)
         output = self._output
-        limit_s = self._tiers.by_name[tier].rules.transfer_deadline_s if tier else self._limits.copy_deadline_s
+        tier_state = self._tiers.by_name[tier] if tier else None
+        limit_s = self._limits.copy_deadline_s if tier_state is None else tier_state.rules.transfer_deadline_s
         transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
             output.new_id(),
             link,
@@ -421,7 +439,8 @@ class TransferScheduler:
             entry.session,
         )
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, output.ranks, item, relay_to)
-        if tier:
+        if tier_state is not None:
+            tier_state.began(transfer, self._host.object_bytes[entry.group])
             # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.
             heappush(self._deadlines, (transfer.deadline_s, transfer.id))
         output.commands.append(transfer)
