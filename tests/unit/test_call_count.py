@@ -95,4 +95,5 @@ def test_a_chunks_promotion_and_scatter_take_few_calls(monkeypatch, calls):
     session.close()
     total, seen = min(counts, key=lambda count: count[0])
     spent = "\n".join(f"{count:4} {name}" for name, count in seen.most_common())
+    print(f"{total} calls")
     assert 50 < total <= CALLS_MAX, f"{total} calls:\n{spent}"

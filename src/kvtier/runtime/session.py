@@ -1,8 +1,9 @@
 """The session: all that an engine adapter uses. One short lock around the core's decisions.
 
 A call takes the lock, settles the completions that wait, calls the core, queues the core's commands in the executor and
-lets go. It does no I/O under the lock, and neither waits nor logs. A thread that has completed commands puts the
-completions into the inbox. If the lock is free it settles them itself; else the holder does so after it has let go.
+lets go. It does no I/O under the lock, and neither waits nor logs. Ctrl-C raises after the call. A thread that has
+completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the holder does
+so after it has let go.
 
     engine's threads     lookup, load, store, release, expects, poll, close
     executor's threads   `ready`, after they have put completions into the inbox
@@ -11,13 +12,17 @@ completions into the inbox. If the lock is free it settles them itself; else the
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from queue import Empty, SimpleQueue
+from threading import get_ident
+from typing import Any
 
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
@@ -26,7 +31,7 @@ from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
-from kvtier.runtime.session_events import LogLine, SessionEvents
+from kvtier.runtime.session_events import LogLine, OpenCall, SessionEvents
 from kvtier.types import (
     Cancel,
     Command,
@@ -43,6 +48,9 @@ from kvtier.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_signal: Any = import_module("_signal")
+"""`signal` without its enums, which cost each call a dozen calls of Python."""
 
 CALL_DEADLINE_S = 10.0
 """How long a call waits for the lock, which is held for microseconds."""
@@ -148,9 +156,8 @@ class Session:
         self._settled = threading.Condition()
         self._waiting = 0
         """Threads that wait for `_settles` to change."""
-        self._next_second_s = clock()
-        self._due_s = 0.0
-        """Time of the next tick."""
+        self._next_second_s, self._due_s = clock(), 0.0
+        """Times of the next health check and of the next tick."""
         self._alarm: SimpleQueue[None] = SimpleQueue()
         """Wakes the session's thread. At most a few entries, see `_wake`."""
         self._has_sent = False
@@ -167,6 +174,7 @@ class Session:
         self._is_over = False
         """Closed: no call begins any more. Under the lock."""
         self._over = threading.Event()
+        self._main_id = threading.main_thread().ident
         executor.complete_to(self._inbox.append, self.ready)
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True) if has_thread else None
         if self._thread is not None:
@@ -213,7 +221,7 @@ class Session:
                 self._count(request, prefix, answer, announced_tokens)
 
         while True:
-            self._call(look_up)
+            self._uninterrupted(self._call, look_up)
             if self._is_broken:
                 return NOTHING
             if answer.presence is not Presence.PROBING or now_s >= until_s:
@@ -245,7 +253,6 @@ class Session:
         Raises:
             BadCallError: the arguments do not fit. No `LoadDone` follows.
         """
-        load = self._events.begin_load(request, tokens, places)
 
         def begin(now_s: float) -> None:
             self._cache.load(
@@ -261,11 +268,7 @@ class Session:
             if budget is not None:  # it may end earlier than any transfer
                 self._plan_tick(self._cache.next_deadline() or now_s + TICK_S)
 
-        try:
-            self._call(begin)
-        except BaseException:
-            if self._events.withdraw(load):
-                raise
+        self._uninterrupted(self._begin, begin, self._events.begin_load, request, tokens, places)
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
         """Store the chunks at `places`. Exactly one `StoreDone` follows; until then the engine keeps the blocks.
@@ -273,12 +276,11 @@ class Session:
         Raises:
             BadCallError: a place is not in the prefix. No `StoreDone` follows.
         """
-        store = self._events.begin_store(request, places)
-        try:
-            self._call(lambda now_s: self._cache.store(request, prefix, places, now_s, session))
-        except BaseException:
-            if self._events.withdraw(store):
-                raise
+
+        def begin(now_s: float) -> None:
+            self._cache.store(request, prefix, places, now_s, session)
+
+        self._uninterrupted(self._begin, begin, self._events.begin_store, request, places)
 
     def release(self, request: RequestId) -> None:
         """The engine is done with `request`: cancel transfers that have not begun, and end its load and stores.
@@ -335,7 +337,7 @@ class Session:
         What may not be done under the lock is done here, too; the lock's holder itself does nothing here. After
         `READY_ROUNDS` the session's thread goes on, so that a call ends although completions keep coming.
         """
-        if self._holder == threading.get_ident():
+        if self._holder == get_ident():
             return
         try:
             for _ in range(READY_ROUNDS):
@@ -376,6 +378,34 @@ class Session:
         if self._is_broken:
             return COPY_STEP_S if self._copies else TICK_S
         return max(0.0, min(TICK_S, self._due_s - self._clock()))
+
+    def _uninterrupted(self, call: Callable[..., None], *arguments: object) -> None:
+        """Make a call. In the main thread, an interrupt raises anywhere: it is held back until the end."""
+        handler = _signal.getsignal(signal.SIGINT) if get_ident() == self._main_id else None
+        if not callable(handler):
+            call(*arguments)
+            return
+        interrupts: list[tuple[int, object]] = []
+
+        def hold(number: int, frame: object) -> None:
+            interrupts.append((number, frame))
+
+        _signal.signal(signal.SIGINT, hold)
+        try:
+            call(*arguments)
+        finally:
+            _signal.signal(signal.SIGINT, handler)
+            if interrupts:
+                handler(*interrupts[0])
+
+    def _begin(self, act: Callable[[float], None], register: Callable[..., OpenCall], *what: object) -> None:
+        """`_call` for a load or store, which is registered before it begins."""
+        call = register(*what)
+        try:
+            self._call(act)
+        except Exception:
+            if self._events.withdraw(call):
+                raise
 
     # ---- the lock --------------------------------------------------------------------------------------------------
 
@@ -422,7 +452,7 @@ class Session:
             if not self._lock.acquire(timeout=wait_s) or self._holder:
                 return False
             is_mine = True
-            self._holder = threading.get_ident()
+            self._holder = get_ident()
             self._work(act, self._clock())
         except (BadCallError, SessionError):
             raise
@@ -451,7 +481,7 @@ class Session:
 
     def _holds_lock(self) -> bool:
         """Whether this thread is inside a call."""
-        return self._holder == threading.get_ident()
+        return self._holder == get_ident()
 
     # ---- under the lock --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,160 @@
+"""Ctrl-C at every instruction of a load and of a store: the caller gets it, and the session goes on."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, local, places_of, prefix_of
+
+from kvtier.runtime.session import Session
+from kvtier.testing.host_copier import HostCopier
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.types import LoadDone, RequestId, StoreDone
+
+CHUNKS = 2
+PARTS = 16
+DEADLINE_S = 20.0
+ENDS = {"load": LoadDone, "store": StoreDone}
+
+
+class Interrupt:
+    """Sends SIGINT before the k-th instruction of a call; 0: counts them only."""
+
+    def __init__(self, k: int) -> None:
+        self.k, self.count, self.where = k, 0, ""
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> Any:
+        if frame.f_code.co_filename == __file__:
+            return None
+        frame.f_trace_opcodes = True
+        self.count += event == "opcode"
+        if self.count == self.k and not self.where:
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+            signal.raise_signal(signal.SIGINT)
+        return self
+
+
+class World:
+    """A session, and the engine that calls it."""
+
+    def __init__(self) -> None:
+        tiers = {"below": MemoryTier("below", capacity_bytes=64 << 20)}
+        self.session: Session
+        self.session, self.cache, _ = local(HostCopier(LAYOUT, Engine(32).groups), tiers)
+        self.numbers = iter(range(1 << 30))
+        self.ended: Counter[tuple[type, str]] = Counter()
+
+    def call(self, kind: str, name: str, number: int) -> None:
+        prefix, request = prefix_of(CHUNKS, seed=number % 5), RequestId(name)
+        if kind == "load":
+            self.session.load(request, prefix, CHUNKS * CHUNK_TOKENS, load_places(CHUNKS * CHUNK_TOKENS))
+        else:
+            self.session.store(request, prefix, places_of(range(CHUNKS)))
+
+    def settle(self, about: str) -> None:
+        """Wait until all that has begun has ended."""
+        events, until_s = self.session._events, time.monotonic() + DEADLINE_S
+        while events._loads or events._stores:
+            assert time.monotonic() < until_s, f"no event: {about}"
+            time.sleep(0.0005)
+        with self.session._lock:  # an event is queued under the lock
+            heard = self.session.poll()
+        self.ended.update((type(event), event.request) for event in heard if isinstance(event, LoadDone | StoreDone))
+
+    def interrupted(self, kind: str, k: int) -> Interrupt:
+        """Interrupt a call at its k-th instruction, and call again."""
+        number = next(self.numbers)
+        name, planted, is_raised = f"{kind} {number}", Interrupt(k), False
+        sys.settrace(planted)
+        try:
+            self.call(kind, name, number)
+        except KeyboardInterrupt:
+            is_raised = True
+        finally:
+            sys.settrace(None)
+        about = f"{kind}, instruction {k}, {planted.where}"
+        assert is_raised == bool(planted.where), f"swallowed: {about}"
+        self.settle(about)
+        assert not self.session._is_broken, f"shut: {about}"
+        before = self.ended[ENDS[kind], name]
+        assert before <= 1, about
+        self.call(kind, name, number)
+        self.settle(about)
+        assert self.ended[ENDS[kind], name] == before + 1, about
+        with self.session._lock:
+            self.cache.check()
+        return planted
+
+
+@pytest.fixture
+def world():
+    made = World()
+    yield made
+    assert made.session.close().flushed is not made.session._is_broken
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_interrupt_reaches_the_caller_and_the_session_goes_on(kind, part, world):
+    world.interrupted(kind, 0)
+    k = part + 1
+    while world.interrupted(kind, k).where:
+        k += PARTS
+    assert k > 300
+
+
+@pytest.mark.parametrize("is_held_back", [True, False])
+def test_the_handler_of_an_engine_is_called_once_after_the_call(is_held_back, world, monkeypatch):
+    """As vLLM's, which raises SystemExit. Inside the call, it shuts the session."""
+    if not is_held_back:
+        monkeypatch.setattr(Session, "_uninterrupted", lambda _self, call, *arguments: call(*arguments))
+    heard, store = [], world.cache.store
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        store(*arguments)
+
+    monkeypatch.setattr(world.cache, "store", interrupted)
+    before = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number) or sys.exit(3))
+    try:
+        with pytest.raises(SystemExit):
+            world.call("store", "here", 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+    assert world.session._is_broken is not is_held_back
+
+
+def test_a_real_signal_leaves_the_session_at_work(world):
+    """As a terminal sends it, at any time."""
+    raised = 0
+    for number in range(60):
+        has_begun, is_over = threading.Event(), threading.Event()
+
+        def interrupt(pause_s: float, has_begun: threading.Event, is_over: threading.Event) -> None:
+            has_begun.wait()
+            time.sleep(pause_s)
+            os.kill(os.getpid(), signal.SIGINT)
+            is_over.set()
+
+        thread = threading.Thread(target=interrupt, args=(number * 2e-5, has_begun, is_over))
+        thread.start()  # not interrupted: Python loses what is raised in its weak references
+        try:
+            has_begun.set()
+            while not is_over.is_set():
+                world.call("store", f"{number} {next(world.numbers)}", number)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            raised += 1
+        thread.join()
+        world.settle(f"signal {number}")
+        assert not world.session._is_broken
+    assert raised == 60
+    with world.session._lock:
+        world.cache.check()
