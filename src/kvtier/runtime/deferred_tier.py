@@ -6,13 +6,12 @@ tier is opened by a thread of its own, so that one that hangs delays nothing els
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.core.tier_state import RETRY_GROWTH, RETRY_SECONDS_MAX
-from kvtier.errors import TierError
+from kvtier.errors import DamagedStoreError, TierError
 from kvtier.policy.base import Hinted
-from kvtier.tier.base import UNKNOWN, About, AheadTier, Figures, NotesUse, Read, Tier, Write
+from kvtier.tier.base import UNKNOWN, About, Figures, NotesUse, Tier
 from kvtier.types import NextTurn, ObjectName
 
 LEAVE_S = 1.0
@@ -23,10 +22,8 @@ NOT_OPEN = "is not open"
 
 logger = logging.getLogger(__name__)
 
-_Tier = TypeVar("_Tier", bound=Tier)
 
-
-class DeferredTier(Generic[_Tier]):
+class DeferredTier:
     """A `Tier` that forwards to another one once that is open.
 
     Args:
@@ -35,29 +32,30 @@ class DeferredTier(Generic[_Tier]):
         retry_s: seconds between the first two attempts; doubles up to a minute.
     """
 
-    def __init__(self, name: str, make: Callable[[], _Tier], retry_s: float) -> None:
+    def __init__(self, name: str, make: Callable[[], Tier], retry_s: float) -> None:
         self.name = name
         self._make = make
         self._retry_s = retry_s
         self._lock = threading.Lock()
-        self._tier: _Tier | None = None
+        self._tier: Tier | None = None
         self._error: Exception | None = None
         """Error of the last attempt to open the tier."""
         self._is_awaited = True
         """Whether `opened` is going to log or raise the error."""
+        self._on_open: Callable[[Tier], None] = lambda _tier: None
         self._tried = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
         self._thread.start()
 
-    def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0) -> "_Tier | DeferredTier[_Tier]":
+    def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0) -> Tier:
         """The tier itself if it opens within `deadline_s` seconds, of which `waited_s` are over.
 
-        Otherwise this object, with a warning in the log.
+        Otherwise this object, with a warning in the log, or an error if only an operator can mend the store.
 
         Raises:
             ConfigError: a setting is wrong; as any error of `make` except a `TierError`.
-            TierError: its path fails or hangs, and it `is_required`.
+            TierError: its store is damaged, fails or hangs, and it `is_required`.
         """
         self._tried.wait(max(0.0, deadline_s - waited_s))
         with self._lock:
@@ -71,9 +69,16 @@ class DeferredTier(Generic[_Tier]):
             return tier
         if is_refused:
             self._thread.join(LEAVE_S)
-            raise error
-        logger.warning("%s; kvtier starts without this tier and uses it once it can be opened", error)
+            raise insisting(self.name, error) if isinstance(error, TierError) else error
+        logger.log(_level(error), "%s; kvtier starts without this tier and uses it once it can be opened", error)
         return self
+
+    def when_open(self, do: Callable[[Tier], None]) -> None:
+        """Call `do` with the tier itself once it is open, so that its user gets its batches."""
+        with self._lock:
+            self._on_open = do
+            if self._tier is not None:
+                do(self._tier)
 
     @property
     def is_open(self) -> bool:
@@ -124,7 +129,7 @@ class DeferredTier(Generic[_Tier]):
         if tier is not None:
             tier.close()
 
-    def _live(self) -> _Tier:
+    def _live(self) -> Tier:
         if self._tier is None:
             raise TierError(self.name, NOT_OPEN)
         return self._tier
@@ -146,10 +151,12 @@ class DeferredTier(Generic[_Tier]):
         with self._lock:
             is_awaited, is_closing, before = self._is_awaited, self._closing.is_set(), self._error
             self._tier, self._error = tier, error
+            if tier is not None and not is_closing:
+                self._on_open(tier)
             self._tried.set()
         if tier is None:
             if not is_awaited and str(error) != str(before):
-                logger.warning("%s; kvtier will try to open it again", error)
+                logger.log(_level(error), "%s; kvtier will try to open it again", error)
             return False
         if is_closing:
             tier.close()
@@ -158,17 +165,12 @@ class DeferredTier(Generic[_Tier]):
         return True
 
 
-class DeferredAheadTier(DeferredTier[AheadTier]):
-    """A `DeferredTier` of an `AheadTier`."""
+def insisting(tier: str, error: Exception) -> TierError:
+    """The error that stops the start when the tier is required and failed with `error`."""
+    kind = DamagedStoreError if isinstance(error, DamagedStoreError) else TierError
+    detail = getattr(error, "detail", error)
+    return kind(tier, f"{detail}; the start fails because the tier's setting is required = true")
 
-    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `BatchTier`."""
-        return self._live().read_many(reads)
 
-    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """See `BatchTier`."""
-        return self._live().write_many(writes)
-
-    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
-        """See `AheadTier`."""
-        return (yield from self._live().reading(reads))
+def _level(error: Exception | None) -> int:
+    return logging.ERROR if isinstance(error, DamagedStoreError) else logging.WARNING

@@ -20,6 +20,7 @@ from typing import Final, Generic, TypeVar
 from kvtier.errors import ConfigError
 from kvtier.observe.metric_definitions import Metric
 from kvtier.observe.metrics import Metrics
+from kvtier.tier.safe_open import make_root
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class LineFile(Generic[_Item]):
 
     def _open(self) -> None:
         folder = self.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        make_root(folder)
         if self._siblings:
             for it in folder.glob(self._siblings):
                 with suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing

@@ -6,7 +6,7 @@ r"""The mover: executes commands in worker queues and completes each exactly onc
     probe queue      probe               /  hangs delays no other work
 
 From a command to its completion the mover owns the slot that the command names. So a command is completed only when no
-thread uses the slot any more, even if its deadline passed long before.
+thread uses the slot any more, even if its deadline passed long before; no thread of a tier either (`tier/loan.py`).
 """
 
 import logging
@@ -22,7 +22,7 @@ from types import MappingProxyType
 from kvtier.codec.base import Codec
 from kvtier.codec.raw import Raw
 from kvtier.device.copier import Copier
-from kvtier.errors import CorruptChunkError, KvError
+from kvtier.errors import CorruptChunkError, KvError, UnreadableChunkError
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.completion_inbox import CompletionInbox
@@ -34,6 +34,7 @@ from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, NotesUse, Tier
 from kvtier.tier.effective_cap import FULL
+from kvtier.tier.refusal_log import NO_ROOM
 from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
@@ -51,7 +52,7 @@ FIGURES_EVERY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
-_UNLOGGED = (NOT_ADMITTED, NOT_OPEN, FULL)
+_UNLOGGED = (NOT_ADMITTED, NOT_OPEN, FULL, NO_ROOM)
 """Endings of failure details that are expected, and logged elsewhere if at all."""
 
 SHORT_S = 200e-6
@@ -416,7 +417,8 @@ class Mover:
             completions.append(Completion(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
             if job.over is not None:
                 self._end_drop(job)
-            if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNLOGGED)):
+            is_bad = outcome is Outcome.CORRUPT or isinstance(it, UnreadableChunkError)
+            if is_bad or (outcome is Outcome.FAILED and not detail.endswith(_UNLOGGED)):
                 faults.append((command, result))
         for job, completion in zip(jobs, completions, strict=True):
             self._put(completion)
@@ -480,6 +482,8 @@ def _judged(job: Job, error: Exception) -> Result:
         # Only a promote reads stored bytes.
         is_promote = isinstance(job.command, Transfer) and job.command.link is Link.PROMOTE
         return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
+    if isinstance(error, UnreadableChunkError):  # only a promote opens frames
+        return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept")
     detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     return Result(Outcome.FAILED, detail=detail)
 

@@ -227,10 +227,10 @@ class ObjectStore:
         """Bring objects into the caller's memory.
 
         Returns:
-            For each object, in order: DONE when its pieces are filled with verified bytes. Otherwise ABSENT, CORRUPT
-            (and dropped; the next put heals it), FAILED, or CANCELLED when no tier could be asked in time. Pieces of
-            an object that is not DONE are unchanged, except after an internal error. Nothing touches a piece after
-            the call.
+            For each object, in order: DONE when its pieces are filled with verified bytes. Otherwise ABSENT (also if
+            it cannot be read here, and is kept), CORRUPT (and dropped; the next put heals it), FAILED, or CANCELLED
+            when no tier could be asked in time. Pieces of an object that is not DONE are unchanged, except after an
+            internal error. Nothing touches a piece after the call.
 
         Raises:
             BadCallError: as `leading_run`, or pieces do not fit the group's layers or cannot be written to.

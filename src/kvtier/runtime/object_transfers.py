@@ -92,9 +92,9 @@ class ObjectTransfers:
 
     def ask(self, tier: TierState, objects: Sequence[ObjectId], question: Question | None, now_s: float) -> None:
         """Probe a tier for `objects`. Without a question it is a health check."""
-        tier.breakers[Link.PROMOTE].attempted()
         deadline_s = now_s + tier.rules.probe_deadline_s
         probe = Probe(self.output.new_id(), tier.name, tuple(objects), deadline_s)
+        tier.breakers[Link.PROMOTE].attempted(probe.id)
         self._send(Flight(probe, tier, question), deadline_s)
 
     def found(self, held: Sequence[tuple[ObjectId, TierState]]) -> None:
@@ -163,7 +163,7 @@ class ObjectTransfers:
             if read.call.is_over:
                 queue.popleft()
                 continue
-            if not tier.can_read(now_s):
+            if not tier.can_load():
                 self._try_next(queue.popleft())
                 continue
             key, group = read.object
@@ -175,7 +175,6 @@ class ObjectTransfers:
                     return
                 continue
             queue.popleft()
-            tier.began(Link.PROMOTE, self._sizes[group])
             read.slot = slot
             read.flight = self._transfer(Link.PROMOTE, read, tier, key, group, slot, read.origin, now_s)
             read.call.reads.add(read)
@@ -203,7 +202,8 @@ class ObjectTransfers:
         """Note what a read shows about the tier and its copy."""
         tier, outcome = flight.tier, completion.outcome
         is_fault = None if outcome is Outcome.CANCELLED else completion.is_tier_fault
-        tier.ended(Link.PROMOTE, self._sizes[object_id.group], now_s, is_late=flight.is_late, is_fault=is_fault)
+        assert isinstance(flight.command, Transfer)
+        tier.ended(flight.command, self._sizes[object_id.group], now_s, is_late=flight.is_late, is_fault=is_fault)
         if outcome is Outcome.DONE or outcome is Outcome.CORRUPT:
             tier.clear_suspect(object_id)
         elif is_fault and not flight.is_late:
@@ -319,7 +319,7 @@ class ObjectTransfers:
 
     def _start_writes(self, tier: TierState, queue: dict[ObjectWrite, None], now_s: float) -> None:
         for write in list(queue) if self._dropping else _first_ones(queue):
-            if tier.breakers[Link.DEMOTE].is_trial:  # the rest waits for the result of a trial
+            if tier.breakers[Link.DEMOTE].trial:  # the rest waits for the result of a trial
                 return
             key, group = write.object
             can_write, dropped_s = tier.can_write(now_s), self._dropping.get((tier.name, write.object))
@@ -336,7 +336,6 @@ class ObjectTransfers:
                 self._relay_later(write, tier)
                 self._write_next(write, now_s)
                 continue
-            tier.began(Link.DEMOTE, self._sizes[group])
             if tier.clear_suspect(write.object):  # a tier does not overwrite objects
                 self._drop(tier, write.object, now_s)
             write.flights += 1
@@ -345,8 +344,8 @@ class ObjectTransfers:
     def _write_ended(self, flight: Flight, completion: Completion, write: ObjectWrite, now_s: float) -> None:
         tier, outcome = flight.tier, completion.outcome
         is_fault = None if outcome is Outcome.CANCELLED else completion.is_tier_fault
-        size_bytes = self._sizes[write.object.group]
-        tier.ended(Link.DEMOTE, size_bytes, now_s, is_late=flight.is_late, is_fault=is_fault)
+        assert isinstance(flight.command, Transfer)
+        tier.ended(flight.command, self._sizes[write.object.group], now_s, is_late=flight.is_late, is_fault=is_fault)
         write.flights -= 1
         if outcome is Outcome.DONE and not tier.is_suspect(write.object):
             write.is_held = True
@@ -396,7 +395,6 @@ class ObjectTransfers:
             self._staged[object_id] = write
             self._relaying += 1
             write.flights += 1
-            source.began(Link.PROMOTE, size_bytes)
             self._transfer(Link.PROMOTE, write, source, key, group, slot, origin, now_s)
 
     def _relay_read(self, flight: Flight, completion: Completion, write: ObjectWrite, now_s: float) -> None:
@@ -456,6 +454,8 @@ class ObjectTransfers:
 
     def advance(self, now_s: float) -> None:
         """Start what limits and slots allow, the fastest tier first."""
+        if self.tiers.has_stopped:
+            self._give_up(now_s)
         for tier in self.tiers.all:
             if self._reads[tier.name]:
                 self._start_reads(tier, now_s)
@@ -478,27 +478,38 @@ class ObjectTransfers:
             self._dropped.popitem(last=False)
         while self._deadlines and self._deadlines[0][0] <= now_s:
             flight = self._flights.get(heappop(self._deadlines)[1])
-            if flight is None:
-                continue
-            flight.is_late = True
-            self.output.counters.late += 1
-            self.output.commands.append(Cancel((flight.command.id,)))
-            if isinstance(flight.command, Probe):
-                del self._flights[flight.command.id]
-                flight.tier.record(Link.PROMOTE, now_s, is_fault=True)
-                self._answered(flight, None)
-                continue
-            flight.tier.overdue(flight.command.link, now_s)
-            work = flight.work
-            if isinstance(work, ObjectRead) and work.flight is flight and not work.call.is_over:
-                work.flight = None
-                work.call.reads.discard(work)
-                work.outcome = max(work.outcome, Outcome.FAILED, key=SEVERITY.__getitem__)
-                self._try_next(work)
-            elif isinstance(work, ObjectWrite) and flight.command.link is Link.DEMOTE:
-                self._write_next(work, now_s)
-            elif isinstance(work, ObjectWrite):
-                self._answer(work, Outcome.FAILED)
+            if flight is not None and not flight.is_late:
+                self._overdue(flight, now_s)
+
+    def _give_up(self, now_s: float) -> None:
+        """Calls wait no longer for reads from tiers whose reads have stopped."""
+        self.tiers.has_stopped = False
+        for flight in list(self._flights.values()):
+            is_waiting = isinstance(flight.work, ObjectRead) and not flight.is_late
+            if is_waiting and not flight.tier.breakers[Link.PROMOTE].is_up():
+                self._overdue(flight, now_s)
+
+    def _overdue(self, flight: Flight, now_s: float) -> None:
+        """A command is overdue, or is given up."""
+        flight.is_late = True
+        self.output.counters.late += 1
+        self.output.commands.append(Cancel((flight.command.id,)))
+        if isinstance(flight.command, Probe):
+            del self._flights[flight.command.id]
+            flight.tier.record(Link.PROMOTE, flight.command.id, now_s, is_fault=True)
+            self._answered(flight, None)
+            return
+        flight.tier.overdue(flight.command, now_s)
+        work = flight.work
+        if isinstance(work, ObjectRead) and work.flight is flight and not work.call.is_over:
+            work.flight = None
+            work.call.reads.discard(work)
+            work.outcome = max(work.outcome, Outcome.FAILED, key=SEVERITY.__getitem__)
+            self._try_next(work)
+        elif isinstance(work, ObjectWrite) and flight.command.link is Link.DEMOTE:
+            self._write_next(work, now_s)
+        elif isinstance(work, ObjectWrite):
+            self._answer(work, Outcome.FAILED)
 
     def complete(self, completion: Completion, now_s: float) -> None:
         """Handle the completion of a command."""
@@ -526,9 +537,9 @@ class ObjectTransfers:
         else:
             is_done = completion.outcome is Outcome.DONE
             if is_done or completion.is_tier_fault:
-                flight.tier.record(Link.PROMOTE, now_s, is_fault=not is_done)
+                flight.tier.record(Link.PROMOTE, flight.command.id, now_s, is_fault=not is_done)
             else:
-                flight.tier.breakers[Link.PROMOTE].inconclusive()
+                flight.tier.breakers[Link.PROMOTE].inconclusive(flight.command.id)
             self._answered(flight, completion.present if is_done else None)
 
     def _answered(self, flight: Flight, present: Sequence[bool] | None) -> None:
@@ -558,6 +569,7 @@ class ObjectTransfers:
         number = self.output.new_id()
         transfer = Transfer(number, link, key, group, slot, tier.name, None, (), parent, depth, deadline_s, session)
         flight = Flight(transfer, tier, work)
+        tier.began(transfer, self._sizes[group])
         self._send(flight, deadline_s)
         return flight
 

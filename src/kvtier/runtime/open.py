@@ -98,7 +98,7 @@ def open_session(
         copy_threads: threads for gather and scatter.
 
     Raises:
-        ConfigError: a setting is wrong, or a path cannot be used. Nothing stays open.
+        ConfigError: a setting is wrong, or a recording's path cannot be used. Nothing stays open.
         TierError: a required tier cannot be opened.
         RuntimeError: the system cannot start a thread.
     """

@@ -30,7 +30,7 @@ def open_object_store(
         ranks: number of ranks.
 
     Raises:
-        ConfigError: there is no tier, a setting is wrong, or a path cannot be used. Nothing stays open.
+        ConfigError: there is no tier, a setting is wrong, or the journal's path cannot be used. Nothing stays open.
         TierError: a required tier cannot be opened. Other tiers may open later.
         RuntimeError: the system cannot start a thread.
     """

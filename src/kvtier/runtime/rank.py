@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config
@@ -16,7 +15,7 @@ from kvtier.errors import KvError, TierError
 from kvtier.keys.secret import key_id
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, PageLock, slots_for
-from kvtier.runtime.deferred_tier import DeferredAheadTier, DeferredTier
+from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.secret import configured_secret
 from kvtier.tier.base import Tier
@@ -85,7 +84,7 @@ def open_rank(
         copy_threads: threads for gather and scatter.
 
     Raises:
-        ConfigError: a setting is wrong, or a path cannot be used. Nothing stays open.
+        ConfigError: a setting is wrong. Nothing stays open.
         TierError: a required tier cannot be opened. Other tiers may open later.
         RuntimeError: the system cannot start a thread.
     """
@@ -129,7 +128,7 @@ def open_tiers(
     `memory` is what objects are mostly read into and written from.
 
     Raises:
-        ConfigError: a setting is wrong, or a path cannot be used. Nothing stays open.
+        ConfigError: a setting is wrong. Nothing stays open.
         TierError: a required tier cannot be opened.
     """
     secret = configured_secret(config) if config.tiers else None
@@ -195,11 +194,11 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
         closer.join(max(0.0, until_s - time.monotonic()))
 
 
-def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier[Any]:
+def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier:
     """The tier, which a thread of its own opens."""
     kind = kind_of(tier)
 
-    def make() -> Any:  # noqa: ANN401 - an `AheadTier` if the kind says so
+    def make() -> Tier:
         if kind.is_shared(tier):
             time.sleep(random.uniform(0, FIRST_CONTACT_S))  # noqa: S311 - jitter
         try:
@@ -209,4 +208,4 @@ def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier[Any]:
         except BaseException as error:  # of another package, perhaps: it must not end the engine
             raise TierError(tier.name, f"cannot be opened: {type(error).__name__}: {error}") from error
 
-    return (DeferredAheadTier if kind.is_ahead else DeferredTier)(tier.name, make, tier.retry_s)
+    return DeferredTier(tier.name, make, tier.retry_s)

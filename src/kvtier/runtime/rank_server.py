@@ -11,18 +11,22 @@ It accepts one connection, because slots belong to one core. Each side proves th
 without sending it. `protocol` has the messages, `remote_rank` describes how a connection ends.
 """
 
+import fcntl
 import hmac
 import logging
 import os
 import secrets
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +50,14 @@ from kvtier.runtime.protocol import (
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.rank_group import OpenRanks, RankGroup
 from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, set_timeout
+from kvtier.tier.safe_open import Descriptor, directory_at, open_directory
 from kvtier.types import Cancel, Figures, Outcome
 
 GREETING_S = 5.0
 """How long the authentication of a connection may take."""
+
+GREETINGS_MAX = 16
+"""Connections that authenticate themselves at the same time. Another one ends the oldest of them."""
 
 SEND_S = 10.0
 """Deadline for the core to read a completion; past it the connection is closed."""
@@ -57,11 +65,15 @@ SEND_S = 10.0
 IDLE_S = 60.0
 """A thread that waits for a connection checks for the end at this interval."""
 
+FOLDER_PREFIX = "kvtier-rank-"
+"""Of the folders of sockets, in the directory for temporary files."""
+
 DRAIN_STEP_S = 0.01
 CLOCKS_APART_S_MAX = 0.1
 
 _MAGIC = b"kvtier 2"
 """Ends with the protocol's version."""
+_SOCKET = "rank"
 _KEY_BYTES = 32
 _CLOCK = struct.Struct("<d")
 
@@ -90,7 +102,6 @@ class RankServer:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._lock = threading.Lock()
         self._is_taken = False
-        self._is_closing = False
         self._peer: socket.socket | None = None
         self.is_here = False
         """Whether the core is in this process."""
@@ -102,8 +113,8 @@ class RankServer:
         self._reported = {name: TierReport(name, Figures(), 0) for name in rank.tiers}
         """What the core knows of each tier."""
         self._refusals = FaultLog()
-        self._listener, self.address = _listen()
-        self._remove_folder = weakref.finalize(self, _remove, Path(self.address).parent, self._process)
+        self._listener, self.address, folder = _listen()
+        self._remove_folder = weakref.finalize(self, _remove, Path(self.address).parent, folder, self._process)
         """Runs at exit, too, if no core has connected."""
         _SERVED[self.address] = self
         self._thread = threading.Thread(target=self._serve, name=f"kvtier rank {rank.number} server", daemon=True)
@@ -133,7 +144,6 @@ class RankServer:
         """
         if not self._take():
             raise ProtocolError(f"rank {self._rank.number} has a connection already")
-        self._stop_listening()
         self._rank.mover.on_note = self._on_note
         self.is_here = True
         return self._rank.mover
@@ -164,17 +174,25 @@ class RankServer:
         if self._process != os.getpid():
             return True
         self._take()
-        self._stop_listening()
         with self._lock:
-            self._is_closing = True
             if self._peer is not None:
                 _shut(self._peer, socket.SHUT_RD)
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
-    def _take(self) -> bool:
+    def _take(self, peer: socket.socket | None = None, answer: bytes = b"") -> bool:
+        """Listen no longer, and serve `peer`, which gets `answer`; False if that was decided before.
+
+        Raises:
+            OSError: the peer has gone. Listening goes on.
+        """
         with self._lock:
-            was_taken, self._is_taken = self._is_taken, True
+            was_taken = self._is_taken
+            if peer is not None and not was_taken:
+                peer.sendall(answer)  # under the lock, because no message may be sent before
+                self._peer = peer
+            self._is_taken = True
+        self._stop_listening()
         return not was_taken
 
     def _stop_listening(self) -> None:
@@ -191,6 +209,7 @@ class RankServer:
             return
         with peer:
             try:
+                self._begin(peer)
                 self._obey(peer)
             except ProtocolError as error:
                 logger.warning("rank %d closes the connection to the core: %s", self._rank.number, error)
@@ -200,7 +219,11 @@ class RankServer:
                 self._drain()
 
     def _accept(self) -> socket.socket | None:
-        """The first connection that knows the key; None if the server is closed."""
+        """The first connection that knows the key; None if the server is closed.
+
+        Each has a thread of its own until then, so a silent one holds up no other.
+        """
+        greetings: deque[socket.socket] = deque()
         # Not `settimeout`, with which `accept` polls, so that a shutdown does not wake it.
         set_timeout(self._listener, socket.SO_RCVTIMEO, IDLE_S)
         while not self._is_taken:
@@ -209,31 +232,44 @@ class RankServer:
             except BlockingIOError:
                 continue
             except OSError:
-                return None
+                break
+            greetings.append(peer)
+            name = f"kvtier rank {self._rank.number} greeting"
             try:
-                _greet(peer, self._key, time.monotonic() + GREETING_S)
-            except (ProtocolError, OSError) as error:
-                peer.close()
-                self._refusals.report(f"rank {self._rank.number}: a connection was refused", str(error))
-                continue
-            if self._take():
-                return self._begin(peer)
-            peer.close()
-        return None
+                threading.Thread(target=self._admit, args=(peer,), name=name, daemon=True).start()
+            except RuntimeError:  # the system starts no more threads for now
+                greetings.pop().close()
+            if len(greetings) > GREETINGS_MAX:
+                self._refuse(greetings.popleft())
+        for peer in greetings:
+            self._refuse(peer)
+        return self._peer
 
-    def _begin(self, peer: socket.socket) -> socket.socket:
+    def _admit(self, peer: socket.socket) -> None:
+        """Authenticate a connection, and serve it if it is the first that knows the key."""
+        try:
+            answer = _greet(peer, self._key, time.monotonic() + GREETING_S)
+            refusal = "" if self._take(peer, answer) else "the rank has another connection, or ends"
+        except (ProtocolError, OSError) as error:
+            refusal = str(error)
+        if refusal:
+            self._refusals.report(f"rank {self._rank.number}: a connection was refused", refusal)
+            with self._lock:
+                peer.close()
+
+    def _refuse(self, peer: socket.socket) -> None:
+        """End the authentication of a connection. Its thread closes it."""
+        with self._lock:
+            if peer is not self._peer:
+                _shut(peer, socket.SHUT_RDWR)
+
+    def _begin(self, peer: socket.socket) -> None:
         self._rank.mover.complete_to(self._answer)
         peer.settimeout(None)
         set_timeout(peer, socket.SO_RCVTIMEO, FIGURES_EVERY_S)
         set_timeout(peer, socket.SO_SNDTIMEO, SEND_S)
-        with self._lock:
-            self._peer = peer
-            if self._is_closing:
-                _shut(peer, socket.SHUT_RD)
-        self._stop_listening()
         if self._is_leaving:
             self._send(encode(Leave()))
-        return peer
 
     def _obey(self, peer: socket.socket) -> None:
         reader = MessageReader()
@@ -320,10 +356,11 @@ class RankServer:
             _shut(self._peer, socket.SHUT_RD)
 
 
-def _remove(folder: Path, process: int) -> None:
+def _remove(path: Path, folder: Descriptor, process: int) -> None:
     """Remove the socket's folder, unless this is a forked child."""
     if process == os.getpid():
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+    folder.close()
 
 
 class _Handshake(NamedTuple):
@@ -398,10 +435,12 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
     name = f"rank {peer.rank} (process {peer.pid})"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(max(0.001, until_s - time.monotonic()))
+        # Not `settimeout`, with which `connect` fails at once while others wait to be accepted.
+        set_timeout(connection, socket.SO_SNDTIMEO, max(0.001, until_s - time.monotonic()))
         connection.connect(peer.address)
         _greet_back(connection, peer.key, until_s)
         connection.settimeout(None)
+        set_timeout(connection, socket.SO_SNDTIMEO, 0.0)  # it was that of the connection; 0: none
         return RemoteRank(connection, name, peer.tiers, hung_s=hung_s)
     except (OSError, ProtocolError) as error:
         connection.close()
@@ -409,15 +448,15 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
         raise ProtocolError(f"{name} cannot be reached at {peer.address}: {error}; {advice}") from error
 
 
-def _greet(peer: socket.socket, key: bytes, until_s: float) -> None:
-    """Authenticate a connection, on the server's side, and send the clock."""
+def _greet(peer: socket.socket, key: bytes, until_s: float) -> bytes:
+    """Authenticate a connection, on the server's side; the answer, with the clock."""
     mine = secrets.token_bytes(_KEY_BYTES)
     peer.sendall(_MAGIC + mine)
     received = _receive(peer, 2 * _KEY_BYTES, until_s)
     theirs = received[:_KEY_BYTES]
     if not hmac.compare_digest(received[_KEY_BYTES:], _proof(key, b"core", mine, theirs)):
         raise ProtocolError("it does not know the key")
-    peer.sendall(_proof(key, b"rank", mine, theirs) + _CLOCK.pack(time.monotonic()))
+    return _proof(key, b"rank", mine, theirs) + _CLOCK.pack(time.monotonic())
 
 
 def _greet_back(connection: socket.socket, key: bytes, until_s: float) -> None:
@@ -447,21 +486,40 @@ def _receive(connection: socket.socket, size_bytes: int, until_s: float) -> byte
         connection.settimeout(max(0.001, until_s - time.monotonic()))
         piece = connection.recv(size_bytes - len(received))
         if not piece:
-            raise ProtocolError("it has closed the connection")
+            raise ProtocolError("the connection has ended")
         received += piece
     return received
 
 
-def _listen() -> tuple[socket.socket, str]:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        address = str(Path(tempfile.mkdtemp(prefix="kvtier-")) / "rank")  # mode 0700
-        listener.bind(address)
-        listener.listen(1)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"no socket can be created in {tempfile.gettempdir()} (TMPDIR): {error}") from error
-    return listener, address
+def _listen() -> tuple[socket.socket, str, Descriptor]:
+    """A socket, its address, and its folder, which is locked as long as this process lives."""
+    with ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            _sweep(Path(tempfile.gettempdir()))
+            path = tempfile.mkdtemp(prefix=FOLDER_PREFIX)  # mode 0700
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
+            folder = Descriptor(open_directory(path, is_listed=True))
+            undo.callback(folder.close)
+            with suppress(OSError):  # without locks there, no folder is swept
+                fcntl.flock(folder.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            listener.bind(address := f"{path}/{_SOCKET}")  # after the lock, so that `_sweep` finds none without one
+            listener.listen(GREETINGS_MAX)
+        except OSError as error:
+            raise ConfigError(f"no socket can be created in {tempfile.gettempdir()} (TMPDIR): {error}") from error
+        undo.pop_all()
+    return listener, address, folder
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of this user's ranks that were killed: no process holds their locks."""
+    for path in parent.glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError), directory_at(str(path), is_listed=True) as folder:
+            is_rank = stat.S_ISSOCK(os.stat(_SOCKET, dir_fd=folder, follow_symlinks=False).st_mode)
+            if is_rank and os.fstat(folder).st_uid == os.geteuid():
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(_SOCKET, dir_fd=folder)
+                path.rmdir()
 
 
 def _shut(connection: socket.socket, how: int) -> None:

@@ -1,18 +1,23 @@
 """The secret that keys a session's names: configured, or kept in the store of a tier."""
 
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from kvtier.config.sections import HOW_TO_SHARE, Config
-from kvtier.errors import ConfigError, KvError, TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.keys.secret import SECRET_BYTES, Secret, load, load_or_create
-from kvtier.tier.registry import kind_of
-from kvtier.tier.store_root import MISTAKES
+from kvtier.runtime.deferred_tier import insisting
+from kvtier.tier.registry import TierSettings, kind_of
+from kvtier.tier.safe_open import UnusableStoreError, refuse_public
+from kvtier.tier.store_root import MISTAKES, command
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +57,7 @@ def store_secret(config: Config, down: Collection[str]) -> Secret:
         down: names of the tiers that are not open.
 
     Raises:
-        ConfigError: it cannot be read, because of a mistake.
+        ConfigError: the settings give one that cannot be read.
         TierError: the tier that has it is required, and failed.
     """
     given = configured_secret(config)
@@ -65,17 +70,18 @@ def store_secret(config: Config, down: Collection[str]) -> Secret:
             continue
         wait_s = min(deadline_s, SECRET_GRACE_S) if tier.name in down else deadline_s
         try:
-            try:
-                return within(wait_s, partial(load_or_create, path, is_inside=True), "kvtier secret")
-            except TimeoutError:
-                detail = f"the secret in it could not be read within {wait_s:g} s"
-                raise TierError(tier.name, detail) from None
-        except (KvError, OSError) as error:
-            if tier.required or not _may_pass(error):
-                raise
-            logger.warning(
-                "%s; kvtier uses a temporary secret: no other process, now or later, finds what this one stores",
+            return within(wait_s, partial(_stored_secret, tier, path, is_down=tier.name in down), "kvtier secret")
+        except Exception as caught:  # noqa: BLE001 - a kind of another package must not end the engine
+            late = TierError(tier.name, f"the secret in it could not be read within {wait_s:g} s")
+            error = late if isinstance(caught, TimeoutError) else caught
+            if tier.required:
+                raise insisting(tier.name, error) from error
+            is_damaged = not _may_pass(error)
+            logger.log(
+                logging.ERROR if is_damaged else logging.WARNING,
+                "%s; kvtier uses a temporary secret: no other process, now or later, finds what this one stores%s",
                 error,
+                f"; restore it, or ask what can be done: {command('repair', path.parent)}" if is_damaged else "",
             )
             break
     else:
@@ -85,6 +91,22 @@ def store_secret(config: Config, down: Collection[str]) -> Secret:
                 "this one stores; set store.secret_file"
             )
     return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not either
+
+
+def _stored_secret(tier: TierSettings, path: Path, *, is_down: bool) -> Secret:
+    """The secret in a store's directory. A tier that is down gets a new one only where it may open, now or later.
+
+    Raises:
+        ConfigError: the file is damaged, or the directory cannot be used.
+        OSError: the directory cannot be read.
+    """
+    with suppress(FileNotFoundError):
+        refuse_public(path.parent)
+    if is_down and not os.path.lexists(path):
+        for problem in kind_of(tier).check(tier):
+            if problem.level == "error":
+                raise UnusableStoreError(problem.detail)
+    return load_or_create(path, is_inside=True)
 
 
 def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
@@ -106,6 +128,8 @@ def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a secret could not be read because of an I/O failure, and not because it is invalid."""
-    cause = error.__cause__ if isinstance(error, ConfigError) else error
-    return isinstance(cause, TierError) or (isinstance(cause, OSError) and cause.errno not in MISTAKES)
+    """Whether the directory or the storage failed, of which opening the tier tells. Else the file is no secret."""
+    if not isinstance(error, ConfigError) or isinstance(error, UnusableStoreError):
+        return True
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno not in MISTAKES

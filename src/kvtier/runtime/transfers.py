@@ -1,7 +1,7 @@
 """The work of each command: one method for each kind.
 
 Methods raise on failure and the mover turns exceptions into outcomes. In a batch each object has its own result. After
-an exception the bytes in the target slot are undefined.
+an exception the bytes in the target slot are undefined. Tiers get slots as loans, and a method ends after them.
 """
 
 import hmac
@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
@@ -16,14 +17,17 @@ from kvtier.codec.base import Codec
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes
 from kvtier.codec.head import Identity
 from kvtier.device.copier import Copier, Fence
-from kvtier.errors import TierError
+from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import object_name, object_names
 from kvtier.layout import KvLayout
 from kvtier.policy.base import Hinted
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.executor import Job, Work
 from kvtier.runtime.worker_queues import Scratch
-from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write, ended
+from kvtier.tier.base import About, AheadTier, BatchTier, LogsRefusals, Read, Tier, Write, ended
+from kvtier.tier.loan import Loan, clear_frames
+from kvtier.tier.refusal_log import RefusalLog
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Tell, Transfer
 
 BATCH_BYTES = 2 << 20
@@ -36,6 +40,15 @@ FENCE_WAIT_S_MAX = 1e-3
 
 NOT_ADMITTED = "not admitted"
 """Detail of a demote that the tier refused: FAILED, but not a tier fault."""
+
+REFUSED_MIN = 16
+"""A tier that refuses so many writes in a row, and does not log it, is full or over its budget, which is logged."""
+
+UNREADABLE_S = 60.0
+"""How long an object that this process could not read is left alone. Another process may replace it meanwhile."""
+
+UNREADABLE_MAX = 1 << 16
+"""When there are this many, all are tried again."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -61,7 +74,9 @@ _ELSEWHERE = Result(Outcome.DONE)
 
 
 class Transfers:
-    """Moves one rank's objects between its engine, its arena and its tiers. Thread-safe: it has no mutable state.
+    """Moves one rank's objects between its engine, its arena and its tiers. Thread-safe.
+
+    A tier's object that this process cannot read is absent here for a time: it is not found, written or deleted.
 
     Two demotes of a slot may seal it concurrently while scatters read it, without a lock. For one identity `seal`
     always writes the same bytes, writes the header at once, and leaves the layers alone. The core ensures that a slot
@@ -85,7 +100,14 @@ class Transfers:
         self._fingerprint = fingerprint
         self._arena = arena
         self._copier = copier
-        self._tiers = dict(tiers)
+        self._tiers: dict[str, Tier] = {}
+        self._batch_tiers: dict[str, BatchTier] = {}
+        self._ahead_tiers: dict[str, AheadTier] = {}
+        self._refusals: dict[str, RefusalLog] = {}
+        for name, tier in tiers.items():
+            self._use(name, tier)
+            if isinstance(tier, DeferredTier):
+                tier.when_open(partial(self._use, name))
         self._codec = codec
         self._clock = clock
         self._digests = [layout.digest(group) for group in range(len(layout.groups))]
@@ -100,13 +122,21 @@ class Transfers:
         """(tier, group) whose objects another rank writes and drops, because it holds the same KV."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
-        self._batch_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, BatchTier)}
-        self._ahead_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, AheadTier)}
+        self._unreadable: dict[tuple[str, ObjectName], float] = {}
+        """(tier, name), and until when it is left alone. Threads share it without a lock: each use is one operation."""
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
+
+    def _use(self, name: str, tier: Tier) -> None:
+        self._tiers[name] = tier
+        self._refusals[name] = tier.refusals if isinstance(tier, LogsRefusals) else RefusalLog(name)
+        if isinstance(tier, BatchTier):
+            self._batch_tiers[name] = tier
+        if isinstance(tier, AheadTier):
+            self._ahead_tiers[name] = tier
 
     @property
     def batching(self) -> Collection[str]:
-        """Names of the tiers that take batches."""
+        """Names of the tiers that take batches; a tier that opens later is added then."""
         return self._batch_tiers
 
     def together(self, command: Work) -> int:
@@ -191,9 +221,10 @@ class Transfers:
         (identity,) = self._identities([transfer])
         write = self._sealed(transfer, identity, scratch.view(self._seal_scratch_bytes[transfer.group]))
         job.is_in_tier = True
-        is_held = self._tiers[transfer.tier].write(*write)
+        with Loan((write.frame,), transfer.tier) as (frame,):
+            is_held = self._tiers[transfer.tier].write(write.name, frame, write.about)
         job.is_in_tier = False
-        return _written(write, is_held=is_held)
+        return self._written(transfer.tier, write, is_held=is_held)
 
     def _demote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
         transfers = _transfers(jobs)
@@ -202,16 +233,29 @@ class Transfers:
         views = [whole[start:stop] for start, stop in pairwise((0, *stops))]
         identities = self._identities(transfers)
         writes = [_attempt(self._sealed, *it) for it in zip(transfers, identities, views, strict=True)]
-        answers = _call_tier(jobs, writes, self._batch_tiers[transfers[0].tier].write_many)
+        tier = transfers[0].tier
+        with Loan([write.frame for write in writes if isinstance(write, Write)], tier) as frames:
+            rest = iter(frames)
+            lent = [write._replace(frame=next(rest)) if isinstance(write, Write) else write for write in writes]
+            answers = _call_tier(jobs, lent, self._batch_tiers[tier].write_many)
         results: list[Result | Exception] = []
         for write, answer in zip(writes, answers, strict=True):
             if isinstance(write, Exception):
                 results.append(write)
             else:
-                results.append(answer if isinstance(answer, Exception) else _written(write, is_held=answer))
+                results.append(answer if isinstance(answer, Exception) else self._written(tier, write, is_held=answer))
         return results
 
+    def _written(self, tier: str, write: Write, *, is_held: bool) -> Result:
+        if is_held:
+            self._refusals[tier].taken()
+            return Result(Outcome.DONE, len(write.frame))
+        self._refusals[tier].refused(f"the last {REFUSED_MIN} were not admitted", REFUSED_MIN)
+        return Result(Outcome.FAILED, detail=NOT_ADMITTED)
+
     def _sealed(self, transfer: Transfer, identity: Identity, scratch: memoryview) -> Write:
+        if self._is_left_alone(transfer.tier, identity.name):
+            raise TierError(transfer.tier, NOT_ADMITTED)  # a tier does not overwrite objects
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
         frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch)
@@ -223,14 +267,17 @@ class Transfers:
         (name,) = object_names((transfer.key,), group, self._parts[group], self._name_digests[group])
         slot = self._arena.frame(group, transfer.slot)
         job.is_in_tier = True
-        stored_bytes = self._tiers[transfer.tier].read(name, slot)
+        with Loan((slot,), transfer.tier) as (into,):
+            stored_bytes = self._tiers[transfer.tier].read(name, into)
         job.is_in_tier = False
-        return self._opened(group, name, slot, stored_bytes, scratch.view(OPEN_SCRATCH_BYTES))
+        return self._opened(transfer, name, slot, stored_bytes, scratch.view(OPEN_SCRATCH_BYTES))
 
     def _promote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
-        reads = self._reads(jobs)
-        answers = _call_tier(jobs, reads, self._batch_tiers[jobs[0].command.tier].read_many)
-        return self._opened_many(jobs, reads, answers, scratch)
+        names, slots = self._objects(jobs)
+        tier = jobs[0].command.tier
+        with Loan(slots, tier) as views:
+            answers = _call_tier(jobs, list(map(Read, names, views)), self._batch_tiers[tier].read_many)
+        return self._opened_many(jobs, names, slots, answers, scratch)
 
     def promote_ahead(self, jobs: Sequence[Job], scratch: Scratch) -> Steps[list[Result | Exception]]:
         """Do a batch of promotes of an `AheadTier`.
@@ -238,39 +285,56 @@ class Transfers:
         It yields twice: when the reads are submitted, and when the frames have arrived, before it verifies them. The
         thread may run other jobs in between; `scratch` is not used then.
         """
-        reads = self._reads(jobs)
-        with closing(self._ahead_tiers[jobs[0].command.tier].reading(reads)) as steps:
-            for job in jobs:
-                job.is_in_tier = True
-            next(steps, None)
-            yield
-            answers = _call_tier(jobs, reads, lambda _: ended(steps))
+        names, slots = self._objects(jobs)
+        tier = jobs[0].command.tier
+        with Loan(slots, tier) as views:
+            reads = list(map(Read, names, views))
+            with closing(self._ahead_tiers[tier].reading(reads)) as steps:
+                for job in jobs:
+                    job.is_in_tier = True
+                next(steps, None)
+                yield
+                answers = _call_tier(jobs, reads, lambda _: ended(steps))
         yield
-        return self._opened_many(jobs, reads, answers, scratch)
+        return self._opened_many(jobs, names, slots, answers, scratch)
 
-    def _reads(self, jobs: Sequence[Job]) -> list[Read]:
+    def _objects(self, jobs: Sequence[Job]) -> tuple[list[ObjectName], list[memoryview]]:
+        """Names and slots."""
         transfers = _transfers(jobs)
         names = self._names([transfer.key for transfer in transfers], [transfer.group for transfer in transfers])
-        slots = [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
-        return list(map(Read, names, slots))
+        return names, [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
 
     def _opened_many(
-        self, jobs: Sequence[Job], reads: Sequence[Read], answers: Sequence[int | Exception | None], scratch: Scratch
+        self,
+        jobs: Sequence[Job],
+        names: Sequence[ObjectName],
+        slots: Sequence[memoryview],
+        answers: Sequence[int | Exception | None],
+        scratch: Scratch,
     ) -> list[Result | Exception]:
         memory = scratch.view(OPEN_SCRATCH_BYTES)
         return [
-            answer if isinstance(answer, Exception) else _attempt(self._opened, transfer.group, *read, answer, memory)
-            for transfer, read, answer in zip(_transfers(jobs), reads, answers, strict=True)
+            answer if isinstance(answer, Exception) else _attempt(self._opened, it, name, slot, answer, memory)
+            for it, name, slot, answer in zip(_transfers(jobs), names, slots, answers, strict=True)
         ]
 
     def _opened(
-        self, group: int, name: ObjectName, slot: memoryview, stored_bytes: int | None, scratch: memoryview
+        self, transfer: Transfer, name: ObjectName, slot: memoryview, stored_bytes: int | None, scratch: memoryview
     ) -> Result:
         if stored_bytes is None:
             return _ABSENT
-        identity = Identity(name, self._fingerprint, self._digests[group])
-        open_in_place(slot, stored_bytes, self._layout.groups[group], identity, scratch)
+        identity = Identity(name, self._fingerprint, self._digests[transfer.group])
+        try:
+            open_in_place(slot, stored_bytes, self._layout.groups[transfer.group], identity, scratch)
+        except UnreadableChunkError:
+            if len(self._unreadable) >= UNREADABLE_MAX:
+                self._unreadable.clear()
+            self._unreadable[transfer.tier, name] = self._clock() + UNREADABLE_S
+            raise
         return Result(Outcome.DONE, stored_bytes)
+
+    def _is_left_alone(self, tier: str, name: ObjectName) -> bool:
+        return bool(self._unreadable) and self._clock() < self._unreadable.get((tier, name), 0.0)
 
     def _probe(self, job: Job, probe: Probe) -> Result:
         keys, groups = [key for key, _ in probe.objects], [group for _, group in probe.objects]
@@ -279,6 +343,10 @@ class Transfers:
         answers = self._tiers[probe.tier].contains(names)
         if len(answers) != len(names):
             raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
+        if self._unreadable:
+            answers = [
+                it and not self._is_left_alone(probe.tier, name) for name, it in zip(names, answers, strict=True)
+            ]
         present = tuple(map(bool, answers))
         job.is_in_tier = False
         return Result(Outcome.DONE, present=present)
@@ -286,7 +354,8 @@ class Transfers:
     def _drop(self, job: Job, drop: Drop) -> Result:
         name = self._name(drop.key, drop.group)
         job.is_in_tier = True
-        self._tiers[drop.tier].delete(name)
+        if not self._is_left_alone(drop.tier, name):  # another rank's object is bad, not this one
+            self._tiers[drop.tier].delete(name)
         job.is_in_tier = False
         return Result(Outcome.DONE)
 
@@ -339,10 +408,6 @@ def _transfers(jobs: Sequence[Job]) -> list[Transfer]:
     return [job.command for job in jobs if isinstance(job.command, Transfer)]
 
 
-def _written(write: Write, *, is_held: bool) -> Result:
-    return Result(Outcome.DONE, len(write.frame)) if is_held else Result(Outcome.FAILED, detail=NOT_ADMITTED)
-
-
 def _attempt(act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
     """The result of `act`, or its exception, so that one object of a batch does not fail the others."""
     try:
@@ -363,5 +428,7 @@ def _call_tier(
         raise TierError(jobs[0].command.tier, f"a batch of {len(valid)} objects returned {len(answers)} results")
     for (job, _), answer in zip(valid, answers, strict=True):
         job.is_in_tier = isinstance(answer, TierError)
+        if isinstance(answer, Exception):
+            clear_frames(answer)
     rest = iter(answers)
     return [item if isinstance(item, Exception) else next(rest) for item in items]
