@@ -46,7 +46,8 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
         for tier in config.tiers:
             folder = kind_of(tier).folder(tier)
             try:
-                if folder is not None:
+                # A directory that is no store of ours, or is damaged, stays as it is.
+                if folder is not None and not any(it.level == "error" for it in kind_of(tier).check(tier)):
                     notes.write(folder, "fingerprint", fingerprint.digest, content)
             except OSError as error:
                 logger.debug("the fingerprint's note cannot be written to %s: %s", folder, error)

@@ -67,6 +67,11 @@ class BlockPins:
         """Remove `blocks` from vLLM's prefix cache. Requests that use them keep them."""
         self._pool.evict_blocks(set(blocks))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block is in use. Otherwise vLLM keeps its prefix cache when it is reset."""
+        return self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1  # the null block is always in use
+
     def free(self) -> Iterator[BlockContent]:
         """The free blocks in allocation order. The iterator is invalid after any change of the pool."""
         return map(_content, self._pool.free_block_queue.iter_blocks_after(None))

@@ -26,6 +26,7 @@ from kvtier.connect.vllm.vllm_imports import (
     external_hash,
 )
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
+from kvtier.connect.vllm.weights import on_stack, watch_calls
 from kvtier.connect.vllm.worker import StepDone, StepOrders
 from kvtier.tier.registry import kind_of
 
@@ -99,8 +100,13 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """All workers are up."""
-        assert self._upper is not None
-        self._upper.connect(list(metadata.values()))
+        upper = self._upper
+        assert upper is not None
+        watch_calls(
+            on_stack("model_executor"),
+            lambda method, adapter: self._guarded(lambda: upper.called(method, adapter), None),
+        )
+        upper.connect(list(metadata.values()))
 
     def on_new_request(self, request: Request) -> None:
         """Track a new request."""

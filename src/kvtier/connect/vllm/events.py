@@ -166,7 +166,7 @@ class Events:
     def _event(self, moved: Moved, blocks: ChunkBlocks) -> Any:  # noqa: ANN401 - vLLM's class
         hashes = list(blocks.hashes)
         if not moved.is_there:
-            return self._removed(block_hashes=hashes, medium=moved.medium, group_idx=self._table, ownership="kvtier")
+            return self._removed(block_hashes=hashes, medium=moved.medium, group_idx=self._table)
         return self._stored(
             block_hashes=hashes,
             parent_block_hash=blocks.parent,
@@ -176,5 +176,4 @@ class Events:
             medium=moved.medium,
             lora_name=blocks.adapter,
             group_idx=self._table,
-            ownership="kvtier",
         )

@@ -12,7 +12,8 @@ import json
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -79,13 +80,16 @@ class KeyMaker:
         root: 32-byte keyed root of the engine (`kvtier.keys.fingerprint.root_key`).
         chunk_tokens: tokens of a chunk.
         config: the engine's.
+        replaced: called with the name of an adapter that vLLM loads again from other files.
     """
 
-    def __init__(self, root: bytes, chunk_tokens: int, config: VllmConfig) -> None:
+    def __init__(
+        self, root: bytes, chunk_tokens: int, config: VllmConfig, replaced: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._root = root
         self._chunk_tokens = chunk_tokens
         self._config = config
-        self._adapters = Adapters(config.lora_config)
+        self._adapters = Adapters(config.lora_config, replaced)
         self._epoch = b""
         self._logged: set[str] = set()
 
@@ -99,6 +103,11 @@ class KeyMaker:
                 logger.warning("request %s is not cached: %s (logged once)", request.request_id, error)
             return None
         return RequestKeys(self._root, self._chunk_tokens, extras)
+
+    def loaded(self, adapter: LoraRequest) -> None:
+        """Identify an adapter that vLLM is about to load: its files may be others when a request comes."""
+        with suppress(NotCacheableError):
+            self._adapters.identify(adapter)
 
     def new_epoch(self) -> None:
         """Separate all later requests from all earlier ones."""
@@ -160,10 +169,12 @@ class Adapters:
 
     Args:
         settings: `LoRAConfig`, or None.
+        replaced: called with the name of an adapter that is digested again.
     """
 
-    def __init__(self, settings: VllmConfig) -> None:
+    def __init__(self, settings: VllmConfig, replaced: Callable[[str], None]) -> None:
         self._settings = settings
+        self._replaced = replaced
         self._known: OrderedDict[int, _Adapter] = OrderedDict()
 
     def identify(self, adapter: LoraRequest) -> bytes:
@@ -191,6 +202,8 @@ class Adapters:
         modules = getattr(self._settings, "target_modules", None)
         identity = json.dumps([name, digest.hex(), dtype, modules, adapter.is_3d_lora_weight]).encode()
         self._known[adapter.lora_int_id] = _Adapter(name, path, folder, stamps, identity)
+        if known is not None and known.identity != identity:
+            self._replaced(name)
         if len(self._known) > ADAPTERS_MAX:
             self._known.popitem(last=False)
         return identity

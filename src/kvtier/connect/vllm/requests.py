@@ -28,6 +28,8 @@ _ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FIN
 ANNOUNCEMENT = "kvtier"
 """Field of `kv_transfer_params`."""
 
+_FIELDS = frozenset({"session", "next_turn", "do_remote_decode", "do_remote_prefill", ANNOUNCEMENT})
+
 _SESSION_NAME_BYTES = 16
 _NEXT_TURNS = {turn.value: turn for turn in NextTurn}
 
@@ -68,6 +70,12 @@ def announced_tokens(request: Request) -> tuple[int, str]:
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         return 0, _problem(f"{ANNOUNCEMENT}.tokens", tokens, "a number of tokens, as the prefill engine announced it")
     return min(tokens, request.num_tokens), ""
+
+
+def unknown_fields(request: Request) -> str:
+    """The fields of `kv_transfer_params` that kvtier does not know, in a sentence; or ``""``."""
+    found = sorted(str(name) for name, value in _params(request).items() if name not in _FIELDS and value is not None)
+    return f"kv_transfer_params has {short(found)}; known: {', '.join(sorted(_FIELDS))}" if found else ""
 
 
 def wants_announcement(request: Request) -> bool:

@@ -22,13 +22,13 @@ USED: Mapping[str, Mapping[str, str]] = {
     "config/vllm.py": {
         "VllmConfig": "model_config cache_config parallel_config scheduler_config load_config lora_config "
         "attention_config compilation_config speculative_config kv_transfer_config kv_events_config "
-        "weight_transfer_config instance_id max_concurrent_batches",
+        "weight_transfer_config instance_id max_concurrent_batches device_config",
     },
     "config/model.py": {
         "ModelConfig": "model model_weights revision code_revision trust_remote_code hf_config architectures dtype "
         "quantization quantization_config model_impl max_model_len disable_sliding_window multimodal_config "
         "is_encoder_decoder runner_type enable_sleep_mode hf_text_config get_total_num_kv_heads "
-        "using_transformers_backend",
+        "using_transformers_backend use_mla",
     },
     "config/cache.py": {
         "CacheConfig": "block_size cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
@@ -36,12 +36,13 @@ USED: Mapping[str, Mapping[str, str]] = {
     },
     "config/parallel.py": {
         "ParallelConfig": "rank tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
-        "prefill_context_parallel_size nnodes",
+        "prefill_context_parallel_size nnodes enable_eplb",
     },
     "config/scheduler.py": {"SchedulerConfig": "max_num_batched_tokens long_prefill_token_threshold"},
     "config/speculative.py": {"SpeculativeConfig": "method"},
     "config/load.py": {"LoadConfig": "load_format download_dir"},
-    "config/compilation.py": {"CompilationConfig": "static_forward_context"},
+    "config/compilation.py": {"CompilationConfig": "static_forward_context is_custom_op_enabled"},
+    "config/device.py": {"DeviceConfig": "device_type"},
     "config/multimodal.py": {"MultiModalConfig": "mm_processor_cache_gb"},
     "config/kv_events.py": {"KVEventsConfig": "enable_kv_cache_events"},
     "config/kv_transfer.py": {
@@ -55,9 +56,8 @@ USED: Mapping[str, Mapping[str, str]] = {
         "SupportsHMA": "request_finished_all_groups",
     },
     "distributed/kv_events.py": {
-        "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name group_idx "
-        "ownership",
-        "BlockRemoved": "block_hashes medium group_idx ownership",
+        "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name group_idx",
+        "BlockRemoved": "block_hashes medium group_idx",
     },
     "v1/metrics/cache_hit_source.py": {"CacheHitSource": "HOST DISK EXTERNAL_UNSPECIFIED"},
     "v1/core/kv_cache_utils.py": {
@@ -66,8 +66,12 @@ USED: Mapping[str, Mapping[str, str]] = {
         "FreeKVCacheBlockQueue": "iter_blocks_after remove prepend_n",
     },
     "v1/core/block_pool.py": {
-        "BlockPool": "blocks free_block_queue touch free_blocks evict_blocks unpin_blocks",
+        "BlockPool": "blocks free_block_queue touch free_blocks evict_blocks unpin_blocks num_gpu_blocks "
+        "get_num_free_blocks",
     },
+    "v1/engine/core.py": {"EngineCore": "model_executor"},
+    "v1/executor/abstract.py": {"Executor": "collective_rpc"},
+    "v1/worker/worker_base.py": {"WorkerBase": "get_model"},
     "v1/core/kv_cache_manager.py": {
         "KVCacheManager": "block_pool get_block_ids get_computed_blocks",
         "KVCacheBlocks": "get_block_ids",
@@ -146,7 +150,7 @@ def config_being_made() -> VllmConfig | None:
         if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
             transfer = found.kv_transfer_config
             # Under a MultiConnector the settings belong to a configuration that does not exist yet.
-            is_ours = getattr(transfer, "kv_connector_module_path", None) == "kvtier.connect.vllm"
+            is_ours = getattr(transfer, "kv_connector", None) == "KvtierConnector"
             return found if is_ours and found.model_config is not None else None
         frame = frame.f_back
     return None

@@ -32,6 +32,7 @@ from kvtier.connect.vllm.requests import (
     announced_tokens,
     announcement_of,
     session_hint,
+    unknown_fields,
     wants_announcement,
 )
 from kvtier.connect.vllm.session_poller import SessionPoller
@@ -120,13 +121,17 @@ class Scheduler:
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
         self._announces = announces
+        self._is_off = False
+        """The weights have changed since the last cache reset: nothing is loaded or stored."""
+        self._reset_step = 0
+        """First step after the last cache reset of an idle engine."""
         self._is_reset = False
         """Other engines have other keys since a cache reset."""
         self._events = events
         self._recorder = recorder
         self._journal = journal
         self._numbers = itertools.count()
-        self._has_warned = False
+        self._warned: set[str] = set()
         self._requests: dict[str, TrackedRequest] = {}
         self._step_timer = StepTimer(planner)
         self._selection = StoreSelection(geometry)
@@ -153,14 +158,19 @@ class Scheduler:
         """Track a new request."""
         hint, problem = session_hint(request)
         announced, lie = announced_tokens(request)
-        if (problem or lie) and not self._has_warned:
-            self._has_warned = True
-            logger.warning("request %s: %s; ignored (logged once)", request.request_id, problem or lie)
-        tracked = TrackedRequest(request, next(self._numbers), self._begin_keys(request), hint)
+        for kind, text in (("invalid", problem or lie), ("unknown", unknown_fields(request))):
+            if text and kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
+        tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint)
         tracked.announced_tokens = 0 if self._is_reset else announced
         tracked.account = None if self._journal is None else RequestAccount()
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
+
+    def _keys_of(self, request: Request) -> RequestKeys | None:
+        keys = self._begin_keys(request)  # identifies an adapter, also while kvtier is off
+        return None if self._is_off else keys
 
     def forget(self, request: Request) -> None:
         """End a request after an internal error."""
@@ -352,6 +362,8 @@ class Scheduler:
             awaited=tuple(self._loads.awaited),
             ended=tuple(self._ended),
             is_waiting=not output.num_scheduled_tokens and bool(self._loads),
+            is_off=self._is_off,
+            is_reset=self._step == self._reset_step,
         )
         self._loads.reported(self._ended)
         # Cleared last, when nothing can raise any more: after an error `last_orders` reports them.
@@ -428,6 +440,8 @@ class Scheduler:
         """Store full chunks: every worker has run step `done`, and vLLM has processed its output."""
         self._confirmed_step = done.step
         self._step_timer.step_ended(done.step, time.monotonic())
+        if done.changed and done.step >= self._reset_step:
+            self.weights_change(done.changed)
         self._settle()
         self._stores.yield_idle()
         for name, tracked in list(self._due.items()):
@@ -435,6 +449,7 @@ class Scheduler:
                 was_stored = self._store_full_chunks(tracked, self._tables(name))
                 if was_stored or not tracked.request.num_in_flight_tokens:
                     del self._due[name]
+        self._stores.send()
 
     def hide(self, bad_blocks: Collection[int]) -> None:
         """Remove unfilled blocks, and the blocks after them, from vLLM's prefix cache. See `Worker.take_bad_blocks`.
@@ -516,8 +531,38 @@ class Scheduler:
 
     # ---- other -----------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Make everything cached before now unreachable: vLLM resets its caches."""
+    def weights_change(self, what: str) -> None:
+        """Stop loads and stores until the next reset: the weights are, or may be, others from now on.
+
+        Args:
+            what: has changed them, for the log.
+        """
+        if self._is_off:
+            return
+        self._is_off = True
+        logger.warning(
+            "the weights have changed, or may have (%s): kvtier loads and stores nothing. All prompts are computed. "
+            "It goes on after reset_prefix_cache(reset_connector=True), with KV of its own, and after a restart",
+            what,
+        )
+        self._revoked += self._stores.cancel_all()
+        self._renew()
+
+    def reset(self) -> bool:
+        """Make everything cached before now unreachable: vLLM resets its caches.
+
+        False after a change of weights, if blocks are in use: vLLM has kept its own cache, with KV of those before.
+        """
+        is_idle = self._stores.pins.is_idle
+        if self._is_off and not is_idle:
+            return False
+        self._is_off = False
+        if is_idle:  # else a change that is noticed later may have come before
+            self._reset_step = self._step + 1
+        self._renew()
+        return True
+
+    def _renew(self) -> None:
         self._loads.forget_all_landed()
         self._is_reset = True
         for tracked in self._requests.values():
@@ -531,7 +576,7 @@ class Scheduler:
                 has_old_blocks = load.match.plan.resident_tokens > 0 or load.ended_s > 0
             if tracked.answer is not None:
                 self._session.release(tracked.question)
-            tracked.renew(None if has_old_blocks else self._begin_keys(tracked.request))
+            tracked.renew(None if has_old_blocks else self._keys_of(tracked.request))
 
     @property
     def has_news(self) -> bool:

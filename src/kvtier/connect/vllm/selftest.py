@@ -32,6 +32,7 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.secret import within
 from kvtier.tier import store_notes as notes
 from kvtier.tier.registry import kind_of
+from kvtier.tier.safe_open import make_root
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
     if config.vllm.unsupported == "selftest":
         logger.warning("vLLM %s is under test; the answers of this engine may be wrong", build)
         if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_root(folder)
             notes.write(folder, "selftest", _name(subject), {**subject, "passed": False})
         return
     if folder is None:
@@ -173,7 +174,7 @@ def run(config: Config, arguments: Sequence[str]) -> str:
         control = max(_difference(*pair) for pair in zip(wrong, expected, strict=True))
         if control <= TOLERANCE or [answer.cached for answer in wrong] != cached:
             raise ConfigError(f"selftest: wrong bytes in {objects} objects changed no answer ({control:g})")
-        results.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_root(results)
         count = publish(store, results)
     return (
         f"passed: {sum(cached)} tokens restored after a restart, answers equal (log probabilities within "

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
-from kvtier.connect.vllm import identity, installed, selftest, support
+from kvtier.connect.vllm import identity, installed, selftest, support, weights
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
@@ -18,8 +18,8 @@ from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.settings import settings_of
 from kvtier.connect.vllm.stats import Stats, StatsReader
-from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
-from kvtier.connect.vllm.worker import Worker
+from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, LoraRequest, Request, VllmConfig
+from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
 from kvtier.layout import History
 from kvtier.runtime.open import OpenedSession, open_core
@@ -43,6 +43,7 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
     """
     config = settings_of(vllm_config)
     support.check_role(vllm_config.kv_transfer_config.kv_role, config.store.write_policy)
+    support.check_settings(config)
     version = installed.check_engine(config.vllm.unsupported)
     support.check_engine(vllm_config)
     return config, version
@@ -139,9 +140,12 @@ class SchedulerSide:
         is_producer = setup.role == "kv_producer"
         opened = open_core(config, geometry.layout, digest, ranks, observer=movements, publishes=is_producer)
         self._opened = opened
-        self._keys = KeyMaker(opened.root, geometry.chunk_tokens, vllm_config)
+        self._keys = KeyMaker(
+            *(opened.root, geometry.chunk_tokens, vllm_config),
+            lambda name: scheduler.weights_change(f"adapter {name!r}"),
+        )
         self._stats = StatsReader(opened.metrics)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler = Scheduler(
             session=opened.session,
             ranks=ranks.executor,
             geometry=geometry,
@@ -189,12 +193,22 @@ class SchedulerSide:
         """Metrics since the last call; None if there are none, or the interval is not over."""
         return None if self._stats is None else self._stats.take()
 
+    def called(self, method: str, adapter: LoraRequest | None) -> None:
+        """Take a call of vLLM to its workers, before it is made; see `weights.watch_calls`."""
+        if self.scheduler is None or self._keys is None:
+            return
+        if adapter is None:
+            self.scheduler.weights_change(f"{method}()")
+        else:
+            self._keys.loaded(adapter)
+
     def reset(self) -> bool:
         """Make everything cached before now unreachable for this engine."""
         if self.scheduler is None or self._keys is None:
             return False
         self._keys.new_epoch()
-        self.scheduler.reset()
+        if not self.scheduler.reset():
+            return False
         logger.info(
             "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
             "and not the KV stored since the reset. To delete KV for good, run `kvtier inspect purge`"
@@ -268,8 +282,19 @@ class WorkerSide:
         )
         if number == 0:
             note_fingerprint(config, setup.identity.fingerprint)
-        self._worker = worker = Worker(copier)
+        self._worker = worker = Worker(copier, self._look())
         self._server = RankServer(self._rank, worker.receive)
+
+    def _look(self) -> Callable[..., str]:
+        config = self._setup.vllm_config
+        try:
+            model = weights.on_stack("get_model")()
+            return weights.WeightSample(model, has_moving_experts=config.parallel_config.enable_eplb).look
+        except Exception as error:  # noqa: BLE001 - vLLM's models are many, and the engine must start
+            logger.warning(
+                "kvtier cannot look at the model's weights (%r): it notices only changes that vLLM is called for", error
+            )
+        return no_look
 
     def close(self) -> None:
         """Close the rank once the core no longer needs it."""

@@ -99,6 +99,8 @@ class Stores:
         without its beginning is useless."""
         self._lost: dict[RequestId, None] = {}
         """Stores with a reused block, until `cancel_lost`."""
+        self._unsent: dict[RequestId, tuple[Prefix, Sequence[Place], str | None]] = {}
+        """Stores that the session does not know yet."""
         self._numbers = itertools.count()
         self.lost_count = 0
         """Canceled stores."""
@@ -112,7 +114,7 @@ class Stores:
         return any(map(any, self._pinned.values()))
 
     def begin(self, request: str, prefix: Prefix, places: Sequence[Place], session: str | None) -> None:
-        """Store the chunks at `places`, whose blocks hold final bytes and are in use."""
+        """Open a store of the chunks at `places`, whose blocks hold final bytes and are in use. `send` starts it."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
         deepest_first = sorted(places, key=lambda place: place.chunk, reverse=True)
         groups: dict[int, dict[int, None]] = {}
@@ -121,11 +123,17 @@ class Stores:
         pinned = [list(blocks) for blocks in groups.values()]
         self.pins.pin(list(itertools.chain.from_iterable(pinned)))  # one call: an exception leaves none pinned
         self._read[name], self._pinned[name] = frozenset().union(*pinned), pinned
-        try:
-            self._session.store(name, prefix, places, session)
-        except BaseException:
-            self._forget(name)  # no StoreDone will come
-            raise
+        self._unsent[name] = (prefix, places, session)
+
+    def send(self) -> None:
+        """Pass all new stores to the session, now that nothing is wrong with the step that filled their blocks."""
+        for name, given in list(self._unsent.items()):
+            try:
+                self._session.store(name, *given)
+            except BaseException:
+                self._forget(name)  # no StoreDone will come
+                raise
+            del self._unsent[name]
 
     def yield_idle(self, *, is_thorough: bool = False) -> bool:
         """Release the blocks that only stores hold; whether there were any. See `BlockPins.yield_idle`."""
@@ -149,11 +157,18 @@ class Stores:
         self.lost_count += len(lost)
         for name in lost:
             self._session.release(name)
+            if name in self._unsent:
+                self._forget(name)  # no StoreDone will come
         return lost
 
     def ended(self, done: StoreDone) -> None:
         """Close a store, and unpin its blocks."""
         self._forget(done.request)
+
+    def cancel_all(self) -> list[RequestId]:
+        """Cancel all stores, and return them."""
+        self._lost.update(dict.fromkeys(self._read))
+        return self.cancel_lost()
 
     @property
     def open(self) -> list[RequestId]:
@@ -175,4 +190,5 @@ class Stores:
             self.pins.unpin(pinned[-1])
             pinned.pop()
         self._pinned.pop(name, None)
+        self._unsent.pop(name, None)
         self._read.pop(name, None)

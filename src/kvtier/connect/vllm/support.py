@@ -5,8 +5,13 @@ without the cache. Kinds of KV are identified by the exact names of vLLM's class
 meaning.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
 from reprlib import repr as short
 
+from kvtier.config.machine_checks import refuse_unusable
+from kvtier.config.sections import Config
+from kvtier.config.tier_list import Origin
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
@@ -17,6 +22,14 @@ which the chunk's key does not cover."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Supported KV quantisations. Others store scales separately, and vLLM recomputes some at the first forward."""
+
+BLOCK_TOKENS = 16
+"""Divides the block sizes of vLLM's attention backends. The exact one is known after the weights are loaded."""
+
+SHUTDOWN = (
+    "at shutdown vLLM kills its engine at once, and chunks that wait to be written are lost: give the server "
+    "--shutdown-timeout 30, too"
+)
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
@@ -35,6 +48,7 @@ def check_engine(config: VllmConfig) -> None:
     """
     _check_ranks(config.parallel_config)
     _check_model(config)
+    _check_kernels(config)
     speculative = config.speculative_config
     if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
         raise UnsupportedModelError(
@@ -48,6 +62,20 @@ def check_engine(config: VllmConfig) -> None:
         )
     if getattr(config.attention_config, "hisparse_config", None) is not None:
         raise UnsupportedModelError("HiSparse is not supported: it moves KV to host memory itself. Turn it off")
+
+
+def _check_kernels(config: VllmConfig) -> None:
+    """Refuse vLLM's own rotary kernel for MLA on a CPU, whose numbers depend on the length of the batch."""
+    if (
+        config.model_config.use_mla
+        and config.device_config.device_type == "cpu"
+        and config.compilation_config.is_custom_op_enabled("rotary_embedding")
+    ):
+        raise UnsupportedModelError(
+            "MLA on a CPU with vLLM's own rotary kernel is not supported: the kernel's numbers depend on the length of "
+            "the batch, so restored KV would change the tokens. Turn the kernel off: "
+            """--compilation-config '{"custom_ops": ["-rotary_embedding"]}'"""
+        )
 
 
 def _check_ranks(parallel: VllmConfig) -> None:
@@ -87,6 +115,20 @@ def _check_model(config: VllmConfig) -> None:
         raise UnsupportedModelError(
             "non-causal attention is not supported: KV then depends on later tokens. Serve the model without kvtier"
         )
+
+
+def check_settings(config: Config, origins: Mapping[str, Origin] | None = None, file: Path | None = None) -> None:
+    """Refuse settings that stop every start, before the weights are loaded.
+
+    Raises:
+        ConfigError: the message names the setting.
+    """
+    if config.store.chunk_tokens % BLOCK_TOKENS:
+        raise ConfigError(
+            f"store.chunk_tokens = {config.store.chunk_tokens} fits no block size of vLLM; allowed: 0, or a multiple "
+            f"of {BLOCK_TOKENS}"
+        )
+    refuse_unusable(config, origins, file)
 
 
 def check_role(role: object, write_policy: str) -> None:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -69,6 +69,10 @@ class StepOrders:
     """All loads that ended since the last step. Most were already announced by a note."""
     is_waiting: bool = False
     """The step computes nothing, and a load is open."""
+    is_off: bool = False
+    """The weights have changed: all loads have failed, even those that have been reported as complete."""
+    is_reset: bool = False
+    """The first step after a cache reset: weights that have changed before count as unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,12 @@ class StepDone:
     """Step metadata from a worker to the scheduler: the forward of `step` has run."""
 
     step: int
+    changed: str = ""
+    """What has changed the worker's weights before the step's end, since the last reset; empty if nothing has."""
 
     def aggregate(self, other: "StepDone") -> "StepDone":
         """Combine two workers' metadata; called by vLLM."""
-        return StepDone(min(self.step, other.step))
+        return StepDone(min(self.step, other.step), self.changed or other.changed)
 
 
 class Revoker(Protocol):
@@ -90,15 +96,23 @@ class Revoker(Protocol):
         ...
 
 
+def no_look(*, is_reset: bool) -> str:  # noqa: ARG001
+    """Look at no weights: nothing has changed."""
+    return ""
+
+
 class Worker:
     """One worker. A load ends when it has ended on every rank, so all workers of an engine report the same loads.
 
     Args:
         copier: the copier of its rank.
+        look: what has changed the weights; see `weights.WeightSample.look`.
     """
 
-    def __init__(self, copier: Revoker) -> None:
+    def __init__(self, copier: Revoker, look: Callable[..., str] = no_look) -> None:
         self._copier = copier
+        self._look = look
+        self._changed_weights = ""
         self._changed = threading.Condition()
         # Both are bounded by the number of open loads.
         self._loaded: deque[LoadReport] = deque()
@@ -118,6 +132,8 @@ class Worker:
     def begin(self, orders: StepOrders) -> None:
         """Begin a step. After this no copy touches the blocks that vLLM reuses in it."""
         self._orders = orders
+        if orders.is_reset:
+            self._look(is_reset=True)
         if orders.revoked:
             self._fence(orders.revoked)
         for report in orders.ended:
@@ -136,7 +152,10 @@ class Worker:
             self._bad_blocks.update(awaited.blocks)
 
     def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended since the last call, and those of them whose loads failed.
+        """Requests whose loads have ended since the last call, and those of them whose loads failed. After the forward.
+
+        This is where the worker looks at its weights: a change before or during the forward makes the step's loads
+        fail, and `done` keeps the scheduler from storing what the step has computed.
 
         While vLLM has nothing to compute it runs empty steps in a loop, in the process whose threads copy the KV. Each
         of their system calls then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty step waits here
@@ -148,6 +167,10 @@ class Worker:
             if self._orders.is_waiting and not self._loaded:
                 self._changed.wait(IDLE_WAIT_S)
             loaded = [self._loaded.popleft() for _ in range(len(self._loaded))]
+        self._changed_weights = self._look(is_reset=False)
+        if self._orders.is_off or self._changed_weights:
+            loaded = [each._replace(is_failed=True) for each in loaded]
+            self._bad_blocks.update(*(each.blocks for each in self._orders.awaited))
         self._note_missing(loaded)
         return {each.request for each in loaded}, {each.request for each in loaded if each.is_failed}
 
@@ -159,7 +182,7 @@ class Worker:
     @property
     def done(self) -> StepDone:
         """Metadata for the scheduler, after every step."""
-        return StepDone(self._orders.step)
+        return StepDone(self._orders.step, self._changed_weights)
 
     def _receive(self, report: LoadReport) -> None:
         with self._changed:
