@@ -77,14 +77,17 @@ def tier_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+set_option = click.option(
+    "--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated."
+)
+file_option = click.option(
+    "--file", type=click.Path(path_type=Path), help="TOML file of settings [default: $KVTIER_CONFIG, or none]."
+)
+
+
 def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options `--file`, `--tier` and `--set` to a command."""
-    command = click.option(
-        "--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated."
-    )(command)
-    return click.option(
-        "--file", type=click.Path(path_type=Path), help="TOML file of settings [default: $KVTIER_CONFIG, or none]."
-    )(tier_option(command))
+    return file_option(tier_option(set_option(command)))
 
 
 @click.group()
@@ -151,7 +154,8 @@ def check_command(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, .
     else:
         for finding in findings:
             click.echo(f"{finding.level}: {finding}")
-        click.echo("the settings will not work here" if is_bad else "the settings can work here")
+        doubt = ", but not as expected: see the warnings" if findings else ""
+        click.echo("the settings will not work here" if is_bad else f"the settings can work here{doubt}")
     return 1 if is_bad else 0
 
 

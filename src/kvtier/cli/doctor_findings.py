@@ -192,7 +192,8 @@ def _inspectors(tier: TierSettings) -> list[StoreInspector]:
 
 
 def _statistics(store: StoreInspector, tier: TierSettings) -> StoreStat:
-    found = store.objects()
+    with progress("listing objects", None):
+        found = store.objects()
     with progress("reading heads", len(found)) as advance:
         result = store.statistics(found, advance)
     if result.capacity_bytes is None and kind_of(tier).has_cap:
@@ -225,7 +226,7 @@ def _room(found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
         text = f"its cap of {size_text(found.capacity_bytes)} is reached: each new chunk evicts the least recently used"
         yield DoctorFinding("warning", root, text, f"raise {tier.label}.capacity_bytes if prompts are evicted too soon")
     if found.unreadable:
-        text = f"{found.unreadable} of {found.objects} objects cannot be read; each is a miss"
+        text = f"{found.unreadable} of {found.objects} objects are damaged, or of another version; each is a miss"
         yield DoctorFinding("warning", root, text, f"kvtier inspect verify --repair {root}")
 
 

@@ -1,22 +1,25 @@
 """`kvtier inspect`: list, verify, repair, compact and purge stores."""
 
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial, wraps
 from pathlib import Path
 
 import click
 
-from kvtier.config.loader import load
+from kvtier.cli.config import file_option, set_option
+from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.inspection import StoreInspector, open_store
+from kvtier.inspection import StoreInspector, open_store, repair_store
 from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, StoreStat, Verification
-from kvtier.report.output import print_json, progress
+from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk_status import DiskStatus
-from kvtier.tier.disk_view import DiskView, StoreHealth
-from kvtier.tier.registry import kind_of
+from kvtier.tier.disk_view import Compaction, DiskView, StoreHealth
+from kvtier.tier.registry import NAME, TierSettings, kind_of
 from kvtier.tier.store_view import Purge
 
 NAME_DIGITS = 16
@@ -24,8 +27,43 @@ NAME_DIGITS = 16
 
 SECTIONS_SHOWN = 64
 
-directory_argument = click.argument("directory", metavar="DIR|KIND:WHERE")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """What a command inspects."""
+
+    where: str | TierSettings
+    settings: Callable[[], Loaded]
+
+    def open(self) -> StoreInspector:
+        """The inspector of the store, or of those of all ranks."""
+        return open_store(self.where, self.settings)
+
+    def disk(self) -> DiskView:
+        """The store of a disk tier, of its only rank if it is configured."""
+        if isinstance(self.where, str):
+            return DiskView(Path(self.where))
+        folder = kind_of(self.where).folder(self.where)
+        if folder is None or (folder / "rank-1").exists():
+            raise ConfigError(f"tier {self.where.name!r} is not one disk store; allowed here: the directory of a rank")
+        return DiskView(folder / "rank-0")
+
+
+def store_argument(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the argument that names a store, and the options of settings, to a command."""
+
+    @wraps(command)
+    def with_store(where: str, file: Path | None, flags: tuple[str, ...], **given: object) -> int:
+        settings = partial(load, file, flags=flags)
+        is_name = NAME.fullmatch(where) is not None and not Path(where).exists()
+        tiers = settings().config.tiers if is_name or file or flags else ()
+        tier = next((it for it in tiers if is_name and it.name == where), None)
+        return command(Store(where if tier is None else tier, settings), **given)
+
+    where = click.argument("where", metavar="DIR|KIND:WHERE|NAME")
+    return where(file_option(set_option(with_store)))
 
 
 @click.group()
@@ -33,13 +71,16 @@ def inspect() -> None:
     """List, count, verify, repair, compact and purge stores.
 
     DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier.
-    KIND:WHERE is a tier of any kind as --tier gives it, with the stores of all its ranks. All
-    commands but `purge`, `compact` and `verify --repair` are read-only and may run while other processes use the store.
+    KIND:WHERE is a tier of any kind as --tier gives it, with the stores of all its ranks; NAME is a configured tier.
+    All commands but `repair`, `purge`, `compact` and `verify --repair` are read-only and may run while other processes
+    use the store.
+
+    Kinds: directory, disk, mooncake, s3, shared_directory, valkey, and those of other packages.
     """
 
 
 @inspect.command()
-@directory_argument
+@store_argument
 @click.option(
     "--limit",
     type=click.IntRange(1, 1_000_000),
@@ -49,105 +90,107 @@ def inspect() -> None:
 )
 @click.option("--after", default="", metavar="NAME", help="List names after this one, for the next page.")
 @json_option
-def ls(directory: str, limit: int, after: str, as_json: bool) -> int:
+def ls(where: Store, limit: int, after: str, as_json: bool) -> int:
     """List objects by name, with metadata from the heads of their frames."""
-    store = open_store(directory)
+    store = where.open()
     with progress("listing", None) as advance:
         result = store.listing(limit=limit, after=after, advance=advance)
-    if as_json:
-        print_json(result)
-    else:
-        _draw_listing(result)
+    print_result(result, _draw_listing, as_json=as_json)
     return 0
 
 
 @inspect.command()
-@directory_argument
+@store_argument
 @click.option("--heads", "reads_heads", is_flag=True, help="Read every object's head, also in a shared store.")
 @json_option
-def stat(directory: str, reads_heads: bool, as_json: bool) -> int:
+def stat(where: Store, reads_heads: bool, as_json: bool) -> int:
     """Count objects and bytes, in total and by fingerprint.
 
-    A shared store is only listed: the place of an object tells its fingerprint. Invalid heads, tokens and groups need
-    --heads, one request for each object.
+    A shared store is only listed: the place of an object tells its fingerprint. Unreadable heads, tokens and groups
+    need --heads, one request for each object.
     """
-    store = open_store(directory)
+    store = where.open()
     with progress("listing", None) as advance:
         found = store.objects(advance)
     with progress("reading heads", len(found)) as advance:
         result = store.statistics(found, advance, reads_heads=reads_heads)
     if result.capacity_bytes is None:
-        result = replace(result, capacity_bytes=_capacity_bytes(directory))
-    if as_json:
-        print_json(result)
-    else:
-        _draw_stat(result)
+        result = replace(result, capacity_bytes=_capacity_bytes(where))
+    print_result(result, _draw_stat, as_json=as_json)
     return 0
 
 
 @inspect.command()
-@directory_argument
+@store_argument
 @json_option
-def health(directory: str, as_json: bool) -> int:
+def health(where: Store, as_json: bool) -> int:
     """Show the health of a disk store: errors, free space, wear, and whether its session backs off.
 
     Exit code 1 when the session backs off, or when the process that has the store open is silent.
     """
-    result = DiskView(Path(directory)).health()
-    if as_json:
-        print_json(result)
-    else:
-        _draw_health(result)
+    result = where.disk().health()
+    print_result(result, _draw_health, as_json=as_json)
     return 0 if result.is_well else 1
 
 
 @inspect.command()
-@directory_argument
+@store_argument
 @click.argument("name", metavar="NAME-PREFIX")
 @json_option
-def show(directory: str, name: str, as_json: bool) -> int:
+def show(where: Store, name: str, as_json: bool) -> int:
     """Show the head and the section table of the one object whose name begins with NAME-PREFIX.
 
-    Exit code 1 when its head is damaged.
+    Exit code 1 when its head is damaged or not understood.
     """
-    store = open_store(directory)
+    store = where.open()
     result = store.view(store.find(name))
-    if as_json:
-        print_json(result)
-    else:
-        _draw_object(result)
+    print_result(result, _draw_object, as_json=as_json)
     return 0 if result.object.problem is None else 1
 
 
 @inspect.command(name="verify")
-@directory_argument
+@store_argument
 @click.option("--repair", "is_repair", is_flag=True, help="Remove damaged objects.")
 @json_option
-def verify_command(directory: str, is_repair: bool, as_json: bool) -> int:
-    """Read and verify every byte of every object.
+def verify_command(where: Store, is_repair: bool, as_json: bool) -> int:
+    """Read every byte of every object, verify its checksums, and say which objects a read would drop.
+
+    An object of an unknown codec or frame version is only counted: it is kept, because another node may read it.
 
     Exit code 1 when an object is bad, also when --repair removed it.
     """
-    store = open_store(directory)
+    store = where.open()
     with progress("listing", None) as advance:
         found = store.objects(advance)
     with progress("verifying", sum(stored.size_bytes for stored in found)) as advance:
         result = store.verify(found, advance)
     if is_repair:
         store.repair(found, result)
-    if as_json:
-        print_json(result)
-    else:
-        _draw_verification(result, is_repair=is_repair)
+    print_result(result, partial(_draw_verification, is_repair=is_repair), as_json=as_json)
     return 1 if result.bad else 0
 
 
+@inspect.command()
+@store_argument
+@json_option
+def repair(where: Store, as_json: bool) -> int:
+    """Mend a store that does not open: its marker or its secret is missing, damaged or of another file type.
+
+    The marker is written again, and the objects stay. Something of another type that has its name is renamed. A store
+    that a process has open is refused, and so is a directory with foreign files. Engines that started without the
+    store open it within about a minute.
+    """
+    done = repair_store(where.where)
+    print_result({"done": done}, lambda _: click.echo("\n".join(done) or "nothing is wrong"), as_json=as_json)
+    return 0
+
+
 @inspect.command(name="purge")
-@directory_argument
+@store_argument
 @click.option("--yes", is_flag=True, help="Purge without asking.")
 @click.option("--force", is_flag=True, help="Remove the objects of a shared store that processes have open.")
 @json_option
-def purge_command(directory: str, yes: bool, force: bool, as_json: bool) -> int:
+def purge_command(where: Store, yes: bool, force: bool, as_json: bool) -> int:
     """Remove the store in DIR with all its objects and its secret. DIR itself and foreign files are kept.
 
     The secret of a disk store is next to rank-0, shared by all ranks, and is kept.
@@ -156,32 +199,24 @@ def purge_command(directory: str, yes: bool, force: bool, as_json: bool) -> int:
     the store is kept. Of a store that several nodes share (s3, shared_directory), the objects of all secrets and models
     below its prefix are removed, and nothing else; running engines miss them.
     """
-    store = open_store(directory)
+    store = where.open()
     if not yes and not _confirmed(store):
         click.echo("nothing was removed", err=True)
         return 2
     result = store.purge(force=force)
-    if as_json:
-        print_json(result)
-    else:
-        _draw_purge(result)
+    print_result(result, _draw_purge, as_json=as_json)
     return 0
 
 
 @inspect.command()
-@directory_argument
+@store_argument
 @json_option
-def compact(directory: str, as_json: bool) -> int:
+def compact(where: Store, as_json: bool) -> int:
     """Compact a disk store that no process has open.
 
     Objects of mostly empty segments are copied together; empty segments are removed.
     """
-    result = DiskView(Path(directory)).compact()
-    if as_json:
-        print_json(result)
-    else:
-        given = size_text(result.bytes_before - result.bytes_after)
-        click.echo(f"{result.objects} objects; {given} freed, {size_text(result.copied_bytes)} copied")
+    print_result(where.disk().compact(), _draw_compaction, as_json=as_json)
     return 0
 
 
@@ -197,17 +232,24 @@ def _confirmed(store: StoreInspector) -> bool:
         raise click.UsageError("stdin is not a terminal; give --yes") from None
 
 
-def _capacity_bytes(directory: str) -> int | None:
+def _capacity_bytes(store: Store) -> int | None:
     """The cap by the settings; None when they are invalid or name no tier in this directory."""
+    if not isinstance(store.where, str):
+        return getattr(store.where, "capacity_bytes", None)
     try:
-        tiers = load().config.tiers
+        tiers = store.settings().config.tiers
     except ConfigError:
         return None
     for tier in tiers:
         folder = kind_of(tier).folder(tier)
-        if folder is not None and folder.resolve() == Path(directory).resolve():
+        if folder is not None and folder.resolve() == Path(store.where).resolve():
             return getattr(tier, "capacity_bytes", None)
     return None
+
+
+def _draw_compaction(result: Compaction) -> None:
+    given = size_text(result.bytes_before - result.bytes_after)
+    click.echo(f"{result.objects} objects; {given} freed, {size_text(result.copied_bytes)} copied")
 
 
 def _draw_listing(result: Listing) -> None:
@@ -220,7 +262,7 @@ def _draw_listing(result: Listing) -> None:
 def _listed(row: ObjectRow) -> tuple[str, ...]:
     front, back = row.name[:NAME_DIGITS], (_age(row.age_s), size_text(row.size_bytes))
     if row.problem is not None:
-        return (front, f"bad: {row.problem}", "", "", "", "", *back)
+        return (front, row.problem, "", "", "", "", *back)
     numbers = (row.group, row.part, row.depth, row.tokens)
     return (front, (row.fingerprint or "")[:NAME_DIGITS], *(str(number) for number in numbers), *back)
 
@@ -236,7 +278,7 @@ def _draw_stat(result: StoreStat) -> None:
         ("temporary files", f"{result.temp_files}, {size_text(result.temp_bytes)} reserved"),
         ("open in", "unknown" if result.open_in is None else f"{result.open_in} tier(s) of running processes"),
         ("disk free", "unknown" if result.free_bytes is None else size_text(result.free_bytes)),
-        ("invalid heads", str(result.unreadable)),
+        ("unreadable heads", str(result.unreadable)),
     ]
     if result.oldest_age_s is not None and result.newest_age_s is not None:
         rows.append(("last used", f"{_age(result.oldest_age_s)} to {_age(result.newest_age_s)}"))
@@ -302,7 +344,7 @@ def _draw_object(result: ObjectView) -> None:
     row = result.object
     rows = [("name", row.name), ("file", result.path), ("size", _bytes(row.size_bytes)), ("used", _date(row.used))]
     if row.problem is not None:
-        print_table(Table(("what", "value"), [*rows, ("bad", row.problem)]))
+        print_table(Table(("what", "value"), [*rows, ("problem", row.problem)]))
         return
     rows += [
         ("fingerprint", row.fingerprint or ""),
@@ -338,11 +380,18 @@ def _draw_object(result: ObjectView) -> None:
 
 
 def _draw_verification(result: Verification, *, is_repair: bool) -> None:
-    if result.bad_objects:
-        rows = [(bad.name[:NAME_DIGITS], bad.reason, size_text(bad.size_bytes)) for bad in result.bad_objects]
+    kinds = (
+        (f"damaged, {'dropped' if is_repair else 'would be dropped'}", result.bad_objects),
+        ("unreadable here, kept", result.unreadable_objects),
+    )
+    rows = [
+        (it.name[:NAME_DIGITS], f"{kind}: {it.reason}", size_text(it.size_bytes)) for kind, them in kinds for it in them
+    ]
+    if rows:
         print_table(Table(("name", "problem", "size"), rows, numeric=1))
     dropped = f", {result.dropped} dropped" if is_repair else ""
-    click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {result.bad} bad{dropped}")
+    counts = f"{result.bad} bad{dropped}, {result.unreadable} unreadable here and kept"
+    click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {counts}")
 
 
 def _draw_purge(result: Purge) -> None:

@@ -118,6 +118,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     from kvtier.config.loader import load
     from kvtier.errors import ConfigError
+    from kvtier.tier.safe_open import make_root
 
     command = program[1:] if program[0] == "--" else program
     if not command:
@@ -125,7 +126,8 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     config = load(flags=(f"trace.path={folder}", f"trace.capacity_bytes={capacity}")).config.trace
     assert config.path is not None, "it is set above"
     try:
-        config.path.mkdir(parents=True, exist_ok=True)
+        make_root(config.path)
+        os.scandir(config.path).close()
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be made: {error.strerror or error}; allowed: a directory") from error
     settings = (f"KVTIER_TRACE__PATH={config.path}", f"KVTIER_TRACE__CAPACITY_BYTES={config.capacity_bytes}")

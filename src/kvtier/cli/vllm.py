@@ -53,6 +53,7 @@ def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[
         tiers = (*tiers, spec("directory", directory))
     loaded = load(flags=flags, tiers=tiers)
     support.check_role(ROLES[role], loaded.config.store.write_policy)
+    support.check_settings(loaded.config, loaded.origins, loaded.file)
     transfer = {**transfer_config(loaded), "kv_role": ROLES[role]}
     for note in (*notes(loaded), *_engine_notes(loaded.config)):
         click.echo(f"note: {note}", err=True)
@@ -75,7 +76,9 @@ def _engine_notes(config: Config) -> list[str]:
     Raises:
         ConfigError: it is not supported, or lacks names that the connector uses.
     """
-    found = [] if config.tiers else ["no --tier: KV is kept in host memory only, and ends with the server"]
+    found = (
+        [support.SHUTDOWN] if config.tiers else ["no --tier: KV is kept in host memory only, and ends with the server"]
+    )
     if installed() is None:
         return [*found, "vLLM is not installed here, so its release was not checked"]
     version = check_engine(config.vllm.unsupported)

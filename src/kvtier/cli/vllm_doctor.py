@@ -24,6 +24,7 @@ from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files
+from kvtier.report.output import progress
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
@@ -73,17 +74,22 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
     findings = list(_transfer(server.transfer, has_shared=has_shared, write_policy=config.store.write_policy))
     findings += machine(loaded)
     if server.is_selftest:
-        findings.append(_selftest(config, server))
+        with progress("starting four engines, one after the other", None):
+            findings.append(_selftest(config, server))
     findings.append(_version("allow" if server.is_selftest else config.vllm.unsupported))
-    engine, found = _engine(server, config)
+    with progress("asking vLLM what the server's command line means", None):
+        engine, found = _engine(server, config)
     findings += found
     block_tokens = server.block_tokens or (engine.cache_config.block_size if engine is not None else None)
     chunk_tokens, found = _chunk(config, block_tokens)
     findings += found
     findings += _host(config, server, engine, chunk_tokens)
-    mine = None if engine is None else _fingerprint(engine)
+    with progress("digesting the weights", None):
+        mine = None if engine is None else _fingerprint(engine)
     findings += stores(config, mine, chunk_tokens if config.store.chunk_tokens else 0, TERMS)
     findings += _notes(config, chunk_tokens)
+    if config.tiers and not getattr(engine, "shutdown_timeout", 0):
+        findings.append(DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": ")))
     return in_order(findings)
 
 
@@ -217,7 +223,7 @@ def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFi
     """Tokens of a chunk, with findings."""
     wanted = config.store.chunk_tokens
     try:
-        tokens = choose_chunk_tokens(wanted, block_tokens or 1)
+        tokens = choose_chunk_tokens(wanted, block_tokens or support.BLOCK_TOKENS)
     except ConfigError as error:
         advice = "set store.chunk_tokens to 0: kvtier then chooses a valid size"
         return wanted, [DoctorFinding("error", "store.chunk_tokens", str(error), advice)]

@@ -3,7 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -71,6 +71,18 @@ def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Pat
         except OSError as error:  # such as an unreadable parent directory, or a name that is too long
             findings.append(reporter.error(setting, path, f"{error.filename}: {error.strerror}"))
     return findings
+
+
+def refuse_unusable(config: Config, origins: Mapping[str, Origin] | None = None, file: Path | None = None) -> None:
+    """Refuse settings that stop every start on this machine. Of tiers only required ones do, and only they are read.
+
+    Raises:
+        ConfigError: the message names the setting, its origin if known, and the problem.
+    """
+    required = replace(config, tiers=tuple(tier for tier in config.tiers if tier.required))
+    for finding in check(required, origins, file):
+        if finding.level == "error":
+            raise ConfigError(str(finding).replace(" (from Python)", ""))
 
 
 def memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:

@@ -26,7 +26,7 @@ SIZE_UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 _SIZE_UNITS_FOLDED = {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
@@ -50,7 +50,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a duration such as ``500ms``, ``2 min`` or ``0.5`` (seconds).
+    """Seconds of a duration such as ``500ms``, ``2 min``, ``7d`` or ``0.5`` (seconds).
 
     Raises:
         ValueError: `text` is not a duration.
@@ -150,7 +150,7 @@ class Seconds:
     def allowed(self) -> str:
         """Units and range."""
         span = f"{seconds_text(self.least)} to {seconds_text(self.most)}"
-        return f"seconds as a number, or a number with us, ms, s, min, h; from {span}"
+        return f"seconds as a number, or a number with us, ms, s, min, h, d; from {span}"
 
     def read(self, raw: object, *, is_text: bool) -> float:
         """Read a number or a duration."""

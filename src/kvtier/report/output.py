@@ -10,10 +10,13 @@ from dataclasses import asdict, is_dataclass
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from kvtier.errors import ConfigError
+
+Shown = TypeVar("Shown")
 
 CHART_SUFFIXES = (".svg", ".png")
 
@@ -21,6 +24,11 @@ CHART_SUFFIXES = (".svg", ".png")
 def print_json(result: object) -> None:
     """Print `result`, a dataclass or plain values, to stdout."""
     click.echo(json.dumps(result, indent=2, default=_plain))
+
+
+def print_result(result: Shown, draw: Callable[[Shown], None], *, as_json: bool) -> None:
+    """Print `result` as JSON, or as `draw` does."""
+    (print_json if as_json else draw)(result)
 
 
 @contextmanager
