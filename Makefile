@@ -103,6 +103,7 @@ simulate: setup
 # What takes too long for every change.
 nightly: setup
 	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest -m nightly tests/cluster tests/shared
 	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/property
 	$(BIN)/python -m tests.sim --seeds 10000:40000
 

@@ -17,3 +17,8 @@ with contextlib.suppress(ModuleNotFoundError):  # the environment of tests/vllm 
 def pytest_configure() -> None:
     """Make Ctrl-C work in background jobs of a shell, which ignore it, with all their children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes by their argument and position: content such as a gzip header holds the time of its making."""
+    return argname if isinstance(val, bytes | bytearray) else None

@@ -59,6 +59,7 @@ def vllm_config(model: str | Path = "/nowhere", **changes: Any) -> Any:
             is_encoder_decoder=False,
             multimodal_config=None,
             enable_sleep_mode=False,
+            use_mla=False,
         ),
         "cache": SimpleNamespace(
             cache_dtype="auto",
@@ -77,6 +78,8 @@ def vllm_config(model: str | Path = "/nowhere", **changes: Any) -> Any:
         ),
         "load": SimpleNamespace(load_format="auto", download_dir=None),
         "attention": SimpleNamespace(hisparse_config=None, use_non_causal=False, backend=None),
+        "device": SimpleNamespace(device_type="cpu"),
+        "compilation": SimpleNamespace(is_custom_op_enabled=lambda op: op == "rotary_embedding"),
     }
     transfer = SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute", engine_id="engine-1")
     config = SimpleNamespace(

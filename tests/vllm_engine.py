@@ -187,7 +187,8 @@ class SmallEngine:
     def _is_settled(self) -> bool:
         loads = {name for name, load in self.scheduler._loads._open.items() if not load.blocked_by}
         result = {event.request for event in list(self.scheduler._poller._events)}
-        return result >= loads.union(self.scheduler._stores._read) and self.heard >= loads
+        stores = self.scheduler._stores._read.keys() - self.scheduler._stores._unsent
+        return result >= loads.union(stores) and self.heard >= loads
 
     def _hear(self, note: Note) -> None:
         self.worker.receive(note)

@@ -67,6 +67,10 @@ class Pool:
         self.free_block_queue = Queue((block.block_id, block) for block in self.blocks[1:])
         self.cached: dict[tuple[int, ...], Block] = {}
         self.watchers: dict[int, Callable[[Block], None]] = {}
+        self.num_gpu_blocks = count
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free_block_queue)
 
     def get_new_blocks(self, count: int) -> list[Block]:
         taken = [self.free_block_queue.popitem(last=False)[1] for _ in range(count)]

@@ -70,7 +70,7 @@ def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def running_mooncake(tmp_path_factory) -> "Iterator[MooncakeStore]":
-    pytest.importorskip("mooncake.store", reason="kvtier[mooncake] is not installed")
+    pytest.importorskip("mooncake.store", exc_type=ImportError, reason="kvtier[mooncake] is not installed")
     from tests.cluster.mooncake_store import MooncakeStore
 
     store = MooncakeStore(tmp_path_factory.mktemp("mooncake"))

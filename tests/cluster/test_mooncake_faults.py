@@ -1,6 +1,8 @@
 """A Mooncake store that fails costs misses within the deadline: nodes and masters are killed, paused and restarted."""
 
+import contextlib
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +13,8 @@ from tests.shared.ceph import wait_until
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import empty_frame, frame_of, object_name
-from kvtier.tier import mooncake_nodes
 from kvtier.tier.base import Read, Write
+from kvtier.tier.mooncake_sockets import data_port
 
 SIZE = 1 << 20
 COUNT = 12
@@ -141,9 +143,38 @@ def test_a_slot_of_a_failed_read_gets_no_byte_later(mooncake, monkeypatch):
     tier.close()
 
 
+@pytest.mark.cluster_core
+def test_a_connection_of_the_engine_to_a_silent_node_stays_open(mooncake):
+    """A node names any address as that of its data, such as one of the engine's own connections."""
+    tier = mooncake.tier()
+    written(tier)
+    assert all(loaded(tier))
+    endpoint = next(each for each, node in nodes_of(mooncake, tier).items() if node is mooncake.nodes[0])
+    with socket.create_connection(("127.0.0.1", data_port(endpoint, 1.0))) as link:
+        mooncake.nodes[0].pause()
+        assert not all(loaded(tier))
+        link.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            link.recv(1)
+    tier.close()
+
+
+def test_many_small_objects_on_a_silent_node_wait_for_it_once(mooncake):
+    """The library sends what finds no free connection one after the other, each with a wait of its own."""
+    tier = mooncake.tier(transfer_deadline_s=10.0)
+    reads = [Read(object_name(n), empty_frame(4096)) for n in range(64)]
+    assert tier.write_many([Write(each.name, frame_of(n, 4096)) for n, each in enumerate(reads)]) == [True] * 64
+    assert tier.read_many(reads) == [4096] * 64
+    mooncake.nodes[0].pause()  # within the second in which its last sign of life counts
+    assert took_s(lambda: tier.read_many(reads)) < 3.0 + 2 * SLACK_S
+    assert took_s(lambda: tier.write_many([Write(object_name(100 + n), frame_of(n, 4096)) for n in range(64)])) < 8.0
+    tier.close()
+
+
 def test_a_read_that_cannot_be_ended_keeps_its_memory(mooncake, monkeypatch, caplog):
-    """The control of the test above: without the cut, the read ends only when the node goes on."""
-    monkeypatch.setattr(mooncake_nodes, "cut", lambda _address: 0)
+    """The control of the test above: without the library's limits, the read ends only when the node goes on."""
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "60")
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "60")
     tier = mooncake.tier(transfer_deadline_s=1.0)
     written(tier)
     first = nodes_of(mooncake, tier)
@@ -245,6 +276,53 @@ def test_a_master_that_is_silent_is_an_error_in_time(mooncake):
 
     wait_until(answers, "the master", 20.0)
     assert sum(loaded(tier)) > 0
+    tier.close()
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize("how", ["kill", "pause"])
+@pytest.mark.parametrize("what", ["write", "read", "delete"])
+def test_the_first_call_after_the_master_has_failed_ends_in_time(mooncake, how, what):
+    """In the library a write waits for 30 s for a paused master, and for 4 s at each step for a dead one."""
+    tier = mooncake.tier()
+    written(tier)
+    getattr(mooncake.master, how)()
+    act = {
+        "write": lambda: tier.write(object_name(99), frame_of(99, SIZE)),
+        "read": lambda: tier.read(object_name(1), empty_frame(SIZE)),
+        "delete": lambda: tier.delete(object_name(1)),
+    }[what]
+    for _ in range(2):
+        start_s = time.monotonic()
+        with pytest.raises(TierError, match=r"delete|master"):
+            act()
+        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+    tier.close()
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_writes_that_run_when_the_master_fails_end(mooncake, how):
+    """Until then the library has their memory. With its own limits it kept that of a paused master's for 30 s."""
+    tier = mooncake.tier()
+    longest_s, ends = [0.0], threading.Event()
+
+    def write(first: int) -> None:
+        for number in range(first, first + 100_000):
+            start_s = time.monotonic()
+            with contextlib.suppress(TierError):
+                tier.write(object_name(number), frame_of(number % 7, SIZE))
+            longest_s[0] = max(longest_s[0], time.monotonic() - start_s)
+            if ends.wait(0.001):
+                return
+
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(2):
+            threads.submit(write, number * 100_000)
+        time.sleep(1.0)
+        getattr(mooncake.master, how)()
+        time.sleep(1.0)
+        ends.set()
+    assert longest_s[0] < 9.0 + SLACK_S
     tier.close()
 
 

@@ -1,16 +1,16 @@
 """Mooncake's client library lives in the engine's process: it must not print, listen, take signals or hang there."""
 
+import fcntl
 import gc
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import mooncake_client
 from kvtier.tier.mooncake_kind import KIND, MooncakeSettings
-from kvtier.tier.mooncake_sockets import PORTS, NodeError, cut, data_address, listening
+from kvtier.tier.mooncake_sockets import NodeError, data_port, shut_out
 from kvtier.tier.registry import TierContext
 
 _ENGINE = """
@@ -83,71 +83,40 @@ def test_none_can_connect_to_the_client_and_so_reach_the_slots(mooncake, monkeyp
     tier.close()
 
     # The control: without the filters both answer, and the first one names the memory.
-    opened = mooncake_client.shut_out
     monkeypatch.setattr(mooncake_client, "_idle", {})
-    monkeypatch.setattr(
-        mooncake_client, "shut_out", lambda before, port: opened(before | mooncake_client.listening(), port)
-    )
+    monkeypatch.setattr(mooncake_client, "shut_out", lambda _port: [])
     tier = mooncake.tier(memory=[frame_of(1)])
     port = tier._client.engine.get_rpc_port()
     assert _connects(port)
-    assert _connects(data_address(f"127.0.0.1:{port}", 1.0)[1])
+    assert _connects(data_port(f"127.0.0.1:{port}", 1.0))
     tier.close()
 
 
-def test_a_socket_that_the_engine_opens_meanwhile_keeps_its_packets(mooncake, monkeypatch):
-    """Although its port is one of those where the library listens."""
-    servers = []
-    before = mooncake_client.listening
-
-    def listening():
-        found = before()
-        for port in PORTS:
-            with suppress(OSError):
-                servers.append(socket.create_server(("", port)))
-                break
-        return found
-
-    monkeypatch.setattr(mooncake_client, "_idle", {})
-    monkeypatch.setattr(mooncake_client, "listening", listening)
-    tier = mooncake.tier()
-    (server,) = servers
-    assert _connects(server.getsockname()[1])
-    assert len(tier._client.ports) == 2
-    assert not any(map(_connects, tier._client.ports))
-    tier.close()
-    server.close()
-
-
-def test_other_sockets_keep_their_mode_and_no_descriptor_is_lost():
-    """A default time-out makes each new socket object non-blocking, and with it the socket itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        link = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-        datagrams = socket.socket(type=socket.SOCK_DGRAM)
+def test_only_the_sockets_that_the_client_names_are_shut_and_no_other_file_is_touched():
+    """A client of RDMA names no data port. What else listens, and what else is open, belongs to the engine."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as local,
+        socket.create_server(("", 0)) as other,
+        socket.create_server(("", 0)) as mine,
+        tempfile.TemporaryFile() as locked,
+    ):
+        fcntl.lockf(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends when any descriptor of the file is closed
         count = len(os.listdir("/proc/self/fd"))
-        socket.setdefaulttimeout(1.0)
+        port = mine.getsockname()[1]
+        socket.setdefaulttimeout(2.0)
         try:
-            listening()
-            assert cut(("127.0.0.1", 1)) == 0
+            assert shut_out(port) == [port]
+            assert shut_out(local.getsockname()[1]) == []
         finally:
             socket.setdefaulttimeout(None)
-        assert all(os.get_blocking(each.fileno()) for each in (server, link, other, datagrams))
         assert len(os.listdir("/proc/self/fd")) == count
-        assert cut(server.getsockname()) == 1
-        assert link.recv(1) == b""
-        for each in (link, other, datagrams):
-            each.close()
-
-
-def test_without_a_free_descriptor_nothing_is_cut_and_a_read_waits_on():
-    """An error there would end the read, while its bytes still arrive."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
-        assert cut(("127.0.0.1", 1)) == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert os.get_blocking(mine.fileno())
+        assert not _connects(port)
+        assert _connects(other.getsockname()[1])
+        assert _connects(local.getsockname()[1])
+        probe = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        path = f"/proc/{os.getpid()}/fd/{locked.fileno()}"
+        assert subprocess.run([sys.executable, "-c", probe, path], check=False, stderr=subprocess.DEVNULL).returncode
 
 
 _EXITS = """
@@ -345,7 +314,7 @@ def test_a_node_that_answers_byte_by_byte_is_given_up_in_time():
     with Hostile(lambda _: say) as node:
         start_s = time.monotonic()
         with pytest.raises(NodeError, match="TimeoutError"):
-            data_address(f"127.0.0.1:{node.port}", 0.5)
+            data_port(f"127.0.0.1:{node.port}", 0.5)
         assert time.monotonic() - start_s < 3.0
 
 
@@ -362,7 +331,7 @@ def test_a_node_that_speaks_nonsense_is_no_node(answer):
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(NodeError):
-            data_address(f"127.0.0.1:{server.getsockname()[1]}", 1.0)
+            data_port(f"127.0.0.1:{server.getsockname()[1]}", 1.0)
         thread.join(5)
 
 
@@ -383,6 +352,15 @@ except ConfigError as error:
 def test_without_the_package_only_this_kind_is_missing():
     done = subprocess.run([sys.executable, "-c", _WITHOUT], timeout=60, check=True, capture_output=True, text=True)
     assert done.stdout.strip().endswith("No module named 'mooncake'; pip install 'kvtier[mooncake]'")
+
+
+def test_a_library_of_the_system_that_is_missing_is_an_error_with_its_name(monkeypatch):
+    """Such as libibverbs, which Mooncake's wheel does not bring."""
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    hangs_up = lambda _: ()  # noqa: E731 - it takes an attribute
+    hangs_up.closes = True
+    with Hostile(hangs_up) as master, pytest.raises(ConfigError, match=r"cannot be loaded.*mooncake\.store"):
+        KIND.open(MooncakeSettings(master=f"127.0.0.1:{master.port}"), context())
 
 
 @pytest.mark.cluster_core

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests.cluster.valkey_bed import own_row
 from tests.cluster.valkey_world import fresh_prefix
-from tests.rig import Engine, looked_up, places_of, prefix_of, stored
+from tests.golden import small_stores
+from tests.rig import Engine, load_places, loaded, looked_up, places_of, prefix_of, stored
 from tests.shared.ceph import wait_until
 from tests.shared.node_sessions import TOKENS, await_health, damages, load, load_until, opened, store
 
@@ -42,6 +43,19 @@ def test_what_one_node_stores_another_loads_and_other_secrets_do_not(cluster, tm
     session.close()
     session = opened(there, place, secret=bytes(32))
     assert load(session, there, here) == 0
+    session.close()
+
+
+@pytest.mark.cluster_core
+def test_the_values_of_an_earlier_version_give_their_prompt(valkey, tmp_path):
+    store, target = small_stores.unpacked("valkey", tmp_path / "store"), Engine(4 * small_stores.CHUNKS, seed=9)
+    for key, value in small_stores.files("valkey", store).items():
+        valkey.call("SET", key, value)
+    session = small_stores.opened(small_stores.settings("valkey", store, valkey.port), target, store).session
+    assert looked_up(session, "a", small_stores.PREFIX).tokens == small_stores.TOKENS
+    places = load_places(small_stores.TOKENS)
+    assert loaded(session, "a", small_stores.PREFIX, small_stores.TOKENS, places).tokens == small_stores.TOKENS
+    assert target.same(small_stores.engine(), places)
     session.close()
 
 

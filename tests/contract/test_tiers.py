@@ -7,7 +7,7 @@ from tests.shelf_tier import Shelf
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
-from kvtier.runtime.deferred_tier import DeferredAheadTier, DeferredTier
+from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
@@ -32,7 +32,7 @@ class TestMemoryFifo(TierContract):
 class TestDeferred(TierContract):
     @pytest.fixture
     def make_tier(self):
-        def make(capacity_bytes: int) -> DeferredTier[MemoryTier]:
+        def make(capacity_bytes: int) -> DeferredTier:
             deferred = DeferredTier("memory", lambda: MemoryTier(capacity_bytes=capacity_bytes), 1.0)
             deferred.opened(DEADLINE_S, is_required=True)
             return deferred
@@ -118,7 +118,7 @@ class TestDiskBuffered(DiskContract):
 
 class TestLateDisk(DiskContract):
     def opened(self, make):
-        deferred = DeferredAheadTier("disk", make, 1.0)
+        deferred = DeferredTier("disk", make, 1.0)
         deferred.opened(DEADLINE_S, is_required=True)
         return deferred
 
@@ -176,6 +176,26 @@ class Overwrites(MemoryTier):
         return super().write(name, frame)
 
 
+class Repeats(MemoryTier):
+    """A wrong tier: it takes a name once only. The suite must see it."""
+
+    def write(self, name, frame, about=...):
+        return not self.contains([name])[0] and super().write(name, frame)
+
+
+class Shortens(MemoryTier):
+    """A wrong tier: it says that it holds a name, and holds another's bytes. The suite must see it."""
+
+    def contains(self, names):
+        return super().contains([name[:16] for name in names])
+
+    def read(self, name, into, offset=0):
+        return super().read(name[:16], into, offset)
+
+    def write(self, name, frame, about=...):
+        return super().write(name[:16], frame)
+
+
 class Boundless(MemoryTier):
     """A wrong tier: its cap is none. The suite must see it."""
 
@@ -183,11 +203,32 @@ class Boundless(MemoryTier):
         return True
 
 
+class Keeps(MemoryTier):
+    """A wrong tier: it keeps a part of the buffer. The suite must see it."""
+
+    def read(self, name, into, offset=0):
+        self.last = into[1:]
+        return super().read(name, into, offset)
+
+
+class Cycles(MemoryTier):
+    """A wrong tier: garbage that only a collection finds refers to the buffer. The suite must see it."""
+
+    def write(self, name, frame, about=...):
+        part = [frame[1:]]
+        part.append(part)
+        return super().write(name, frame)
+
+
 @pytest.mark.parametrize(
     ("wrong", "test"),
     [
+        (Keeps, "test_nothing_refers_to_a_buffer_after_a_call"),
+        (Cycles, "test_nothing_refers_to_a_buffer_after_a_call"),
         (Torn, "test_behaves_like_a_dict"),
         (Overwrites, "test_an_existing_name_is_not_overwritten"),
+        (Repeats, "test_an_existing_name_is_not_overwritten"),
+        (Shortens, "test_names_that_differ_in_one_byte_are_different"),
         (Boundless, "test_keeps_to_its_capacity_and_keeps_the_newest"),
     ],
 )
@@ -195,7 +236,7 @@ def test_the_suite_finds_wrong_tiers(wrong, test):
     def make(capacity_bytes):
         return wrong(capacity_bytes=capacity_bytes)
 
-    given = make(1 << 20) if "existing" in test else make
+    given = make(1 << 20) if "name" in test or "buffer" in test else make
     with pytest.raises(AssertionError):
         getattr(TierContract(), test)(given)
 

@@ -160,10 +160,14 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], reason: str, attache
         attached(llama(), **settings)
 
 
-def test_a_directory_that_is_a_file_is_named(attached: Attach, tmp_path: Path) -> None:
+def test_a_directory_that_is_a_file_is_one_error(
+    attached: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="file"):
-        attached(llama(), directory=tmp_path / "file")
+    attached(llama(), directory=tmp_path / "file").generate(PROMPT, **GREEDY)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "file' is not a directory" in told
+    assert "kvtier starts without this tier" in told
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -41,7 +41,8 @@ DIRENT = struct.Struct("<QQII")
 
 MESSAGE_BYTES = (1 << 20) + 4096
 FOPEN_DIRECT_IO = 1
-INIT_FLAGS = 1 | 8 | 32 | 1 << 10 | 1 << 22  # async read, atomic O_TRUNC, big writes, flock, max pages
+INIT_FLAGS = 1 | 8 | 32 | 1 << 10 | 1 << 15 | 1 << 22
+"""Async read, atomic O_TRUNC, big writes, flock, async direct I/O, max pages."""
 LOCKS = {0: fcntl.LOCK_SH, 1: fcntl.LOCK_EX, 2: fcntl.LOCK_UN}
 
 NO_ANSWER = {2, 36, 42}  # forget and interrupt

@@ -211,6 +211,27 @@ def test_writes_that_hang_do_not_stop_reads(hanging: HangingFs, kind: str) -> No
 
 
 @needs_fuse
+def test_a_load_does_not_wait_for_a_tier_whose_reads_have_stopped(hanging: HangingFs) -> None:
+    patient = {"transfer_deadline_s": PATIENCE_S, "load_deadline_s": PATIENCE_S, "retry_s": 5.0}
+    made = settings("directory", hanging.place / "kv", **patient)
+    kv = open_session(made, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
+    prefix = prefix_of(CHUNKS, kv.root)
+    stored(kv.session, "s", prefix, places_of(range(CHUNKS)))
+    assert kv.session.close(PATIENCE_S).flushed
+    kv = open_session(made, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
+    tokens = looked_up(kv.session, "r", prefix).tokens
+    assert tokens == CHUNKS * CHUNK_TOKENS
+    hanging.hang("everything")
+    start_s = time.monotonic()
+    assert loaded(kv.session, "r", prefix, tokens, load_places(tokens)).tokens == 0
+    assert time.monotonic() - start_s < CALL_S, "the health checks of three seconds have failed"
+    assert kv.metrics.get(table.TIER_UP, tier="directory", way="read") == 0.0
+    hanging.go_on()
+    kv.session.close(PATIENCE_S)
+    until_no_thread_closes()
+
+
+@needs_fuse
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_that_hangs_when_it_is_opened_costs_one_deadline(hanging: HangingFs, kind: str) -> None:
     deadline_s = 4.0

@@ -25,10 +25,10 @@ from disk_world import (
     write_all,
 )
 
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk_format import BLOCK_BYTES, Header, pack_header, pack_json
-from kvtier.tier.disk_marker import MARKER_NAME, Marker, parse_marker
+from kvtier.tier.disk_marker import MARKER_NAME, Marker, parse_marker, repair_marker
 from kvtier.tier.disk_status import STATUS_NAME, read_status
 
 NAMES = 60
@@ -302,7 +302,7 @@ def test_index_blocks_of_an_earlier_use_of_the_segment_do_not_count(tmp_path):
     ("damage", "message"),
     [
         (lambda block: b"\0" * 8 + block[8:], "wrong magic"),
-        (lambda block: block[:8] + b"\x02" + block[9:], "unknown version 2"),
+        (lambda block: block[:8] + b"\x02" + block[9:], "version 2, newer than"),
         (lambda block: block[:100] + b"\x01" + block[101:], "checksum does not match"),
     ],
 )
@@ -358,8 +358,21 @@ def small_store(root):
     return {0, 1, 2}
 
 
+def mended(root):
+    """The store is refused and stays as it is until it is repaired."""
+    before = tree(root)
+    with pytest.raises(DamagedStoreError, match="kvtier inspect repair"):
+        open_tier(root)
+    assert tree(root) == before
+    assert len(repair_marker(root)) == 1
+
+
 def parsed(content):
-    return parse_marker(content, MARKER_NAME)
+    """The marker, or why there is none."""
+    try:
+        return parse_marker(content, MARKER_NAME) or ""
+    except (ValueError, LookupError, TypeError) as error:
+        return repr(error)
 
 
 def damaged_copies(root, place, contents):
@@ -389,42 +402,48 @@ def test_no_bit_of_a_marker_changes_what_it_says(tmp_path):
 
 
 @pytest.mark.parametrize("step", [67, pytest.param(1, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
-def test_a_damaged_marker_is_made_anew_from_the_segments(tmp_path, step):
+def test_a_damaged_marker_is_repaired_from_the_segments(tmp_path, step):
     root = tmp_path / "store"
     held = small_store(root)
     content = (root / MARKER_NAME).read_bytes()
     lengths = range(0, len(content), max(1, step // 8))
     contents = [*flipped(content, range(0, 8 * len(content), step)), *(content[:length] for length in lengths)]
     for _ in damaged_copies(root, tmp_path / "damaged", contents):
+        if isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), str):  # not in the note alone
+            mended(tmp_path / "damaged")
         works_and_goes_on(tmp_path / "damaged", held)
         assert isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), Marker)
 
 
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_marker_of_garbage_is_made_anew_with_one_line(tmp_path, caplog, content):
+def test_a_marker_of_garbage_is_repaired(tmp_path, content):
     root = tmp_path / "store"
     held = small_store(root)
     (root / MARKER_NAME).write_bytes(content)
-    with caplog.at_level(logging.WARNING):
-        works_and_goes_on(root, held)
-    assert len([record for record in caplog.records if "marker" in record.message]) == 1
+    mended(root)
+    works_and_goes_on(root, held)
 
 
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_damaged_marker_of_an_empty_store_is_made_anew(tmp_path, content):
+def test_a_damaged_marker_of_an_empty_store_is_repaired(tmp_path, content):
     root = tmp_path / "store"
     root.mkdir(0o700)
-    (root / MARKER_NAME).touch()
+    (root / MARKER_NAME).touch()  # of a process that was killed
+    open_tier(root).close()
+    shutil.rmtree(root / "segments")
     (root / "segments").write_bytes(b"is renamed, and ours all the same")
     open_tier(root).close()
     assert len(list(root.glob("segments.aside-*"))) == 1
     (root / MARKER_NAME).write_bytes(content)
+    shutil.rmtree(root / "segments")
+    mended(root)
     works_and_goes_on(root, set())
 
 
 def tree(root):
-    """Everything below `root`."""
-    return {path: path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}
+    """Everything below `root`, of huge files without their bytes."""
+    files = {path: path.is_file() and path.stat().st_size < 1 << 30 for path in sorted(root.rglob("*"))}
+    return {path: path.read_bytes() if is_read else None for path, is_read in files.items()}
 
 
 @pytest.mark.parametrize("is_checked", [False, True])
@@ -465,15 +484,18 @@ def test_what_only_looks_like_a_damaged_store_is_left_alone(tmp_path, content):
     (root / "segments").mkdir(parents=True)
     (root / MARKER_NAME).write_bytes(content)
     (root / "segments" / "00000001.segment").write_bytes(b"precious" * 4096)
-    before = tree(root)
-    with pytest.raises(TierError, match="nothing was changed"):
-        open_tier(root)
-    assert tree(root) == before
+    stays_as_it_is(root, "00000001.segment is not a segment")
     (root / "segments" / "00000001.segment").unlink()
     (root / "photo.jpg").write_bytes(b"also precious")
+    stays_as_it_is(root, r"holds other files \('photo.jpg'\)")
+
+
+def stays_as_it_is(root, words):
     before = tree(root)
-    with pytest.raises(TierError, match=r"holds other files \('photo.jpg'\)"):
+    with pytest.raises(DamagedStoreError, match="nothing was changed"):
         open_tier(root)
+    with pytest.raises(ConfigError, match=words):
+        repair_marker(root)
     assert tree(root) == before
 
 
@@ -554,6 +576,7 @@ def test_sparse_files_of_terabytes_are_neither_read_nor_kept(tmp_path):
         (root / name).touch()
         os.truncate(root / name, 1 << 41)
     assert read_status(root) is None
+    mended(root)
     works_and_goes_on(root, held)
     assert (root / MARKER_NAME).stat().st_size < BLOCK_BYTES
     assert [path.name for path in (root / "segments").iterdir()] == ["00000000.segment"]

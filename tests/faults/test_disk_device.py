@@ -17,7 +17,7 @@ import pytest
 from disk_world import look, write_all
 
 from kvtier.errors import TierError
-from kvtier.runtime.deferred_tier import DeferredAheadTier
+from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.testing.tier import empty_frame, frame_of, object_name
 from kvtier.tier.disk import DiskTier
 
@@ -174,7 +174,7 @@ def test_a_hanging_device_holds_up_writes_alone(device: Device) -> None:
 
 def test_a_device_that_hangs_when_it_is_opened_comes_in_later(device: Device) -> None:
     device.freeze()
-    deferred = DeferredAheadTier("disk", lambda: opened(device), 0.05)
+    deferred = DeferredTier("disk", lambda: opened(device), 0.05)
     tier = deferred.opened(0.05, is_required=False)
     assert tier is deferred
     with pytest.raises(TierError, match="is not open"):

@@ -13,15 +13,15 @@ import pytest
 from disk_world import CAPACITY_BYTES, SEGMENT_BYTES, abandon, check_accounts, look, open_tier, sealed
 
 from kvtier.cli.main import run
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import DamagedStoreError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import disk_kind, disk_pool, effective_cap
+from kvtier.tier import disk_kind, disk_marker, disk_pool, effective_cap
 from kvtier.tier.base import Read
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_kind import DiskSettings
-from kvtier.tier.disk_marker import MARKER_NAME
+from kvtier.tier.disk_marker import MARKER_NAME, DiskStoreLock
 from kvtier.tier.disk_segment import Segment
 from kvtier.tier.registry import TierContext
 
@@ -235,19 +235,19 @@ def test_other_things_are_left_alone(tmp_path):
     (tmp_path / "segments").mkdir()  # a name that we use, too
     segment = tmp_path / "segments" / "00000001.segment"
     segment.write_bytes(b"also precious")
-    with pytest.raises(ConfigError, match=r"holds other files \('photo\.jpg', 'segments'\) and no kvtier store"):
+    with pytest.raises(DamagedStoreError, match=r"holds other files \('photo\.jpg', 'segments'\) and no kvtier store"):
         open_tier(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photo.jpg", "segments"]
     assert segment.read_bytes() == b"also precious"
     (tmp_path / "photo.jpg").unlink()
-    with pytest.raises(ConfigError, match=r"holds other files \('segments'\)"):
+    with pytest.raises(DamagedStoreError, match=r"holds other files \('segments'\)"):
         open_tier(tmp_path)
     assert segment.read_bytes() == b"also precious"
     DirectoryTier(tmp_path / "d", capacity_bytes=1 << 20).close()
-    with pytest.raises(ConfigError, match="holds other files"):
+    with pytest.raises(DamagedStoreError, match="holds other files"):
         open_tier(tmp_path / "d")
     open_tier(tmp_path / "s").close()
-    with pytest.raises(ConfigError, match="no kvtier store"):
+    with pytest.raises(DamagedStoreError, match="no kvtier store"):
         DirectoryTier(tmp_path / "s", capacity_bytes=1 << 20)
 
 
@@ -399,13 +399,35 @@ def test_a_file_that_has_another_name_is_not_written_to(tmp_path, name, is_ours)
         try:
             tier = open_tier(root, segment_bytes=segment_bytes)
         except TierError as error:
-            if name != MARKER_NAME or "another hard link" not in str(error):
+            if name != MARKER_NAME or not any(
+                it in str(error) for it in ("another hard link", "is not a valid marker")
+            ):
                 raise
             continue
         write_many(tier, range(10, 200))
         tier.close()
         assert outside.read_bytes() == before
     assert outside.read_bytes() == before
+
+
+def test_a_link_that_is_made_while_the_marker_is_written_changes_no_file_elsewhere(tmp_path, monkeypatch):
+    root, outside = tmp_path / "store", tmp_path / "precious"
+    real = disk_marker._packed
+
+    def packed(marker):
+        if not outside.exists():
+            os.link(root / MARKER_NAME, outside)
+            outside.write_bytes(b"precious")
+        return real(marker)
+
+    monkeypatch.setattr(disk_marker, "_packed", packed)
+    tier = open_tier(root)
+    write_many(tier, range(3))
+    with pytest.raises(TierError, match="in use by another process"):
+        DiskStoreLock(root, "disk", 0.0)
+    tier.close()
+    assert outside.read_bytes() == b"precious"
+    assert (root / MARKER_NAME).stat().st_nlink == 1
 
 
 def test_a_marker_that_is_a_link_or_no_file_is_refused(tmp_path):
@@ -416,7 +438,7 @@ def test_a_marker_that_is_a_link_or_no_file_is_refused(tmp_path):
         root = tmp_path / f"store{number}"
         root.mkdir()
         make(root / MARKER_NAME)
-        with pytest.raises(ConfigError, match="is not a regular file"):
+        with pytest.raises(DamagedStoreError, match="is not a valid marker"):
             open_tier(root)
         assert run(["inspect", "ls", str(root)]) == 2
         assert [path.name for path in root.iterdir()] == [MARKER_NAME]
@@ -444,7 +466,7 @@ def test_a_store_that_every_user_may_write_to_is_refused(tmp_path):
     root = tmp_path / "store"
     open_tier(root).close()
     root.chmod(0o777)
-    with pytest.raises(ConfigError, match="every user may replace cached data"):
+    with pytest.raises(DamagedStoreError, match="every user may replace cached data"):
         open_tier(root)
     root.chmod(0o700)
     above = tmp_path / "above"
@@ -452,7 +474,7 @@ def test_a_store_that_every_user_may_write_to_is_refused(tmp_path):
     above.chmod(0o777)
     layout = KvLayout(16, (GroupLayout(History(), (4096,), "test"),))
     settings = DiskSettings(path=above, capacity_bytes="64MiB")
-    with pytest.raises(ConfigError, match="every user may replace cached data"):
+    with pytest.raises(DamagedStoreError, match="every user may replace cached data"):
         disk_kind.KIND.open(settings, TierContext(layout=layout))
 
 
@@ -589,7 +611,14 @@ def test_a_forked_child_changes_nothing_in_its_parents_store(tmp_path):
     root = tmp_path / "store"
     tier = open_tier(root)
     write_many(tier, range(3))
-    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    end_s = time.monotonic() + 60
+    while not (root / "kvtier-status.json").exists() and time.monotonic() < end_s:
+        time.sleep(0.01)  # the tier's own thread writes it once at the start, and seconds later again
+
+    def content():
+        return {it: it.read_bytes() for it in root.rglob("*") if it.is_file()}
+
+    before = content()
 
     def act():
         for use in (
@@ -607,7 +636,7 @@ def test_a_forked_child_changes_nothing_in_its_parents_store(tmp_path):
         tier._store_lock.release()
 
     assert in_child(act) == 0
-    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    assert content() == before
     with pytest.raises(TierError, match="in use by another process"):
         open_tier(root, open_deadline_s=0.0)
     write_many(tier, range(3, 40))

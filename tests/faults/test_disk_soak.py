@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,8 +20,9 @@ from unittest.mock import patch
 import pytest
 from disk_world import SEGMENT_BYTES, abandon, check_accounts, group_of, identity, look, open_tier, payload_of, sealed
 
+from kvtier.cli.main import run
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place
-from kvtier.errors import CorruptChunkError, TierError
+from kvtier.errors import CorruptChunkError, DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier import disk_batch
 from kvtier.tier.aio import ReadRun, begin_runs
@@ -318,6 +320,13 @@ class Soak:
         return min(int(self.chance.expovariate(1 / 60)), NAMES - 1)
 
     def _opened(self) -> DiskTier:
+        try:
+            return self._made()
+        except DamagedStoreError:
+            assert run(["inspect", "repair", str(self.root)]) == 0
+            return self._made()
+
+    def _made(self) -> DiskTier:
         return open_tier(self.root, CAPACITY_BYTES)
 
 
@@ -347,7 +356,14 @@ class DirectorySoak(Soak):
         self.tier._guard.close()
         self.tier._release()
 
-    def _opened(self) -> DirectoryTier:
+    def _write_at_last(self, number: int) -> None:
+        """A store is counted at most once a second. Until then it refuses what the old count has no room for."""
+        end_s = time.monotonic() + 5.0
+        while not self.tier.write(object_name(number), FRAMES[number]):
+            assert time.monotonic() < end_s, "the tier has room and refuses all writes"
+            time.sleep(0.02)
+
+    def _made(self) -> DirectoryTier:
         return DirectoryTier(self.root, capacity_bytes=CAPACITY_BYTES)
 
 

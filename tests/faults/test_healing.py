@@ -93,7 +93,9 @@ def damage(tier: Tier, root: Path, dice: random.Random, share: float) -> Callabl
 def test_damaged_objects_are_healed_by_the_next_pass(tmp_path: Path, make: Tiers, share: float, promotes: int) -> None:
     seed = round(promotes * share * 10)
     dice, engine, root = random.Random(seed), Engine(CHUNKS * 4, seed), tmp_path / "store"
-    session_over = partial(opened, threads=Threads(read=4, write=4), rules={"promotes": promotes})
+    session_over = partial(
+        opened, threads=Threads(read=4, write=4), rules={"promotes": promotes, "probe_deadline_s": 30.0}
+    )
     tier = make(root)
     with session_over(tier, engine) as session:
         store_all(session, "first")

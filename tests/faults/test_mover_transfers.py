@@ -193,14 +193,14 @@ def test_a_refused_write_is_no_tier_fault() -> None:
         assert "closed" in completion.detail
 
 
-def test_another_models_object_is_corrupt_not_served() -> None:
+def test_another_models_object_is_absent_not_served() -> None:
     shared = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": shared}) as world, World({"memory": shared}) as other:
         world.stored(1)
         other.mover._transfers._fingerprint = bytes(32)  # the same names, as if the chain had forgotten the weights
         other.spoil(0)
         (completion,) = other.run(other.transfer(Link.PROMOTE, 1, 0))
-        assert completion.outcome is Outcome.CORRUPT
+        assert completion.outcome is Outcome.ABSENT
         assert "fingerprint" in completion.detail
         assert not completion.is_tier_fault
 

@@ -191,6 +191,20 @@ def test_the_next_tier_serves_what_the_first_one_delays():
     store.close()
 
 
+def test_a_get_does_not_wait_for_a_tier_whose_reads_have_stopped():
+    first, second = Gated("first"), MemoryTier("second", capacity_bytes=ROOM)
+    store = over(first, second, transfer_deadline_s=10 * PATIENCE_S, retry_s=5.0)
+    assert put(store, range(2 * STAGED)) == [DONE] * (2 * STAGED)
+    until(lambda: second.object_count == 2 * STAGED)
+    first.shut = {"read", "contains"}
+    began_s = time.monotonic()
+    assert got(store, range(2 * STAGED), deadline_s=2 * PATIENCE_S) == [DONE] * (2 * STAGED), "from the second tier"
+    assert time.monotonic() - began_s < PATIENCE_S
+    assert not store.health()["first"].reads
+    first.open_again()
+    store.close()
+
+
 # ---- tiers that fail -----------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import stat
 import struct
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import MessageReader, Note, Ping, ProtocolError, TierReport, decode, encode
 from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import connect
-from kvtier.runtime.remote_rank import RemoteRank
+from kvtier.runtime.remote_rank import RemoteRank, set_timeout
 from kvtier.types import WRITE_KINDS, ChunkKey, Drop, Figures, Link, Outcome, Probe, RequestId
 
 __all__ = ["served"]
@@ -274,6 +275,38 @@ def test_strangers_neither_get_in_nor_keep_others_out(served, monkeypatch, greet
             connection.sendall(encode(Ping()))
             assert connection.recv(100) == encode(Ping())
     assert served.notes == []
+
+
+@pytest.mark.parametrize("count", [2, 64])
+def test_silent_connections_hold_up_no_core(served, monkeypatch, count):
+    monkeypatch.setattr(rank_server, "GREETING_S", 4 * DEADLINE_S)
+    with ExitStack() as strangers:
+        for number in range(count):
+            stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
+            set_timeout(stranger, socket.SO_SNDTIMEO, DEADLINE_S)
+            stranger.connect(served.address)
+            stranger.sendall(bytes(number % 64))  # nothing, or a part of an answer
+        began_s = time.monotonic()
+        mover = connect([served.handshake | {"pid": 0}], DEADLINE_S).executor
+        mover.submit(Drop("directory", ChunkKey(bytes(32)), 0))
+        assert [completion.outcome for completion in take(mover, 1)] == [Outcome.DONE]
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+        greeting = f"kvtier rank {served.handshake['rank']} greeting"
+        until(lambda: all(thread.name != greeting for thread in threading.enumerate()))
+        assert mover.close(DEADLINE_S)
+
+
+def test_only_so_many_connections_authenticate_themselves_at_once(served):
+    with ExitStack() as strangers:
+        silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3 * rank_server.GREETINGS_MAX)]
+        for stranger in silent:
+            stranger.settimeout(DEADLINE_S)
+            stranger.connect(served.address)
+            assert stranger.recv(8) == rank_server._MAGIC
+        for stranger in silent[: -rank_server.GREETINGS_MAX]:
+            while stranger.recv(100):
+                pass  # the rest of the greeting, until the end
+        until(lambda: sum("greeting" in thread.name for thread in threading.enumerate()) <= rank_server.GREETINGS_MAX)
 
 
 @pytest.mark.parametrize("ahead_s", [-3600, 3600])

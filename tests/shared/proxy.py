@@ -72,22 +72,19 @@ class Proxy:
     async def _serve(self) -> None:
         self._end, self._passes = asyncio.Event(), asyncio.Event()
         self._passes.set()
-        self._tasks: set[asyncio.Task] = set()
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._end.wait()
         server.close()
         self._reset()
-        for task in self._tasks:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*rest, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         self._writers.add(writer)
         with contextlib.suppress(OSError, asyncio.CancelledError):
             if not self._is_refusing:
@@ -101,7 +98,6 @@ class Proxy:
                 finally:
                     self._abort(far_writer)
         self._abort(writer)
-        self._tasks.discard(task)
 
     async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_left: int | None

@@ -9,7 +9,7 @@ import pytest
 from tests.rig import Engine, looked_up, places_of, prefix_of, stored
 from tests.shared.node_sessions import CHUNKS, TOKENS, await_health, damages, load, load_until, opened, store
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.tier.disk_kind import DiskSettings
 from kvtier.tier.shared_directory_kind import SharedDirectorySettings
 
@@ -131,14 +131,13 @@ def test_bad_objects_and_those_of_another_secret_are_misses(mounts):
 
 
 @pytest.mark.shared_core
-def test_a_wrong_place_stops_the_start(mounts):
+def test_only_an_impossible_path_stops_the_start(mounts):
     (mounts[0] / "letter").write_text("to the editor")
     (mounts[0] / "home").mkdir()
     (mounts[0] / "home" / "letter").write_text("to the editor")
-    for place, words in (
-        ("letter", "is not a directory|File exists|Not a directory"),
-        ("home", "holds other files"),
-        ("x" * 300, "too long"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            opened(Engine(64), shared(mounts[0] / place))
+    with pytest.raises(ConfigError, match="too long"):
+        opened(Engine(64), shared(mounts[0] / ("x" * 300)))
+    for place, words in (("letter", "is not a directory|File exists|Not a directory"), ("home", "holds other files")):
+        with pytest.raises(DamagedStoreError, match=words):
+            opened(Engine(64), shared(mounts[0] / place, required=True))
+        opened(Engine(64), shared(mounts[0] / place)).close()

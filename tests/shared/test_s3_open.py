@@ -13,7 +13,7 @@ import pytest
 from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, name_of, open_tier
 
 from kvtier.config.value_types import PrivateText
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.tier.registry import TierContext
 from kvtier.tier.s3_bucket import Credentials
 from kvtier.tier.s3_errors import Attempts, refusal_of
@@ -79,11 +79,14 @@ def serving(server):
         thread.join(10)
 
 
-@pytest.mark.parametrize(("status", "text"), [(404, "not the answer of an S3 server"), (200, "does not speak S3")])
-def test_an_http_server_of_another_kind_is_named(gateway, status, text):
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [(404, ConfigError, "not the answer of an S3 server"), (200, DamagedStoreError, "does not speak S3")],
+)
+def test_an_http_server_of_another_kind_is_named(gateway, status, error, text):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotS3)
     server.status = status
-    with serving(server) as endpoint, pytest.raises(ConfigError, match=text):
+    with serving(server) as endpoint, pytest.raises(error, match=text):
         open_tier(gateway.access._replace(endpoint=endpoint))
 
 
@@ -209,7 +212,7 @@ def test_only_objects_of_another_secret_are_one_warning(gateway, caplog):
 def test_a_marker_of_another_program_is_refused(gateway):
     prefix = fresh_prefix()
     obstore.put(gateway.raw, f"{prefix}/{KEY_ID.hex()}/kvtier", b"something else")
-    with pytest.raises(ConfigError, match="another program uses this prefix"):
+    with pytest.raises(DamagedStoreError, match="another program uses this prefix"):
         open_tier(gateway.access, prefix)
 
 

@@ -285,8 +285,8 @@ def test_one_sweep_of_any_node_serves_all_for_the_interval(gateway, monkeypatch)
     clock = Clock()
     first, second = (sweeper(gateway, prefix, 100 * SIZE, clock) for _ in range(2))
     lists = []
-    pages = S3Sweeper._pages
-    monkeypatch.setattr(S3Sweeper, "_pages", lambda self: lists.append(self) or pages(self))
+    sweep = S3Sweeper.sweep
+    monkeypatch.setattr(S3Sweeper, "sweep", lambda self: lists.append(self) or sweep(self))
     for each in (first, second):
         each._clock.measure()
         assert 0 <= each._work() <= 60.0  # a random delay before the first look
@@ -308,6 +308,7 @@ def test_more_evictions_than_one_sweep_may_make_follow_at_once(gateway, monkeypa
     monkeypatch.setattr(s3_sweep, "FIRST_WAIT_S", 0.0)
     monkeypatch.setattr(s3_sweep, "AGAIN_S", 0.01)
     prefix = fresh_prefix()
+    open_tier(gateway.access, prefix).close()  # writes the marker: without one, foreign objects are refused
     keys = filled(gateway, prefix)
     upkeep = Upkeep(capacity_bytes=25 * SIZE, sweep_interval_s=600.0)
     tier = open_tier(gateway.access, prefix, upkeep=upkeep)

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ from kvtier.types import NextTurn
 
 Prompt = list[int]
 NOBODY = NextTurn.NOBODY
+
+
+def entries_of(evictor: Adaptive) -> list[adaptive.KeyNode]:
+    return list(evictor._entries.values())
 
 
 def chats_among_documents(prompts: int, seed: int) -> Iterator[Prompt]:
@@ -229,7 +234,7 @@ def test_looking_at_the_pinned_makes_nobody_older():
     for _ in range(5):
         assert ours.victim(lambda _: True) is None
     assert ours._now == 100
-    assert all(entry.time <= 100 for entry in ours._entries.values())
+    assert all(entry.time <= 100 for entry in entries_of(ours))
 
 
 def test_memory_stays_bounded_whatever_comes():
@@ -243,10 +248,10 @@ def test_memory_stays_bounded_whatever_comes():
             ours.removed(name_of(number - 100))
     queued = [*ours._heap, *ours._aged]
     assert len(queued) <= 2 * len(ours) + 2 * SLACK
-    runs = {id(entry.run): entry.run for entry in ours._entries.values() if entry.run is not None}
+    runs = {id(entry.run): entry.run for entry in entries_of(ours) if entry.run is not None}
     runs.update({id(run): run for *_, run in queued})
     assert sum(len(run.entries) for run in runs.values()) <= 2 * len(ours) + (len(runs) + 1) * SLACK
-    assert len(ours._entries) <= 2 * len(ours) + 1
+    assert len(ours._entries) == len(entries_of(ours)) <= 2 * len(ours) + 1
     assert len(ours._model) <= WATCHED_MAX
     assert len(ours._model._done[0]) <= WATCHED_MAX
     assert len(ours._ghosts) <= 4 * adaptive._GHOSTS * 100
@@ -419,7 +424,32 @@ def test_who_comes_back_is_known():
     assert ours.victim(_nobody) == name_of(0)
     ours.removed(name_of(0))
     ours.added(held(0))
-    assert ours._entries[name_of(0)].uses == 2
+    assert ours._entries.get(name_of(0)).uses == 2
+
+
+def test_after_many_were_removed_at_once_a_victim_is_found_in_bounded_time(monkeypatch):
+    ours, names, pops = Adaptive(), 20_000, 0
+    for number in range(names):
+        ours.added(held(number))
+    assert ours.victim(_nobody) is not None
+    for number in range(names - 500):
+        ours.removed(name_of(number))
+
+    def counting(heap):
+        nonlocal pops
+        pops += 1
+        return heappop(heap)
+
+    monkeypatch.setattr(adaptive, "heappop", counting)
+    left = {name_of(number) for number in range(names - 500, names)}
+    while left:
+        pops = 0
+        victim = ours.victim(_nobody)
+        assert pops <= 1024
+        assert victim in left
+        ours.removed(victim)
+        left.remove(victim)
+    assert ours.victim(_nobody) is None
 
 
 def _nobody(_name: bytes) -> bool:

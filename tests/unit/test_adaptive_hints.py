@@ -128,7 +128,7 @@ def test_lies_about_the_next_turn_do_little_harm(lie, unsaid):
 
 def hint_of(evictor: Adaptive, number: int) -> int:
     """The hint in the kind of a name: 0 for none, then by `NextTurn`."""
-    run = evictor._entries[name_of(number)].run
+    run = evictor._entries.get(name_of(number)).run
     assert run is not None
     return run.kind // evictor._model._unhinted
 
@@ -170,7 +170,7 @@ def test_hints_keep_the_books(slots):
     while present:
         victim = ours.victim(_nobody)
         assert victim is not None
-        assert not ours._entries[victim].children
+        assert not ours._entries.get(victim).children
         present.remove(int.from_bytes(victim))
         ours.removed(victim)
     assert ours.victim(_nobody) is None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -24,38 +26,47 @@ from kvtier.cli.main import run as kvtier
 from kvtier.errors import ConfigError
 
 MIB = 1 << 20
-INSTANCES = tracefs.TRACEFS / "instances"
-
-
-def needs_tracefs():
-    if os.geteuid():
-        pytest.skip("needs root: tracefs is closed to others")
-    try:
-        with tracefs.mounted():
-            pass
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture
-def drive(tmp_path):
+def instances():
+    """The folder of tracing instances. It stays mounted: an open descriptor refuses other processes' umount."""
+    if os.geteuid():
+        pytest.skip("needs root: tracefs is closed to others")
+    with ExitStack() as stack:
+        for _ in range(100):  # another process may unmount it before the descriptor is open
+            try:
+                folder = stack.enter_context(tracefs.mounted()) / "instances"
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            except ConfigError as error:
+                pytest.skip(str(error))
+            except FileNotFoundError:
+                continue
+            stack.callback(os.close, descriptor)
+            break
+        yield folder
+
+
+@pytest.fixture
+def drive(tmp_path, instances):
     """A folder on a disk, without instances left behind at the end."""
-    needs_tracefs()
     try:
         find_device(str(tmp_path))
     except ConfigError as error:
         pytest.skip(str(error))
-    before = own_instances()
+    before = own_instances(instances)
     yield tmp_path
-    assert own_instances() == before
+    assert own_instances(instances) == before
 
 
-def own_instances():
-    return {it.name for it in INSTANCES.glob(f"kvtier-{os.getpid()}-*")}
+def own_instances(instances):
+    return {it.name for it in instances.glob(f"kvtier-{os.getpid()}-*")}
 
 
 def fio(folder, **options):
     """The command of one job, whose account goes to `account(folder)`."""
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
     settings = {
         "name": "job", "filename": folder / "data", "size": "64M", "bs": "128k", "direct": 1, "ioengine": "libaio",
         "output-format": "json", "output": folder / "account.json",
@@ -252,12 +263,12 @@ def test_a_process_is_measured_with_its_children_and_no_other(drive):
     assert len(trace.chosen) > 1  # fio's job is a child
 
 
-def test_instances_are_removed_after_errors_and_signals_and_those_of_the_dead(drive):
+def test_instances_are_removed_after_errors_and_signals_and_those_of_the_dead(drive, instances):
     with pytest.raises(ConfigError, match="cannot be started"):
         run(CaptureSettings(device=str(drive), command=["/nonexistent/program"]))
-    stale = INSTANCES / "kvtier-999999999-block"
+    stale = instances / "kvtier-999999999-block"
     stale.mkdir(exist_ok=True)
-    reused = INSTANCES / f"kvtier-{os.getpid()}-calls"  # of a killed capture that had this process's id
+    reused = instances / f"kvtier-{os.getpid()}-calls"  # of a killed capture that had this process's id
     reused.mkdir()
     run(CaptureSettings(device=str(drive), seconds=0.1))
     assert not reused.exists()
@@ -266,24 +277,24 @@ def test_instances_are_removed_after_errors_and_signals_and_those_of_the_dead(dr
     command = [sys.executable, "-c", program, "characterize", "--json", "--device", str(drive), "--", "sleep", "30"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 20
-    while not list(INSTANCES.glob(f"kvtier-{process.pid}-calls")) and time.monotonic() < deadline:
+    while not list(instances.glob(f"kvtier-{process.pid}-calls")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.5)
+    time.sleep(2.0)  # a busy machine begins to measure some time after it has made the instances
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 130
     assert json.loads(out)["seconds"] > 0.3  # what was measured is kept
-    assert not list(INSTANCES.glob(f"kvtier-{process.pid}-*"))
+    assert not list(instances.glob(f"kvtier-{process.pid}-*"))
     assert not stale.exists()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 20
-    while not list(INSTANCES.glob(f"kvtier-{process.pid}-calls")) and time.monotonic() < deadline:
+    while not list(instances.glob(f"kvtier-{process.pid}-calls")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
     assert json.loads(out)["exit_code"] is None
-    assert not list(INSTANCES.glob(f"kvtier-{process.pid}-*"))
+    assert not list(instances.glob(f"kvtier-{process.pid}-*"))
 
 
 def test_a_device_without_requests_is_counted_by_its_bios_and_may_vanish(drive):
@@ -432,8 +443,8 @@ def test_a_folder_without_a_slash_is_a_path(tmp_path, monkeypatch):
     assert find_device(".") == find_device("pts") == find_device(device.name) == device
 
 
+@pytest.mark.usefixtures("instances")
 def test_without_the_right_to_trace_the_error_says_what_would_do():
-    needs_tracefs()
     program = (
         "import os\nfrom kvtier.characterize.tracefs import mounted\nfrom kvtier.errors import ConfigError\n"
         "os.setgid(65534); os.setuid(65534)\n"

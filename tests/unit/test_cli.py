@@ -152,7 +152,9 @@ def test_check_ends_with_1_when_something_will_not_work(capsys, tmp_path):
 def test_a_warning_alone_is_not_bad(capsys, tmp_path):
     arguments = ["--set", "host.capacity_bytes=1MiB", "--tier", f"directory:{tmp_path}?capacity_bytes=1000TiB"]
     assert run(["config", "check", *arguments]) == 0
-    assert capsys.readouterr().out.startswith("warning: tiers.directory.capacity_bytes")
+    told = capsys.readouterr().out
+    assert told.startswith("warning: tiers.directory.capacity_bytes")
+    assert told.endswith("\nthe settings can work here, but not as expected: see the warnings\n")
 
 
 def test_a_closed_pipe_ends_quietly():

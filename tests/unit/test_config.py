@@ -120,7 +120,7 @@ def test_a_value_that_a_later_layer_replaces_is_still_checked():
         ("limits.load_deadline_s=nan", "not a duration"),
         ("limits.load_deadline_s=inf", "not a duration"),
         ("limits.load_deadline_s=5m", "not a duration"),
-        ("limits.load_deadline_s=0s", "too small; allowed: seconds as a number, or a number with us, ms, s, min, h"),
+        ("limits.load_deadline_s=0s", "too small; allowed: seconds as a number, or a number with us, ms, s, min, h, d"),
         ("trace.path=a\0b", "not a path"),
         ("store.secret_file=~nobody-of-that-name/x", "unknown home directory"),
     ],
@@ -288,7 +288,8 @@ def test_what_is_no_size(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("500ms", 0.5), ("30s", 30), ("2min", 120), ("1 h", 3600), ("0.25", 0.25), ("5us", 5e-6)]
+    ("text", "seconds"),
+    [("500ms", 0.5), ("30s", 30), ("2min", 120), ("1 h", 3600), ("0.25", 0.25), ("5us", 5e-6), ("7d", 604800)],
 )
 def test_durations(text, seconds):
     assert parse_seconds(text) == pytest.approx(seconds)

@@ -73,12 +73,12 @@ def test_other_peoples_files_are_an_error_and_a_store_of_ours_is_not(tmp_path):
     open_store(tmp_path / "kv")
     assert findings(f"directory:{tmp_path / 'kv'}") == []
     (tmp_path / "kv" / MARKER_NAME).write_text('{"version": 99, "store_id": "x", "created": "y"}')
-    assert "store version 99; known here: 1" in findings(f"directory:{tmp_path / 'kv'}")[0]
+    assert "store version 99, newer than the one known here, 1" in findings(f"directory:{tmp_path / 'kv'}")[0]
     (tmp_path / "kv" / MARKER_NAME).write_text("garbage")
     (found,) = findings(f"directory:{tmp_path / 'kv'}")
-    assert found.startswith("warning:")
+    assert found.startswith("error:")
     assert "is not a valid marker" in found
-    assert "opening the store recreates it" in found
+    assert "kvtier inspect repair" in found
 
 
 def test_more_than_the_disk_has_is_a_warning(tmp_path):
@@ -112,6 +112,10 @@ def test_a_place_of_ranks_that_holds_other_things_is_an_error(tmp_path):
     assert "holds other files ('mail')" in found
     (tmp_path / "rank-3" / "kvtier-disk.json").touch()
     assert findings(*disk) == []
+    (tmp_path / "rank-3" / "kvtier-disk.json").write_text("garbage")
+    (found,) = findings(*disk)
+    assert found.startswith("error: tiers.disk.path")
+    assert f"kvtier inspect repair {tmp_path / 'rank-3'}" in found
 
 
 def test_a_reserve_of_all_that_is_free_is_told(tmp_path):

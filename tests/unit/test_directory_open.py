@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
@@ -172,11 +172,13 @@ def test_an_unknown_way_of_io_is_refused(tmp_path):
 def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     (tmp_path / "drafts").mkdir()  # a name that we use, too
-    with pytest.raises(ConfigError, match=r"holds other files \('drafts', 'thesis.txt'\) and no kvtier store; .*"):
+    with pytest.raises(
+        DamagedStoreError, match=r"holds other files \('drafts', 'thesis.txt'\) and no kvtier store; .*"
+    ):
         DirectoryTier(tmp_path, capacity_bytes=CAPACITY)
     for name in "abc":
         (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=r"\('a', 'b', 'c' and 2 more\)"):
+    with pytest.raises(DamagedStoreError, match=r"\('a', 'b', 'c' and 2 more\)"):
         DirectoryTier(tmp_path, capacity_bytes=CAPACITY)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "drafts", "thesis.txt"]
 
@@ -191,7 +193,7 @@ def test_a_fresh_file_system_is_accepted(tmp_path):
 def test_a_place_where_the_disk_tier_was_first_is_accepted(tmp_path):
     (tmp_path / "rank-0").mkdir()
     (tmp_path / "rank-of-mine").mkdir()
-    with pytest.raises(ConfigError, match=r"holds other files \('rank-of-mine'\)"):
+    with pytest.raises(DamagedStoreError, match=r"holds other files \('rank-of-mine'\)"):
         DirectoryTier(tmp_path, capacity_bytes=CAPACITY)
     (tmp_path / "rank-of-mine").rmdir()
     DirectoryTier(tmp_path, capacity_bytes=CAPACITY).close()
@@ -200,24 +202,24 @@ def test_a_place_where_the_disk_tier_was_first_is_accepted(tmp_path):
 def test_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=r"is not a directory|cannot be used: .*Not a directory"):
+        with pytest.raises(DamagedStoreError, match=r"is not a directory|cannot be used: .*Not a directory"):
             DirectoryTier(path, capacity_bytes=CAPACITY)
 
 
-@pytest.mark.parametrize("path", ["/dev/null/x", "nul\0byte", "x" * 300])
+@pytest.mark.parametrize("path", ["nul\0byte", "x" * 300])
 def test_an_impossible_path_is_refused(tmp_path, path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"root .* cannot be used|is not a directory"):
+    with pytest.raises(ConfigError, match=r"root .* cannot be used"):
         DirectoryTier(path, capacity_bytes=CAPACITY)
 
 
 @pytest.mark.parametrize(
     ("marker", "words"),
     [
-        ('{"version": 2, "store_id": "x", "created": "y"}', r"store version 2; known here: 1"),
+        ('{"version": 2, "store_id": "x", "created": "y"}', r"store version 2, of kind shared_directory"),
         (
             '{"version": 12, "store_id": "x", "created": "y", "checksum": "98292b1a628d7238"}',
-            r"version 12; known here: 1",
+            r"version 12, newer than the one known here, 1",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from kvtier.codec.frame import (
 )
 from kvtier.codec.head import SECTIONS_MAX, head_bytes_of
 from kvtier.codec.raw import Raw
-from kvtier.errors import CorruptChunkError
+from kvtier.errors import CorruptChunkError, UnreadableChunkError
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout, Part
 
 MIB = SECTION_BYTES_MAX
@@ -175,12 +175,17 @@ def test_no_parent_stays_no_parent():
     assert opened(frame)
 
 
-@pytest.mark.parametrize("field", ["name", "fingerprint", "layout_digest"])
-def test_another_objects_frame_is_refused(field):
+@pytest.mark.parametrize(
+    ("field", "words", "error"),
+    [
+        ("name", "object name", CorruptChunkError),  # under this name it is of no use to any reader
+        ("fingerprint", "fingerprint", UnreadableChunkError),
+        ("layout_digest", "layout digest", UnreadableChunkError),
+    ],
+)
+def test_another_objects_frame_is_refused(field, words, error):
     frame = sealed(Raw(), payload_of(GROUP, pairs=False), identity=IDENTITY._replace(**{field: b"\x09" * 32}))
-    with pytest.raises(
-        CorruptChunkError, match=f"wrong {field.replace('_', ' ').replace('name', 'object name')} 0909"
-    ) as caught:
+    with pytest.raises(error, match=f"wrong {words} 0909") as caught:
         opened(frame)
     assert caught.value.name == IDENTITY.name
 

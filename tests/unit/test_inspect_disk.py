@@ -109,7 +109,7 @@ def test_a_foreign_version_or_the_directory_above_is_an_error_and_no_crash(store
     assert "such as" in capsys.readouterr().err
     (store / "kvtier-disk.json").write_text('{"version": 9}')
     assert run(["inspect", "ls", str(store)]) == 2
-    assert "version 9; known here: 1; nothing was changed" in capsys.readouterr().err
+    assert "version 9, newer than the one known here, 1; nothing was changed" in capsys.readouterr().err
 
 
 @pytest.fixture

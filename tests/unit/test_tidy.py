@@ -1,6 +1,8 @@
 """The style guide holds, and each of its rules fires on a small bad example."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -123,3 +125,25 @@ def test_an_exception_that_nothing_needs_is_found():
 
 def test_the_repository_is_tidy():
     assert [str(finding) for finding in tidy.check_repository()] == []
+
+
+def collected(folder, *args):
+    """Names of the tests that a new process finds, a second or more after this module's import."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "", *args]
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=True)
+    return set(done.stdout.splitlines())
+
+
+def test_names_of_tests_depend_on_no_clock_and_no_seed(request):
+    """Parallel workers collect for themselves: tests of other names are none that they share."""
+    here = {item.nodeid for item in request.session.items}
+    assert here <= collected(request.config.invocation_params.dir, *request.config.args)
+
+
+def test_a_name_that_depends_on_the_clock_is_found(tmp_path):
+    module = "import pytest, time\n@pytest.mark.parametrize('it', [str(time.time_ns())])\ndef test(it): pass\n"
+    (tmp_path / "test_clock.py").write_text(module)
+    one, other = (collected(tmp_path, "--rootdir", str(tmp_path), "test_clock.py") for _ in range(2))
+    assert len(one | other) >= 2
+    assert one != other

@@ -14,10 +14,13 @@ import pytest
 import kvtier.runtime.trace_recorder as recording
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError
+from kvtier.keys.weights import home_cache
+from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.replay.single_cache import replay
 from kvtier.runtime import line_file
+from kvtier.runtime.journal import Journal
 from kvtier.runtime.trace_recorder import Recorder, Served
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
@@ -193,3 +196,24 @@ def test_the_command_runs_a_program_with_recording_on(tmp_path):
     done = subprocess.run([*command, "true"], timeout=250, check=False, **options)
     assert done.returncode == 2
     assert "allowed: a directory" in done.stderr
+
+
+@pytest.mark.parametrize("made", ["trace", "journal", "weights"])
+def test_only_the_owner_may_enter_what_is_made_under_umask_0(tmp_path, monkeypatch, made):
+    folder = tmp_path / "a" / "b"
+    monkeypatch.setenv("HOME", str(tmp_path / "a"))
+    before = os.umask(0)
+    try:
+        if made == "trace":
+            Recorder(folder, MIB, CHUNK, Metrics()).close(10.0)
+        elif made == "journal":
+            layout = KvLayout(CHUNK, (GroupLayout(History(), (64,), "test"),))
+            Journal(folder, MIB, layout, bytes(32), Metrics(), 1).close(10.0)
+        else:
+            (tmp_path / "a").mkdir(mode=0o700)
+            home_cache()
+    finally:
+        os.umask(before)
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(folders) >= 2
+    assert {oct(path.stat().st_mode & 0o777) for path in folders} == {"0o700"}

@@ -3,13 +3,17 @@
 import hashlib
 import json
 import os
+import re
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.vllm_config import vllm_config
 
-from kvtier.cli import vllm, vllm_doctor
+from kvtier.cli import doctor_findings, vllm, vllm_doctor
 from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
@@ -17,8 +21,9 @@ from kvtier.codec.raw import Raw
 from kvtier.config import machine_checks as machine
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
-from kvtier.connect.vllm import installed
+from kvtier.connect.vllm import installed, sides, support
 from kvtier.connect.vllm.settings import settings_from
+from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
@@ -147,7 +152,7 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
     code, out, err = config(
         "--dir", tmp_path / "kv", "--set", "host.capacity_bytes=64MiB", "--set", "limits.requests=7"
     )
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"note: {support.SHUTDOWN}\n")
     assert out.count("\n") == 1
     result = json.loads(out)
     extra = result.pop("kv_connector_extra_config")
@@ -177,14 +182,36 @@ def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, mo
         ("host.capacity=1GiB", "did you mean capacity_bytes?"),
         ("host.capacity_bytes=many", "not a size"),
         ("nosuch.key=1", "unknown section"),
+        ("store.chunk_tokens=100", "store.chunk_tokens = 100 fits no block size .* allowed: 0, or a multiple of 16"),
+        ("host.capacity_bytes=1024TiB", "host.capacity_bytes = 1024 TiB .* more than the memory of this machine"),
+        ("trace.path=/dev/null", "trace.path = /dev/null .* is not a directory"),
         (f"store.secret={SECRET}", "a secret is never printed; allowed: --set store.secret_file=PATH"),
     ],
 )
 def test_a_wrong_setting_is_refused(config, engine, flag, message):
     code, out, err = config("--set", flag)
     assert (code, out) == (2, "")
-    assert message in err
+    assert re.search(message, err.replace("\n", " "))
     assert SECRET not in err
+
+
+def test_a_tier_that_cannot_be_opened_is_refused_where_the_server_needs_it(config, engine, tmp_path):
+    (tmp_path / "kv").write_text("a file")
+    code, _, err = config("--dir", tmp_path / "kv")
+    assert (code, "is not a directory" in err) == (0, True), "the server starts without it, and opens it later"
+    code, out, err = config("--dir", tmp_path / "kv", "--set", "tiers.directory.required=true")
+    assert (code, out) == (2, "")
+    assert "is not a directory" in err
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"store.chunk_tokens": 100}, {"host.capacity_bytes": "1024TiB"}, {"planner.probe_file": "/nowhere"}]
+)
+def test_the_engine_refuses_the_same_before_it_loads_weights(engine, wrong):
+    there = vllm_config()
+    there.kv_transfer_config.kv_connector_extra_config = wrong
+    with pytest.raises(ConfigError, match=re.escape(next(iter(wrong)))):
+        sides.check_start(there)
 
 
 def test_a_secret_of_the_environment_stays_there(config, engine, tmp_path, monkeypatch):
@@ -200,7 +227,7 @@ def test_without_vllm_the_line_is_printed_with_a_note(config, engine, tmp_path):
     code, out, err = config("--dir", tmp_path / "kv")
     assert code == 0
     assert json.loads(out)
-    assert err == "note: vLLM is not installed here, so its release was not checked\n"
+    assert err.endswith("note: vLLM is not installed here, so its release was not checked\n")
 
 
 def test_a_release_that_is_not_supported_is_an_error(config, engine, tmp_path):
@@ -216,7 +243,9 @@ def test_a_release_that_is_not_supported_is_an_error(config, engine, tmp_path):
 def test_a_healthy_server_is_fine(doctor, engine, tmp_path):
     code, findings = doctor(transfer(fill(tmp_path / "kv")), "--block-size", "16")
     assert code == 0, bad(findings)
-    assert {it["about"] for it in findings if it["level"] == "note"} == {"short prompts", "planner", "PYTHONHASHSEED"}
+    assert {it["about"] for it in findings if it["level"] == "note"} == {
+        *("short prompts", "planner", "PYTHONHASHSEED", "--shutdown-timeout")
+    }
 
 
 @pytest.mark.parametrize(
@@ -267,9 +296,9 @@ def test_quotes_that_the_shell_took_are_found_and_not_repeated(doctor, engine, t
 
 
 def test_a_chunk_that_is_no_multiple_of_the_block_size(doctor, engine, tmp_path):
-    given = transfer(kv_connector_extra_config={"store.chunk_tokens": 200, "tiers": [below(tmp_path / "kv")]})
-    assert bad(doctor(given, "--block-size", 16)[1]) == ["store.chunk_tokens"]
-    assert bad(doctor(given, "--block-size", 50)[1]) == []
+    given = transfer(kv_connector_extra_config={"store.chunk_tokens": 208, "tiers": [below(tmp_path / "kv")]})
+    assert bad(doctor(given, "--block-size", 32)[1]) == ["store.chunk_tokens"]
+    assert bad(doctor(given, "--block-size", 16)[1]) == []
 
 
 def foreign(root: Path) -> None:
@@ -426,3 +455,20 @@ def test_a_command_line_that_no_shell_takes_is_refused(capsys):
     assert run(["vllm", "doctor", "--model", "m", "--engine-args", '--dtype "float32']) == 2
     printed = capsys.readouterr().err
     assert "--engine-args '--dtype \"float32': No closing quotation; allowed" in printed
+
+
+def test_the_doctor_says_what_takes_it_long(doctor, engine, tmp_path, monkeypatch):
+    shown: list[str] = []
+
+    @contextmanager
+    def progress(label: str, _total: float | None) -> Iterator[Callable[[float], None]]:
+        shown.append(label)
+        yield lambda _advance: None
+
+    for module in (vllm_doctor, doctor_findings):
+        monkeypatch.setattr(module, "progress", progress)
+    doctor(transfer(fill(tmp_path / "kv")))
+    assert shown == [
+        *("asking vLLM what the server's command line means", "digesting the weights"),
+        *("listing objects", "reading heads"),
+    ]

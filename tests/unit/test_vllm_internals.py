@@ -1,6 +1,10 @@
 """Names that the connector uses are looked up in vLLM's source: missing ones are named, and nothing is imported."""
 
 import ast
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,9 +108,9 @@ def test_attributes_count_wherever_a_class_gets_them(vllm, connector):
 
 def test_the_configuration_is_seen_only_while_it_is_made():
     class VllmConfig:
-        def __init__(self, model: object, module: str | None = "kvtier.connect.vllm") -> None:
+        def __init__(self, model: object, connector: str = "KvtierConnector") -> None:
             self.model_config = model
-            self.kv_transfer_config = SimpleNamespace(kv_connector_module_path=module)
+            self.kv_transfer_config = SimpleNamespace(kv_connector=connector)
             self.__post_init__()
 
         def __post_init__(self) -> None:
@@ -118,7 +122,7 @@ def test_the_configuration_is_seen_only_while_it_is_made():
     made = VllmConfig("a model")
     assert made.seen is made
     assert VllmConfig(None).seen is None, "vLLM makes some without a model"
-    assert VllmConfig("a model", None).seen is None, "MultiConnector, with ours as one of several"
+    assert VllmConfig("a model", "MultiConnector").seen is None, "with ours as one of several"
     assert asked() is None
 
 
@@ -139,6 +143,7 @@ NAMES = {
     "scheduler_config": "SchedulerConfig",
     "load_config": "LoadConfig",
     "compilation_config": "CompilationConfig",
+    "device_config": "DeviceConfig",
     "kv_transfer_config": "KVTransferConfig",
     "vllm_config": "VllmConfig",
     "kv_cache_config": "KVCacheConfig",
@@ -150,6 +155,7 @@ NAMES = {
 """What a name in the connector's source stands for, in files that look at vLLM's objects."""
 
 OURS = {
+    "model": {"load_weights"},  # what computes
     "group": {"validity", "tables", "needed_from", "payload_bytes"},  # a group of our geometry
     "tensor": {"ndim", "shape", "stride", "element_size", "storage_offset", "device", "untyped_storage", "detach"},
 }
@@ -175,3 +181,32 @@ def test_a_script_called_vllm_is_not_taken_for_the_package(tmp_path, monkeypatch
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert internals.package() is None
+
+
+def test_vllm_finds_the_plug_in_and_the_plug_in_registers_the_connector_again_and_again(monkeypatch):
+    named = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    plug_in = EntryPoint("kvtier", named["vllm.general_plugins"]["kvtier"], "vllm.general_plugins").load()
+    assert plug_in() is None, "harmless without vLLM"
+    known: dict[str, tuple[str, str]] = {}
+
+    def register_connector(name: str, module: str, kind: str) -> None:
+        if name in known:
+            raise ValueError("already registered")
+        known[name] = module, kind
+
+    factory = SimpleNamespace(KVConnectorFactory=SimpleNamespace(register_connector=register_connector))
+    monkeypatch.setitem(sys.modules, plug_in.__globals__["_FACTORY"], factory)
+    for _ in range(2):
+        plug_in()
+    assert known == {"KvtierConnector": ("kvtier.connect.vllm", "KvtierConnector")}
+
+
+def test_the_plug_in_imports_next_to_nothing():
+    found = "import sys; from kvtier.connect.vllm import register; register(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, timeout=60, check=True)
+    assert {each for each in done.stdout.split() if each.startswith("kvtier")} == {
+        "kvtier",
+        "kvtier.connect",
+        "kvtier.connect.vllm",
+    }
+    assert not {"vllm", "torch", "numpy"} & set(done.stdout.split())

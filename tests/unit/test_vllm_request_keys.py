@@ -236,6 +236,33 @@ def test_an_adapter_that_changes_while_it_is_used_is_not_cached_any_more(adapter
     assert keys(request(TOKENS, lora_request=lora(adapter)), requests) == after
 
 
+def test_an_adapter_that_is_loaded_again_from_other_files_is_reported(adapter):
+    """Requests that are running would go on with it, under the identity of the one before."""
+    replaced = []
+    config = vllm_config(lora_config=SimpleNamespace(lora_dtype="bfloat16", target_modules=None))
+    requests = KeyMaker(ROOT, 256, config, replaced.append)
+    requests.loaded(lora(adapter))
+    requests.loaded(lora(adapter, again=True))
+    keys(request(TOKENS, lora_request=lora(adapter, again=True)), requests)
+    assert replaced == []
+    _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
+    requests.loaded(lora(adapter, again=True))
+    assert replaced == ["sql"]
+    _rewrite(adapter / "adapter_model.safetensors", b"Lora" * 100)
+    keys(request(TOKENS, lora_request=lora(adapter, again=True)), requests)
+    assert replaced == ["sql", "sql"]
+
+
+def test_an_adapter_is_identified_when_vllm_loads_it(adapter):
+    """Not when the first request comes: its files may be others by then."""
+    requests = lora_requests()
+    requests.loaded(lora(adapter))
+    _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
+    assert requests.begin(request(TOKENS, lora_request=lora(adapter))) is None
+    requests.loaded(lora(adapter))
+    assert requests.begin(request(TOKENS, lora_request=lora(adapter))) is None
+
+
 def test_a_number_that_names_another_adapter_is_not_believed(adapter, tmp_path):
     requests = lora_requests()
     keys(request(TOKENS, lora_request=lora(adapter)), requests)

@@ -21,7 +21,7 @@ from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores
-from kvtier.connect.vllm.worker import Worker
+from kvtier.connect.vllm.worker import StepDone, StepOrders, Worker
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
 from kvtier.runtime import session as session_module
@@ -277,6 +277,7 @@ def _hasty_step(self: Scheduler, done) -> None:
     self._settle()
     for name, tracked in list(self._due.items()):
         self._store_full_chunks(tracked, self._tables(name))
+    self._stores.send()
 
 
 # ---- a convoy, a reset, a mishap -----------------------------------------------------------------------------------
@@ -481,6 +482,123 @@ def test_what_a_load_brought_before_a_reset_gets_no_name_of_after_it(start, monk
 
 
 # ---- our own mistakes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["under_way", "reported", "deferred"])
+def test_when_weights_change_no_load_counts_and_nothing_is_stored(start, monkeypatch, case):
+    """Also a load that the worker knows as complete, if it has not reported it to vLLM."""
+    engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=True, defers_loads=True)
+    prompt = filled(engine)
+    if case == "deferred":
+        engine.add([engine.draw.randrange(1000) for _ in range(300)], 8)
+        engine.under_way.append(engine._schedule())
+    request = engine.add(prompt, 300)
+    engine.under_way.append(engine._schedule())
+    assert request.is_loading
+    if case == "reported":
+        engine._execute(engine.under_way[-1])
+        engine.settle()
+    monkeypatch.setattr(engine.scheduler._stores, "begin", None)
+    failures, loaded_tokens = engine.failures, engine.loaded_tokens
+    engine.scheduler.weights_change("reload_weights()")
+    assert not engine.scheduler.reset(), "vLLM has kept its own cache, with KV of the weights before"
+    settled(engine)
+    assert engine.failures == failures + 1
+    engine.add(prompt, 1)
+    settled(engine)
+    assert engine.loaded_tokens == loaded_tokens + (768 if case == "deferred" else 0), "vLLM counts before the load"
+    monkeypatch.undo()
+    assert engine.scheduler.reset()
+    engine.forget()
+    engine.add(prompt, 1)
+    settled(engine)
+    assert engine.failures == failures + 1
+    assert engine.loaded_tokens > loaded_tokens, "it goes on"
+
+
+def test_when_weights_change_open_stores_are_cancelled(start, caplog):
+    engine = start(seed=1, blocks=200, rest=0.0)
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    engine.add(prompt, 4)
+    while not engine.scheduler._stores.open:
+        engine.step()
+    engine.scheduler.weights_change("reload_weights()")
+    engine.scheduler.weights_change("apply_model()")
+    (line,) = caplog.messages
+    assert line.startswith("the weights have changed, or may have (reload_weights()): kvtier loads and stores nothing.")
+    settled(engine)
+    assert not engine.scheduler._stores.open
+    assert engine.scheduler._stores.pins.is_idle, "vLLM can reset its own cache"
+    assert engine.scheduler.reset()
+    engine.forget()
+    engine.add(prompt, 1)
+    settled(engine)
+    assert engine.loaded_tokens == 0
+    engine.scheduler.weights_change("sleep()")
+    assert "(sleep())" in caplog.messages[-1], "also the second time"
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_of_a_step_that_finds_other_weights_nothing_is_stored(start, monkeypatch, is_overlapped):
+    """Also not of a request that the step ends: vLLM ends it before it passes on what the workers have found."""
+    engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=is_overlapped)
+    stored, store = [], engine.scheduler._session.store
+    monkeypatch.setattr(
+        engine.scheduler._session, "store", lambda name, *given: stored.append(name) or store(name, *given)
+    )
+    news = [""]
+    monkeypatch.setattr(engine.worker, "_look", lambda *, is_reset: news.__setitem__(0, "") if is_reset else news[0])
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    news[0] = "parameters were replaced"
+    engine.add(prompt, 1)
+    engine.add(prompt[:512], 20)
+    settled(engine)
+    assert stored == []
+    assert engine.scheduler._stores.pins.is_idle
+    assert engine.scheduler.reset()
+    engine.forget()
+    for _ in range(2):
+        engine.add(prompt, 1)
+        settled(engine)
+        engine.forget()
+    assert stored != []
+    assert engine.loaded_tokens > 0, "it goes on"
+
+
+def test_while_weights_are_unknown_requests_are_identified_and_have_no_keys(start, monkeypatch):
+    """An adapter has the files of the time when vLLM loads it, not those of the time after the reset."""
+    engine = start(seed=1, blocks=200)
+    asked, begin_keys = [], engine.scheduler._begin_keys
+    monkeypatch.setattr(engine.scheduler, "_begin_keys", lambda it: asked.append(it) or begin_keys(it))
+    engine.scheduler.weights_change("reload_weights()")
+    request = engine.add(list(range(600)), 4)
+    assert asked == [request]
+    assert engine.scheduler._requests[request.request_id].keys is None
+    assert engine.scheduler.reset()
+    assert engine.scheduler._requests[request.request_id].keys is not None
+
+
+def test_a_change_that_is_found_after_a_reset_belongs_to_the_time_before_only_if_nothing_was_in_use(start):
+    """Otherwise vLLM has kept KV of the weights before, and another request may find it."""
+    engine = start(seed=1, blocks=200, rest=0.0)
+
+    def took() -> StepOrders:
+        step = engine._schedule()
+        engine._execute(step)
+        engine._update(step)
+        return step.orders
+
+    took()
+    assert engine.scheduler.reset()
+    engine.scheduler.stepped(StepDone(1, "a step that was in flight"))
+    assert not engine.scheduler._is_off
+    engine.add([engine.draw.randrange(1000) for _ in range(600)], 4)
+    assert [took().is_reset, took().is_reset] == [True, False]
+    assert engine.scheduler.reset()
+    orders = took()
+    assert not orders.is_reset, "blocks are in use"
+    engine.scheduler.stepped(StepDone(orders.step, "parameters were replaced"))
+    assert engine.scheduler._is_off
 
 
 def test_a_copy_that_outlives_its_load_writes_to_no_block_of_another_request(start, monkeypatch):

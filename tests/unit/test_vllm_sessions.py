@@ -125,3 +125,17 @@ def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(monkeyp
     assert Heard.said == [(a, NextTurn.USER)]
     # The first computes and stores it, the others load it.
     assert Heard.owners == [owner for owner in (a, b, None, None) for _ in range(3)]
+
+
+def test_fields_of_other_programs_are_named_once_and_those_of_vllms_proxies_are_known(caplog):
+    engine = SmallEngine()
+    proxy = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": None}
+    asked = [proxy, {"nextturn": "user", "remote_block_ids": [1]}, {"other": 1}, {"next_turn": "sometime"}]
+    names: list[str] = []
+    for params in asked:
+        asking = engine.add(list(range(100)), 1, kv_transfer_params=params)
+        names.append(asking.request_id)
+    engine.close()
+    foreign, wrong = (message for message in caplog.messages if "logged once" in message)
+    assert foreign.startswith(f"request {names[1]}: kv_transfer_params has ['nextturn', 'remote_block_ids']; known: ")
+    assert wrong.startswith(f"request {names[3]}: next_turn = 'sometime'; allowed")

@@ -15,6 +15,8 @@ from kvtier.errors import ConfigError, UnsupportedModelError
         {},
         {"parallel__tensor_parallel_size": 8},
         {"cache__enable_prefix_caching": False},
+        {"model__use_mla": True, "device__device_type": "cuda"},
+        {"model__use_mla": True, "compilation__is_custom_op_enabled": lambda op: op != "rotary_embedding"},
         *(
             {"speculative_config": SimpleNamespace(method=method)}
             for method in ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
@@ -38,6 +40,7 @@ def test_engines_that_are_served(change):
         ({"weight_transfer_config": object()}, "weight_transfer_config is not supported.* Turn it off"),
         ({"attention__use_non_causal": True}, "non-causal attention is not supported"),
         ({"attention__hisparse_config": object()}, "HiSparse is not supported.* Turn it off"),
+        ({"model__use_mla": True}, "MLA on a CPU .* --compilation-config .*-rotary_embedding"),
         ({"cache__use_replayssm": True}, "use_replayssm is not supported.* Turn it off"),
         *(
             ({"speculative_config": SimpleNamespace(method=method)}, f"decoding with '{method}'.* Use one of medusa")

@@ -158,3 +158,25 @@ def test_a_late_one_is_fenced_and_all_its_blocks_are_bad(monkeypatch):
     assert not worker._ready
     assert not worker._received_once
     assert not worker._late
+
+
+def test_a_step_that_finds_other_weights_completes_no_load():
+    asked, news = [], "parameters were replaced"
+    worker = Worker(Copier(), lambda *, is_reset: asked.append(is_reset) or news)
+    awaited = AwaitedLoad(RequestId("L1/r8"), (6, 7))
+    worker.begin(StepOrders(1, awaited=(awaited,), ended=(ended(), LoadReport(awaited.load, (), False, False))))
+    worker.wait_for_loads()
+    assert asked == [], "they may change during the forward"
+    assert worker.results() == ({"r7"}, {"r7"})
+    assert worker.take_bad_blocks() == {6, 7}
+    assert worker.done == StepDone(1, news)
+    worker.begin(StepOrders(2, ended=(LoadReport(RequestId("L2/r9"), (), False, True),)))
+    assert worker.results() == ({"r9"}, {"r9"}), "its orders may be older than the scheduler's knowledge"
+    news = ""
+    worker.begin(StepOrders(3, is_off=True, ended=(LoadReport(RequestId("L4/r2"), (), False, True),)))
+    assert worker.results() == ({"r2"}, {"r2"}), "the scheduler knows of calls that the worker does not see"
+    assert asked == [False] * 3
+    worker.begin(StepOrders(4, is_reset=True, ended=(LoadReport(RequestId("L3/r1"), (), False, True),)))
+    assert asked.pop(), "before the forward"
+    assert worker.results() == ({"r1"}, set())
+    assert worker.done == StepDone(4)

@@ -194,6 +194,10 @@ class Engine:
         """What ``module:function`` says in the engine's process."""
         return self._call("told_by", ANSWER_S, place=place)
 
+    def do(self, place: str, *given: Any) -> Any:
+        """What ``module:function`` returns in the engine's process, given vLLM's engine and `given`."""
+        return self._call("do", ANSWER_S, place=place, given=given)
+
     @property
     def chunk_tokens(self) -> int:
         """Of kvtier's chunks. In a model with states it depends on vLLM's blocks, and they on the processor."""

@@ -206,6 +206,11 @@ class Served:
         """What ``module:function`` says here."""
         return _called(place)
 
+    def do(self, place: str, given: tuple[Any, ...]) -> Any:
+        """What ``module:function`` returns, given the engine and `given`."""
+        self.drain()
+        return _called(place, self._engine, *given)
+
     def close(self) -> None:
         """End the engine as its own server would."""
         self.drain()
@@ -247,6 +252,6 @@ def serve(connection: Connection, job: str) -> None:
     sys.stdout.flush()
 
 
-def _called(place: str) -> Any:
+def _called(place: str, *given: Any) -> Any:
     module, _, function = place.partition(":")
-    return getattr(import_module(module), function)()
+    return getattr(import_module(module), function)(*given)

@@ -99,3 +99,21 @@ def test_nothing_that_is_used_is_missing_in_the_vllm_that_is_installed() -> None
     root = internals.package()
     assert root is not None
     assert internals.missing(root) == []
+
+
+def check_calls() -> None:
+    """Runs where vLLM is imported: what is taken for harmless is a method of vLLM's workers, not a name misspelt."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from kvtier.connect.vllm.weights import HARMLESS
+
+    of_0_33 = {"get_simple_cpu_offload_num_cpu_blocks"}
+    assert {name for name in HARMLESS if not hasattr(Worker, name)} <= of_0_33
+    changing = "reload_weights update_config load_model reset_weights start_weight_update update_weights sleep wake_up"
+    for name in [*changing.split(), "discard", "apply_model", "elastic_ep_execute", "checkpoint_restore"]:
+        assert hasattr(Worker, name), name
+        assert name not in HARMLESS
+
+
+def test_calls_that_stop_nothing_are_vllms() -> None:
+    in_process(check_calls)

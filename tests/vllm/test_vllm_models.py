@@ -1,9 +1,13 @@
 """The checkpoints are good for something: every token of a prompt counts, and the engine itself is repeatable."""
 
+from pathlib import Path
+
 import pytest
 from engines import EXACT, Start
+from harness import EngineError
 from judge import TOLERANCE, apart, prompt
 from models import SMALL
+from settings import connector
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
@@ -33,3 +37,14 @@ def test_with_float32_neither_batches_nor_cached_blocks_change_an_answer(model: 
     for one, two, three in zip(alone, cached, together, strict=True):
         assert apart(one, two) < TOLERANCE
         assert apart(one, three) < TOLERANCE
+
+
+def test_latents_made_by_vllms_own_rotary_kernel_on_a_cpu_are_refused(start: Start, tmp_path: Path) -> None:
+    """With that kernel even the same prompt gets other numbers in another batch."""
+    own = {"compilation_config": {"custom_ops": ["all"]}}
+    with start("deepseek", **own) as engine:
+        prompts = [prompt(400 + 77 * number, number) for number in range(6)]
+        alone, together = engine.ask_in_turn(*prompts), engine.ask(*prompts)
+        assert max(map(apart, alone, together)) > TOLERANCE
+    with pytest.raises(EngineError, match="-rotary_embedding"):
+        start("deepseek", connector(tmp_path / "kv"), **own)

@@ -160,6 +160,19 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
         assert "Traceback" not in server.printed()
 
 
+@pytest.mark.parametrize("timeout_s", [0, 30])
+def test_at_shutdown_the_store_is_closed_only_within_a_timeout(
+    checkpoints: Path, timeout_s: int, tmp_path: Path
+) -> None:
+    given = json.dumps(connector(tmp_path / "kv"))
+    sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
+    late = ["--shutdown-timeout", str(timeout_s)]
+    with Server(checkpoints / "llama", tmp_path / "server.log", given, *sizes, *late) as server:
+        server.complete(SHORT, 16)
+    left = list((tmp_path / "kv" / "drafts").glob("*.lock"))
+    assert bool(left) == (timeout_s == 0), "a process that was killed leaves its lock file"
+
+
 def test_the_log_says_that_random_weights_are_kept_nowhere(start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv"), load_format="dummy")
     assert line("WARNING", "KV is kept in host memory only: its weights are random").search(engine.printed())

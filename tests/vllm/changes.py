@@ -1,0 +1,101 @@
+"""What changes the weights of a running engine, and what does not. Each function is named by a test.
+
+Each gets vLLM's engine and the directory of another checkpoint of the same model.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def reload(engine: Any, path: str) -> None:
+    """As an operator does it, or a trainer that writes checkpoints."""
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
+def call(engine: Any, path: str) -> None:
+    """A function of the caller, in every worker."""
+    engine.collective_rpc(_write, args=(path,))
+
+
+def apply(engine: Any, path: str) -> None:
+    """A function of the caller, on the model."""
+    engine.apply_model(lambda model: _copy(model, path))
+
+
+def load_directly(engine: Any, path: str) -> None:
+    """As trainers do it that run in the process of the engine: vLLM is not called."""
+    model = _model(engine)
+    model.load_weights(_tensors(model, path))
+
+
+def write_directly(engine: Any, path: str) -> None:
+    """Without any call, and without a trace in the tensors' counters."""
+    _copy(_model(engine), path)
+
+
+def replace_directly(engine: Any, path: str) -> None:
+    """Other parameters in the place of the old ones."""
+    import torch
+
+    for module in _model(engine).modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    _copy(_model(engine), path)
+
+
+def sleep(engine: Any, path: str) -> None:
+    """On a GPU, sleep of level 2 discards the weights, and a trainer writes others when the engine wakes up."""
+    engine.sleep(level=2)
+    engine.wake_up()
+    _copy(_model(engine), path)
+
+
+def harmless(engine: Any, path: str) -> None:
+    """What monitoring and benchmarks call."""
+    for name in ("check_health", "get_model_inspection", "synchronize_device", "get_supported_tasks"):
+        engine.collective_rpc(name)
+    engine.reset_mm_cache()
+    engine.reset_encoder_cache()
+
+
+def overlook_calls() -> None:
+    """Calls are not watched: the control of what the workers notice."""
+    from kvtier.connect.vllm import weights
+
+    weights.HARMLESS |= {"reload_weights"}
+
+
+def overlook() -> None:
+    """Nothing is watched: the control of the tests."""
+    from kvtier.connect.vllm.scheduler import Scheduler
+    from kvtier.connect.vllm.weights import WeightSample
+
+    WeightSample.look = lambda self, *, is_reset=False: ""  # type: ignore[method-assign]
+    Scheduler.weights_change = lambda self, what: None  # type: ignore[method-assign]
+
+
+def _write(worker: Any, path: str) -> None:
+    _copy(worker.get_model(), path)
+
+
+def _copy(model: Any, path: str) -> None:
+    """`load_weights` of the class, which writes ``parameter.data``: what watches the model does not see the call."""
+    type(model).load_weights(model, _tensors(model, path))
+
+
+def _tensors(model: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Tensors that vLLM leaves where they are on a CPU: embeddings and norms. It packs all others elsewhere."""
+    from safetensors import safe_open
+
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                tensor = opened.get_tensor(name)
+                if sizes.get(name) == tensor.shape:
+                    yield name, tensor
+
+
+def _model(engine: Any) -> Any:
+    return engine.engine_core.engine_core.model_executor.driver_worker.get_model()
