@@ -210,7 +210,7 @@ def test_without_a_second_look_it_would_be_stranded(monkeypatch: pytest.MonkeyPa
     real = session._call
     session.store(RequestId("a"), prefix_of(1), places_of([0]))
     monkeypatch.setattr(Session, "ready", lambda self: None)
-    real([lambda now_s: session._cache.store(RequestId("b"), prefix_of(1, seed=1), places_of([0]), now_s)])
+    real(lambda now_s: session._cache.store(RequestId("b"), prefix_of(1, seed=1), places_of([0]), now_s))
     assert session.poll() == []
     assert session._inbox
 

@@ -119,7 +119,7 @@ def a_budget_is_not_kept(patch: Patch) -> None:
 
 @mutant
 def the_breaker_never_opens(patch: Patch) -> None:
-    patch.setattr(tier_state.CircuitBreaker, "failed", lambda self, now_s: False)
+    patch.setattr(tier_state.CircuitBreaker, "failed", lambda self, now_s, operation: False)
 
 
 @mutant

@@ -31,7 +31,7 @@ from kvtier.runtime import session_events
 from kvtier.runtime.executor import Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import SessionError
-from kvtier.runtime.session_events import OpenCall, SessionEvents
+from kvtier.runtime.session_events import SessionEvents
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import LoadDone, Presence, Probe, RequestId, StoreDone
 
@@ -164,8 +164,8 @@ def test_after_an_internal_error_the_session_is_shut_and_the_engine_goes_on(monk
     def wrong(*_args, **_kwargs):
         raise AssertionError("planted")
 
-    monkeypatch.setattr(Cache, "complete", wrong)
     session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+    monkeypatch.setattr(Cache, "complete", wrong)
     events = session.poll(5.0)
     assert [(type(event), event.tokens) for event in events] == [(LoadDone, 0)]
     assert "internal error" in caplog.text
@@ -180,7 +180,6 @@ def test_bad_arguments_raise_in_the_caller():
     with pytest.raises(ValueError, match="outside the prefix"):
         session.store(RequestId("a"), prefix_of(2), places_of([7]))
     assert stored(session, "a", prefix_of(2), places_of(range(2))).held == 4  # and all goes on
-    session._main_id = None  # this thread makes its calls itself
     with session._lock:  # so that nothing completes the load
         session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
         with pytest.raises(ValueError, match="'b' has a load under way"):
@@ -289,7 +288,7 @@ def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch)
     lines = deque()
     events = SessionEvents(Metrics(), lines)
     for number in range(6):
-        events.begin_store(OpenCall(RequestId(str(number)), 0.0, 0, []))
+        events.begin_store(RequestId(str(number)), [])
         events.publish(StoreDone(RequestId(str(number)), 0, 0))
     assert [event.request for event in events.poll(0.0)] == ["3", "4", "5"]
     assert [line.level for line in lines] == [logging.WARNING]
