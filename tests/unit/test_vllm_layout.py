@@ -322,7 +322,6 @@ def test_states_without_prefix_caching_are_refused():
         ("tokens_per_state", 4, "one state per 4 tokens"),
         ("non_causal", True, "attends to later tokens"),
         ("prefix_cacheable", False, "never reuses this KV"),
-        ("is_draft", True, "belongs to a draft model"),
     ],
 )
 def test_kv_that_we_cannot_read_is_refused(field, value, message):
@@ -346,7 +345,7 @@ def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("is_eagle_group", True), ("host_resident", True), ("enable_kv_transfer", False)],
+    [("host_resident", True), ("enable_kv_transfer", False)],
 )
 def test_a_group_with_another_purpose_is_refused(field, value):
     engine = recorded("llama32")

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
@@ -123,13 +123,11 @@ def engine_config(arguments: Sequence[str]) -> VllmConfig:
     """The `VllmConfig` of a server's command line. Imports vLLM, which takes seconds; its output goes to stderr.
 
     Raises:
-        ConfigError: vLLM rejects the arguments, with vLLM's message.
+        ConfigError: vLLM rejects the arguments, or cannot be imported; with its message.
     """
     with _quiet():
         try:
-            given = engine_arguments(arguments)
-            _inspect_models_in_process()
-            return given.create_engine_config()
+            return engine_arguments(arguments).create_engine_config()
         except KvError:  # vLLM imports our connector
             raise
         except Exception as error:  # any error of vLLM or its dependencies
@@ -140,40 +138,18 @@ def engine_arguments(arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's 
     """Parse a server's command line with vLLM's parser; arguments of the HTTP server alone are skipped.
 
     Raises:
-        ConfigError: vLLM rejects the arguments, or cannot be imported.
+        ConfigError: vLLM rejects the arguments.
     """
-    engine: Any = _imported("vllm.engine.arg_utils")
-    parsing: Any = _imported("vllm.utils.argparse_utils")
+    engine: Any = importlib.import_module("vllm.engine.arg_utils")
+    parsing: Any = importlib.import_module("vllm.utils.argparse_utils")
     parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
     parser.error = _refuse  # instead of 400 lines of usage and an exit
     known, _ = parser.parse_known_args(list(arguments))
     return engine.EngineArgs.from_cli_args(known)
 
 
-def _inspect_models_in_process() -> None:
-    """Let vLLM inspect a model's class in this process.
-
-    By default vLLM uses a new process for it, which keeps CUDA out of a server but imports everything again. This
-    process ends soon, so neither matters. If vLLM lacks the function, nothing changes.
-    """
-    registry: Any = _imported("vllm.model_executor.models.registry")
-    if hasattr(registry, "_run_in_subprocess"):
-        registry._run_in_subprocess = _call  # noqa: SLF001
-
-
-def _call(act: Callable[[], object]) -> object:
-    return act()
-
-
 def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"vLLM does not take these arguments: {message}")
-
-
-def _imported(name: str) -> object:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # OSError: a system library is missing
-        raise ConfigError(f"vLLM is installed, but cannot be imported: {error}") from error
 
 
 @contextmanager

@@ -7,9 +7,10 @@ of 5 s. Names prove nothing about the layout of a page; see `selftest`.
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 from kvtier.connect.vllm.vllm_types import VllmConfig
@@ -79,7 +80,7 @@ USED: Mapping[str, Mapping[str, str]] = {
     "v1/kv_cache_interface.py": {
         "KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors kv_cache_layout cache_hit_alignment_tokens "
         "hash_block_size",
-        "KVCacheGroupSpec": "layer_names kv_cache_spec role host_resident enable_kv_transfer is_eagle_group",
+        "KVCacheGroupSpec": "layer_names kv_cache_spec role host_resident enable_kv_transfer",
         "KVCacheTensor": "layers offset layer_stride block_stride",
         "KVCacheSpec": "block_size prefix_cacheable num_heads num_states state_content_size_bytes",
         "FullAttentionSpec": "dtype kv_quant_mode tokens_per_state non_causal",
@@ -117,23 +118,30 @@ def package() -> Path | None:
 def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
     """Names that the connector uses and the vLLM at `root` lacks, such as ``v1/request.py: Request.status``.
 
+    A name counts if any class of the file defines it, since a base or a subclass may.
+
     Args:
         root: vLLM's package.
         connector: source of the connector, whose hooks must match vLLM's.
     """
-    source = _Source(root)
     found: list[str] = []
     for file, classes in USED.items():
-        if source.tree(file) is None:
+        tree = _parsed(root / file)
+        if tree is None:
             found.append(f"{file}: no such file, or not valid Python")
             continue
+        known = {"", *_defined(tree)}
         for name, members in classes.items():
-            if name and source.find(name, file) is None:
-                found.append(f"{file}: {name}")
-                continue
-            known = source.members(name, file)
-            found += [f"{file}: {name}.{each}".replace(": .", ": ") for each in members.split() if each not in known]
-    return found + list(_other_hooks(source, connector))
+            lacking = [f".{each}" for each in members.split() if each not in known] if name in known else [""]
+            found += [f"{file}: {name}{each}".replace(": .", ": ") for each in lacking]
+    theirs = _hooks(root / _BASE)
+    for name, taken in _hooks(connector).items():
+        if name not in theirs:
+            found.append(f"{_BASE}: KVConnectorBase_V1.{name}")
+        elif theirs[name] != taken:
+            has = ", ".join(theirs[name])
+            found.append(f"{_BASE}: KVConnectorBase_V1.{name}({', '.join(taken)}), it has ({has})")
+    return found
 
 
 def config_being_made() -> VllmConfig | None:
@@ -142,122 +150,43 @@ def config_being_made() -> VllmConfig | None:
     A connector gets vLLM's configuration only after the weights are loaded, up to half an hour later. But
     `VllmConfig.__post_init__` imports the connector's class before that, in the server's process.
     """
-    frame = inspect.currentframe()
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            return None
+    for frame, _ in islice(walk_stack(inspect.currentframe()), _FRAMES_MAX):
         found: Any = frame.f_locals.get("self")
         if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
             transfer = found.kv_transfer_config
             # Under a MultiConnector the settings belong to a configuration that does not exist yet.
             is_ours = getattr(transfer, "kv_connector", None) == "KvtierConnector"
             return found if is_ours and found.model_config is not None else None
-        frame = frame.f_back
     return None
 
 
-def _other_hooks(source: "_Source", connector: Path) -> Iterator[str]:
-    """Hooks of the connector that vLLM lacks, or calls with other arguments."""
-    theirs: dict[str, list[str]] = {}
-    for name in ("SupportsHMA", "KVConnectorBase_V1"):
-        theirs |= source.functions(name, _BASE)
-    own = _Source(connector.parent)
-    for name, taken in own.functions("KvtierConnector", connector.name).items():
-        if name.startswith("_"):
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    """Names of the classes, functions and fields below `node`, and the attributes that its functions set."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield inner.name
+            stored = (each for each in ast.walk(inner) if isinstance(each, ast.Attribute))
+            yield from (each.attr for each in stored if isinstance(each.ctx, ast.Store))  # of self, as a rule
             continue
-        if name not in theirs:
-            yield f"{_BASE}: KVConnectorBase_V1.{name}"
-        elif theirs[name] != taken:
-            yield f"{_BASE}: KVConnectorBase_V1.{name}({', '.join(taken)}), it has ({', '.join(theirs[name])})"
+        if isinstance(inner, ast.ClassDef):
+            yield inner.name
+        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            yield inner.id
+        yield from _defined(inner)
 
 
-class _Source:
-    """The classes of a package, from its source.
-
-    Args:
-        root: directory of the package.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._trees: dict[str, ast.Module | None] = {}
-
-    def tree(self, file: str) -> ast.Module | None:
-        """A parsed file; None if it cannot be read or parsed."""
-        if file not in self._trees:
-            try:
-                self._trees[file] = ast.parse((self._root / file).read_bytes())
-            except (OSError, SyntaxError, ValueError):
-                self._trees[file] = None
-        return self._trees[file]
-
-    def body(self, file: str) -> list[ast.stmt]:
-        """The statements of a file; none if it cannot be read."""
-        tree = self.tree(file)
-        return [] if tree is None else tree.body
-
-    @cached_property
-    def _classes(self) -> dict[str, tuple[str, ast.ClassDef]]:
-        """Classes of all files in `USED` by name: a base class may be in another file."""
-        return {node.name: (file, node) for file in USED for node in self.body(file) if isinstance(node, ast.ClassDef)}
-
-    def find(self, name: str, file: str) -> ast.ClassDef | None:
-        """A class of `file`."""
-        body = self.body(file)
-        return next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
-
-    def members(self, name: str, file: str) -> set[str]:
-        """Attributes of a class of `file` and its bases; without a name, of the module."""
-        if not name:
-            return set(_defined(self.body(file)))
-        found: set[str] = set()
-        for node in self._class_and_bases(name, file):
-            found |= set(_defined(node.body))
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    found.add(inner.attr)  # of self, as a rule
-        return found
-
-    def functions(self, name: str, file: str) -> dict[str, list[str]]:
-        """Arguments of a class's functions, by function."""
-        return {
-            each.name: _arguments(each)
-            for node in reversed(list(self._class_and_bases(name, file)))
-            for each in node.body
-            if isinstance(each, ast.FunctionDef)
-        }
-
-    def _class_and_bases(self, name: str, file: str) -> Iterator[ast.ClassDef]:
-        """A class and its bases, as far as they are in files of `USED`."""
-        found = self.find(name, file)
-        waiting, seen = [] if found is None else [(file, found)], {name}
-        while waiting:
-            file, node = waiting.pop(0)
-            yield node
-            for base in node.bases:
-                inner = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
-                if inner in seen:
-                    continue
-                seen.add(inner)
-                here = self.find(inner, file)
-                there = (file, here) if here is not None else self._classes.get(inner)
-                if there is not None:
-                    waiting.append(there)
-
-
-def _defined(body: list[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _defined(node.body)
-
-
-def _arguments(function: ast.FunctionDef) -> list[str]:
-    args = function.args
-    every = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
-    return [each.arg for each in every if each is not None]
+def _hooks(path: Path) -> dict[str, list[str]]:
+    """Arguments of the public methods of a file's classes, by method."""
+    return {
+        each.name: [it.arg for it in ast.iter_child_nodes(each.args) if isinstance(it, ast.arg)]
+        for kind in getattr(_parsed(path), "body", ())
+        for each in getattr(kind, "body", ())
+        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")
+    }

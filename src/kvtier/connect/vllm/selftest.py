@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -54,9 +55,19 @@ _ERROR_LINES = 12
 # ---- results next to the store -------------------------------------------------------------------------------------
 
 
-def result_folder(config: Config) -> Path | None:
-    """Folder of the results: that of the first tier that has one; None without one."""
-    return next((folder for tier in config.tiers if (folder := kind_of(tier).folder(tier)) is not None), None)
+def result_folder(config: Config) -> Path:
+    """Folder of the results: that of the first tier that has one.
+
+    Raises:
+        ConfigError: no tier has one.
+    """
+    for tier in config.tiers:
+        if (folder := kind_of(tier).folder(tier)) is not None:
+            return folder
+    raise ConfigError(
+        "the self-test of an unsupported vLLM writes its result next to a store, and no tier is in a directory; "
+        "allowed: --tier disk:PATH or --tier directory:PATH"
+    )
 
 
 def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> None:
@@ -78,20 +89,13 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
     folder = result_folder(config)
     if config.vllm.unsupported == "selftest":
         logger.warning("vLLM %s is under test; the answers of this engine may be wrong", build)
-        if folder is not None:
-            make_root(folder)
-            notes.write(folder, "selftest", _name(subject), {**subject, "passed": False})
+        make_root(folder)
+        _write(folder, subject, is_passed=False)
         return
-    if folder is None:
-        raise ConfigError(
-            f"vLLM {build} is not supported, and without a tier in a directory its self-test has no place for a "
-            "result; allowed: --tier disk:PATH or --tier directory:PATH"
-        )
-    try:
-        is_passed = within(config.limits.open_deadline_s, partial(_is_passed, folder, subject), "kvtier selftest")
-    except TimeoutError:
-        is_passed = False
-    if not is_passed:
+    results: list[dict[str, object]] = []
+    with suppress(TimeoutError):
+        results = within(config.limits.open_deadline_s, partial(notes.read, folder, "selftest"), "kvtier selftest")
+    if {**subject, "passed": True} not in results:
         raise ConfigError(
             f"vLLM {build} is not supported, and {folder} holds no self-test result for this model and layout; run "
             "`kvtier vllm doctor --selftest` with the server's settings, --model and --engine-args"
@@ -106,17 +110,13 @@ def publish(tested: Path, folder: Path) -> int:
     """
     found = notes.read(tested, "selftest")
     for note in found:
-        subject = {key: value for key, value in note.items() if key != "passed"}
-        notes.write(folder, "selftest", _name(subject), {**subject, "passed": True})
+        _write(folder, note, is_passed=True)
     return len(found)
 
 
-def _is_passed(folder: Path, subject: dict[str, object]) -> bool:
-    return {**subject, "passed": True} in notes.read(folder, "selftest")
-
-
-def _name(subject: dict[str, object]) -> bytes:
-    return hashlib.sha256(repr(sorted(subject.items())).encode()).digest()
+def _write(folder: Path, subject: Mapping[str, object], *, is_passed: bool) -> None:
+    name = repr([subject[key] for key in ("build", "fingerprint", "layout")])
+    notes.write(folder, "selftest", hashlib.sha256(name.encode()).digest(), {**subject, "passed": is_passed})
 
 
 # ---- the test ------------------------------------------------------------------------------------------------------
@@ -143,10 +143,6 @@ def run(config: Config, arguments: Sequence[str]) -> str:
         OSError: the result cannot be written.
     """
     results = result_folder(config)
-    if results is None:
-        raise ConfigError(
-            "no tier in a directory for the self-test's result; allowed: --tier disk:PATH or --tier directory:PATH"
-        )
     with tempfile.TemporaryDirectory(prefix="kvtier-selftest-") as folder:
         store = Path(folder, "store")
         transfer = {

@@ -33,7 +33,6 @@ SHUTDOWN = (
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
-_KINDS = "full attention, MLA, sliding window and Mamba-like states"
 _ADVICE = {
     "ChunkedLocalAttentionSpec": ". Start vLLM with --disable-hybrid-kv-cache-manager: it then keeps all blocks "
     "of these layers, which is supported",
@@ -46,75 +45,56 @@ def check_engine(config: VllmConfig) -> None:
     Raises:
         UnsupportedModelError: the message says what was found and what to do.
     """
-    _check_ranks(config.parallel_config)
-    _check_model(config)
-    _check_kernels(config)
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
-        raise UnsupportedModelError(
-            f"speculative decoding with {speculative.method!r} is not supported: the draft layers' KV depends on "
-            f"tokens after its chunk. Use one of {', '.join(sorted(DRAFTS_WITHOUT_KV))}, or none"
-        )
-    cache = config.cache_config
-    if getattr(cache, "use_replayssm", False):
-        raise UnsupportedModelError(
-            "use_replayssm is not supported: a page then holds only a part of a state. Turn it off"
-        )
-    if getattr(config.attention_config, "hisparse_config", None) is not None:
-        raise UnsupportedModelError("HiSparse is not supported: it moves KV to host memory itself. Turn it off")
-
-
-def _check_kernels(config: VllmConfig) -> None:
-    """Refuse vLLM's own rotary kernel for MLA on a CPU, whose numbers depend on the length of the batch."""
-    if (
-        config.model_config.use_mla
-        and config.device_config.device_type == "cpu"
-        and config.compilation_config.is_custom_op_enabled("rotary_embedding")
-    ):
-        raise UnsupportedModelError(
-            "MLA on a CPU with vLLM's own rotary kernel is not supported: the kernel's numbers depend on the length of "
-            "the batch, so restored KV would change the tokens. Turn the kernel off: "
-            """--compilation-config '{"custom_ops": ["-rotary_embedding"]}'"""
-        )
-
-
-def _check_ranks(parallel: VllmConfig) -> None:
+    parallel, model, attention = config.parallel_config, config.model_config, config.attention_config
     for name, advice in (
         ("pipeline_parallel_size", "Use tensor parallelism"),
         ("decode_context_parallel_size", "Set it to 1"),
         ("prefill_context_parallel_size", "Set it to 1"),
     ):
         size = getattr(parallel, name)
-        if size > 1:
-            raise UnsupportedModelError(f"{name} = {size} is not supported. {advice}")
-    if parallel.nnodes > 1:
-        raise UnsupportedModelError(
-            f"an engine on {parallel.nnodes} nodes is not supported: scheduler and workers communicate over local "
-            "sockets. Use one node per engine"
-        )
-
-
-def _check_model(config: VllmConfig) -> None:
-    model = config.model_config
-    if model.is_encoder_decoder:
-        raise UnsupportedModelError(
-            "encoder-decoder models are not supported: their KV depends on the encoder's input. Serve it without kvtier"
-        )
-    if model.runner_type != "generate":
-        raise UnsupportedModelError(
-            f"runner {model.runner_type!r} is not supported: a pooling model's requests leave no reusable KV. "
-            "Use runner 'generate', or serve the model without kvtier"
-        )
-    if model.enable_sleep_mode or config.weight_transfer_config is not None:
-        name = "enable_sleep_mode" if model.enable_sleep_mode else "weight_transfer_config"
-        raise UnsupportedModelError(
-            f"{name} is not supported: it replaces KV or weights while the engine runs, without notifying kvtier. "
-            "Turn it off"
-        )
-    if getattr(config.attention_config, "use_non_causal", False):
-        raise UnsupportedModelError(
-            "non-causal attention is not supported: KV then depends on later tokens. Serve the model without kvtier"
-        )
+        _refuse_if(size > 1, f"{name} = {size} is not supported. {advice}")
+    _refuse_if(
+        parallel.nnodes > 1,
+        f"an engine on {parallel.nnodes} nodes is not supported: scheduler and workers communicate over local "
+        "sockets. Use one node per engine",
+    )
+    _refuse_if(
+        model.is_encoder_decoder,
+        "encoder-decoder models are not supported: their KV depends on the encoder's input. Serve it without kvtier",
+    )
+    _refuse_if(
+        model.runner_type != "generate",
+        f"runner {model.runner_type!r} is not supported: a pooling model's requests leave no reusable KV. "
+        "Use runner 'generate', or serve the model without kvtier",
+    )
+    replaces = "it replaces KV or weights while the engine runs, without notifying kvtier. Turn it off"
+    _refuse_if(model.enable_sleep_mode, f"enable_sleep_mode is not supported: {replaces}")
+    _refuse_if(config.weight_transfer_config is not None, f"weight_transfer_config is not supported: {replaces}")
+    _refuse_if(
+        getattr(attention, "use_non_causal", False),
+        "non-causal attention is not supported: KV then depends on later tokens. Serve the model without kvtier",
+    )
+    is_cpu = config.device_config.device_type == "cpu"
+    _refuse_if(
+        model.use_mla and is_cpu and config.compilation_config.is_custom_op_enabled("rotary_embedding"),
+        "MLA on a CPU with vLLM's own rotary kernel is not supported: the kernel's numbers depend on the length of "
+        "the batch, so restored KV would change the tokens. Turn the kernel off: "
+        """--compilation-config '{"custom_ops": ["-rotary_embedding"]}'""",
+    )
+    method = getattr(config.speculative_config, "method", None)
+    _refuse_if(
+        config.speculative_config is not None and method not in DRAFTS_WITHOUT_KV,
+        f"speculative decoding with {method!r} is not supported: the draft layers' KV depends on tokens after its "
+        f"chunk. Use one of {', '.join(sorted(DRAFTS_WITHOUT_KV))}, or none",
+    )
+    _refuse_if(
+        getattr(config.cache_config, "use_replayssm", False),
+        "use_replayssm is not supported: a page then holds only a part of a state. Turn it off",
+    )
+    _refuse_if(
+        getattr(attention, "hisparse_config", None) is not None,
+        "HiSparse is not supported: it moves KV to host memory itself. Turn it off",
+    )
 
 
 def check_settings(config: Config, origins: Mapping[str, Origin] | None = None, file: Path | None = None) -> None:
@@ -175,19 +155,13 @@ def check_groups(config: KvCacheConfig) -> None:
     Raises:
         UnsupportedModelError: the message names the group.
     """
-    if config.kv_cache_layout is None:
-        raise UnsupportedModelError("vLLM does not name its KV layout (kv_cache_layout is not set)")
-    if not config.kv_cache_groups:
-        raise UnsupportedModelError("the model keeps no KV. Serve it without kvtier")
+    _refuse_if(config.kv_cache_layout is None, "vLLM does not name its KV layout (kv_cache_layout is not set)")
+    _refuse_if(not config.kv_cache_groups, "the model keeps no KV. Serve it without kvtier")
     for number, group in enumerate(config.kv_cache_groups):
+        role = plain_name(group.role)
         where = f"KV group {number} ({group.layer_names[0]} and {len(group.layer_names) - 1} more layers)"
-        if group.host_resident or not group.enable_kv_transfer or plain_name(group.role) != "DEFAULT":
-            raise UnsupportedModelError(f"{where}: role {plain_name(group.role)} is not supported")
-        if group.is_eagle_group:
-            raise UnsupportedModelError(
-                f"{where} belongs to a draft model, whose KV depends on tokens after its chunk. Use one of "
-                f"{', '.join(sorted(DRAFTS_WITHOUT_KV))}, or no speculative decoding"
-            )
+        is_other = group.host_resident or not group.enable_kv_transfer or role != "DEFAULT"
+        _refuse_if(is_other, f"{where}: role {role} is not supported")
 
 
 def specs_of(spec: KvCacheSpec) -> list[KvCacheSpec]:
@@ -209,66 +183,68 @@ def validity_of(spec: KvCacheSpec, where: str) -> Validity:
         UnsupportedModelError: an unknown kind, or an unsupported use of it; the message says which and what to do.
     """
     kind = type(spec).__name__
-    check = _CHECKS.get(kind)
-    if check is None:
-        advice = _ADVICE.get(kind, "")
-        raise UnsupportedModelError(f"{where} has KV of kind {kind}, which is not supported; allowed: {_KINDS}{advice}")
-    if not spec.prefix_cacheable:
-        raise UnsupportedModelError(f"{where}: vLLM itself never reuses this KV. Serve the model without kvtier")
-    if getattr(spec, "is_draft", False):
-        raise UnsupportedModelError(
-            f"{where} belongs to a draft model. Use speculative decoding without KV of its own, or none"
-        )
-    return check(spec, where)
+    _refuse_if(
+        kind not in _CHECKS,
+        f"{where} has KV of kind {kind}, which is not supported; allowed: full attention, MLA, sliding window and "
+        f"Mamba-like states{_ADVICE.get(kind, '')}",
+    )
+    _refuse_if(not spec.prefix_cacheable, f"{where}: vLLM itself never reuses this KV. Serve the model without kvtier")
+    return _CHECKS[kind](spec, where)
 
 
 def _full_attention(spec: KvCacheSpec, where: str) -> Validity:
     _check_attention(spec, where)
-    if spec.non_causal:
-        raise UnsupportedModelError(
-            f"{where} attends to later tokens, so KV depends on them. Serve the model without kvtier"
-        )
+    _refuse_if(
+        spec.non_causal, f"{where} attends to later tokens, so KV depends on them. Serve the model without kvtier"
+    )
     # Without the hybrid allocator, layers with a window or a local chunk keep all blocks, like full attention.
     return History()
 
 
 def _mla(spec: KvCacheSpec, where: str) -> Validity:
-    if spec.model_version is not None or plain_name(spec.cache_role) != "SPARSE":
-        kind = f"model_version {spec.model_version}, cache_role {plain_name(spec.cache_role)}"
-        raise UnsupportedModelError(f"{where}: MLA with {kind} is not supported. Serve the model without kvtier")
+    role = plain_name(spec.cache_role)
+    _refuse_if(
+        spec.model_version is not None or role != "SPARSE",
+        f"{where}: MLA with model_version {spec.model_version}, cache_role {role} is not supported. "
+        "Serve the model without kvtier",
+    )
     return _full_attention(spec, where)
 
 
 def _sliding_window(spec: KvCacheSpec, where: str) -> Validity:
     _check_attention(spec, where)
     tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
-    if tokens < 1:
-        raise UnsupportedModelError(f"{where} has a sliding window of {spec.sliding_window}; allowed: at least 2")
+    _refuse_if(tokens < 1, f"{where} has a sliding window of {spec.sliding_window}; allowed: at least 2")
     return Window(tokens)
 
 
 def _state(spec: KvCacheSpec, where: str) -> Validity:
-    if spec.mamba_cache_mode != "align":
-        raise UnsupportedModelError(
-            f"{where} keeps recurrent states in mode {spec.mamba_cache_mode!r}, without a state at the end of a "
-            "chunk. Turn prefix caching on (--enable-prefix-caching)"
-        )
-    if spec.num_speculative_blocks:
-        raise UnsupportedModelError(f"{where}: states with speculative decoding are not supported. Turn it off")
+    _refuse_if(
+        spec.mamba_cache_mode != "align",
+        f"{where} keeps recurrent states in mode {spec.mamba_cache_mode!r}, without a state at the end of a "
+        "chunk. Turn prefix caching on (--enable-prefix-caching)",
+    )
+    drafts = f"{where}: states with speculative decoding are not supported. Turn it off"
+    _refuse_if(spec.num_speculative_blocks > 0, drafts)
     return State()
 
 
 def _check_attention(spec: KvCacheSpec, where: str) -> None:
     quantisation = plain_name(spec.kv_quant_mode)
-    if quantisation not in QUANTISATIONS:
-        raise UnsupportedModelError(
-            f"{where}: KV quantised as {quantisation} is not supported. Use --kv-cache-dtype auto or fp8"
-        )
-    if spec.tokens_per_state != 1:
-        raise UnsupportedModelError(
-            f"{where} keeps one state per {spec.tokens_per_state} tokens, which is not supported. Serve the model "
-            "without kvtier"
-        )
+    _refuse_if(
+        quantisation not in QUANTISATIONS,
+        f"{where}: KV quantised as {quantisation} is not supported. Use --kv-cache-dtype auto or fp8",
+    )
+    _refuse_if(
+        spec.tokens_per_state != 1,
+        f"{where} keeps one state per {spec.tokens_per_state} tokens, which is not supported. Serve the model "
+        "without kvtier",
+    )
+
+
+def _refuse_if(applies: object, reason: str) -> None:
+    if applies:
+        raise UnsupportedModelError(reason)
 
 
 _CHECKS = {
