@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from bench.parts.compared import COMPARED, compared
 from bench.parts.seen_table import seen_table
 
-from kvtier.bench.serve.answer import Served, answer
+from kvtier.bench.serve.answer import ServeRecord, answer
 from kvtier.bench.serve.report import write_picture
 from kvtier.bench.serve.tables import arms_table, work_table
 from kvtier.config.value_types import size_text
@@ -374,7 +374,7 @@ SERVED = ("serve_dell", "serve_ratio", "serve_trace")
 
 def serve(record: dict[str, Any], name: str) -> str:
     """Arms of one served workload, from `kvtier bench serve --record`: the answer, then a line for each arm and R."""
-    served = Served.of(record)
+    served = ServeRecord.of(record)
     speed, work = arms_table(served), work_table(served)
     # A record of one load says it in its conditions.
     begin = 1 if len({load for load, _ in served.points}) > 1 else 2

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvtier.bench.serve.answer import Served, p50_ms
+from kvtier.bench.serve.answer import ServeRecord, p50_ms
 
 COMPARED = ("vllm", "peer", "cluster_mooncake")
 """Records of the comparison, beside that of the served conversations."""
@@ -15,7 +15,7 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
         served_record: of `kvtier bench serve`.
         records: those that `COMPARED` names.
     """
-    served = Served.of(served_record)
+    served = ServeRecord.of(served_record)
     vllm, peer, mooncake = (record["results"] for record in records)
     files = {(it["system"], it["op"]): it for it in peer["results"] if it["chunk_bytes"] == 4 << 20}
     wire = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvtier.replay.policies.reference import infinite_hit_tokens
 from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
-from kvtier.trace.formats.base import Request
+from kvtier.trace.formats.base import TraceRequest
 
 BLOCK = 16
 
@@ -25,7 +25,7 @@ class Listed:
     def requests(self):
         for number, ids in enumerate(self.prompts):
             tokens = max(len(ids) * BLOCK - number % BLOCK, 0)
-            yield Request(float(number), tokens, 1, np.asarray(ids, np.int64), None, number + 1)
+            yield TraceRequest(float(number), tokens, 1, np.asarray(ids, np.int64), None, number + 1)
 
 
 @st.composite
@@ -73,7 +73,8 @@ def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
     prompts = [ids for ids in prompts if ids][:8] or [[0]]
     trace = Listed(prompts)
     trace.requests = lambda: (
-        Request(float(n), len(ids) * BLOCK, 1, np.asarray(ids, np.int64), None, n + 1) for n, ids in enumerate(prompts)
+        TraceRequest(float(n), len(ids) * BLOCK, 1, np.asarray(ids, np.int64), None, n + 1)
+        for n, ids in enumerate(prompts)
     )
     outcome = replay(read_arrays(trace), "min", capacity * BLOCK)
     assert outcome.hit_tokens == best_prefix_closed([tuple(it) for it in prompts], capacity) * BLOCK

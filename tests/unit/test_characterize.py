@@ -14,7 +14,7 @@ from kvtier.characterize.measures import is_sequential, measure
 from kvtier.characterize.pairing import covering, pair
 from kvtier.characterize.published import compare
 from kvtier.characterize.report import render_report
-from kvtier.characterize.ring_buffer import PAGE_BYTES, Events, event_dtype
+from kvtier.characterize.ring_buffer import PAGE_BYTES, PageEvents, event_format
 from kvtier.characterize.steps import Steps
 from kvtier.characterize.tables import notes, tables
 from kvtier.errors import BadCallError
@@ -403,10 +403,10 @@ class Page:
 
 
 def test_pages_are_walked_event_by_event():
-    number, layout = event_dtype(FORMAT, ("sector", "rwbs"))
+    number, layout = event_format(FORMAT, ("sector", "rwbs"))
     one = Page(1_000).event(5, 1234, 80).event(5, 99, 1).discarded(10, 3).event(7, 1234, 81)
     two = Page(1 << 40).time_extend(1 << 30).event(1, 1234, 82, is_long=True).time_stamp(1 << 45).event(2, 1234, 83)
-    events = Events(np.concatenate([one.bytes(), Page(9).bytes(), two.bytes(), np.zeros(PAGE_BYTES, np.uint8)]))
+    events = PageEvents(np.concatenate([one.bytes(), Page(9).bytes(), two.bytes(), np.zeros(PAGE_BYTES, np.uint8)]))
     time_ns, fields = events.of(number, layout)
     order = np.argsort(fields["sector"])
     assert fields["sector"][order].tolist() == [80, 81, 82, 83]
@@ -418,9 +418,9 @@ def test_pages_are_walked_event_by_event():
 
 def test_a_field_that_the_kernel_lacks_is_named():
     with pytest.raises(ValueError, match="no field nr_sector"):
-        event_dtype(FORMAT, ("sector", "nr_sector"))
+        event_format(FORMAT, ("sector", "nr_sector"))
 
 
 def test_pages_of_noise_end():
     noise = np.random.default_rng(3).integers(0, 256, 64 * PAGE_BYTES, np.uint8)
-    Events(noise).of(1234, event_dtype(FORMAT, ("sector",))[1])
+    PageEvents(noise).of(1234, event_format(FORMAT, ("sector",))[1])

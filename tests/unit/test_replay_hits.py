@@ -9,7 +9,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
 from kvtier.replay.single_cache import CacheResult, Task, replay
-from kvtier.replay.sweep import Journal, sweep
+from kvtier.replay.sweep import FinishedReplays, sweep
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import ReadOptions, open_trace
 
@@ -145,7 +145,7 @@ def test_a_sweep_equals_single_replays_and_continues_from_its_journal(tmp_path):
 
 def kept(path, packed, tasks):
     """The number of `tasks` in the journal."""
-    journal = Journal(path, packed, lambda plain: CacheResult(**plain))
+    journal = FinishedReplays(path, packed, lambda plain: CacheResult(**plain))
     return sum(journal.find(task) is not None for task in tasks)
 
 

@@ -21,7 +21,7 @@ from kvtier.replay import sweep as sweep_module
 from kvtier.replay.prefill_speed import PrefillSpeed, best_split
 from kvtier.replay.results import PARTS
 from kvtier.replay.single_cache import Task
-from kvtier.replay.sweep import Journal, sweep
+from kvtier.replay.sweep import FinishedReplays, sweep
 from kvtier.replay.tiered import TieredSetup, replay_tiers, sweep_tiers
 from kvtier.replay.virtual_tiers import SPAN_MAX_S, SecondSums
 from kvtier.trace.arrays import read_arrays
@@ -218,7 +218,7 @@ def test_ctrl_c_prints_finished_replays_and_the_next_run_continues(capsys, tmp_p
     keep = tmp_path / "kept"
     arguments = ["replay", str(MAGAGENT), "--policy", "lru,min", "--capacity-tokens", "50k", "--jobs", "1", "--json"]
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "add", interrupted(Journal.add))
+        patched.setattr(FinishedReplays, "add", interrupted(FinishedReplays.add))
         assert run([*arguments, "--keep", str(keep)]) == 130
     out, err = capsys.readouterr()
     result = json.loads(out)
@@ -296,7 +296,7 @@ def test_interrupted_tiered_replays_continue_from_the_journal(several, capsys, t
     assert run(arguments) == 0
     whole = json.loads(capsys.readouterr().out)
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "add", interrupted(Journal.add))
+        patched.setattr(FinishedReplays, "add", interrupted(FinishedReplays.add))
         assert run([*arguments, "--keep", str(keep)]) == 130
     out, err = capsys.readouterr()
     assert json.loads(out) == whole[:1]
@@ -313,13 +313,13 @@ def test_interrupted_tiered_replays_continue_from_the_journal(several, capsys, t
 
 @pytest.mark.parametrize(("form", "result"), [((), ""), (("--json",), "[]")])
 def test_ctrl_c_before_the_first_replay(several, capsys, monkeypatch, form, result):
-    opened = Journal.__init__
+    opened = FinishedReplays.__init__
 
     def interrupted_at_once(journal, *arguments):
         opened(journal, *arguments)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Journal, "__init__", interrupted_at_once)
+    monkeypatch.setattr(FinishedReplays, "__init__", interrupted_at_once)
     assert run([*several[:-6], "--policy", "lru", "--jobs", "1", "--keep", "kept", *form]) == 130
     out, err = capsys.readouterr()
     assert (out.strip(), "Interrupted: 0 of 1 replays" in err) == (result, True)

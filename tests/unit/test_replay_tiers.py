@@ -15,7 +15,7 @@ from kvtier.replay.single_cache import replay
 from kvtier.replay.tiered import TieredSetup, replay_tiers
 from kvtier.replay.virtual_tiers import EventQueue, LinkSeries, ReplayLink, link_stats
 from kvtier.trace.arrays import read_arrays
-from kvtier.trace.formats.base import Request
+from kvtier.trace.formats.base import TraceRequest
 from kvtier.trace.open import open_trace
 
 TRACES = Path(__file__).parents[1] / "golden" / "traces"
@@ -33,7 +33,7 @@ class Listed:
 
     def requests(self):
         for line, (time_s, ids, session) in enumerate(self.rows, 1):
-            yield Request(time_s, len(ids) * BLOCK + 1, 1, np.asarray(ids, np.int64), session, line)
+            yield TraceRequest(time_s, len(ids) * BLOCK + 1, 1, np.asarray(ids, np.int64), session, line)
 
 
 def tier(name, chunks, bytes_per_s=1e9, **more):

@@ -11,7 +11,7 @@ from tests import browser
 from tests.serve_runs import write_run
 from tests.unit.test_report import check_page
 
-from kvtier.bench.serve.answer import Served, answer, headline, p50_ms
+from kvtier.bench.serve.answer import ServeRecord, answer, headline, p50_ms
 from kvtier.bench.serve.regret import join_runs
 from kvtier.bench.serve.report import charts_of, render_report, write_picture, write_report
 from kvtier.bench.serve.results import Prices, serve_record
@@ -53,7 +53,7 @@ def loaded(tmp_path_factory):
 
 
 def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     assert served.top == ((), 0.1)
     ours, theirs = served.at("kvtier", served.top, p50_ms), served.at("none", served.top, p50_ms)
     text = answer(served)
@@ -67,7 +67,7 @@ def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
 
 
 def test_a_faster_arm_is_in_the_heading(swept):
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     faster = [
         replace(it, ttft_ms={"p50": it.ttft_ms["p50"] / 3, "p95": None}) if it.name == "native" else it
         for it in served.results
@@ -76,7 +76,7 @@ def test_a_faster_arm_is_in_the_heading(swept):
 
 
 def test_without_two_arms_nothing_is_compared(swept):
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     alone = replace(served, results=[it for it in served.results if it.name == "kvtier"])
     assert answer(alone) == "One arm only: there is nothing to compare with."
     broken = [replace(it, status="failed", error="server ended") for it in served.results if it.name == "kvtier"]
@@ -86,7 +86,7 @@ def test_without_two_arms_nothing_is_compared(swept):
 
 
 def test_tables_have_every_arm_and_its_spread(swept):
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     assert [row[0] for row in arms_table(served).rows] == ["none", *["native", "kvtier"] * 3]
     assert len(work_table(served).rows) == 7
     assert len(runs_table(served).rows) == 14
@@ -98,7 +98,7 @@ def test_tables_have_every_arm_and_its_spread(swept):
 
 
 def test_notes_say_what_was_left_out(swept):
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     assert list(notes(served)) == []
     changed = replace(served.results[0], wrong_sums=2, unmatched=3, failed=4, skipped_lines=5)
     said = " ".join(notes(replace(served, results=[changed])))
@@ -107,7 +107,7 @@ def test_notes_say_what_was_left_out(swept):
 
 def test_the_table_of_the_documents_has_a_line_for_each_arm_and_ratio(swept):
     lines = tables.serve(swept, "serve_dell").splitlines()
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     assert lines[0].startswith(answer(served))
     assert "bench/records/serve_dell.json" in lines[0]
     assert {line.count("|") for line in lines[2:]} == {lines[2].count("|")}
@@ -116,7 +116,7 @@ def test_the_table_of_the_documents_has_a_line_for_each_arm_and_ratio(swept):
 
 
 def test_conditions_are_printed(swept):
-    found = dict(conditions(Served.of(swept)))
+    found = dict(conditions(ServeRecord.of(swept)))
     assert found["model"] == "random weights"
     assert "memcpy" in found["arms"]
     assert "cores" in found["machine"]
@@ -144,15 +144,15 @@ def test_the_page_is_self_contained_and_a_browser_draws_it(swept, tmp_path):
 
 def test_the_charts_follow_what_was_varied(swept, loaded, tmp_path):
     pytest.importorskip("matplotlib")
-    assert {"ttft", "tokens", "places", "turns", "reads", "depth"} <= set(charts_of(Served.of(swept)))
-    assert charts_of(Served.of(swept))["ttft"].heading.endswith("the drive's speed")
-    assert charts_of(Served.of(loaded))["ttft"].heading.endswith("load")
-    assert "watts" in charts_of(Served.of(swept))
-    assert "watts" not in charts_of(Served.of(loaded))
+    assert {"ttft", "tokens", "places", "turns", "reads", "depth"} <= set(charts_of(ServeRecord.of(swept)))
+    assert charts_of(ServeRecord.of(swept))["ttft"].heading.endswith("the drive's speed")
+    assert charts_of(ServeRecord.of(loaded))["ttft"].heading.endswith("load")
+    assert "watts" in charts_of(ServeRecord.of(swept))
+    assert "watts" not in charts_of(ServeRecord.of(loaded))
     check_page(render_report(loaded))
     write_picture(tmp_path / "picture.svg", loaded)
     assert "requests/s asked for" in (tmp_path / "picture.svg").read_text()
-    one = Served.of(loaded)
+    one = ServeRecord.of(loaded)
     one = replace(one, results=[it for it in one.results if it.load["requests_per_s"] == 2])
     assert charts_of(one)["ttft"].heading == "Time to first token"
 
@@ -180,20 +180,20 @@ def with_p50(served, name, ms, **other):
     ],
 )
 def test_the_heading_for_each_outcome(loaded, ours_ms, words):
-    served = with_p50(with_p50(Served.of(loaded), "none", 1000), "kvtier", ours_ms)
+    served = with_p50(with_p50(ServeRecord.of(loaded), "none", 1000), "kvtier", ours_ms)
     assert headline(served) == f"With kvtier the first token comes {words}"
     assert f"({words.removesuffix(' as without')})" in answer(served)
 
 
 def test_the_heading_names_what_it_compares_with(swept):
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     served = replace(served, results=[it for it in served.results if it.name != "none"])
     served = with_p50(with_p50(served, "native", 1000), "kvtier", 500)
     assert headline(served).endswith("2 times as fast as with native (memcpy stand-in)")
 
 
 def test_a_sweep_tells_noise_from_a_difference(swept):
-    served = with_p50(with_p50(Served.of(swept), "none", 1000), "kvtier", 999)
+    served = with_p50(with_p50(ServeRecord.of(swept), "none", 1000), "kvtier", 999)
     assert "kvtier is as fast at R = 0.1, 1 and 20." in answer(served)
     spread_out = [
         replace(it, ttft_ms={"p50": 200 + 1000 * it.repetition, "p95": 0}) if it.name == "kvtier" else it
@@ -205,11 +205,11 @@ def test_a_sweep_tells_noise_from_a_difference(swept):
 
 
 def test_the_answer_is_at_a_point_that_both_arms_were_measured_at(swept, loaded):
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     failed = [replace(it, status="failed") if it.tier_ratio == 0.1 else it for it in served.results]
     assert replace(served, results=failed).top == ((), 1.0)
     assert answer(replace(served, results=failed)).startswith("At R = 1, with kvtier the median")
-    served = Served.of(loaded)
+    served = ServeRecord.of(loaded)
     assert answer(served).startswith("At 2 requests/s, with kvtier the median")
     failed = [
         replace(it, status="failed") if (it.name, it.load["requests_per_s"]) == ("none", 2) else it
@@ -219,9 +219,9 @@ def test_the_answer_is_at_a_point_that_both_arms_were_measured_at(swept, loaded)
 
 
 def test_failed_requests_are_beside_the_answer(loaded):
-    served = with_p50(Served.of(loaded), "none", 1000, failed=48)
+    served = with_p50(ServeRecord.of(loaded), "none", 1000, failed=48)
     assert "Requests that failed are in no figure: without 75.0%, kvtier 0.0%." in answer(served)
-    assert "no figure" not in answer(Served.of(loaded))
+    assert "no figure" not in answer(ServeRecord.of(loaded))
     assert any("none (repetition 1, 2 requests/s) 48" in note for note in notes(served))
     nothing = replace(served.results[0], requests=0)
     assert any("no request ended well" in note for note in notes(replace(served, results=[nothing])))
@@ -245,7 +245,7 @@ def test_names_from_outside_are_text_in_the_page(loaded):
 
 def test_turns_have_the_median_of_an_even_number_of_runs(swept):
     figure = pytest.importorskip("matplotlib.figure")
-    served = Served.of(swept)
+    served = ServeRecord.of(swept)
     results = [
         replace(
             it, by_turn=[row | {"ttft_ms": {"p50": 100.0 + 200 * it.repetition, "p95": None}} for row in it.by_turn]
@@ -261,7 +261,7 @@ def test_turns_have_the_median_of_an_even_number_of_runs(swept):
 @pytest.mark.parametrize(("plain_ms", "scale"), [(900.0, "linear"), (1100.0, "log")])
 def test_times_that_differ_more_than_tenfold_are_on_a_logarithmic_axis(loaded, plain_ms, scale):
     figure = pytest.importorskip("matplotlib.figure")
-    served = with_p50(with_p50(Served.of(loaded), "none", plain_ms), "kvtier", 100.0)
+    served = with_p50(with_p50(ServeRecord.of(loaded), "none", plain_ms), "kvtier", 100.0)
     axes = figure.Figure().subplots()
     charts_of(served)["ttft"].draw(axes, served, defaultdict(lambda: "#123456"))
     assert axes.get_yscale() == scale
@@ -269,7 +269,7 @@ def test_times_that_differ_more_than_tenfold_are_on_a_logarithmic_axis(loaded, p
 
 def test_the_points_of_a_line_are_in_the_order_of_the_load(loaded):
     figure = pytest.importorskip("matplotlib.figure")
-    served = Served.of(loaded)
+    served = ServeRecord.of(loaded)
     run = next(it for it in served.results if it.name == "kvtier")
     results = [replace(run, load={"requests_per_s": rate}) for rate in (8, 1, 6, 2, 5, 3, 7)]
     axes = figure.Figure().subplots()

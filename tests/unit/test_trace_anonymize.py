@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtier.cli.main import run
 from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
-from kvtier.trace.formats.base import Request
+from kvtier.trace.formats.base import TraceRequest
 from kvtier.trace.open import open_trace
 from kvtier.trace.write import request_lines
 
@@ -32,7 +32,7 @@ class Listed:
         time_s = 1.7e9
         for line, (pause_s, ids, session) in enumerate(self.rows, 1):
             time_s += pause_s
-            yield Request(time_s, len(ids) * BLOCK, 3, np.asarray(ids, np.int64), session, line)
+            yield TraceRequest(time_s, len(ids) * BLOCK, 3, np.asarray(ids, np.int64), session, line)
 
 
 class Lines(Listed):
@@ -42,7 +42,7 @@ class Lines(Listed):
         for number, row in enumerate(self.rows, 1):
             session = str(row["session_id"]) if "session_id" in row else None
             ids = np.asarray(row["hash_ids"], np.int64)
-            yield Request(row["timestamp"] / 1000, row["input_length"], row["output_length"], ids, session, number)
+            yield TraceRequest(row["timestamp"] / 1000, row["input_length"], row["output_length"], ids, session, number)
 
 
 ids = st.lists(st.integers(0, 12).map(lambda it: it * 10**11 - 7), max_size=6, unique=True)

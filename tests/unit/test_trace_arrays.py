@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import kvtier.trace.arrays as packing
 from kvtier.errors import ConfigError
 from kvtier.trace.arrays import TraceArrays, read_arrays
-from kvtier.trace.formats.base import Request
+from kvtier.trace.formats.base import TraceRequest
 from kvtier.trace.open import open_trace
 from kvtier.trace.stats import trace_stats
 
@@ -28,7 +28,7 @@ class Listed:
 
     def requests(self):
         for line, (time_s, tokens, ids, session) in enumerate(self.rows, 1):
-            yield Request(time_s, tokens, 1, np.asarray(ids, np.int64), session, line)
+            yield TraceRequest(time_s, tokens, 1, np.asarray(ids, np.int64), session, line)
 
 
 rows = st.lists(

@@ -73,7 +73,7 @@ class TierRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TierResult:
+class TierBenchResult:
     """All rows and their conditions."""
 
     results: tuple[TierRow, ...]
@@ -115,7 +115,7 @@ class TierBench:
         """Objects of a sample."""
         return max(2 * in_flight, self.sample_bytes // size)
 
-    def run(self, advance: Callable[[float], None] = lambda _steps: None) -> TierResult:
+    def run(self, advance: Callable[[float], None] = lambda _steps: None) -> TierBenchResult:
         """Measure, and remove what was written.
 
         Args:
@@ -150,7 +150,7 @@ class TierBench:
                 ) from None
             finally:
                 it.close()
-        return TierResult(tuple(rows), self.repeats, self.sample_bytes)
+        return TierBenchResult(tuple(rows), self.repeats, self.sample_bytes)
 
     def _with_reader(self, it: "_Ends", trial: Trial, place: Path, held: int, largest: int) -> "_Ends":
         """`it` with the tier and the raw client that load through `load_at`."""
@@ -268,7 +268,7 @@ class _Ends(NamedTuple):
             self.raw.close()
 
 
-def table(result: TierResult) -> Table:
+def table(result: TierBenchResult) -> Table:
     """The rows for a terminal."""
     rows = [
         (

@@ -1,7 +1,7 @@
 """The block layer's events of one capture, and the requests that they make up."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from kvtier.characterize.block_devices import BlockDevice
 from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoKind, IoLayer, kinds_of, rows_of
 from kvtier.characterize.pairing import NESTED_MAX, TIME_BITS, covering, pair
 from kvtier.characterize.processes import ProcessTree
-from kvtier.characterize.ring_buffer import Events
+from kvtier.characterize.ring_buffer import PageEvents
 from kvtier.characterize.tracefs import TraceInstance
 
 SEEN = np.dtype(
@@ -29,11 +29,6 @@ _DEVICE_SHIFT = np.uint64(48)
 """Bits of a sector's number, below that of its device."""
 _WRITE_SHIFT = np.uint64(47)
 """Above the sectors of 64 PiB."""
-
-
-class _Wanted(NamedTuple):
-    number: int
-    layout: np.dtype[Any]
 
 
 class BlockRequests(NamedTuple):
@@ -66,17 +61,17 @@ class BlockEvents:
         of_request = " || ".join(_request_condition(it) for it in devices)
         # A bio names its partition or, since Linux 5.12, the disk; its sector is that of the disk.
         of_bio = " || ".join([*(f"dev == {it}" for it in self._disk_of), of_request])
-        self._wanted = {NEW_TASK: _Wanted(*instance.enable(NEW_TASK, ("common_pid", "pid", "clone_flags")))}
+        self._wanted = {NEW_TASK: instance.enable(NEW_TASK, ("common_pid", "pid", "clone_flags"))}
         for name in self._kept:
             fields = _WHERE + {BIO_QUEUE: ("comm",), ISSUE: ("bytes",)}.get(name, ())
             condition = of_bio if name in {BIO_QUEUE, BIO_END} else of_request
-            self._wanted[name] = _Wanted(*instance.enable(f"block/{name}", fields, condition))
+            self._wanted[name] = instance.enable(f"block/{name}", fields, condition)
         for name in (*BIO_MERGES, "block_rq_merge", "block_split"):
             if instance.has(f"block/{name}"):
                 condition = of_request if name == "block_rq_merge" else of_bio
-                self._wanted[name] = _Wanted(*instance.enable(f"block/{name}", ("common_pid",), condition))
+                self._wanted[name] = instance.enable(f"block/{name}", ("common_pid",), condition)
 
-    def add(self, batch: Events, since_ns: int) -> None:
+    def add(self, batch: PageEvents, since_ns: int) -> None:
         """Keep the events of a batch of pages; all events before `since_ns` had been read."""
         self._gaps.append(np.stack([np.full(len(batch.lost_ns), since_ns, np.uint64), batch.lost_ns], axis=1))
         tasks = batch.of(*self._wanted[NEW_TASK])[1]

@@ -9,7 +9,6 @@ import os
 import stat
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from kvtier.characterize.block_devices import event_number, find_number, lowest
 from kvtier.characterize.events import REQUEST, IoKind, IoLayer, rows_of
 from kvtier.characterize.pairing import pair
 from kvtier.characterize.processes import ProcessTree
-from kvtier.characterize.ring_buffer import Events
+from kvtier.characterize.ring_buffer import EventFormat, PageEvents
 from kvtier.characterize.tracefs import TraceInstance
 from kvtier.probe.facts import read_mounts
 
@@ -32,11 +31,6 @@ _BEGUN = np.dtype(
     [("time_ns", "u8"), ("key", "u8"), ("position", "u8"), ("process", "i4"), ("is_write", "?"), ("is_closed", "?")]
 )
 _ENDED = np.dtype([("time_ns", "u8"), ("key", "u8"), ("bytes", "i8")])
-
-
-class _Wanted(NamedTuple):
-    number: int
-    layout: np.dtype[Any]
 
 
 class CallEvents:
@@ -59,25 +53,25 @@ class CallEvents:
         self._files = _Files(disks)
         instance.write("options/event-fork", "1")
         instance.write("set_event_pid", " ".join(map(str, threads)))
-        self._enter: list[tuple[str, _Wanted, bool]] = []
-        self._leave: list[_Wanted] = []
+        self._enter: list[tuple[str, EventFormat, bool]] = []
+        self._leave: list[EventFormat] = []
         for names, is_write in ((READS, False), (WRITES, True)):
             for name, position in names.items():
                 if instance.has(f"syscalls/sys_enter_{name}"):
                     fields = ("common_pid", "fd", *([position] if position else []))
-                    enter = _Wanted(*instance.enable(f"syscalls/sys_enter_{name}", fields))
+                    enter = instance.enable(f"syscalls/sys_enter_{name}", fields)
                     self._enter.append((position, enter, is_write))
-                    self._leave.append(_Wanted(*instance.enable(f"syscalls/sys_exit_{name}", ("common_pid", "ret"))))
+                    self._leave.append(instance.enable(f"syscalls/sys_exit_{name}", ("common_pid", "ret")))
         self._submit = self._uring = None
         if instance.has("syscalls/sys_enter_io_submit"):
-            self._submit = _Wanted(*instance.enable("syscalls/sys_enter_io_submit", ("common_pid", "nr")))
+            self._submit = instance.enable("syscalls/sys_enter_io_submit", ("common_pid", "nr"))
         if instance.has("io_uring/io_uring_submit_req") and instance.has("io_uring/io_uring_complete"):
             self._uring = (
-                _Wanted(*instance.enable("io_uring/io_uring_submit_req", ("common_pid", "req", "opcode"))),
-                _Wanted(*instance.enable("io_uring/io_uring_complete", ("req", "res"))),
+                instance.enable("io_uring/io_uring_submit_req", ("common_pid", "req", "opcode")),
+                instance.enable("io_uring/io_uring_complete", ("req", "res")),
             )
 
-    def add(self, batch: Events, since_ns: int) -> None:  # noqa: ARG002 - a thread has one call at a time
+    def add(self, batch: PageEvents, since_ns: int) -> None:  # noqa: ARG002 - a thread has one call at a time
         """Keep the events of a batch of pages."""
         for position, wanted, is_write in self._enter:
             time_ns, fields = batch.of(*wanted)

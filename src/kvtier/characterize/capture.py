@@ -15,7 +15,7 @@ from kvtier.characterize.block_events import BlockEvents
 from kvtier.characterize.calls import CallEvents
 from kvtier.characterize.events import IoLayer, IoTrace, by_time
 from kvtier.characterize.processes import PROC, ProcessTree, check_process, end_processes, opened
-from kvtier.characterize.ring_buffer import Events
+from kvtier.characterize.ring_buffer import PageEvents
 from kvtier.characterize.tracefs import TraceInstance, mounted, remove_stale
 from kvtier.errors import ConfigError
 
@@ -179,7 +179,7 @@ class _Run:
             now_ns = time.monotonic_ns()
             pages = instance.read()
             if len(pages):
-                events.add(Events(pages), self._read_ns.get(instance, 0))
+                events.add(PageEvents(pages), self._read_ns.get(instance, 0))
             if len(pages) < instance.batch_bytes:
                 self._read_ns[instance] = now_ns
             else:

@@ -57,7 +57,7 @@ def read_fio_logs(paths: Sequence[Path]) -> IoTrace:
     """
     if not 0 < len(paths) <= FILES_MAX:
         raise ConfigError(f"{len(paths)} logs of fio; allowed: 1 to {FILES_MAX}")
-    reader = _Reader()
+    reader = _FioRequests()
     kinds = {reader.read(path, number) for number, path in enumerate(paths)}
     if len(kinds) > 1:
         raise ConfigError(
@@ -66,7 +66,7 @@ def read_fio_logs(paths: Sequence[Path]) -> IoTrace:
     return reader.trace(kinds.pop())
 
 
-class _Reader:
+class _FioRequests:
     """The requests of all files."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def _kind_of(path: Path) -> tuple[str, int]:
 class _JobLog:
     """Lines of a latency or bandwidth log of one job."""
 
-    def __init__(self, reader: "_Reader", place: int, job: int, kind: str) -> None:
+    def __init__(self, reader: "_FioRequests", place: int, job: int, kind: str) -> None:
         self._reader, self._place, self._job, self._kind = reader, place, job, kind
         self.has_offsets = False
         """Whether a fifth number is surely an offset: fio 3.2 and later end a line with a priority of 0 or 1."""
@@ -220,7 +220,7 @@ class _JobLog:
 class _Iolog:
     """Lines of an iolog."""
 
-    def __init__(self, reader: "_Reader", number: int, *, is_timed: bool) -> None:
+    def __init__(self, reader: "_FioRequests", number: int, *, is_timed: bool) -> None:
         self._reader, self._is_timed = reader, is_timed
         self._first = number << 16
         self._places: dict[str, int] = {}

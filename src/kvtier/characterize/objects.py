@@ -89,7 +89,7 @@ def read_objects(paths: Sequence[Path]) -> ObjectLog:
     Raises:
         ConfigError: one cannot be read, a line is not a journal's, or none has an object.
     """
-    reader = _Reader()
+    reader = _JournalObjects()
     for path in paths:
         reader.read(path)
     if not reader.ended_s:
@@ -133,7 +133,7 @@ def write_amplification(log: ObjectLog, blocks: IoTrace) -> WriteAmplification:
     )
 
 
-class _Reader:
+class _JournalObjects:
     """The objects of all journals."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ DRIVES = 10
 """The paper's depths are those of ten drives together."""
 
 
-class PublishedFigure(NamedTuple):
+class ComparedFigure(NamedTuple):
     """One row of the comparison."""
 
     what: str
@@ -31,7 +31,7 @@ class PublishedFigure(NamedTuple):
     """Why it differs, from measured facts; empty if it agrees."""
 
 
-def compare(it: IoMeasures) -> list[PublishedFigure]:
+def compare(it: IoMeasures) -> list[ComparedFigure]:
     """The paper's figures with ours."""
     sequential = it.sequential_share
     random = None if sequential["device"] is None else 1 - sequential["device"]
@@ -52,12 +52,12 @@ def compare(it: IoMeasures) -> list[PublishedFigure]:
 Why = Callable[[IoMeasures], Iterator[str]]
 
 
-def _share(what: str, published: float, measured: float | None, it: IoMeasures, why: Why) -> PublishedFigure:
+def _share(what: str, published: float, measured: float | None, it: IoMeasures, why: Why) -> ComparedFigure:
     agrees = measured is not None and abs(measured - published) <= SHARE_TOLERANCE
     return _row(what, share_text(published), share_text(measured), measured, it, why, agrees=agrees)
 
 
-def _factor(what: str, published: float, measured: float | None, it: IoMeasures, why: Why) -> PublishedFigure:
+def _factor(what: str, published: float, measured: float | None, it: IoMeasures, why: Why) -> ComparedFigure:
     agrees = measured is not None and published / FACTOR_TOLERANCE <= measured <= published * FACTOR_TOLERANCE
     text = NONE if measured is None else digits(measured)
     return _row(what, digits(published), text, measured, it, why, agrees=agrees)
@@ -65,11 +65,11 @@ def _factor(what: str, published: float, measured: float | None, it: IoMeasures,
 
 def _row(
     what: str, published: str, text: str, measured: float | None, it: IoMeasures, why: Why, *, agrees: bool
-) -> PublishedFigure:
+) -> ComparedFigure:
     if measured is None:
-        return PublishedFigure(what, published, NONE, "not measured", "")
+        return ComparedFigure(what, published, NONE, "not measured", "")
     reason = "" if agrees else "; ".join(why(it))
-    return PublishedFigure(what, published, text, "agrees" if agrees else "differs", reason)
+    return ComparedFigure(what, published, text, "agrees" if agrees else "differs", reason)
 
 
 def _why_mix(it: IoMeasures) -> Iterator[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.characterize.events import IoTrace, transfers
 from kvtier.characterize.measures import IoMeasures
-from kvtier.characterize.published import PublishedFigure
+from kvtier.characterize.published import ComparedFigure
 from kvtier.characterize.tables import headline, notes, tables
 from kvtier.config.value_types import size_text
 from kvtier.report.chart import Chart, Charts, Colours, figures_html
@@ -36,7 +36,7 @@ class _Drawn(NamedTuple):
     """Sizes of the requests of each layer in bytes, sorted."""
 
 
-def write_report(path: Path, trace: IoTrace, measures: IoMeasures, published: Sequence[PublishedFigure]) -> None:
+def write_report(path: Path, trace: IoTrace, measures: IoMeasures, published: Sequence[ComparedFigure]) -> None:
     """Write the HTML report.
 
     Raises:
@@ -46,7 +46,7 @@ def write_report(path: Path, trace: IoTrace, measures: IoMeasures, published: Se
 
 
 def render_report(
-    trace: IoTrace, measures: IoMeasures, published: Sequence[PublishedFigure], made: datetime | None = None
+    trace: IoTrace, measures: IoMeasures, published: Sequence[ComparedFigure], made: datetime | None = None
 ) -> str:
     """The HTML of the report."""
     rows = transfers(trace.of_chosen(trace.at(trace.lowest)))

@@ -7,7 +7,7 @@ a few array operations. The layout is described in the kernel's `events/header_p
 """
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,15 @@ EVENT_BYTES_MAX = 512
 _FIELD = re.compile(r"field:(?P<text>[^;]+);\s*offset:(?P<at>\d+);\s*size:(?P<size>\d+);\s*signed:(?P<signed>\d);")
 
 
-def event_dtype(text: str, wanted: tuple[str, ...]) -> tuple[int, np.dtype[Any]]:
-    """The number of an event and the layout of some of its fields, from the text of its `format` file.
+class EventFormat(NamedTuple):
+    """The number of a kernel event and the layout of some of its fields."""
+
+    number: int
+    layout: np.dtype[Any]
+
+
+def event_format(text: str, wanted: tuple[str, ...]) -> EventFormat:
+    """The format of an event, from the text of its `format` file, with the fields `wanted`.
 
     Raises:
         ValueError: the text has no number, or lacks a wanted field.
@@ -52,10 +59,11 @@ def event_dtype(text: str, wanted: tuple[str, ...]) -> tuple[int, np.dtype[Any]]
     if missing:
         raise ValueError(f"the kernel's event has no field {', '.join(missing)}; found: {', '.join(names)}")
     size = max(at + np.dtype(form).itemsize for at, form in zip(offsets, forms, strict=True))
-    return int(number[1]), np.dtype({"names": names, "formats": forms, "offsets": offsets, "itemsize": size})
+    layout = np.dtype({"names": names, "formats": forms, "offsets": offsets, "itemsize": size})
+    return EventFormat(int(number[1]), layout)
 
 
-class Events:
+class PageEvents:
     """The events of a batch of pages.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from kvtier.characterize.measures import LASTS, IoMeasures
-from kvtier.characterize.published import DRIVES, PublishedFigure
+from kvtier.characterize.published import DRIVES, ComparedFigure
 from kvtier.report.format import NONE, bytes_text, digits, rate_text, share_text, time_text
 from kvtier.report.table import Table
 
@@ -24,7 +24,7 @@ def headline(it: IoMeasures) -> str:
     )
 
 
-def tables(it: IoMeasures, published: Sequence[PublishedFigure]) -> Iterator[Table]:
+def tables(it: IoMeasures, published: Sequence[ComparedFigure]) -> Iterator[Table]:
     """All tables, the answer first."""
     yield main_table(it)
     if it.layers:
@@ -138,7 +138,7 @@ def processes_table(it: IoMeasures) -> Table:
     return Table(columns, rows, numeric=5, title="Processes", note=f"and {left} more" if left > 0 else "")
 
 
-def published_table(published: Sequence[PublishedFigure]) -> Table:
+def published_table(published: Sequence[ComparedFigure]) -> Table:
     """The paper's figures beside."""
     return Table(
         ("figure", "paper", "here", "", "why"),

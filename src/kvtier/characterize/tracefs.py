@@ -7,11 +7,11 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from kvtier.characterize.ring_buffer import PAGE_BYTES, event_dtype
+from kvtier.characterize.ring_buffer import PAGE_BYTES, EventFormat, event_format
 from kvtier.errors import ConfigError
 from kvtier.probe.facts import read_mounts
 
@@ -129,15 +129,15 @@ class TraceInstance:
         """Whether the kernel has the event, such as ``block/block_rq_issue``."""
         return (self.folder / "events" / event).exists()
 
-    def enable(self, event: str, fields: tuple[str, ...], condition: str = "") -> tuple[int, np.dtype[Any]]:
-        """Record an event where `condition` holds; returns its number and the layout of these fields.
+    def enable(self, event: str, fields: tuple[str, ...], condition: str = "") -> EventFormat:
+        """Record an event where `condition` holds; returns its format with these fields.
 
         Raises:
             ConfigError: the kernel lacks the event or a field, or refuses the condition.
         """
         folder = f"events/{event}"
         try:
-            found = event_dtype((self.folder / folder / "format").read_text(), fields)
+            found = event_format((self.folder / folder / "format").read_text(), fields)
         except (OSError, ValueError) as error:
             raise ConfigError(f"kernel event {event}: {error}") from error
         if condition:

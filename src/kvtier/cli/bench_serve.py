@@ -157,7 +157,7 @@ def serve(
     results if all runs are there.
     """
     from kvtier.bench.record import RecordedSetting
-    from kvtier.bench.serve.answer import Served
+    from kvtier.bench.serve.answer import ServeRecord
     from kvtier.bench.serve.join import write_joined
     from kvtier.bench.serve.regret import join_runs
     from kvtier.bench.serve.report import write_report
@@ -187,7 +187,7 @@ def serve(
     if as_json:
         print_json(made["results"])
     else:
-        served = Served.of(made, prices)
+        served = ServeRecord.of(made, prices)
         print_table(arms_table(served))
         print_table(work_table(served))
         if hour_price is not None or kwh_price is not None:

@@ -8,7 +8,7 @@ from kvtier.config.loader import TIERS, Loaded, flat, override
 from kvtier.config.machine_checks import check
 from kvtier.config.schema import Setting
 from kvtier.config.sections import all_settings, value_of
-from kvtier.config.tier_list import Origin
+from kvtier.config.tier_list import SettingOrigin
 from kvtier.config.value_types import Hidden
 from kvtier.errors import ConfigError
 from kvtier.tier.registry import TierSettings
@@ -74,5 +74,5 @@ def overridden(loaded: Loaded, extra: Mapping[str, object], origin: str) -> Load
     names = [name for name in values if name != TIERS]
     if TIERS in values:
         names += [each.name for tier in config.tiers for each in tier.settings()]
-    origins = {**loaded.origins, **dict.fromkeys(names, Origin("flag", origin))}
+    origins = {**loaded.origins, **dict.fromkeys(names, SettingOrigin("flag", origin))}
     return Loaded(config=config, origins=origins, file=loaded.file)

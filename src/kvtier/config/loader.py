@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.config.schema import read, read_toml, settings
 from kvtier.config.sections import SECTIONS, Config, find, find_section
-from kvtier.config.tier_list import Origin, TierList
+from kvtier.config.tier_list import SettingOrigin, TierList
 from kvtier.errors import ConfigError
 
 PREFIX = "KVTIER_"
@@ -23,7 +23,7 @@ class Loaded:
     """The settings and their origins, by ``section.key`` or ``tiers.NAME.key``; ``tiers`` is the list itself."""
 
     config: Config
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, SettingOrigin]
     file: Path | None = None
     """The file that was read."""
 
@@ -32,7 +32,7 @@ class _RawSetting(NamedTuple):
     section: str
     key: str
     raw: object
-    origin: Origin
+    origin: SettingOrigin
     is_text: bool
 
 
@@ -55,7 +55,7 @@ def load(
     Raises:
         ConfigError: the file is missing or not TOML, a setting is unknown, or a value is not allowed.
     """
-    origins = {setting.name: Origin("default") for kind in SECTIONS.values() for setting in settings(kind)}
+    origins = {setting.name: SettingOrigin("default") for kind in SECTIONS.values() for setting in settings(kind)}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     named = file or environ.get(FILE_VARIABLE)
     path = Path(named) if named else None
@@ -97,7 +97,7 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
         ConfigError: a setting is unknown, its value is not allowed, or it is given twice.
     """
     values: dict[str, dict[str, Any]] = {}
-    listed, source = TierList(base.tiers), Origin("flag", origin)
+    listed, source = TierList(base.tiers), SettingOrigin("flag", origin)
     found: set[str] = set()
     for name, raw in sorted(given, key=lambda item: item[0] != TIERS):  # the list first
         if name in found:
@@ -136,7 +136,7 @@ def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object
 def _from_file(path: Path | None) -> Iterator[_RawSetting]:
     if path is None:
         return
-    origin = Origin("file", str(path))
+    origin = SettingOrigin("file", str(path))
     tables = read_toml(path)
     if TIERS in tables:
         yield _RawSetting(TIERS, "", tables.pop(TIERS), origin, is_text=False)
@@ -162,7 +162,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
         f"{PREFIX}DISK_PATH": TIERS_VARIABLE,
     }
     if TIERS_VARIABLE in environ:
-        origin = Origin("environment", TIERS_VARIABLE)
+        origin = SettingOrigin("environment", TIERS_VARIABLE)
         yield _RawSetting(TIERS, "", environ[TIERS_VARIABLE].split(), origin, is_text=True)
     for name, raw in sorted(environ.items()):
         if name in slips:
@@ -170,7 +170,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
         section, separator, key = name.removeprefix(PREFIX).lower().partition("__")
         if not name.startswith(PREFIX) or not separator:
             continue
-        origin = Origin("environment", name)
+        origin = SettingOrigin("environment", name)
         if section == TIERS:
             tier, separator, key = key.partition("__")
             if not separator:
@@ -181,7 +181,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
 
 def _from_flags(flags: Iterable[str], tiers: Sequence[str]) -> Iterator[_RawSetting]:
     if tiers:
-        yield _RawSetting(TIERS, "", list(tiers), Origin("flag", "--tier"), is_text=True)
+        yield _RawSetting(TIERS, "", list(tiers), SettingOrigin("flag", "--tier"), is_text=True)
     for flag in flags:
         name, equals, raw = flag.partition("=")
         section, dot, key = name.strip().partition(".")
@@ -190,4 +190,4 @@ def _from_flags(flags: Iterable[str], tiers: Sequence[str]) -> Iterator[_RawSett
                 f"flag --set {name[:80]}: not section.key=value or tiers.NAME.key=value; allowed sections: "
                 f"{', '.join(SECTIONS)}"
             )
-        yield _RawSetting(section, key, raw, Origin("flag", f"--set {name.strip()}"), is_text=True)
+        yield _RawSetting(section, key, raw, SettingOrigin("flag", f"--set {name.strip()}"), is_text=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvtier.config.loader import Origin
+from kvtier.config.loader import SettingOrigin
 from kvtier.config.probe_record import read_links
 from kvtier.config.sections import HOW_TO_SHARE, Config, JournalConfig, TraceConfig
 from kvtier.config.value_types import size_text
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Reporter:
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, SettingOrigin]
 
     def error(self, setting: str, value: object, detail: str) -> Finding:
         return self.finding("error", setting, value, detail)
@@ -49,7 +49,9 @@ class _Reporter:
         return Finding(level=level, setting=setting, value=str(value), origin=origin, detail=detail)
 
 
-def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Path | None = None) -> list[Finding]:
+def check(
+    config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
+) -> list[Finding]:
     """Problems of `config` on this machine.
 
     Args:
@@ -73,7 +75,9 @@ def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Pat
     return findings
 
 
-def refuse_unusable(config: Config, origins: Mapping[str, Origin] | None = None, file: Path | None = None) -> None:
+def refuse_unusable(
+    config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
+) -> None:
     """Refuse settings that stop every start on this machine. Of tiers only required ones do, and only they are read.
 
     Raises:
@@ -193,7 +197,7 @@ def _secret_file(path: Path, reporter: _Reporter, *, is_shared: bool) -> Iterato
 def _limits(config: Config, reporter: _Reporter) -> Iterator[Finding]:
     if (
         config.store.write_policy != "selective"
-        and reporter.origins.get("store.selective_uses", Origin("default")).where
+        and reporter.origins.get("store.selective_uses", SettingOrigin("default")).where
     ):
         detail = f"has no effect: store.write_policy is {config.store.write_policy}"
         yield reporter.warning("store.selective_uses", config.store.selective_uses, detail)

@@ -26,7 +26,7 @@ _SPEC = re.compile(r"(?:(?P<name>[^=:?/%]*)=)?(?P<kind>[^=:?/%]*):(?P<rest>.*)",
 _NOT_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
-class Origin(NamedTuple):
+class SettingOrigin(NamedTuple):
     """The source of a value."""
 
     layer: Literal["default", "file", "environment", "flag"]
@@ -42,15 +42,15 @@ class _Draft:
 
     name: str
     kind: TierKind[Any]
-    origin: Origin
+    origin: SettingOrigin
     values: dict[str, object]
-    origins: dict[str, Origin]
+    origins: dict[str, SettingOrigin]
 
     @property
     def label(self) -> str:
         return f"tiers.{self.name}"
 
-    def set(self, key: str, raw: object, origin: Origin, *, is_text: bool) -> None:
+    def set(self, key: str, raw: object, origin: SettingOrigin, *, is_text: bool) -> None:
         setting = registry.find(self.kind, self.label, key, str(origin))
         self.values[key] = read(setting, raw, str(origin), is_text=is_text)
         self.origins[key] = origin
@@ -64,11 +64,11 @@ class TierList:
     """
 
     def __init__(self, tiers: Sequence[TierSettings] = ()) -> None:
-        self.origin = Origin("default")
+        self.origin = SettingOrigin("default")
         """Of the list."""
         self._drafts = [_of_settings(tier, self.origin) for tier in tiers]
 
-    def replace(self, given: object, origin: Origin) -> None:
+    def replace(self, given: object, origin: SettingOrigin) -> None:
         """Replace the whole list by `given`, a list of tables, texts and settings.
 
         Raises:
@@ -83,7 +83,7 @@ class TierList:
         refuse_equal_names([draft.name for draft in drafts], str(origin))
         self._drafts, self.origin = drafts, origin
 
-    def set(self, name: str, key: str, raw: object, origin: Origin, *, is_text: bool) -> None:
+    def set(self, name: str, key: str, raw: object, origin: SettingOrigin, *, is_text: bool) -> None:
         """Set one value of the tier `name`.
 
         Raises:
@@ -104,12 +104,12 @@ class TierList:
         """
         return tuple(registry.make(draft.kind, draft.name, draft.values, str(draft.origin)) for draft in self._drafts)
 
-    def origins(self) -> Iterator[tuple[str, Origin]]:
+    def origins(self) -> Iterator[tuple[str, SettingOrigin]]:
         """The origin of the list, and of each value by ``tiers.NAME.key``."""
         yield "tiers", self.origin
         for draft, tier in zip(self._drafts, self.settings(), strict=True):
             for each in tier.settings():
-                yield each.name, draft.origins.get(each.key, Origin("default"))
+                yield each.name, draft.origins.get(each.key, SettingOrigin("default"))
 
 
 def parse(text: str, origin: str = "Python") -> TierSettings:
@@ -119,7 +119,7 @@ def parse(text: str, origin: str = "Python") -> TierSettings:
         ConfigError: it has another form, or a value is not allowed.
     """
     listed = TierList()
-    listed.replace([text], Origin("flag", origin))
+    listed.replace([text], SettingOrigin("flag", origin))
     return listed.settings()[0]
 
 
@@ -148,7 +148,7 @@ def refuse_equal_names(names: Sequence[str], origin: str) -> None:
         )
 
 
-def _draft(item: object, origin: Origin) -> _Draft:
+def _draft(item: object, origin: SettingOrigin) -> _Draft:
     if isinstance(item, TierSettings):
         return _of_settings(item, origin)
     if isinstance(item, str):
@@ -158,12 +158,12 @@ def _draft(item: object, origin: Origin) -> _Draft:
     raise ConfigError(f"tiers (from {origin}): {str(item)[:80]!r}; allowed: tables [[tiers]], or texts {FORM}")
 
 
-def _of_settings(tier: TierSettings, origin: Origin) -> _Draft:
+def _of_settings(tier: TierSettings, origin: SettingOrigin) -> _Draft:
     values = {each.key: getattr(tier, each.key) for each in tier.settings()}
     return _Draft(tier.name, registry.kind_of(tier), origin, values, {})
 
 
-def _of_table(table: Mapping[str, object], origin: Origin) -> _Draft:
+def _of_table(table: Mapping[str, object], origin: SettingOrigin) -> _Draft:
     values = dict(table)
     kind_name, name = values.pop("kind", None), values.pop("name", None)
     if not isinstance(kind_name, str):
@@ -177,7 +177,7 @@ def _of_table(table: Mapping[str, object], origin: Origin) -> _Draft:
     return draft
 
 
-def _of_text(text: str, origin: Origin) -> _Draft:
+def _of_text(text: str, origin: SettingOrigin) -> _Draft:
     shown = without_login(text).partition("?")[0][:120]  # values may be secret
     found = _SPEC.fullmatch(text.strip())
     if found is None:
@@ -211,7 +211,7 @@ def _full(key: str, kind: TierKind[Any]) -> str:
     return next((full for full in (key, f"{key}_bytes", f"{key}_s") if full in known), key)
 
 
-def _empty(kind_name: str, name: str | None, origin: Origin) -> _Draft:
+def _empty(kind_name: str, name: str | None, origin: SettingOrigin) -> _Draft:
     kind = registry.by_name(kind_name, str(origin))
     try:
         name = registry.checked_name(kind_name if name is None else name)
@@ -220,7 +220,7 @@ def _empty(kind_name: str, name: str | None, origin: Origin) -> _Draft:
     return _Draft(name, kind, origin, {}, {})
 
 
-def _decoded(text: str, shown: str, origin: Origin) -> str:
+def _decoded(text: str, shown: str, origin: SettingOrigin) -> str:
     if _NOT_ENCODED.search(text):
         raise ConfigError(f"tier {shown!r} (from {origin}): '%' is not followed by two hexadecimal digits; write %25")
     try:

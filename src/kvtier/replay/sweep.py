@@ -108,7 +108,7 @@ def replay_all(
     Raises:
         ConfigError: the journal cannot be read or written.
     """
-    journal = Journal(keep, trace, read) if keep else None
+    journal = FinishedReplays(keep, trace, read) if keep else None
     known = {task: journal.find(task) for task in tasks} if journal else {}
     done = {task: result for task, result in known.items() if result is not None}
     advance(len(trace) * len(done))
@@ -188,7 +188,7 @@ def _work(task: Any) -> Any:  # noqa: ANN401  types of the replayer
     return None if stops.is_set() else replayer(trace, task, lambda _: None, stops.is_set)
 
 
-class Journal(Generic[ResultT]):
+class FinishedReplays(Generic[ResultT]):
     """Finished replays of one trace in a file of JSON lines; other traces' and versions' lines are ignored.
 
     Args:

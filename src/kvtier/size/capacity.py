@@ -15,7 +15,7 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of a weight; fp4 with a scale of one byte for each 16 (NVFP4)."""
 
 
-class Held(NamedTuple):
+class HeldSessions(NamedTuple):
     """Sessions of one length that fit."""
 
     session_tokens: int
@@ -45,11 +45,11 @@ class GpuCapacity:
         """Left for KV on all GPUs."""
         return self.replicas * self.kv.tp * sum(self.rank_bytes)
 
-    def held(self, tokens: int) -> Held:
+    def held(self, tokens: int) -> HeldSessions:
         """Sessions of `tokens` at once; the fullest stage of a copy is the limit."""
         needed = (self.kv.rank_session_bytes(stage, tokens) for stage in range(self.kv.pp))
         of_copy = min((left / need for left, need in zip(self.rank_bytes, needed, strict=True) if need), default=0.0)
-        return Held(tokens, self.replicas * int(of_copy), int(self.replicas * of_copy * tokens))
+        return HeldSessions(tokens, self.replicas * int(of_copy), int(self.replicas * of_copy * tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,13 @@ class TierCapacity:
     kv: KvSize
     capacity_bytes: int
 
-    def held(self, tokens: int) -> Held:
+    def held(self, tokens: int) -> HeldSessions:
         """Sessions of `tokens`: whole chunks, and one snapshot of the states."""
         chunks = max(1, tokens // self.kv.chunk_tokens)
         objects = [each for stage in self.kv.stage_objects for each in stage]
         needed = self.kv.tp * sum(each.frame_bytes * (1 if each.rule == "state" else chunks) for each in objects)
         count = self.capacity_bytes / needed if needed else 0.0
-        return Held(tokens, int(count), int(count * tokens))
+        return HeldSessions(tokens, int(count), int(count * tokens))
 
 
 def gpu_capacity(kv: KvSize, memory_bytes: float, gpus: int, weight_bytes: float) -> GpuCapacity:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request, TraceReader, TraceWarning
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX
 from kvtier.trace.trace_files import WHOLE_MAX
 from kvtier.types import NextTurn
@@ -191,7 +191,7 @@ class _Builder:
         for column in (self._ids, *self._columns):
             column.close()
 
-    def _add(self, time_s: float, request: Request) -> None:
+    def _add(self, time_s: float, request: TraceRequest) -> None:
         _check(self._reader.name, request)
         number = turn = -1
         if request.session is not None:
@@ -255,7 +255,7 @@ class _Builder:
         )
 
 
-def _check(name: str, request: Request) -> None:
+def _check(name: str, request: TraceRequest) -> None:
     """Refuse a request with too many tokens or blocks."""
     for what, tokens in (("prompt", request.input_tokens), ("answer", request.output_tokens)):
         if not 0 <= tokens <= WHOLE_MAX:

@@ -17,7 +17,7 @@ Figure = Callable[[ArmResult], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServeRecord:
     """What the charts draw: the arms of one record."""
 
     results: list[ArmResult]
@@ -27,7 +27,7 @@ class Served:
     prices: Prices = field(default_factory=Prices)
 
     @classmethod
-    def of(cls, record: dict[str, Any], prices: Prices | None = None) -> "Served":
+    def of(cls, record: dict[str, Any], prices: Prices | None = None) -> "ServeRecord":
         """The arms of a record of `serve_record`."""
         inside = record["results"]
         parts = inside["conditions"], inside["definitions"], record["machine"]
@@ -98,7 +98,7 @@ def tokens_per_s(run: ArmResult) -> float | None:
     return run.output_tokens_per_s
 
 
-def headline(served: Served) -> str:
+def headline(served: ServeRecord) -> str:
     """The result as a heading."""
     plain, own = served.plain, served.own
     if plain is None or own is None:
@@ -114,7 +114,7 @@ def headline(served: Served) -> str:
     return text + (f", with {served.label(name)} {_times(theirs.median, best)}" if is_behind else "")
 
 
-def answer(served: Served) -> str:
+def answer(served: ServeRecord) -> str:
     """The result in one or two sentences."""
     plain, own = served.plain, served.own
     if plain is None or own is None:
@@ -139,7 +139,7 @@ def answer(served: Served) -> str:
     return " ".join(filter(None, (f"{text}.", _failed_text(served), sweep_text(served, own, plain))))
 
 
-def _failed_text(served: Served) -> str:
+def _failed_text(served: ServeRecord) -> str:
     """The share of requests that failed, of each arm at the point of the answer; empty without any."""
     found = {name: served.at(name, served.top, _failed_share) for name in served.names}
     if not any(it and it.high for it in found.values()):
@@ -152,7 +152,7 @@ def _failed_share(run: ArmResult) -> float:
     return run.failed / (run.failed + run.requests)
 
 
-def sweep_text(served: Served, own: str, plain: str) -> str:
+def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
     """Where loading wins and where not, over the ratios; empty without a sweep."""
     load = served.top[0]
     verdicts: dict[str, list[float]] = {}

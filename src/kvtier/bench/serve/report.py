@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.bench.serve.answer import OWN, Figure, Served, answer, headline, joined, p50_ms, tokens_per_s
+from kvtier.bench.serve.answer import OWN, Figure, ServeRecord, answer, headline, joined, p50_ms, tokens_per_s
 from kvtier.bench.serve.join import CACHED, COMPUTED, EXTERNAL, NO_CONNECTOR, RESIDENT
 from kvtier.bench.serve.results import Prices, Spread, hit_share, repetitions
 from kvtier.bench.serve.tables import arms_table, conditions, cost_table, notes, run_name, runs_table, work_table
@@ -44,14 +44,14 @@ def write_picture(path: Path, record: dict[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    served = Served.of(record)
+    served = ServeRecord.of(record)
     charts = {name: chart for name, chart in charts_of(served).items() if name in HEADLINE}
     write_charts("--picture", path, charts, served, PICTURE_INCHES)
 
 
 def render_report(record: dict[str, Any], prices: Prices | None = None, made: datetime | None = None) -> str:
     """The HTML of the report."""
-    served = Served.of(record, prices)
+    served = ServeRecord.of(record, prices)
     charts = charts_of(served)
     shown = {name: chart for name, chart in charts.items() if name in HEADLINE}
     others = {name: chart for name, chart in charts.items() if name not in HEADLINE and name not in OVER_TIME}
@@ -77,9 +77,9 @@ def render_report(record: dict[str, Any], prices: Prices | None = None, made: da
     )
 
 
-def charts_of(served: Served) -> Charts[Served]:
+def charts_of(served: ServeRecord) -> Charts[ServeRecord]:
     """The charts that the record has figures for."""
-    charts: dict[str, Chart[Served]] = {}
+    charts: dict[str, Chart[ServeRecord]] = {}
     loads = sorted({load for load, _ in served.points})
     limited = [ratio for ratio in served.ratios if ratio]
     if limited:
@@ -133,7 +133,7 @@ TURNS = "All complete runs at the point of the answer. The first turn of a conve
 PLACES_CAPTION = "Share of the prompt tokens, of all complete runs at the point of the answer."
 
 
-def _draw_ratio(axes: "Axes", served: Served, colours: Colours, *, of: Figure) -> None:
+def _draw_ratio(axes: "Axes", served: ServeRecord, colours: Colours, *, of: Figure) -> None:
     load, ratios = served.top[0], [ratio for ratio in served.ratios if ratio]
     for name, colour in _colours(served, colours).items():
         found = [(ratio, it) for ratio in ratios if (it := served.at(name, (load, ratio), of))]
@@ -145,7 +145,7 @@ def _draw_ratio(axes: "Axes", served: Served, colours: Colours, *, of: Figure) -
     _legend(axes)
 
 
-def _draw_load(axes: "Axes", served: Served, colours: Colours, *, of: Figure) -> None:
+def _draw_load(axes: "Axes", served: ServeRecord, colours: Colours, *, of: Figure) -> None:
     names = list(dict.fromkeys(name for load, _ in served.points for name, _ in load))
     moving = next((name for name in names if len({dict(load).get(name) for load, _ in served.points}) > 1), "")
     own = sorted({it.point for it in served.results if it.name == served.own})
@@ -165,7 +165,7 @@ def _draw_load(axes: "Axes", served: Served, colours: Colours, *, of: Figure) ->
     _legend(axes)
 
 
-def _draw_bars(axes: "Axes", served: Served, colours: Colours, *, of: Figure) -> None:
+def _draw_bars(axes: "Axes", served: ServeRecord, colours: Colours, *, of: Figure) -> None:
     hues = _colours(served, colours)
     found = {name: it for name in served.names if (it := served.at(name, served.top, of))}
     middles = [it.median for it in found.values()]
@@ -182,7 +182,7 @@ def _draw_bars(axes: "Axes", served: Served, colours: Colours, *, of: Figure) ->
     axes.set(xlabel=_unit(of), xlim=(0, 1.18 * max([it.high for it in found.values()], default=1.0)))
 
 
-def _draw_places(axes: "Axes", served: Served, colours: Colours) -> None:
+def _draw_places(axes: "Axes", served: ServeRecord, colours: Colours) -> None:
     rows: dict[str, dict[str, float]] = {}
     found = sorted(repetitions(served.results).items(), key=lambda it: served.names.index(it[0][0]))
     for (name, point), runs in found:
@@ -214,7 +214,7 @@ def _draw_places(axes: "Axes", served: Served, colours: Colours) -> None:
 
 
 def _draw_turns(
-    axes: "Axes", served: Served, colours: Colours, *, of: Callable[[dict[str, Any]], float | None]
+    axes: "Axes", served: ServeRecord, colours: Colours, *, of: Callable[[dict[str, Any]], float | None]
 ) -> None:
     for name, colour in _colours(served, colours).items():
         found: dict[int, list[float]] = {}
@@ -234,7 +234,7 @@ def _draw_turns(
 
 
 def _draw_series(
-    axes: "Axes", served: Served, colours: Colours, *, columns: Sequence[tuple[str, str]], unit: str
+    axes: "Axes", served: ServeRecord, colours: Colours, *, columns: Sequence[tuple[str, str]], unit: str
 ) -> None:
     hues = _colours(served, colours)
     for run in served.results:
@@ -266,7 +266,7 @@ def _legend(axes: "Axes") -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.2, handlelength=1.6)
 
 
-def _colours(served: Served, colours: Colours) -> dict[str, str]:
+def _colours(served: ServeRecord, colours: Colours) -> dict[str, str]:
     """By arm."""
     spare = iter(_OTHER_HUES)
     return {name: colours[_HUES.get(name) or next(spare, "soft")] for name in served.names}
@@ -288,7 +288,7 @@ def _unit(of: Figure) -> str:
     return "median ms to the first token" if of is p50_ms else "output tokens/s"
 
 
-def _over_time_text(served: Served) -> str:
+def _over_time_text(served: ServeRecord) -> str:
     shown = [f"{run_name(it)}" for it in served.results if it.series]
     return (
         f"One run of each arm: {joined(shown)}. Reads and writes are the server's own where they are known, else the "

@@ -29,7 +29,7 @@ from kvtier.bench.serve.power import Sensor, first_gpu
 from kvtier.bench.serve.sampler import Sampler, parse_metrics
 from kvtier.bench.serve.server import (
     OtherServer,
-    Served,
+    RunningServer,
     ServerError,
     ServerProcess,
     VllmPython,
@@ -311,11 +311,11 @@ class Record:
         return result
 
     @contextmanager
-    def _serving(self, arm: Arm, place: Path) -> Generator[tuple[Served, MachineLimits | None]]:
+    def _serving(self, arm: Arm, place: Path) -> Generator[tuple[RunningServer, MachineLimits | None]]:
         """The server of an arm, healthy, with a new store; both are gone afterwards."""
         settings, vllm = self.settings, self.settings.vllm
         if not arm.is_ours:
-            server: Served = OtherServer(arm.url)
+            server: RunningServer = OtherServer(arm.url)
             await_health(server, "/v1/models", START_LIMIT_S)
             yield server, None
             return
@@ -388,7 +388,7 @@ def pinned(cores: Sequence[int]) -> Generator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _drain(server: Served) -> None:
+def _drain(server: RunningServer) -> None:
     """Wait until the processes of the server write nothing more, so that the end of the run has all of its I/O."""
     until_s = time.monotonic() + DRAIN_S
     before = -1
@@ -404,7 +404,7 @@ def _drain(server: Served) -> None:
         time.sleep(_QUIET_S)
 
 
-def _prefills(server: Served) -> tuple[float, float]:
+def _prefills(server: RunningServer) -> tuple[float, float]:
     """Seconds of prefill and prompt tokens since the server's start."""
     found = parse_metrics(get(f"{server.url}/metrics"))
     try:

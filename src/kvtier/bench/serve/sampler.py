@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits
 from kvtier.bench.serve.power import Rapl, Sensor
-from kvtier.bench.serve.server import Served, ServerError, get
+from kvtier.bench.serve.server import RunningServer, ServerError, get
 
 INTERVAL_S = 1.0
 _METRICS_S = 10.0
@@ -156,7 +156,7 @@ class Sampler:
     def __init__(
         self,
         path: Path,
-        server: Served,
+        server: RunningServer,
         *,
         client_pids: Callable[[], Iterable[int]],
         drive: Drive | None,

@@ -50,7 +50,7 @@ class ServerError(KvError):
     """A server did not come up, did not answer in time, or ended."""
 
 
-class Served(Protocol):
+class RunningServer(Protocol):
     """A server that answers at `url`."""
 
     url: str
@@ -71,11 +71,11 @@ class OtherServer:
         self.url = url
 
     def pids(self) -> list[int]:
-        """See `Served`."""
+        """See `RunningServer`."""
         return []
 
     def why_over(self) -> str:
-        """See `Served`."""
+        """See `RunningServer`."""
         return ""
 
 
@@ -121,11 +121,11 @@ class ServerProcess:
             )
 
     def pids(self) -> list[int]:
-        """See `Served`."""
+        """See `RunningServer`."""
         return session_pids(self._process.pid)
 
     def why_over(self) -> str:
-        """See `Served`; with the last lines of the log."""
+        """See `RunningServer`; with the last lines of the log."""
         code = self._process.poll()
         if code is None:
             return ""
@@ -165,7 +165,7 @@ class ServerProcess:
         return []
 
 
-def await_health(server: Served, path: str = "/health", limit_s: float = 30.0) -> None:
+def await_health(server: RunningServer, path: str = "/health", limit_s: float = 30.0) -> None:
     """Wait until the server answers.
 
     Raises:

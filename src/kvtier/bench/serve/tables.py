@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
-from kvtier.bench.serve.answer import Figure, Served, answer, joined, load_text, ms_text, p50_ms, tokens_per_s
+from kvtier.bench.serve.answer import Figure, ServeRecord, answer, joined, load_text, ms_text, p50_ms, tokens_per_s
 from kvtier.bench.serve.results import ArmResult, hit_share, repetitions, spread, unit_cost
 from kvtier.bench.serve.run_files import as_row
 from kvtier.report.format import NONE, bytes_text, digits, share_text
 from kvtier.report.table import Table
 
 
-def conditions(served: Served) -> list[tuple[str, str]]:
+def conditions(served: ServeRecord) -> list[tuple[str, str]]:
     """The circumstances of the figures, as name and text."""
     found: list[tuple[str, str]] = []
     for name, text in served.conditions.items():
@@ -26,7 +26,7 @@ def _flat(value: object) -> str:
     return ", ".join(f"{key.replace('_', ' ')} {_flat(it)}" for key, it in inner.items()) if inner else str(value)
 
 
-def notes(served: Served) -> Iterator[str]:
+def notes(served: ServeRecord) -> Iterator[str]:
     """What limits the figures."""
     for it in served.results:
         if it.status != "ok":
@@ -48,7 +48,7 @@ def notes(served: Served) -> Iterator[str]:
         yield f"{torn:,} torn lines were left out."
 
 
-def arms_table(served: Served) -> Table:
+def arms_table(served: ServeRecord) -> Table:
     """Speed: a line for each arm, load and R."""
     rows = [
         (
@@ -69,7 +69,7 @@ def arms_table(served: Served) -> Table:
     )
 
 
-def work_table(served: Served) -> Table:
+def work_table(served: ServeRecord) -> Table:
     """What the figures of `arms_table` took: the lines are the same."""
     rows = [
         (
@@ -90,7 +90,7 @@ def work_table(served: Served) -> Table:
     )
 
 
-def _rows(served: Served) -> list[list[ArmResult]]:
+def _rows(served: ServeRecord) -> list[list[ArmResult]]:
     """Repetitions, by load and R, arms in the order of the record."""
     found = repetitions(served.results)
     return [runs for _, runs in sorted(found.items(), key=lambda it: (it[0][1], served.names.index(it[0][0])))]
@@ -106,7 +106,7 @@ def _cell(runs: list[ArmResult], figure: Figure, show: Callable[[float], str] = 
     return NONE if found is None else found.text(show)
 
 
-def cost_table(served: Served) -> Table:
+def cost_table(served: ServeRecord) -> Table:
     """Cost and energy of a million tokens at the stated prices, at the point of the answer."""
     rows: list[tuple[str, ...]] = []
     for name in served.names:
@@ -141,7 +141,7 @@ def cost_table(served: Served) -> Table:
     )
 
 
-def runs_table(served: Served) -> Table:
+def runs_table(served: ServeRecord) -> Table:
     """Every run."""
     rows = [
         (

@@ -11,7 +11,7 @@ from reprlib import repr as short
 
 from kvtier.config.machine_checks import refuse_unusable
 from kvtier.config.sections import Config
-from kvtier.config.tier_list import Origin
+from kvtier.config.tier_list import SettingOrigin
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
@@ -97,7 +97,9 @@ def check_engine(config: VllmConfig) -> None:
     )
 
 
-def check_settings(config: Config, origins: Mapping[str, Origin] | None = None, file: Path | None = None) -> None:
+def check_settings(
+    config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
+) -> None:
     """Refuse settings that stop every start, before the weights are loaded.
 
     Raises:

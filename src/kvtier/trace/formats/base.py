@@ -21,7 +21,7 @@ _BUSY_REQUESTS_PER_S = 100.0
 Ids = npt.NDArray[np.integer[Any]]
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """One prompt of a trace."""
 
     time_s: float
@@ -62,7 +62,7 @@ class TraceReader:
         self.notes: tuple[str, ...] = ()
         """How the trace was read; complete when `requests` is exhausted."""
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TraceRequest]:
         """The requests, in the order of the file; formats that are merged sort by time.
 
         Raises:

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request, TraceReader, TraceWarning, merge_factor
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, merge_factor
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merge_blocks
 from kvtier.trace.trace_files import (
     LineErrors,
@@ -117,7 +117,7 @@ class KvEvents(TraceReader):
         self.block_tokens = self._own_tokens * self._factor
         self.notes = (_CONVENTION,)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TraceRequest]:
         """The requests, in the order of their first events; times count from the first."""
         unknown = self._cleared = 0
         chains = _Chains()
@@ -158,14 +158,14 @@ class KvEvents(TraceReader):
             text = f"{unknown} requests follow blocks stored before the start of the file; they are cut"
             self.notes += (TraceWarning(text),)
 
-    def _closed(self, done: _OpenRequest, chains: "_Chains", began_s: float) -> Request:
+    def _closed(self, done: _OpenRequest, chains: "_Chains", began_s: float) -> TraceRequest:
         path = chains.path(done.prompt_end)
         if len(path) > REQUEST_BLOCKS_MAX:
             raise ConfigError(
                 f"trace {self.path}, batch {done.first_batch}: a request of more blocks than allowed; allowed: at "
                 f"most {REQUEST_BLOCKS_MAX}"
             )
-        return Request(
+        return TraceRequest(
             done.time_s - began_s,
             len(path) * self._own_tokens,
             done.output_blocks * self._own_tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request, TraceReader
+from kvtier.trace.formats.base import TraceReader, TraceRequest
 from kvtier.trace.trace_files import LineErrors, short, text_lines, whole
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -27,7 +27,7 @@ class LengthsCsv(TraceReader):
         super().__init__(path)
         self.notes = ("the trace has arrivals and lengths only, not which blocks are reused",)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TraceRequest]:
         """The requests, in the order of the file; times count from the first."""
         lines = text_lines(self.path)
         first_line, first = next(lines, (1, ""))
@@ -43,7 +43,7 @@ class LengthsCsv(TraceReader):
                 began = began or time
                 inputs, outputs = _count(fields, HEADER[1]), _count(fields, HEADER[2])
                 after_s = (time - began).total_seconds()
-                request = Request(after_s, inputs, outputs, np.zeros(0, np.int64), None, line_number)
+                request = TraceRequest(after_s, inputs, outputs, np.zeros(0, np.int64), None, line_number)
             yield request
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvtier.trace.formats.base import (
     UNITS_S,
-    Request,
     TraceReader,
+    TraceRequest,
     TraceWarning,
     merge_factor,
     next_turn_of,
@@ -53,18 +53,18 @@ class RequestLines(TraceReader):
         self.block_tokens = own * self._factor
         self.notes += time_unit_warning(times_s, tokens, time_unit)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TraceRequest]:
         """The requests, in the order of the file; those of a directory are held and sorted by time."""
         lines = sorted(self._lines(), key=lambda it: it.time_s) if self.path.is_dir() else self._lines()
         for request in lines:
             yield request._replace(blocks=merge_blocks(request.blocks, self._factor)) if self._factor > 1 else request
 
-    def _lines(self) -> Iterator[Request]:
+    def _lines(self) -> Iterator[TraceRequest]:
         numbering = Numbering()
         is_held, blocks = self.path.is_dir(), 0
         for file, line_number, line in json_lines(self.path):
             with LineErrors(file, line_number):
-                request = Request(
+                request = TraceRequest(
                     number(line, "timestamp") * self._unit_s,
                     whole(line, "input_length"),
                     whole(line, "output_length") if "output_length" in line else 0,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request, TraceReader, TraceWarning, merge_factor
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, merge_factor
 from kvtier.trace.formats.block_ids import Numbering, blocks_of, check_held, merge_blocks
 from kvtier.trace.trace_files import LineErrors, json_lines, number, short, whole
 from kvtier.types import NextTurn
@@ -60,9 +60,9 @@ class SessionLines(TraceReader):
         )
         self.notes = (self._starts,)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TraceRequest]:
         """The requests of all sessions, sorted by time."""
-        requests: list[Request] = []
+        requests: list[TraceRequest] = []
         draw = np.random.default_rng(self._seed)
         numbering = Numbering()
         first_id = times_back = held = 0
@@ -73,7 +73,7 @@ class SessionLines(TraceReader):
                 self._check_same(session)
                 name = str(session.get("id", f"{file.name}:{line}"))
                 latest_s: dict[str, float] = {}
-                own: list[Request] = []
+                own: list[TraceRequest] = []
                 in_session = 0
                 for time_s, agent, fields in _flattened(session, start_s, name, 0):
                     times_back += time_s < latest_s.get(agent, time_s)
@@ -83,7 +83,7 @@ class SessionLines(TraceReader):
                     blocks = merge_blocks(blocks_of(fields, numbering), self._factor).astype(np.int32)
                     next_turn = _next_turn(fields, is_sub_agent=agent != name)
                     own.append(
-                        Request(time_s, whole(fields, "in"), whole(fields, "out"), blocks, agent, line, next_turn)
+                        TraceRequest(time_s, whole(fields, "in"), whole(fields, "out"), blocks, agent, line, next_turn)
                     )
                     in_session += len(blocks)
                     check_held(held + in_session)
@@ -120,7 +120,7 @@ def _is_global(session: dict[str, Any]) -> bool:
     return scope == "global"
 
 
-def _renumbered(requests: list[Request], first_id: int) -> tuple[list[Request], int]:
+def _renumbered(requests: list[TraceRequest], first_id: int) -> tuple[list[TraceRequest], int]:
     """One session's requests with ids from `first_id` on, and the next free id."""
     if not requests:
         return requests, first_id

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import UNITS_S, Ids, Request, TraceReader, next_turn_of, session_of, time_unit_warning
+from kvtier.trace.formats.base import (
+    UNITS_S,
+    Ids,
+    TraceReader,
+    TraceRequest,
+    next_turn_of,
+    session_of,
+    time_unit_warning,
+)
 from kvtier.trace.formats.block_ids import check_held
 from kvtier.trace.trace_files import LineErrors, json_lines, number
 
@@ -46,10 +54,10 @@ class TextLines(TraceReader):
         self._how = f"text is cut into tokens by {how}, and into blocks of {self.block_tokens}"
         self.notes = (self._how,)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TraceRequest]:
         """The requests, sorted by time, which counts from the first; such files are sorted by session."""
         numbers: dict[bytes, int] = {}
-        requests: list[Request] = []
+        requests: list[TraceRequest] = []
         held = 0
         for file, line_number, line in json_lines(self.path):
             with LineErrors(file, line_number):
@@ -61,7 +69,9 @@ class TextLines(TraceReader):
                 held += len(blocks)
                 check_held(held)
                 session, next_turn = session_of(line), next_turn_of(line)
-                requests.append(Request(time_s, len(tokens), output_tokens, blocks, session, line_number, next_turn))
+                requests.append(
+                    TraceRequest(time_s, len(tokens), output_tokens, blocks, session, line_number, next_turn)
+                )
         requests.sort(key=lambda it: it.time_s)
         times_s, input_tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
         self.notes = (self._how, *time_unit_warning(times_s, input_tokens, self._time_unit))
