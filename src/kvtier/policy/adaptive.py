@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from operator import attrgetter
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from kvtier.policy.base import Held
 from kvtier.policy.name_table import NameTable
@@ -31,6 +32,8 @@ _TIME_MASK = (1 << _TIME_BITS) - 1
 _USES_BITS = 4
 USES_MAX = (1 << _USES_BITS) - 1
 """The count saturates here."""
+_PIECE_BITS = 18
+_PIECE_MASK = (1 << _PIECE_BITS) - 1
 
 
 class Ghosts:
@@ -43,23 +46,26 @@ class Ghosts:
     """
 
     def __init__(self, places: int) -> None:
-        # Zeros that take memory when they are written. NumPy's come in huge pages: 10 ms for a write, and all at once.
-        size_bytes = 8 << max(0, places - 1).bit_length()
-        self._table = memoryview(mmap(-1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS)).cast("Q")
-        self._mask = len(self._table) - 1
+        size = 1 << max(0, places - 1).bit_length()
+        # A piece of 2 MiB takes memory when it is written. From 4 MiB on NumPy asks for huge pages: 10 ms for a write.
+        pieces = range(-(-size >> _PIECE_BITS))
+        self._pieces = [np.zeros(min(size, 1 << _PIECE_BITS), np.uint64).data for _ in pieces]
+        self._mask = size - 1
 
     def __len__(self) -> int:
-        return len(self._table)
+        return self._mask + 1
 
     def remember(self, name_hash: int, uses: int, time: int) -> None:
         """Remember an evicted name with its number of uses and the time of the last."""
         uses = min(uses, USES_MAX)
         check = name_hash >> 64 - _HASH_BITS << _TIME_BITS
-        self._table[name_hash & self._mask] = (check | time & _TIME_MASK) << _USES_BITS | uses
+        place = name_hash & self._mask
+        self._pieces[place >> _PIECE_BITS][place & _PIECE_MASK] = (check | time & _TIME_MASK) << _USES_BITS | uses
 
     def find(self, name_hash: int) -> tuple[int, int]:
         """(uses, time of the last use) of an evicted name; zeros if unknown."""
-        item = self._table[name_hash & self._mask]
+        place = name_hash & self._mask
+        item = self._pieces[place >> _PIECE_BITS][place & _PIECE_MASK]
         if not item or item >> _TIME_BITS + _USES_BITS != name_hash >> 64 - _HASH_BITS:
             return 0, 0
         return item & USES_MAX, item >> _USES_BITS & _TIME_MASK
