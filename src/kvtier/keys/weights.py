@@ -36,9 +36,6 @@ CACHE_ENTRIES_MAX = 4096
 SETTLE_S = 2.0
 """The resolution of file times is up to 2 s; a file changed so recently may change again without a new time."""
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, total bytes) on the caller's thread; the total is 0 when unknown."""
-
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
 _U64 = struct.Struct("<Q")
@@ -132,7 +129,6 @@ def home_cache() -> Path | None:
 def digest_files(
     paths: Iterable[str | os.PathLike[str]],
     cache_file: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
     settle_s: float = SETTLE_S,
 ) -> WeightsDigest:
     """The digest of files, which depends on their contents and on their paths below their common directory.
@@ -141,7 +137,6 @@ def digest_files(
         paths: the files, in any order.
         cache_file: cache of digests of single files, by (inode, device, size, mtime_ns, ctime_ns), mode 0600. A file
             that is damaged or writable by others is ignored and replaced. A failed write costs only time.
-        progress: called after each piece.
         settle_s: files changed more recently than this are not cached.
 
     Raises:
@@ -156,7 +151,7 @@ def digest_files(
     fresh = {name: version for name, version in versions.items() if version.label not in known}
     hashed_bytes = sum(version.size_bytes for version in fresh.values())
     parts = [_WeightsPart(name, b"", fresh[name].size_bytes, _reader_of_file(files[name])) for name in fresh]
-    digests = _digests_of_parts(parts, hashed_bytes, progress)
+    digests = _digests_of_parts(parts)
     for name, version in fresh.items():
         if _version(files[name]) != version:
             raise ConfigError(f"weights file {files[name]} changed while it was being read")
@@ -168,14 +163,11 @@ def digest_files(
     return WeightsDigest(combined, total_bytes, hashed_bytes, perf_counter() - started)
 
 
-def digest_tensors(
-    tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]], progress: Progress | None = None
-) -> WeightsDigest:
+def digest_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]]) -> WeightsDigest:
     """The digest of tensors in memory, in any order; depends on names, dtypes, shapes and contents.
 
     Args:
         tensors: (name, dtype, shape, contiguous bytes) of each, such as `Tensor`; consumed as threads become free.
-        progress: called after each piece.
 
     Raises:
         ConfigError: there are no tensors, or two have the same name.
@@ -190,7 +182,7 @@ def digest_tensors(
             sizes.append(view.nbytes)
             yield _WeightsPart(name, _head_of_tensor(dtype, shape), view.nbytes, _reader_of_bytes(view))
 
-    combined = _combined(_digests_of_parts(parts(), 0, progress))
+    combined = _combined(_digests_of_parts(parts()))
     return WeightsDigest(combined, sum(sizes), sum(sizes), perf_counter() - started)
 
 
@@ -258,22 +250,13 @@ def _head_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
     return json.dumps([dtype, [int(size) for size in shape]], separators=(",", ":")).encode()
 
 
-def _digests_of_parts(parts: Iterable[_WeightsPart], total_bytes: int, progress: Progress | None) -> dict[str, bytes]:
+def _digests_of_parts(parts: Iterable[_WeightsPart]) -> dict[str, bytes]:
     """The digest of each part, by name. At most two pieces per thread are in flight."""
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
     # Do not keep the parts: their bytes may be copies of a device's memory.
     heads: dict[str, tuple[bytes, int]] = {}
     pieces: dict[str, list[bytes]] = {}
-    done_bytes = 0
-
-    def settle(name: str, length: int, future: Future[bytes]) -> None:
-        nonlocal done_bytes
-        pieces[name].append(future.result())
-        done_bytes += length
-        if progress:
-            progress(done_bytes, total_bytes)
-
-    flying: deque[tuple[str, int, Future[bytes]]] = deque()
+    flying: deque[tuple[str, Future[bytes]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-weights")
     try:
         for part in parts:
@@ -282,11 +265,12 @@ def _digests_of_parts(parts: Iterable[_WeightsPart], total_bytes: int, progress:
             heads[part.name], pieces[part.name] = (part.head, part.size_bytes), []
             for offset in range(0, part.size_bytes, PIECE_BYTES):
                 length = min(PIECE_BYTES, part.size_bytes - offset)
-                flying.append((part.name, length, pool.submit(part.piece, offset, length)))
+                flying.append((part.name, pool.submit(part.piece, offset, length)))
                 if len(flying) == 2 * threads:
-                    settle(*flying.popleft())
-        while flying:
-            settle(*flying.popleft())
+                    name, oldest = flying.popleft()
+                    pieces[name].append(oldest.result())
+        for name, future in flying:
+            pieces[name].append(future.result())
     finally:
         pool.shutdown(cancel_futures=True)
     return {name: _digest_of_part(head, size_bytes, pieces[name]) for name, (head, size_bytes) in heads.items()}
