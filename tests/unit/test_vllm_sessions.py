@@ -7,7 +7,7 @@ from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Request
 
 from kvtier.config.sections import Config, HostConfig
-from kvtier.connect.vllm.requests import SessionHint, session_hint
+from kvtier.connect.vllm.requests import ConversationHint, conversation_hint
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS
@@ -20,16 +20,16 @@ def request(params: object = None, session_id: object = None, salt: str | None =
     return made
 
 
-def hint_of(*args: object, **more: object) -> SessionHint:
-    return session_hint(request(*args, **more))[0]
+def hint_of(*args: object, **more: object) -> ConversationHint:
+    return conversation_hint(request(*args, **more))[0]
 
 
 def test_a_session_may_be_named_in_two_ways():
     named = hint_of({"session": "chat"})
     assert named == hint_of(session_id="chat") == hint_of({"session": "chat"}, session_id="other")
-    assert named.session not in (None, "chat")
+    assert named.conversation not in (None, "chat")
     assert named.next_turn is None
-    assert hint_of() == hint_of({}) == SessionHint()
+    assert hint_of() == hint_of({}) == ConversationHint()
 
 
 @pytest.mark.parametrize("next_turn", list(NextTurn))
@@ -39,11 +39,11 @@ def test_the_next_turn_is_read(next_turn):
 
 
 def test_tenants_cannot_name_each_others_sessions():
-    names = [hint_of({"session": "chat"}, salt=salt).session for salt in (None, "alice", "bob")]
+    names = [hint_of({"session": "chat"}, salt=salt).conversation for salt in (None, "alice", "bob")]
     assert len(set(names)) == 3
-    assert hint_of({"session": "chat"}, salt="alice").session == names[1]
+    assert hint_of({"session": "chat"}, salt="alice").conversation == names[1]
     # Nor by moving characters between salt and name.
-    assert hint_of({"session": "bc"}, salt="a").session != hint_of({"session": "c"}, salt="ab").session
+    assert hint_of({"session": "bc"}, salt="a").conversation != hint_of({"session": "c"}, salt="ab").conversation
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_tenants_cannot_name_each_others_sessions():
     ],
 )
 def test_an_invalid_hint_is_ignored_and_named(params, session_id, what):
-    hint, problem = session_hint(request(params, session_id))
+    hint, problem = conversation_hint(request(params, session_id))
     assert hint.next_turn is None
     assert what in problem
 
@@ -82,15 +82,15 @@ def deep() -> list[object]:
 @pytest.mark.parametrize("field", ["session", "next_turn"])
 def test_a_value_that_cannot_be_printed_is_ignored_with_a_short_message(field, make):
     strange = make()
-    hint, problem = session_hint(request({"session": "a", field: strange}))
+    hint, problem = conversation_hint(request({"session": "a", field: strange}))
     assert hint.next_turn is None
     assert len(problem) < 1000
-    assert (hint == SessionHint()) == (field == "session" and not isinstance(strange, str))
+    assert (hint == ConversationHint()) == (field == "session" and not isinstance(strange, str))
 
 
 @pytest.mark.parametrize("params", [[], "user", 5, {"do_remote_prefill": True}])
 def test_parameters_of_other_connectors_are_ignored(params):
-    assert session_hint(request(params)) == (SessionHint(), "")
+    assert conversation_hint(request(params)) == (ConversationHint(), "")
 
 
 class Heard(Lru):
@@ -121,7 +121,7 @@ def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(monkeyp
             engine.forget()
     finally:
         engine.close()
-    a, b = (hint_of({"session": name}).session for name in "ab")
+    a, b = (hint_of({"session": name}).conversation for name in "ab")
     assert Heard.said == [(a, NextTurn.USER)]
     # The first computes and stores it, the others load it.
     assert Heard.owners == [owner for owner in (a, b, None, None) for _ in range(3)]

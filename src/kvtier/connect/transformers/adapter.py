@@ -30,9 +30,9 @@ from kvtier.connect.transformers.call import (
     FirstToken,
     StoreCounts,
     checked_turn,
+    conversation_names,
     prompt_of,
     sequences_of,
-    session_names,
 )
 from kvtier.connect.transformers.open import ModelSession, open_model
 from kvtier.connect.transformers.restore import MissingLayerError, Restored
@@ -452,7 +452,7 @@ class Attachment:
         prompt = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)
         if isinstance(prompt, str):
             return prompt
-        names, problem = session_names(session, len(prompt.padding))
+        names, problem = conversation_names(session, len(prompt.padding))
         if problem:
             self._log_once(problem, "%s; ignored (logged once)")
         opened = self._refreshed()
@@ -520,7 +520,7 @@ class Attachment:
                     row=number,
                     pad=row.request.pad,
                     spans=spans,
-                    session=row.request.session,
+                    conversation=row.request.conversation,
                 )
                 count += len(places)
         return count

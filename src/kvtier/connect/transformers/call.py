@@ -130,8 +130,8 @@ def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(integers(padding))
 
 
-def session_names(session: object, rows: int) -> tuple[Sequence[str | None], str]:
-    """The session name of each row; if invalid, no names and what is wrong."""
+def conversation_names(session: object, rows: int) -> tuple[Sequence[str | None], str]:
+    """The name of each row's conversation; if invalid, no names and what is wrong."""
     none = [None] * rows
     if session is None:
         return none, ""
@@ -228,16 +228,16 @@ class Call:
         prompt: Prompt,
         root: bytes,
         chunk_tokens: int,
-        sessions: Sequence[str | None],
+        conversations: Sequence[str | None],
         recorder: Recorder | None = None,
     ) -> "Call":
         """Compute the chunk keys of each row."""
         started, arrived_s = time.perf_counter(), time.monotonic()
         rows: list[CallRow] = []
-        for index, (row, pad, session) in enumerate(zip(prompt.input_ids, prompt.padding, sessions, strict=True)):
+        for index, (row, pad, name) in enumerate(zip(prompt.input_ids, prompt.padding, conversations, strict=True)):
             tokens, chain = integers(row[pad:]), Chain(root, chunk_tokens, prompt.extras)
             chain.extend(tokens)
-            rows.append(CallRow(RowRequest(f"{number}/{index}", pad, chain.prefix(), session), len(tokens), chain))
+            rows.append(CallRow(RowRequest(f"{number}/{index}", pad, chain.prefix(), name), len(tokens), chain))
         return cls(number, prompt, rows, time.perf_counter() - started, arrived_s, recorder)
 
     def report(self, output: Output, restored: Restored, clock: "FirstToken", reason: str) -> CallReport:
@@ -251,7 +251,9 @@ class Call:
             generated_tokens += new_tokens
             if self.recorder is not None:
                 keys = row.request.prefix.keys
-                self.recorder.served(Served(self.arrived_s, keys, row.prompt_tokens, new_tokens, row.request.session))
+                self.recorder.served(
+                    Served(self.arrived_s, keys, row.prompt_tokens, new_tokens, row.request.conversation)
+                )
         return CallReport(
             prompt_tokens=prompt_tokens,
             restored_tokens=restored.tokens,

@@ -46,12 +46,12 @@ class OpenRequests:
         row: int,
         pad: int,
         spans: Spans,
-        session: str | None,
+        conversation: str | None,
     ) -> None:
         """Begin to store `places` of one row, and hold its tensors until the store ends."""
         self._copier.expose(request, row, pad, spans)
         try:
-            self._session.store(request, prefix, places, session)
+            self._session.store(request, prefix, places, conversation)
         except BaseException:
             self._copier.forget(request)  # no StoreDone will come
             raise

@@ -58,7 +58,7 @@ class RowRequest:
     """Unique; the row's request ids start with it."""
     pad: int
     prefix: Prefix
-    session: str | None = None
+    conversation: str | None = None
     request: RequestId = RequestId("")  # noqa: RUF009  immutable
     restorable: int = 0
     whole_chunks: int | None = None
@@ -359,7 +359,9 @@ class Restorer:
         boundary = max(place.chunk for place in places) + 1
         self._copier.expose(row.request, number, row.pad, tensors.spans, readiness)
         try:
-            self._session.load(row.request, row.prefix, boundary * row.prefix.chunk_tokens, places, session=row.session)
+            self._session.load(
+                row.request, row.prefix, boundary * row.prefix.chunk_tokens, places, session=row.conversation
+            )
         except BaseException:
             self._copier.forget(row.request)  # no LoadDone will come
             raise

@@ -101,7 +101,7 @@ class Loads:
             load.places,
             resident_tokens=plan.resident_tokens,
             budget=plan.budget,
-            session=load.tracked.hint.session,
+            session=load.tracked.hint.conversation,
         )
         return True
 

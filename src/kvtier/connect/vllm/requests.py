@@ -1,7 +1,7 @@
 """State of one vLLM request on the scheduler side, and what a request carries for kvtier in `kv_transfer_params`.
 
-    session, next_turn   the session hint. A session's name is scoped to its `cache_salt`, so one tenant cannot name
-                         another tenant's session
+    session, next_turn   the name of the conversation, and the hint at its next turn. The name is scoped to its
+                         `cache_salt`, so one tenant cannot name another tenant's conversation
     do_remote_decode     a prefill engine shall announce what it has stored, in the response
     kvtier.tokens        the announcement, in the request to the decode engine: leading tokens that another engine has
                          stored, or is storing
@@ -30,35 +30,35 @@ ANNOUNCEMENT = "kvtier"
 
 _FIELDS = frozenset({"session", "next_turn", "do_remote_decode", "do_remote_prefill", ANNOUNCEMENT})
 
-_SESSION_NAME_BYTES = 16
+_CONVERSATION_BYTES = 16
 _NEXT_TURNS = {turn.value: turn for turn in NextTurn}
 
 
-class SessionHint(NamedTuple):
-    """A request's session, and the expected source of its next turn."""
+class ConversationHint(NamedTuple):
+    """A request's conversation, and the expected source of its next turn."""
 
-    session: str | None = None
+    conversation: str | None = None
     """Digest of `cache_salt` and the client's name."""
     next_turn: NextTurn | None = None
-    """Always None without a session."""
+    """Always None without a conversation."""
 
 
-def session_hint(request: Request) -> tuple[SessionHint, str]:
+def conversation_hint(request: Request) -> tuple[ConversationHint, str]:
     """Read `session_id`, or `session` and `next_turn` in `kv_transfer_params`; also what is invalid, or ``""``."""
     fields = _params(request)
-    next_turn, session = fields.get("next_turn"), fields.get("session")
-    if session is None:
-        session = cast("object", getattr(request, "session_id", None))
-    if session is None:
+    next_turn, given = fields.get("next_turn"), fields.get("session")
+    if given is None:
+        given = cast("object", getattr(request, "session_id", None))
+    if given is None:
         allowed = "only together with session or session_id"
-        return SessionHint(), "" if next_turn is None else _problem("next_turn", next_turn, allowed)
-    if not isinstance(session, str) or not session:
-        return SessionHint(), _problem("session", session, "a non-empty string")
-    name = _scoped_name(request.cache_salt or "", session)
+        return ConversationHint(), "" if next_turn is None else _problem("next_turn", next_turn, allowed)
+    if not isinstance(given, str) or not given:
+        return ConversationHint(), _problem("session", given, "a non-empty string")
+    name = _scoped_name(request.cache_salt or "", given)
     known = _NEXT_TURNS.get(next_turn) if isinstance(next_turn, str) else None
     if known is None and next_turn is not None:
-        return SessionHint(name), _problem("next_turn", next_turn, ", ".join(map(repr, _NEXT_TURNS)))
-    return SessionHint(name, known), ""
+        return ConversationHint(name), _problem("next_turn", next_turn, ", ".join(map(repr, _NEXT_TURNS)))
+    return ConversationHint(name, known), ""
 
 
 def announced_tokens(request: Request) -> tuple[int, str]:
@@ -101,9 +101,9 @@ def _problem(field_name: str, value: object, allowed: str) -> str:
     return f"{field_name} = {shown}; allowed: {allowed}"
 
 
-def _scoped_name(salt: str, session: str) -> str:
-    digest = blake2b(digest_size=_SESSION_NAME_BYTES)
-    for text in (salt, session):
+def _scoped_name(salt: str, conversation: str) -> str:
+    digest = blake2b(digest_size=_CONVERSATION_BYTES)
+    for text in (salt, conversation):
         encoded = text.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()
@@ -154,7 +154,7 @@ class TrackedRequest:
     """Unique; two requests may have the same id, one after the other."""
     keys: RequestKeys | None
     """None: the request is neither looked up nor stored."""
-    hint: SessionHint = SessionHint()  # noqa: RUF009  immutable
+    hint: ConversationHint = ConversationHint()  # noqa: RUF009  immutable
     began_step: int | None = None
     """First step that computed into the request's current blocks."""
     handed_tokens: int = 0

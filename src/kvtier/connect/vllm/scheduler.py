@@ -31,7 +31,7 @@ from kvtier.connect.vllm.requests import (
     TrackedRequest,
     announced_tokens,
     announcement_of,
-    session_hint,
+    conversation_hint,
     unknown_fields,
     wants_announcement,
 )
@@ -156,7 +156,7 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """Track a new request."""
-        hint, problem = session_hint(request)
+        hint, problem = conversation_hint(request)
         announced, lie = announced_tokens(request)
         for kind, text in (("invalid", problem or lie), ("unknown", unknown_fields(request))):
             if text and kind not in self._warned:
@@ -191,9 +191,9 @@ class Scheduler:
             self._planner.dropped(self._loads.drop(tracked.load).match.plan)
         else:
             self._store_full_chunks(tracked, tables)
-        session, next_turn = tracked.hint
-        if session is not None and next_turn is not None:
-            self._session.expects(session, next_turn)
+        conversation, next_turn = tracked.hint
+        if conversation is not None and next_turn is not None:
+            self._session.expects(conversation, next_turn)
         self._forget_offers(tracked)
         if tracked.answer is not None:
             self._session.release(tracked.question)
@@ -475,7 +475,7 @@ class Scheduler:
             prefix = tracked.prefix(end)
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)
-            self._stores.begin(tracked.id, prefix, places, tracked.hint.session)
+            self._stores.begin(tracked.id, prefix, places, tracked.hint.conversation)
             if tracked.account is not None:
                 tracked.account.stored_tokens += end - first * self._geometry.chunk_tokens
         self._forget_offers(tracked)

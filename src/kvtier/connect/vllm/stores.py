@@ -113,7 +113,7 @@ class Stores:
         """Whether any block is pinned."""
         return any(map(any, self._pinned.values()))
 
-    def begin(self, request: str, prefix: Prefix, places: Sequence[Place], session: str | None) -> None:
+    def begin(self, request: str, prefix: Prefix, places: Sequence[Place], conversation: str | None) -> None:
         """Open a store of the chunks at `places`, whose blocks hold final bytes and are in use. `send` starts it."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
         deepest_first = sorted(places, key=lambda place: place.chunk, reverse=True)
@@ -123,7 +123,7 @@ class Stores:
         pinned = [list(blocks) for blocks in groups.values()]
         self.pins.pin(list(itertools.chain.from_iterable(pinned)))  # one call: an exception leaves none pinned
         self._read[name], self._pinned[name] = frozenset().union(*pinned), pinned
-        self._unsent[name] = (prefix, places, session)
+        self._unsent[name] = (prefix, places, conversation)
 
     def send(self) -> None:
         """Pass all new stores to the session, now that nothing is wrong with the step that filled their blocks."""
