@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.vllm_config import vllm_config
 
+from kvtier.connect import local_files
 from kvtier.connect.local_files import local_folder
-from kvtier.connect.vllm import identity as module
 from kvtier.connect.vllm import required_names as internals
 from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.installed import SUPPORTED, build_of, check_engine, check_version, release_of
@@ -178,7 +178,7 @@ def test_a_name_of_the_hubs_is_found_in_its_cache(tmp_path):
 
 
 def test_only_one_process_digests_at_a_time(checkpoint, own_home, monkeypatch):
-    monkeypatch.setattr(module, "_TURN_STEP_S", 0.01)
+    monkeypatch.setattr(local_files, "_TURN_STEP_S", 0.01)
     (own_home / ".cache" / "kvtier").mkdir(parents=True)
     found: list[EngineIdentity] = []
     with (own_home / ".cache" / "kvtier" / "weights.lock").open("ab") as other:
@@ -193,8 +193,8 @@ def test_only_one_process_digests_at_a_time(checkpoint, own_home, monkeypatch):
 
 
 def test_a_process_does_not_wait_for_ever(checkpoint, own_home, monkeypatch):
-    monkeypatch.setattr(module, "_TURN_STEP_S", 0.01)
-    monkeypatch.setattr(module, "TURN_S", 0.05)
+    monkeypatch.setattr(local_files, "_TURN_STEP_S", 0.01)
+    monkeypatch.setattr(local_files, "TURN_S", 0.05)
     (own_home / ".cache" / "kvtier").mkdir(parents=True)
     with (own_home / ".cache" / "kvtier" / "weights.lock").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

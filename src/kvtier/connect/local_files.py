@@ -1,19 +1,28 @@
 """Files of an engine's model and adapters, and the note of its fingerprint beside each store. Used by all engines."""
 
+import fcntl
 import importlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvtier.config.sections import Config
 from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
 from kvtier.tier import store_notes as notes
 from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
+
+TURN_S = 900.0
+"""How long a process waits while another process of this machine digests a checkpoint."""
+
+_TURN_STEP_S = 0.2
 
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
@@ -26,6 +35,31 @@ def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path
         return Path(hub.snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (ImportError, OSError, ValueError):  # not installed; not in the cache; no valid hub name
         return None
+
+
+def checkpoint_digest(folder: Path, *, is_code_trusted: bool = False) -> WeightsDigest:
+    """The digest of a checkpoint's weights.
+
+    Args:
+        folder: of the checkpoint; or its file.
+        is_code_trusted: the checkpoint's Python files count, too.
+
+    Raises:
+        ConfigError: it has no weights, or they cannot be read.
+    """
+    files, cache_file = checkpoint_files(folder), home_cache()
+    if is_code_trusted and folder.is_dir():
+        files += sorted(folder.glob("*.py"))
+    with _in_turn(cache_file):
+        digest = digest_files(files, cache_file)
+    logger.info(
+        "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
+        folder,
+        digest.total_bytes / 1e6,
+        digest.hashed_bytes / 1e6,
+        digest.seconds,
+    )
+    return digest
 
 
 def adapter_files(folder: Path) -> Iterator[Path]:
@@ -53,3 +87,24 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
                 logger.debug("the fingerprint's note cannot be written to %s: %s", folder, error)
 
     threading.Thread(target=run, name="kvtier note", daemon=True).start()
+
+
+@contextmanager
+def _in_turn(cache_file: Path | None) -> Generator[None]:
+    """Lock out other processes of this machine: the first digests, and the others find the result."""
+    if cache_file is None:
+        yield
+        return
+    until_s = time.monotonic() + TURN_S
+    with cache_file.with_suffix(".lock").open("ab") as lock:
+        while not _is_locked(lock.fileno()) and time.monotonic() < until_s:
+            time.sleep(_TURN_STEP_S)
+        yield
+
+
+def _is_locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

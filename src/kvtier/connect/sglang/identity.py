@@ -8,20 +8,17 @@ Ranks, the layout and the page size are not: they are in the name of every objec
 """
 
 import json
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
-from kvtier.connect.local_files import adapter_files, local_folder
+from kvtier.connect.local_files import adapter_files, checkpoint_digest, local_folder
 from kvtier.connect.sglang.sglang_types import Leaves
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.weights import checkpoint_files, digest_files, home_cache
-
-logger = logging.getLogger(__name__)
+from kvtier.keys.weights import digest_files, home_cache
 
 LOCAL_FORMATS = frozenset({
     "auto", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "layered",
@@ -126,7 +123,7 @@ def identify(leaf: Leaves, release: str) -> Fingerprint:
     folder = _folder(leaf, release)
     others: dict[str, object] = {name: plain(_value(leaf, name, release), frozenset()) for name in SETTINGS}
     return Fingerprint(
-        weights=_digest(folder, is_code_trusted=bool(_value(leaf, "trust_remote_code", release))),
+        weights=checkpoint_digest(folder, is_code_trusted=bool(_value(leaf, "trust_remote_code", release))).digest,
         dtype=str(_value(leaf, "dtype", release)),
         other={
             # The layout of pages and the numerics change between releases.
@@ -194,21 +191,6 @@ def _folder(leaf: Leaves, release: str) -> Path:
     return folder
 
 
-def _digest(folder: Path, *, is_code_trusted: bool = False) -> bytes:
-    files = checkpoint_files(folder)
-    if is_code_trusted and folder.is_dir():
-        files += sorted(folder.glob("*.py"))
-    found = digest_files(files, home_cache())
-    logger.info(
-        "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
-        folder,
-        found.total_bytes / 1e6,
-        found.hashed_bytes / 1e6,
-        found.seconds,
-    )
-    return found.digest
-
-
 def _model_config(folder: Path) -> dict[str, object]:
     """The model's description in its checkpoint.
 
@@ -261,7 +243,7 @@ def _draft(leaf: Leaves, release: str) -> dict[str, object]:
         folder = local_folder(str(name), revision, place)
         if folder is None:
             raise ConfigError(f"the draft model's weights {name} are in no local folder, so KV cannot be identified")
-        found |= {"weights": _digest(folder).hex(), "config": _model_config(folder)}
+        found |= {"weights": checkpoint_digest(folder).digest.hex(), "config": _model_config(folder)}
     return found
 
 

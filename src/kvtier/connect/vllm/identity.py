@@ -7,34 +7,22 @@ Not part of the fingerprint: the attention backend and the processor (`pages`) a
 object's name; and everything that belongs to single requests (`request_keys`).
 """
 
-import fcntl
 import hashlib
-import logging
-import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
-from kvtier.connect.local_files import local_folder
+from kvtier.connect.local_files import checkpoint_digest, local_folder
 from kvtier.connect.vllm.installed import is_supported, release_of
 from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
-
-logger = logging.getLogger(__name__)
+from kvtier.keys.weights import WeightsDigest
 
 LOCAL_FORMATS = frozenset({
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "sharded_state",
 })  # fmt: skip
 """Load formats that read files of a checkpoint's folder."""
-
-TURN_S = 900.0
-"""How long a process waits while another process of this machine digests a checkpoint."""
-
-_TURN_STEP_S = 0.2
 
 
 class EngineIdentity(NamedTuple):
@@ -123,41 +111,7 @@ def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
     folder = local_folder(name, model.revision, config.load_config.download_dir)
     if folder is None:
         return None, f"the weights of {name} are in no local folder"
-    cache_file = home_cache()
     try:
-        files = checkpoint_files(folder)
-        if model.trust_remote_code and folder.is_dir():
-            files += sorted(folder.glob("*.py"))
-        with _in_turn(cache_file):
-            digest = digest_files(files, cache_file)
+        return checkpoint_digest(folder, is_code_trusted=model.trust_remote_code), ""
     except ConfigError as error:
         return None, f"the weights of {name} cannot be identified: {error}"
-    logger.info(
-        "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
-        name,
-        digest.total_bytes / 1e6,
-        digest.hashed_bytes / 1e6,
-        digest.seconds,
-    )
-    return digest, ""
-
-
-@contextmanager
-def _in_turn(cache_file: Path | None) -> Generator[None]:
-    """Lock out other processes of this machine: the first digests, and the others find the result."""
-    if cache_file is None:
-        yield
-        return
-    until_s = time.monotonic() + TURN_S
-    with cache_file.with_suffix(".lock").open("ab") as lock:
-        while not _is_locked(lock.fileno()) and time.monotonic() < until_s:
-            time.sleep(_TURN_STEP_S)
-        yield
-
-
-def _is_locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
