@@ -4,7 +4,7 @@ import pytest
 from mover_world import World
 from tests.small_s3 import SmallS3, open_tier
 
-from kvtier.runtime.transfers import REFUSED_MIN
+from kvtier.runtime.command_runner import REFUSED_MIN
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier import refusal_log
 from kvtier.types import Link, Outcome

@@ -186,7 +186,7 @@ def test_a_drop_keeps_its_place_between_batches() -> None:
 
 def test_large_objects_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them keeps the device busy, and the others would only wait for it."""
-    monkeypatch.setattr("kvtier.runtime.transfers.BATCH_BYTES", 4096)
+    monkeypatch.setattr("kvtier.runtime.command_runner.BATCH_BYTES", 4096)
     inner = Batched(MemoryTier(capacity_bytes=1 << 24))
     tier = Held(inner, "read", "write")
     with World({"memory": tier}, threads=ONE_THREAD) as world:

@@ -8,9 +8,9 @@ from mover_world import CHUNKS, WAIT_S, NthCallCopier, NthCallTier, World, threa
 
 from kvtier.codec import registry
 from kvtier.runtime import mover as module
+from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.transfers import NOT_ADMITTED
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Link, Outcome, Transfer
 

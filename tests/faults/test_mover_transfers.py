@@ -22,9 +22,9 @@ from kvtier.config.sections import Mode
 from kvtier.errors import ConfigError
 from kvtier.layout import Part
 from kvtier.policy.lru import Lru
+from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import TOO_LATE
-from kvtier.runtime.transfers import NOT_ADMITTED
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import UNKNOWN, About
 from kvtier.tier.directory import DirectoryTier

@@ -541,7 +541,7 @@ def test_whatever_tiers_do_no_wrong_byte_is_returned(seed):
 
 
 def test_the_random_model_finds_a_store_that_does_not_verify(monkeypatch):
-    monkeypatch.setattr("kvtier.runtime.transfers.open_in_place", lambda *_: None)
+    monkeypatch.setattr("kvtier.runtime.command_runner.open_in_place", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong bytes"):
         test_whatever_tiers_do_no_wrong_byte_is_returned(0)
 

@@ -21,8 +21,8 @@ from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, local, looked_u
 from kvtier.codec.head import RAW_ID, pack_head, read_head
 from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.command_runner import NOT_ADMITTED, UNREADABLE_S
 from kvtier.runtime.object_store import ObjectStore
-from kvtier.runtime.transfers import NOT_ADMITTED, UNREADABLE_S
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.object_store import LAYOUT, STAGED, got, object_id, put
 from kvtier.testing.tier import empty_frame

@@ -25,12 +25,12 @@ from kvtier.device.copier import Copier
 from kvtier.errors import CorruptChunkError, KvError, UnreadableChunkError
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.protocol import Note
-from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, NotesUse, Tier
 from kvtier.tier.effective_cap import FULL
@@ -168,7 +168,7 @@ class Mover:
         threads = threads or Threads()
         self._clock = clock
         self._process = os.getpid()
-        self._transfers = Transfers(
+        self._transfers = CommandRunner(
             layout=layout,
             fingerprint=fingerprint,
             arena=arena,

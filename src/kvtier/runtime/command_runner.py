@@ -73,7 +73,7 @@ _ABSENT = Result(Outcome.ABSENT, detail="not there")
 _ELSEWHERE = Result(Outcome.DONE)
 
 
-class Transfers:
+class CommandRunner:
     """Moves one rank's objects between its engine, its arena and its tiers. Thread-safe.
 
     A tier's object that this process cannot read is absent here for a time: it is not found, written or deleted.
