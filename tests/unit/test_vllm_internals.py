@@ -94,7 +94,7 @@ def test_what_is_missing_is_named(vllm, connector, file, before, after, message)
 
 
 def test_attributes_count_wherever_a_class_gets_them(vllm, connector):
-    """From a base in the same file or another one, from its constructor, and where it is a property."""
+    """From a base in the same file, from its constructor, and where it is a property."""
     (vllm / "v1/request.py").write_text(
         "class Common:\n    request_id: str\n"
         "class Request(Common):\n"
