@@ -30,7 +30,7 @@ from kvtier.runtime.mover import Mover
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier.base import UNKNOWN, About, Tier
+from kvtier.tier.base import About, Tier
 from kvtier.tier.disk import DiskTier
 from kvtier.types import ChunkKey, LoadDone, ObjectName, Place, Prefix, Presence, RequestId, StoreDone
 
@@ -59,15 +59,15 @@ class SlowTier(MemoryTier):
         time.sleep(self._slow_s)
         return super().contains(names)
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         """See `Tier`."""
         time.sleep(self._slow_s)
-        return super().read(name, into, offset)
+        return super().read_one(name, into, offset)
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         """See `Tier`."""
         time.sleep(self._slow_s)
-        return super().write(name, frame, about)
+        return super().write_one(name, frame, about)
 
 
 def prompt(number: int, extra: int = 0) -> Prefix:

@@ -10,16 +10,16 @@ from typing import ClassVar
 from kvtier.config.schema import needed, other_default, setting
 from kvtier.config.value_types import Location, Size, Switch
 from kvtier.errors import TierError
-from kvtier.tier.base import UNKNOWN, About, Figures
+from kvtier.tier.base import About, Figures, OneByOneTier
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.types import ObjectName
 
 
-class Shelf:
+class Shelf(OneByOneTier):
     """A file per object, the oldest evicted first."""
 
     def __init__(self, root: Path, capacity_bytes: int, name: str = "shelf") -> None:
-        self.name = name
+        super().__init__(name)
         self._root, self._capacity_bytes = root, capacity_bytes
         self._lock = threading.Lock()
         self._is_closed = False
@@ -33,18 +33,16 @@ class Shelf:
             self._check_open()
             return [name in self._sizes for name in names]
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         with self._lock:
             self._check_open()
-            if offset < 0:
-                raise TierError(self.name, f"cannot read at offset {offset}")
             if name not in self._sizes:
                 return None
             part = self._path(name).read_bytes()[offset : offset + into.nbytes]
         into.cast("B")[: len(part)] = part
         return len(part)
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         with self._lock:
             self._check_open()
             if name in self._sizes:

@@ -21,7 +21,7 @@ from tests.faults.disk_world import group_of, identity, payload_of, sealed
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place
 from kvtier.errors import CorruptChunkError, TierError
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.base import BatchTier, Read, Tier, Write
+from kvtier.tier.base import Read, Tier, Write
 
 NAMES = 200
 THREADS = 4
@@ -136,11 +136,8 @@ class _Worker:
 
     def step(self) -> None:
         """One operation, or a batch of several."""
-        acts = [self._write, self._read, self._delete, self._look]
-        weights = [25, 60, 8, 7]
-        if isinstance(self.tier, BatchTier):
-            acts += [self._write_many, self._read_many]
-            weights += [5, 10]
+        acts = [self._write, self._read, self._delete, self._look, self._write_many, self._read_many]
+        weights = [25, 60, 8, 7, 5, 10]
         try:
             self.chance.choices(acts, weights)[0]()
         except TierError:

@@ -15,9 +15,9 @@ def throttle_reads() -> None:
     bytes_per_s = float(os.environ[RATE])
     lock = threading.Lock()
     free_s = 0.0
-    read = DirectoryTier.read
+    read = DirectoryTier.read_one
 
-    def slowly(self: DirectoryTier, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def slowly(self: DirectoryTier, name: ObjectName, into: memoryview, offset: int) -> int | None:
         nonlocal free_s
         count = read(self, name, into, offset)
         with lock:
@@ -26,4 +26,4 @@ def throttle_reads() -> None:
         time.sleep(max(0.0, until_s - time.monotonic()))
         return count
 
-    DirectoryTier.read = slowly  # type: ignore[method-assign]
+    DirectoryTier.read_one = slowly  # type: ignore[method-assign]

@@ -7,14 +7,11 @@ from tests.shelf_tier import Shelf
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
-from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
-
-DEADLINE_S = 20.0
 
 
 class TestMemory(TierContract):
@@ -27,17 +24,6 @@ class TestMemoryFifo(TierContract):
     @pytest.fixture
     def make_tier(self):
         return lambda capacity_bytes: MemoryTier(capacity_bytes=capacity_bytes, evictor=Fifo())
-
-
-class TestDeferred(TierContract):
-    @pytest.fixture
-    def make_tier(self):
-        def make(capacity_bytes: int) -> DeferredTier:
-            deferred = DeferredTier("memory", lambda: MemoryTier(capacity_bytes=capacity_bytes), 1.0)
-            deferred.opened(DEADLINE_S, is_required=True)
-            return deferred
-
-        return make
 
 
 class DirectoryContract(TierContract):
@@ -78,9 +64,6 @@ class DiskContract(TierContract):
     def settings(self):
         return {}
 
-    def opened(self, make):
-        return make()
-
     @pytest.fixture
     def make_tier(self, tmp_path):
         numbers = itertools.count()
@@ -90,14 +73,12 @@ class DiskContract(TierContract):
             # One segment, with a header and two index blocks beside the frames; a sync would take another.
             whole = capacity_bytes + 3 * BLOCK_BYTES
             tiers.append(
-                self.opened(
-                    lambda: DiskTier(
-                        tmp_path / f"store{next(numbers)}",
-                        capacity_bytes=whole,
-                        segment_bytes=whole,
-                        sync_interval_s=3600.0,
-                        **self.settings(),
-                    )
+                DiskTier(
+                    tmp_path / f"store{next(numbers)}",
+                    capacity_bytes=whole,
+                    segment_bytes=whole,
+                    sync_interval_s=3600.0,
+                    **self.settings(),
                 )
             )
             return tiers[-1]
@@ -114,13 +95,6 @@ class TestDisk(DiskContract):
 class TestDiskBuffered(DiskContract):
     def settings(self):
         return {"direct_io": "off"}
-
-
-class TestLateDisk(DiskContract):
-    def opened(self, make):
-        deferred = DeferredTier("disk", make, 1.0)
-        deferred.opened(DEADLINE_S, is_required=True)
-        return deferred
 
 
 class TestDiskOfManySegments(TierContract):
@@ -164,23 +138,23 @@ class TestOutside(TierContract):
 class Torn(MemoryTier):
     """A wrong tier: it loses the last byte. The suite must see it."""
 
-    def write(self, name, frame, about=...):
-        return super().write(name, frame[:-1])
+    def write_one(self, name, frame, about):
+        return super().write_one(name, frame[:-1], about)
 
 
 class Overwrites(MemoryTier):
     """A wrong tier: a name changes its bytes. The suite must see it."""
 
-    def write(self, name, frame, about=...):
+    def write_one(self, name, frame, about):
         self.delete(name)
-        return super().write(name, frame)
+        return super().write_one(name, frame, about)
 
 
 class Repeats(MemoryTier):
     """A wrong tier: it takes a name once only. The suite must see it."""
 
-    def write(self, name, frame, about=...):
-        return not self.contains([name])[0] and super().write(name, frame)
+    def write_one(self, name, frame, about):
+        return not self.contains([name])[0] and super().write_one(name, frame, about)
 
 
 class Shortens(MemoryTier):
@@ -189,11 +163,11 @@ class Shortens(MemoryTier):
     def contains(self, names):
         return super().contains([name[:16] for name in names])
 
-    def read(self, name, into, offset=0):
-        return super().read(name[:16], into, offset)
+    def read_one(self, name, into, offset):
+        return super().read_one(name[:16], into, offset)
 
-    def write(self, name, frame, about=...):
-        return super().write(name[:16], frame)
+    def write_one(self, name, frame, about):
+        return super().write_one(name[:16], frame, about)
 
 
 class Boundless(MemoryTier):
@@ -206,18 +180,18 @@ class Boundless(MemoryTier):
 class Keeps(MemoryTier):
     """A wrong tier: it keeps a part of the buffer. The suite must see it."""
 
-    def read(self, name, into, offset=0):
+    def read_one(self, name, into, offset):
         self.last = into[1:]
-        return super().read(name, into, offset)
+        return super().read_one(name, into, offset)
 
 
 class Cycles(MemoryTier):
     """A wrong tier: garbage that only a collection finds refers to the buffer. The suite must see it."""
 
-    def write(self, name, frame, about=...):
+    def write_one(self, name, frame, about):
         part = [frame[1:]]
         part.append(part)
-        return super().write(name, frame)
+        return super().write_one(name, frame, about)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvtier.runtime.executor import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
 from kvtier.testing.host_copier import HostCopier
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier.base import UNKNOWN, About, Figures, Tier
+from kvtier.tier.base import About, Figures, OneByOneTier, Tier
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
 
 WAIT_S = 20.0
@@ -220,20 +220,20 @@ class World:
         return memory[group][layer][list(blocks_of(place))].tobytes()
 
 
-class WrappedTier:
+class WrappedTier(OneByOneTier):
     """Another tier with something before, around or instead of each call."""
 
     def __init__(self, inner: Tier) -> None:
+        super().__init__(inner.name)
         self.inner = inner
-        self.name = inner.name
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         return self.inner.contains(names)
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         return self.inner.read(name, into, offset)
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         return self.inner.write(name, frame, about)
 
     def delete(self, name: ObjectName) -> None:
@@ -271,13 +271,13 @@ class HangingTier(WrappedTier):
         self._call("contains")
         return super().contains(names)
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         self._call("read")
-        return super().read(name, into, offset)
+        return super().read_one(name, into, offset)
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         self._call("write")
-        return super().write(name, frame, about)
+        return super().write_one(name, frame, about)
 
     def delete(self, name: ObjectName) -> None:
         self._call("delete")
@@ -313,11 +313,11 @@ class NthCallTier(WrappedTier):
             return [] if self.way == "truncate" else [True] * len(names)
         return super().contains(names)
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         is_nth = self._is_nth()
         if is_nth and self.way == "forget":
             return None
-        size = super().read(name, into, offset)
+        size = super().read_one(name, into, offset)
         if not is_nth or size is None:
             return size
         if self.way == "truncate":
@@ -332,20 +332,20 @@ class NthCallTier(WrappedTier):
         if self.way == "other":
             for other, _ in self.inner.scan():
                 if other != name:
-                    return super().read(other, into, offset)
+                    return super().read_one(other, into, offset)
         return size
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         if self._is_nth():
             if self.way == "forget":
                 return False
             if self.way == "keep half":
-                return super().write(name, frame[: len(frame) // 2], about)
+                return super().write_one(name, frame[: len(frame) // 2], about)
             if self.way == "flip":
                 damaged = bytearray(frame)
                 damaged[-8000] ^= 1
-                return super().write(name, memoryview(damaged), about)
-        return super().write(name, frame, about)
+                return super().write_one(name, memoryview(damaged), about)
+        return super().write_one(name, frame, about)
 
     def delete(self, name: ObjectName) -> None:
         if self._is_nth() and self.way == "forget":

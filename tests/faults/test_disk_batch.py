@@ -2,9 +2,7 @@
 
 import errno
 import os
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,22 +10,18 @@ from disk_world import SEGMENT_BYTES, check_accounts, look, open_tier, sealed
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import disk_batch
-from kvtier.tier.aio import ReadQueue, ReadRun, begin_runs
-from kvtier.tier.base import Read, Write, ended
-from kvtier.tier.direct import can_direct
+from kvtier.tier.base import Read, Write
 from kvtier.tier.disk import DiskTier
 
 NUMBERS = range(8)
 
 
 class Device:
-    """Counts the calls to segments' data, and fails those that touch `bad` bytes. There is no asynchronous I/O here."""
+    """Counts the calls to segments' data, and fails those that touch `bad` bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.bad: tuple[int, int] | None = None
-        monkeypatch.setattr(disk_batch, "begin_runs", lambda _runs: None)
         for kind in ("preadv", "pwritev"):
             monkeypatch.setattr(os, kind, self._instead(kind, getattr(os, kind)))
 
@@ -90,34 +84,6 @@ SCATTERED = (6, 1, 4, 7, 0)
 """Not all of them neighbours of one another."""
 
 
-class Together:
-    """Stands before the reads that are asked for at the same time: what they were, and what becomes of them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[list[int]] = []
-        self.spoil: Callable[[list[int]], list[int]] | None = list
-        monkeypatch.setattr(disk_batch, "begin_runs", self._begin)
-
-    def _begin(self, runs: Sequence[ReadRun]) -> Callable[[], list[int]] | None:
-        spoil = self.spoil
-        wait = None if spoil is None else begin_runs(runs)
-        if wait is None or spoil is None:
-            return None
-        self.asked.append([len(run.views) for run in runs])
-        return lambda: spoil(wait())
-
-
-@pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Together:
-    if not can_direct(str(tmp_path)):
-        pytest.skip("no direct I/O here")
-    try:
-        ReadQueue().close()
-    except OSError as error:
-        pytest.skip(f"no asynchronous I/O here: {error}")
-    return Together(monkeypatch)
-
-
 def _right(tier: DiskTier, numbers: Sequence[int]) -> bool:
     reads = [Read(object_name(number), empty_frame(1 << 17)) for number in numbers]
     answers = tier.read_many(reads)
@@ -127,93 +93,42 @@ def _right(tier: DiskTier, numbers: Sequence[int]) -> bool:
     )
 
 
-def test_neighbours_are_asked_for_as_one(tmp_path: Path, together: Together) -> None:
-    tier = open_tier(tmp_path / "s")
-    assert _write_all(tier) == [True] * len(NUMBERS)
-    assert _right(tier, [*reversed(NUMBERS)])
-    assert together.asked == [[len(NUMBERS)]]
-    tier.close()
-
-
-def _pins(tier: DiskTier) -> int:
-    return sum(segment.pins for segment in tier._pool._segments.values())
-
-
-def test_between_asking_and_having_its_thread_may_do_other_things(tmp_path: Path, together: Together) -> None:
-    """Even read from the same tier. Closing waits for it, and a frame that is deleted meanwhile still comes."""
-    tier = open_tier(tmp_path / "s")
-    assert _write_all(tier) == [True] * len(NUMBERS)
-    reads = [Read(object_name(number), empty_frame(1 << 17)) for number in SCATTERED]
-    steps = tier.reading(reads)
-    next(steps)
-    assert _pins(tier) == len(SCATTERED)
-    assert _right(tier, SCATTERED)
-    assert len(together.asked) == 1, "the queue was in use"
-    tier.delete(reads[0].name)
-    with ThreadPoolExecutor(1) as thread:
-        closing = thread.submit(tier.close)
-        while not tier._guard.is_closed:
-            time.sleep(0.001)
-        assert not closing.done()
-        assert ended(steps) == [sealed(number).nbytes for number in SCATTERED]
-        closing.result(20.0)
-    assert all(read.into[: len(sealed(n))] == sealed(n) for n, read in zip(SCATTERED, reads, strict=True))
-    assert _pins(tier) == 0
-
-
-def test_who_leaves_in_between_waits_for_the_device(tmp_path: Path, together: Together) -> None:
-    tier = open_tier(tmp_path / "s")
-    assert _write_all(tier) == [True] * len(NUMBERS)
-    waited: list[list[int]] = []
-    together.spoil = lambda answers: waited.append(answers) or answers
-    steps = tier.reading([Read(object_name(number), empty_frame(1 << 17)) for number in SCATTERED])
-    next(steps)
-    assert not waited
-    steps.close()
-    assert len(waited) == 1
-    assert _pins(tier) == 0
-    assert _right(tier, SCATTERED), "and the queue is free"
-    assert len(together.asked) == 2
-    tier.close()
-
-
-def test_scattered_frames_are_asked_for_together(tmp_path: Path, device: Device, together: Together) -> None:
+def test_scattered_frames_take_a_call_for_each_run(tmp_path: Path, device: Device) -> None:
     tier = open_tier(tmp_path / "s")
     assert _write_all(tier) == [True] * len(NUMBERS)
     device.calls.clear()
     assert _right(tier, SCATTERED)
-    assert device.calls == []
-    assert together.asked == [[2, 1, 2]], "0 and 1, 4, 6 and 7"
+    assert device.calls == ["preadv"] * 3, "0 and 1, 4, 6 and 7"
     tier.close()
 
 
 @pytest.mark.parametrize("spoilt", range(3))
-@pytest.mark.parametrize("answer", [-errno.EIO, 0, BLOCK_BYTES])
+@pytest.mark.parametrize("answer", [None, 0, BLOCK_BYTES])
 def test_what_was_not_read_with_the_others_is_read_alone(
-    tmp_path: Path, device: Device, together: Together, spoilt: int, answer: int
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, spoilt: int, answer: int | None
 ) -> None:
+    """The call of one run ends with an error, or with fewer bytes."""
     tier = open_tier(tmp_path / "s")
     assert _write_all(tier) == [True] * len(NUMBERS)
     device.calls.clear()
-    together.spoil = lambda answers: [answer if at == spoilt else told for at, told in enumerate(answers)]
-    assert _right(tier, SCATTERED)
-    assert device.calls == ["preadv"] * [2, 1, 2][spoilt]
+    preadv = os.preadv
+
+    def spoil(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = preadv(descriptor, buffers, offset)
+        if len(device.calls) != 1 + spoilt:
+            return count
+        if answer is None:
+            raise OSError(errno.EIO, "planned")
+        return answer
+
+    monkeypatch.setattr(os, "preadv", spoil)
+    is_alone = spoilt == 1
+    assert _right(tier, SCATTERED) == (not is_alone or answer == BLOCK_BYTES)
+    assert len(device.calls) == 3 + (2 if not is_alone else answer == BLOCK_BYTES)
     tier.close()
 
 
-def test_a_system_that_cannot_read_together_reads_one_after_the_other(
-    tmp_path: Path, device: Device, together: Together
-) -> None:
-    tier = open_tier(tmp_path / "s")
-    assert _write_all(tier) == [True] * len(NUMBERS)
-    device.calls.clear()
-    together.spoil = None
-    assert _right(tier, SCATTERED)
-    assert device.calls == ["preadv"] * 3
-    tier.close()
-
-
-def test_memory_that_the_device_does_not_take_is_filled_all_the_same(tmp_path: Path, together: Together) -> None:
+def test_memory_that_the_device_does_not_take_is_filled_all_the_same(tmp_path: Path) -> None:
     """A caller's own, which is not aligned; or too small for the whole frame."""
     tier = open_tier(tmp_path / "s")
     assert _write_all(tier) == [True] * len(NUMBERS)
@@ -225,7 +140,6 @@ def test_memory_that_the_device_does_not_take_is_filled_all_the_same(tmp_path: P
     answers = tier.read_many([Read(object_name(number), into) for number, into in zip(SCATTERED, short, strict=True)])
     assert answers == [BLOCK_BYTES] * len(SCATTERED)
     assert all(into == sealed(number)[:BLOCK_BYTES] for number, into in zip(SCATTERED, short, strict=True))
-    assert together.asked
     tier.close()
 
 

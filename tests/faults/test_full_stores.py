@@ -17,8 +17,8 @@ class Full(MemoryTier):
 
     is_full = True
 
-    def write(self, name, frame, about=...):
-        return not self.is_full and super().write(name, frame)
+    def write_one(self, name, frame, about):
+        return not self.is_full and super().write_one(name, frame, about)
 
 
 def demoted(world: World, count: int) -> set[Outcome]:

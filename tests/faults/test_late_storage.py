@@ -14,12 +14,10 @@ from hanging_fs import HangingFs, hanging_fs, missing
 from mover_world import WAIT_S
 from tests.cluster.hostile import Hostile, single
 
-from kvtier.testing.tier import BLOCK_BYTES, MakeTier, TierContract, empty_frame, frame_of, object_name
-from kvtier.tier.aio import ReadQueue
-from kvtier.tier.base import AheadTier, Read, Tier
+from kvtier.testing.tier import MakeTier, TierContract
+from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
-from kvtier.tier.loan import Loan
 from kvtier.tier.shared_directory import SharedDirectoryTier
 
 needs_fuse = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -80,43 +78,6 @@ class TestDisk(OnFiles):
         return lambda capacity_bytes: DiskTier(
             hanging.place / "store", capacity_bytes=capacity_bytes, segment_bytes=1 << 20, direct_io=direct_io
         )
-
-    def test_closing_a_read_ahead_early_waits_for_the_device(self, tier: Tier, direct_io: str) -> None:
-        assert isinstance(tier, AheadTier)
-        memory, (began, closed, ends) = empty_frame(2 * BLOCK_BYTES), (threading.Event() for _ in range(3))
-        assert tier.write(object_name(1), frame_of(1))
-        loan = Loan((memory,), tier.name)
-
-        def read_and_close() -> None:
-            steps = tier.reading([Read(object_name(1), loan.views[0])])
-            next(steps)
-            began.set()
-            steps.close()
-            closed.set()
-            ends.wait(WAIT_S)  # the end of a thread waits for its reads, too
-
-        with self.stalled(tier) as go_on:
-            reader = threading.Thread(target=read_and_close, daemon=True)
-            reader.start()
-            # With direct I/O the kernel has the buffer from now on.
-            assert began.wait(WAIT_S)
-            assert closed.wait(self.give_up_s) == (direct_io == "off" or not _reads_ahead())
-            assert loan.is_over() == closed.is_set()
-            go_on()
-            assert closed.wait(WAIT_S)
-        assert loan.is_over()
-        assert direct_io != "off" or memory == bytes(memory.nbytes)
-        ends.set()
-        reader.join(WAIT_S)
-
-
-def _reads_ahead() -> bool:
-    """Whether this system has asynchronous reads."""
-    try:
-        ReadQueue().close()
-    except OSError:
-        return False
-    return True
 
 
 class TestValkey(Late):

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from kvtier.errors import TierError
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier.base import UNKNOWN, About, Read, Tier, Write
+from kvtier.tier.base import About, Read, Tier, Write
 from kvtier.types import Link, ObjectName, Outcome, Prefix, RequestId
 
 ONE_THREAD = Threads(read=1, write=1)
@@ -102,7 +102,7 @@ class Late(WrappedTier):
         for thread in self._threads:
             thread.join(WAIT_S)
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         try:
             count = self.inner.read(name, into, offset)
             self.hold(self, into)
@@ -114,23 +114,19 @@ class Late(WrappedTier):
 
 
 class LateBatches(Late):
+    takes_batches = True
+
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         answers: list[int | TierError | None] = []
         for each in reads:
             try:
-                answers.append(self.read(*each))
+                answers.append(self.read_one(*each))
             except TierError as error:
                 answers.append(error)  # its traceback refers to the buffer
         return answers
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        return [self.write(*each) for each in writes]
-
-
-class LateAhead(LateBatches):
-    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
-        yield
-        return self.read_many(reads)
+        return [self.write_one(*each) for each in writes]
 
 
 def _deferred(tier: Late) -> Tier:
@@ -153,7 +149,7 @@ def _early(world: World, tier: Late, count: int) -> list[Completion]:
 
 @pytest.mark.parametrize("answer", ["error", "count"])
 @pytest.mark.parametrize("hold", HOLDS)
-@pytest.mark.parametrize("kind", [Late, LateBatches, LateAhead])
+@pytest.mark.parametrize("kind", [Late, LateBatches])
 def test_a_slot_has_no_other_object_before_the_tier_has_let_go(kind: type[Late], hold: str, answer: str) -> None:
     memory = _there("memory", "good")
     tier = kind(memory["memory"], hold, answer)
@@ -178,7 +174,7 @@ def test_a_slot_has_no_other_object_before_the_tier_has_let_go(kind: type[Late],
         assert {it.outcome for it in early} == {Outcome.FAILED if answer == "error" else Outcome.CORRUPT}
 
 
-@pytest.mark.parametrize("kind", [Late, LateAhead])
+@pytest.mark.parametrize("kind", [Late, LateBatches])
 def test_also_behind_a_tier_that_opened_later(kind: type[Late]) -> None:
     tier = kind(MemoryTier(capacity_bytes=1 << 24), "slice", "error")
     with World({"memory": _deferred(tier)}, threads=ONE_THREAD) as world:
@@ -193,6 +189,8 @@ def test_a_tier_that_opens_later_keeps_its_batches() -> None:
     memory, sizes, go_on = MemoryTier(capacity_bytes=1 << 24), list[int](), threading.Event()
 
     class Batches(WrappedTier):
+        takes_batches = True
+
         def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
             sizes.append(len(reads))
             time.sleep(0.05)  # the next reads come together
@@ -225,8 +223,8 @@ def test_right_bytes_that_come_late_are_accepted() -> None:
         def spoil(self, part: memoryview) -> None:
             part[:] = self.frame
 
-        def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-            count = super().read(name, into, offset)
+        def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+            count = super().read_one(name, into, offset)
             self.frame = bytes(into)
             into[:] = bytes(into.nbytes)
             return count
@@ -270,7 +268,7 @@ def test_an_error_that_refers_to_the_buffer_does_not_keep_the_slot(way: str) -> 
         os.fstat(-len(part))
 
     class Raises(WrappedTier):
-        def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
             try:
                 fail(into[:])
             except OSError as error:
@@ -294,7 +292,7 @@ def test_what_a_tier_sends_late_is_the_object(kind: str) -> None:
     """A write that has ended still reads the slot: the object has its own bytes, not those of the next one."""
 
     class Sends(Late):
-        def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+        def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
             def send(part: memoryview) -> None:
                 assert self.let_go.wait(6 * WAIT_S)
                 self.inner.write(name, part, about)
@@ -351,7 +349,7 @@ def test_a_session_never_gives_a_request_what_came_late_for_another() -> None:
         writer = local(source.copier(), {name: memory[name]})[0]
         stored(writer, "writer", prefix, places)
         writer.close(WAIT_S)
-        memory[name].write = lambda *_: False  # type: ignore[method-assign]
+        memory[name].write_one = lambda *_: False  # type: ignore[method-assign]
     tier, rules = Late(memory["below"], "slice", "error"), {"transfer_deadline_s": 0.5, "probe_deadline_s": 5.0}
     session = local(target.copier(), {"below": tier, "good": memory["good"]}, slots=2, rules=rules)[0]
 

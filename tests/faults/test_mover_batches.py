@@ -1,6 +1,6 @@
 """Small objects that wait for one tier form a batch; a failure of one object does not fail the others."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from kvtier.errors import TierError
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier.base import AheadTier, BatchTier, Read, Tier, Write
+from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.disk import DiskTier
 from kvtier.types import Cancel, Link, Outcome
 
@@ -20,7 +20,7 @@ CHUNKS = (1, 2, 3, 4, 5)
 
 
 class Batched(WrappedTier):
-    """A tier that answers batches by asking `inner` for each object; the sizes of the batches are kept."""
+    """A tier that answers batches by asking `inner` for each object. It keeps the sizes of the batches."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
@@ -28,34 +28,27 @@ class Batched(WrappedTier):
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         self.batches.append(len(reads))
-        answers: list[int | TierError | None] = []
-        for read in reads:
-            try:
-                answers.append(self.inner.read(*read))
-            except TierError as error:
-                answers.append(error)
-        return answers
+        return super().read_many(reads)
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         self.batches.append(len(writes))
-        answers: list[bool | TierError] = []
-        for write in writes:
-            try:
-                answers.append(self.inner.write(*write))
-            except TierError as error:
-                answers.append(error)
-        return answers
+        return super().write_many(writes)
 
 
 class Held(HangingTier):
     """The first call by itself waits for `release`; what comes meanwhile waits in the queue and goes together then."""
 
-    def __init__(self, inner: BatchTier, *hanging: str) -> None:
-        super().__init__(inner, *hanging)
-        self.read_many = inner.read_many
-        self.write_many = inner.write_many
-        if isinstance(inner, AheadTier):
-            self.reading = inner.reading
+    takes_batches = True
+
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        if len(reads) == 1:
+            self._call("read")
+        return self.inner.read_many(reads)
+
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        if len(writes) == 1:
+            self._call("write")
+        return self.inner.write_many(writes)
 
 
 def _gathered(world: World) -> None:
@@ -98,7 +91,7 @@ def test_what_waits_goes_together(codec: str) -> None:
         down, up = _there_and_back(world, tier)
         assert {completion.outcome for completion in down + up} == {Outcome.DONE}
         assert all(completion.size_bytes and not completion.is_tier_fault for completion in down + up)
-        assert inner.batches == [5, 5]
+        assert inner.batches == [1, 5, 1, 5]
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
@@ -106,7 +99,6 @@ def test_a_drive_of_ones_own_takes_them_together(tmp_path: Path, codec: str) -> 
     if codec == "zstd":
         pytest.importorskip("zstandard")
     disk = DiskTier(tmp_path / "store", capacity_bytes=8 << 20, segment_bytes=1 << 20)
-    assert isinstance(disk, BatchTier)
     tier = Held(disk, "read", "write")
     with World({"memory": tier}, threads=ONE_THREAD, codec=registry.by_name(codec)) as world:
         down, up = _there_and_back(world, tier)
@@ -164,7 +156,7 @@ def test_what_is_late_or_cancelled_does_not_go_with_the_others() -> None:
         tier.release.set()
         answers = {completion.command: completion for completion in world.take(6)}
         assert [answers[command].detail for command in commands] == ["", TOO_LATE, "", CANCELLED, TOO_LATE]
-        assert inner.batches == [2]
+        assert inner.batches == [1, 2]
 
 
 def test_a_drop_keeps_its_place_between_batches() -> None:
@@ -180,7 +172,7 @@ def test_a_drop_keeps_its_place_between_batches() -> None:
             world.mover.submit(command)
         tier.release.set()
         assert {completion.outcome for completion in world.take(5)} == {Outcome.DONE}
-        assert inner.batches == [2]
+        assert inner.batches == [1, 2, 1]
         assert inner.contains([world.name(1), world.name(2)]) == [True, True]
 
 
@@ -192,38 +184,4 @@ def test_large_objects_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with World({"memory": tier}, threads=ONE_THREAD) as world:
         down, up = _there_and_back(world, tier)
         assert {completion.outcome for completion in down + up} == {Outcome.DONE}
-        assert inner.batches == []
-
-
-class Ahead(Batched):
-    """Answers in two steps; `fails` names those that raise `error`, once."""
-
-    def __init__(self, inner: Tier, fails: str, error: BaseException) -> None:
-        super().__init__(inner)
-        self.fails = fails
-        self.error = error
-
-    def _step(self, name: str) -> None:
-        if name == self.fails:
-            self.fails = ""
-            raise self.error
-
-    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
-        self._step("ask")
-        yield
-        self._step("wait")
-        return self.read_many(reads)
-
-
-@pytest.mark.parametrize("error", [TierError("memory", "planned"), SystemExit()])
-@pytest.mark.parametrize("fails", ["ask", "wait"])
-def test_a_tier_that_reads_ahead_may_fail_at_each_step(fails: str, error: BaseException) -> None:
-    inner = Ahead(MemoryTier(capacity_bytes=1 << 24), "", error)
-    tier = Held(inner, "read", "write")
-    with threads_may_exit(), World({"memory": tier}, threads=ONE_THREAD) as world:
-        down, up = _there_and_back(world, tier)
-        assert {completion.outcome for completion in down + up} == {Outcome.DONE}
-        inner.fails = fails
-        up = _together(world, tier, Link.PROMOTE)
-        assert {(completion.outcome, completion.is_tier_fault) for completion in up} == {(Outcome.FAILED, True)}
-        assert {completion.outcome for completion in _together(world, tier, Link.PROMOTE)} == {Outcome.DONE}
+        assert inner.batches == [1] * 12

@@ -11,7 +11,7 @@ from mover_world import CHUNKS, World, WrappedTier
 from kvtier.errors import TierError
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.base import About
 from kvtier.types import Cancel, Link, ObjectName, Outcome, Transfer
 
 COMMANDS = 5000
@@ -38,24 +38,24 @@ class FlakyTier(WrappedTier):
             raise TierError(self.name, "by chance")
         return way, position
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         way, position = self._draw(("raise", "flip", "cut", "forget"), len(into))
-        size = super().read(name, into, offset)
+        size = super().read_one(name, into, offset)
         if size is None or way == "forget":
             return None
         if way == "flip":
             into[position] ^= 1
         return size - 4096 if way == "cut" else size
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         way, position = self._draw(("raise", "flip", "refuse"), len(frame))
         if way == "refuse":
             return False
         if way == "flip":
             damaged = bytearray(frame)
             damaged[position] ^= 1
-            return super().write(name, memoryview(damaged), about)
-        return super().write(name, frame, about)
+            return super().write_one(name, memoryview(damaged), about)
+        return super().write_one(name, frame, about)
 
 
 class Owner:

@@ -26,7 +26,7 @@ from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import TOO_LATE
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
 from kvtier.types import Cancel, Link, NextTurn, ObjectName, Outcome, Tell
 
@@ -36,9 +36,9 @@ class RecordingTier(WrappedTier):
         super().__init__(MemoryTier(capacity_bytes=1 << 24))
         self.written: list[tuple[ObjectName, bytes, About]] = []
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         self.written.append((name, bytes(frame), about))
-        return super().write(name, frame, about)
+        return super().write_one(name, frame, about)
 
 
 def _codecs() -> list[str]:

@@ -93,14 +93,14 @@ class Gated(MemoryTier):
         self._pass("contains")
         return super().contains(names)
 
-    def read(self, name, into, offset=0):
+    def read_one(self, name, into, offset):
         self._pass("read")
-        return super().read(name, into, offset)
+        return super().read_one(name, into, offset)
 
-    def write(self, name, frame, about=None):
+    def write_one(self, name, frame, about):
         self._pass("write")
         self.writes += 1
-        return super().write(name, frame)
+        return super().write_one(name, frame, about)
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_a_faster_tier_that_has_the_object_again_is_read_first():
 
 def test_a_tier_that_admits_nothing_is_passed_over():
     class Choosy(MemoryTier):
-        def write(self, name, frame, about=None):
+        def write_one(self, name, frame, about):
             return False
 
     choosy, second = Choosy("choosy", capacity_bytes=ROOM), MemoryTier("second", capacity_bytes=ROOM)
@@ -490,9 +490,9 @@ class Mischief(MemoryTier):
         answers = super().contains(names)
         return [not it for it in answers] if 0.08 <= self._odd() < 0.15 else answers
 
-    def read(self, name, into, offset=0):
+    def read_one(self, name, into, offset):
         roll = self._odd()
-        count = super().read(name, into, offset)
+        count = super().read_one(name, into, offset)
         if count is None and 0.1 <= roll < 0.2:
             return into.nbytes  # what an earlier object has left in the slot
         if count and 0.2 <= roll < 0.3:
@@ -500,15 +500,15 @@ class Mischief(MemoryTier):
         if count and 0.3 <= roll < 0.35:
             return self.chance.randrange(count)
         if count and 0.35 <= roll < 0.4 and self._seen:
-            return super().read(self.chance.choice(self._seen), into)
+            return super().read_one(self.chance.choice(self._seen), into, 0)
         return count
 
-    def write(self, name, frame, about=None):
+    def write_one(self, name, frame, about):
         roll = self._odd()
         if 0.08 <= roll < 0.15:
             return False
         self._seen.append(name)
-        return super().write(name, frame if roll > 0.2 else frame[: len(frame) // 2])
+        return super().write_one(name, frame if roll > 0.2 else frame[: len(frame) // 2], about)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -48,11 +48,17 @@ class Odd(MemoryTier):
     def contains(self, names):
         return self._odd("contains", lambda: MemoryTier.contains(self, names))
 
-    def read(self, name, into, offset=0):
-        return self._odd("read", lambda: MemoryTier.read(self, name, into, offset))
+    def read_one(self, name, into, offset):
+        return self._odd("read", lambda: MemoryTier.read_one(self, name, into, offset))
 
-    def write(self, name, frame, about=None):
-        return self._odd("write", lambda: MemoryTier.write(self, name, frame))
+    def write_one(self, name, frame, about):
+        return self._odd("write", lambda: MemoryTier.write_one(self, name, frame, about))
+
+    def read_many(self, reads):
+        return self._odd("read_many", lambda: MemoryTier.read_many(self, reads))
+
+    def write_many(self, writes):
+        return self._odd("write_many", lambda: MemoryTier.write_many(self, writes))
 
     def figures(self):
         return self._odd("figures", lambda: MemoryTier.figures(self))
@@ -70,14 +76,14 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
-@pytest.mark.parametrize("name", ["contains", "read", "write", "figures"])
+@pytest.mark.parametrize("name", ["contains", "read", "read_many", "write", "write_many", "figures"])
 def test_nonsense_of_a_tier_costs_misses_only(name, answer, monkeypatch, caplog):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # a thread that ends so is replaced
     caplog.set_level(logging.CRITICAL)
     tier, prefix = Odd("", None), prefix_of(3)
     writer = local(Engine(12).copier(), {"below": tier})[0]
     places = places_of(range(3))
-    if name == "write":
+    if name.startswith("write"):
         tier.name_of_method, tier.answer = name, answer
     stored(writer, "s", prefix, places)
     monkeypatch.setattr(tier, "close", lambda: None)
@@ -103,6 +109,6 @@ def test_nonsense_of_a_tier_costs_misses_only(name, answer, monkeypatch, caplog)
         session.release(request)
         gauges()
     assert not session._is_broken
-    assert tier.calls or name == "read"
+    assert tier.calls or name.startswith("read")
     session.close(5.0)
     assert not session._is_broken

@@ -42,13 +42,13 @@ class Faulty(MemoryTier):
         self._suffer()
         return super().contains(names)
 
-    def read(self, name, into, offset=0):
+    def read_one(self, name, into, offset):
         self._suffer()
-        return super().read(name, into, offset)
+        return super().read_one(name, into, offset)
 
-    def write(self, name, frame, about):
+    def write_one(self, name, frame, about):
         self._suffer()
-        return super().write(name, frame, about)
+        return super().write_one(name, frame, about)
 
 
 @pytest.fixture
@@ -374,13 +374,13 @@ class Hanging(MemoryTier):
         self._hang("contains")
         return super().contains(names)
 
-    def read(self, name, into, offset=0):
+    def read_one(self, name, into, offset):
         self._hang("read")
-        return super().read(name, into, offset)
+        return super().read_one(name, into, offset)
 
-    def write(self, name, frame, about):
+    def write_one(self, name, frame, about):
         self._hang("write")
-        return super().write(name, frame, about)
+        return super().write_one(name, frame, about)
 
 
 @pytest.mark.parametrize("state", ["contains", "read", "write", "flush", "copy", "broken"])

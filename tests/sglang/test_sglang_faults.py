@@ -93,14 +93,14 @@ def test_a_failing_write_is_reported_for_its_page(start: Start, monkeypatch: pyt
     engine = start()
     engine.fill(0)
     keys, indices = [f"{at:064x}" for at in range(PAGES)], engine.host.alloc(PAGES * PAGE)
-    write, count = DirectoryTier.write, iter(range(1000))
+    write, count = DirectoryTier.write_one, iter(range(1000))
 
     def fails(tier: DirectoryTier, *args: Any) -> Any:
         if next(count) % 3 == 2:
             raise OSError(28, "no space left on device")
         return write(tier, *args)
 
-    monkeypatch.setattr(DirectoryTier, "write", fails)
+    monkeypatch.setattr(DirectoryTier, "write_one", fails)
     done = engine.storage.batch_set_v1(keys, indices)
     monkeypatch.undo()
     assert 0 < done.count(False) < PAGES

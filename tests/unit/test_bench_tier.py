@@ -82,14 +82,14 @@ def test_another_directory_is_no_second_mount(tmp_path, capsys):
 
 
 def test_a_tier_that_gives_other_bytes_fails_the_run(tmp_path, monkeypatch):
-    real = DirectoryTier.read
+    real = DirectoryTier.read_one
 
-    def read(self, name, into, offset=0):
+    def read(self, name, into, offset):
         count = real(self, name, into, offset)
         into[-1] ^= 1
         return count
 
-    monkeypatch.setattr(DirectoryTier, "read", read)
+    monkeypatch.setattr(DirectoryTier, "read_one", read)
     with pytest.raises(KvError, match=r"the tier loaded other bytes than it stored|restored 0 of"):
         bench(tmp_path).run()
     assert list(tmp_path.iterdir()) == []

@@ -216,7 +216,7 @@ def test_without_the_package_the_kind_is_unknown_and_named(tmp_path):
     [
         ("shelf_tier:NONE", None, "cannot be loaded: AttributeError"),
         ("shelf_tier:KIND", "raise RuntimeError('boom')", "cannot be loaded: RuntimeError: boom"),
-        ("shelf_tier:Shelf", None, "is not usable: it is a type, not a TierKind"),
+        ("shelf_tier:Shelf", None, "is not usable: it is a class, not a TierKind"),
         (
             "shelf_tier:KIND",
             ('other_default(TierSettings, "read_threads", 2)', "2"),

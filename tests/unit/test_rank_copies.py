@@ -32,7 +32,6 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.runtime.session import Session
-from kvtier.tier.base import UNKNOWN
 from kvtier.tier.directory import DirectoryTier
 
 SLOTS = 8
@@ -50,11 +49,11 @@ class Counted(DirectoryTier):
         self.is_broken = is_broken
         self.written, self.deleted = [], []
 
-    def write(self, name, frame, about=UNKNOWN):
+    def write_one(self, name, frame, about):
         if self.is_broken:
             raise TierError(self.name, "planned")
         self.written.append(name)
-        return super().write(name, frame, about)
+        return super().write_one(name, frame, about)
 
     def delete(self, name):
         self.deleted.append(name)

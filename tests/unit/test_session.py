@@ -122,9 +122,9 @@ def test_everything_open_is_answered_at_close():
     hold = threading.Event()
 
     class Slow(MemoryTier):
-        def read(self, name, into, offset=0):
+        def read_one(self, name, into, offset):
             hold.wait(30)
-            return super().read(name, into, offset)
+            return super().read_one(name, into, offset)
 
     tier = Slow("below", capacity_bytes=64 << 20)
     first, _, _ = local(Engine(64).copier(), {"below": tier})

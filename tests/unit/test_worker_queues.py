@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Generator
 
 import pytest
 
@@ -27,8 +26,7 @@ class _Worker:
         self.ran: list[int] = []
         self.orphans: list[Job] = []
 
-    def run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        yield from ()
+    def run(self, jobs: list[Job], scratch: Scratch) -> None:
         (job,) = jobs
         self.begun.release()
         assert self.gate.acquire(timeout=WAIT_S)
@@ -218,8 +216,7 @@ def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> N
     taken: list[list[int]] = []
     begun, gate = threading.Semaphore(0), threading.Semaphore(0)
 
-    def run(jobs: list[Job], _scratch: Scratch) -> Generator[None]:
-        yield from ()
+    def run(jobs: list[Job], _scratch: Scratch) -> None:
         taken.append([job.command.id for job in jobs if isinstance(job.command, Probe)])
         begun.release()
         assert gate.acquire(timeout=WAIT_S)
@@ -264,73 +261,3 @@ def test_of_those_that_come_together_as_many_wait_as_there_is_room_for() -> None
     assert queue.close()[1:] == [last]
     worker.gate.release()
     assert queue.join(_until_s())
-
-
-class _Ahead:
-    """Runs jobs as a device would want it, and tells the order; `exits` names the steps that end the thread."""
-
-    def __init__(self, *exits: str) -> None:
-        self.seen: list[str] = []
-        self.exits = exits
-        self.gate, self.is_over = threading.Event(), threading.Semaphore(0)
-
-    def _tell(self, what: str) -> None:
-        self.seen.append(what)
-        if what in self.exits:
-            raise SystemExit
-
-    def run(self, jobs: list[Job], _scratch: Scratch) -> Generator[None]:
-        ids = " ".join(str(job.command.id) for job in jobs if isinstance(job.command, Probe))
-        try:
-            self._tell(f"ask {ids}")
-            yield
-            assert self.gate.wait(WAIT_S)
-            self._tell(f"have {ids}")
-            yield
-            self._tell(f"do {ids}")
-        finally:
-            self.seen.append(f"end {ids}")
-            for _ in jobs:
-                self.is_over.release()
-
-    def run_six(self) -> list[str]:
-        """Three times two."""
-        queue = WorkerQueue("test", threads=1, run=self.run, orphaned=lambda _: None)
-        assert queue.add([_job(number, together=2) for number in range(6)], bound=BOUND) == 6
-        self.gate.set()
-        queue.start()
-        for _ in range(6):
-            assert self.is_over.acquire(timeout=WAIT_S)
-        assert queue.close() == []
-        assert queue.join(_until_s())
-        return self.seen
-
-
-def test_the_next_batch_begins_before_the_present_one_is_finished() -> None:
-    assert _Ahead().run_six() == [
-        *("ask 0 1", "have 0 1"),
-        *("ask 2 3", "do 0 1", "end 0 1", "have 2 3"),
-        *("ask 4 5", "do 2 3", "end 2 3", "have 4 5", "do 4 5", "end 4 5"),
-    ]
-
-
-@pytest.mark.parametrize("where", ["ask 0 1", "have 0 1", "do 0 1", "ask 2 3", "have 2 3", "do 2 3", "do 4 5"])
-def test_a_thread_that_ends_leaves_nothing_in_between(where: str, exits: list[type[BaseException]]) -> None:
-    """Batches that have begun end once, and the next thread does the waiting jobs."""
-    seen = _Ahead(where).run_six()
-    assert sorted(it for it in seen if it.startswith("end")) == ["end 0 1", "end 2 3", "end 4 5"]
-    assert ("do 4 5" in seen) == (where != "do 2 3"), "only what was under way behind it is given up with it"
-    assert exits == [SystemExit]
-
-
-def test_what_may_not_go_together_does_not_begin_in_between() -> None:
-    ahead = _Ahead()
-    queue = WorkerQueue("test", threads=1, run=ahead.run, orphaned=lambda _: None)
-    queue.add([*(_job(number, together=2) for number in (0, 1)), _job(2), _job(3)], bound=BOUND)
-    ahead.gate.set()
-    queue.start()
-    for _ in range(4):
-        assert ahead.is_over.acquire(timeout=WAIT_S)
-    queue.close()
-    assert queue.join(_until_s())
-    assert ahead.seen[:4] == ["ask 0 1", "have 0 1", "do 0 1", "end 0 1"]

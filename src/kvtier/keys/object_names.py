@@ -9,7 +9,8 @@ names on all ranks. The key comes last so that a batch shares everything before 
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from kvtier.layout import Part
 from kvtier.types import ChunkKey, ObjectName
@@ -37,10 +38,19 @@ def object_name(key: ChunkKey, group: int, part: Part, layout_digest: bytes) -> 
 
 
 def object_names(keys: Iterable[ChunkKey], group: int, part: Part, layout_digest: bytes) -> list[ObjectName]:
-    """`object_name` of each key, in order; about half a microsecond each.
+    """`object_name` of each key, in order.
 
     Raises:
         ValueError: as in `object_name`.
+    """
+    return names_of(zip(keys, repeat(0)), [name_head(group, part, layout_digest)])
+
+
+def name_head(group: int, part: Part, layout_digest: bytes) -> bytes:
+    """What is hashed before the key, the same for all objects of a part.
+
+    Raises:
+        ValueError: a digest that is not 32 bytes, or a negative number.
     """
     if len(layout_digest) != NAME_BYTES:
         raise ValueError(f"layout digest must be {NAME_BYTES} bytes, got {len(layout_digest)}")
@@ -48,11 +58,23 @@ def object_names(keys: Iterable[ChunkKey], group: int, part: Part, layout_digest
         raise ValueError(f"group must be in 0..{_COUNT_MAX}, got {group}")
     if min(part) < 0 or max(part) > _COUNT_MAX:
         raise ValueError(f"the numbers of a part must be in 0..{_COUNT_MAX}, got {part}")
-    head = _DOMAIN + _HEAD.pack(_VERSION, layout_digest, group, *part)
+    return _DOMAIN + _HEAD.pack(_VERSION, layout_digest, group, *part)
+
+
+def names_of(objects: Iterable[tuple[ChunkKey, int]], heads: Sequence[bytes]) -> list[ObjectName]:
+    """The name of each (key, group), in order; about half a microsecond each.
+
+    Args:
+        objects: the keys and groups.
+        heads: `name_head` of each group.
+
+    Raises:
+        ValueError: a key that is not 32 bytes.
+    """
     sha256 = hashlib.sha256
     names: list[ObjectName] = []
-    for key in keys:
+    for key, group in objects:
         if len(key) != NAME_BYTES:
             raise ValueError(f"a key must be {NAME_BYTES} bytes, got {len(key)}")
-        names.append(ObjectName(sha256(head + key).digest()))
+        names.append(ObjectName(sha256(heads[group] + key).digest()))
     return names

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.core.tier_state import RETRY_GROWTH, RETRY_SECONDS_MAX
 from kvtier.errors import DamagedStoreError, TierError
-from kvtier.policy.base import Hinted
-from kvtier.tier.base import UNKNOWN, About, Figures, NotesUse, Tier
+from kvtier.tier.base import Figures, Read, Tier, Write
 from kvtier.types import NextTurn, ObjectName
 
 LEAVE_S = 1.0
@@ -23,8 +22,8 @@ NOT_OPEN = "is not open"
 logger = logging.getLogger(__name__)
 
 
-class DeferredTier:
-    """A `Tier` that forwards to another one once that is open.
+class DeferredTier(Tier):
+    """Forwards to another tier once that is open: all of `Tier` but `read` and `write`, which are batches.
 
     Args:
         name: of the tier.
@@ -33,7 +32,7 @@ class DeferredTier:
     """
 
     def __init__(self, name: str, make: Callable[[], Tier], retry_s: float) -> None:
-        self.name = name
+        super().__init__(name)
         self._make = make
         self._retry_s = retry_s
         self._lock = threading.Lock()
@@ -42,7 +41,6 @@ class DeferredTier:
         """Error of the last attempt to open the tier."""
         self._is_awaited = True
         """Whether `opened` is going to log or raise the error."""
-        self._on_open: Callable[[Tier], None] = lambda _tier: None
         self._tried = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
@@ -73,13 +71,6 @@ class DeferredTier:
         logger.log(_level(error), "%s; kvtier starts without this tier and uses it once it can be opened", error)
         return self
 
-    def when_open(self, do: Callable[[Tier], None]) -> None:
-        """Call `do` with the tier itself once it is open, so that its user gets its batches."""
-        with self._lock:
-            self._on_open = do
-            if self._tier is not None:
-                do(self._tier)
-
     @property
     def is_open(self) -> bool:
         """Whether the tier is open."""
@@ -89,13 +80,13 @@ class DeferredTier:
         """See `Tier`."""
         return self._live().contains(names)
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """See `Tier`."""
-        return self._live().read(name, into, offset)
+        return self._live().read_many(reads)
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """See `Tier`."""
-        return self._live().write(name, frame, about)
+        return self._live().write_many(writes)
 
     def delete(self, name: ObjectName) -> None:
         """See `Tier`."""
@@ -110,13 +101,13 @@ class DeferredTier:
         return Figures() if self._tier is None else self._tier.figures()
 
     def note_use(self, *, is_up: bool) -> None:
-        """See `NotesUse`."""
-        if isinstance(self._tier, NotesUse):
+        """See `Tier`."""
+        if self._tier is not None:
             self._tier.note_use(is_up=is_up)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """See `Hinted`. Without effect until the tier is open, which costs hits only."""
-        if isinstance(self._tier, Hinted):
+        """See `Tier`. Without effect until the tier is open, which costs hits only."""
+        if self._tier is not None:
             self._tier.expects(session, next_turn)
 
     def close(self) -> None:
@@ -151,8 +142,8 @@ class DeferredTier:
         with self._lock:
             is_awaited, is_closing, before = self._is_awaited, self._closing.is_set(), self._error
             self._tier, self._error = tier, error
-            if tier is not None and not is_closing:
-                self._on_open(tier)
+            if tier is not None:
+                self.refusals, self.takes_batches = tier.refusals, tier.takes_batches
             self._tried.set()
         if tier is None:
             if not is_awaited and str(error) != str(before):

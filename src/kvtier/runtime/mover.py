@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierVie
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
-from kvtier.tier.base import Figures, NotesUse, Tier
+from kvtier.tier.base import Figures, Tier
 from kvtier.tier.effective_cap import FULL
 from kvtier.tier.refusal_log import NO_ROOM
 from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
@@ -91,7 +91,7 @@ class FiguresSampler:
         try:
             self.next_s = now_s + FIGURES_EVERY_S
             tier, view = self._tier, self._view
-            if view.is_up is not None and isinstance(tier, NotesUse):
+            if view.is_up is not None:
                 tier.note_use(is_up=view.is_up)
             view.figures = _checked(tier.figures())
         except Exception as error:  # noqa: BLE001 - the view keeps its figures; a broken tier shows in its transfers
@@ -137,7 +137,7 @@ class Mover:
 
     `take` and `close` are for one thread, the other methods for any. Its threads are daemons and start at once.
 
-    Small objects that wait for a `BatchTier` are written and read in batches.
+    Small objects that wait for a tier are written and read in batches, if it `takes_batches`.
 
     Raises:
         RuntimeError: the system cannot start a thread.
@@ -179,7 +179,7 @@ class Mover:
             clock=clock,
             name_root=name_root,
         )
-        self._batching = self._transfers.batching
+        self._tiers = tiers
         self._inbox = CompletionInbox()
         self._put: Callable[[Completion], None] = self._inbox.put
         self._ready: Callable[[], None] = lambda: None
@@ -229,12 +229,13 @@ class Mover:
             ValueError: a command names an unknown tier. The commands after it are not queued.
         """
         now_s = self._clock()
-        batching, together = self._batching, self._transfers.together
+        tiers, together = self._tiers, self._transfers.together
         bursts: dict[_Route, list[Job]] = {}
         try:
             for command in commands:
                 if isinstance(command, Transfer | Probe):
-                    job = Job(command, now_s, together(command) if command.tier in batching else 1)
+                    is_batched = command.tier in tiers and tiers[command.tier].takes_batches
+                    job = Job(command, now_s, together(command) if is_batched else 1)
                     if self._dropping and isinstance(command, Transfer) and command.link is Link.DEMOTE:
                         drop = self._dropping.get((command.tier, command.key, command.group))
                         job.after = None if drop is None else drop.over
@@ -356,10 +357,8 @@ class Mover:
         for name in self._stuck - before:
             logger.warning("the %s queue is stuck: all of its threads have been in a call for %g s", name, STUCK_S)
 
-    def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None] | None:
+    def _run(self, jobs: list[Job], scratch: Scratch) -> None:
         """Do jobs and complete each, whatever raises. Runs in worker threads; see `WorkerQueue`."""
-        if len(jobs) > 1 and self._transfers.reads_ahead(jobs[0].command):
-            return self._run_ahead(jobs, scratch)
         try:
             began_s, left = self._clock(), jobs
             for job in jobs:
@@ -374,21 +373,6 @@ class Mover:
                 results = [error] * len(left)
             self._settle(left, began_s, results)
         except BaseException as error:  # noqa: BLE001 - `_fail` raises it again unless it is an `Exception`
-            self._fail(jobs, error)
-        return None
-
-    def _run_ahead(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """`_run` of a batch of promotes of an `AheadTier`."""
-        try:
-            began_s, left = self._begun(jobs)
-            if not left:
-                return
-            try:
-                results = yield from self._transfers.promote_ahead(left, scratch)
-            except Exception as error:  # noqa: BLE001 - as in `_run`
-                results = [error] * len(left)
-            self._settle(left, began_s, results)
-        except BaseException as error:  # noqa: BLE001 - as in `_run`
             self._fail(jobs, error)
 
     def _begun(self, jobs: list[Job]) -> tuple[float, list[Job]]:

@@ -8,7 +8,7 @@ delays neither `close` nor the exit of the process.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
 
@@ -24,8 +24,6 @@ STUCK_S = 30.0
 
 SHARES_MOST = 4
 """Most threads that share one batch's worth of jobs. A thread switch costs more than a small job."""
-
-_END = object()
 
 
 class QueueState(Enum):
@@ -56,8 +54,6 @@ class WorkerQueue:
         name: part of the threads' names.
         threads: number of threads.
         run: does and completes a batch of jobs. If it raises, it has completed them; the thread ends and is replaced.
-            It may return steps that yield twice: before they wait for a device, and after. The thread may begin other
-            jobs in between.
         orphaned: completes the waiting jobs if the last thread has ended and none can be started.
         start: starts a thread.
         clock: seconds.
@@ -68,7 +64,7 @@ class WorkerQueue:
         name: str,
         *,
         threads: int,
-        run: Callable[[list[Job], Scratch], Generator[None] | None],
+        run: Callable[[list[Job], Scratch], None],
         orphaned: Callable[[list[Job]], None],
         start: Callable[[threading.Thread], None] = threading.Thread.start,
         clock: Callable[[], float] = time.monotonic,
@@ -184,45 +180,10 @@ class WorkerQueue:
         scratch = Scratch()
         try:
             while jobs := self._next():
-                under_way = self._run(jobs, scratch)
-                if under_way is not None and next(under_way, _END) is _END:
-                    under_way = None
-                while under_way is not None:
-                    under_way = self._go_on(under_way, scratch)
+                self._run(jobs, scratch)
         except BaseException:
             self._replace_thread()
             raise
-
-    def _begin(self, jobs: list[Job], scratch: Scratch) -> Generator[None] | None:
-        """Run `jobs` to the first yield; the suspended run, or None if it is complete."""
-        steps = self._run(jobs, scratch)
-        return steps if steps is not None and next(steps, _END) is None else None
-
-    def _go_on(self, steps: Generator[None], scratch: Scratch) -> Generator[None] | None:
-        """Wait for the device, begin the next batch, then finish `steps`; the next batch's suspended run."""
-        if next(steps, _END) is _END:
-            return None
-        following = None
-        try:
-            if jobs := self._next_several():
-                following = self._begin(jobs, scratch)
-        finally:
-            try:
-                next(steps, None)
-            except BaseException:
-                if following is not None:
-                    following.close()
-                raise
-        return following
-
-    def _next_several(self) -> list[Job]:
-        """The next batch, if at least two jobs of one wait."""
-        with self._lock:
-            queue = self.urgent_jobs or self.jobs
-            is_worth = (
-                self._state is QueueState.OPEN and len(queue) > 1 and min(queue[0].together, queue[1].together) > 1
-            )
-            return self._take_from(queue) if is_worth else []
 
     def _next(self) -> list[Job]:
         """Wait for the next batch; empty if the queue is closed."""
@@ -234,27 +195,24 @@ class WorkerQueue:
                 if self._state is not QueueState.OPEN:
                     return []
                 if queue := self.urgent_jobs or self.jobs:
-                    return self._take_from(queue)
+                    first = queue.popleft()
+                    jobs = [first]
+                    self._began_s[threading.get_ident()] = self._clock()
+                    if first.together > 1 and queue:
+                        # Share the waiting jobs evenly with idle threads, which would otherwise begin them earlier.
+                        share = max(-(-(len(queue) + 1) // (self._idle + 1)), -(-first.together // SHARES_MOST))
+                        most = min(first.together, share)
+                        while len(jobs) < most and queue and len(jobs) < queue[0].together:
+                            jobs.append(queue.popleft())
+                    if (self.urgent_jobs or self.jobs) and self._bell.qsize() < self._idle:
+                        self._bell.put(None)  # `add` wakes one thread for all of its jobs
+                    return jobs
                 self._idle += 1
                 was_idle = True
             try:
                 self._bell.get(timeout=IDLE_WAIT_S)
             except Empty:
                 continue
-
-    def _take_from(self, queue: deque[Job]) -> list[Job]:
-        first = queue.popleft()
-        jobs = [first]
-        self._began_s[threading.get_ident()] = self._clock()
-        if first.together > 1 and queue:
-            # Share the waiting jobs evenly with idle threads, which would otherwise begin them earlier.
-            share = max(-(-(len(queue) + 1) // (self._idle + 1)), -(-first.together // SHARES_MOST))
-            most = min(first.together, share)
-            while len(jobs) < most and queue and len(jobs) < queue[0].together:
-                jobs.append(queue.popleft())
-        if (self.urgent_jobs or self.jobs) and self._bell.qsize() < self._idle:
-            self._bell.put(None)  # `add` wakes one thread for all of its jobs
-        return jobs
 
     def _replace_thread(self) -> None:
         """Start a thread in place of this one, which ends. If none is left, hand over the waiting jobs."""

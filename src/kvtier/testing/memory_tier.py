@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import UNKNOWN, About, Figures, never_pinned
+from kvtier.tier.base import About, Figures, OneByOneTier, never_pinned
 from kvtier.types import ObjectName
 
 
-class MemoryTier:
+class MemoryTier(OneByOneTier):
     """A dict of frames with a hard cap. One lock around everything, no I/O under it.
 
     Args:
@@ -25,7 +25,7 @@ class MemoryTier:
     def __init__(self, name: str = "memory", *, capacity_bytes: int, evictor: Evictor | None = None) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"tier {name!r}: capacity_bytes must be at least 1, got {capacity_bytes}")
-        self.name = name
+        super().__init__(name)
         self.capacity_bytes = capacity_bytes
         self._evictor = Lru() if evictor is None else evictor
         self._frames: dict[ObjectName, tuple[bytes, About]] = {}
@@ -59,12 +59,10 @@ class MemoryTier:
             self._check_open()
             return [name in self._frames for name in names]
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         """Copy the frame's bytes from `offset` on into `into`; None when absent."""
         with self._lock:
             self._check_open()
-            if offset < 0:
-                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
             found = self._frames.get(name)
             if found is None:
                 return None
@@ -75,7 +73,7 @@ class MemoryTier:
         into.cast("B")[: part.nbytes] = part
         return part.nbytes
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         """Keep a copy of `frame`, evicting others where needed; False when it is larger than the whole tier."""
         with self._lock:
             self._check_open()

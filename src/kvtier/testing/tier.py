@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.errors import TierError
-from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write
+from kvtier.runtime.deferred_tier import DeferredTier
+from kvtier.tier.base import About, Read, Tier, Write
 from kvtier.tier.loan import Loan, clear_frames
-from kvtier.types import ObjectName
+from kvtier.types import NextTurn, ObjectName
 
 MakeTier = Callable[[int], Tier]
 """Makes an empty tier with a capacity in bytes."""
@@ -53,6 +54,13 @@ def empty_frame(byte_count: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
 
 
+def behind_proxy(tier: Tier) -> DeferredTier:
+    """`tier` as a session has it when it opened late."""
+    proxy = DeferredTier(tier.name, lambda: tier, 1.0)
+    proxy.opened(_DEADLINE_S, is_required=True)
+    return proxy
+
+
 class TierContract:
     """A tier may forget, but it returns written bytes only, whole, and stays within its capacity.
 
@@ -80,9 +88,14 @@ class TierContract:
     """Whether `scan` finds the objects. It yields nothing from a store that cannot list them."""
 
     @pytest.fixture
-    def tier(self, make_tier: MakeTier) -> Tier:
+    def make(self, make_tier: MakeTier) -> MakeTier:
+        """`make_tier` behind the proxy of a tier that opens late, which must lose nothing of it."""
+        return lambda capacity_bytes: behind_proxy(make_tier(capacity_bytes))
+
+    @pytest.fixture
+    def tier(self, make: MakeTier) -> Tier:
         """A tier with room for all objects of a test."""
-        return make_tier(ROOMY_BYTES)
+        return make(ROOMY_BYTES)
 
     def stalled(self, tier: Tier) -> AbstractContextManager[Callable[[], None]]:  # noqa: ARG002 - for subclasses
         """Hook: within it, the storage answers reads of `tier` only after a call of the function that it gives.
@@ -127,9 +140,7 @@ class TierContract:
         """The bytes of a name never change. A write of a held name succeeds, so that kvtier does not repeat it."""
         assert tier.write(object_name(1), frame_of(1))
         for other in (frame_of(2, BLOCK_BYTES), frame_of(3), frame_of(4, 3 * BLOCK_BYTES)):
-            assert tier.write(object_name(1), other)
-            if isinstance(tier, BatchTier):
-                assert tier.write_many([Write(object_name(1), other)]) == [True]
+            assert tier.write_many([Write(object_name(1), other)]) == [True]
             into = empty_frame(3 * BLOCK_BYTES)
             assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
             assert into[: 2 * BLOCK_BYTES] == frame_of(1)
@@ -168,12 +179,9 @@ class TierContract:
             lambda view: tier.read(name, view, BLOCK_BYTES),
             lambda view: tier.read(name, view, -1),
             lambda view: tier.read(absent, view),
+            lambda view: tier.write_many([Write(object_name(3), view), Write(object_name(4), view)]),
+            lambda view: tier.read_many([Read(name, view), Read(absent, view)]),
         ]
-        if isinstance(tier, BatchTier):
-            calls.append(lambda view: tier.write_many([Write(object_name(3), view)]))
-            calls.append(lambda view: tier.read_many([Read(name, view), Read(absent, view)]))
-        if isinstance(tier, AheadTier):
-            calls.append(lambda view: next(tier.reading([Read(name, view)])))
         gc.disable()
         try:
             for _ in ("open", "closed"):
@@ -189,9 +197,10 @@ class TierContract:
         """A read may end before the storage answers. Then the memory has another owner."""
         name, memory, other = object_name(1), empty_frame(2 * BLOCK_BYTES), frame_of(2)
         assert tier.write(name, frame_of(1))
-        calls: list[Call] = [lambda view: tier.read(name, view)]
-        if isinstance(tier, BatchTier):
-            calls.append(lambda view: tier.read_many([Read(name, view)]))
+        calls: list[Call] = [
+            lambda view: tier.read(name, view),
+            lambda view: tier.read_many([Read(name, view[:BLOCK_BYTES]), Read(name, view[BLOCK_BYTES:], BLOCK_BYTES)]),
+        ]
         for call in calls:
             with self.stalled(tier) as go_on:
                 loan = Loan((memory,), tier.name)
@@ -254,11 +263,11 @@ class TierContract:
         assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
         assert into == frame_of(2)
 
-    def test_keeps_to_its_capacity_and_keeps_the_newest(self, make_tier: MakeTier) -> None:
+    def test_keeps_to_its_capacity_and_keeps_the_newest(self, make: MakeTier) -> None:
         """The tier evicts on demand; the capacity holds after every write."""
         self._needs_cap()
         capacity = 10 * BLOCK_BYTES
-        tier = make_tier(capacity)
+        tier = make(capacity)
         for number in range(40):
             blocks = 1 + number % 3
             assert tier.write(object_name(number), frame_of(number, blocks * BLOCK_BYTES))
@@ -267,18 +276,18 @@ class TierContract:
             assert tier.read(object_name(number), into) == blocks * BLOCK_BYTES
             assert into == frame_of(number, blocks * BLOCK_BYTES)
 
-    def test_refuses_what_is_larger_than_the_place(self, make_tier: MakeTier) -> None:
+    def test_refuses_what_is_larger_than_the_place(self, make: MakeTier) -> None:
         """The tier evicts nothing for an object larger than its capacity."""
         self._needs_cap()
-        tier = make_tier(4 * BLOCK_BYTES)
+        tier = make(4 * BLOCK_BYTES)
         assert tier.write(object_name(1), frame_of(1))
         assert not tier.write(object_name(2), frame_of(2, 5 * BLOCK_BYTES))
         assert tier.contains([object_name(1), object_name(2)]) == [True, False]
         assert tier.write(object_name(3), frame_of(3, 4 * BLOCK_BYTES))
 
-    def test_room_is_given_back(self, make_tier: MakeTier) -> None:
+    def test_room_is_given_back(self, make: MakeTier) -> None:
         """A tier that leaks capacity would hold less and less."""
-        tier = make_tier(4 * BLOCK_BYTES)
+        tier = make(4 * BLOCK_BYTES)
         for number in range(50):
             assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
             assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
@@ -297,8 +306,6 @@ class TierContract:
 
     def test_a_batch_is_answered_object_by_object(self, tier: Tier) -> None:
         """Present, absent, too large and odd objects, in one call and in order."""
-        if not isinstance(tier, BatchTier):
-            pytest.skip("the tier has no batches, and need not")
         large = 2 * ROOMY_BYTES if self.has_cap else BLOCK_BYTES
         sizes = [BLOCK_BYTES, 4097, 2 * BLOCK_BYTES, large, BLOCK_BYTES, 3 * BLOCK_BYTES]
         frames = [
@@ -318,6 +325,11 @@ class TierContract:
         short = Read(object_name(5), empty_frame(BLOCK_BYTES))
         assert tier.read_many([Read(object_name(0), empty_frame(BLOCK_BYTES)), short]) == [BLOCK_BYTES, BLOCK_BYTES]
         assert short.into == frames[5][:BLOCK_BYTES]
+        parts = [Read(object_name(5), empty_frame(BLOCK_BYTES), at * BLOCK_BYTES) for at in (2, 0, 3, 1)]
+        assert tier.read_many(parts) == [BLOCK_BYTES, BLOCK_BYTES, 0, BLOCK_BYTES]
+        assert [parts[at].into for at in (1, 3, 0)] == [
+            frames[5][at : at + BLOCK_BYTES] for at in range(0, 3 * BLOCK_BYTES, BLOCK_BYTES)
+        ]
 
     def test_closed_is_closed(self, tier: Tier) -> None:
         """Every method but `close` raises."""
@@ -333,16 +345,33 @@ class TierContract:
             lambda: tier.delete(object_name(1)),
             tier.scan,
         ]
-        if isinstance(tier, BatchTier):
+        if tier.takes_batches:
             calls += [lambda: tier.read_many([]), lambda: tier.write_many([])]
         for call in calls:
             with pytest.raises(TierError):
                 call()
 
-    def test_many_threads_never_see_other_bytes(self, make_tier: MakeTier) -> None:
+    def test_a_proxy_loses_nothing(self, make_tier: MakeTier) -> None:
+        """Not the batches, the reasons of refusals, the hints, nor the note for people."""
+        kind = make_tier(ROOMY_BYTES)
+        heard: list[object] = []
+
+        def listen(name: str) -> Callable[..., None]:
+            return lambda *given, **more: heard.append((name, *given, *more.values()))
+
+        for name in ("note_use", "expects", "figures"):
+            setattr(kind, name, listen(name))
+        proxy = behind_proxy(kind)
+        assert (proxy.name, proxy.takes_batches, proxy.refusals) == (kind.name, kind.takes_batches, kind.refusals)
+        proxy.note_use(is_up=False)
+        proxy.expects("session", NextTurn.USER)
+        proxy.figures()
+        assert heard == [("note_use", False), ("expects", "session", NextTurn.USER), ("figures",)]
+
+    def test_many_threads_never_see_other_bytes(self, make: MakeTier) -> None:
         """Concurrent writers, readers and deleters of the same names, with constant eviction."""
         capacity = 24 * BLOCK_BYTES
-        tier = make_tier(capacity)
+        tier = make(capacity)
         frames = [bytes(frame_of(number, (1 + number % 3) * BLOCK_BYTES)) for number in range(30)]
         start = threading.Barrier(6)
 
@@ -370,14 +399,14 @@ class TierContract:
         assert sum(hits) > 0
         assert not self.has_cap or sum(size for _, size in tier.scan()) <= capacity
 
-    def test_behaves_like_a_dict(self, make_tier: MakeTier) -> None:
+    def test_behaves_like_a_dict(self, make: MakeTier) -> None:
         """A tier with room for all objects loses none."""
-        _run_machine(make_tier, ROOMY_BYTES, may_forget=self.forgets_below_capacity, lists=self.lists)
+        _run_machine(make, ROOMY_BYTES, may_forget=self.forgets_below_capacity, lists=self.lists)
 
-    def test_behaves_like_a_dict_that_forgets(self, make_tier: MakeTier) -> None:
+    def test_behaves_like_a_dict_that_forgets(self, make: MakeTier) -> None:
         """A tier without room returns the bytes that were written last, or nothing."""
         self._needs_cap()
-        _run_machine(make_tier, 6 * BLOCK_BYTES, may_forget=True, lists=self.lists)
+        _run_machine(make, 6 * BLOCK_BYTES, may_forget=True, lists=self.lists)
 
     def _needs_cap(self) -> None:
         if not self.has_cap:

@@ -1,12 +1,13 @@
 """The interface of a tier below host memory."""
 
-from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvtier.errors import TierError
 from kvtier.policy.base import Held
 from kvtier.tier.refusal_log import RefusalLog
-from kvtier.types import Figures, ObjectName
+from kvtier.types import Figures, NextTurn, ObjectName
 
 _Answer = TypeVar("_Answer")
 
@@ -33,80 +34,13 @@ def never_pinned(_name: bytes) -> bool:
     return False
 
 
-class Tier(Protocol):
-    """Stores frames by object name. Methods block and are thread-safe.
-
-    A buffer belongs to a call until everything that the call began has ended. kvtier reuses it when no view, slice or
-    array of it is left (`tier/loan.py`). A tier whose native code keeps its address waits for that code.
-
-    A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
-    written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`
-    all but `close` do.
-    """
-
-    name: str
-
-    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether the tier holds it. The answer may be stale. Does not count as a use.
-
-        Sessions call it with no names once a second as a health check: `TierError` while the storage is gone.
-        """
-        ...
-
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame from `offset` into `into`. Counts as a use.
-
-        Returns:
-            Bytes read (fewer than `into` holds at the end of the frame), or None when absent.
-        """
-        ...
-
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
-        """Store `frame` under `name`, atomically. An existing object is not replaced.
-
-        Returns:
-            Whether the tier holds the name now, as before if it did. False when it is not admitted or does not fit.
-        """
-        ...
-
-    def delete(self, name: ObjectName) -> None:
-        """Delete `name`, if it exists."""
-        ...
-
-    def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) held. Concurrent changes may be missing."""
-        ...
-
-    def figures(self) -> Figures:
-        """The figures now. Called about once a second in a thread of the tier; after `close` it may raise."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class NotesUse(Protocol):
-    """A tier that records for people whether the session uses it. Optional."""
-
-    def note_use(self, *, is_up: bool) -> None:
-        """The session uses the tier, or it backs off."""
-        ...
-
-
-@runtime_checkable
-class LogsRefusals(Protocol):
-    """A tier that logs why it refuses writes. Optional."""
-
-    refusals: RefusalLog
-
-
 class Read(NamedTuple):
-    """One object of a batched read, from its start."""
+    """One object of a batched read."""
 
     name: ObjectName
     into: memoryview
+    offset: int = 0
+    """Bytes of the frame before the first one that is read."""
 
 
 class Write(NamedTuple):
@@ -117,42 +51,140 @@ class Write(NamedTuple):
     about: About = UNKNOWN
 
 
-@runtime_checkable
-class BatchTier(Tier, Protocol):
-    """A tier with batched reads and writes of small objects. Optional.
+class Tier(ABC):
+    """Stores frames by object name. Methods block and are thread-safe.
 
-    Results are in the order of the arguments. An object that fails has its error in its place and does not affect the
-    others; the call raises only errors that concern the whole batch.
+    A batch is the interface. Its results are in the order of its objects. An object that fails has its error in its
+    place and does not affect the others; a call raises only errors that concern the whole batch. `read` and `write` are
+    batches of one object. A kind whose storage has no batches inherits from `OneByOneTier`.
+
+    A buffer belongs to a call until everything that the call began has ended. kvtier reuses it when no view, slice or
+    array of it is left (`tier/loan.py`). A tier whose native code keeps its address waits for that code.
+
+    A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
+    written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`
+    all but `close` do.
+
+    Args:
+        name: the tier's name in metrics and errors.
     """
 
+    takes_batches = True
+    """Whether a batch costs less than its objects one by one. Otherwise the mover's threads share the objects."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.refusals = RefusalLog(name)
+        """Logs why the tier refuses writes. The mover logs a tier that does not say why."""
+
+    @abstractmethod
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether the tier holds it. The answer may be stale. Does not count as a use.
+
+        Sessions call it with no names once a second as a health check: `TierError` while the storage is gone.
+        """
+
+    @abstractmethod
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read` for each of `reads`."""
-        ...
+        """Read frames, each from its offset into its buffer. Counts as a use.
+
+        Returns:
+            For each, the bytes read (fewer than the buffer holds at the end of the frame), or None when absent.
+        """
+
+    @abstractmethod
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        """Store frames of different names, each atomically. An existing object is not replaced.
+
+        Returns:
+            For each, whether the tier holds the name now, as before if it did. False when it is not admitted or does
+            not fit.
+        """
+
+    @abstractmethod
+    def delete(self, name: ObjectName) -> None:
+        """Delete `name`, if it exists."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[tuple[ObjectName, int]]:
+        """Every (name, frame bytes) held. Concurrent changes may be missing."""
+
+    @abstractmethod
+    def figures(self) -> Figures:
+        """The figures now. Called about once a second in a thread of the tier; after `close` it may raise."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources. Idempotent."""
+
+    def note_use(self, *, is_up: bool) -> None:  # noqa: B027 - most kinds have no use for it
+        """The session uses the tier, or it backs off. A kind may record it for people."""
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:  # noqa: B027 - as above
+        """A hint for the tier's eviction policy, see `policy.base.Hinted`. Without effect in most kinds."""
+
+    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        """`read_many` of one object.
+
+        Raises:
+            TierError: as for the batch, and the object's own; a negative offset.
+        """
+        if offset < 0:
+            raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
+        return _only(self.read_many([Read(name, into, offset)]))
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+        """`write_many` of one object.
+
+        Raises:
+            TierError: as for the batch, and the object's own.
+        """
+        return _only(self.write_many([Write(name, frame, about)]))
+
+
+class OneByOneTier(Tier):
+    """A tier whose storage takes one object at a time. A kind has `read_one` and `write_one` in place of batches."""
+
+    takes_batches = False
+
+    @abstractmethod
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """One object of `read_many`."""
+
+    @abstractmethod
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
+        """One object of `write_many`."""
+
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """`read_one` for each of `reads`."""
+        answers: list[int | TierError | None] = []
+        for each in reads:
+            try:
+                answers.append(self.read_one(*each))
+            except TierError as error:
+                answers.append(error.with_traceback(None))  # its frames refer to the buffers, and to `answers`
+        return answers
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """`write` for each of `writes`, of different names."""
-        ...
+        """`write_one` for each of `writes`."""
+        answers: list[bool | TierError] = []
+        for each in writes:
+            try:
+                answers.append(self.write_one(*each))
+            except TierError as error:
+                answers.append(error.with_traceback(None))  # as in `read_many`
+        return answers
 
 
-@runtime_checkable
-class AheadTier(BatchTier, Protocol):
-    """A tier whose reads run while the caller does other work. Optional."""
-
-    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
-        """`read_many` in two steps on one thread: it yields once, after the reads are submitted.
-
-        The buffers of `reads` are in use until it ends. Closing it early also waits for the device.
-        """
-        ...
-
-
-def ended(steps: Generator[None, None, _Answer]) -> _Answer:
-    """Run all steps and return their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
+def _only(answers: list[_Answer | TierError]) -> _Answer:
+    """The only answer, or raise it. An error that its own frames refer to would keep the caller's memory in use."""
+    answer = answers.pop()
+    try:
+        if isinstance(answer, TierError):
+            raise answer
+        return answer
+    finally:
+        del answer
 
 
 class RawClient(Protocol):

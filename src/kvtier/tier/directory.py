@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.layout import ALIGNMENT
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import UNKNOWN, About, Figures
+from kvtier.tier.base import About, Figures, OneByOneTier
 from kvtier.tier.byte_cap import ByteCap
 from kvtier.tier.cap_file import CapFile
 from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
@@ -62,7 +62,7 @@ _OPEN_TRIES = 3
 _SNAPSHOT_TEMP = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
 
 
-class DirectoryTier:
+class DirectoryTier(OneByOneTier):
     """Frames as files under `root`.
 
     Args:
@@ -98,7 +98,7 @@ class DirectoryTier:
         open_deadline_s: float = 60.0,
     ) -> None:
         _check_settings(name, capacity_bytes, direct_io)
-        self.name = name
+        super().__init__(name)
         self.capacity_bytes = capacity_bytes
         self.root = Path(os.path.abspath(root))
         self._shared = shared
@@ -180,11 +180,9 @@ class DirectoryTier:
                 answers = [is_known or name in there for name, is_known in zip(names, answers, strict=True)]
             return answers
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         """Read the frame from `offset` into `into`; None when absent."""
         with self._operation("read", name):
-            if offset < 0:
-                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
             view = into.cast("B")
             is_direct = self._direct_io and is_aligned(view, offset)
             opened = _open_for_reading(self._paths, name, is_direct=is_direct)
@@ -203,7 +201,7 @@ class DirectoryTier:
                 os.close(descriptor)
             return count
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         """Store `frame` under `name`, evicting others if needed. True when the name exists now.
 
         False when the frame is larger than the cap, or nothing can be evicted.

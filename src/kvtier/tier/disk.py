@@ -15,14 +15,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier import disk_batch
-from kvtier.tier.base import UNKNOWN, About, Figures, Read, Write, ended
+from kvtier.tier.base import Figures, Read, Tier, Write
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk_format import SEGMENT_BYTES_MAX
 from kvtier.tier.disk_marker import ALLOWED, DiskStoreLock
@@ -54,7 +53,7 @@ STATUS_INTERVAL_S = 5.0
 """Longest time between two checks whether the status file is due."""
 
 
-class DiskTier:
+class DiskTier(Tier):
     """Frames in segment files under `root`, used by this process alone.
 
     Args:
@@ -91,7 +90,7 @@ class DiskTier:
         open_deadline_s: float = 5.0,
     ) -> None:
         check_settings(name, capacity_bytes, segment_bytes, direct_io, sync_interval_s)
-        self.name = name
+        super().__init__(name)
         self.capacity_bytes = capacity_bytes
         self.root = Path(root).absolute()
         self._segment_bytes = segment_bytes
@@ -176,36 +175,16 @@ class DiskTier:
         """For each name, whether it is held. No system call."""
         return self._run("look for objects", None, lambda: self._pool.contains(names))
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame from `offset` into `into`; None when absent."""
-        if offset < 0:
-            raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
-        return self._run("read", name, lambda: self._read(name, into, offset))
-
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002  the interface's
-        """Store `frame` under `name`, evicting the oldest segment if needed. True when the name exists now.
-
-        False when the frame is larger than a segment, the write budget is spent, or every segment is in use.
-        """
-        return self._run("write", name, lambda: self._write(name, frame))
-
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read` for each of `reads`: submitted together, adjacent frames as one."""
-        return ended(self.reading(reads))
-
-    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
-        """`read_many` in two steps: see `AheadTier`."""
+        """See `Tier`. Adjacent frames take one system call."""
         _check_names(self.name, reads)
-        with self._guard, self._translated("read objects", None):
-            pool = self._pool
-
-            def alone(read: Read, extent: Extent) -> int | TierError | None:
-                return self._alone("read", read.name, lambda: self._read_extent(pool, extent, read.name, read.into, 0))
-
-            return (yield from disk_batch.reading(pool, reads, alone))
+        return self._run("read objects", None, lambda: self._read_many(reads))
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """`write` for each of `writes`, adjacent to each other as far as a segment goes."""
+        """See `Tier`. Frames lie adjacent to each other as far as a segment goes; the oldest segment is evicted.
+
+        False when a frame is larger than a segment, the write budget is spent, or every segment is in use.
+        """
         _check_names(self.name, writes)
         return self._run("write objects", None, lambda: self._write_many(writes))
 
@@ -246,27 +225,21 @@ class DiskTier:
         self._pool.close()
         self._store_lock.release()
 
-    def _read(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+    def _read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         pool = self._pool
-        (extent,) = pool.find([name])
-        if extent is None:
-            return None
-        try:
-            return self._read_extent(pool, extent, name, into, offset)
-        finally:
-            pool.unpin([extent.segment])
 
-    def _read_extent(self, pool: Pool, extent: Extent, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        wanted = into.cast("B")[: max(0, extent.size_bytes - offset)]
-        count = extent.segment.read(wanted, extent.offset + offset) if wanted.nbytes else 0
+        def alone(read: Read, extent: Extent) -> int | TierError | None:
+            return self._alone("read", read.name, lambda: self._read_extent(pool, extent, read))
+
+        return disk_batch.read_many(pool, reads, alone)
+
+    def _read_extent(self, pool: Pool, extent: Extent, read: Read) -> int | None:
+        wanted = read.into.cast("B")[: max(0, extent.size_bytes - read.offset)]
+        count = extent.segment.read(wanted, extent.offset + read.offset) if wanted.nbytes else 0
         if count < wanted.nbytes:
-            pool.lose(extent, name)
+            pool.lose(extent, read.name)
             return None
         return count
-
-    def _write(self, name: ObjectName, frame: memoryview) -> bool:
-        pool = self._pool
-        return pool.contains([name])[0] or (self._admits(name, frame) and self._write_admitted(pool, name, frame))
 
     def _write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         pool = self._pool
@@ -450,18 +423,13 @@ class DiskTier:
         """
         if name is not None and len(name) != NAME_BYTES:
             raise _wrong_name(self.name, name)
-        with self._guard, self._translated(what, name):
-            return act()
-
-    @contextmanager
-    def _translated(self, what: str, name: ObjectName | None) -> Generator[None]:
-        """Translate errors as `_run` does."""
-        try:
-            if self._is_suspect:
-                self._check_store()
-            yield
-        except OSError as error:
-            raise self._failed(what, name, error) from error
+        with self._guard:
+            try:
+                if self._is_suspect:
+                    self._check_store()
+                return act()
+            except OSError as error:
+                raise self._failed(what, name, error) from error
 
     def _alone(self, what: str, name: ObjectName, act: Callable[[], _Answer]) -> _Answer | TierError:
         """Run `act` for one object of a batch; an error becomes its result."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvtier.layout import ALIGNMENT, align_up
-from kvtier.tier.aio import ReadRun
 from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk_format import (
     BLOCK_BYTES,
@@ -177,21 +176,13 @@ class Segment:
         padded[: frame.nbytes] = frame
         self._write_file(padded, offset)
 
-    def run(self, views: Sequence[memoryview], offset: int) -> ReadRun:
-        """The read that fills `views` from `offset`.
-
-        Raises:
-            OSError: the segment is closed.
-        """
-        return ReadRun(self._live(), views, offset)
-
-    def read_run(self, run: ReadRun) -> bool:
-        """Read `run` in one call. False when it was not read whole.
+    def read_run(self, views: Sequence[memoryview], offset: int) -> bool:
+        """Fill `views` from `offset` in one call. False when not read whole.
 
         The caller then reads each frame separately, which reports the reason.
         """
         try:
-            return os.preadv(*run) == sum(view.nbytes for view in run.views)
+            return os.preadv(self._live(), views, offset) == sum(view.nbytes for view in views)
         except OSError:
             return False
 

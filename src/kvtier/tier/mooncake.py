@@ -15,11 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvtier.errors import TierError
-from kvtier.tier.base import UNKNOWN, About, Read, Write
+from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.mooncake_client import ABSENT, LANES, NO_MASTER, NOT_READY, NOT_TAKEN, OK, MooncakeClient
 from kvtier.tier.mooncake_nodes import MooncakeNodes, Want
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.refusal_log import RefusalLog
 from kvtier.types import Figures, ObjectName
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ NO_PLACE = -200
 _REFUSALS = {NO_PLACE: "no room", NOT_TAKEN: "a node does not take its copy", NOT_READY: "other writes take too long"}
 
 
-class MooncakeTier:
+class MooncakeTier(Tier):
     """Frames in a Mooncake store that several nodes use.
 
     Args:
@@ -61,7 +60,7 @@ class MooncakeTier:
         probe_deadline_s: float = 0.5,
         memory: Sequence[memoryview] = (),
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._client = client
         self._root = root_of(prefix, key_id, fingerprint)
         self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
@@ -73,7 +72,6 @@ class MooncakeTier:
         """Registered memory must exist until it is not registered any more."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._may_write = threading.BoundedSemaphore(max(1, cores // CORES_PER_WRITE))
-        self.refusals = RefusalLog(name)
         atexit.register(self.close)  # a thread that returns from the library while Python ends aborts the process
         try:
             with self._guard:
@@ -103,25 +101,26 @@ class MooncakeTier:
             copies = self._client.copies(there, self._probe_deadline_s)
             return [any(not self._nodes.is_silent(each.endpoint) for each in copies.get(key, ())) for key in keys]
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame from `offset` into `into`, from the first copy whose node answers; None when there is none."""
-        if offset < 0:
-            raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
-        return self._read([Read(name, into)], offset)[0]
-
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
-        """Store `frame` under `name` unless it exists. False without room, and when a node does not take its copy."""
-        answer = self.write_many([Write(name, frame)])[0]
-        if isinstance(answer, TierError):
-            raise answer
-        return answer
-
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read` for each of `reads` from its start; all at once."""
-        return list(self._read(reads, 0))
+        """See `Tier`. All at once, each from the first copy whose node answers."""
+        with self._guard:
+            end_s = time.monotonic() + self._deadline_s
+            keys = [self._root + each.name.hex() for each in reads]
+            views = [each.into.cast("B") for each in reads]
+            if not keys:
+                return []
+            found = self._client.copies(keys, self._deadline_s)
+            wants: list[Want | None] = []
+            with self._client.registered(views) as places:
+                for key, view, place, (_, _, offset) in zip(keys, views, places, reads, strict=True):
+                    copies = found.get(key)
+                    size = max(0, min(view.nbytes, copies[0].size_bytes - offset)) if copies else 0
+                    wants.append(Want(copies, place, size, offset, is_done=size == 0) if copies else None)
+                self._nodes.read([want for want in wants if want and not want.is_done], end_s - time.monotonic())
+            return [want.size_bytes if want is not None and want.is_done else None for want in wants]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """`write` for each of `writes`, all at once."""
+        """See `Tier`. All at once. False without room, and when a node does not take its copy."""
         with self._guard:
             views = {self._root + each.name.hex(): each.frame.cast("B") for each in writes}
             full = {key: view for key, view in views.items() if view.nbytes}  # the library loses empty objects
@@ -154,23 +153,6 @@ class MooncakeTier:
             logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
             return
         self._memory.clear()
-
-    def _read(self, reads: Sequence[Read], offset: int) -> list[int | None]:
-        with self._guard:
-            end_s = time.monotonic() + self._deadline_s
-            keys = [self._root + each.name.hex() for each in reads]
-            views = [each.into.cast("B") for each in reads]
-            if not keys:
-                return []
-            found = self._client.copies(keys, self._deadline_s)
-            wants: list[Want | None] = []
-            with self._client.registered(views) as places:
-                for key, view, place in zip(keys, views, places, strict=True):
-                    copies = found.get(key)
-                    size = max(0, min(view.nbytes, copies[0].size_bytes - offset)) if copies else 0
-                    wants.append(Want(copies, place, size, offset, is_done=size == 0) if copies else None)
-                self._nodes.read([want for want in wants if want and not want.is_done], end_s - time.monotonic())
-            return [want.size_bytes if want is not None and want.is_done else None for want in wants]
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         """In pieces of `LANES`, none after one that a node or the master has not taken: each would wait as long."""

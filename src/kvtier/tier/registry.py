@@ -305,7 +305,7 @@ def _loaded(point: EntryPoint, source: str) -> TierKind[Any]:
 def _flaw(kind: object, name: str) -> str:
     """Why `kind` cannot be registered as `name`; empty if it can."""
     if not isinstance(kind, TierKind):
-        return f"it is a {type(kind).__name__}, not a TierKind"
+        return f"it is a {'class' if isinstance(kind, type) else type(kind).__name__}, not a TierKind"
     found = cast("TierKind[Any]", kind)
     if found.name != name or found.settings.kind != name:
         return f"its names are {found.name!r} (kind) and {found.settings.kind!r} (settings), not {name!r}"

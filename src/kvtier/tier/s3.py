@@ -29,10 +29,10 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import S3Store
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
-from kvtier.tier.base import UNKNOWN, About, Read, Write
+from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.loan import Loan
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.refusal_log import NO_ROOM, RefusalLog
+from kvtier.tier.refusal_log import NO_ROOM
 from kvtier.tier.s3_bucket import (
     KEY_ID,
     MARKER,
@@ -71,7 +71,7 @@ RELEASE_DEADLINE_S = 1.0
 _T = TypeVar("_T")
 
 
-class S3Tier:
+class S3Tier(Tier):
     """Frames as objects of a bucket, which expire by the bucket's lifecycle rule or are swept to keep a cap.
 
     Args:
@@ -114,7 +114,7 @@ class S3Tier:
         connect_deadline_s: float = 2.0,
         upkeep: Upkeep = NO_UPKEEP,
     ) -> None:
-        self.name = name
+        super().__init__(name)
         bucket, prefix = parse_url(url)
         check_endpoint(endpoint, allow_http=allow_http)
         self.place = f"bucket {bucket!r} at {endpoint or 'AWS'}"
@@ -128,7 +128,6 @@ class S3Tier:
         self._root = f"{self._own}{fingerprint.hex()[:32]}/"
         self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
         self._guard = OperationGuard(name)
-        self.refusals = RefusalLog(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
         self._is_open = False
@@ -175,39 +174,22 @@ class S3Tier:
                 return []
             return self._look([self._key(name) for name in names])
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame from `offset` into `into`; None when absent. Two copies: client to bytes, bytes to `into`."""
-        with self._guard:
-            if offset < 0:
-                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
-            key, view = self._key(name), into.cast("B")
-            if view.nbytes == 0:
-                return 0 if self._attempt("look", lambda: is_there(self._store, key)) else None
-            return self._attempt("read", lambda: self._fetch(key, view, offset))
-
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
-        """Store `frame` under `name` unless it exists. False when it is larger than `PUT_BYTES_MAX`."""
-        with self._guard:
-            key, byte_count = self._key(name), frame.nbytes
-            if byte_count > PUT_BYTES_MAX:
-                return False
-            # After a failed request the client's connection may still read from the frame for a moment.
-            with Loan((frame,), self.name) as (view,):
-                if self._attempt("write", lambda: self._put(key, view)):
-                    self._count(byte_count)
-            return True
-
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read` for each of `reads` from its start, concurrently on the event loop."""
+        """See `Tier`. One object is read in this thread, with two copies: client to bytes, bytes to the buffer."""
         with self._guard:
-            acts = [partial(self._fetch_async, self._key(name), into.nbytes) for name, into in reads]
+            if len(reads) == 1:
+                return [self._read_alone(*reads[0])]
+            acts = [partial(self._fetch_async, self._key(each.name), each.into.nbytes, each.offset) for each in reads]
             found = self._gather("read", acts, self._deadline_s)
-            return [_filled(each, into) for each, (_, into) in zip(found, reads, strict=True)]
+            return [_filled(content, each.into) for content, each in zip(found, reads, strict=True)]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """`write` for each of `writes`, concurrently on the event loop."""
+        """See `Tier`. One object is written in this thread. False when it is larger than `PUT_BYTES_MAX`."""
+        # After a failed request the client's connection may still read from a frame for a moment.
         with self._guard, Loan([each.frame for each in writes], self.name) as views:
             keys = [self._key(each.name) for each in writes]
+            if len(writes) == 1:
+                return [self._write_alone(keys[0], views[0])]
             acts = [partial(self._put_async, key, view) for key, view in zip(keys, views, strict=True)]
             return self._gather("write", acts, self._deadline_s)
 
@@ -238,6 +220,19 @@ class S3Tier:
     def _key(self, name: ObjectName) -> str:
         return self._root + name.hex()
 
+    def _read_alone(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        key, view = self._key(name), into.cast("B")
+        if view.nbytes == 0:
+            return 0 if self._attempt("look", lambda: is_there(self._store, key)) else None
+        return self._attempt("read", lambda: self._fetch(key, view, offset))
+
+    def _write_alone(self, key: str, view: memoryview) -> bool:
+        if view.nbytes > PUT_BYTES_MAX:
+            return False
+        if self._attempt("write", lambda: self._put(key, view)):
+            self._count(view.nbytes)
+        return True
+
     def _fetch(self, key: str, view: memoryview, offset: int) -> int | None:
         try:
             found = obstore.get(self._store, key, options={"range": (offset, offset + view.nbytes)})
@@ -264,12 +259,12 @@ class S3Tier:
             self._rewriter.used(key, found.meta)
         return count
 
-    async def _fetch_async(self, key: str, most: int) -> bytes | None:
-        """The first `most` bytes of the object, in memory of its own: the caller may have given up when they come."""
+    async def _fetch_async(self, key: str, most: int, offset: int) -> bytes | None:
+        """At most `most` bytes of the object, in memory of their own: the caller may have given up when they come."""
         if most == 0:
             return b"" if await self._head(key) else None
         try:
-            found = await obstore.get_async(self._store, key, options={"range": (0, most)})
+            found = await obstore.get_async(self._store, key, options={"range": (offset, offset + most)})
         except FileNotFoundError as error:
             return self._absent(error)
         except Exception as error:
@@ -278,8 +273,8 @@ class S3Tier:
             raise
         content = await anext(found.stream(most + 1), b"")
         start, end = found.range
-        if start != 0 or len(content) != end or end > most:
-            raise TierError(self.name, f"object {key[-64:][:12]}: {len(content)} of {end} bytes")
+        if start != offset or len(content) != end - start or len(content) > most:
+            raise TierError(self.name, f"object {key[-64:][:12]}: {len(content)} bytes came, not {start} to {end}")
         if self._rewriter is not None:
             self._rewriter.used(key, found.meta)
         return content

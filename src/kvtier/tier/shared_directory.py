@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.base import UNKNOWN, About, Figures
+from kvtier.tier.base import About, Figures, OneByOneTier
 from kvtier.tier.direct import forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory import DirectIo, choose_direct
 from kvtier.tier.directory_marker import SHARED_VERSION, open_store
@@ -43,7 +43,7 @@ _VANISHED = MISSING | {errno.ESTALE}
 """errno values of a file that another node has removed or replaced."""
 
 
-class SharedDirectoryTier:
+class SharedDirectoryTier(OneByOneTier):
     """Frames as files below `root`, written by any number of nodes.
 
     Args:
@@ -75,7 +75,7 @@ class SharedDirectoryTier:
     ) -> None:
         if capacity_bytes < ALIGNMENT:
             raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {ALIGNMENT}, got {capacity_bytes}")
-        self.name = name
+        super().__init__(name)
         self.capacity_bytes = capacity_bytes
         self.root = Path(os.path.abspath(root))
         key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
@@ -134,11 +134,9 @@ class SharedDirectoryTier:
             there = {name for name, status in self._paths.stat_objects(names) if status.st_size > 0}
             return [name in there for name in names]
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         """Read the frame from `offset` into `into`; None when absent, also when it vanishes meanwhile."""
         with self._operation("read", name):
-            if offset < 0:
-                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
             view = into.cast("B")
             is_direct = self._direct_io and is_aligned(view, offset)
             fan = self._paths.open_fan(name)
@@ -153,7 +151,7 @@ class SharedDirectoryTier:
             finally:
                 os.close(fan)
 
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - age decides
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:  # noqa: ARG002 - age decides
         """Store `frame` under `name`. True when the name exists now.
 
         False when the frame is larger than the cap, or when no room was found in time.

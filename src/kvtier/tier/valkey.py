@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from kvtier.errors import TierError
-from kvtier.tier.base import UNKNOWN, About, Read, Write
+from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.refusal_log import RefusalLog
 from kvtier.tier.valkey_parts import FRAME_BYTES_MAX, Loading, Storing, frame_bytes, look, removals
 from kvtier.tier.valkey_requests import MOVING, Failure, Request, Requests
 from kvtier.tier.valkey_servers import ServerDownError, Servers, info, parse_addresses, slot_of
@@ -36,7 +35,7 @@ REGISTRY = "kvtier"
 """Key, below the prefix, of a set of ``KEY ID/FINGERPRINT`` that use the store."""
 
 
-class ValkeyTier:
+class ValkeyTier(Tier):
     """Frames as values, which the servers evict by their policy, or at the end of their lifetime.
 
     Args:
@@ -70,7 +69,7 @@ class ValkeyTier:
         probe_deadline_s: float = 0.5,
         is_user: bool = True,
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._prefix = prefix
         self._own = f"{key_id.hex()}/{fingerprint.hex()[:32]}"
         self._root = f"{prefix}/{self._own}/{{".encode()
@@ -80,7 +79,6 @@ class ValkeyTier:
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
-        self.refusals = RefusalLog(name)
         self._figures_s = -math.inf
         self._memory: tuple[int | None, int | None] = (None, None)
         nodes = parse_addresses(addresses)
@@ -120,25 +118,16 @@ class ValkeyTier:
                     raise self._error(failed, "look")
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
 
-    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame from `offset` into `into`; None when absent, or not whole. One round trip."""
-        with self._guard:
-            if offset < 0:
-                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
-            return _only(self._load([self._loading(name, into, offset)]))
-
-    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
-        """Store `frame` under `name` unless it exists. False when a server has no memory, or its slot is moving."""
-        with self._guard:
-            return _only(self._store([Write(name, frame)]))
-
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read` for each of `reads` from its start, in one round trip."""
+        """See `Tier`. One round trip. An object that is not whole is absent."""
         with self._guard:
-            return self._load([self._loading(name, into) for name, into in reads])
+            return self._load([self._loading(*each) for each in reads])
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """`write` for each of `writes`, in one round trip, or two when one has several parts."""
+        """See `Tier`. One round trip, or two when an object has several parts.
+
+        False when a server has no memory, or its slot is moving.
+        """
         with self._guard:
             return self._store(writes)
 
@@ -181,7 +170,7 @@ class ValkeyTier:
         tag = name.hex().encode()
         return slot_of(tag), b"%b%b}" % (self._root, tag)
 
-    def _loading(self, name: ObjectName, into: memoryview, offset: int = 0) -> Loading:
+    def _loading(self, name: ObjectName, into: memoryview, offset: int) -> Loading:
         return Loading(*self._key(name), into.cast("B"), offset, self._lifetime)
 
     def _load(self, loadings: Sequence[Loading]) -> list[int | TierError | None]:
@@ -375,17 +364,6 @@ class ValkeyTier:
         if 0 in limits:
             return sum(used for used, _ in found), None
         return sum(min(row) for row in found), sum(limits)
-
-
-def _only(answers: list[_Answer | TierError]) -> _Answer:
-    """The only answer, or raise it. An error that its own frames refer to would keep the caller's memory in use."""
-    answer = answers.pop()
-    try:
-        if isinstance(answer, TierError):
-            raise answer
-        return answer
-    finally:
-        del answer
 
 
 def _slot_of_key(key: bytes) -> int:
