@@ -55,6 +55,6 @@ def test_a_batch_runs_concurrently_and_each_object_has_its_own_result(gateway):
     answers = tier.read_many([Read(object_name(n), empty_frame(BLOCK_BYTES)) for n in (0, 60, 61)])
     assert answers == [BLOCK_BYTES, None, 5]
     gateway.proxy.cut()
-    answers = tier.read_many([Read(object_name(0), empty_frame(BLOCK_BYTES))])
+    answers = tier.read_many([Read(object_name(n), empty_frame(BLOCK_BYTES)) for n in range(2)])
     assert isinstance(answers[0], TierError)
     tier.close()

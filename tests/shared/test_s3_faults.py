@@ -67,8 +67,8 @@ def test_every_call_ends_within_its_deadline_and_works_again_without_a_restart(g
         "write": (lambda: tier.write(name_of(2), frame), DEADLINE_S),
         "delete": (lambda: tier.delete(name_of(3)), DEADLINE_S),
         "contains": (lambda: tier.contains([name_of(n) for n in range(23)]), PROBE_DEADLINE_S),
-        "read_many": (lambda: tier.read_many([Read(name_of(1), into)]), DEADLINE_S),
-        "write_many": (lambda: tier.write_many([Write(name_of(4), frame)]), DEADLINE_S),
+        "read_many": (lambda: tier.read_many([Read(name_of(1), into)] * 2), DEADLINE_S),
+        "write_many": (lambda: tier.write_many([Write(name_of(4), frame), Write(name_of(5), frame)]), DEADLINE_S),
     }
 
     def call(act, deadline_s):
@@ -92,7 +92,7 @@ def test_every_call_ends_within_its_deadline_and_works_again_without_a_restart(g
     assert into == frame
     assert tier.write(name_of(2), frame)
     assert tier.contains([name_of(2), name_of(3)]) == [True, False]
-    assert tier.read_many([Read(name_of(1), into)]) == [MIB]
+    assert tier.read_many([Read(name_of(1), into)] * 2) == [MIB] * 2
 
 
 @pytest.mark.shared_core
@@ -110,7 +110,7 @@ def test_a_short_outage_is_bridged(gateway, tier, monkeypatch):
 
     assert during_an_outage(lambda: tier.write(name_of(1), frame))
     assert during_an_outage(lambda: tier.read(name_of(1), into)) == 4096
-    assert during_an_outage(lambda: tier.read_many([Read(name_of(1), into)])) == [4096]
+    assert during_an_outage(lambda: tier.read_many([Read(name_of(1), into)] * 2)) == [4096] * 2
     monkeypatch.setattr(Attempts, "pause_s", lambda *_: None)  # the control: without further attempts it fails
     with pytest.raises(TierError):
         during_an_outage(lambda: tier.read(name_of(1), into))
@@ -125,7 +125,7 @@ def test_a_truncated_answer_is_an_error_not_a_short_object(gateway, tier):
     gateway.proxy.cut_answers_after(MIB // 2)
     with pytest.raises(TierError):
         tier.read(name_of(1), into)
-    assert isinstance(tier.read_many([Read(name_of(1), into)])[0], TierError)
+    assert isinstance(tier.read_many([Read(name_of(1), into)] * 2)[0], TierError)
     gateway.proxy.cut()
     gateway.proxy.heal()
     assert tier.read(name_of(1), into) == MIB
@@ -157,7 +157,7 @@ def test_a_failed_write_lets_go_of_the_callers_memory(gateway, tier):
         fault()
         with pytest.raises(TierError):
             tier.write(name_of(1), memoryview(memory))
-        assert isinstance(tier.write_many([Write(name_of(1), memoryview(memory))])[0], TierError)
+        assert isinstance(tier.write_many([Write(name_of(n), memoryview(memory)) for n in (1, 2)])[0], TierError)
         memory.append(0)  # a BufferError while it is in use
         memory.pop()
         gateway.proxy.heal()

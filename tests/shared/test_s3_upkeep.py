@@ -98,7 +98,7 @@ def test_a_read_past_half_the_lifetime_rewrites_the_object_whatever_the_nodes_cl
     clock.ahead_s += 0.6 * LIFETIME_S
     into = empty()
     assert tier.read(name_of(0), into) == FRAME_BYTES
-    assert tier.read_many([Read(name_of(1), empty())]) == [FRAME_BYTES]
+    assert tier.read_many([Read(name_of(1), empty()), Read(name_of(1), empty())]) == [FRAME_BYTES] * 2
     wait_until(lambda: modified(gateway, keys[1]) > before[1], "rewrite", DEADLINE_S)
     assert modified(gateway, keys[0]) > before[0]
     assert modified(gateway, keys[2]) == before[2]  # not read

@@ -30,7 +30,7 @@ from obstore.store import S3Store
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.tier.base import Read, Tier, Write
-from kvtier.tier.loan import Loan
+from kvtier.tier.loan import Loan, clear_frames
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.refusal_log import NO_ROOM
 from kvtier.tier.s3_bucket import (
@@ -178,7 +178,7 @@ class S3Tier(Tier):
         """See `Tier`. One object is read in this thread, with two copies: client to bytes, bytes to the buffer."""
         with self._guard:
             if len(reads) == 1:
-                return [self._read_alone(*reads[0])]
+                return _in_place(lambda: self._read_alone(*reads[0]))
             acts = [partial(self._fetch_async, self._key(each.name), each.into.nbytes, each.offset) for each in reads]
             found = self._gather("read", acts, self._deadline_s)
             return [_filled(content, each.into) for content, each in zip(found, reads, strict=True)]
@@ -189,7 +189,7 @@ class S3Tier(Tier):
         with self._guard, Loan([each.frame for each in writes], self.name) as views:
             keys = [self._key(each.name) for each in writes]
             if len(writes) == 1:
-                return [self._write_alone(keys[0], views[0])]
+                return _in_place(lambda: self._write_alone(keys[0], views[0]))
             acts = [partial(self._put_async, key, view) for key, view in zip(keys, views, strict=True)]
             return self._gather("write", acts, self._deadline_s)
 
@@ -496,6 +496,15 @@ def is_there(store: S3Store, key: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _in_place(act: Callable[[], _T]) -> list[_T | TierError]:
+    """The answer to a batch of one object. Nothing of an error refers to the buffer."""
+    try:
+        return [act()]
+    except TierError as error:
+        clear_frames(error)
+        return [error.with_traceback(None)]
 
 
 def _filled(content: bytes | TierError | None, into: memoryview) -> int | TierError | None:
