@@ -28,6 +28,7 @@ from kvtier.errors import TierError
 from kvtier.runtime.open import open_session
 from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
 from kvtier.tier import shared_directory, shared_sweep
+from kvtier.tier.base import OneByOneTier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.shared_cap import SharedCap
 from kvtier.tier.shared_directory import SharedDirectoryTier
@@ -79,20 +80,32 @@ def settle(tier):
         assert cap._changed.wait_for(lambda: not cap._is_due() and cap._began_s is None, WAIT_S)
 
 
-class AcrossNodes:
+class AcrossNodes(OneByOneTier):
     """Writes on one node; reads, looks and deletes on another."""
 
-    name = "across"
-
     def __init__(self, writer, reader):
+        super().__init__("across")
         self.writer, self.reader = writer, reader
-        self.contains, self.read, self.scan = reader.contains, reader.read, reader.scan
-        self.delete, self.figures = reader.delete, writer.figures
 
-    def write(self, *arguments):
-        held = self.writer.write(*arguments)
+    def contains(self, names):
+        return self.reader.contains(names)
+
+    def read_one(self, name, into, offset):
+        return self.reader.read(name, into, offset)
+
+    def write_one(self, name, frame, about):
+        held = self.writer.write(name, frame, about)
         settle(self.writer)
         return held
+
+    def delete(self, name):
+        self.reader.delete(name)
+
+    def scan(self):
+        return self.reader.scan()
+
+    def figures(self):
+        return self.writer.figures()
 
     def close(self):
         self.writer.close()
