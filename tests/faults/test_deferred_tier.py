@@ -40,7 +40,7 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier import directory, directory_kind, disk, disk_kind
-from kvtier.tier.base import Figures
+from kvtier.tier.base import Figures, Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.tier.disk import DiskTier
@@ -434,6 +434,12 @@ def test_hints_reach_a_tier_that_has_come_in() -> None:
         tier.expects("a session", NextTurn.USER)
         tier.close()
     assert received == [("a session", NextTurn.USER)]
+
+
+def test_it_passes_on_all_of_the_interface() -> None:
+    """A default of the base class would hide what the tier behind it does."""
+    interface = {name for name, what in vars(Tier).items() if callable(what) and not name.startswith("_")}
+    assert interface - {"read", "write"} <= vars(DeferredTier).keys()
 
 
 def test_until_it_is_open_everything_fails() -> None:
