@@ -14,7 +14,7 @@ from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import registry, shared_sweep
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.registry import TierContext
-from kvtier.tier.shared_claims import Claim, Claims, SweepRecord, Usage
+from kvtier.tier.shared_claims import Claim, Claims, Declared, SweepRecord
 from kvtier.tier.shared_directory import SharedDirectoryTier
 
 KEY, MODEL = b"k" * 16, b"f" * 32
@@ -223,8 +223,8 @@ def test_no_room_drops_the_write_in_time(tmp_path, node):
 
 def test_a_bound_adds_what_was_claimed_since_the_record():
     claims = {"a": Claim(50, 80, 0), "b": Claim(0, 7, 0)}
-    assert Usage(None, claims).bound() is None
-    usage = Usage(SweepRecord(1000, {"a": 30, "gone": 5}, 0), claims)
+    assert Declared(None, claims).bound() is None
+    usage = Declared(SweepRecord(1000, {"a": 30, "gone": 5}, 0), claims)
     assert usage.bound() == 1000 + (80 - 30) + 7
     assert usage.bound("a", 100) == 1000 + (100 - 30) + 7
 

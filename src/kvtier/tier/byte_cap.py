@@ -27,7 +27,7 @@ from kvtier.tier.base import About
 from kvtier.tier.cap_file import CapFile
 from kvtier.tier.directory_index import DirectoryIndex
 from kvtier.tier.effective_cap import EffectiveCap, is_full_error
-from kvtier.tier.safe_open import open_file, set_aside
+from kvtier.tier.safe_open import open_file
 from kvtier.tier.store_paths import Found, Paths, charge_bytes, stat_in, walk
 from kvtier.tier.temp_files import TempFile, TempFiles, reserved
 from kvtier.types import ObjectName
@@ -190,7 +190,7 @@ class ByteCap:
         with self._locked(), self._paths.fan(name) as fan:
             there = self.usable(stat_in(fan, name))
             if there is None:
-                self._rename(draft, name.hex(), fan)
+                self._temp_files.publish(draft, name.hex(), fan)
             else:
                 self._release(self._temp_files.remove(draft))
             held = there or written
@@ -411,13 +411,6 @@ class ByteCap:
             os.close(descriptor)
             raise
         return draft
-
-    def _rename(self, draft: TempFile, name: str, fan: int) -> None:
-        try:
-            self._temp_files.publish(draft, name, fan)
-        except IsADirectoryError:
-            set_aside(name, fan)
-            self._temp_files.publish(draft, name, fan)
 
     def _count(self) -> int | None:
         """The bytes in use; None during a recount, which is started if needed."""

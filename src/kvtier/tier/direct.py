@@ -12,10 +12,14 @@ import fcntl
 import mmap
 import os
 from contextlib import suppress
+from typing import Literal
 
 import numpy as np
 
+from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
+
+DirectIo = Literal["auto", "on", "off"]
 
 
 def is_aligned(view: memoryview, offset: int) -> bool:
@@ -58,6 +62,24 @@ def can_direct(directory: str, descriptor: int | None = None) -> bool:
         raise
     finally:
         os.close(opened)
+
+
+def choose_direct(tier: str, place: str, direct_io: str, descriptor: int | None = None) -> bool:
+    """Whether the tier uses direct I/O in the directory `place`, which is tried out, by its `descriptor` if given.
+
+    Raises:
+        ConfigError: it is "on" and impossible.
+        OSError: the directory cannot be written.
+    """
+    if direct_io == "off":
+        return False
+    is_possible = can_direct(place if descriptor is None else ".", descriptor)
+    if direct_io == "on" and not is_possible:
+        raise ConfigError(
+            f"tier {tier!r}: direct_io is 'on', but the file system of {place!r} has no direct I/O; "
+            "allowed there: 'auto', 'off'"
+        )
+    return is_possible
 
 
 def aligned_buffer(byte_count: int) -> memoryview:

@@ -10,7 +10,7 @@ miss.
 """
 
 # Descriptors and plain strings: this code runs once per object.
-# ruff: noqa: PTH100, PTH108, PTH118, PTH208
+# ruff: noqa: PTH108, PTH118, PTH208
 
 import fcntl
 import gc
@@ -19,41 +19,34 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
-from kvtier.errors import ConfigError, TierError
-from kvtier.layout import ALIGNMENT
+from kvtier.errors import TierError
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import About, Figures, OneByOneTier
+from kvtier.tier.base import About
 from kvtier.tier.byte_cap import ByteCap
 from kvtier.tier.cap_file import CapFile
-from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_index import DirectoryIndex
-from kvtier.tier.directory_marker import ALLOWED, open_store
-from kvtier.tier.effective_cap import EffectiveCap, with_cause
+from kvtier.tier.directory_marker import STORE_VERSION
+from kvtier.tier.file_tier import CLOSE_DEADLINE_S, FileTier
 from kvtier.tier.index_snapshot import load_snapshot, save_snapshot
-from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.safe_open import MISSING, check_private, directory_at, open_file
+from kvtier.tier.safe_open import MISSING, SuppressErrno, open_file
 from kvtier.tier.store_lock import StoreLock
-from kvtier.tier.store_paths import NAME_BYTES, Paths, charge_bytes, stat_in, walk
-from kvtier.tier.store_root import opening
+from kvtier.tier.store_paths import Paths, charge_bytes, stat_in
 from kvtier.tier.temp_files import TempFile, TempFiles
 from kvtier.types import NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
-
-DirectIo = Literal["auto", "on", "off"]
 
 SNAPSHOT_INTERVAL_S = 30.0
 """The index snapshot is written at close, and this long after a write. It takes 1 ms more for each object."""
 _SNAPSHOT_OBJECT_S = 0.001
 _SNAPSHOT_LONGEST_S = 300.0
 
-CLOSE_DEADLINE_S = 10.0
 USES_MAX = 4096
 """Uses queued for publication to other processes; the oldest are dropped."""
 USES_AT_ONCE = 64
@@ -62,7 +55,7 @@ _OPEN_TRIES = 3
 _SNAPSHOT_TEMP = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
 
 
-class DirectoryTier(OneByOneTier):
+class DirectoryTier(FileTier):
     """Frames as files under `root`.
 
     Args:
@@ -97,25 +90,16 @@ class DirectoryTier(OneByOneTier):
         lock_deadline_s: float = 2.0,
         open_deadline_s: float = 60.0,
     ) -> None:
-        _check_settings(name, capacity_bytes, direct_io)
-        super().__init__(name)
-        self.capacity_bytes = capacity_bytes
-        self.root = Path(os.path.abspath(root))
+        super().__init__(root, name, capacity_bytes, direct_io)
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
-        self._paths = Paths(str(self.root))
-        self._guard = OperationGuard(name)
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
         self._temp_files = TempFiles(self._paths.temp_files)
-        self._effective_cap = EffectiveCap(name, capacity_bytes)
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
         """(name, time) of reads that are not yet in the files' mtimes."""
         self._snapshot_lock = threading.Lock()
         self._is_closing = threading.Event()
-        with opening(name, self.root, ALLOWED):
-            if self.root.exists():
-                check_private(name, self.root)
-            self.marker = open_store(self.root)
+        with self._opening(STORE_VERSION):
             self._paths.make()
             self._store_lock = StoreLock(self._paths.marker, name)
             self._cap_file = CapFile(self._paths.cap_file, name, lock_deadline_s, self._store_lock.is_current)
@@ -130,7 +114,7 @@ class DirectoryTier(OneByOneTier):
             )
             try:
                 self._load(open_deadline_s)
-                self._direct_io = choose_direct(name, self._paths.temp_files, direct_io)
+                self._choose_direct(self._paths.temp_files, direct_io)
                 self._byte_cap.shrink()
             except BaseException:
                 self._release()
@@ -142,11 +126,6 @@ class DirectoryTier(OneByOneTier):
         return self._cap_file.peek()
 
     @property
-    def limit_bytes(self) -> int:
-        """The cap now: below `capacity_bytes` after a write found the file system full."""
-        return self._effective_cap.now_bytes
-
-    @property
     def object_count(self) -> int:
         """Objects in this process's index; other processes may have written more."""
         return len(self._index)
@@ -155,15 +134,6 @@ class DirectoryTier(OneByOneTier):
     def evictions(self) -> int:
         """Objects evicted by this process since it opened the store."""
         return self._byte_cap.evictions
-
-    @property
-    def direct_io(self) -> bool:
-        """Whether direct I/O is used for aligned buffers."""
-        return self._direct_io
-
-    def figures(self) -> Figures:
-        """See `Tier`."""
-        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether the index has it or, in a shared store, the directory.
@@ -184,7 +154,7 @@ class DirectoryTier(OneByOneTier):
         """Read the frame from `offset` into `into`; None when absent."""
         with self._operation("read", name):
             view = into.cast("B")
-            is_direct = self._direct_io and is_aligned(view, offset)
+            is_direct = self.direct_io and is_aligned(view, offset)
             opened = _open_for_reading(self._paths, name, is_direct=is_direct)
             if opened is None:
                 self._index.forget(name)
@@ -216,7 +186,7 @@ class DirectoryTier(OneByOneTier):
                 return True
             self._publish_uses(USES_AT_ONCE)
             view = frame.cast("B")
-            draft = self._byte_cap.reserve(charge, direct_io=self._direct_io and is_aligned(view, 0))
+            draft = self._byte_cap.reserve(charge, direct_io=self.direct_io and is_aligned(view, 0))
             if draft is None:
                 return False
             try:
@@ -238,19 +208,7 @@ class DirectoryTier(OneByOneTier):
         with self._guard:
             self._index.expects(session, next_turn)
 
-    def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) in the directory, of all processes."""
-        with self._operation("scan"):
-            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths)])
-
-    def close(self) -> None:
-        """Wait for running operations, write the index snapshot and release all locks. Idempotent."""
-        if not self._guard.close():
-            return
-        if not self._guard.wait_empty(CLOSE_DEADLINE_S):
-            logger.warning(
-                "tier %s: closed while an operation was still running after %s s", self.name, CLOSE_DEADLINE_S
-            )
+    def _end(self) -> None:
         self._publish_uses(USES_MAX)
         self._is_closing.set()
         if self._snapshot_lock.acquire(timeout=CLOSE_DEADLINE_S):
@@ -297,23 +255,9 @@ class DirectoryTier(OneByOneTier):
         for _ in range(min(most, len(self._uses))):
             with suppress(OSError, IndexError):
                 name, used_ns = self._uses.popleft()
-                fan = self._paths.open_fan(name)
-                if fan is not None:
-                    try:
+                with self._paths.found_fan(name) as fan:
+                    if fan is not None:
                         os.utime(name.hex(), ns=(used_ns, used_ns), dir_fd=fan, follow_symlinks=False)
-                    finally:
-                        os.close(fan)
-
-    @contextmanager
-    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        with self._guard:
-            if name is not None and len(name) != NAME_BYTES:
-                raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
-            try:
-                yield
-            except OSError as error:
-                subject = "" if name is None else f" object {name.hex()[:12]}"
-                raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error
 
     def _save_snapshot_later(self) -> None:
         """Let a thread write the index snapshot, unless one is about to. A killed process thus loses little of it."""
@@ -340,25 +284,6 @@ class DirectoryTier(OneByOneTier):
         self._cap_file.close()
 
 
-def choose_direct(tier: str, directory: str, direct_io: DirectIo) -> bool:
-    """Whether the tier uses direct I/O in `directory`, which is tried out.
-
-    Raises:
-        ConfigError: it is "on" and impossible.
-        OSError: the directory cannot be written.
-    """
-    if direct_io == "off":
-        return False
-    with directory_at(directory) as place:
-        is_possible = can_direct(".", place)
-    if direct_io == "on" and not is_possible:
-        raise ConfigError(
-            f"tier {tier!r}: direct_io is 'on', but the file system of {directory!r} has no direct I/O; "
-            "allowed there: 'auto', 'off'"
-        )
-    return is_possible
-
-
 @contextmanager
 def _collector_paused() -> Generator[None]:
     """Disable the cycle collector: loading 100,000 names creates no cycles, and collecting took a third of the time."""
@@ -371,31 +296,18 @@ def _collector_paused() -> Generator[None]:
             gc.enable()
 
 
-def _check_settings(name: str, capacity_bytes: int, direct_io: str) -> None:
-    if capacity_bytes < ALIGNMENT:
-        raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {ALIGNMENT}, got {capacity_bytes}")
-    if direct_io not in {"auto", "on", "off"}:
-        raise ConfigError(f"tier {name!r}: direct_io must be 'auto', 'on' or 'off', got {direct_io!r}")
-
-
 def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tuple[int, os.stat_result] | None:
     """A locked descriptor of the object's file, and its status; None when there is no regular file.
 
     `ByteCap` may reuse an evicted file for another object, but never a locked one. The name is checked again under the
     lock, because the file may have been reused before the lock was taken.
     """
-    fan = paths.open_fan(name)
-    if fan is None:
-        return None
     flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
-    try:
+    with paths.found_fan(name) as fan, SuppressErrno(MISSING):
+        if fan is None:
+            return None
         for _ in range(_OPEN_TRIES):
-            try:
-                descriptor, status = open_file(name.hex(), flags, fan)
-            except OSError as error:
-                if error.errno not in MISSING:
-                    raise
-                return None
+            descriptor, status = open_file(name.hex(), flags, fan)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 now = stat_in(fan, name)
@@ -408,9 +320,7 @@ def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tup
                 raise
             os.close(descriptor)
             if now is None:
-                return None
-    finally:
-        os.close(fan)
+                break
     return None
 
 

@@ -63,13 +63,10 @@ class DirectoryView:
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[FileReader]:
         """See `StoreView`."""
-        fan = self._paths.open_fan(stored.name)
-        if fan is None:
-            raise FileNotFoundError(errno.ENOENT, "does not exist", stored.path)
-        try:
+        with self._paths.found_fan(stored.name) as fan:
+            if fan is None:
+                raise FileNotFoundError(errno.ENOENT, "does not exist", stored.path)
             descriptor, _ = open_file(stored.name.hex(), os.O_RDONLY, fan)
-        finally:
-            os.close(fan)
         with closing(FileReader(descriptor, os.fstat(descriptor).st_size)) as reader:
             yield reader
 

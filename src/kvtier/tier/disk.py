@@ -22,11 +22,11 @@ from typing import TypeVar
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier import disk_batch
 from kvtier.tier.base import Figures, Read, Tier, Write
-from kvtier.tier.direct import can_direct
+from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.disk_format import SEGMENT_BYTES_MAX
 from kvtier.tier.disk_marker import ALLOWED, DiskStoreLock
 from kvtier.tier.disk_pool import Extent, Pool
-from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
+from kvtier.tier.disk_settings import check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
 from kvtier.tier.effective_cap import EffectiveCap
 from kvtier.tier.operation_guard import OperationGuard
@@ -278,7 +278,7 @@ class DiskTier(Tier):
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
         if marker is None or not self._may_keep(marker.segment_bytes):
             marker = self._store_lock.write(wanted)
-        self.direct_io = self._choose_direct()
+        self.direct_io = choose_direct(self.name, str(self.root), self._wants_direct)
         files = SegmentFiles(
             self._store_lock.folder.fileno(),
             str(self.root),
@@ -304,17 +304,6 @@ class DiskTier(Tier):
             return segment_bytes == self._segment_bytes
         is_real = segment_bytes != SEGMENT_BYTES_MAX  # which a repair writes where no segment tells the size
         return is_real and segment_bytes <= self.capacity_bytes <= segment_bytes * SEGMENTS_MAX
-
-    def _choose_direct(self) -> bool:
-        if self._wants_direct == "off":
-            return False
-        is_possible = can_direct(str(self.root))
-        if self._wants_direct == "on" and not is_possible:
-            raise ConfigError(
-                f"tier {self.name!r}: direct_io is 'on', but the file system of {str(self.root)!r} has no direct I/O; "
-                "allowed there: 'auto', 'off'"
-            )
-        return is_possible
 
     def _maintain(self) -> None:
         """Maintenance thread: sync at intervals and keep a segment empty."""

@@ -1,13 +1,10 @@
 """Settings of the disk tier: validation and defaults."""
 
 import threading
-from typing import Literal
 
 from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.disk_format import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, is_segment_size
-
-DirectIo = Literal["auto", "on", "off"]
 
 SEGMENTS_WANTED = 64
 

@@ -30,6 +30,9 @@ WRONG_KIND = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, e
 MISSING = WRONG_KIND | {errno.ENOENT}
 """`WRONG_KIND`, and the errno for a name that does not exist."""
 
+VANISHED = MISSING | {errno.ESTALE}
+"""errno values of a file that another node has removed or replaced."""
+
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WARNED_MAX = 64
@@ -41,6 +44,21 @@ class UnusableStoreError(ConfigError):
 
     For an engine it is a `DamagedStoreError` (`store_root.opening`), for commands that check settings a mistake.
     """
+
+
+class SuppressErrno:
+    """Context manager that suppresses an `OSError` whose errno is one of `errnos`."""
+
+    __slots__ = ("_errnos",)
+
+    def __init__(self, errnos: frozenset[int]) -> None:
+        self._errnos = errnos
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        return isinstance(error, OSError) and error.errno in self._errnos
 
 
 class Descriptor:
@@ -154,15 +172,24 @@ def write_file(name: str, draft: str, content: bytes | memoryview, directory: in
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        try:
-            os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except IsADirectoryError:
-            set_aside(name, directory)
-            os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
+        rename_file(draft, name, directory, directory)
     except BaseException:
         with suppress(OSError):
             os.unlink(draft, dir_fd=directory)
         raise
+
+
+def rename_file(draft: str, name: str, source: int | None, target: int | None) -> None:
+    """Rename `draft` in the directory `source` to `name` in `target`. A directory of that name is set aside.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    try:
+        os.rename(draft, name, src_dir_fd=source, dst_dir_fd=target)
+    except IsADirectoryError:
+        set_aside(name, target)
+        os.rename(draft, name, src_dir_fd=source, dst_dir_fd=target)
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from kvtier.tier.disk_format import BLOCK_BYTES, Header, is_foreign, read_header
 from kvtier.tier.disk_segment import Segment, file_name
 from kvtier.tier.effective_cap import FULL_ERRNOS, EffectiveCap
 from kvtier.tier.safe_open import (
-    WRONG_KIND,
+    MISSING,
     Descriptor,
+    SuppressErrno,
     directory_at,
     make_directory,
     open_directory,
     open_file,
-    set_aside,
 )
 
 SEGMENTS_NAME = "segments"
@@ -227,13 +227,7 @@ class SegmentFiles:
             status = os.stat(SEGMENTS_NAME, dir_fd=root, follow_symlinks=False)
             if self._folder is not None and os.path.samestat(status, os.fstat(self._folder.fileno())):
                 return self._folder.fileno()
-        try:
-            make_directory(SEGMENTS_NAME, root)
-        except OSError as error:
-            if error.errno not in WRONG_KIND:
-                raise
-            set_aside(SEGMENTS_NAME, root)
-            make_directory(SEGMENTS_NAME, root)
+        make_directory(SEGMENTS_NAME, root, replace=True)
         former, self._folder = self._folder, Descriptor(open_directory(SEGMENTS_NAME, root, is_listed=True))
         if former is not None:
             former.close()
@@ -285,23 +279,19 @@ def newest_head(root: int) -> tuple[Header | None, str]:
     """
     headers: list[Header] = []
     foreign = ""
-    try:
-        with directory_at(SEGMENTS_NAME, root, is_listed=True) as folder:
-            for number, status in segment_files(folder):
-                name = file_name(number)
-                if not stat.S_ISREG(status.st_mode):
-                    continue
-                descriptor, _ = open_file(name, os.O_RDONLY, folder)
-                try:
-                    block = os.pread(descriptor, BLOCK_BYTES, 0)
-                finally:
-                    os.close(descriptor)
-                header = read_header(block)
-                if isinstance(header, Header) and header.segment_bytes == status.st_size:
-                    headers.append(header)
-                elif is_foreign(block):
-                    foreign = name
-    except OSError as error:
-        if error.errno not in {*WRONG_KIND, errno.ENOENT}:
-            raise
+    with SuppressErrno(MISSING), directory_at(SEGMENTS_NAME, root, is_listed=True) as folder:
+        for number, status in segment_files(folder):
+            name = file_name(number)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            descriptor, _ = open_file(name, os.O_RDONLY, folder)
+            try:
+                block = os.pread(descriptor, BLOCK_BYTES, 0)
+            finally:
+                os.close(descriptor)
+            header = read_header(block)
+            if isinstance(header, Header) and header.segment_bytes == status.st_size:
+                headers.append(header)
+            elif is_foreign(block):
+                foreign = name
     return max(headers, key=lambda header: header.generation, default=None), foreign

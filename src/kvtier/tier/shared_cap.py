@@ -15,7 +15,7 @@ from contextlib import suppress
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.effective_cap import EffectiveCap
 from kvtier.tier.safe_open import MISSING
-from kvtier.tier.shared_claims import Claims, Usage
+from kvtier.tier.shared_claims import Claims, Declared
 from kvtier.tier.shared_sweep import StoppedError, Sweep
 from kvtier.types import ObjectName
 
@@ -232,18 +232,18 @@ class SharedCap:
             self._written, self._taken, self._claimed = 0, in_flight, 0
             self._taken_at_tick = in_flight
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> Declared:
         """All claims but those of more than the cap, which no writer makes: they would end all writes."""
         try:
             usage = self._claims.usage()
         except OSError as error:
             if error.errno not in MISSING:
                 raise
-            return Usage(None, {})  # the next claim creates the directory
+            return Declared(None, {})  # the next claim creates the directory
         most = self._capacity_bytes
         return usage._replace(claims={key: it for key, it in usage.claims.items() if it.claimed - it.written <= most})
 
-    def _grant(self, usage: Usage, wanted: int) -> bool:
+    def _grant(self, usage: Declared, wanted: int) -> bool:
         """Raise the claim by `wanted` bytes or a step, as far as there is room. False when no write has room."""
         limit_bytes = self._effective_cap.now_bytes
         with self._changed:
@@ -274,7 +274,7 @@ class SharedCap:
         self.clock_offset_ns = now_ns - time.time_ns()
         return now_ns
 
-    def _sweep(self, seen: Usage, wanted: int) -> None:
+    def _sweep(self, seen: Declared, wanted: int) -> None:
         """Sweep the store, unless another node has done so since `seen`."""
         if len(seen.claims) > 1:
             time.sleep(random.random() * min(self._sweep_s, RETRY_S))  # noqa: S311 - jitter

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, cast
 import xxhash
 
 from kvtier.tier.directory_marker import MARKER_NAME
-from kvtier.tier.safe_open import MISSING, directory_at, make_directory, open_file, read_file, write_file
+from kvtier.tier.safe_open import VANISHED, directory_at, make_directory, open_file, read_file, write_file
 
 CLAIMS = "usage"
 """The directory of claims and of the sweep's record, in the root."""
@@ -37,7 +37,6 @@ _DRAFT = re.compile(r"draft_[0-9a-f]{16}_[0-9]{1,20}")
 _COUNT_MAX = 1 << 62
 _BYTES_MAX = 1 << 20
 """Longest record or claim that is read: some 20,000 writers."""
-_GONE = MISSING | {errno.ESTALE}
 
 
 class Claim(NamedTuple):
@@ -58,7 +57,7 @@ class SweepRecord(NamedTuple):
     mtime_ns: int
 
 
-class Usage(NamedTuple):
+class Declared(NamedTuple):
     """All that writers and sweeps have declared."""
 
     record: SweepRecord | None
@@ -97,7 +96,7 @@ class Claims:
             os.close(descriptor)  # opening for reading gives up the exclusive use of a file, see `shared_directory`
             return status.st_mtime_ns
 
-    def usage(self) -> Usage:
+    def usage(self) -> Declared:
         """All claims and the record of the last sweep. Damaged and vanished ones are left out.
 
         Raises:
@@ -115,9 +114,9 @@ class Claims:
             counts: Any = found[0].get("written")
             if isinstance(counts, dict):
                 record = SweepRecord(found[0]["used_bytes"], _counts(cast("dict[str, Any]", counts)), found[1])
-        return Usage(record, claims)
+        return Declared(record, claims)
 
-    def record(self, used_bytes: int, before: Usage, expired_ns: int) -> None:
+    def record(self, used_bytes: int, before: Declared, expired_ns: int) -> None:
         """Record a sweep that found `used_bytes`, and remove claims and drafts that are not newer than `expired_ns`.
 
         Args:
@@ -154,7 +153,7 @@ def _content(name: str, directory: int) -> tuple[dict[str, Any], int] | None:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
         fields: Any = json.loads(read_file(name, _BYTES_MAX, directory))
     except OSError as error:
-        if error.errno not in _GONE | {errno.EFBIG}:
+        if error.errno not in VANISHED | {errno.EFBIG}:
             raise
         return None
     except (ValueError, RecursionError):

@@ -9,41 +9,34 @@ verification makes anything else a miss.
 """
 
 # Descriptors: this code runs once per object.
-# ruff: noqa: PTH100, PTH208
+# ruff: noqa: PTH208
 
 import errno
 import itertools
 import logging
 import os
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from kvtier.errors import ConfigError, TierError
-from kvtier.layout import ALIGNMENT
-from kvtier.tier.base import About, Figures, OneByOneTier
-from kvtier.tier.direct import forget_cached, is_aligned, read_part, write_all
-from kvtier.tier.directory import DirectIo, choose_direct
-from kvtier.tier.directory_marker import SHARED_VERSION, open_store
-from kvtier.tier.effective_cap import EffectiveCap, is_full_error, with_cause
-from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.safe_open import MISSING, check_private, directory_at, open_file, set_aside
+from kvtier.errors import TierError
+from kvtier.tier.base import About
+from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.directory_marker import SHARED_VERSION
+from kvtier.tier.effective_cap import is_full_error
+from kvtier.tier.file_tier import FileTier
+from kvtier.tier.safe_open import VANISHED, SuppressErrno, directory_at, open_file, rename_file
 from kvtier.tier.shared_cap import TAKE_WAIT_S, SharedCap
 from kvtier.tier.shared_sweep import ID
-from kvtier.tier.store_paths import NAME_BYTES, Paths, charge_bytes, stat_in, walk
-from kvtier.tier.store_root import opening
+from kvtier.tier.store_paths import charge_bytes, stat_in
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
 
-ALLOWED = "an empty or missing directory, or the root of a shared store"
-CLOSE_DEADLINE_S = 10.0
 _ID_BYTES = 16
-_VANISHED = MISSING | {errno.ESTALE}
-"""errno values of a file that another node has removed or replaced."""
 
 
-class SharedDirectoryTier(OneByOneTier):
+class SharedDirectoryTier(FileTier):
     """Frames as files below `root`, written by any number of nodes.
 
     Args:
@@ -73,21 +66,11 @@ class SharedDirectoryTier(OneByOneTier):
         direct_io: DirectIo = "off",
         wait_s: float = TAKE_WAIT_S,
     ) -> None:
-        if capacity_bytes < ALIGNMENT:
-            raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {ALIGNMENT}, got {capacity_bytes}")
-        super().__init__(name)
-        self.capacity_bytes = capacity_bytes
-        self.root = Path(os.path.abspath(root))
         key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
-        self._paths = Paths(str(self.root), f"{key}/{model}")
-        self._guard = OperationGuard(name)
-        self._effective_cap = EffectiveCap(name, capacity_bytes)
+        super().__init__(root, name, capacity_bytes, direct_io, f"{key}/{model}")
         self._owner = os.urandom(8).hex()
         self._numbers = itertools.count()
-        with opening(name, self.root, ALLOWED):
-            if self.root.exists():
-                check_private(name, self.root)
-            self.marker = open_store(self.root, SHARED_VERSION)
+        with self._opening(SHARED_VERSION):
             if is_on_drive(self.root):
                 logger.warning(
                     "tier %s: %s is on a drive of this machine, which other nodes do not see; is it mounted?",
@@ -96,7 +79,7 @@ class SharedDirectoryTier(OneByOneTier):
                 )
             _warn_foreign(name, self.root, key)
             self._paths.make_objects()
-            self._direct_io = choose_direct(name, self._paths.objects, direct_io)
+            self._choose_direct(self._paths.objects, direct_io)
         self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
 
     @property
@@ -105,23 +88,9 @@ class SharedDirectoryTier(OneByOneTier):
         return self._cap.used_bytes
 
     @property
-    def limit_bytes(self) -> int:
-        """The cap now: below `capacity_bytes` after a write found the file system full."""
-        return self._effective_cap.now_bytes
-
-    @property
     def evictions(self) -> int:
         """Objects evicted by this process since it opened the store."""
         return self._cap.evictions
-
-    @property
-    def direct_io(self) -> bool:
-        """Whether direct I/O is used for aligned buffers."""
-        return self._direct_io
-
-    def figures(self) -> Figures:
-        """See `Tier`."""
-        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether its file exists: one round trip each.
@@ -138,18 +107,16 @@ class SharedDirectoryTier(OneByOneTier):
         """Read the frame from `offset` into `into`; None when absent, also when it vanishes meanwhile."""
         with self._operation("read", name):
             view = into.cast("B")
-            is_direct = self._direct_io and is_aligned(view, offset)
-            fan = self._paths.open_fan(name)
-            if fan is None:
-                return None
-            try:
-                return self._read_in(fan, name, view, offset, is_direct=is_direct)
-            except OSError as error:
-                if not self._is_gone(error, fan, name):
-                    raise
-                return None
-            finally:
-                os.close(fan)
+            is_direct = self.direct_io and is_aligned(view, offset)
+            with self._paths.found_fan(name) as fan:
+                if fan is None:
+                    return None
+                try:
+                    return self._read_in(fan, name, view, offset, is_direct=is_direct)
+                except OSError as error:
+                    if not self._is_gone(error, fan, name):
+                        raise
+                    return None
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:  # noqa: ARG002 - age decides
         """Store `frame` under `name`. True when the name exists now.
@@ -178,36 +145,16 @@ class SharedDirectoryTier(OneByOneTier):
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name` and its file. Its bytes count until the next sweep."""
-        with self._operation("delete", name):
-            fan = self._paths.open_fan(name)
-            if fan is None:
-                return
-            try:
+        with self._operation("delete", name), self._paths.found_fan(name) as fan, SuppressErrno(VANISHED):
+            if fan is not None:
                 os.unlink(name.hex(), dir_fd=fan)
-            except OSError as error:
-                if error.errno not in _VANISHED:
-                    raise
-            finally:
-                os.close(fan)
-
-    def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) of this key id and fingerprint, of all nodes."""
-        with self._operation("scan"):
-            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths)])
 
     def sweep(self) -> None:
         """Sweep the store now, for tests and tools; usually the keeper thread does, when it is due."""
         with self._operation("sweep"):
             self._cap.sweep()
 
-    def close(self) -> None:
-        """Wait for running operations, give back the claim and end the keeper thread. Idempotent."""
-        if not self._guard.close():
-            return
-        if not self._guard.wait_empty(CLOSE_DEADLINE_S):
-            logger.warning(
-                "tier %s: closed while an operation was still running after %s s", self.name, CLOSE_DEADLINE_S
-            )
+    def _end(self) -> None:
         self._cap.close()
 
     def _read_in(self, fan: int, name: ObjectName, view: memoryview, offset: int, *, is_direct: bool) -> int | None:
@@ -235,11 +182,11 @@ class SharedDirectoryTier(OneByOneTier):
             return stat_in(fan, name) is None
         if error.errno == errno.ESTALE:
             os.lstat(self._paths.marker)
-        return error.errno in _VANISHED
+        return error.errno in VANISHED
 
     def _publish(self, name: ObjectName, frame: memoryview, fan: int) -> bool:
         """Write the object's file. False when a sweep took the temporary file for a dead writer's."""
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self._direct_io and is_aligned(frame, 0) else 0)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self.direct_io and is_aligned(frame, 0) else 0)
         draft, spelled = f"draft_{self._owner}_{next(self._numbers)}", name.hex()
         descriptor, _ = open_file(draft, flags, fan)
         try:
@@ -249,7 +196,7 @@ class SharedDirectoryTier(OneByOneTier):
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            _rename(draft, spelled, fan)
+            rename_file(draft, spelled, fan, fan)
         except FileNotFoundError:
             return False
         except BaseException:
@@ -269,35 +216,9 @@ class SharedDirectoryTier(OneByOneTier):
             os.close(open_file(spelled, os.O_RDONLY, fan)[0])
 
     def _touch(self, name: ObjectName) -> None:
-        fan = self._paths.open_fan(name)
-        if fan is None:
-            return
-        try:
-            os.utime(name.hex(), dir_fd=fan, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in _VANISHED:
-                raise
-        finally:
-            os.close(fan)
-
-    @contextmanager
-    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        with self._guard:
-            if name is not None and len(name) != NAME_BYTES:
-                raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
-            try:
-                yield
-            except OSError as error:
-                subject = "" if name is None else f" object {name.hex()[:12]}"
-                raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error
-
-
-def _rename(draft: str, name: str, fan: int) -> None:
-    try:
-        os.rename(draft, name, src_dir_fd=fan, dst_dir_fd=fan)
-    except IsADirectoryError:
-        set_aside(name, fan)
-        os.rename(draft, name, src_dir_fd=fan, dst_dir_fd=fan)
+        with self._paths.found_fan(name) as fan, SuppressErrno(VANISHED):
+            if fan is not None:
+                os.utime(name.hex(), dir_fd=fan, follow_symlinks=False)
 
 
 def is_on_drive(path: Path) -> bool:

@@ -20,10 +20,12 @@ from typing import NamedTuple
 
 from kvtier.layout import ALIGNMENT, align_up
 from kvtier.tier.directory_marker import MARKER_NAME
-from kvtier.tier.safe_open import MISSING, make_directory, open_directory
+from kvtier.tier.safe_open import MISSING, VANISHED, SuppressErrno, make_directory, open_directory
 
 NAME_BYTES = 32
 _PREFIX = re.compile(r"[0-9a-f]{2}")
+OBJECT = re.compile(r"[0-9a-f]{64}")
+"""Name of an object's file; its directory has the first two digits."""
 
 
 class Found(NamedTuple):
@@ -48,7 +50,7 @@ class Paths:
         self.snapshot = os.path.join(root, "index")
         self.temp_files = os.path.join(root, "drafts")
         self.objects = os.path.join(root, objects)
-        """For messages; `open_objects` opens it."""
+        """For messages; `_open_objects` opens it."""
         self._steps = objects.split("/")
 
     def object(self, name: bytes) -> str:
@@ -72,7 +74,7 @@ class Paths:
             directory = _step("", directory, name, is_made=True)
         os.close(directory)
 
-    def open_objects(self, *, is_listed: bool = False) -> int:
+    def _open_objects(self, *, is_listed: bool = False) -> int:
         """A descriptor of the objects' directory. No link below the root is followed.
 
         Raises:
@@ -83,71 +85,87 @@ class Paths:
             directory = _step("", directory, name, is_listed=is_listed)
         return directory
 
-    def open_fan(self, name: bytes) -> int | None:
+    def each(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+        """(name, descriptor of its directory) for those of `names` that have one. Each directory is opened once.
+
+        Raises:
+            OSError: the file system fails, or the store is gone.
+        """
+        with self._objects_open() as objects:
+            for prefix, together in groupby(sorted(names), _prefix):
+                with _Closing(None if objects is None else _open_fan_in(objects, prefix)) as fan:
+                    if fan is not None:
+                        yield from ((name, fan) for name in together)
+
+    def stat_objects(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
+        """(name, status) for those of `names` that have a regular file; see `each`."""
+        for name, fan in self.each(names):
+            status = stat_in(fan, name)
+            if status is not None:
+                yield name, status
+
+    def files(self) -> Iterator[tuple[str, int, str, os.stat_result]]:
+        """Every regular file in the objects' directories: prefix and descriptor of its directory, name, status.
+
+        Vanished files and foreign directories are skipped.
+
+        Raises:
+            OSError: the file system fails, or the store is gone.
+        """
+        with self._objects_open(is_listed=True) as objects:
+            if objects is None:
+                return
+            for prefix in filter(_PREFIX.fullmatch, os.listdir(objects)):
+                with _Closing(_open_fan_in(objects, prefix, is_listed=True)) as fan:
+                    if fan is None:
+                        continue
+                    with os.scandir(fan) as entries:
+                        for entry in entries:
+                            with SuppressErrno(VANISHED):
+                                status = entry.stat(follow_symlinks=False)
+                                if stat.S_ISREG(status.st_mode):
+                                    yield prefix, fan, entry.name, status
+
+    @contextmanager
+    def _objects_open(self, *, is_listed: bool = False) -> Generator[int | None]:
+        """A descriptor of the objects' directory; None when it does not exist."""
+        objects = None
+        with SuppressErrno(MISSING):
+            objects = self._open_objects(is_listed=is_listed)
+        if objects is None:
+            os.lstat(self.marker)
+        with _Closing(objects):
+            yield objects
+
+    @contextmanager
+    def found_fan(self, name: bytes) -> Generator[int | None]:
         """A descriptor of the directory of object `name`; None when it does not exist.
 
         Raises:
             OSError: the file system fails, or the store is gone.
         """
         with self._objects_open() as objects:
-            return None if objects is None else _open_fan_in(objects, name)
-
-    def stat_objects(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
-        """(name, status) for those of `names` that have a regular file. Each directory is opened once.
-
-        Raises:
-            OSError: the file system fails, or the store is gone.
-        """
-        with self._objects_open() as objects:
-            for _, together in groupby(sorted(names), _first_byte):
-                of_fan = list(together)
-                fan = None if objects is None else _open_fan_in(objects, of_fan[0])
-                if fan is None:
-                    continue
-                try:
-                    for name in of_fan:
-                        status = stat_in(fan, name)
-                        if status is not None:
-                            yield name, status
-                finally:
-                    os.close(fan)
-
-    @contextmanager
-    def _objects_open(self) -> Generator[int | None]:
-        """A descriptor of the objects' directory; None when it does not exist."""
-        try:
-            objects = self.open_objects()
-        except OSError as error:
-            if error.errno not in MISSING:
-                raise
-            os.lstat(self.marker)
-            yield None
-            return
-        try:
-            yield objects
-        finally:
-            os.close(objects)
+            fan = None if objects is None else _open_fan_in(objects, _prefix(name))
+        with _Closing(fan):
+            yield fan
 
     @contextmanager
     def fan(self, name: bytes) -> Generator[int]:
-        """Open a directory like `open_fan`; a missing one is created.
+        """Open a directory like `found_fan`; a missing one is created.
 
         Raises:
             OSError: it cannot be created, or the store is gone.
         """
-        fan = self.open_fan(name)
-        if fan is None:
-            self.make_objects()
-            objects = self.open_objects()
-            try:
-                make_directory(name[:1].hex(), objects, replace=True)
-                fan = open_directory(name[:1].hex(), objects)
-            finally:
-                os.close(objects)
-        try:
+        with self.found_fan(name) as fan:
+            if fan is not None:
+                yield fan
+                return
+        self.make_objects()
+        with _Closing(self._open_objects()) as objects:
+            make_directory(_prefix(name), objects, replace=True)
+            fan = open_directory(_prefix(name), objects)
+        with _Closing(fan):
             yield fan
-        finally:
-            os.close(fan)
 
     def stat_object(self, name: bytes) -> os.stat_result | None:
         """Status of the object's file; None when there is no regular file.
@@ -155,13 +173,8 @@ class Paths:
         Raises:
             OSError: the file system fails, or the store is gone.
         """
-        fan = self.open_fan(name)
-        if fan is None:
-            return None
-        try:
-            return stat_in(fan, name)
-        finally:
-            os.close(fan)
+        with self.found_fan(name) as fan:
+            return None if fan is None else stat_in(fan, name)
 
     def remove_object(self, name: bytes) -> os.stat_result | None:
         """Remove the object's file. Returns its status, or None when there was no regular file.
@@ -169,16 +182,11 @@ class Paths:
         Raises:
             OSError: it cannot be removed, the file system fails, or the whole store is gone.
         """
-        fan = self.open_fan(name)
-        if fan is None:
-            return None
-        try:
-            status = stat_in(fan, name)
+        with self.found_fan(name) as fan:
+            status = None if fan is None else stat_in(fan, name)
             if status is not None:
                 os.unlink(name.hex(), dir_fd=fan)
             return status
-        finally:
-            os.close(fan)
 
 
 def _step(root: str, directory: int | None, name: str, *, is_made: bool = False, is_listed: bool = False) -> int:
@@ -193,17 +201,31 @@ def _step(root: str, directory: int | None, name: str, *, is_made: bool = False,
             os.close(directory)
 
 
-def _first_byte(name: bytes) -> bytes:
-    return name[:1]
+class _Closing:
+    """Closes a directory's descriptor, if there is one, at the end of the block."""
+
+    __slots__ = ("_descriptor",)
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def __enter__(self) -> int | None:
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
 
-def _open_fan_in(objects: int, name: bytes) -> int | None:
-    try:
-        return open_directory(name[:1].hex(), objects)
-    except OSError as error:
-        if error.errno not in MISSING:
-            raise
-        return None
+def _prefix(name: bytes) -> str:
+    """Name of an object's directory."""
+    return name[:1].hex()
+
+
+def _open_fan_in(objects: int, prefix: str, *, is_listed: bool = False) -> int | None:
+    with SuppressErrno(VANISHED):
+        return open_directory(prefix, objects, is_listed=is_listed)
+    return None
 
 
 def stat_in(fan: int, name: bytes) -> os.stat_result | None:
@@ -228,48 +250,8 @@ def walk(paths: Paths) -> Iterator[Found]:
     """Every object of the store. Vanished files and foreign names are skipped.
 
     Raises:
-        OSError: the device or the file system fails.
+        OSError: the device or the file system fails, or the store is gone.
     """
-    try:
-        top = paths.open_objects(is_listed=True)
-    except OSError as error:
-        if error.errno not in MISSING:
-            raise
-        return
-    try:
-        for prefix in os.listdir(top):
-            if not _PREFIX.fullmatch(prefix):
-                continue
-            fan = _listed(prefix, top)
-            if fan is None:
-                continue
-            try:
-                yield from _walk_fan(fan, prefix)
-            finally:
-                os.close(fan)
-    finally:
-        os.close(top)
-
-
-def _walk_fan(fan: int, prefix: str) -> Iterator[Found]:
-    with os.scandir(fan) as entries:
-        for entry in entries:
-            spelled = entry.name
-            if len(spelled) != 2 * NAME_BYTES or spelled[:2] != prefix:
-                continue
-            try:
-                name = bytes.fromhex(spelled)
-                status = entry.stat(follow_symlinks=False)
-            except (ValueError, FileNotFoundError):
-                continue
-            if stat.S_ISREG(status.st_mode) and name.hex() == spelled:
-                yield Found(name, status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def _listed(name: str, directory: int) -> int | None:
-    try:
-        return open_directory(name, directory, is_listed=True)
-    except OSError as error:
-        if error.errno not in MISSING:
-            raise
-        return None
+    for prefix, _, spelled, status in paths.files():
+        if OBJECT.fullmatch(spelled) and spelled.startswith(prefix):
+            yield Found(bytes.fromhex(spelled), status.st_size, status.st_mtime_ns, status.st_ino)

@@ -19,7 +19,16 @@ from typing import NamedTuple
 
 from kvtier.layout import align_up
 from kvtier.tier.cap_file import lock_file
-from kvtier.tier.safe_open import MISSING, Descriptor, directory_at, make_directory, open_directory, open_file
+from kvtier.tier.safe_open import (
+    MISSING,
+    Descriptor,
+    SuppressErrno,
+    directory_at,
+    make_directory,
+    open_directory,
+    open_file,
+    rename_file,
+)
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
 """Names of files that a store creates there. Others are neither counted nor removed."""
@@ -89,13 +98,13 @@ class TempFiles:
         return draft
 
     def publish(self, draft: TempFile, name: str, fan: int) -> None:
-        """Rename the temporary file to `name` in the directory `fan`.
+        """Rename the temporary file to `name` in the directory `fan`, see `rename_file`.
 
         Raises:
             OSError: it cannot be renamed.
         """
         with directory_at(self._path) as directory:
-            os.rename(draft.name, name, src_dir_fd=directory, dst_dir_fd=fan)
+            rename_file(draft.name, name, directory, fan)
 
     def remove(self, draft: TempFile) -> int:
         """Remove the temporary file. Returns its reserved bytes, or 0 when it does not exist.
@@ -103,14 +112,10 @@ class TempFiles:
         Raises:
             OSError: it cannot be removed.
         """
-        try:
-            with directory_at(self._path) as directory:
-                os.unlink(draft.name, dir_fd=directory)
-        except OSError as error:
-            if error.errno not in MISSING:
-                raise
-            return 0
-        return draft.reserved_bytes
+        with SuppressErrno(MISSING), directory_at(self._path) as directory:
+            os.unlink(draft.name, dir_fd=directory)
+            return draft.reserved_bytes
+        return 0
 
     def clear_stale(self) -> bool:
         """Remove temporary files and lock files of dead owners. True when there were any.
@@ -207,20 +212,15 @@ def _is_locked(name: str, directory: int) -> bool:
     Raises:
         OSError: it cannot be opened.
     """
-    try:
+    with SuppressErrno(MISSING):
         descriptor, _ = open_file(name, os.O_RDONLY, directory)
-    except OSError as error:
-        if error.errno not in MISSING:
-            raise
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 @contextmanager
