@@ -3,26 +3,24 @@
 import errno
 import os
 import re
-import stat
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
 
 from kvtier.errors import ConfigError
 from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, Marker, read_marker
-from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
-from kvtier.tier.safe_open import WRONG_KIND, folder_at, open_directory, open_file
+from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, read_marker
+from kvtier.tier.safe_open import folder_at, open_file
 from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, walk
-from kvtier.tier.store_view import LEFT_MAX, UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage
+from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 from kvtier.tier.temp_files import NAMES as TEMP_NAMES
 from kvtier.tier.temp_files import owners_alive, reserved
 
-_PREFIX = re.compile(r"[0-9a-f]{2}")
-_OBJECT = re.compile(r"[0-9a-f]{64}")
+_FILES = re.compile(rf"objects/[0-9a-f]{{2}}/[0-9a-f]{{64}}|drafts/({TEMP_NAMES.pattern})|{BESIDE.pattern}")
+_FOLDERS = re.compile(r"objects(/[0-9a-f]{2})?|drafts")
 
 
 class DirectoryView:
@@ -35,7 +33,10 @@ class DirectoryView:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.place = str(root)
-        self._marker = _marker_of(root)
+        marker = read_marker(root)
+        if marker is None:
+            raise ConfigError(f"{root} is not a directory store; allowed here: a directory with {MARKER_NAME}")
+        self._marker = marker
         self._paths = Paths(str(root))
 
     def objects(self) -> list[ObjectFile]:
@@ -81,7 +82,10 @@ class DirectoryView:
         lock = StoreLock(str(self.root / MARKER_NAME), "directory")
         try:
             if lock.acquire(deadline_s=5.0):
-                return _remove(self.root)
+                result = Purge(directory=str(self.root))
+                with folder_at(self.root) as top:
+                    remove_files(top, MARKER_NAME, _FILES, _FOLDERS, result)
+                return result
         finally:
             lock.release()
         if not force:
@@ -105,87 +109,7 @@ def view_at(root: Path) -> DirectoryView | None:
     Raises:
         ConfigError: its marker is damaged, or of an unknown version.
     """
-    try:
+    is_store = False
+    with suppress(OSError):
         is_store = (root / MARKER_NAME).is_file()
-    except OSError:
-        return None
     return DirectoryView(root) if is_store else None
-
-
-def _marker_of(root: Path) -> Marker:
-    marker = read_marker(root)
-    if marker is None:
-        if (root / "rank-0" / DISK_MARKER_NAME).exists():
-            raise ConfigError(f"{root} is of the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}")
-        why = f"holds no {MARKER_NAME}" if root.is_dir() else "does not exist"
-        raise ConfigError(f"{root} {why}, so it is not a kvtier store; allowed here: a store's directory")
-    return marker
-
-
-def _remove(root: Path) -> Purge:
-    result = Purge(directory=str(root))
-
-    def objects(folder: int, place: str) -> None:
-        for prefix in _ours(folder, _PREFIX, stat.S_ISDIR, place, result):
-            _clear(folder, prefix, f"{place}/{prefix}", result, files)
-
-    def files(folder: int, place: str) -> None:
-        for name in _ours(folder, _OBJECT, stat.S_ISREG, place, result):
-            result.bytes += os.lstat(name, dir_fd=folder).st_size
-            os.unlink(name, dir_fd=folder)
-            result.objects += 1
-
-    def temp_files(folder: int, place: str) -> None:
-        for name in _ours(folder, TEMP_NAMES, stat.S_ISREG, place, result):
-            os.unlink(name, dir_fd=folder)
-
-    with folder_at(root) as top:
-        _clear(top, "objects", "objects", result, objects)
-        _clear(top, "drafts", "drafts", result, temp_files)
-        for name in _ours(top, BESIDE, stat.S_ISREG, "", result):
-            os.unlink(name, dir_fd=top)
-        # The marker last, so that an interrupted purge can be repeated.
-        os.unlink(MARKER_NAME, dir_fd=top)
-    return result
-
-
-def _clear(parent: int, name: str, place: str, result: Purge, clear: Callable[[int, str], None]) -> None:
-    """Clear the directory `name` and remove it when empty. A link is kept."""
-    try:
-        folder = open_directory(name, parent, is_listed=True)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in WRONG_KIND:
-            raise
-        _leave(place, result)
-        return
-    try:
-        clear(folder, place)
-    finally:
-        os.close(folder)
-    try:
-        os.rmdir(name, dir_fd=parent)
-    except OSError as error:
-        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
-            raise
-
-
-def _ours(
-    folder: int, pattern: re.Pattern[str], is_kind: Callable[[int], bool], place: str, result: Purge
-) -> Iterator[str]:
-    """Names of the store's files in `folder`. Foreign ones are recorded in `result`."""
-    for name in sorted(os.listdir(folder)):
-        try:
-            mode = os.lstat(name, dir_fd=folder).st_mode
-        except FileNotFoundError:
-            continue
-        if pattern.fullmatch(name) and is_kind(mode):
-            yield name
-        elif place or name not in {MARKER_NAME, "objects", "drafts"}:
-            _leave(f"{place}/{name}" if place else name, result)
-
-
-def _leave(place: str, result: Purge) -> None:
-    if len(result.left) < LEFT_MAX:
-        result.left.append(place)

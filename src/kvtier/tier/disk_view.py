@@ -5,6 +5,7 @@ Writes since the last sync are not visible, and a segment that is evicted meanwh
 
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
@@ -22,12 +23,14 @@ from kvtier.tier.disk_format import VERSION, Entries
 from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, Marker, parse_marker
 from kvtier.tier.disk_segment import Segment, file_name
 from kvtier.tier.disk_status import SILENT_S, STATUS_NAME, TEMP_NAME, DiskStatus, read_status
-from kvtier.tier.safe_open import WRONG_KIND, directory_at, folder_at, open_file
+from kvtier.tier.safe_open import directory_at, folder_at, open_file
 from kvtier.tier.segment_files import SEGMENTS_NAME, newest_head, segment_files
 from kvtier.tier.store_root import DamagedMarkerError, read_marker
-from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage
+from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 
 _NEVER_S = 86400.0
+_FILES = re.compile(rf"{SEGMENTS_NAME}/[0-9]{{8}}\.segment|{re.escape(STATUS_NAME)}|{re.escape(TEMP_NAME)}")
+_FOLDERS = re.compile(SEGMENTS_NAME)
 
 
 def is_disk(root: Path) -> bool:
@@ -200,10 +203,9 @@ class DiskView:
                     fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise ConfigError(f"{self.root}: a running process has it open; end it first") from None
-                _remove(top, result)
+                remove_files(top, MARKER_NAME, _FILES, _FOLDERS, result)
             finally:
                 os.close(marker)
-        result.left += [path.name for path in sorted(self.root.iterdir()) if path.name != SEGMENTS_NAME]
         return result
 
     def _marker(self) -> Marker:
@@ -234,26 +236,3 @@ class DiskView:
         finally:
             os.close(descriptor)
         return False
-
-
-def _remove(top: int, result: Purge) -> None:
-    """Remove the files of the store in the directory `top`. Foreign files among the segments are recorded as left."""
-    try:
-        with directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
-            for number, status in segment_files(folder):
-                if stat.S_ISREG(status.st_mode):
-                    os.unlink(file_name(number), dir_fd=folder)
-            result.left = [f"{SEGMENTS_NAME}/{name}" for name in sorted(os.listdir(folder))]  # noqa: PTH208 - a descriptor
-        if not result.left:
-            os.rmdir(SEGMENTS_NAME, dir_fd=top)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if error.errno not in WRONG_KIND:
-            raise
-        result.left = [SEGMENTS_NAME]
-    for name in (STATUS_NAME, TEMP_NAME):
-        with suppress(FileNotFoundError, IsADirectoryError):
-            os.unlink(name, dir_fd=top)
-    # The marker last, so that an interrupted purge can be repeated.
-    os.unlink(MARKER_NAME, dir_fd=top)

@@ -3,7 +3,10 @@
 A kind of tier declares how to open its views (`TierKind.inspect`). Without that, a `ScannedTier` serves: any open tier.
 """
 
+import errno
 import os
+import re
+import stat
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +17,7 @@ from typing import NamedTuple, Protocol
 from kvtier.errors import TierError
 from kvtier.tier.base import Tier
 from kvtier.tier.direct import forget_cached, read_part
+from kvtier.tier.safe_open import SuppressErrno
 from kvtier.types import ObjectName
 
 UNBOUNDED_BYTES = 1 << 62
@@ -73,6 +77,45 @@ class Purge:
     """Other processes had the store open: its objects were removed, the store was not."""
     left: list[str] = field(default_factory=list[str])
     """Foreign files that were kept (the first hundred)."""
+
+
+def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Pattern[str], result: Purge) -> None:
+    """Remove a store's files, and its directories that become empty. What else is there is recorded in `result`.
+
+    A link is never followed, and is kept. The marker goes last, so that an interrupted purge can be repeated.
+
+    Args:
+        top: descriptor of the store's root.
+        marker: name of the marker.
+        files: paths of the store's files, relative to the root. Objects are below `objects/`, and are counted.
+        folders: paths of its directories.
+        result: of the purge.
+
+    Raises:
+        OSError: a file cannot be removed; earlier ones are gone.
+    """
+    for place, below, names, folder in os.fwalk(".", topdown=False, onerror=_raise, dir_fd=top):
+        inside = place[2:]
+        if inside and not folders.fullmatch(inside):
+            continue  # foreign: its parent's list has it
+        for name in sorted(below + names):
+            path = f"{inside}/{name}" if inside else name
+            status = os.lstat(name, dir_fd=folder)
+            if stat.S_ISREG(status.st_mode) and files.fullmatch(path):
+                os.unlink(name, dir_fd=folder)
+                if path.startswith("objects/"):
+                    result.objects += 1
+                    result.bytes += status.st_size
+            elif stat.S_ISDIR(status.st_mode) and folders.fullmatch(path):
+                with SuppressErrno(frozenset({errno.ENOTEMPTY, errno.EEXIST})):
+                    os.rmdir(name, dir_fd=folder)
+            elif path != marker and len(result.left) < LEFT_MAX:
+                result.left.append(path)
+    os.unlink(marker, dir_fd=top)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 class ObjectReader(Protocol):
