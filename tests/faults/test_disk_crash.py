@@ -28,7 +28,7 @@ from disk_world import (
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk_format import BLOCK_BYTES, Header, pack_header, pack_json
-from kvtier.tier.disk_marker import MARKER_NAME, Marker, parse_marker, repair_marker
+from kvtier.tier.disk_marker import MARKER_NAME, DiskMarker, parse_marker, repair_marker
 from kvtier.tier.disk_status import STATUS_NAME, read_status
 
 NAMES = 60
@@ -396,7 +396,7 @@ def test_no_bit_of_a_marker_changes_what_it_says(tmp_path):
     small_store(tmp_path / "store")
     content = (tmp_path / "store" / MARKER_NAME).read_bytes()
     whole = parsed(content)
-    assert isinstance(whole, Marker)
+    assert isinstance(whole, DiskMarker)
     for other in (*flipped(content, range(8 * len(content))), *(content[:length] for length in range(len(content)))):
         assert parsed(other) == whole or isinstance(parsed(other), str)
 
@@ -412,7 +412,7 @@ def test_a_damaged_marker_is_repaired_from_the_segments(tmp_path, step):
         if isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), str):  # not in the note alone
             mended(tmp_path / "damaged")
         works_and_goes_on(tmp_path / "damaged", held)
-        assert isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), Marker)
+        assert isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), DiskMarker)
 
 
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from kvtier.codec.frame import codec_of, verify_section
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
 from kvtier.layout import SECTION_BYTES_MAX
-from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, ScannedTier, StoreView, merged
+from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, ScannedTier, StoreView, Usage, merged
 from kvtier.types import ObjectName
 
 _Answer = TypeVar("_Answer")
@@ -74,29 +74,13 @@ class FingerprintShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStat:
+class StoreStat(Usage):
     """The totals of a store."""
 
     directory: str
-    store_id: str
-    version: int
-    created: str
     objects: int
     bytes: int
     """Sum of the objects' frames."""
-    charged_bytes: int
-    """Counted against the cap: whole blocks of 4 KiB per object, or whole segments."""
-    recorded_bytes: int | None
-    """Bytes in use by the cap file, temporary files included; None without a valid cap file."""
-    capacity_bytes: int | None
-    """The cap, where it is known."""
-    temp_files: int
-    temp_bytes: int
-    """Reserved by temporary files."""
-    open_in: int | None
-    """Tiers of running processes that have the store open; None: unknown."""
-    free_bytes: int | None
-    """Free space of the file system; None: the store is in none."""
     unreadable: int
     """Objects whose head is damaged or not understood."""
     oldest_age_s: float | None
@@ -235,19 +219,10 @@ class StoreInspector:
         ages = [row.age_s for row in rows if row.age_s is not None]
         usage = merged([view.usage() for view in self.views])
         return StoreStat(
+            **asdict(usage),
             directory=self.place,
-            store_id=usage.store_id,
-            version=usage.version,
-            created=usage.created,
             objects=len(rows),
             bytes=sum(row.size_bytes for row in rows),
-            charged_bytes=usage.charged_bytes,
-            recorded_bytes=usage.recorded_bytes,
-            capacity_bytes=usage.capacity_bytes,
-            temp_files=usage.temp_files,
-            temp_bytes=usage.temp_bytes,
-            open_in=usage.open_in,
-            free_bytes=usage.free_bytes,
             unreadable=sum(row.problem is not None for row in rows),
             oldest_age_s=max(ages, default=None),
             newest_age_s=min(ages, default=None),

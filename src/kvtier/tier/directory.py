@@ -146,7 +146,10 @@ class DirectoryTier(FileTier):
             answers = self._index.contains(names)
             if self._shared and not all(answers):
                 unknown = [name for name, is_known in zip(names, answers, strict=True) if not is_known]
-                there = self._find_on_disk(unknown)
+                there: set[bytes] = set()
+                for name, status in self._paths.stat_objects(unknown):
+                    self._index.add_found(ObjectName(name), status.st_size, status.st_mtime_ns)
+                    there.add(name)
                 answers = [is_known or name in there for name, is_known in zip(names, answers, strict=True)]
             return answers
 
@@ -238,14 +241,6 @@ class DirectoryTier(FileTier):
         """The directory was replaced: lock the new marker and the owner's lock file there."""
         self._store_lock.reacquire(self._lock_deadline_s)
         self._temp_files.attach()
-
-    def _find_on_disk(self, names: Sequence[ObjectName]) -> set[bytes]:
-        """The subset of `names` that exists in the directory."""
-        there: set[bytes] = set()
-        for name, status in self._paths.stat_objects(names):
-            self._index.add_found(ObjectName(name), status.st_size, status.st_mtime_ns)
-            there.add(name)
-        return there
 
     def _publish_uses(self, most: int) -> None:
         """Write queued uses to the files' mtimes, which order eviction in other processes. Raises nothing.

@@ -50,9 +50,9 @@ class DirectoryView:
         """Usage from the marker, the cap file and the temporary files."""
         temp_files = reserved(self._paths.temp_files).values()
         return Usage(
-            self._marker.store_id,
-            self._marker.version,
-            self._marker.created,
+            store_id=self._marker.store_id,
+            version=self._marker.version,
+            created=self._marker.created,
             charged_bytes=sum(charge_bytes(it.size_bytes) for it in walk(self._paths)),
             open_in=owners_alive(self._paths.temp_files),
             recorded_bytes=read_cap_file(self._paths.cap_file),

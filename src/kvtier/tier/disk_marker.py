@@ -39,7 +39,7 @@ _OURS = frozenset({MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, TEMP_NAME})
 logger = logging.getLogger(__name__)
 
 
-class Marker(NamedTuple):
+class DiskMarker(NamedTuple):
     """Content of the marker."""
 
     store_id: bytes
@@ -67,7 +67,7 @@ class DiskStoreLock:
     def __init__(self, root: Path, tier: str, deadline_s: float) -> None:
         self.path = root / MARKER_NAME
         self._tier = tier
-        self._marker: Marker | None = None
+        self._marker: DiskMarker | None = None
         make_root(root)
         check_private(tier, root)
         self.folder = Descriptor(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -79,7 +79,7 @@ class DiskStoreLock:
             self.folder.close()
             raise
 
-    def read(self) -> Marker | None:
+    def read(self) -> DiskMarker | None:
         """The marker's content; None when the store is new.
 
         Raises:
@@ -89,14 +89,14 @@ class DiskStoreLock:
         self._marker = find_marker(self.path.parent)
         return self._marker
 
-    def write(self, segment_bytes: int) -> Marker:
+    def write(self, segment_bytes: int) -> DiskMarker:
         """Write the marker of a new store.
 
         Raises:
             OSError: the device fails.
             TierError: another process has replaced the marker and locked it.
         """
-        marker = Marker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
+        marker = DiskMarker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
         self._write(marker)
         return marker
 
@@ -146,7 +146,7 @@ class DiskStoreLock:
             "allowed: a separate directory for each process",
         )
 
-    def _write(self, marker: Marker) -> None:
+    def _write(self, marker: DiskMarker) -> None:
         # A new file: the locked one may have another hard link, outside the store, at any time.
         store_root.write_marker(self.path, _packed(marker), replaces=True)
         old, self._file = self._file, self._locked(0, 0.0)
@@ -154,7 +154,7 @@ class DiskStoreLock:
         self._marker = marker
 
 
-def find_marker(root: Path) -> Marker | None:
+def find_marker(root: Path) -> DiskMarker | None:
     """The marker of the disk store at `root`; None where `DiskStoreLock` makes one. Read-only.
 
     An empty marker in an empty directory is that of a process that was killed while it made the store.
@@ -196,7 +196,7 @@ def _refuse_living(root: Path) -> bool:
     return False
 
 
-def _recovered(root: Path) -> Marker:
+def _recovered(root: Path) -> DiskMarker:
     """The marker by the newest segment; without a valid one of a size that opening replaces.
 
     Raises:
@@ -205,16 +205,16 @@ def _recovered(root: Path) -> Marker:
     with folder_at(root) as folder:
         head, foreign = newest_head(folder)
     if head is not None:
-        return Marker(head.store_id, head.segment_bytes, _now())
+        return DiskMarker(head.store_id, head.segment_bytes, _now())
     if foreign:
         raise UnusableStoreError(
             f"root {str(root)!r} is not a kvtier store: {SEGMENTS_NAME}/{foreign} is not a segment; nothing was changed"
         )
     store_root.refuse_foreign_files(root, _OURS.__contains__, "files of a kvtier store only")
-    return Marker(os.urandom(STORE_ID_BYTES), SEGMENT_BYTES_MAX, _now())
+    return DiskMarker(os.urandom(STORE_ID_BYTES), SEGMENT_BYTES_MAX, _now())
 
 
-def _packed(marker: Marker) -> bytes:
+def _packed(marker: DiskMarker) -> bytes:
     return pack_json(
         {
             "about": "A kvtier disk store. Delete the whole directory while it is not in use, or purge it with kvtier.",
@@ -245,7 +245,7 @@ def refuse_foreign_ranks(path: Path) -> None:
             raise
 
 
-def parse_marker(text: bytes, path: Path) -> Marker | None:
+def parse_marker(text: bytes, path: Path) -> DiskMarker | None:
     """The content of the marker at `path`; None when it is empty.
 
     Raises:
@@ -264,7 +264,7 @@ def parse_marker(text: bytes, path: Path) -> Marker | None:
     store_id = bytes.fromhex(members["store_id"])
     if len(store_id) != STORE_ID_BYTES or type(segment_bytes) is not int or not is_segment_size(segment_bytes):
         raise ValueError("out of range")
-    return Marker(store_id, segment_bytes, str(members.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
+    return DiskMarker(store_id, segment_bytes, str(members.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
 
 
 def _now() -> str:

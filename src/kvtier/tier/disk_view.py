@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import VERSION, Entries
-from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, Marker, parse_marker
+from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, DiskMarker, parse_marker
 from kvtier.tier.disk_segment import Segment, file_name
 from kvtier.tier.disk_status import SILENT_S, STATUS_NAME, TEMP_NAME, DiskStatus, read_status
 from kvtier.tier.safe_open import directory_at, folder_at, open_file
@@ -128,9 +128,9 @@ class DiskView:
         with suppress(FileNotFoundError, NotADirectoryError), self._segments() as folder:
             segments = segment_files(folder)
         return Usage(
-            marker.store_id.hex(),
-            VERSION,
-            marker.created,
+            store_id=marker.store_id.hex(),
+            version=VERSION,
+            created=marker.created,
             charged_bytes=sum(file.st_blocks * 512 for _, file in segments),
             open_in=int(self._is_open()),
             capacity_bytes=status.capacity_bytes if status else None,
@@ -208,7 +208,7 @@ class DiskView:
                 os.close(marker)
         return result
 
-    def _marker(self) -> Marker:
+    def _marker(self) -> DiskMarker:
         """The marker, or what the newest segment tells of a damaged one."""
         with suppress(DamagedMarkerError):
             marker = read_marker(self.root / MARKER_NAME, parse_marker)
@@ -218,7 +218,7 @@ class DiskView:
             head, _ = newest_head(folder)
         if head is None:
             raise ConfigError(f"{self.root} holds no disk store of a known version; allowed: {ALLOWED}")
-        return Marker(head.store_id, head.segment_bytes, "unknown")
+        return DiskMarker(head.store_id, head.segment_bytes, "unknown")
 
     @contextmanager
     def _segments(self) -> Generator[int]:

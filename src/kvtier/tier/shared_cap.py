@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.effective_cap import EffectiveCap
-from kvtier.tier.safe_open import MISSING
+from kvtier.tier.safe_open import MISSING, SuppressErrno
 from kvtier.tier.shared_claims import Claims, Declared
 from kvtier.tier.shared_sweep import StoppedError, Sweep
 from kvtier.types import ObjectName
@@ -234,14 +234,12 @@ class SharedCap:
 
     def _usage(self) -> Declared:
         """All claims but those of more than the cap, which no writer makes: they would end all writes."""
-        try:
-            usage = self._claims.usage()
-        except OSError as error:
-            if error.errno not in MISSING:
-                raise
-            return Declared(None, {})  # the next claim creates the directory
         most = self._capacity_bytes
-        return usage._replace(claims={key: it for key, it in usage.claims.items() if it.claimed - it.written <= most})
+        with SuppressErrno(MISSING):
+            usage = self._claims.usage()
+            claims = {key: it for key, it in usage.claims.items() if it.claimed - it.written <= most}
+            return usage._replace(claims=claims)
+        return Declared(None, {})  # the next claim creates the directory
 
     def _grant(self, usage: Declared, wanted: int) -> bool:
         """Raise the claim by `wanted` bytes or a step, as far as there is room. False when no write has room."""

@@ -126,28 +126,21 @@ class Paths:
                                 if stat.S_ISREG(status.st_mode):
                                     yield prefix, fan, entry.name, status
 
-    @contextmanager
-    def _objects_open(self, *, is_listed: bool = False) -> Generator[int | None]:
+    def _objects_open(self, *, is_listed: bool = False) -> "_Closing":
         """A descriptor of the objects' directory; None when it does not exist."""
-        objects = None
         with SuppressErrno(MISSING):
-            objects = self._open_objects(is_listed=is_listed)
-        if objects is None:
-            os.lstat(self.marker)
-        with _Closing(objects):
-            yield objects
+            return _Closing(self._open_objects(is_listed=is_listed))
+        os.lstat(self.marker)
+        return _Closing(None)
 
-    @contextmanager
-    def found_fan(self, name: bytes) -> Generator[int | None]:
-        """A descriptor of the directory of object `name`; None when it does not exist.
+    def found_fan(self, name: bytes) -> "_Closing":
+        """A descriptor of the directory of object `name` for a `with` block; None when it does not exist.
 
         Raises:
             OSError: the file system fails, or the store is gone.
         """
         with self._objects_open() as objects:
-            fan = None if objects is None else _open_fan_in(objects, _prefix(name))
-        with _Closing(fan):
-            yield fan
+            return _Closing(None if objects is None else _open_fan_in(objects, _prefix(name)))
 
     @contextmanager
     def fan(self, name: bytes) -> Generator[int]:

@@ -48,21 +48,26 @@ class ObjectFile(NamedTuple):
     """Its first digits, where the object's place tells; else empty."""
 
 
-class Usage(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
     """Identity of a store, and what its own files record."""
 
-    store_id: str
-    version: int
-    created: str
-    charged_bytes: int
-    open_in: int | None
-    """Tiers of running processes that have the store open; None: unknown."""
+    store_id: str = ""
+    version: int = 0
+    created: str = ""
+    charged_bytes: int = 0
+    """Counted against the cap: whole blocks of 4 KiB per object, or whole segments."""
     recorded_bytes: int | None = None
+    """Bytes in use by the cap file, temporary files included; None without a valid cap file."""
     capacity_bytes: int | None = None
+    """The cap, where it is known."""
     temp_files: int = 0
     temp_bytes: int = 0
+    """Reserved by temporary files."""
+    open_in: int | None = None
+    """Tiers of running processes that have the store open; None: unknown."""
     free_bytes: int | None = None
-    """Free space of the file system; None: not in one."""
+    """Free space of the file system; None: the store is in none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,7 +231,11 @@ class ScannedTier:
     def usage(self) -> Usage:
         """See `StoreView`; what is charged is what the last `objects` found."""
         figures = self._tier.figures()
-        return Usage("", 0, "", self._held_bytes, None, figures.used_bytes or None, figures.capacity_bytes)
+        return Usage(
+            charged_bytes=self._held_bytes,
+            recorded_bytes=figures.used_bytes or None,
+            capacity_bytes=figures.capacity_bytes,
+        )
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[ObjectReader]:
@@ -274,21 +283,21 @@ class _TierReader:
 def merged(usages: Sequence[Usage]) -> Usage:
     """The sums of several stores."""
     if len(usages) < 2:
-        return usages[0] if usages else Usage("", 0, "", 0, 0)
+        return usages[0] if usages else Usage(open_in=0)
 
     def total(counts: Sequence[int | None]) -> int | None:
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
     return Usage(
-        ", ".join(dict.fromkeys(it.store_id for it in usages)),
-        max(it.version for it in usages),
-        min(it.created for it in usages),
-        sum(it.charged_bytes for it in usages),
-        total([it.open_in for it in usages]),
-        total([it.recorded_bytes for it in usages]),
-        total([it.capacity_bytes for it in usages]),
-        sum(it.temp_files for it in usages),
-        sum(it.temp_bytes for it in usages),
-        min((it.free_bytes for it in usages if it.free_bytes is not None), default=None),
+        store_id=", ".join(dict.fromkeys(it.store_id for it in usages)),
+        version=max(it.version for it in usages),
+        created=min(it.created for it in usages),
+        charged_bytes=sum(it.charged_bytes for it in usages),
+        recorded_bytes=total([it.recorded_bytes for it in usages]),
+        capacity_bytes=total([it.capacity_bytes for it in usages]),
+        temp_files=sum(it.temp_files for it in usages),
+        temp_bytes=sum(it.temp_bytes for it in usages),
+        open_in=total([it.open_in for it in usages]),
+        free_bytes=min((it.free_bytes for it in usages if it.free_bytes is not None), default=None),
     )
