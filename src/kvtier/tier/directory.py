@@ -23,7 +23,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvtier.errors import TierError
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
 from kvtier.tier.base import About

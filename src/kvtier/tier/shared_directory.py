@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.errors import TierError
 from kvtier.tier.base import About
 from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_marker import SHARED_VERSION
