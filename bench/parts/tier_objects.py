@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -17,10 +18,11 @@ if __name__ == "__main__":
 import numpy as np
 from bench.parts.object_load import DEADLINE_S, WINDOW, Moved, ObjectLoad, Way, drive
 
-from kvtier.bench.io_workloads import FINGERPRINT, chunk_key, layout_of, open_trial
+from kvtier.bench.io_workloads import FINGERPRINT, chunk_key, layout_of, open_trial, taken
 from kvtier.codec.frame import frame_bytes
 from kvtier.errors import KvError
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.testing.host_copier import HostCopier
 from kvtier.types import Link, Outcome, Transfer
@@ -57,6 +59,8 @@ class TierBackend:
             tiers={self._tier.name: self._tier},
             threads=Threads(read=threads, write=threads),
         )
+        self._completions: SimpleQueue[Completion] = SimpleQueue()
+        self._mover.complete_to(self._completions.put)
         self._streams: dict[int, tuple[int, Way]] = {}
         """Stream and way of each command in flight."""
         self._numbers: dict[int, int] = {}
@@ -90,7 +94,7 @@ class TierBackend:
     def take(self, wait_s: float) -> list[Moved]:
         """See `Backend`."""
         found: list[Moved] = []
-        for completion in self._mover.take(wait_s):
+        for completion in taken(self._completions, wait_s):
             command = completion.command
             assert isinstance(command, Transfer)
             stream, way = self._streams.pop(command.id)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Self
 
 import numpy as np
+from tests.completions import taking
 
 from kvtier.codec.base import Codec
 from kvtier.device.copier import Copier, Fence
@@ -101,16 +102,18 @@ class World:
         self.truth = [[layer.copy() for layer in layers] for layers in self.memory]
         self.arena = Arena(self.layout, (slots,) * len(self.layout.groups))
         self.tiers: Mapping[str, Tier] = {"memory": MemoryTier(capacity_bytes=1 << 24)} if tiers is None else tiers
-        self.mover = Mover(
-            layout=self.layout,
-            fingerprint=FINGERPRINT,
-            arena=self.arena,
-            copier=wrap(HostCopier(self.layout, self.memory)),
-            tiers=self.tiers,
-            codec=codec,
-            threads=threads,
-            tier_threads=tier_threads or {},
-            clock=clock,
+        self.mover = taking(
+            Mover(
+                layout=self.layout,
+                fingerprint=FINGERPRINT,
+                arena=self.arena,
+                copier=wrap(HostCopier(self.layout, self.memory)),
+                tiers=self.tiers,
+                codec=codec,
+                threads=threads,
+                tier_threads=tier_threads or {},
+                clock=clock,
+            )
         )
         self._ids = 0
 

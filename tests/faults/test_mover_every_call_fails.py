@@ -139,9 +139,8 @@ def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("name", ["_settle", "_judged", "Completion"])
-@pytest.mark.parametrize("is_put", [False, True])
 def test_an_internal_error_of_the_mover_fails_its_commands_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, *, is_put: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     owner = module if name in ("Completion", "_judged") else Mover
     real = getattr(owner, name)
@@ -154,8 +153,6 @@ def test_an_internal_error_of_the_mover_fails_its_commands_only(
 
     tier = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": tier}) as world:
-        if is_put:
-            world.mover.complete_to(world.mover._inbox.put)
         monkeypatch.setattr(owner, name, wrong)
         if name == "_judged":
             tier.close()

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from tests.completions import taking
 from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, received, served, take, until
 from tests.rank_worker import workers
 from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
@@ -61,7 +62,7 @@ def test_a_killed_worker_ends_the_load_at_once_and_the_session_goes_on(tmp_path,
 
 def test_a_death_is_seen_although_a_child_keeps_the_connection_open(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started]).executor
+        mover = taking(connect([worker.handshake for worker in started]).executor)
         child = started[0].ask("fork")
         try:
             started[0].signal(signal.SIGKILL)
@@ -96,7 +97,7 @@ def test_a_stopped_worker_is_given_up_but_its_scatters_wait_for_its_end(tmp_path
     gate = tmp_path / "gate"
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
-        mover = connect([worker.handshake for worker in started], hung_s=0.3).executor
+        mover = taking(connect([worker.handshake for worker in started], hung_s=0.3).executor)
         mover.submit(scatter := a_transfer(Link.SCATTER, 1))
         mover.flush()
         until(gate.with_suffix(".held").exists)
@@ -126,7 +127,7 @@ def test_a_stopped_worker_that_is_killed_then_frees_its_scatters(tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
-        mover = connect([worker.handshake for worker in started], hung_s=0.2).executor
+        mover = taking(connect([worker.handshake for worker in started], hung_s=0.2).executor)
         mover.submit(a_transfer(Link.SCATTER, 1))
         mover.flush()
         until(gate.with_suffix(".held").exists)
@@ -139,7 +140,7 @@ def test_a_stopped_worker_that_is_killed_then_frees_its_scatters(tmp_path):
 def test_a_worker_that_reads_nothing_for_a_while_gets_everything_later(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_rank, "SILENCE_S", 0.05)
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started]).executor
+        mover = taking(connect([worker.handshake for worker in started]).executor)
         started[0].stop()
         commands = [Probe(n, "directory", ((ChunkKey(bytes(32)), 0),) * 30, NEVER_S) for n in range(1000)]
         began_s = time.monotonic()
@@ -156,7 +157,7 @@ def test_a_worker_that_reads_nothing_for_a_while_gets_everything_later(tmp_path,
 
 def test_a_silent_worker_without_work_is_left_alone(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started], hung_s=0.2).executor
+        mover = taking(connect([worker.handshake for worker in started], hung_s=0.2).executor)
         mover.submit(Probe(1, "directory", (), NEVER_S))
         take(mover, 1)
         time.sleep(0.8)
@@ -222,7 +223,7 @@ def test_notes_come_in_the_order_of_the_stream(served):
 @pytest.fixture
 def pair():
     ours, theirs = socket.socketpair()
-    mover = RemoteRank(ours, "rank 0", hung_s=DEADLINE_S)
+    mover = taking(RemoteRank(ours, "rank 0", hung_s=DEADLINE_S))
     yield mover, theirs
     theirs.close()
     assert mover.close(DEADLINE_S)
@@ -306,7 +307,7 @@ def test_an_internal_error_of_the_reader_loses_the_rank_and_leaves_nothing_open(
     served, monkeypatch, caplog, owner, name
 ):
     with greeted(served) as connection:
-        mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        mover = taking(RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S))
         connection.close()
         once(monkeypatch, owner, name)
         mover.submit(scatter := a_transfer(Link.SCATTER, 1))
@@ -335,7 +336,7 @@ def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(serv
         taken.append(completion)
 
     with greeted(served) as connection:
-        mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        mover = taking(RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S))
         connection.close()
         mover.complete_to(put)
         mover.submit(Probe(2, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
@@ -349,7 +350,7 @@ def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(serv
 @pytest.mark.parametrize("name", ["_answer", "encode", "submit"])
 def test_an_internal_error_of_a_rank_disconnects_and_leaves_nothing_open(served, monkeypatch, caplog, name):
     with greeted(served) as connection:
-        mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        mover = taking(RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S))
         connection.close()
         if name == "submit":
             once(monkeypatch, served._rank.mover, "submit", after=1)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.completions import taking
 from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, served, take, until
 from tests.rank_worker import workers
 from tests.rig import (
@@ -80,7 +81,7 @@ def test_notes_arrive_in_order(tmp_path):
 
 def test_five_hundred_commands_are_each_answered_once(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
-        mover = connect([worker.handshake for worker in started]).executor
+        mover = taking(connect([worker.handshake for worker in started]).executor)
         commands = [Probe(n, "directory", ((ChunkKey(bytes(32)), 0),) * 3, NEVER_S) for n in range(500)]
         for command in commands:
             mover.submit(command)
@@ -96,7 +97,7 @@ def test_five_hundred_commands_are_each_answered_once(tmp_path):
 
 def test_a_tier_that_the_rank_does_not_have_fails_the_command(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started]).executor
+        mover = taking(connect([worker.handshake for worker in started]).executor)
         mover.submit(Drop("elsewhere", ChunkKey(bytes(32)), 0))
         (completion,) = take(mover, 1)
         assert completion.outcome is Outcome.FAILED
@@ -107,7 +108,7 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
-        mover = connect([worker.handshake for worker in started]).executor
+        mover = taking(connect([worker.handshake for worker in started]).executor)
         for number in range(5):
             mover.submit(a_transfer(Link.SCATTER, number))
         mover.flush()
@@ -191,7 +192,7 @@ def test_figures_are_sent_when_they_have_changed_and_at_most_once_a_second(serve
 
 def test_figures_of_a_tier_that_no_rank_has_lose_the_rank(served):
     with greeted(served) as connection:
-        mover = RemoteRank(connection.dup(), "rank 0", ["elsewhere"], hung_s=DEADLINE_S)
+        mover = taking(RemoteRank(connection.dup(), "rank 0", ["elsewhere"], hung_s=DEADLINE_S))
         served._rank.mover.views["directory"].figures = Figures(1, 2, 3)
         until(lambda: mover.lost)
         assert "a rank does not send TierReport" in mover.lost
@@ -219,7 +220,7 @@ def test_the_socket_lies_in_a_private_directory_that_goes_when_it_is_taken(tmp_p
     with workers(tmp_path / "kv", 1) as started:
         folder = Path(started[0].handshake["address"]).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        mover = connect([started[0].handshake]).executor
+        mover = taking(connect([started[0].handshake]).executor)
         until(lambda: not folder.exists())
         assert mover.close(DEADLINE_S)
 
@@ -238,7 +239,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(tmp_path):
         (handshake,) = [worker.handshake for worker in started]
         with pytest.raises(ProtocolError, match=r"rank 0 \(process \d+\) cannot be reached"):
             connect([handshake | {"key": "00" * 32}])
-        mover = connect([handshake]).executor
+        mover = taking(connect([handshake]).executor)
         with pytest.raises(ProtocolError, match="cannot be reached"):
             connect([handshake])  # the first is the only one
         assert mover.close(DEADLINE_S)
@@ -287,7 +288,7 @@ def test_silent_connections_hold_up_no_core(served, monkeypatch, count):
             stranger.connect(served.address)
             stranger.sendall(bytes(number % 64))  # nothing, or a part of an answer
         began_s = time.monotonic()
-        mover = connect([served.handshake | {"pid": 0}], DEADLINE_S).executor
+        mover = taking(connect([served.handshake | {"pid": 0}], DEADLINE_S).executor)
         mover.submit(Drop("directory", ChunkKey(bytes(32)), 0))
         assert [completion.outcome for completion in take(mover, 1)] == [Outcome.DONE]
         assert time.monotonic() - began_s < DEADLINE_S / 2
@@ -339,7 +340,7 @@ def test_ranks_here_and_elsewhere_are_one_fleet(tmp_path, served):
         assert isinstance(here, Mover)
         elsewhere = connect([worker.handshake for worker in started]).executor
         assert isinstance(elsewhere, RankGroup)
-        group = RankGroup([here, *elsewhere._ranks])
+        group = taking(RankGroup([here, *elsewhere._ranks]))
         group.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
         (completion,) = take(group, 1)
         assert (completion.outcome, completion.present) == (Outcome.DONE, (False,))

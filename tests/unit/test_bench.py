@@ -115,7 +115,7 @@ class Mover:
     """In place of the real one: does nothing, or spoils what a load should have brought."""
 
     def __init__(self, *, arena, tiers, spoils, **_others):
-        self.arena, self.tier, self.spoils, self.done = arena, next(iter(tiers.values())), spoils, []
+        self.arena, self.tier, self.spoils = arena, next(iter(tiers.values())), spoils
         self.kept = {}
 
     def submit(self, *commands):
@@ -130,11 +130,10 @@ class Mover:
             frame[:] = self.kept[command.key]
             if self.spoils:
                 self.arena.payload(0, command.slot)[:8] = bytes(8)
-        self.done.append(Completion(command, Outcome.DONE, seconds=0.001))
+        self.put(Completion(command, Outcome.DONE, seconds=0.001))
 
-    def take(self, _wait_s):
-        done, self.done = self.done, []
-        return done
+    def complete_to(self, put):
+        self.put = put
 
     def close(self, _deadline_s):
         return True

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.completions import taking
 from tests.rig import (
     CHUNK_TOKENS,
     DEADLINE_S,
@@ -298,7 +299,7 @@ def ranks():
 
 
 def test_a_command_is_answered_once_when_all_have_answered(ranks):
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     first, second = a_transfer(1), a_transfer(2)
     group.submit(first)
     group.submit(second)
@@ -316,7 +317,7 @@ def test_a_command_is_answered_once_when_all_have_answered(ranks):
 
 def test_an_answer_that_was_not_taken_counts_only_when_it_is_given_again(ranks, monkeypatch):
     """A rank whose answer counted twice would end a command that another rank still works on."""
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     group.submit(command := a_transfer())
     real = module.merged
     monkeypatch.setattr(module, "merged", None)
@@ -338,7 +339,7 @@ def test_without_another_thread_the_ranks_are_closed_all_the_same(ranks, monkeyp
 
 
 def test_equal_drops_are_separate_commands(ranks):
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     twins = [Drop("below", ChunkKey(bytes(32)), 0) for _ in range(2)]
     for drop in twins:
         group.submit(drop)
@@ -352,14 +353,14 @@ def test_equal_drops_are_separate_commands(ranks):
 
 
 def test_a_cancel_goes_to_all_ranks(ranks):
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     group.submit(cancel := Cancel((3,)))
     assert ranks[0].commands == ranks[1].commands == [cancel]
     assert group.take() == []
 
 
 def test_notes_go_to_all_ranks_in_order(ranks):
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     notes = [Note("loaded", RequestId(str(n)), (n,), flag=True) for n in range(3)]
     for note in notes:
         group.send_note(note)
@@ -367,14 +368,14 @@ def test_notes_go_to_all_ranks_in_order(ranks):
 
 
 def test_one_lost_rank_is_the_loss_of_all(ranks):
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     assert group.lost == ""
     ranks[1].lost = "rank 1 is lost"
     assert group.lost == "rank 1 is lost"
 
 
 def test_a_probe_finds_what_all_ranks_hold(ranks):
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     group.submit(Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * 4, float("inf")))
     ranks[0].answer(present=(True, True, False, False))
     ranks[1].answer(present=(True, False, True, False))
@@ -386,7 +387,7 @@ def a_probe(number=1, tier="below", objects=2):
 
 
 def test_in_a_remote_tier_one_rank_probes_for_all(ranks):
-    group = RankGroup(ranks, {"below"})
+    group = taking(RankGroup(ranks, {"below"}))
     commands = [a_probe(1), a_transfer(2), Cancel((7,)), a_probe(3, "local"), a_probe(4, objects=0)]
     group.submit(*commands)
     assert ranks[0].commands == commands
@@ -397,7 +398,7 @@ def test_in_a_remote_tier_one_rank_probes_for_all(ranks):
 
 def test_a_remote_tier_is_probed_by_the_rank_that_failed_last(ranks):
     """Otherwise a tier that one rank cannot reach would be taken for healthy again and again."""
-    group = RankGroup(ranks, {"below"})
+    group = taking(RankGroup(ranks, {"below"}))
     group.submit(a_transfer(1))
     ranks[1].answer(outcome=Outcome.FAILED, is_tier_fault=True)
     ranks[0].answer()
@@ -413,7 +414,7 @@ def test_a_remote_tier_is_probed_by_the_rank_that_failed_last(ranks):
 
 
 def test_a_slow_rank_shortens_a_wait(ranks):
-    group = RankGroup(ranks)
+    group = taking(RankGroup(ranks))
     began_s = time.monotonic()
     ranks[1].is_behind = True
     assert group.take(DEADLINE_S) == []
@@ -439,9 +440,8 @@ def test_a_group_without_ranks_is_refused():
 
 def test_many_commands_on_real_movers_are_each_answered_once():
     tiers = memory_tiers()
-    group = RankGroup(
-        [mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)) for rank, tier in enumerate(tiers)]
-    )
+    ranks = [mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)) for rank, tier in enumerate(tiers)]
+    group = taking(RankGroup(ranks))
     commands = [Probe(n, "below", ((ChunkKey(bytes(32)), 0),), float("inf")) for n in range(500)]
     for command in commands:
         group.submit(command)
@@ -529,7 +529,7 @@ def test_ranks_with_other_settings_are_refused(servers):
 
 
 def test_remote_tiers_are_named_in_the_handshake(servers):
-    executor = connect([handshake | {"remote": ["directory"]} for handshake in servers(0, 1)]).executor
+    executor = taking(connect([handshake | {"remote": ["directory"]} for handshake in servers(0, 1)]).executor)
     executor.submit(a_probe(1, "directory"))
     executor.submit(a_probe(2, "directory"))
     assert len(executor.take(DEADLINE_S)) >= 1

@@ -4,8 +4,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +22,7 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
@@ -132,6 +135,8 @@ class FullTier:
             tiers=tiers,
             threads=Threads(read=threads, write=threads),
         )
+        self._completions: SimpleQueue[Completion] = SimpleQueue()
+        self._mover.complete_to(self._completions.put)
 
     @property
     def direct_io(self) -> bool:
@@ -217,7 +222,7 @@ class FullTier:
                 used.append(slot)
             self._mover.submit(*transfers)
             out += len(transfers)
-            for completion in self._mover.take(1.0):
+            for completion in taken(self._completions, 1.0):
                 command = completion.command
                 assert isinstance(command, Transfer)
                 if completion.outcome is not Outcome.DONE:
@@ -233,6 +238,17 @@ class FullTier:
     def _transfer(self, number: int, key: int, link: Link, slot: int) -> Transfer:
         deadline_s = time.monotonic() + DEADLINE_S
         return Transfer(number, link, chunk_key(key), 0, slot, self.name, None, (), None, number, deadline_s, None)
+
+
+def taken(completions: SimpleQueue[Completion], wait_s: float) -> list[Completion]:
+    """The completions since the last call; waits up to `wait_s` seconds for the first."""
+    found: list[Completion] = []
+    with suppress(Empty):
+        if wait_s > 0:
+            found.append(completions.get(timeout=wait_s))
+        while True:
+            found.append(completions.get_nowait())
+    return found
 
 
 def in_flight(size: int, threads: int) -> int:

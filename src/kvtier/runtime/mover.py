@@ -26,7 +26,6 @@ from kvtier.errors import CorruptChunkError, KvError, UnreadableChunkError
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
-from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
@@ -180,8 +179,7 @@ class Mover:
             name_root=name_root,
         )
         self._tiers = tiers
-        self._inbox = CompletionInbox()
-        self._put: Callable[[Completion], None] = self._inbox.put
+        self._put: Callable[[Completion], None] = lambda _completion: None
         self._ready: Callable[[], None] = lambda: None
         self._unready = 0
         """About how many completions were put since the last `_ready`."""
@@ -258,12 +256,8 @@ class Mover:
         finally:
             self._begin(bursts, now_s)
 
-    def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """Completions since the last call; waits up to `wait_s` seconds for the first. Works after `close`, too."""
-        return self._inbox.take(wait_s)
-
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None] = lambda: None) -> None:
-        """See `Executor`. Without it completions wait for `take`."""
+        """See `Executor`."""
         self._put, self._ready = put, ready
 
     def flush(self) -> bool:

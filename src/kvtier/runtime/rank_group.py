@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import Note
-from kvtier.runtime.remote_rank import RETRY_S, RemoteRank
+from kvtier.runtime.remote_rank import RemoteRank
 from kvtier.types import SEVERITY, Cancel, Command, Outcome, Probe
 
 
@@ -24,7 +23,7 @@ class RankGroup:
         ranks: their completions go to the group from now on.
         remote: names of the remote tiers.
 
-    `take` and `close` are for one owner thread, the other methods for any.
+    `close` is for one owner thread, the other methods for any.
     """
 
     needs_flush = True
@@ -33,8 +32,7 @@ class RankGroup:
         if not ranks:
             raise ValueError("a rank group needs at least one rank")
         self._ranks = tuple(ranks)
-        self._inbox = CompletionInbox()
-        self._put: Callable[[Completion], None] = self._inbox.put
+        self._put: Callable[[Completion], None] = lambda _completion: None
         self._ready: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._open: dict[int, _PendingCommand] = {}
@@ -65,10 +63,6 @@ class RankGroup:
             mine = [each for each in commands if asked.get(id(each), position) == position] if asked else commands
             if mine:
                 rank.submit(*mine)
-
-    def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """See `Mover`. Returns early, perhaps with nothing, while a rank reads slowly."""
-        return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
         """See `Executor`."""

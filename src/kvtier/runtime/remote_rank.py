@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.protocol import (
@@ -64,7 +63,7 @@ class RemoteRank:
         tiers: names of the rank's tiers.
         hung_s: how long a ping may remain unanswered while commands are open.
 
-    `take` and `close` are for one owner thread, the other methods for any.
+    `close` is for one owner thread, the other methods for any.
     """
 
     needs_flush = True
@@ -89,8 +88,7 @@ class RemoteRank:
         self._pinged_s: float | None = None
         """Time at which a ping was sent; None if a message has arrived since."""
         self._leaving: Callable[[], None] = lambda: None
-        self._inbox = CompletionInbox()
-        self._put: Callable[[Completion], None] = self._inbox.put
+        self._put: Callable[[Completion], None] = lambda _completion: None
         self._ready: Callable[[], None] = lambda: None
         self._reader = threading.Thread(target=self._read, name=f"kvtier {name}", daemon=True)
         self._reader.start()
@@ -127,10 +125,6 @@ class RemoteRank:
                 return Outcome.FAILED, str(error)
             self._open[self._last_number] = command
             return None
-
-    def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """See `Mover`. Returns early, perhaps with nothing, while the other side reads slowly."""
-        return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None] = lambda: None) -> None:
         """See `Executor`."""
