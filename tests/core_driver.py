@@ -53,7 +53,6 @@ class Driver:
         payloads: Sequence[int] = (),
         slots: int | Sequence[int] = 8,
         tiers: Sequence[str | TierRules] = ("disk",),
-        ranks: int = 1,
         evictor: Callable[[], Evictor] = Lru,
         down: Sequence[str] = (),
         **limits: object,
@@ -73,11 +72,9 @@ class Driver:
             tiers=rules,
             evictor=evictor,
             limits=Limits(**settings),
-            ranks=ranks,
             down=down,
         )
         self.layout = layout
-        self.ranks = ranks
         self.now_s = 0.0
         self.held: dict[str, set[Item]] = {it.name: set() for it in rules}
         """What the tiers hold; used by `run` only."""
@@ -159,22 +156,16 @@ class Driver:
         """Transfers of `link` that are out, oldest first."""
         return [one for one in self.out.values() if one.link is link and (not tier or one.tier == tier)]
 
-    def answer(
-        self, transfer: Transfer, outcome: Outcome = Outcome.DONE, *, is_fault: bool = False, ranks: int | None = None
-    ) -> None:
-        """All ranks, or as many as `ranks`, answer a transfer."""
-        count = self.ranks if ranks is None else ranks
-        for _ in range(count):
-            self.cache.complete(transfer.id, outcome, self.now_s, is_fault=is_fault)
+    def answer(self, transfer: Transfer, outcome: Outcome = Outcome.DONE, *, is_fault: bool = False) -> None:
+        """Answer a transfer."""
+        self.cache.complete(transfer.id, outcome, self.now_s, is_fault=is_fault)
         self.cache.advance(self.now_s)
-        if ranks is None:
-            self.out.pop(transfer.id, None)
+        self.out.pop(transfer.id, None)
         self._take()
 
     def tell(self, probe: Probe, present: Sequence[bool] | None) -> None:
-        """All ranks answer a probe."""
-        for _ in range(self.ranks):
-            self.cache.probed(probe.id, present, self.now_s)
+        """Answer a probe."""
+        self.cache.probed(probe.id, present, self.now_s)
         self.cache.advance(self.now_s)
         self.probes.pop(probe.id, None)
         self._take()

@@ -75,11 +75,18 @@ def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
 
 @mutant
 def a_failed_transfer_counts_as_done(patch: Patch) -> None:
-    patch.setattr(transfer_scheduler, "SEVERITY", dict.fromkeys(Outcome, 0))
+    real = transfer_scheduler.TransferScheduler.complete
+
+    def complete(
+        self: transfer_scheduler.TransferScheduler, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool
+    ) -> bool:
+        return real(self, transfer_id, Outcome.DONE, now_s, is_fault=is_fault)
+
+    patch.setattr(transfer_scheduler.TransferScheduler, "complete", complete)
 
 
 @mutant
-def a_probe_counts_although_a_rank_lacks_the_object(patch: Patch) -> None:
+def a_probe_counts_although_the_tier_lacks_the_object(patch: Patch) -> None:
     real = probes.Probes.answered
 
     def answered(self: probes.Probes, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:

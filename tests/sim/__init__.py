@@ -3,7 +3,7 @@
     report = tests.sim.run(17)
     python -m tests.sim --seeds 0:5000
 
-A seed draws the model's KV groups, slots, budgets, deadlines, write policy, ranks, tiers, latencies, faults and
+A seed draws the model's KV groups, slots, budgets, deadlines, write policy, tiers, latencies, faults and
 requests. The core is the real one; time, bytes, tiers and engine are simulated. A seed reproduces exactly.
 
 Faults that the core must survive: a copy or a tier's read or write fails; a tier is full, goes down, hangs until the

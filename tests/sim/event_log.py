@@ -36,9 +36,6 @@ class OpenTransfer:
     """One transfer in flight."""
 
     transfer: Transfer
-    ranks_left: int
-    worst: Outcome = Outcome.DONE
-    is_fault: bool = False
     is_cancelled: bool = False
     is_given_up: bool = False
     """Reads of its tier stopped while it was in flight."""
@@ -56,9 +53,6 @@ class OpenProbe:
 
     probe: Probe
     request: RequestId
-    ranks_left: int
-    present: list[bool]
-    is_troubled: bool = False
 
 
 @dataclass(slots=True)
@@ -86,7 +80,6 @@ TICK_LATENESS_S_MAX = 0.01
 
 _HOST = "host memory"
 _NO_HINT = object()
-SEVERITY = (Outcome.DONE, Outcome.CANCELLED, Outcome.ABSENT, Outcome.FAILED, Outcome.CORRUPT)
 
 
 class EventLog:
@@ -209,7 +202,7 @@ class EventLog:
             raise Violation(f"hints not delivered: {self._hints_due}")
 
     def _sent(self, transfer: Transfer, jobs: dict[RequestId, SimJob]) -> None:
-        sent = self.transfers[transfer.id] = OpenTransfer(transfer, self._scenario.ranks)
+        sent = self.transfers[transfer.id] = OpenTransfer(transfer)
         sent.replaces_since_s = self._dropped.get(_demoted(transfer))
         if transfer.request is not None:
             job = jobs.get(transfer.request)
@@ -243,34 +236,26 @@ class EventLog:
             raise Violation(f"{taken} slots of {count} are in the staging area")
 
     def answered(self, transfer: Transfer, outcome: Outcome, *, is_fault: bool) -> None:
-        """Record the answer of one rank, before the core gets it."""
-        sent = self.transfers[transfer.id]
-        sent.worst = max(sent.worst, outcome, key=SEVERITY.index)
-        sent.ranks_left -= 1
-        if not sent.ranks_left:
-            del self.transfers[transfer.id]
-            item = (transfer.key, transfer.group)
-            if sent.worst is Outcome.CORRUPT and transfer.link is Link.PROMOTE:
-                self._drops_due.append((transfer.tier, item))
-                wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
-                self._doubted.update((transfer.tier, other) for present in wanting for other in present)
-            elif transfer.link is Link.PROMOTE and sent.worst is not Outcome.DONE and (is_fault or sent.is_fault):
-                self._doubted.add((transfer.tier, item))
-            if sent.replaces_since_s is not None and sent.worst is Outcome.DONE:
-                is_harmed = self._harmed.get(item, -inf) >= sent.replaces_since_s
-                if not is_harmed and not self._world.tiers[transfer.tier].holds(item):
-                    raise Violation(f"demote {transfer.id} was to replace a bad copy in {transfer.tier!r} and did not")
-                self._dropped.pop((transfer.tier, item), None)
-            if transfer.link is Link.SCATTER and sent.worst is Outcome.DONE and sent.operation in self.arrivals:
-                self.arrivals[sent.operation].append((self._world.now_s, item))
-            if sent.worst is not Outcome.DONE:
-                self._incidents[item] = self._world.now_s  # one rank may have failed long before
-            is_blamed = sent.worst not in (Outcome.DONE, Outcome.CANCELLED)
-            if sent.only_load is not None and is_blamed:
-                self._refused.add((sent.only_load, transfer.tier, item))
-        sent.is_fault |= is_fault
-        if transfer.tier and not sent.ranks_left and sent.worst is not Outcome.CANCELLED:
-            self._count_fault(transfer.tier, WAYS[transfer.link], sent.is_fault, transfer.deadline_s)
+        """Record an answer, before the core gets it."""
+        sent = self.transfers.pop(transfer.id)
+        item = (transfer.key, transfer.group)
+        if outcome is Outcome.CORRUPT and transfer.link is Link.PROMOTE:
+            self._drops_due.append((transfer.tier, item))
+            wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
+            self._doubted.update((transfer.tier, other) for present in wanting for other in present)
+        elif transfer.link is Link.PROMOTE and outcome is not Outcome.DONE and is_fault:
+            self._doubted.add((transfer.tier, item))
+        if sent.replaces_since_s is not None and outcome is Outcome.DONE:
+            is_harmed = self._harmed.get(item, -inf) >= sent.replaces_since_s
+            if not is_harmed and not self._world.tiers[transfer.tier].holds(item):
+                raise Violation(f"demote {transfer.id} was to replace a bad copy in {transfer.tier!r} and did not")
+            self._dropped.pop((transfer.tier, item), None)
+        if transfer.link is Link.SCATTER and outcome is Outcome.DONE and sent.operation in self.arrivals:
+            self.arrivals[sent.operation].append((self._world.now_s, item))
+        if sent.only_load is not None and outcome not in (Outcome.DONE, Outcome.CANCELLED):
+            self._refused.add((sent.only_load, transfer.tier, item))
+        if transfer.tier and outcome is not Outcome.CANCELLED:
+            self._count_fault(transfer.tier, WAYS[transfer.link], is_fault, transfer.deadline_s)
 
     def _count_fault(self, tier: str, way: Way, is_fault: bool, deadline_s: float) -> None:
         is_in_time = self._world.now_s < deadline_s
@@ -320,20 +305,14 @@ class EventLog:
         answers = self._answers.setdefault(asker, TierAnswers())
         answers.open += 1
         answers.probed.update(probe.objects)
-        self.probes[probe.id] = OpenProbe(probe, asker, self._scenario.ranks, [True] * len(probe.objects))
+        self.probes[probe.id] = OpenProbe(probe, asker)
 
     def probed(self, probe: Probe, present: list[bool] | None) -> None:
-        """Record the answer of one rank, before the core gets it."""
-        pending = self.probes[probe.id]
-        pending.ranks_left -= 1
-        if self._world.now_s >= probe.deadline_s or present is None:
-            pending.is_troubled = True
-        else:
-            pending.present = [a and b for a, b in zip(pending.present, present, strict=True)]
-        if pending.ranks_left:
-            return
-        del self.probes[probe.id]
-        self._count_fault(probe.tier, "read", pending.is_troubled, probe.deadline_s)
+        """Record an answer, before the core gets it."""
+        pending = self.probes.pop(probe.id)
+        if self._world.now_s >= probe.deadline_s:
+            present = None
+        self._count_fault(probe.tier, "read", present is None, probe.deadline_s)
         if self._world.now_s >= probe.deadline_s:
             # Answer or failure: that depends on whether the core has ticked since.
             self._faults_in_a_row[probe.tier, "read"] = 0
@@ -341,10 +320,10 @@ class EventLog:
         if answers is None or answers.open == 0:
             return
         answers.open -= 1
-        if pending.is_troubled:
+        if present is None:
             answers.is_unsure = True
             return
-        for item, is_there in zip(probe.objects, pending.present, strict=True):
+        for item, is_there in zip(probe.objects, present, strict=True):
             if is_there:
                 answers.holders.setdefault(item, []).append(probe.tier)
 

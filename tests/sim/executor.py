@@ -1,4 +1,4 @@
-"""Executes commands: each rank at its own pace, in any order, with the faults of the seed; and other writers.
+"""Executes commands in any order, with the faults of the seed; and other writers.
 
 A slot holds garbage from the start to the end of a write. A read returns the content at the time of the read.
 """
@@ -17,11 +17,10 @@ CANCELLED_IN_TIME = 0.7
 
 
 @dataclass(slots=True, eq=False)
-class RankTransfer:
-    """One rank's share of a transfer."""
+class RunningTransfer:
+    """One transfer, from its command to its answer."""
 
     transfer: Transfer
-    rank: int
     has_begun: bool = False
     is_cancelled: bool = False
     seen: Content = 0
@@ -29,18 +28,18 @@ class RankTransfer:
 
 
 class SimExecutor:
-    """The threads of all ranks.
+    """The executor's threads.
 
     Args:
-        complete: called with each rank's outcome of a transfer, and whether the tier is at fault.
-        probed: called with each rank's answer to a probe.
+        complete: called with the outcome of each transfer, and whether the tier is at fault.
+        probed: called with the answer to each probe.
         incident: called with each fault that may lose an object.
     """
 
     def __init__(
         self,
         world: World,
-        complete: Callable[[Transfer, int, Outcome, bool], None],
+        complete: Callable[[Transfer, Outcome, bool], None],
         probed: Callable[[Probe, list[bool] | None], None],
         incident: Callable[[Item, str], None],
     ) -> None:
@@ -49,7 +48,7 @@ class SimExecutor:
         self._complete = complete
         self._probed = probed
         self._incident = incident
-        self._tasks: dict[int, list[RankTransfer]] = {}
+        self._tasks: dict[int, RunningTransfer] = {}
         self._dropping: set[tuple[str, Item]] = set()
         self._tier_s = dict(zip(world.scenario.tiers, world.scenario.tier_s, strict=True))
 
@@ -57,12 +56,10 @@ class SimExecutor:
         """Schedule commands."""
         for command in commands:
             if isinstance(command, Transfer):
-                self._tasks[command.id] = [RankTransfer(command, rank) for rank in range(self._world.scenario.ranks)]
-                for task in self._tasks[command.id]:
-                    self._world.later(self._delay(command) * 0.3, lambda task=task: self._begin(task))
+                task = self._tasks[command.id] = RunningTransfer(command)
+                self._world.later(self._delay(command) * 0.3, lambda task=task: self._begin(task))
             elif isinstance(command, Probe):
-                for rank in range(self._world.scenario.ranks):
-                    self._probe(command, rank)
+                self._probe(command)
             elif isinstance(command, Cancel):
                 self._cancel(command)
             elif isinstance(command, Drop):
@@ -72,7 +69,7 @@ class SimExecutor:
 
     # ---- transfers -------------------------------------------------------------------------------------------------
 
-    def _begin(self, task: RankTransfer) -> None:
+    def _begin(self, task: RunningTransfer) -> None:
         if task.is_cancelled:
             return
         transfer = task.transfer
@@ -85,12 +82,12 @@ class SimExecutor:
         if transfer.link in WRITES_SLOT:
             self._write_slot(task, self._world.garbage())
         if transfer.link is Link.GATHER:
-            task.seen = self._world.blocks.content[task.rank][transfer.blocks[0]]
+            task.seen = self._world.blocks.content[transfer.blocks[0]]
         elif transfer.link is Link.SCATTER:
             task.seen = self._read_slot(task)
-            self._world.blocks.content[task.rank][transfer.blocks[0]] = self._world.garbage()
+            self._world.blocks.content[transfer.blocks[0]] = self._world.garbage()
         elif transfer.link is Link.PROMOTE:
-            task.copy = self._world.tiers[transfer.tier].copies[task.rank].get((transfer.key, transfer.group))
+            task.copy = self._world.tiers[transfer.tier].copies.get((transfer.key, transfer.group))
         if transfer.tier:
             outage = self._outage(transfer.tier, is_read=transfer.link is Link.PROMOTE)
             if outage is not None:
@@ -101,7 +98,7 @@ class SimExecutor:
                 duration_s += (transfer.deadline_s - self._world.now_s) * self._world.dice.uniform(1.0, 4.0)
         self._world.later(max(0.0, duration_s), lambda: self._end(task))
 
-    def _fail_or_hang(self, task: RankTransfer, outage: Outage) -> None:
+    def _fail_or_hang(self, task: RunningTransfer, outage: Outage) -> None:
         transfer = task.transfer
         item = (transfer.key, transfer.group)
         if not outage.hangs:
@@ -112,7 +109,7 @@ class SimExecutor:
             self._incident(item, "hangs")
             self._world.parked.append(lambda: self._end(task))
 
-    def _end(self, task: RankTransfer) -> None:
+    def _end(self, task: RunningTransfer) -> None:
         transfer = task.transfer
         chance = {Link.PROMOTE: self._faults.read_fails, Link.DEMOTE: self._faults.write_fails}
         if self._world.dice.random() < chance.get(transfer.link, self._faults.copy_fails):
@@ -122,19 +119,19 @@ class SimExecutor:
         elif transfer.link is Link.DEMOTE:
             self._end_demote(task)
         elif transfer.link is Link.GATHER:
-            now = self._world.blocks.content[task.rank][transfer.blocks[0]]
+            now = self._world.blocks.content[transfer.blocks[0]]
             self._write_slot(task, self._world.dice.choice((task.seen, now)))
             self._answer(task, Outcome.DONE)
         else:
             now = self._read_slot(task)
             content = self._world.dice.choice((task.seen, now))
-            self._world.blocks.content[task.rank][transfer.blocks[0]] = content
+            self._world.blocks.content[transfer.blocks[0]] = content
             self._answer(task, Outcome.DONE)
 
-    def _end_promote(self, task: RankTransfer) -> None:
+    def _end_promote(self, task: RunningTransfer) -> None:
         transfer = task.transfer
         tier = self._world.tiers[transfer.tier]
-        now = tier.copies[task.rank].get((transfer.key, transfer.group))
+        now = tier.copies.get((transfer.key, transfer.group))
         copy = self._world.dice.choice((task.copy, now))  # the file was opened at the beginning, or at the end
         if copy is None:
             self._answer(task, Outcome.ABSENT)
@@ -144,11 +141,11 @@ class SimExecutor:
             self._write_slot(task, copy.content)
             self._answer(task, Outcome.DONE)
 
-    def _end_demote(self, task: RankTransfer) -> None:
+    def _end_demote(self, task: RunningTransfer) -> None:
         transfer = task.transfer
         item = (transfer.key, transfer.group)
         tier = self._world.tiers[transfer.tier]
-        copies = tier.copies[task.rank]
+        copies = tier.copies
         room = self._world.scenario.tier_objects
         if item in copies:
             self._answer(task, Outcome.DONE)  # an existing copy stays, good or bad
@@ -158,7 +155,7 @@ class SimExecutor:
                 self._answer(task, Outcome.FAILED)  # a refusal is no fault
                 return
             victim = next(iter(copies))
-            self.remove(tier, task.rank, victim)
+            self.remove(tier, victim)
         is_flipped = self._world.dice.random() < self._faults.flipped
         condition = self._world.dice.choice(DAMAGE) if is_flipped else Condition.GOOD
         if is_flipped:
@@ -166,29 +163,28 @@ class SimExecutor:
         copies[item] = StoredCopy(self._read_slot(task), condition)
         self._answer(task, Outcome.DONE)
 
-    def _answer(self, task: RankTransfer, outcome: Outcome, *, is_fault: bool = False) -> None:
+    def _answer(self, task: RunningTransfer, outcome: Outcome, *, is_fault: bool = False) -> None:
         transfer = task.transfer
         if task.has_begun:
             self._unclaim(task)
         if outcome is not Outcome.DONE:
             self._incident((transfer.key, transfer.group), outcome.value)
-        left = self._tasks[transfer.id]
-        left.remove(task)
-        if not left:
-            del self._tasks[transfer.id]
-        self._complete(transfer, task.rank, outcome, is_fault)
+        del self._tasks[transfer.id]
+        self._complete(transfer, outcome, is_fault)
 
     def _cancel(self, cancel: Cancel) -> None:
         for number in cancel.ids:
-            for task in self._tasks.get(number, ()):
-                is_in_time = self._world.dice.random() < CANCELLED_IN_TIME
-                if not task.has_begun and not task.is_cancelled and is_in_time:
-                    task.is_cancelled = True
-                    self._world.later(0.0005, lambda task=task: self._answer(task, Outcome.CANCELLED))
+            task = self._tasks.get(number)
+            if task is None:
+                continue
+            is_in_time = self._world.dice.random() < CANCELLED_IN_TIME
+            if not task.has_begun and not task.is_cancelled and is_in_time:
+                task.is_cancelled = True
+                self._world.later(0.0005, lambda task=task: self._answer(task, Outcome.CANCELLED))
 
     # ---- probes and drops ---------------------------------------------------------------------------------------
 
-    def _probe(self, probe: Probe, rank: int) -> None:
+    def _probe(self, probe: Probe) -> None:
         dice, faults = self._world.dice, self._faults
         low, high = self._tier_s[probe.tier]
         outage = self._outage(probe.tier, is_read=True)
@@ -197,25 +193,24 @@ class SimExecutor:
         if outage is not None and not outage.hangs:
             fails = True
         elif outage is not None and not self._world.is_draining:
-            self._world.parked.append(lambda: self._probed(probe, self._contains(probe, rank)))
+            self._world.parked.append(lambda: self._probed(probe, self._contains(probe)))
             return
         elif dice.random() < faults.probe_late:
             delay_s += (probe.deadline_s - self._world.now_s) * dice.uniform(0.9, 3.0)
-        self._world.later(delay_s, lambda: self._probed(probe, None if fails else self._contains(probe, rank)))
+        self._world.later(delay_s, lambda: self._probed(probe, None if fails else self._contains(probe)))
 
-    def _contains(self, probe: Probe, rank: int) -> list[bool]:
-        copies = self._world.tiers[probe.tier].copies[rank]
+    def _contains(self, probe: Probe) -> list[bool]:
+        copies = self._world.tiers[probe.tier].copies
         return [item in copies for item in probe.objects]
 
     def _drop(self, drop: Drop) -> None:
         tier, item = self._world.tiers[drop.tier], (drop.key, drop.group)
         self._dropping.discard((drop.tier, item))
-        for rank in range(self._world.scenario.ranks):
-            self.remove(tier, rank, item, "dropped")
+        self.remove(tier, item, "dropped")
 
-    def remove(self, tier: SimTier, rank: int, item: Item, what: str = "removed") -> None:
-        """Remove one rank's copy."""
-        if tier.copies[rank].pop(item, None) is not None:
+    def remove(self, tier: SimTier, item: Item, what: str = "removed") -> None:
+        """Remove a copy."""
+        if tier.copies.pop(item, None) is not None:
             self._incident(item, what)
 
     def damaged(self, item: Item) -> None:
@@ -224,10 +219,10 @@ class SimExecutor:
 
     # ---- slots and blocks ------------------------------------------------------------------------------------------
 
-    def _use(self, task: RankTransfer) -> SlotUse:
-        return self._world.uses[task.rank][task.transfer.group][task.transfer.slot]
+    def _use(self, task: RunningTransfer) -> SlotUse:
+        return self._world.uses[task.transfer.group][task.transfer.slot]
 
-    def _claim(self, task: RankTransfer) -> None:
+    def _claim(self, task: RunningTransfer) -> None:
         transfer, use = task.transfer, self._use(task)
         if transfer.link in WRITES_SLOT:
             if use.readers or use.writers:
@@ -239,7 +234,7 @@ class SimExecutor:
             use.readers += 1
         self._check_blocks(transfer)
 
-    def _unclaim(self, task: RankTransfer) -> None:
+    def _unclaim(self, task: RunningTransfer) -> None:
         use = self._use(task)
         if task.transfer.link in WRITES_SLOT:
             use.writers -= 1
@@ -252,11 +247,11 @@ class SimExecutor:
             if block not in self._world.blocks.open:
                 raise Violation(f"{transfer.link.value} {transfer.id} touches block {block} after the end")
 
-    def _read_slot(self, task: RankTransfer) -> Content:
-        return self._world.slots[task.rank][task.transfer.group][task.transfer.slot]
+    def _read_slot(self, task: RunningTransfer) -> Content:
+        return self._world.slots[task.transfer.group][task.transfer.slot]
 
-    def _write_slot(self, task: RankTransfer, content: Content) -> None:
-        self._world.slots[task.rank][task.transfer.group][task.transfer.slot] = content
+    def _write_slot(self, task: RunningTransfer, content: Content) -> None:
+        self._world.slots[task.transfer.group][task.transfer.slot] = content
 
     # ---- delays ----------------------------------------------------------------------------------------------------
 
@@ -294,20 +289,15 @@ class OtherWriters:
         depth = dice.randint(1, scenario.chunks_max)
         key = ChunkKey(b"".join(b"%d" % dice.randrange(scenario.branches) for _ in range(depth)))
         group = dice.randrange(len(scenario.slots))
-        is_everywhere = dice.random() < 0.7
-        for rank, copies in enumerate(tier.copies):
-            if is_everywhere or dice.random() < 0.5:
-                copies[key, group] = StoredCopy((key, group, rank))
+        tier.copies[key, group] = StoredCopy((key, group))
 
     def _remove(self, tier: SimTier) -> None:
-        rank = self._world.dice.randrange(len(tier.copies))
-        if tier.copies[rank]:
-            self._executor.remove(tier, rank, self._world.dice.choice(list(tier.copies[rank])))
+        if tier.copies:
+            self._executor.remove(tier, self._world.dice.choice(list(tier.copies)))
 
     def _damage(self, tier: SimTier) -> None:
-        rank = self._world.dice.randrange(len(tier.copies))
-        sound = [item for item, copy in tier.copies[rank].items() if copy.condition is Condition.GOOD]
+        sound = [item for item, copy in tier.copies.items() if copy.condition is Condition.GOOD]
         if sound:
             item = self._world.dice.choice(sound)
-            tier.copies[rank][item] = StoredCopy(0, self._world.dice.choice(DAMAGE))
+            tier.copies[item] = StoredCopy(0, self._world.dice.choice(DAMAGE))
             self._executor.damaged(item)

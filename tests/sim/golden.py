@@ -5,8 +5,9 @@ tiers, which changed no decision in them, and those with several after it. All w
 links took whole rounds, which changed the seconds of load options, and those with several when relays took slots on
 demand, and relays without a staging area were dropped. Announced chunks came later, in runs of their own, which
 were recorded again when their searches no longer changed a tier's hit rate. All were recorded again when links had an
-estimate of their pauses, and when loads no longer waited for a tier whose reads have stopped. A change of the core that
-is meant to change no decision leaves every digest as it is.
+estimate of their pauses, when loads no longer waited for a tier whose reads have stopped, and when seeds no longer drew
+a number of ranks, which the core does not see. A change of the core that is meant to change no decision leaves every
+digest as it is.
 """
 
 import json

@@ -52,7 +52,7 @@ class Invariants:
 
     def begin(self) -> None:
         """Count everything in the tiers as stored."""
-        self._acknowledged.update(item for tier in self._world.tiers.values() for item in tier.copies[0])
+        self._acknowledged.update(item for tier in self._world.tiers.values() for item in tier.copies)
 
     def released(self, job: SimJob) -> None:
         """Forget the probe answers of the request."""
@@ -233,11 +233,10 @@ class Invariants:
 
     def _check_readable(self) -> None:
         for group, entries in enumerate(self._cache.host.entries):
-            for rank, of_rank in enumerate(self._world.slots):
-                slots = of_rank[group]
-                for key, entry in entries.items():
-                    if entry.residency in READABLE and slots[entry.slot] != (key, group, rank):
-                        raise Violation(f"slot {entry.slot} of group {group} is readable and holds something else")
+            slots = self._world.slots[group]
+            for key, entry in entries.items():
+                if entry.residency in READABLE and slots[entry.slot] != (key, group):
+                    raise Violation(f"slot {entry.slot} of group {group} is readable and holds something else")
 
     def _check_waiting(self) -> None:
         for entries in self._cache.host.entries:

@@ -144,7 +144,6 @@ class _Simulation:
             tiers=scenario.rules,
             evictor=self._make_evictor,
             limits=scenario.limits,
-            ranks=scenario.ranks,
         )
         self.log.cache = self.cache
         self.invariants = Invariants(self.world, self.cache, self.log)
@@ -259,9 +258,9 @@ class _Simulation:
             self.others.act()
         self._settle()
 
-    def _complete(self, transfer: Transfer, rank: int, outcome: Outcome, is_fault: bool) -> None:
+    def _complete(self, transfer: Transfer, outcome: Outcome, is_fault: bool) -> None:
         self._is_answer = True
-        self.world.note(RecordKind.ANSWER, transfer.id, rank, outcome, is_fault)
+        self.world.note(RecordKind.ANSWER, transfer.id, outcome, is_fault)
         self.log.answered(transfer, outcome, is_fault=is_fault)
         self.cache.complete(transfer.id, outcome, self.world.now_s, is_fault=is_fault)
 

@@ -66,10 +66,9 @@ class Scenario:
     slots: tuple[int, ...]
     rules: tuple[TierRules, ...]
     tier_objects: int | None
-    """Capacity of each tier, in objects of one rank; None: unlimited."""
+    """Capacity of each tier, in objects; None: unlimited."""
     tier_evicts: bool
     """A full tier evicts; otherwise it refuses."""
-    ranks: int
     limits: Limits
     evictor: str
     device_s: tuple[float, float]
@@ -121,7 +120,6 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
     tiers = ("disk", "shared", "far")[: dice.choices((0, 1, 2, 3), (5, 45, 35, 15))[0]]
     slots_base = dice.choice((3, 5, 8, 12, 20))
     steps = steps or dice.randint(80, 240)
-    dice.random()  # unused; without this draw every seed would be another scenario
     scenario = Scenario(
         seed=seed,
         mode=mode,
@@ -131,7 +129,6 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         slots=tuple(max(2, slots_base + dice.randint(-2, 2)) for _ in groups),
         tier_objects=dice.randint(4, 40) if mode is Mode.STORM and dice.random() < 0.4 else None,
         tier_evicts=dice.random() < 0.6,
-        ranks=dice.choices((1, 2, 3), (60, 30, 10))[0],
         limits=_draw_limits(dice, mode, rules := {"small_bytes": _draw_small_bytes(seed)}),
         evictor=dice.choices(EVICTORS, (35, 35, 15, 15))[0],
         device_s=(0.001, dice.uniform(0.002, 0.02)),

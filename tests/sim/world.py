@@ -1,4 +1,4 @@
-"""Simulated memory, tiers, clock and event queue. Content is (key, group, rank), or garbage that equals nothing."""
+"""Simulated memory, tiers, clock and event queue. Content is (key, group), or garbage that equals nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from tests.sim.trace import RecordKind, RunTrace
 from kvtier.types import ChunkKey
 
 Item = tuple[ChunkKey, int]
-"""(key, group): one object on all ranks."""
-Content = tuple[ChunkKey, int, int] | int
-"""(key, group, rank), or a number for garbage."""
+"""(key, group): one object."""
+Content = Item | int
+"""(key, group), or a number for garbage."""
 
 
 class Violation(AssertionError):  # noqa: N818
@@ -32,32 +32,31 @@ class Condition(Enum):
 
 @dataclass(slots=True)
 class StoredCopy:
-    """One stored object of one rank. `content` is what the slot held when it was written."""
+    """One stored object. `content` is what the slot held when it was written."""
 
     content: Content
     condition: Condition = Condition.GOOD
 
 
 class SimTier:
-    """Copies in one tier, by rank."""
+    """Copies in one tier."""
 
-    def __init__(self, name: str, ranks: int) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.copies: list[dict[Item, StoredCopy]] = [{} for _ in range(ranks)]
+        self.copies: dict[Item, StoredCopy] = {}
 
     def fill(self, item: Item, condition: Condition) -> None:
-        """Store a copy for every rank; the first rank's copy is in `condition`."""
-        for rank, copies in enumerate(self.copies):
-            copies[item] = StoredCopy((*item, rank), condition if rank == 0 else Condition.GOOD)
+        """Store a copy in `condition`."""
+        self.copies[item] = StoredCopy(item, condition)
 
     def holds(self, item: Item) -> bool:
-        """Whether every rank has a good copy."""
-        return all(item in copies and copies[item].condition is Condition.GOOD for copies in self.copies)
+        """Whether the tier has a good copy."""
+        return item in self.copies and self.copies[item].condition is Condition.GOOD
 
 
 @dataclass(slots=True)
 class SlotUse:
-    """Current readers and writers of one slot of one rank."""
+    """Current readers and writers of one slot."""
 
     readers: int = 0
     writers: int = 0
@@ -65,9 +64,9 @@ class SlotUse:
 
 @dataclass(slots=True)
 class BlockMemory:
-    """Engine memory: content of each block by rank, and the blocks that transfers may touch."""
+    """Engine memory: content of each block, and the blocks that transfers may touch."""
 
-    content: list[dict[int, Content]]
+    content: dict[int, Content] = field(default_factory=dict[int, Content])
     open: set[int] = field(default_factory=set[int])
     last: int = 0
 
@@ -81,11 +80,10 @@ class World:
         self.dice = Random(f"world {scenario.seed}")
         self.now_s = 0.0
         self.is_draining = False
-        ranks = range(scenario.ranks)
-        self.slots: list[list[list[Content]]] = [[[0] * count for count in scenario.slots] for _ in ranks]
-        self.uses = [[[SlotUse() for _ in range(count)] for count in scenario.slots] for _ in ranks]
-        self.blocks = BlockMemory([{} for _ in ranks])
-        self.tiers = {name: SimTier(name, scenario.ranks) for name in scenario.tiers}
+        self.slots: list[list[Content]] = [[0] * count for count in scenario.slots]
+        self.uses = [[SlotUse() for _ in range(count)] for count in scenario.slots]
+        self.blocks = BlockMemory()
+        self.tiers = {name: SimTier(name) for name in scenario.tiers}
         self.parked: list[Callable[[], None]] = []
         """Events that wait for the end of the run: operations that hang."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -131,20 +129,18 @@ class World:
         blocks = self.blocks
         blocks.last += 1
         blocks.open.add(blocks.last)
-        for rank, content in enumerate(blocks.content):
-            content[blocks.last] = self.garbage() if item is None else (*item, rank)
+        blocks.content[blocks.last] = self.garbage() if item is None else item
         return blocks.last
 
     def close_block(self, block: int) -> None:
         """Let the engine overwrite the block."""
         self.blocks.open.discard(block)
-        for content in self.blocks.content:
-            content[block] = self.garbage()
+        self.blocks.content[block] = self.garbage()
 
     def holds_right(self, block: int, item: Item) -> bool:
-        """Whether a block holds the object on every rank."""
-        return all(content[block] == (*item, rank) for rank, content in enumerate(self.blocks.content))
+        """Whether a block holds the object."""
+        return self.blocks.content[block] == item
 
     def is_in_a_tier(self, item: Item) -> bool:
-        """Whether some tier has a good copy on every rank."""
+        """Whether some tier has a good copy."""
         return any(tier.holds(item) for tier in self.tiers.values())

@@ -17,7 +17,7 @@ def rules(name: str, **values: object) -> TierRules:
 
 def near_and_far(**values: object) -> Driver:
     """A local disk, and a remote store behind it."""
-    of_core = {name: values.pop(name) for name in ("slots", "groups", "write_policy", "ranks") if name in values}
+    of_core = {name: values.pop(name) for name in ("slots", "groups", "write_policy") if name in values}
     return Driver(tiers=(rules("disk"), rules("far", is_remote=True, **values)), **{"slots": 64, **of_core})
 
 

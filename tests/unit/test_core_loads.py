@@ -304,30 +304,6 @@ def test_resident_tokens_stay_when_the_load_fails() -> None:
     assert (done.tokens, done.wanted_tokens, done.sources) == (5, 12, ())
 
 
-def test_several_ranks_count_only_together() -> None:
-    core = Driver(ranks=2)
-    prompt = prefix_of("ab")
-    core.store("a", prompt)
-    first, second = core.going(Link.GATHER)
-    core.answer(first, ranks=1)
-    assert core.lookup("b", prompt).ready_tokens == 0
-    core.answer(first, ranks=1)
-    core.answer(second, Outcome.FAILED, ranks=1)
-    core.answer(second, ranks=1)
-    assert core.present() == {"a"}, "one rank's failure is everybody's"
-
-
-def test_a_probe_counts_what_every_rank_has() -> None:
-    core = Driver(ranks=2)
-    prompt = prefix_of("ab")
-    core.lookup("r", prompt)
-    (probe,) = core.probes.values()
-    core.cache.probed(probe.id, [True, True], 0.0)
-    assert core.lookup("r", prompt).presence is Presence.PROBING
-    core.cache.probed(probe.id, [True, False], 0.0)
-    assert core.lookup("r", prompt).tokens == 4
-
-
 def test_windows_and_states_are_loaded_by_their_own_rules() -> None:
     core = Driver(groups=(History(), Window(5), State()), slots=16)
     prompt = prefix_of("abcd")

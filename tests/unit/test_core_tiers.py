@@ -711,19 +711,6 @@ def test_a_leaving_object_whose_demotion_is_late_stays_readable_until_it_ends() 
     assert core.stored()[-1].held == 1
 
 
-def test_late_answers_of_some_ranks_end_nothing_early() -> None:
-    core = Driver(ranks=2, transfer_deadline_s=2.0)
-    core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Link.PROMOTE)
-    core.answer(stuck, ranks=1)
-    core.wait(2.0)
-    assert len(core.loaded()) == 1
-    assert core.cache.in_flight == 1
-    core.answer(stuck, ranks=1)
-    assert core.cache.in_flight == 0
-    assert core.cache.host.used(0) == 0
-
-
 def test_a_hanging_tier_leaves_half_of_host_memory() -> None:
     core = Driver(slots=8, transfer_deadline_s=2.0, failures=1)
     core.store("a", prefix_of("abcd"))

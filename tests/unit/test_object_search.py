@@ -19,7 +19,7 @@ class Answers:
 
     def __init__(self, held, remote=(), silent=()):
         rules = [TierRules(name=name, is_remote=name in remote) for name in held]
-        self.tiers = TierStates(rules, 64, Output(ranks=1), ()).all
+        self.tiers = TierStates(rules, 64, Output(), ()).all
         self.held = {name: {object_id(number) for number in numbers} for name, numbers in held.items()}
         self.silent = silent
         self.asked = {name: [] for name in held}

@@ -4,7 +4,7 @@ Calls carry the time. Commands and events are collected by `take_commands` and `
 completions appear after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower
 tiers as hints.
 
-- Never lie: an object is readable only when READY or LEAVING, after every rank reported its transfer DONE. A reader of
+- Never lie: an object is readable only when READY or LEAVING, after its transfer was reported DONE. A reader of
   a slot holds a pin. The slot of an overdue promotion is not reused before its thread has ended.
 - Never stall: see `transfer_scheduler`. Every wait has a deadline, which `tick` checks.
 """
@@ -60,7 +60,6 @@ class Cache:
         slots: host slots of each group, at least two each.
         tiers: the lower tiers, fastest first.
         evictor: makes the evictor of a group in host memory.
-        ranks: how many ranks answer each command.
         down: tiers that are not open yet.
         link_priors: estimates for links without measurements, by place.
     """
@@ -73,7 +72,6 @@ class Cache:
         tiers: Sequence[TierRules],
         evictor: Callable[[], Evictor],
         limits: Limits | None = None,
-        ranks: int = 1,
         down: Collection[str] = (),
         link_priors: Mapping[str, LinkPrior] = NO_PRIORS,
     ) -> None:
@@ -85,7 +83,7 @@ class Cache:
         """Next turns of sessions with open stores: evictors see the stores first."""
         self._may_move = False
         """An operation has ended since the last `advance`."""
-        self._output = Output(ranks)
+        self._output = Output()
         self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
         self.host = HostMemory(slots, evictor, layout, has_staging=has_staging)
@@ -325,11 +323,11 @@ class Cache:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
-        """One rank's completion of a transfer. `is_fault`: the tier failed, rather than refused or cancelled."""
+        """The completion of a transfer. `is_fault`: the tier failed, rather than refused or cancelled."""
         self._may_move |= self._transfers.complete(transfer_id, outcome, now_s, is_fault=is_fault)
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
-        """One rank's answer to a probe; None means that the tier failed."""
+        """The answer to a probe; None means that the tier failed."""
         self._probes.answered(probe_id, present, now_s)
         self._may_move = True  # demotions may wait for a trial
 

@@ -31,8 +31,6 @@ class Counters:
 class Output:
     """Commands and events since they were last taken, and counters. All parts of the core append to it."""
 
-    ranks: int
-    """How many ranks answer each command."""
     commands: list[Command] = field(default_factory=list[Command])
     events: list[Event] = field(default_factory=list[Event])
     counters: Counters = field(default_factory=Counters)

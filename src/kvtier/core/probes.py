@@ -92,10 +92,7 @@ class OpenProbe:
     search: Search | None
     """None for a health check."""
     objects: tuple[Item, ...]
-    ranks_left: int
-    present: list[bool]
     deadline_s: float
-    is_failed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -296,17 +293,10 @@ class Probes:
                 self._send(tier_state, None, (), now_s)
 
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
-        """Handle one rank's answer; None means that the tier failed. Answers to closed probes are ignored."""
-        open_probe = self._open.get(probe_id)
-        if open_probe is None:
-            return
-        if present is None:
-            open_probe.is_failed = True
-        else:
-            open_probe.present = [a and b for a, b in zip(open_probe.present, present, strict=True)]
-        open_probe.ranks_left -= 1
-        if not open_probe.ranks_left:
-            self._close(probe_id, open_probe, now_s)
+        """Handle an answer; None means that the tier failed. Answers to closed probes are ignored."""
+        open_probe = self._open.pop(probe_id, None)
+        if open_probe is not None:
+            self._close(probe_id, open_probe, present, now_s)
 
     def expire(self, now_s: float) -> bool:
         """Close overdue probes as failed; returns whether a probe was closed or a wait has ended."""
@@ -317,8 +307,7 @@ class Probes:
             if open_probe is not None:
                 changed = True
                 if open_probe.deadline_s <= now_s:
-                    open_probe.is_failed = True
-                    self._close(probe_id, open_probe, now_s)
+                    self.answered(probe_id, None, now_s)
         return changed
 
     def next_deadline(self) -> float | None:
@@ -491,34 +480,29 @@ class Probes:
     def _send(self, tier_state: TierState, search: Search | None, objects: tuple[Item, ...], now_s: float) -> None:
         probe = Probe(self._output.new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
         tier_state.breakers[Link.PROMOTE].attempted(probe.id)
-        self._open[probe.id] = OpenProbe(
-            tier_state.name, search, objects, self._output.ranks, [True] * len(objects), probe.deadline_s
-        )
+        self._open[probe.id] = OpenProbe(tier_state.name, search, objects, probe.deadline_s)
         heappush(self._deadlines, (probe.deadline_s, probe.id))
         until_s = search.answers.waits_until_s if search is not None and tier_state.rules.is_remote else None
         if until_s is not None and now_s < until_s < probe.deadline_s:
             heappush(self._deadlines, (until_s, probe.id))
         self._output.commands.append(probe)
 
-    def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> None:
-        del self._open[probe_id]
-        tier_state, search = self._tiers.by_name[open_probe.tier], open_probe.search
-        tier_state.record(Link.PROMOTE, probe_id, now_s, is_fault=open_probe.is_failed)
-        if not open_probe.is_failed:
-            for item, is_there in zip(open_probe.objects, open_probe.present, strict=True):
+    def _close(self, probe_id: int, open_probe: OpenProbe, present: Sequence[bool] | None, now_s: float) -> None:
+        tier_state, search, objects = self._tiers.by_name[open_probe.tier], open_probe.search, open_probe.objects
+        tier_state.record(Link.PROMOTE, probe_id, now_s, is_fault=present is None)
+        if present is not None:
+            for item, is_there in zip(objects, present, strict=True):
                 tier_state.remember(item, now_s, is_present=is_there)
         if search is None:
             return
         took_s = now_s - (open_probe.deadline_s - tier_state.rules.probe_deadline_s)
         tier_state.probe_took(took_s)
         if search.round == 0:
-            if not open_probe.is_failed:
-                there = [
-                    item for item, is_there in zip(open_probe.objects, open_probe.present, strict=True) if is_there
-                ]
+            if present is not None:
+                there = [item for item, is_there in zip(objects, present, strict=True) if is_there]
                 self._found(search, there, tier_state)
-        elif not open_probe.is_failed:
-            self._use_round(search, tier_state, open_probe.objects, open_probe.present)
+        elif present is not None:
+            self._use_round(search, tier_state, objects, present)
             if self._ask_round(search, tier_state, now_s):
                 return
         else:

@@ -17,7 +17,7 @@ from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.types import SEVERITY, Cancel, Drop, Link, Outcome, Transfer
+from kvtier.types import Cancel, Drop, Link, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
@@ -31,7 +31,6 @@ class InFlightTransfer:
 
     transfer: Transfer
     entry: HostEntry
-    ranks_left: int
     item: WorkItem | None = None
     """The object of a store that is gathered, or of a load that is scattered."""
     relay_to: str = ""
@@ -122,17 +121,11 @@ class TransferScheduler:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool) -> bool:
-        """Handle one rank's completion; returns whether it was the transfer's last."""
-        flight = self.flights.get(transfer_id)
+        """Handle a completion; returns whether its transfer was in flight."""
+        flight = self.flights.pop(transfer_id, None)
         if flight is None:
             return False
-        if outcome is not DONE and SEVERITY[outcome] > SEVERITY[flight.outcome]:
-            flight.outcome = outcome
-        flight.is_fault |= is_fault
-        flight.ranks_left -= 1
-        if flight.ranks_left:
-            return False
-        del self.flights[transfer_id]
+        flight.outcome, flight.is_fault = outcome, is_fault
         link = flight.transfer.link
         if link is GATHER:
             self._gathered(flight, now_s)
@@ -438,7 +431,7 @@ class TransferScheduler:
             now_s + limit_s,
             entry.session,
         )
-        self.flights[transfer.id] = InFlightTransfer(transfer, entry, output.ranks, item, relay_to)
+        self.flights[transfer.id] = InFlightTransfer(transfer, entry, item, relay_to)
         if tier_state is not None:
             tier_state.began(transfer, self._host.object_bytes[entry.group])
             # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.

@@ -53,7 +53,7 @@ class ObjectTransfers:
         down: Collection[str],
         observer: Observer,
     ) -> None:
-        self.output = Output(ranks=1)
+        self.output = Output()
         self.staging = StagingSlots(slots)
         # `TierStates` gives each way a quarter of the slots that it gets as its argument.
         self.tiers = TierStates(tiers, int(4 * SHARE * min(slots)), self.output, down)
