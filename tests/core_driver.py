@@ -61,7 +61,7 @@ class Driver:
         layout = KvLayout(
             CHUNK, tuple(GroupLayout(kind, (size,), "test") for kind, size in zip(groups, sizes, strict=True))
         )
-        settings: dict[str, object] = {"load_deadline_s": LONG_S, "copy_deadline_s": LONG_S, "store_deadline_s": LONG_S}
+        settings: dict[str, object] = {"load_deadline_s": LONG_S, "store_deadline_s": LONG_S}
         of_tiers: dict[str, object] = {"probe_deadline_s": LONG_S, "transfer_deadline_s": LONG_S}
         for name, value in limits.items():
             (of_tiers if name in TierRules.__dataclass_fields__ else settings)[name] = value

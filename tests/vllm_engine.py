@@ -34,7 +34,7 @@ from kvtier.types import RequestId
 __all__ = ["LieError", "SmallEngine"]
 
 DEADLINE_S = 120.0
-PATIENT = LimitsConfig(load_deadline_s=600.0, copy_deadline_s=600.0, store_deadline_s=600.0)
+PATIENT = LimitsConfig(load_deadline_s=600.0, store_deadline_s=600.0)
 """However slow the machine is."""
 
 

@@ -70,7 +70,7 @@ def hanging(tmp_path: Path) -> Iterator[HangingFs]:
 def settings(kind: str, place: Path, **more: float) -> Config:
     own = {"probe_deadline_s": 0.1, "transfer_deadline_s": 0.3, "retry_s": 0.05}
     own |= {name: more.pop(name) for name in TIER_LIMITS if name in more}
-    made = config(None, **{"load_deadline_s": 0.3, "copy_deadline_s": 0.3, "open_deadline_s": 1.0, **more})
+    made = config(None, **{"load_deadline_s": 0.3, "open_deadline_s": 1.0, **more})
     if kind == "disk":
         tier = DiskSettings(path=place, capacity_bytes=4 << 20, reserve_bytes=1, sync_interval_s=0.2, **own)
     else:

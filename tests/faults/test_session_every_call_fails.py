@@ -141,7 +141,7 @@ class Recording:
             slots=(8, 8),
             tiers=[TierRules(name="disk")],
             evictor=lambda: make_evictor("adaptive"),
-            limits=Limits(load_deadline_s=1.0, store_deadline_s=0.5, waiting_chunks=12),
+            limits=Limits(load_deadline_s=1.0, store_deadline_s=0.5),
         )
         self.closed_below: list[float] = []
         self.session = Session(

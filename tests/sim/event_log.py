@@ -432,8 +432,8 @@ class EventLog:
             }[link]
             if count > most:
                 raise Violation(f"{count} {link.value}s {tier} in flight, {most} allowed")
-        if len(self._answers) > limits.requests:
-            raise Violation(f"the answers of {len(self._answers)} requests are kept, {limits.requests} allowed")
+        if len(self._answers) > self._scenario.requests:
+            raise Violation(f"the answers of {len(self._answers)} requests are kept, {self._scenario.requests} allowed")
         if self._back_due:
             raise Violation(f"{self._back_due} have succeeded and still count as down")
         if self._drops_due:

@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from unittest.mock import patch
 
 from tests.sim.engine import SimEngine
 from tests.sim.event_log import TICK_LATENESS_S_MAX, EventLog
@@ -13,6 +14,7 @@ from tests.sim.scenario import Mode, Scenario, draw
 from tests.sim.trace import RecordKind, RunTrace
 from tests.sim.world import Violation, World
 
+from kvtier.core import operations, probes
 from kvtier.core.cache import Cache
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.base import Evictor, Held, Hinted
@@ -61,11 +63,16 @@ def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **over
     Raises:
         TypeError: an override is not a field of `Scenario`.
     """
-    simulation = _Simulation(draw(seed, steps, **overrides), has_digest=has_digest)
+    scenario = draw(seed, steps, **overrides)
+    simulation = _Simulation(scenario, has_digest=has_digest)
     failure: str | None = None
     where = ""
     try:
-        simulation.run()
+        with (
+            patch.object(operations, "WAITING_MAX", scenario.waiting),
+            patch.object(probes, "REQUESTS_MAX", scenario.requests),
+        ):
+            simulation.run()
     except Exception as error:  # noqa: BLE001  reported with its seed, which is what a simulator is for
         failure = f"{type(error).__name__}: {error}"
         where = traceback.format_exc()

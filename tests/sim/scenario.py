@@ -70,6 +70,10 @@ class Scenario:
     tier_evicts: bool
     """A full tier evicts; otherwise it refuses."""
     limits: Limits
+    waiting: int
+    """`WAITING_MAX` of this run."""
+    requests: int
+    """`REQUESTS_MAX` of this run."""
     evictor: str
     device_s: tuple[float, float]
     """Shortest and longest time of a copy between engine and host."""
@@ -130,6 +134,8 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         tier_objects=dice.randint(4, 40) if mode is Mode.STORM and dice.random() < 0.4 else None,
         tier_evicts=dice.random() < 0.6,
         limits=_draw_limits(dice, mode, rules := {"small_bytes": _draw_small_bytes(seed)}),
+        waiting=dice.choice((0, 3, 10, 4096, 4096, 4096)) if mode is Mode.STORM else 4096,
+        requests=dice.choice((1, 3, 4096, 4096)) if mode is Mode.STORM else 4096,
         evictor=dice.choices(EVICTORS, (35, 35, 15, 15))[0],
         device_s=(0.001, dice.uniform(0.002, 0.02)),
         tier_s=tuple((0.001, dice.choice((0.005, 0.02, 0.1))) for _ in tiers),
@@ -199,8 +205,6 @@ def _draw_limits(dice: Random, mode: Mode, rules: dict[str, Any]) -> Limits:
         "scatters": dice.randint(1, 6),
         "promotes": dice.randint(1, 6),
         "demotes": dice.randint(1, 6),
-        "waiting_chunks": 4096 if is_calm else dice.choice((0, 3, 10, 4096, 4096, 4096)),
-        "requests": 4096 if is_calm else dice.choice((1, 3, 4096, 4096)),
         "probe_deadline_s": AGES_S if is_calm else dice.uniform(0.02, 0.3),
         "load_deadline_s": AGES_S if is_calm else dice.uniform(0.1, 1.5),
         "transfer_deadline_s": AGES_S if is_calm else dice.uniform(0.1, 1.0),
@@ -212,7 +216,7 @@ def _draw_limits(dice: Random, mode: Mode, rules: dict[str, Any]) -> Limits:
     }
     for name in ("promotes", "demotes", "probe_deadline_s", "transfer_deadline_s", "failures", "retry_s"):
         rules[name] = drawn.pop(name)
-    return Limits(copy_deadline_s=rules["transfer_deadline_s"], **drawn)
+    return Limits(**drawn)
 
 
 def _draw_small_bytes(seed: int) -> int:

@@ -100,7 +100,7 @@ def test_a_wrong_setting_is_one_clear_line_on_stderr(capsys, monkeypatch):
 def test_show_tells_every_value_and_its_origin(capsys, tmp_path, monkeypatch):
     file = tmp_path / "kvtier.toml"
     file.write_text('[host]\ncapacity_bytes = "512MiB"\n')
-    monkeypatch.setenv("KVTIER_LIMITS__REQUESTS", "7")
+    monkeypatch.setenv("KVTIER_LIMITS__STORES_IN_FLIGHT", "7")
     arguments = ["config", "show", "--file", str(file), "--set", "store.write_policy=back"]
     assert run([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -108,7 +108,7 @@ def test_show_tells_every_value_and_its_origin(capsys, tmp_path, monkeypatch):
     shown = told["settings"]
     assert shown["host.capacity_bytes"]["value"] == 2**29
     assert shown["host.capacity_bytes"]["from"] == f"file {file}"
-    assert shown["limits.requests"]["from"] == "environment KVTIER_LIMITS__REQUESTS"
+    assert shown["limits.stores_in_flight"]["from"] == "environment KVTIER_LIMITS__STORES_IN_FLIGHT"
     assert shown["store.write_policy"] | {"help": ""} == {
         "value": "back",
         "text": "back",

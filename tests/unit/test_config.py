@@ -42,17 +42,18 @@ def test_without_anything_every_value_is_a_default():
 def test_later_layers_win_and_each_value_knows_its_origin(tmp_path):
     file = write(
         tmp_path / "kvtier.toml",
-        '[host]\ncapacity_bytes = "1GiB"\n[limits]\nrequests = 10\nload_deadline_s = 1\nwaiting_chunks = 4\n',
+        '[host]\ncapacity_bytes = "1GiB"\n'
+        "[limits]\nstores_in_flight = 10\nload_deadline_s = 1\nscatters_in_flight = 4\n",
     )
-    environ = {"KVTIER_LIMITS__REQUESTS": "20", "KVTIER_LIMITS__LOAD_DEADLINE_S": "500ms"}
-    loaded = load(file, environ, ["limits.requests=25", "limits.requests=30"])
+    environ = {"KVTIER_LIMITS__STORES_IN_FLIGHT": "20", "KVTIER_LIMITS__LOAD_DEADLINE_S": "500ms"}
+    loaded = load(file, environ, ["limits.stores_in_flight=25", "limits.stores_in_flight=30"])
     assert loaded.config.host.capacity_bytes == 2**30
-    assert loaded.config.limits.waiting_chunks == 4
+    assert loaded.config.limits.scatters_in_flight == 4
     assert loaded.config.limits.load_deadline_s == 0.5
-    assert loaded.config.limits.requests == 30
+    assert loaded.config.limits.stores_in_flight == 30
     assert str(loaded.origins["host.capacity_bytes"]) == f"file {file}"
     assert str(loaded.origins["limits.load_deadline_s"]) == "environment KVTIER_LIMITS__LOAD_DEADLINE_S"
-    assert str(loaded.origins["limits.requests"]) == "flag --set limits.requests"
+    assert str(loaded.origins["limits.stores_in_flight"]) == "flag --set limits.stores_in_flight"
     assert str(loaded.origins["limits.store_deadline_s"]) == "default"
 
 
@@ -64,7 +65,7 @@ def test_every_setting_can_be_set_in_each_way_and_comes_back_the_same(tmp_path):
         "trace.path": (str(tmp_path), tmp_path),
         "store.write_policy": ("selective", "selective"),
         "store.secret": (DIGITS, bytes.fromhex(DIGITS)),
-        "limits.copy_deadline_s": ("250ms", 0.25),
+        "limits.load_deadline_s": ("250ms", 0.25),
     }
     environ = {f"KVTIER_{name.replace('.', '__').upper()}": text for name, (text, _) in changed.items()}
     by_environment = load(environ=environ).config
@@ -76,18 +77,18 @@ def test_every_setting_can_be_set_in_each_way_and_comes_back_the_same(tmp_path):
 
 
 def test_the_variable_names_the_file_and_an_argument_wins_over_it(tmp_path):
-    by_variable = write(tmp_path / "a.toml", "[limits]\nrequests = 1\n")
-    by_argument = write(tmp_path / "b.toml", "[limits]\nrequests = 2\n")
+    by_variable = write(tmp_path / "a.toml", "[limits]\nstores_in_flight = 1\n")
+    by_argument = write(tmp_path / "b.toml", "[limits]\nstores_in_flight = 2\n")
     environ = {"KVTIER_CONFIG": str(by_variable)}
-    assert load(environ=environ).config.limits.requests == 1
+    assert load(environ=environ).config.limits.stores_in_flight == 1
     assert load(environ=environ).file == by_variable
-    assert load(by_argument, environ).config.limits.requests == 2
+    assert load(by_argument, environ).config.limits.stores_in_flight == 2
     assert load(environ={"KVTIER_CONFIG": ""}).file is None
 
 
 def test_by_default_the_process_environment_is_read(monkeypatch):
-    monkeypatch.setitem(os.environ, "KVTIER_LIMITS__REQUESTS", "77")
-    assert load().config.limits.requests == 77
+    monkeypatch.setitem(os.environ, "KVTIER_LIMITS__STORES_IN_FLIGHT", "77")
+    assert load().config.limits.stores_in_flight == 77
 
 
 def test_a_wrong_value_names_itself_its_origin_and_what_is_allowed():
@@ -99,7 +100,11 @@ def test_a_wrong_value_names_itself_its_origin_and_what_is_allowed():
 
 
 def test_a_value_that_a_later_layer_replaces_is_still_checked():
-    refused("limits.requests = 'many'", environ={"KVTIER_LIMITS__REQUESTS": "many"}, flags=["limits.requests=5"])
+    refused(
+        "limits.stores_in_flight = 'many'",
+        environ={"KVTIER_LIMITS__STORES_IN_FLIGHT": "many"},
+        flags=["limits.stores_in_flight=5"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,10 +118,10 @@ def test_a_value_that_a_later_layer_replaces_is_still_checked():
         ("host.page_lock=maybe", "not one of the choices; allowed: auto, on, off"),
         ("host.populate=perhaps", "neither true nor false"),
         ("host.evictor=random", "not one of the choices; allowed: adaptive, lru"),
-        ("limits.requests=0", "too small; allowed: a whole number from 1 to 1000000"),
-        ("limits.requests=2.5", "not a whole number"),
-        ("limits.requests=٣", "not a whole number"),
-        ("limits.requests=" + "9" * 5000, "not a whole number"),
+        ("limits.stores_in_flight=0", "too small; allowed: a whole number from 1 to 1024"),
+        ("limits.stores_in_flight=2.5", "not a whole number"),
+        ("limits.stores_in_flight=٣", "not a whole number"),
+        ("limits.stores_in_flight=" + "9" * 5000, "not a whole number"),
         ("limits.load_deadline_s=nan", "not a duration"),
         ("limits.load_deadline_s=inf", "not a duration"),
         ("limits.load_deadline_s=5m", "not a duration"),
@@ -132,9 +137,9 @@ def test_impossible_values_are_refused(flag, why):
 @pytest.mark.parametrize(
     ("toml", "why"),
     [
-        ("[limits]\nrequests = '4'\n", "limits.requests = '4' (from file "),
-        ("[limits]\nrequests = true\n", "not a whole number"),
-        ("[limits]\nrequests = 4.0\n", "not a whole number"),
+        ("[limits]\nstores_in_flight = '4'\n", "limits.stores_in_flight = '4' (from file "),
+        ("[limits]\nstores_in_flight = true\n", "not a whole number"),
+        ("[limits]\nstores_in_flight = 4.0\n", "not a whole number"),
         ("[host]\ncapacity_bytes = 4.0e9\n", "not a size"),
         ("[host]\npopulate = 'true'\n", "neither true nor false"),
         ("[host]\npage_lock = true\n", "not one of the choices"),
@@ -160,7 +165,7 @@ def test_unknown_names_are_errors_that_name_the_known_ones(tmp_path):
     refused("below a line [host]", file=write(tmp_path / "d.toml", "host = 1\n"))
 
 
-@pytest.mark.parametrize("flag", ["limits.requests", "requests=1", "", "=", "limits=3"])
+@pytest.mark.parametrize("flag", ["limits.stores_in_flight", "stores_in_flight=1", "", "=", "limits=3"])
 def test_a_flag_of_another_shape_is_refused(flag):
     refused("not section.key=value", flags=[flag])
 
@@ -238,8 +243,8 @@ def test_paths_are_absolute_so_that_a_later_change_of_directory_changes_nothing(
 def test_constructors_check_too():
     with pytest.raises(ConfigError, match=r"host\.capacity_bytes = 1 \(from Python\): too small"):
         HostConfig(capacity_bytes=1)
-    with pytest.raises(ConfigError, match=r"limits\.requests = '3' \(from Python\)"):
-        LimitsConfig(requests="3")
+    with pytest.raises(ConfigError, match=r"limits\.stores_in_flight = '3' \(from Python\)"):
+        LimitsConfig(stores_in_flight="3")
     with pytest.raises(ConfigError, match="both set"):
         StoreConfig(secret=bytes(32), secret_file=Path("/x"))
     assert DirectorySettings(path="/x").path == Path("/x")

@@ -3,6 +3,7 @@
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
 
+from kvtier.core import operations
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
 from kvtier.types import Link, Outcome, Place, Presence, RequestId, StoreDone
@@ -66,8 +67,9 @@ def test_after_a_failed_gather_another_store_gathers_the_object() -> None:
     assert core.stored() == [StoreDone(RequestId("b"), 1, 0)]
 
 
-def test_a_joined_store_drops_the_object_when_the_queue_is_full() -> None:
-    core = Driver(tiers=(), waiting_chunks=1, gathers=1)
+def test_a_joined_store_drops_the_object_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "WAITING_MAX", 1)
+    core = Driver(tiers=(), gathers=1)
     core.store("a", prefix_of("a"))
     core.store("b", prefix_of("a"))
     core.store("c", prefix_of("z"))  # waits for the gather's budget
@@ -185,8 +187,9 @@ def test_a_released_store_ends_when_its_gathers_have() -> None:
     assert core.stored() == [StoreDone(RequestId("a"), 1, 1)]
 
 
-def test_only_so_much_may_wait() -> None:
-    core = Driver(slots=2, tiers=(), waiting_chunks=3)
+def test_only_so_much_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "WAITING_MAX", 3)
+    core = Driver(slots=2, tiers=())
     core.store("a", prefix_of("abcdef"))
     core.run()
     assert core.stored() == [StoreDone(RequestId("a"), 3, 3)]
@@ -437,17 +440,10 @@ def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
     assert core.cache.pending_count == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["gathers", "scatters", "promotes", "demotes", "requests", "failures", "selective_uses"]
-)
+@pytest.mark.parametrize("name", ["gathers", "scatters", "promotes", "demotes", "failures", "selective_uses"])
 def test_a_budget_below_one_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Driver(**{name: 0})
-
-
-def test_a_negative_number_of_waiting_chunks_is_refused() -> None:
-    with pytest.raises(ValueError, match="waiting_chunks must be at least 0"):
-        Driver(waiting_chunks=-1)
 
 
 @pytest.mark.parametrize("slots", [(1,), (4, 4), ()])

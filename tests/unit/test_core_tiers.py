@@ -3,7 +3,7 @@
 import pytest
 from tests.core_driver import CHUNK, LONG_S, Driver, key, prefix_of
 
-from kvtier.core import tier_state
+from kvtier.core import probes, tier_state
 from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, Window
 from kvtier.types import Drop, Link, Outcome, Presence, RequestId, StoreDone
@@ -125,8 +125,9 @@ def test_a_released_request_drops_its_probe_answers() -> None:
     core.release("unheard of")
 
 
-def test_only_so_many_requests_are_kept_in_mind() -> None:
-    core = Driver(requests=1)
+def test_only_so_many_requests_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "REQUESTS_MAX", 1)
+    core = Driver()
     core.lookup("a", prefix_of("a"))
     assert core.lookup("b", prefix_of("b")).presence is Presence.ABSENT
     core.release("a")

@@ -21,6 +21,7 @@ from tests.rig import (
     stored,
 )
 
+from kvtier.core import operations, probes
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.errors import ConfigError
@@ -330,18 +331,26 @@ def test_other_calls_go_on_while_a_lookup_waits():
     session.close()
 
 
-@pytest.mark.parametrize("name", ["requests", "waiting_chunks"])
-def test_a_limit_that_is_reached_is_logged_once(caplog, name):
+@pytest.mark.parametrize(
+    ("bounded", "name", "text"),
+    [
+        (probes, "REQUESTS_MAX", "1 requests are open"),
+        (operations, "WAITING_MAX", "1 objects of stores wait for slots"),
+    ],
+)
+def test_a_bound_that_is_reached_is_logged_once(caplog, monkeypatch, bounded, name, text):
+    for each in (bounded, module):
+        monkeypatch.setattr(each, name, 1)
     tier = MemoryTier("below", capacity_bytes=64 << 20)
-    session, cache, _ = local(Engine(64).copier(), {"below": tier}, slots=2, limits=Limits(**{name: 1}))
+    session, cache, _ = local(Engine(64).copier(), {"below": tier}, slots=2)
     for number in range(3):
         looked_up(session, f"a{number}", prefix_of(2, seed=number))
         stored(session, f"b{number}", prefix_of(2, seed=number), places_of(range(2)))
     session._next_second_s = 0.0
     session.tick()
-    assert (cache.counters.unprobed if name == "requests" else cache.counters.unqueued) > 1
+    assert (cache.counters.unprobed if bounded is probes else cache.counters.unqueued) > 1
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"limits.{name} is reached")
+    assert record.getMessage().startswith(text)
     session.close()
 
 

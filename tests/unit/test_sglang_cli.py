@@ -141,7 +141,7 @@ def bad(findings: list[dict[str, str]]) -> list[str]:
 
 
 def test_config_prints_flags_to_paste_and_nothing_else(config, environment, tmp_path):
-    code, out, err = config("--dir", tmp_path / "k v", "--set", "limits.requests=7", "--page-size", 32)
+    code, out, err = config("--dir", tmp_path / "k v", "--set", "limits.stores_in_flight=7", "--page-size", 32)
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
     *flags, text = shlex.split(out)
@@ -152,7 +152,7 @@ def test_config_prints_flags_to_paste_and_nothing_else(config, environment, tmp_
     extra = json.loads(text)
     there = override(Config(), flat(settings_in(extra), "the test"), "the test")
     assert [tier.path for tier in there.tiers] == [tmp_path / "k v"]
-    assert there.limits.requests == 7
+    assert there.limits.stores_in_flight == 7
     assert {key: extra[key] for key in ("backend_name", "module_path", "class_name", "interface_v1")} == {
         "backend_name": "kvtier",
         "module_path": "kvtier.connect.sglang",

@@ -150,7 +150,7 @@ def test_config_refuses_a_prefill_server_that_would_store_late(config, engine):
 
 def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_path):
     code, out, err = config(
-        "--dir", tmp_path / "kv", "--set", "host.capacity_bytes=64MiB", "--set", "limits.requests=7"
+        "--dir", tmp_path / "kv", "--set", "host.capacity_bytes=64MiB", "--set", "limits.stores_in_flight=7"
     )
     assert (code, err) == (0, f"note: {support.SHUTDOWN}\n")
     assert out.count("\n") == 1
@@ -165,7 +165,7 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
     there = settings_from(extra, Config())
     assert [tier.path for tier in there.tiers] == [tmp_path / "kv"]
     assert there.host.capacity_bytes == 64 << 20
-    assert there.limits.requests == 7
+    assert there.limits.stores_in_flight == 7
 
 
 def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import importlib
 import sys
 import threading
 import time
-from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.worker import StepDone, StepOrders, Worker
+from kvtier.core import probes
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
 from kvtier.runtime import session as session_module
@@ -348,12 +348,13 @@ def test_after_a_reset_nothing_from_before_is_found(start):
     assert engine.loaded_tokens == 0
 
 
-def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tmp_path):
-    """Each round is a request that is waiting when vLLM resets its caches: more of them than `limits.requests`."""
+def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tmp_path, monkeypatch):
+    """Each round is a request that is waiting when vLLM resets its caches: more of them than `REQUESTS_MAX`."""
+    monkeypatch.setattr(probes, "REQUESTS_MAX", 100)
     below = Config(
         host=HostConfig(capacity_bytes="64MiB"),
         tiers=(DirectorySettings(path=tmp_path / "kv"),),
-        limits=replace(PATIENT, requests=100),
+        limits=PATIENT,
     )
     first = start(config=below)
     prompt = filled(first)

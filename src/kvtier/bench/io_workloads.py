@@ -17,7 +17,7 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.config import tier_list
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits
+from kvtier.core.operations import WAITING_MAX
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
@@ -340,7 +340,6 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
         slots=slots,
         tiers=[],
         evictor=lambda: make_evictor(Config().host.evictor),
-        limits=Limits(waiting_chunks=count),
     )
     session = Session(cache, mover)
     try:
@@ -367,12 +366,11 @@ def session_store(session: Session, prefix: Prefix, places: Sequence[Place]) -> 
     Raises:
         KvError: one was dropped, or it took too long.
     """
-    session.store(RequestId("store"), prefix, places)
-    for event in session_events(session):
-        if isinstance(event, StoreDone):
-            if event.dropped:
-                raise KvError(f"the benchmark's store dropped {event.dropped} chunks")
-            return
+    for at in range(0, len(places), WAITING_MAX):
+        session.store(RequestId("store"), prefix, places[at : at + WAITING_MAX])
+        done = next(event for event in session_events(session) if isinstance(event, StoreDone))
+        if done.dropped:
+            raise KvError(f"the benchmark's store dropped {done.dropped} chunks")
 
 
 def session_load(session: Session, prefix: Prefix, places: Sequence[Place]) -> None:

@@ -84,13 +84,8 @@ class LimitsConfig(SettingsSection):
 
     stores_in_flight: int = setting(16, Count(1, 1024), "Concurrent gathers (engine to host).")
     scatters_in_flight: int = setting(16, Count(1, 1024), "Concurrent scatters (host to engine).")
-    waiting_chunks: int = setting(4096, Count(0, 10**6), "Objects that may wait for a slot; further ones are dropped.")
-    requests: int = setting(4096, Count(1, 10**6), "Tracked requests; further ones are looked up in host memory only.")
     load_deadline_s: float = setting(
         30.0, Seconds(1e-2, 3600), "Deadline of a load; then the engine computes the rest."
-    )
-    copy_deadline_s: float = setting(
-        10.0, Seconds(1e-2, 3600), "Deadline of a copy between engine and host memory; then it has failed."
     )
     store_deadline_s: float = setting(
         10.0, Seconds(0, 3600), "How long a store waits for slots; then the rest is dropped."

@@ -101,7 +101,6 @@ class Cache:
         self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self._output)
         self._operations = OpenOperations(
             layout=layout,
-            limits=self._limits,
             output=self._output,
             host=self.host,
             pending_writes=self._pending_writes,

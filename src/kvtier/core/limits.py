@@ -50,13 +50,7 @@ class Limits:
 
     gathers: int = 16
     scatters: int = 16
-    waiting_chunks: int = 4096
-    """Objects of all stores that may wait for a slot; further ones are dropped."""
-    requests: int = 4096
-    """Requests whose probe answers are kept; further ones are looked up in host memory only."""
     load_deadline_s: float = 30.0
-    copy_deadline_s: float = 10.0
-    """Time in which a gather or scatter must begin."""
     store_deadline_s: float = 10.0
     announced_wait_s: float = 5.0
     """How long a request waits at most for chunks that another engine has announced."""
@@ -66,8 +60,6 @@ class Limits:
     selective_uses: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("gathers", "scatters", "requests", "selective_uses"):
+        for name in ("gathers", "scatters", "selective_uses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
-        if self.waiting_chunks < 0:
-            raise ValueError(f"limits.waiting_chunks must be at least 0, got {self.waiting_chunks}")

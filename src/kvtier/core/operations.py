@@ -17,7 +17,6 @@ from math import inf
 from typing import ClassVar
 
 from kvtier.core.host_memory import COMING, HOST, NO_TIERS, READABLE, HostEntry, HostMemory
-from kvtier.core.limits import Limits
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
@@ -50,6 +49,9 @@ class ItemState(Enum):
 # Constants for hot paths, as in `host_memory`.
 WANTED, WAITING, QUEUED, COPYING = ItemState.WANTED, ItemState.WAITING, ItemState.QUEUED, ItemState.COPYING
 DELIVERED, FAILED, HELD, DROPPED = ItemState.DELIVERED, ItemState.FAILED, ItemState.HELD, ItemState.DROPPED
+
+WAITING_MAX = 4096
+"""Objects of all stores that may wait for a slot; further ones are dropped."""
 
 Steps = dict[ItemState, tuple[ItemState, ...]]
 
@@ -184,7 +186,6 @@ class OpenOperations:
         self,
         *,
         layout: KvLayout,
-        limits: Limits,
         host: HostMemory,
         pending_writes: PendingWrites,
         order: list[str],
@@ -200,7 +201,6 @@ class OpenOperations:
         self.scatters: deque[WorkItem] = deque()
         """Items that are QUEUED, in order."""
         self._layout = layout
-        self._limits = limits
         self._output = output
         self._host = host
         self._pending_writes = pending_writes
@@ -218,7 +218,7 @@ class OpenOperations:
         self.end_if_settled(load)
 
     def begin_store(self, store: StoreOperation, places: Sequence[Place], now_s: float) -> None:
-        """Want the objects that host memory lacks, while `Limits.waiting_chunks` allows."""
+        """Want the objects that host memory lacks, while fewer than `WAITING_MAX` wait."""
         self.stores[store] = None
         self._begin(store, places, now_s)
 
@@ -287,7 +287,7 @@ class OpenOperations:
 
     def _want(self, item: WorkItem) -> None:
         """An object of a store needs a slot."""
-        if self.wanted < self._limits.waiting_chunks:
+        if self.wanted < WAITING_MAX:
             item.work.todo.append(item)
             self.wanted += 1
         else:
@@ -423,4 +423,4 @@ class OpenOperations:
         assert places[QUEUED] == set(self.scatters), "a queued item is lost"
         assert places[COPYING] == copying, "an item is copied without a transfer"
         wanted = sum([len(store.todo) for store in self.stores])
-        assert wanted == self.wanted <= self._limits.waiting_chunks, "wanted objects miscounted or too many"
+        assert wanted == self.wanted <= WAITING_MAX, "wanted objects miscounted or too many"

@@ -22,9 +22,9 @@ class Counters:
     late: int = 0
     """Overdue transfers, and reads that were given up because their tier was down."""
     unprobed: int = 0
-    """Lookups without probes, because `Limits.requests` were tracked."""
+    """Lookups without probes, because `REQUESTS_MAX` were tracked."""
     unqueued: int = 0
-    """Objects that a store dropped because `Limits.waiting_chunks` were waiting."""
+    """Objects that a store dropped because `WAITING_MAX` were waiting."""
 
 
 @dataclass(slots=True, eq=False)

@@ -33,6 +33,9 @@ from kvtier.types import ChunkKey, Link, Prefix, Probe, RequestId
 
 NO_REQUEST = RequestId("")
 
+REQUESTS_MAX = 4096
+"""Requests whose answers are kept; further ones are looked up in host memory only."""
+
 ROUND_NAMES = 23
 """Spaced names in one round of a remote tier."""
 
@@ -193,7 +196,7 @@ class Probes:
         if answers is None:
             if not len(self._tiers):
                 return None
-            if len(self._answers) >= self._limits.requests:
+            if len(self._answers) >= REQUESTS_MAX:
                 self._output.counters.unprobed += 1
                 return None
             answers = self._answers[request] = ProbeAnswers(compute_s=compute_s)

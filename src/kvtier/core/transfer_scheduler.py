@@ -24,6 +24,9 @@ GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.
 PROMOTING = Residency.PROMOTING
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 
+COPY_DEADLINE_S = 10.0
+"""Time in which a gather or scatter must begin."""
+
 
 @dataclass(slots=True, eq=False)
 class InFlightTransfer:
@@ -416,7 +419,7 @@ class TransferScheduler:
             item.become(COPYING)
         output = self._output
         tier_state = self._tiers.by_name[tier] if tier else None
-        limit_s = self._limits.copy_deadline_s if tier_state is None else tier_state.rules.transfer_deadline_s
+        limit_s = COPY_DEADLINE_S if tier_state is None else tier_state.rules.transfer_deadline_s
         transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
             output.new_id(),
             link,

@@ -196,10 +196,7 @@ def _limits(config: Config, *, publishes: bool) -> Limits:
     return Limits(
         gathers=limits.stores_in_flight,
         scatters=limits.scatters_in_flight,
-        waiting_chunks=limits.waiting_chunks,
-        requests=limits.requests,
         load_deadline_s=limits.load_deadline_s,
-        copy_deadline_s=limits.copy_deadline_s,
         store_deadline_s=limits.store_deadline_s,
         announced_wait_s=limits.announced_wait_s,
         publishes=publishes,

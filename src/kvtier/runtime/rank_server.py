@@ -375,7 +375,7 @@ class _Handshake(NamedTuple):
     remote: tuple[str, ...]
 
 
-def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *, hung_s: float = HUNG_S) -> OpenRanks:
+def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 10.0, *, hung_s: float = HUNG_S) -> OpenRanks:
     """Connect to every rank of an engine. A rank in this process is used directly.
 
     Args:

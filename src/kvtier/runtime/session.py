@@ -26,7 +26,8 @@ from typing import Any
 
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.probes import ASK_AGAIN_S_MAX
+from kvtier.core.operations import WAITING_MAX
+from kvtier.core.probes import ASK_AGAIN_S_MAX, REQUESTS_MAX
 from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -567,12 +568,12 @@ class Session:
     def _warn_of_limits(self) -> None:
         counters = self._cache.counters
         for name, count, effect in (
-            ("requests", counters.unprobed, "lower tiers are not probed for further requests"),
-            ("waiting_chunks", counters.unqueued, "further objects are not stored"),
+            (f"{REQUESTS_MAX} requests are open", counters.unprobed, "lower tiers are not probed for further ones"),
+            (f"{WAITING_MAX} objects of stores wait for slots", counters.unqueued, "further ones are not stored"),
         ):
             if count and name not in self._warned:
                 self._warned.add(name)
-                text = "limits.%s is reached: %s (this is logged once)"
+                text = "%s: %s (this is logged once)"
                 self._lines.append(LogLine(logging.WARNING, text, (name, effect)))
 
     def _count(self, request: RequestId, prefix: Prefix, answer: Lookup, announced_tokens: int) -> None:

@@ -134,7 +134,7 @@ class SchedulerSide:
         """
         setup = self._setup
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
-        ranks = connect(handshakes, config.limits.copy_deadline_s)
+        ranks = connect(handshakes)
         movements, events = self._events()
         digest = setup.identity.fingerprint.digest
         is_producer = setup.role == "kv_producer"
