@@ -353,6 +353,29 @@ def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
     assert len(core.held["far"]) == 33
 
 
+def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time() -> None:
+    core = near_and_far(slots=32, demotes=1, failures=1, retry_s=5.0)
+    core.store("a", long_prefix(3, "a"))
+    core.run(keep=lambda one: one.tier == "far")
+    (hung,) = core.going(Link.DEMOTE)
+    core.answer(hung, Outcome.FAILED, is_fault=True)
+    core.store("b", long_prefix(32, "b"))
+    core.run()
+    core.store("c", long_prefix(3, "a"))  # the far tier is away: nothing is decided for it
+    core.run()
+    core.wait(5.1)
+    core.check_tiers()
+    core.run(keep=lambda one: one.link is Link.DEMOTE)
+    (trial,) = core.going(Link.DEMOTE)
+    core.answer(trial)
+    (relayed,) = core.going(Link.DEMOTE)
+    core.store("d", long_prefix(3, "a"))
+    core.answer(relayed)
+    core.run()
+    sent = [one.key for one in core.sent if one.tier == "far" and one is not hung]
+    assert len(sent) == len(set(sent)) == 3
+
+
 def test_only_so_many_objects_wait_to_be_relayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_writes, "RELAYS_MAX", 3)
     core = near_and_far(slots=32, demotes=1)

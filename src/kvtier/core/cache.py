@@ -368,7 +368,6 @@ class Cache:
         """
         self.host.check()
         self._transfers.check()
-        self._pending_writes.check()
 
     def _pass_next_turns(self) -> None:
         storing = {store.session for store in self._operations.stores}

@@ -13,10 +13,17 @@ LEAVING is a victim with pending writes (write-back); it can be read like a READ
 whose thread may still write to the slot. The object cannot be found, and the slot is not free until the thread ends. So
 a tier that hangs causes a miss and never wrong bytes. RELAYING and STAGED objects are in the staging area, on their way
 from one lower tier to another, and cannot be found.
+
+An object also has a state for its write to each lower tier (`WRITE_STEPS`), which `pending_writes` changes:
+
+    UNDECIDED --needed--> PENDING (write-back) --its turn--> QUEUED --demotion begins--> WRITING --ended--> SETTLED
+    UNDECIDED --needed--> QUEUED                          QUEUED --dropped or relayed--> SETTLED
+    UNDECIDED --not needed--> SETTLED                     UNDECIDED, SETTLED --relay begins from host memory--> WRITING
+    QUEUED, WRITING --tier fails--> UNDECIDED             SETTLED --copy lost--> UNDECIDED
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvtier.layout import History, KvLayout
@@ -24,7 +31,6 @@ from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.types import ChunkKey, NextTurn, Presence
 
 HOST = "host"
-NO_TIERS = frozenset[str]()
 
 Item = tuple[ChunkKey, int]
 """(key, group): one object."""
@@ -112,6 +118,37 @@ PRESENCE: dict[Residency, Presence] = {
 """What a lookup returns for each state."""
 
 
+class WriteState(Enum):
+    """State of the write of an object to one lower tier."""
+
+    UNDECIDED = auto()
+    """The next use or flush decides."""
+    PENDING = auto()
+    QUEUED = auto()
+    """In the tier's queue."""
+    WRITING = auto()
+    """Its demotion is in flight."""
+    SETTLED = auto()
+    """The tier has the object or gets it otherwise, or the write was dropped."""
+
+    __hash__ = object.__hash__
+
+
+UNDECIDED, PENDING, QUEUED = WriteState.UNDECIDED, WriteState.PENDING, WriteState.QUEUED
+WRITING, SETTLED = WriteState.WRITING, WriteState.SETTLED
+
+WRITE_STEPS: dict[WriteState, tuple[WriteState, ...]] = {
+    UNDECIDED: (PENDING, QUEUED, WRITING, SETTLED),
+    PENDING: (QUEUED,),
+    QUEUED: (WRITING, SETTLED, UNDECIDED),
+    WRITING: (SETTLED, UNDECIDED),
+    SETTLED: (WRITING, UNDECIDED),
+}
+
+UNWRITTEN = (PENDING, QUEUED, WRITING)
+"""The write keeps the object in host memory."""
+
+
 def after(state: Residency, change: Change) -> Residency:
     """The next state.
 
@@ -138,18 +175,16 @@ class HostEntry:
     source: str = HOST
     origin: str = HOST
     """Place that the object came from: a tier, or `HOST` for the engine."""
-    decided: frozenset[str] = NO_TIERS
-    """Lower tiers for which it is decided whether the object is written to them, such as those that have it."""
     is_staged: bool = False
     """It is in the staging area, on its way from one lower tier to another."""
     pins: int = 0
     """Queued or running scatters, and running demotions."""
     stuck: int = 0
     """Overdue demotions among the pins."""
-    pending: frozenset[str] = NO_TIERS
-    """Lower tiers with a pending write of the object."""
-    queued: frozenset[str] = NO_TIERS
-    """Lower tiers whose queue contains the object or has contained it, so that no flush queues it twice."""
+    writes: dict[str, WriteState] = field(default_factory=dict[str, WriteState])
+    """State of the write to each lower tier, without those that are UNDECIDED."""
+    pending: int = 0
+    """How many of them are UNWRITTEN."""
     uses: int = 1
     """Number of uses, including the operation that brought the object."""
 
@@ -285,18 +320,27 @@ class HostMemory:
             self._count(entry, 1)
             self._leave_if_written(entry)
 
-    def mark_pending(self, entry: HostEntry, tiers: frozenset[str]) -> None:
-        """Writes of the object to `tiers` are pending."""
-        self._count(entry, -1)
-        entry.pending |= tiers
-        self._count(entry, 1)
+    def write_becomes(self, entry: HostEntry, tier: str, state: WriteState) -> None:
+        """Change the state of the object's write to `tier`.
 
-    def mark_written(self, entry: HostEntry, tier: str) -> None:
-        """The write to `tier` is done or dropped."""
-        self._count(entry, -1)
-        entry.pending -= {tier}
-        self._count(entry, 1)
-        self._leave_if_written(entry)
+        Raises:
+            AssertionError: the table has no such step, which is a bug in the core.
+        """
+        before = entry.writes.get(tier, UNDECIDED)
+        if state not in WRITE_STEPS[before]:
+            raise AssertionError(f"a write has no step from {before.name} to {state.name}")
+        if state is UNDECIDED:
+            del entry.writes[tier]
+        else:
+            entry.writes[tier] = state
+        pending = entry.pending + (state in UNWRITTEN) - (before in UNWRITTEN)
+        if entry.pins or bool(pending) is bool(entry.pending):
+            entry.pending = pending  # no count changes
+        else:
+            self._count(entry, -1)
+            entry.pending = pending
+            self._count(entry, 1)
+            self._leave_if_written(entry)
 
     def has_room(self, group: int) -> bool:
         """Whether a slot of `group` is free or can be freed."""
@@ -379,6 +423,8 @@ class HostMemory:
                 slots.append(entry.slot)
                 state = entry.residency
                 assert entry.pins >= 0, "negative pins"
+                unwritten = sum([write in UNWRITTEN for write in entry.writes.values()])
+                assert unwritten == entry.pending, "pending writes miscounted"
                 if state in READABLE:
                     readable += 1
                     assert key in self.readable[group], "a readable key is missing from the set"

@@ -16,7 +16,7 @@ from itertools import islice
 from math import inf
 from typing import ClassVar
 
-from kvtier.core.host_memory import COMING, HOST, NO_TIERS, READABLE, HostEntry, HostMemory
+from kvtier.core.host_memory import COMING, HOST, READABLE, HostEntry, HostMemory
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
@@ -84,7 +84,7 @@ class WorkItem:
     """Its copy in host memory, which it waits for or reads."""
     source: str = HOST
     """Place that the bytes of a DELIVERED object came from."""
-    tried: frozenset[str] = NO_TIERS
+    tried: frozenset[str] = frozenset()
     """Tiers that failed to deliver the object to this load."""
 
     def become(self, state: ItemState) -> None:

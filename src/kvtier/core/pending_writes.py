@@ -10,7 +10,21 @@ at its second use.
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from kvtier.core.host_memory import HOST, READABLE, READY, Change, HostEntry, HostMemory, Item
+from kvtier.core.host_memory import (
+    HOST,
+    PENDING,
+    QUEUED,
+    READABLE,
+    READY,
+    SETTLED,
+    UNDECIDED,
+    UNWRITTEN,
+    WRITING,
+    Change,
+    HostEntry,
+    HostMemory,
+    Item,
+)
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.output import Output
 from kvtier.core.tier_state import TierState, TierStates
@@ -37,7 +51,7 @@ class WriteQueue:
     """Objects that wait to be written to one tier."""
 
     queued: OrderedDict[HostEntry, None] = field(default_factory=OrderedDict[HostEntry, None])
-    """Objects in host memory whose pending write may begin, in order."""
+    """Objects in host memory whose write is QUEUED, in order."""
     relays: OrderedDict[Item, tuple[HostEntry, str]] = field(default_factory=OrderedDict[Item, tuple[HostEntry, str]])
     """Objects that a faster tier holds, with that tier's name. They hold no host memory."""
     staged: deque[HostEntry] = field(default_factory=deque[HostEntry])
@@ -52,11 +66,11 @@ class PendingWrites:
         self._tiers = tiers
         self._limits = limits
         self._output = output
+        self._first_state = PENDING if limits.write_policy is WritePolicy.BACK else QUEUED
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
-        self._names = frozenset(tiers.by_name)
         order = list(tiers.by_name)
-        self._from = {name: frozenset(order[number:]) for number, name in enumerate(order)}
-        """Each tier, and the slower ones."""
+        self._from = {name: dict.fromkeys(order[number:], SETTLED) for number, name in enumerate(order)}
+        """Each tier, and the slower ones, which get no write of what was loaded from it."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self.queues = {it.name: WriteQueue() for it in tiers.all}
         """By tier."""
@@ -69,8 +83,8 @@ class PendingWrites:
 
     def promoted(self, entry: HostEntry, now_s: float) -> None:
         """A load brought the object from `entry.origin`; its second promotion counts as a second use."""
-        entry.decided = self._from[entry.origin]
-        if len(entry.decided) == len(self._names):
+        entry.writes = self._from[entry.origin].copy()
+        if len(entry.writes) == len(self.queues):
             return  # no tier is faster
         item = (entry.key, entry.group)
         if item in self._promoted:
@@ -84,23 +98,21 @@ class PendingWrites:
 
     def mark_pending(self, entry: HostEntry, now_s: float) -> None:
         """Decide for each tier that its object has been used often enough for, and make writes pending."""
-        decided = entry.decided
-        if len(decided) == len(self._names) or entry.uses < (
+        if len(entry.writes) == len(self.queues) or entry.uses < (
             self._first_uses if entry.origin == HOST else max(FILL_USES, self._first_uses)
         ):
             return
         item = (entry.key, entry.group)
-        away = frozenset(it.name for it in self._tiers.all if not it.can_write(now_s))
-        entry.decided = decided | (self._names - away)
-        names = [it.name for it in self._tiers.all if it.name not in decided | away and not it.remembered(item, now_s)]
-        if names:
-            tiers = self._names if len(names) == len(self._names) else frozenset(names)
-            if self._host.has_staging:
-                for name in names:
-                    self.queues[name].relays.pop(item, None)
-            self._host.mark_pending(entry, tiers)
-            if self._limits.write_policy is not WritePolicy.BACK:
-                self._queue(entry)
+        for tier_state in self._tiers.all:
+            if tier_state.name in entry.writes or not tier_state.can_write(now_s):
+                continue
+            queue = self.queues[tier_state.name]
+            state = SETTLED if tier_state.remembered(item, now_s) else self._first_state
+            if state is not SETTLED:
+                queue.relays.pop(item, None)
+            if state is QUEUED:
+                queue.queued[entry] = None
+            self._host.write_becomes(entry, tier_state.name, state)
 
     def flush(self, now_s: float) -> None:
         """Queue every pending write, and those that tiers missed."""
@@ -135,14 +147,18 @@ class PendingWrites:
         if not tier_state.can_write(now_s):
             self._output.counters.demotions_dropped += len(queued)
             while queued:
-                self._missed(queued.popitem(last=False)[0], tier_state.name)
+                self._host.write_becomes(queued.popitem(last=False)[0], tier_state.name, UNDECIDED)
             return None
         entry = next(iter(queued))
         if not tier_state.has_room(DEMOTE, self._host.object_bytes[entry.group]):
             return None
         del queued[entry]
-        self._host.pin(entry)
+        self._begin(entry, tier_state.name)
         return entry
+
+    def _begin(self, entry: HostEntry, tier: str) -> None:
+        self._host.pin(entry)
+        self._host.write_becomes(entry, tier, WRITING)
 
     def next_relay(
         self, tier_state: TierState, now_s: float, *, is_loading: bool
@@ -165,7 +181,7 @@ class PendingWrites:
             while queue.staged:
                 entry = queue.staged.pop()
                 self._host.unstage(entry, Change.EVICTED)
-                self._relay(entry, entry.origin, queue)
+                self._relay(entry, entry.origin, tier_state.name)
             return None
         if queue.staged:
             has_room = tier_state.has_room(DEMOTE, self._host.object_bytes[queue.staged[0].group])
@@ -177,7 +193,7 @@ class PendingWrites:
         current, faster = self._host.find(*item), self._tiers.by_name[source]
         if current is not None and current.residency in READABLE:
             del queue.relays[item]
-            self._host.pin(current)
+            self._begin(current, tier_state.name)
             return current, None
         is_idle = 2 * faster.out[PROMOTE] < faster.limit[PROMOTE] and not is_loading
         can_read = is_idle and faster.can_read(now_s) and faster.has_room(PROMOTE, size_bytes)
@@ -209,18 +225,11 @@ class PendingWrites:
         self._output.counters.relays_dropped += 1
         self._host.unstage(entry, change)
 
-    def _missed(self, entry: HostEntry, tier: str) -> None:
-        """End a pending write that `tier` could not take now; the next use or flush decides again."""
-        entry.decided -= {tier}
-        entry.queued -= {tier}
-        self._host.mark_written(entry, tier)
-
     def lost(self, item: Item, tier: str) -> None:
         """`tier` has no good copy. If host memory has the object, its next use or flush decides again."""
         entry = self._host.find(*item)
-        if entry is not None and tier not in entry.pending:
-            entry.decided -= {tier}
-            entry.queued -= {tier}
+        if entry is not None and entry.writes.get(tier) is SETTLED:
+            self._host.write_becomes(entry, tier, UNDECIDED)
 
     def ended(
         self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool, is_fault: bool
@@ -239,13 +248,10 @@ class PendingWrites:
                 queue = self.queues[slower.name]
                 if entry in queue.queued and not self._publishes(slower, queue):
                     del queue.queued[entry]
-                    self._relay(entry, tier_state.name, queue)
-                    self._host.mark_written(entry, slower.name)
+                    self._host.write_becomes(entry, slower.name, SETTLED)
+                    self._relay(entry, tier_state.name, slower.name)
+        self._host.write_becomes(entry, tier_state.name, UNDECIDED if is_fault else SETTLED)
         self._host.unpin(entry)
-        if is_fault:
-            self._missed(entry, tier_state.name)
-        else:
-            self._host.mark_written(entry, tier_state.name)
 
     def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
         """Whether objects keep their places in the queue of `tier_state`, and a part of host memory meanwhile.
@@ -255,8 +261,11 @@ class PendingWrites:
         is_short = PUBLISHED_PART * len(queue.queued) <= sum(self._host.slots)
         return self._limits.publishes and tier_state.rules.is_remote and is_short
 
-    def _relay(self, entry: HostEntry, source: str, queue: WriteQueue) -> None:
-        """Queue the write of an object that the tier `source` holds."""
+    def _relay(self, entry: HostEntry, source: str, tier: str) -> None:
+        """Queue the write of an object that the tier `source` holds, unless host memory has it for `tier`, too."""
+        queue, current = self.queues[tier], self._host.find(entry.key, entry.group)
+        if current is not None and current.writes.get(tier) in UNWRITTEN:
+            return
         queue.relays.pop((entry.key, entry.group), None)
         queue.relays[entry.key, entry.group] = entry, source
         if len(queue.relays) > RELAYS_MAX:
@@ -302,24 +311,32 @@ class PendingWrites:
         return self._host.leaving[group] > before
 
     def _queue(self, entry: HostEntry) -> None:
-        for tier in sorted(entry.pending - entry.queued):
-            entry.queued |= {tier}
-            self.queues[tier].queued[entry] = None
+        for tier, state in entry.writes.items():
+            if state is PENDING:
+                self._host.write_becomes(entry, tier, QUEUED)
+                self.queues[tier].queued[entry] = None
 
     def _drop(self, entry: HostEntry) -> None:
-        self._output.counters.demotions_dropped += len(entry.pending)
-        for tier in sorted(entry.pending):
-            self.queues[tier].queued.pop(entry, None)
-            self._host.mark_written(entry, tier)
+        self._output.counters.demotions_dropped += entry.pending
+        for tier, state in entry.writes.items():
+            if state is QUEUED:
+                del self.queues[tier].queued[entry]
+                self._host.write_becomes(entry, tier, SETTLED)
 
-    def check(self) -> None:
-        """Assert that queued writes are pending.
+    def check(self, writing: set[tuple[HostEntry, str]]) -> None:
+        """Assert that each write is where its state says; `writing` are those in flight from host memory.
 
         Raises:
             AssertionError: one is not, which is a bug in the core.
         """
+        entries = [entry for entries in self._host.entries for entry in entries.values()]
         for name, queue in self.queues.items():
-            for entry in queue.queued:
-                assert name in entry.pending, "a queued demotion is not pending"
-                assert entry.residency in READABLE, "a queued demotion is of an object that is not readable"
+            queued = {entry for entry in entries if entry.writes.get(name) is QUEUED}
+            assert queued == set(queue.queued), "a queued write is lost, or of no object in host memory"
+            assert all(entry.residency in READABLE for entry in queued), "an object that is not readable is queued"
+            began = {entry for entry in entries if entry.writes.get(name) is WRITING}
+            assert began == {entry for entry, tier in writing if tier == name}, "a write has no demotion in flight"
+            assert all(
+                entry.writes.get(name) not in UNWRITTEN for entry in entries if (entry.key, entry.group) in queue.relays
+            ), "an object is relayed and written"
             assert len(queue.relays) <= RELAYS_MAX, "too many objects wait to be relayed"

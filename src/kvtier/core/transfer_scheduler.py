@@ -448,6 +448,7 @@ class TransferScheduler:
             AssertionError: they do not, which is a bug in the core.
         """
         pins: dict[HostEntry, int] = {}
+        writing: set[tuple[HostEntry, str]] = set()
         for item in self._operations.scatters:
             if item.entry is not None:
                 pins[item.entry] = pins.get(item.entry, 0) + 1
@@ -460,6 +461,9 @@ class TransferScheduler:
                     "a slot of the staging area is read after its end"
                 )
             elif link is SCATTER or link is DEMOTE:
+                if link is DEMOTE:
+                    assert (entry, flight.transfer.tier) not in writing, "an object is written twice at once"
+                    writing.add((entry, flight.transfer.tier))
                 pins[entry] = pins.get(entry, 0) + 1
                 assert entry.residency in READABLE, "a slot is read that is not readable"
                 assert entry.slot == flight.transfer.slot, "a slot was reused while it is read"
@@ -469,4 +473,5 @@ class TransferScheduler:
         assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "too many gathers"
         assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "too many scatters"
         self._tiers.check(out)
+        self._pending_writes.check(writing)
         self._operations.check({flight.item for flight in self.flights.values() if flight.item is not None})
