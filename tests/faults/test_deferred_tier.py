@@ -39,7 +39,7 @@ from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier import directory, directory_kind, disk, disk_kind
+from kvtier.tier import directory_kind, disk, disk_kind, file_tier
 from kvtier.tier.base import Figures, Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.directory_kind import DirectorySettings
@@ -209,7 +209,7 @@ def test_an_open_tier_without_its_path_is_down_until_it_is_back(tmp_path: Path, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_store_opens_after_a_failed_attempt(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
-    place, call = {"directory": (directory, "open_store"), "disk": (disk, "DiskStoreLock")}[kind]
+    place, call = {"directory": (file_tier, "open_store"), "disk": (disk, "DiskStoreLock")}[kind]
     make, tries = getattr(place, call), iter([OSError(errno.ENOSPC, "planned")])
 
     def fail_once(*given: Any) -> Any:
