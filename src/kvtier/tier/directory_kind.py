@@ -8,15 +8,13 @@ from typing import ClassVar, Literal
 
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size, Switch
-from kvtier.errors import ConfigError
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
+from kvtier.tier.directory_marker import STORE_VERSION, layout_of, repair_marker
 from kvtier.tier.directory_view import DirectoryView, view_at
-from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.machine import store_problems
 from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
-from kvtier.tier.safe_open import refuse_public
 from kvtier.tier.store_root import mend_secret
 
 TRIAL_LOCK_DEADLINE_S = 60.0
@@ -66,23 +64,6 @@ def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _
 
 def _check(settings: DirectorySettings) -> Iterator[Problem]:
     return store_problems(settings.path, settings.capacity_bytes, STORE_VERSION)
-
-
-def store_problems(path: Path, capacity_bytes: int, version: int) -> Iterator[Problem]:
-    """What is wrong with the root of a store of files whose marker has this version."""
-    nearest = nearest_existing(path)
-    problem = path_problem(path, nearest)
-    if problem is not None:
-        yield Problem("error", "path", problem)
-        return
-    try:
-        if nearest == path:
-            refuse_public(path)
-        is_store = nearest == path and find_marker(path, version) is not None
-    except ConfigError as error:
-        yield Problem("error", "path", str(error))
-        return
-    yield from space_problems(capacity_bytes, nearest, is_store=is_store)
 
 
 def _repaired(root: Path) -> list[str] | None:

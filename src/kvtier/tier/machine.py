@@ -6,7 +6,10 @@ from pathlib import Path
 from shutil import disk_usage
 
 from kvtier.config.value_types import size_text
+from kvtier.errors import ConfigError
+from kvtier.tier.directory_marker import find_marker
 from kvtier.tier.registry import Problem
+from kvtier.tier.safe_open import refuse_public
 
 
 def nearest_existing(path: Path) -> Path:
@@ -48,3 +51,20 @@ def space_problems(capacity_bytes: int, nearest: Path, *, is_store: bool) -> Ite
     if capacity_bytes > room:
         detail = f"more than the {'size' if is_store else 'free space'} of its file system, {size_text(room)}"
         yield Problem("warning", "capacity_bytes", detail)
+
+
+def store_problems(path: Path, capacity_bytes: int, version: int) -> Iterator[Problem]:
+    """What is wrong with the root of a store of files whose marker has this version."""
+    nearest = nearest_existing(path)
+    problem = path_problem(path, nearest)
+    if problem is not None:
+        yield Problem("error", "path", problem)
+        return
+    try:
+        if nearest == path:
+            refuse_public(path)
+        is_store = nearest == path and find_marker(path, version) is not None
+    except ConfigError as error:
+        yield Problem("error", "path", str(error))
+        return
+    yield from space_problems(capacity_bytes, nearest, is_store=is_store)

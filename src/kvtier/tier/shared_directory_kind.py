@@ -9,9 +9,8 @@ from typing import ClassVar, Literal
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size
 from kvtier.errors import ConfigError
-from kvtier.tier.directory_kind import store_problems
 from kvtier.tier.directory_marker import SHARED_VERSION, layout_of, read_marker, repair_marker
-from kvtier.tier.machine import nearest_existing
+from kvtier.tier.machine import nearest_existing, store_problems
 from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.shared_directory import SharedDirectoryTier, is_on_drive
