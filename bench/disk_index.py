@@ -19,8 +19,8 @@ import numpy as np
 
 from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.report.output import write_json
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_format import BLOCK_BYTES, ENTRY, Header, pack_blocks, pack_header
+from kvtier.tier.disk.format import BLOCK_BYTES, ENTRY, Header, pack_blocks, pack_header
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import ObjectName
 
 SEGMENT_BYTES = 1 << 30

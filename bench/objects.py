@@ -37,7 +37,7 @@ from kvtier.report.table import Table, print_table
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.direct import can_direct
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import ChunkKey, ObjectBytes, ObjectId, Outcome
 
 PIECE_BYTES = 4 << 20

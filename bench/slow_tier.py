@@ -31,7 +31,7 @@ from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About, Tier
-from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import ChunkKey, LoadDone, ObjectName, Place, Prefix, Presence, RequestId, StoreDone
 
 CHUNK_TOKENS = 256

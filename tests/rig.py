@@ -26,8 +26,8 @@ from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
-from kvtier.tier.directory_kind import DirectorySettings
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.directory.kind import DirectorySettings
+from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.registry import TierSettings
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone
 

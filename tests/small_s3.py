@@ -11,8 +11,8 @@ from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvtier.config.value_types import PrivateText
-from kvtier.tier.s3 import S3Tier
-from kvtier.tier.s3_bucket import Credentials
+from kvtier.tier.s3.bucket import Credentials
+from kvtier.tier.s3.tier import S3Tier
 from kvtier.types import ObjectName
 
 BUCKET = "bucket"

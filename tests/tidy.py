@@ -71,7 +71,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/bench/serve/server.py"): "starts servers with an environment of their own",
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
     ("environment", "src/kvtier/connect/sglang/identity.py"): "variables of SGLang itself change its KV",
-    ("environment", "src/kvtier/tier/mooncake_client.py"): "Mooncake's library takes its limits from there only",
+    ("environment", "src/kvtier/tier/mooncake/client.py"): "Mooncake's library takes its limits from there only",
     ("prints", "src/kvtier/demo/worker.py"): "a process that sends JSON lines to its parent",
     ("prints", "src/kvtier/connect/sglang/server_arguments.py"): "a process that sends one JSON line to its parent",
     ("environment", "src/kvtier/bench/serve/request_stats.py"): "vLLM makes the plug-in, without settings of ours",

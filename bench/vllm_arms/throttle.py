@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.types import ObjectName
 
 RATE = "BENCH_READ_BYTES_PER_S"

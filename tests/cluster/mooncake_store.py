@@ -18,8 +18,8 @@ from tests.shared.ceph import Daemon, free_port, is_listening, wait_until
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Write
-from kvtier.tier.mooncake_client import _idle
-from kvtier.tier.mooncake_kind import KIND, MooncakeSettings, RawMooncake, _raw
+from kvtier.tier.mooncake.client import _idle
+from kvtier.tier.mooncake.kind import KIND, MooncakeSettings, RawMooncake, _raw
 from kvtier.tier.registry import TierContext
 from kvtier.types import ObjectName
 

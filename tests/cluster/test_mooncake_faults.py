@@ -14,7 +14,7 @@ from tests.shared.ceph import wait_until
 from kvtier.errors import TierError
 from kvtier.testing.tier import empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
-from kvtier.tier.mooncake_sockets import data_port
+from kvtier.tier.mooncake.sockets import data_port
 
 SIZE = 1 << 20
 COUNT = 12

@@ -20,14 +20,14 @@ from tests.shared.ceph import free_port
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import mooncake_client
-from kvtier.tier.mooncake_kind import KIND, MooncakeSettings
-from kvtier.tier.mooncake_sockets import NodeError, data_port, shut_out
+from kvtier.tier.mooncake import client as mooncake_client
+from kvtier.tier.mooncake.kind import KIND, MooncakeSettings
+from kvtier.tier.mooncake.sockets import NodeError, data_port, shut_out
 from kvtier.tier.registry import TierContext
 
 _ENGINE = """
 import signal, sys
-from kvtier.tier.mooncake_kind import KIND, MooncakeSettings
+from kvtier.tier.mooncake.kind import KIND, MooncakeSettings
 from kvtier.tier.registry import TierContext
 
 def caught():
@@ -121,7 +121,7 @@ def test_only_the_sockets_that_the_client_names_are_shut_and_no_other_file_is_to
 
 _EXITS = """
 import itertools, mmap, sys, threading, time
-from kvtier.tier.mooncake_kind import KIND, MooncakeSettings
+from kvtier.tier.mooncake.kind import KIND, MooncakeSettings
 from kvtier.tier.registry import TierContext
 
 memory = memoryview(mmap.mmap(-1, 16 << 20))
@@ -171,7 +171,7 @@ def test_an_engine_that_ends_without_close_in_the_middle_of_transfers_just_ends(
 _FORKS = """
 import gc, os, signal, sys
 from kvtier.errors import TierError
-from kvtier.tier.mooncake_kind import KIND, MooncakeSettings
+from kvtier.tier.mooncake.kind import KIND, MooncakeSettings
 from kvtier.tier.registry import TierContext
 
 tier = KIND.open(MooncakeSettings(master=sys.argv[1]), TierContext(layout=None, key_id=bytes(16)))

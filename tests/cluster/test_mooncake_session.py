@@ -12,8 +12,8 @@ from tests.rig import Engine, looked_up, places_of, prefix_of, stored
 from tests.shared.node_sessions import TOKENS, await_health, changes, damages, load, load_until, opened, store
 
 from kvtier.testing.tier import empty_frame
-from kvtier.tier.mooncake import MooncakeTier
-from kvtier.tier.mooncake_client import MooncakeClient
+from kvtier.tier.mooncake.client import MooncakeClient
+from kvtier.tier.mooncake.tier import MooncakeTier
 
 
 def quick(mooncake, prefix, **settings):

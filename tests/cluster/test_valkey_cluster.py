@@ -24,9 +24,9 @@ from tests.shared.ceph import wait_until
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Write
-from kvtier.tier.valkey_parts import PART_BYTES
-from kvtier.tier.valkey_servers import DOWN_S, REFRESH_INTERVAL_S, slot_of
-from kvtier.tier.valkey_wire import Node, Reader, Wire
+from kvtier.tier.valkey.parts import PART_BYTES
+from kvtier.tier.valkey.servers import DOWN_S, REFRESH_INTERVAL_S, slot_of
+from kvtier.tier.valkey.wire import Node, Reader, Wire
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from tests.cluster.valkey_world import fresh_prefix, open_tier
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
-from kvtier.tier.valkey_parts import PART_BYTES, Storing
+from kvtier.tier.valkey.parts import PART_BYTES, Storing
 
 
 class Shared(TierContract):

@@ -23,9 +23,9 @@ from tests.shared.ceph import NotInstalledError, wait_until
 from tests.shared.proxy import Proxy
 
 from kvtier.errors import TierError
-from kvtier.tier import valkey_requests
 from kvtier.tier.base import Read, Write
-from kvtier.tier.valkey_parts import PART_BYTES
+from kvtier.tier.valkey import requests as valkey_requests
+from kvtier.tier.valkey.parts import PART_BYTES
 
 SIZE = 2 * MIB
 
@@ -211,7 +211,7 @@ def test_values_stay_below_the_smallest_limit_of_a_server(valkey, tier):
 
 def test_a_value_over_the_servers_limit_is_an_error_and_the_next_one_works(valkey, tier, monkeypatch):
     """Without parts: the server closes the connection in the middle of a value."""
-    monkeypatch.setattr("kvtier.tier.valkey_parts.PART_BYTES", 16 * MIB)
+    monkeypatch.setattr("kvtier.tier.valkey.parts.PART_BYTES", 16 * MIB)
     valkey.call("CONFIG", "SET", "proto-max-bulk-len", MIB)
     try:
         assert isinstance(timed(lambda: tier.write(name_of(1), frame_of(1, 8 * MIB)), DEADLINE_S), TierError)

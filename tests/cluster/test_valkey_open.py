@@ -17,9 +17,9 @@ from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierContext
-from kvtier.tier.valkey import ValkeyTier
-from kvtier.tier.valkey_kind import KIND, ValkeySettings
-from kvtier.tier.valkey_wire import Access
+from kvtier.tier.valkey.kind import KIND, ValkeySettings
+from kvtier.tier.valkey.tier import ValkeyTier
+from kvtier.tier.valkey.wire import Access
 
 PASSWORD = "correct-horse-battery"
 CONTEXT = TierContext(layout=LAYOUT, fingerprint=FINGERPRINT, key_id=KEY_ID)

@@ -16,10 +16,10 @@ from tests.rig import Engine, load_places, loaded, looked_up, places_of, prefix_
 from tests.shared.ceph import wait_until
 from tests.shared.node_sessions import TOKENS, await_health, damages, load, load_until, opened, store
 
-from kvtier.tier.disk_kind import DiskSettings
-from kvtier.tier.valkey_kind import ValkeySettings
-from kvtier.tier.valkey_parts import HEADER
-from kvtier.tier.valkey_wire import Wire
+from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.valkey.kind import ValkeySettings
+from kvtier.tier.valkey.parts import HEADER
+from kvtier.tier.valkey.wire import Wire
 
 SECRET = bytes(range(32))
 

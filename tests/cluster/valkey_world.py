@@ -5,7 +5,7 @@ import itertools
 import time
 
 from kvtier.errors import TierError
-from kvtier.tier.valkey import ValkeyTier
+from kvtier.tier.valkey.tier import ValkeyTier
 from kvtier.types import ObjectName
 
 KEY_ID = bytes(range(16))

@@ -13,8 +13,8 @@ from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.object_store import LAYOUT, STAGED, STAGING_BYTES, ObjectStoreContract
-from kvtier.tier.directory_kind import DirectorySettings
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.directory.kind import DirectorySettings
+from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import Outcome
 
 FINGERPRINT = bytes(range(32))

@@ -10,8 +10,8 @@ from kvtier.policy.fifo import Fifo
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk.tier import DiskTier
 
 
 class TestMemory(TierContract):

@@ -9,7 +9,7 @@ import pytest
 from tiny_transformers import batch, llama, tokens
 
 from kvtier.config.sections import Config
-from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.directory.kind import DirectorySettings
 
 pytestmark = pytest.mark.engine
 

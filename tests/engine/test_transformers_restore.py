@@ -19,7 +19,7 @@ from kvtier.connect.transformers.caches import RecordingWindowLayer, empty_cache
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.support import CONTINUES_IN_PIECES, inspect_cache
 from kvtier.runtime.arena import chunk_bytes
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 
 pytestmark = pytest.mark.engine
 

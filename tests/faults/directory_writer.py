@@ -15,7 +15,7 @@ import sys
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, object_name
 from kvtier.tier.base import About
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 
 NAMES = 60
 BLOCKS_MAX = 12

@@ -17,8 +17,8 @@ from kvtier.errors import CorruptChunkError
 from kvtier.layout import ALIGNMENT, GroupLayout, History
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.base import Write
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_segment import Segment
+from kvtier.tier.disk.segment import Segment
+from kvtier.tier.disk.tier import DiskTier
 
 LAYOUTS = tuple(GroupLayout(History(), (4096 * blocks,) * 2, "test/bytes") for blocks in (1, 2, 5))
 SEGMENT_BYTES = 64 * ALIGNMENT

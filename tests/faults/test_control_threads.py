@@ -37,11 +37,12 @@ from kvtier.observe import metric_definitions as table
 from kvtier.runtime import line_file
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.trace_recorder import Served
-from kvtier.tier import directory_kind, disk_kind
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_kind import DirectorySettings
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.directory import kind as directory_kind
+from kvtier.tier.directory.kind import DirectorySettings
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk import kind as disk_kind
+from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import NextTurn
 
 needs_fuse = pytest.mark.skipif(bool(missing()), reason=missing())

@@ -14,7 +14,7 @@ from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, loaded, looked_
 
 from kvtier.keys.object_names import object_name
 from kvtier.tier.cap_file import read_cap_file
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 
 CHUNKS = 30
 

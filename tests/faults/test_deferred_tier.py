@@ -39,12 +39,15 @@ from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier import directory_kind, disk, disk_kind, file_tier
+from kvtier.tier import file_tier
 from kvtier.tier.base import Figures, Tier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_kind import DirectorySettings
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.directory import kind as directory_kind
+from kvtier.tier.directory.kind import DirectorySettings
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk import kind as disk_kind
+from kvtier.tier.disk import tier as disk
+from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import NextTurn
 
 KINDS = ["directory", "disk"]

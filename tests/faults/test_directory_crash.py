@@ -10,7 +10,7 @@ from directory_writer import content
 from test_directory_shared import CAPACITY, DEADLINE_S, start_writer, used_exactly
 
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 
 
 def check_objects(tier):

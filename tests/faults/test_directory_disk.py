@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.observe import metric_definitions as table
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import effective_cap
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.effective_cap import FULL
 
 CAPACITY = 64 * BLOCK_BYTES

@@ -13,12 +13,13 @@ from test_directory_every_step import drafted
 from kvtier.errors import TierError
 from kvtier.policy.lru import Lru
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import byte_cap, directory
 from kvtier.tier.base import UNKNOWN
 from kvtier.tier.cap_file import CapFile, read_cap_file
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_index import DirectoryIndex
-from kvtier.tier.index_snapshot import SnapshotRow
+from kvtier.tier.directory import byte_cap
+from kvtier.tier.directory import tier as directory
+from kvtier.tier.directory.index import DirectoryIndex
+from kvtier.tier.directory.snapshot import SnapshotRow
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.store_paths import Found, Paths
 
 DEADLINE_S = 60.0

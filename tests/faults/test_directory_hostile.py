@@ -26,12 +26,12 @@ from kvtier.codec.raw import Raw
 from kvtier.errors import ConfigError, CorruptChunkError, DamagedStoreError, KvError, TierError, UnreadableChunkError
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
-from kvtier.tier import directory
 from kvtier.tier.base import About
 from kvtier.tier.direct import write_all
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory import tier as directory
+from kvtier.tier.directory.snapshot import SnapshotRow, save_snapshot
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.directory_marker import STORE_VERSION, read_marker, repair_marker
-from kvtier.tier.index_snapshot import SnapshotRow, save_snapshot
 from kvtier.tier.store_paths import charge_bytes
 from kvtier.types import ObjectName
 

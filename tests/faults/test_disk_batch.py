@@ -11,7 +11,7 @@ from disk_world import SEGMENT_BYTES, check_accounts, look, open_tier, sealed
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
-from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk.tier import DiskTier
 
 NUMBERS = range(8)
 

@@ -27,9 +27,10 @@ from disk_world import (
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.disk_format import BLOCK_BYTES, Header, pack_header, pack_json
-from kvtier.tier.disk_marker import MARKER_NAME, DiskMarker, parse_marker, repair_marker
-from kvtier.tier.disk_status import STATUS_NAME, read_status
+from kvtier.tier.checked_json import pack_json
+from kvtier.tier.disk.format import BLOCK_BYTES, Header, pack_header
+from kvtier.tier.disk.marker import MARKER_NAME, DiskMarker, parse_marker, repair_marker
+from kvtier.tier.disk.status import STATUS_NAME, read_status
 
 NAMES = 60
 ROUNDS = 3

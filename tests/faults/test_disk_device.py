@@ -19,7 +19,7 @@ from disk_world import look, write_all
 from kvtier.errors import TierError
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.testing.tier import empty_frame, frame_of, object_name
-from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk.tier import DiskTier
 
 WAIT_S = 60.0
 IMAGE_BYTES = 48 << 20

@@ -16,13 +16,16 @@ from kvtier.cli.main import run
 from kvtier.errors import DamagedStoreError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import disk_kind, disk_marker, disk_pool, effective_cap
+from kvtier.tier import effective_cap
 from kvtier.tier.base import Read
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_kind import DiskSettings
-from kvtier.tier.disk_marker import MARKER_NAME, DiskStoreLock
-from kvtier.tier.disk_segment import Segment
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk import kind as disk_kind
+from kvtier.tier.disk import marker as disk_marker
+from kvtier.tier.disk import pool as disk_pool
+from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.disk.marker import MARKER_NAME, DiskStoreLock
+from kvtier.tier.disk.segment import Segment
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.registry import TierContext
 
 DEADLINE_S = 30.0

@@ -17,7 +17,7 @@ from disk_world import (
 )
 
 from kvtier.testing.tier import object_name
-from kvtier.tier.disk_segment import Segment
+from kvtier.tier.disk.segment import Segment
 
 NAMES = 90
 

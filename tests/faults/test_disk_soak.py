@@ -25,11 +25,11 @@ from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open
 from kvtier.errors import CorruptChunkError, DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.base import Read, Write
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_marker import MARKER_NAME
-from kvtier.tier.disk_status import STATUS_NAME
+from kvtier.tier.disk.marker import MARKER_NAME
+from kvtier.tier.disk.status import STATUS_NAME
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.store_paths import charge_bytes
 
 NAMES = 200

@@ -22,9 +22,9 @@ from tests.rig import (
 from kvtier.runtime.mover import Threads
 from kvtier.runtime.session import Session
 from kvtier.tier.base import Tier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.segment_files import SEGMENTS_NAME
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk.segment_files import SEGMENTS_NAME
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import RequestId
 
 PROMPTS, CHUNKS = 12, 9

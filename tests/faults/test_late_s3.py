@@ -10,8 +10,8 @@ import pytest
 from tests.small_s3 import MIB, SmallS3, key_of, name_of, open_tier
 
 from kvtier.errors import TierError
-from kvtier.tier import s3
 from kvtier.tier.base import Read, Write
+from kvtier.tier.s3 import tier as s3
 
 OWNER = b"\xee"
 """What the memory's new owner writes there."""

@@ -16,9 +16,9 @@ from tests.cluster.hostile import Hostile, single
 
 from kvtier.testing.tier import MakeTier, TierContract
 from kvtier.tier.base import Tier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.shared_directory import SharedDirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 
 needs_fuse = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -85,7 +85,7 @@ class TestValkey(Late):
 
     @pytest.fixture
     def make_tier(self):
-        tier_of = pytest.importorskip("kvtier.tier.valkey").ValkeyTier
+        tier_of = pytest.importorskip("kvtier.tier.valkey.tier").ValkeyTier
         values: dict[bytes, bytes] = {}
         self.go_on = threading.Event()
         self.go_on.set()

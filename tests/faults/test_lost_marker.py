@@ -45,16 +45,17 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import disk, disk_marker
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_kind import DirectorySettings
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_kind import DiskSettings
-from kvtier.tier.disk_settings import segment_bytes_for
+from kvtier.tier.directory.kind import DirectorySettings
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk import marker as disk_marker
+from kvtier.tier.disk import tier as disk
+from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.disk.settings import segment_bytes_for
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.registry import TierContext, TierSettings, kind_of
 from kvtier.tier.safe_open import folder_at
-from kvtier.tier.shared_directory import SharedDirectoryTier
-from kvtier.tier.shared_directory_kind import SharedDirectorySettings
+from kvtier.tier.shared_directory.kind import SharedDirectorySettings
+from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 
 KINDS = ["directory", "disk", "shared_directory"]
 SETTINGS = {"directory": DirectorySettings, "disk": DiskSettings, "shared_directory": SharedDirectorySettings}

@@ -12,7 +12,7 @@ from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import Read, Tier, Write
-from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import Cancel, Link, Outcome
 
 ONE_THREAD = Threads(read=1, write=1)

@@ -27,7 +27,7 @@ from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import TOO_LATE
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.types import Cancel, Link, NextTurn, ObjectName, Outcome, Tell
 
 

@@ -9,10 +9,10 @@ from tests.small_s3 import KEY_ID, MIB, SmallS3, key_of, marker_key, name_of, op
 
 from kvtier.errors import DamagedStoreError, TierError
 from kvtier.tier.base import Read, Write
-from kvtier.tier.s3_errors import TEXT_MAX, refusal_of
-from kvtier.tier.s3_rewrite import S3Rewriter
-from kvtier.tier.s3_sweep import S3Sweeper
-from kvtier.tier.s3_upkeep import Upkeep
+from kvtier.tier.s3.errors import TEXT_MAX, refusal_of
+from kvtier.tier.s3.rewrite import S3Rewriter
+from kvtier.tier.s3.sweep import S3Sweeper
+from kvtier.tier.s3.upkeep import Upkeep
 
 GROWTH_MAX = 64 * MIB
 """Without a limit it is over a GB/s."""

@@ -14,7 +14,7 @@ from kvtier.config import tier_list
 from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.tier.registry import TierContext, kind_of
-from kvtier.tier.s3_kind import KIND, S3Settings
+from kvtier.tier.s3.kind import KIND, S3Settings
 
 MARKER = b"kvtier objects, format 1\n"
 OTHER_KEY_ID = bytes(16)

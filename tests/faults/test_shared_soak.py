@@ -15,7 +15,7 @@ from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import empty_frame
-from kvtier.tier.shared_directory import SharedDirectoryTier
+from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 
 CAPACITY_BYTES = 6 << 20
 STOPPED_S = 0.3

@@ -27,9 +27,9 @@ from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.object_store import LAYOUT, STAGED, got, object_id, put
 from kvtier.testing.tier import empty_frame
 from kvtier.tier.base import Tier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.shared_directory import SharedDirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 from kvtier.types import Link, ObjectName, Outcome, RequestId
 
 FINGERPRINT = bytes(range(32))
@@ -259,7 +259,7 @@ NODE = """
     from kvtier.layout import GroupLayout, History, KvLayout
     from kvtier.runtime.open import open_session
     from kvtier.testing.host_copier import HostCopier
-    from kvtier.tier.directory_kind import DirectorySettings
+    from kvtier.tier.directory.kind import DirectorySettings
     from kvtier.types import Place, RequestId
 
     logging.basicConfig(level=logging.WARNING)

@@ -25,12 +25,12 @@ from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.keys.fingerprint import root_key
 from kvtier.runtime.open import OpenedSession, open_session
-from kvtier.tier.directory_kind import DirectorySettings
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.directory.kind import DirectorySettings
+from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.registry import TierSettings
-from kvtier.tier.s3_kind import S3Settings
-from kvtier.tier.shared_directory_kind import SharedDirectorySettings
-from kvtier.tier.valkey_kind import ValkeySettings
+from kvtier.tier.s3.kind import S3Settings
+from kvtier.tier.shared_directory.kind import SharedDirectorySettings
+from kvtier.tier.valkey.kind import ValkeySettings
 
 STORES = Path(__file__).parent / "stores"
 KINDS = ("directory", "disk", "shared_directory", "s3", "valkey")

@@ -6,7 +6,7 @@ from tests.rig import Engine, load_places, loaded, looked_up
 
 from kvtier.codec.frame import verify_frame
 from kvtier.keys.object_names import object_name
-from kvtier.tier.valkey_parts import HEADER, MAGIC
+from kvtier.tier.valkey.parts import HEADER, MAGIC
 
 NAMES = {object_name(key, group, LAYOUT.part(group), LAYOUT.digest(group)) for key in PREFIX.keys for group in range(2)}
 

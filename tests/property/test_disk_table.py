@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.disk_table import NO_SEGMENT, ObjectTable
+from kvtier.tier.disk.table import NO_SEGMENT, ObjectTable
 
 ROWS_MAX = 24
 

@@ -88,7 +88,7 @@ def test_a_bad_page_shortens_the_hit_and_heals(start: Start, tmp_path: Path, dam
 @pytest.mark.sglang_core
 def test_a_failing_write_is_reported_for_its_page(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A `batch_set` that fails in part names the pages; SGLang counts a batch of which any fails as not stored."""
-    from kvtier.tier.directory import DirectoryTier
+    from kvtier.tier.directory.tier import DirectoryTier
 
     engine = start()
     engine.fill(0)

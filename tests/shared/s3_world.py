@@ -4,8 +4,8 @@ import hashlib
 import itertools
 
 from kvtier.config.value_types import PrivateText
-from kvtier.tier.s3 import S3Tier
-from kvtier.tier.s3_bucket import Credentials
+from kvtier.tier.s3.bucket import Credentials
+from kvtier.tier.s3.tier import S3Tier
 from kvtier.types import ObjectName
 
 KEY_ID = bytes(range(16))

@@ -27,12 +27,13 @@ from kvtier.config.sections import StoreConfig
 from kvtier.errors import TierError
 from kvtier.runtime.open import open_session
 from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
-from kvtier.tier import shared_directory, shared_sweep
 from kvtier.tier.base import OneByOneTier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.shared_cap import SharedCap
-from kvtier.tier.shared_directory import SharedDirectoryTier
-from kvtier.tier.shared_directory_kind import SharedDirectorySettings
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.shared_directory import sweep as shared_sweep
+from kvtier.tier.shared_directory import tier as shared_directory
+from kvtier.tier.shared_directory.cap import SharedCap
+from kvtier.tier.shared_directory.kind import SharedDirectorySettings
+from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 from kvtier.types import ObjectName
 
 KEY, MODEL = b"k" * 16, b"f" * 32

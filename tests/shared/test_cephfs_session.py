@@ -10,8 +10,8 @@ from tests.rig import Engine, looked_up, places_of, prefix_of, stored
 from tests.shared.node_sessions import CHUNKS, TOKENS, await_health, damages, load, load_until, opened, store
 
 from kvtier.errors import ConfigError, DamagedStoreError
-from kvtier.tier.disk_kind import DiskSettings
-from kvtier.tier.shared_directory_kind import SharedDirectorySettings
+from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 
 MIB = 1 << 20
 ANSWER_S = 6.0

@@ -7,7 +7,7 @@ from tests.shared.s3_world import fresh_prefix, key_of, open_tier
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
-from kvtier.tier.s3 import S3Tier
+from kvtier.tier.s3.tier import S3Tier
 
 
 @pytest.mark.shared_core

@@ -12,7 +12,7 @@ from tests.shared.s3_world import frame_of, fresh_prefix, key_of, name_of, open_
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Write
-from kvtier.tier.s3_errors import Attempts
+from kvtier.tier.s3.errors import Attempts
 
 DEADLINE_S, PROBE_DEADLINE_S = 2.0, 0.5
 SLACK_S = 1.5

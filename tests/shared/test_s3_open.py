@@ -15,9 +15,9 @@ from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, n
 from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.tier.registry import TierContext
-from kvtier.tier.s3_bucket import Credentials
-from kvtier.tier.s3_errors import Attempts, refusal_of
-from kvtier.tier.s3_kind import KIND, S3Settings
+from kvtier.tier.s3.bucket import Credentials
+from kvtier.tier.s3.errors import Attempts, refusal_of
+from kvtier.tier.s3.kind import KIND, S3Settings
 
 pytestmark = pytest.mark.shared_core
 

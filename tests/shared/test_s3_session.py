@@ -14,8 +14,8 @@ from tests.shared.ceph import wait_until
 from tests.shared.node_sessions import TOKENS, await_health, changes, load, load_until, opened, store
 from tests.shared.s3_world import fresh_prefix
 
-from kvtier.tier.disk_kind import DiskSettings
-from kvtier.tier.s3_kind import S3Settings
+from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.s3.kind import S3Settings
 
 
 def bucket(access, prefix, **settings) -> S3Settings:

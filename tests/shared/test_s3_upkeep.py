@@ -15,10 +15,11 @@ from kvtier.codec.frame import frame_bytes, head_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History
-from kvtier.tier import s3_rewrite, s3_sweep
 from kvtier.tier.base import Read
-from kvtier.tier.s3_sweep import RECORD_NAME, S3Sweeper
-from kvtier.tier.s3_upkeep import StoreClock, Upkeep
+from kvtier.tier.s3 import rewrite as s3_rewrite
+from kvtier.tier.s3 import sweep as s3_sweep
+from kvtier.tier.s3.sweep import RECORD_NAME, S3Sweeper
+from kvtier.tier.s3.upkeep import StoreClock, Upkeep
 
 GROUP = GroupLayout(History(), (8192, 8192), "test/pages")
 FRAME_BYTES = frame_bytes(GROUP)

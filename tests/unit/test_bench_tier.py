@@ -11,8 +11,9 @@ from kvtier.cli.main import run
 from kvtier.config import tier_list
 from kvtier.errors import KvError
 from kvtier.testing.tier import frame_of, object_name
-from kvtier.tier import directory_kind, registry
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier import registry
+from kvtier.tier.directory import kind as directory_kind
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.raw_files import RawFiles
 
 FEW = ["--size", "64KiB", "--in-flight", "1", "--in-flight", "3", "--repeats", "2", "--sample", "256KiB"]

@@ -16,7 +16,7 @@ from kvtier.config.sections import JournalConfig
 from kvtier.errors import ConfigError
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.open import open_session
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import RequestId
 
 CHUNKS = 6

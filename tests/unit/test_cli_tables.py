@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.report import table as report_table
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 
 FIGURE = re.compile(r"[^\s()]*\d[^\s()]*")
 LINE = {"timestamp": 0, "input_length": 1 << 15, "output_length": 3, "hash_runs": [[1, 64]], "session_id": "a"}

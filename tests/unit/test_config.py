@@ -14,7 +14,7 @@ from kvtier.config.sections import SECTIONS, Config, HostConfig, LimitsConfig, S
 from kvtier.config.tier_list import parse, spec
 from kvtier.config.value_types import SIZE_UNITS, parse_seconds, parse_size, size_text
 from kvtier.errors import ConfigError
-from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.directory.kind import DirectorySettings
 
 DIGITS = "0123456789abcdef" * 4
 

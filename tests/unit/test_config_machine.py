@@ -11,7 +11,7 @@ from kvtier.config.loader import load
 from kvtier.config.machine_checks import check, memory_bytes
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.tier_list import is_spec
-from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory_marker import MARKER_NAME, open_store
 
 SMALL = HostConfig(capacity_bytes=2**20)

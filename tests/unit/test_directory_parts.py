@@ -10,11 +10,12 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import directory, temp_files
+from kvtier.tier import temp_files
 from kvtier.tier.base import UNKNOWN
 from kvtier.tier.direct import aligned_buffer, is_aligned, read_part, write_all
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.index_snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot
+from kvtier.tier.directory import tier as directory
+from kvtier.tier.directory.snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.temp_files import TempFiles
 

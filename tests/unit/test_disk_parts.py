@@ -6,8 +6,7 @@ import pytest
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_format import (
+from kvtier.tier.disk.format import (
     ENTRIES_PER_BLOCK,
     ENTRY,
     Header,
@@ -19,10 +18,11 @@ from kvtier.tier.disk_format import (
     read_blocks,
     read_header,
 )
-from kvtier.tier.disk_kind import KIND, DiskSettings
-from kvtier.tier.disk_settings import segment_bytes_for
+from kvtier.tier.disk.kind import KIND, DiskSettings
+from kvtier.tier.disk.settings import segment_bytes_for
+from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.disk.write_budget import DAY_S, WriteBudget
 from kvtier.tier.registry import TierContext
-from kvtier.tier.write_budget import DAY_S, WriteBudget
 
 HEADER = Header(b"s" * 16, 7, 1 << 20)
 SEGMENT_BYTES = 64 * BLOCK_BYTES

@@ -17,7 +17,7 @@ from tests.rig import (
 )
 
 from kvtier.runtime.open import open_session
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.disk.kind import DiskSettings
 
 CHUNKS = 200
 TOKENS = CHUNKS * CHUNK_TOKENS

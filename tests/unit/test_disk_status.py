@@ -17,10 +17,9 @@ from kvtier.runtime.executor import COUNT_MAX, TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier import disk_view
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_format import pack_json
-from kvtier.tier.disk_status import (
+from kvtier.tier.checked_json import pack_json
+from kvtier.tier.disk import view as disk_view
+from kvtier.tier.disk.status import (
     CHANGED_S,
     STATUS_NAME,
     TEMP_NAME,
@@ -31,6 +30,7 @@ from kvtier.tier.disk_status import (
     read_status,
     write_status,
 )
+from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import Figures
 
 STATUS = DiskStatus(
@@ -58,7 +58,7 @@ FRAME = empty_frame(8192)
 
 @pytest.fixture(autouse=True)
 def _the_keeper_tells_once(monkeypatch):
-    monkeypatch.setattr("kvtier.tier.disk.STATUS_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("kvtier.tier.disk.tier.STATUS_INTERVAL_S", 3600.0)
 
 
 def opened(root, **settings):
@@ -89,7 +89,7 @@ def test_it_tells_room_wear_faults_and_what_the_session_says(tmp_path, monkeypat
     assert told_now(tier).amplification > 1.0
 
     tier.note_use(is_up=False)
-    monkeypatch.setattr("kvtier.tier.disk_segment.os.preadv", failing)
+    monkeypatch.setattr("kvtier.tier.disk.segment.os.preadv", failing)
     with pytest.raises(TierError, match="planned"):
         tier.read(object_name(1), empty_frame(8192))
     monkeypatch.undo()
@@ -107,7 +107,7 @@ def failing(*_given):
 
 def test_a_status_is_written_rarely_and_an_alarm_soon(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr("kvtier.tier.disk_status.write_status", lambda _root, status: written.append(status))
+    monkeypatch.setattr("kvtier.tier.disk.status.write_status", lambda _root, status: written.append(status))
     file, now_s = StatusFile(tmp_path), 0.0
 
     def tell(seconds, **changes):
@@ -198,7 +198,7 @@ def test_a_store_with_a_status_that_makes_no_sense_is_as_good_as_any(tmp_path, c
 
 def test_a_status_that_cannot_be_written_is_no_fault(tmp_path, monkeypatch):
     tier = opened(tmp_path)
-    monkeypatch.setattr("kvtier.tier.disk_status.write_status", failing)
+    monkeypatch.setattr("kvtier.tier.disk.status.write_status", failing)
     tier._status = StatusFile(tmp_path)
     tier._write_status()
     assert tier.write(object_name(1), FRAME)
@@ -281,7 +281,7 @@ def test_inspect_tells_how_a_store_in_use_fares(tmp_path, capsys, monkeypatch):
     assert health(capsys, tmp_path)[1]["state"] == "backed off"
     tier.note_use(is_up=True)
     told_now(tier)
-    monkeypatch.setattr("kvtier.tier.disk_view.time", lambda: read_status(tmp_path).time_s + disk_view.SILENT_S + 1)
+    monkeypatch.setattr("kvtier.tier.disk.view.time", lambda: read_status(tmp_path).time_s + disk_view.SILENT_S + 1)
     code, result = health(capsys, tmp_path)
     assert (code, result["state"]) == (1, "silent")
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History, Part
 from kvtier.tier import store_notes as notes
 from kvtier.tier.base import About
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.registry import built_in
 from kvtier.types import ObjectName
 
@@ -378,7 +378,7 @@ def test_purge_does_not_go_through_a_linked_objects_directory(store, inspect, tm
 
 def test_purge_of_a_store_in_use_is_refused_and_force_empties_it_under_its_users(store, inspect):
     script = (
-        "import sys; from kvtier.tier.directory import DirectoryTier; "
+        "import sys; from kvtier.tier.directory.tier import DirectoryTier; "
         f"tier = DirectoryTier({str(store)!r}, capacity_bytes=2**30); "
         "print('open', flush=True); sys.stdin.readline(); print(tier.used_bytes, flush=True); tier.close()"
     )

@@ -11,8 +11,8 @@ from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
 from kvtier.layout import GroupLayout, History, Part
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier import disk_view
-from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk import view as disk_view
+from kvtier.tier.disk.tier import DiskTier
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/bytes")
 COUNT = 6
@@ -158,7 +158,7 @@ def test_a_compaction_that_is_cut_short_loses_nothing(sparse, monkeypatch):
     def cut(_files, _segment):
         raise OSError("planned")
 
-    monkeypatch.setattr("kvtier.tier.segment_files.SegmentFiles.remove", cut)
+    monkeypatch.setattr("kvtier.tier.disk.segment_files.SegmentFiles.remove", cut)
     with pytest.raises(TierError, match="planned"):
         disk_view.DiskView(store).compact()
     tier = DiskTier(store, capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0)

@@ -12,7 +12,7 @@ from kvtier.config.sections import StoreConfig
 from kvtier.inspection import inspector
 from kvtier.keys.secret import Secret
 from kvtier.runtime.open import open_session
-from kvtier.tier.shared_directory_kind import SharedDirectorySettings
+from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 
 MODELS = (bytes(range(32)), bytes(range(32, 64)))
 CHUNKS, OBJECTS = 6, 12

@@ -35,7 +35,7 @@ from kvtier.runtime.executor import Completion
 from kvtier.runtime.journal import Journal, Planned
 from kvtier.runtime.open import open_session
 from kvtier.runtime.open_objects import open_object_store
-from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import (
     Link,
     LoadDone,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.tier import store_notes as notes
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 
 NAME = bytes(range(16))
 FILE = "note-selftest-0001020304050607.json"

@@ -19,9 +19,10 @@ from kvtier.probe import links, tiers
 from kvtier.probe.facts import Facts
 from kvtier.probe.links import LinkMeasures, MeasureLimits, measure, percentile
 from kvtier.probe.run import Effort, ProbeRun
-from kvtier.tier import directory_kind, disk_kind
 from kvtier.tier.base import Figures
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory import kind as directory_kind
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk import kind as disk_kind
 from kvtier.types import ObjectName
 
 SMALL = Effort(sizes=(64 << 10,), depths=(1, 2), seconds=0.005, write_bytes=2 << 20)

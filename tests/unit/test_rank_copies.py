@@ -32,7 +32,7 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.runtime.session import Session
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory.tier import DirectoryTier
 
 SLOTS = 8
 COPIES = [

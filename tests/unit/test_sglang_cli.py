@@ -20,8 +20,8 @@ from kvtier.config.sections import Config
 from kvtier.connect.sglang.installed import Environment, look, read_extra, settings_in
 from kvtier.connect.sglang.server_arguments import FIELDS
 from kvtier.errors import ConfigError
-from kvtier.tier import disk_kind
 from kvtier.tier import machine as tier_machine
+from kvtier.tier.disk import kind as disk_kind
 
 SECRET = "5e" * 32
 

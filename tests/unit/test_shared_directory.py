@@ -11,11 +11,12 @@ import pytest
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import registry, shared_sweep
-from kvtier.tier.directory import DirectoryTier
+from kvtier.tier import registry
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.registry import TierContext
-from kvtier.tier.shared_claims import Claim, Claims, Declared, SweepRecord
-from kvtier.tier.shared_directory import SharedDirectoryTier
+from kvtier.tier.shared_directory import sweep as shared_sweep
+from kvtier.tier.shared_directory.claims import Claim, Claims, Declared, SweepRecord
+from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 
 KEY, MODEL = b"k" * 16, b"f" * 32
 DEADLINE_S = 30.0

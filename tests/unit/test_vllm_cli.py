@@ -27,11 +27,11 @@ from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
-from kvtier.tier import disk_kind
 from kvtier.tier import machine as tier_machine
 from kvtier.tier.base import About
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.directory.kind import DirectorySettings
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.disk import kind as disk_kind
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/pages")

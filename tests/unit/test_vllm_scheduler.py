@@ -25,7 +25,7 @@ from kvtier.core import probes
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
 from kvtier.runtime import session as session_module
-from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Lookup, Presence
 
 WAYS = [

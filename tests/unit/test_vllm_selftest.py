@@ -10,7 +10,7 @@ from kvtier.connect.vllm import selftest
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.tier import store_notes as notes
-from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.directory.kind import DirectorySettings
 
 BUILD, MODEL = "0.1.dev7 build 0123456789abcdef", bytes(range(32))
 LAYOUT = KvLayout(256, (GroupLayout(History(), (4096,), "pages"),))

@@ -73,7 +73,7 @@ def load_later() -> None:
 
 def _hang(method: str) -> None:
     from kvtier.errors import TierError
-    from kvtier.tier.directory import DirectoryTier
+    from kvtier.tier.directory.tier import DirectoryTier
 
     inner = getattr(DirectoryTier, method)
 

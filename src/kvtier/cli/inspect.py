@@ -17,8 +17,8 @@ from kvtier.inspection import StoreInspector, open_store, repair_store
 from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, StoreStat, Verification
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
-from kvtier.tier.disk_status import DiskStatus
-from kvtier.tier.disk_view import Compaction, DiskView, StoreHealth
+from kvtier.tier.disk.status import DiskStatus
+from kvtier.tier.disk.view import Compaction, DiskView, StoreHealth
 from kvtier.tier.registry import NAME, TierSettings, kind_of
 from kvtier.tier.store_view import Purge
 

@@ -25,12 +25,12 @@ from kvtier.tier.store_view import StoreView
 ENTRY_POINTS = "kvtier.tiers"
 
 _BUILT_IN: dict[str, str] = {
-    "directory": "kvtier.tier.directory_kind",
-    "disk": "kvtier.tier.disk_kind",
-    "mooncake": "kvtier.tier.mooncake_kind",
-    "s3": "kvtier.tier.s3_kind",
-    "shared_directory": "kvtier.tier.shared_directory_kind",
-    "valkey": "kvtier.tier.valkey_kind",
+    "directory": "kvtier.tier.directory.kind",
+    "disk": "kvtier.tier.disk.kind",
+    "mooncake": "kvtier.tier.mooncake.kind",
+    "s3": "kvtier.tier.s3.kind",
+    "shared_directory": "kvtier.tier.shared_directory.kind",
+    "valkey": "kvtier.tier.valkey.kind",
 }
 """Module of each kind."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvtier.tier import safe_open
-from kvtier.tier.disk_format import pack_json, read_json
+from kvtier.tier.checked_json import pack_json, read_json
 
 NOTE = re.compile(r"\.?note-(fingerprint|selftest)-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
 """Names of notes and of their temporary files."""

@@ -1,0 +1,466 @@
+"""The hard byte cap of a directory store: reserve bytes, evict to make space, release bytes.
+
+Every method takes the cap file's lock, for a bounded number of files. Only this module creates and removes files under
+objects' names.
+
+A recount walks through the store without the lock. Under the lock it first replaces the count by its owner, and lists
+the temporary files. From then on no process adds bytes: a write needs a count. So what exists at the end existed at
+the start: an object, which the walk has found, or one of the listed temporary files. Their sum is never below the bytes
+in use, and above them only by what was removed meanwhile. The recount writes it under the lock, if the cap file still
+has its owner: then no other process has counted meanwhile.
+
+When the owner of a recount is dead, another process counts, and also when it takes long, as when it is stopped. Each
+process waits ever longer before it takes over, so that one of them ends.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+
+from kvtier.errors import TierError
+from kvtier.tier.base import About
+from kvtier.tier.cap_file import CapFile
+from kvtier.tier.directory.index import DirectoryIndex
+from kvtier.tier.effective_cap import EffectiveCap, is_full_error
+from kvtier.tier.safe_open import open_file
+from kvtier.tier.store_paths import Found, Paths, charge_bytes, stat_in, walk
+from kvtier.tier.temp_files import TempFile, TempFiles, reserved
+from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
+
+_EXAMINED_MAX = 64
+"""Victims examined per hold of the lock. Others get it between."""
+_EVICTED_MAX = 16
+"""Files removed per hold of the lock."""
+OPEN_WAIT_S = 10.0
+"""An opening waits for its recount for this long. Then the store is open, and takes writes after the recount."""
+PATIENCE_S = 300.0
+"""Another process's recount takes long after this; twice as long after each time that this process takes it over."""
+_POLL_S = 0.005
+_UNLINK_FAILURES_MAX = 8
+_FOREIGN_SHARE = 16
+"""The directory is walked when more than 1/16 of the cap is held by objects missing from the index."""
+_WALK_EVERY = 100
+"""Shortest time between two walks, in multiples of a walk's duration: walking takes 1 % of the time at most."""
+_LOCKED_BY_OTHERS = {errno.EWOULDBLOCK, errno.EACCES}
+
+
+class ByteCap:
+    """The bytes of one store.
+
+    Args:
+        paths: of the store.
+        capacity_bytes: the configured cap.
+        effective_cap: the cap while the file system is full.
+        cap_file: the byte count and the lock.
+        index: indexed objects and their eviction order.
+        temp_files: this process's temporary files.
+        on_replaced: called under the lock when the directory was replaced, as by a remount. Operations fail until it
+            succeeds.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        capacity_bytes: int,
+        effective_cap: EffectiveCap,
+        cap_file: CapFile,
+        index: DirectoryIndex,
+        temp_files: TempFiles,
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self._paths = paths
+        self._capacity_bytes = capacity_bytes
+        self._effective_cap = effective_cap
+        self._cap_file = cap_file
+        self._index = index
+        self._temp_files = temp_files
+        self._on_replaced = on_replaced
+        self._undeleted: list[TempFile] = []  # removal failed, to be retried
+        self._is_replaced = False
+        self._walker = threading.Thread()  # alive during a walk
+        self._walk_error: Exception | None = None
+        self._walk_again_s = self._count_again_s = 0.0
+        self._unknown_s: float | None = None  # since when the count is unknown
+        self._counter = "", 0.0  # owner of another process's recount, and since when it is known
+        self._patience_s = PATIENCE_S
+        self._is_closing = False
+        self.evictions = 0
+
+    def attach(self, *, is_alone: bool) -> None:
+        """Remove temporary files of dead processes, and lock this owner's lock file.
+
+        When there were any, or with the store to itself (`is_alone`), the process recounts in `recover`: a killed
+        process may have counted bytes that it never wrote.
+        """
+        with self._locked():
+            is_stale = self._temp_files.clear_stale()
+            self._temp_files.attach()
+            if is_alone or (is_stale and self._cap_file.read() is not None):
+                self._cap_file.start_count(self._temp_files.owner)
+
+    def recover(self, *, needs_index: bool) -> None:
+        """Walk through the store, to recount or because the index `needs_index`. Waits up to `OPEN_WAIT_S` seconds.
+
+        Raises:
+            TierError: the walk failed.
+            OSError: likewise.
+        """
+        with self._locked():
+            self._count()
+            if needs_index:
+                self._start_walk(counts=False)
+        self.wait_idle(OPEN_WAIT_S)
+        self._walk_again_s = self._count_again_s = 0.0
+
+    def wait_idle(self, deadline_s: float) -> None:
+        """Wait for a running walk, `deadline_s` seconds at most.
+
+        Raises:
+            TierError: the walk failed.
+            OSError: likewise.
+        """
+        if self._walker.is_alive():
+            self._walker.join(deadline_s)
+        error, self._walk_error = self._walk_error, None
+        if error is not None:
+            raise error
+
+    def shrink(self) -> None:
+        """Evict down to the cap, which may be lower than before. In steps, so that others get the lock between."""
+        while True:
+            with self._locked():
+                used_bytes = self._count()
+                if used_bytes is None or used_bytes <= self._capacity_bytes:
+                    return
+                used_bytes, _, has_victims = self._evict_down(used_bytes, self._capacity_bytes, None)
+                if not has_victims:
+                    return  # the rest is being written, or not indexed: a write recounts
+
+    def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
+        """A temporary file with `charge` bytes reserved; None when there is no space, or a recount takes long.
+
+        Raises:
+            TierError: the lock is not free, or the recount failed.
+            OSError: the file system fails.
+        """
+        self._index_foreign_objects(charge)
+        end_s = time.monotonic() + self._cap_file.deadline_s
+        while True:
+            with self._locked():
+                self._retry_removal()
+                used_bytes = self._count()
+                if used_bytes is not None:
+                    target_bytes = self._effective_cap.allows(used_bytes) - charge
+                    if target_bytes < 0:
+                        return None
+                    most = 1 if self._effective_cap.is_reduced else _EVICTED_MAX  # the next write may fail, too
+                    used_bytes, draft, has_victims = self._evict_down(
+                        used_bytes, target_bytes, (charge, direct_io), most
+                    )
+                    if draft is not None:
+                        return draft
+                    if used_bytes <= target_bytes:
+                        return self._create(used_bytes, charge, direct_io=direct_io)
+                    # Without victims, other processes wrote the rest, or a crash left the count too high.
+                    may_go_on = most > 1 if has_victims else self._recount()
+                    if not may_go_on:
+                        return None
+            if not self._await_count(end_s):
+                return None
+
+    def _create(self, used_bytes: int, charge: int, *, direct_io: bool) -> TempFile:
+        self._cap_file.write(used_bytes + charge)
+        try:
+            return self._temp_files.create(charge, direct_io=direct_io)
+        except BaseException as error:
+            self._cap_file.write(used_bytes)
+            if is_full_error(error):
+                self._effective_cap.record_full(used_bytes, error)
+            raise
+
+    def publish(self, draft: TempFile, written: os.stat_result, name: ObjectName, about: About) -> None:
+        """Rename `draft` to its object's name. An existing object is kept instead."""
+        with self._locked(), self._paths.fan(name) as fan:
+            there = self.usable(stat_in(fan, name))
+            if there is None:
+                self._temp_files.publish(draft, name.hex(), fan)
+            else:
+                self._release(self._temp_files.remove(draft))
+            held = there or written
+            self._index.add(name, held.st_size, held.st_mtime_ns, about)
+
+    def discard(self, draft: TempFile, error: BaseException | None = None) -> None:
+        """Remove a temporary file and release its bytes, now or under the next lock. Raises nothing.
+
+        When `error` is ENOSPC or EDQUOT, the cap becomes the bytes held.
+        """
+        try:
+            with self._locked():
+                self._release(self._temp_files.remove(draft))
+                if is_full_error(error):
+                    self._effective_cap.record_full(self._cap_file.read() or self._cap_file.peek(), error)
+        except (TierError, OSError):
+            self._undeleted.append(draft)
+
+    def remove(self, name: ObjectName) -> None:
+        """Remove the object's file, if it exists."""
+        with self._locked():
+            there = self._paths.remove_object(name)
+            if there is not None:
+                self._release(charge_bytes(there.st_size))
+            self._index.forget(name)
+
+    def usable(self, status: os.stat_result | None) -> os.stat_result | None:
+        """`status`, or None for a file larger than the cap, which cannot be an object."""
+        return None if status is None or charge_bytes(status.st_size) > self._capacity_bytes else status
+
+    def close(self) -> None:
+        """End a walk, and remove this process's temporary files and lock file, as far as possible. Raises nothing."""
+        self._is_closing = True
+        with suppress(TierError, OSError):
+            self.wait_idle(self._cap_file.deadline_s)
+        with suppress(TierError, OSError), self._locked():
+            self._retry_removal()
+            self._temp_files.detach()
+
+    def _index_foreign_objects(self, charge: int) -> None:
+        """Index objects of other processes when they hold much and space is needed; else only ours would be evicted.
+
+        Without the lock: changes during the walk are detected on use.
+        """
+        used_bytes = self._cap_file.peek()
+        foreign_bytes = used_bytes - self._index.known_bytes
+        limit_bytes = self._effective_cap.now_bytes
+        if used_bytes + charge <= limit_bytes or foreign_bytes <= limit_bytes // _FOREIGN_SHARE:
+            return
+        if time.monotonic() >= self._walk_again_s:
+            with self._locked():
+                is_started = self._start_walk(counts=False)
+            if is_started:
+                self.wait_idle(self._cap_file.deadline_s)
+
+    def _await_count(self, end_s: float) -> bool:
+        """Wait while the count is unknown. False at `end_s`, or when it has been for longer than an operation may wait.
+
+        Raises:
+            TierError: the recount failed.
+            OSError: likewise.
+        """
+        now_s = time.monotonic()
+        if self._unknown_s is None:
+            return now_s < end_s
+        left_s = min(end_s, self._unknown_s + self._cap_file.deadline_s) - now_s
+        if left_s > 0 and not self._walker.is_alive():
+            time.sleep(_POLL_S)  # another process counts
+        self.wait_idle(max(left_s, 0.0))
+        return left_s > 0
+
+    def _walk(self, drafts: dict[int, int] | None) -> None:
+        """Index all files. With the temporary files from the start of a recount, set the count, and shrink."""
+        start_s = time.monotonic()
+        used_bytes = 0
+        oversized: list[bytes] = []
+
+        def usable() -> Iterator[Found]:
+            nonlocal used_bytes
+            for file in walk(self._paths):
+                if self._is_closing:
+                    raise InterruptedError(errno.EINTR, "the store is closing", self._paths.objects)
+                charge = charge_bytes(file.size_bytes)
+                if charge > self._capacity_bytes:
+                    oversized.append(file.name)
+                else:
+                    used_bytes += charge
+                    if drafts is not None:
+                        drafts.pop(file.inode, None)  # it has become this object
+                    yield file
+
+        try:
+            self._index.merge(usable())
+            if drafts is not None:
+                self._remove_oversized(oversized)
+                with self._locked():
+                    if self._cap_file.counted_by() == self._temp_files.owner:
+                        drafts.update(reserved(self._paths.temp_files))  # inodes may be used again
+                        self._cap_file.write(used_bytes + sum(drafts.values()))
+                self.shrink()
+        except (OSError, TierError) as error:
+            self._walk_error = error
+        self._walk_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
+        if drafts is not None:
+            self._count_again_s = self._walk_again_s
+
+    def _remove_oversized(self, names: list[bytes]) -> None:
+        """Remove files larger than the cap, such as planted sparse files, during a recount."""
+        for name in names:
+            with self._locked():
+                there = self._paths.stat_object(name)
+                is_bad = there is not None and self.usable(there) is None
+                if is_bad and self._cap_file.counted_by() == self._temp_files.owner:  # else another cap may count it
+                    self._paths.remove_object(name)
+        if names:
+            logger.warning(
+                "%d files in %s were larger than the cap of %d bytes and were removed, the first: %s",
+                len(names), self._paths.objects, self._capacity_bytes, names[0].hex(),
+            )  # fmt: skip
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        with self._cap_file.locked() as is_replaced:
+            self._is_replaced |= is_replaced
+            if self._is_replaced:
+                self._on_replaced()
+                self._is_replaced = False
+            yield
+
+    # Below here the lock is held.
+
+    def _evict_down(
+        self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, most: int = _EVICTED_MAX
+    ) -> tuple[int, TempFile | None, bool]:
+        """Evict up to `most` objects, until at most `target_bytes` are used.
+
+        With `wanted` (charge, direct I/O), the last victim's file may be reused as that temporary file.
+
+        Returns:
+            The bytes used then, the temporary file, and whether there may be more victims.
+        """
+        if used_bytes <= target_bytes:
+            return used_bytes, None, True
+        draft: TempFile | None = None
+        failures = 0
+        stop = self.evictions + most
+        try:
+            for _ in range(_EXAMINED_MAX):
+                if used_bytes <= target_bytes or self.evictions == stop:
+                    break
+                victim = self._index.victim()
+                if victim is None:
+                    return used_bytes, draft, False
+                there = self._stat_or_forget(victim)
+                freed_bytes = 0 if there is None else charge_bytes(there.st_size)
+                if freed_bytes > used_bytes:
+                    return used_bytes, draft, False  # the file grew after it was counted: the count is wrong
+                if there is None or self._index.spare(victim, there.st_mtime_ns):
+                    continue
+                is_last = used_bytes - freed_bytes <= target_bytes
+                try:
+                    draft = self._evict(victim, there, wanted if is_last else None, used_bytes)
+                except OSError:
+                    failures += 1
+                    if failures == _UNLINK_FAILURES_MAX:
+                        raise
+                    self._index.postpone(victim)
+                else:
+                    used_bytes -= freed_bytes
+        finally:
+            self._cap_file.write(used_bytes + (draft.reserved_bytes if draft is not None else 0))
+        return used_bytes, draft, True
+
+    def _stat_or_forget(self, name: ObjectName) -> os.stat_result | None:
+        there = self._paths.stat_object(name)
+        if there is None:
+            self._index.forget(name)
+        return there
+
+    def _evict(
+        self, victim: ObjectName, there: os.stat_result, wanted: tuple[int, bool] | None, used_bytes: int
+    ) -> TempFile | None:
+        """Evict `victim`: reuse its file as the `wanted` temporary file, or unlink it."""
+        draft = None
+        with self._paths.fan(victim) as fan:
+            if wanted is not None:
+                # A temporary file counts from its rename on, so a larger one is counted first.
+                self._cap_file.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
+                draft = self._recycle(victim.hex(), fan, there.st_size, *wanted)
+            if draft is None:
+                os.unlink(victim.hex(), dir_fd=fan)
+        self._index.forget(victim)
+        self.evictions += 1
+        return draft
+
+    def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> TempFile | None:  # noqa: FBT001
+        """Reuse the object's file as a temporary file; None when it is being read or has another hard link.
+
+        Overwriting is two to four times as fast as unlink and create, which allocate an inode and blocks. Readers lock
+        the file, so no reader sees new bytes under the old name.
+        """
+        descriptor, status = open_file(name, os.O_WRONLY | (os.O_DIRECT if direct_io else 0), fan)
+        if status.st_nlink > 1:  # the other link may lie outside the store
+            os.close(descriptor)
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _LOCKED_BY_OTHERS:
+                return None
+            raise
+        try:
+            draft = self._temp_files.adopt(name, fan, descriptor, charge)
+            if size_bytes > charge:
+                os.ftruncate(descriptor, charge)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return draft
+
+    def _count(self) -> int | None:
+        """The bytes in use; None during a recount, which is started if needed."""
+        used_bytes = self._cap_file.read()
+        if used_bytes is not None:
+            self._unknown_s, self._patience_s = None, PATIENCE_S
+            # A count above the cap is from a higher cap, or damaged: it alone evicts nothing.
+            return None if used_bytes > self._capacity_bytes and self._recount() else used_bytes
+        now_s = time.monotonic()
+        self._unknown_s = self._unknown_s or now_s
+        owner = self._cap_file.counted_by()
+        if owner != self._counter[0]:
+            self._counter = owner, now_s
+        is_late = now_s - self._counter[1] >= self._patience_s
+        if owner == self._temp_files.owner or is_late or not self._temp_files.is_alive(owner):
+            self._patience_s *= 1 + is_late
+            self._start_walk(counts=True)
+        return None
+
+    def _recount(self) -> bool:
+        """Start a recount, if the last one was long ago."""
+        return time.monotonic() >= self._count_again_s and self._start_walk(counts=True)
+
+    def _start_walk(self, *, counts: bool) -> bool:
+        """Index all files in a thread, and recount. False when a walk is running."""
+        if self._is_closing or self._walker.is_alive():
+            return False
+        drafts = None
+        if counts:
+            self._temp_files.clear_stale()
+            self._cap_file.start_count(self._temp_files.owner)
+            self._unknown_s = self._unknown_s or time.monotonic()
+            drafts = reserved(self._paths.temp_files)
+        self._walker = threading.Thread(target=self._walk, args=(drafts,), name="kvtier count", daemon=True)
+        self._walker.start()
+        return True
+
+    def _release(self, freed_bytes: int) -> None:
+        """Subtract `freed_bytes`, after the file was removed."""
+        if freed_bytes == 0:
+            return
+        used_bytes = self._cap_file.read()
+        if used_bytes is not None and used_bytes >= freed_bytes:
+            self._cap_file.write(used_bytes - freed_bytes)
+            return
+        if used_bytes is not None:  # changed by another program
+            self._cap_file.start_count("")
+        self._count()
+
+    def _retry_removal(self) -> None:
+        while self._undeleted:
+            self._release(self._temp_files.remove(self._undeleted[-1]))
+            self._undeleted.pop()

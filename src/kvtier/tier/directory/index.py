@@ -1,0 +1,186 @@
+"""One process's index of a store directory: which names exist, and their eviction order. It may be stale."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvtier.policy.base import Evictor, Hinted
+from kvtier.policy.name_table import NameTable
+from kvtier.tier.base import UNKNOWN, About, never_pinned
+from kvtier.tier.directory.snapshot import SnapshotRow, oldest_first, slices
+from kvtier.tier.store_paths import Found, charge_bytes
+from kvtier.types import NextTurn, ObjectName
+
+RECENCY_WRITE_NS = 60 * 10**9
+"""Shortest time between two writes of an object's last use to its file's mtime, which other processes see."""
+
+
+class _Record:
+    """One indexed object."""
+
+    __slots__ = ("about", "mtime_ns", "size_bytes", "used_ns", "walk")
+
+    def __init__(self, size_bytes: int, used_ns: int, mtime_ns: int, about: About, walk: int) -> None:
+        self.size_bytes = size_bytes
+        self.used_ns = used_ns  # last known use
+        self.mtime_ns = mtime_ns  # last known mtime
+        self.about = about
+        self.walk = walk  # the last walk that found it, or during which it entered
+
+
+class DirectoryIndex:
+    """Names with sizes and last uses, and the evictor that orders them. One lock; no I/O under it.
+
+    Work on all names takes the lock for `SLICE` names at a time.
+    """
+
+    def __init__(self, evictor: Evictor) -> None:
+        self._evictor = evictor
+        self._records: NameTable[_Record] = NameTable()
+        self._lock = threading.Lock()
+        self._last_ns = 0
+        self._walk = 0  # number of the latest walk
+        self.known_bytes = 0
+        """Bytes that the indexed objects count against the cap."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether it is indexed."""
+        with self._lock:
+            return [name in self._records for name in names]
+
+    def add(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
+        """`name` was written, or offered again: a use now, with metadata `about`."""
+        with self._lock:
+            self._enter(name, size_bytes, self._now_ns(), mtime_ns, about)
+
+    def add_found(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
+        """`name` was found in the directory, written by another process. Not a use."""
+        with self._lock:
+            if name not in self._records:
+                # The evictor orders by event, so the object counts as new whatever its mtime is.
+                self._enter(name, size_bytes, mtime_ns, mtime_ns, UNKNOWN)
+
+    def use(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> int | None:
+        """`name` was read. Returns the time to write to the file's mtime when that is due, else None."""
+        with self._lock:
+            now_ns = self._now_ns()
+            record = self._records.get(name)
+            if record is None:
+                record = self._enter(name, size_bytes, now_ns, mtime_ns, UNKNOWN)
+            else:
+                record.used_ns = now_ns
+                record.mtime_ns = max(record.mtime_ns, mtime_ns)
+                self._evictor.touched(record.about.held(name))
+            if now_ns - record.mtime_ns < RECENCY_WRITE_NS:
+                return None
+            record.mtime_ns = now_ns
+            return now_ns
+
+    def spare(self, name: ObjectName, mtime_ns: int) -> bool:
+        """True when the file's mtime shows an unknown use. It counts as a use now, and `name` is not evicted."""
+        with self._lock:
+            record = self._records.get(name)
+            if record is None or mtime_ns <= record.used_ns:
+                return False
+            record.used_ns = record.mtime_ns = mtime_ns
+            self._evictor.touched(record.about.held(name))
+            return True
+
+    def postpone(self, name: ObjectName) -> None:
+        """`name` could not be removed: move it to the end of the eviction order."""
+        with self._lock:
+            record = self._records.get(name)
+            if record is not None:
+                self._evictor.touched(record.about.held(name))
+
+    def forget(self, name: ObjectName) -> None:
+        """`name` no longer exists."""
+        with self._lock:
+            self._drop(name)
+
+    def victim(self) -> ObjectName | None:
+        """The next object to evict; None when the index is empty."""
+        with self._lock:
+            name = self._evictor.victim(never_pinned)
+            return None if name is None else ObjectName(name)
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """Pass a session's expected next turn to an evictor that takes hints."""
+        if isinstance(self._evictor, Hinted):
+            with self._lock:
+                self._evictor.expects(session, next_turn)
+
+    def load_snapshot(self, rows: Iterable[SnapshotRow]) -> None:
+        """Add the rows of an index snapshot, oldest use first. Stale ones are corrected on use, or by `merge`."""
+        for some in slices(rows):
+            with self._lock:
+                for row in some:
+                    if row.name not in self._records:
+                        name, parent = ObjectName(row.name), None if row.parent is None else ObjectName(row.parent)
+                        self._enter(name, row.size_bytes, row.used_ns, row.used_ns, About(parent, row.depth, row.group))
+
+    def merge(self, found: Iterable[Found]) -> None:
+        """Make the index what a walk finds. What enters meanwhile stays. One call at a time.
+
+        New objects are added in the order of their mtimes, after the walk. The evictor orders by event, so it treats
+        all of them as newer than the indexed objects.
+        """
+        self._walk += 1
+        missing = oldest_first(row for files in slices(found) for row in self._missing(files))
+        for names in slices(self._records):
+            with self._lock:
+                for name in names:
+                    record = self._records.get(name)
+                    if record is not None and record.walk != self._walk:
+                        self._drop(name)
+        self.load_snapshot(missing)
+
+    def rows(self) -> Iterator[SnapshotRow]:
+        """The rows of the index snapshot, in any order, without the lock. What changes meanwhile is in it or not."""
+        for name in self._records:
+            record = self._records.get(name)
+            if record is not None:
+                about = record.about
+                yield SnapshotRow(name, about.parent, record.size_bytes, record.used_ns, about.depth, about.group)
+
+    def _missing(self, files: list[Found]) -> list[SnapshotRow]:
+        """Those of `files` that are not indexed. The sizes of the others are corrected."""
+        missing: list[SnapshotRow] = []
+        with self._lock:
+            for file in files:
+                record = self._records.get(file.name)
+                if record is None:
+                    missing.append(SnapshotRow(file.name, None, file.size_bytes, file.mtime_ns, 0, 0))
+                else:
+                    record.walk = self._walk
+                    self.known_bytes += charge_bytes(file.size_bytes) - charge_bytes(record.size_bytes)
+                    record.size_bytes = file.size_bytes
+        return missing
+
+    def _enter(self, name: ObjectName, size_bytes: int, used_ns: int, mtime_ns: int, about: About) -> _Record:
+        record = self._records.get(name)
+        if record is None:
+            self._records[name] = record = _Record(size_bytes, used_ns, mtime_ns, about, self._walk)
+            self.known_bytes += charge_bytes(size_bytes)
+        else:
+            self.known_bytes += charge_bytes(size_bytes) - charge_bytes(record.size_bytes)
+            record.size_bytes, record.used_ns, record.mtime_ns = size_bytes, used_ns, max(mtime_ns, record.mtime_ns)
+            record.walk = self._walk
+            if about.parent is not None or record.about.parent is None:
+                record.about = about
+        self._evictor.added(about.held(name))
+        return record
+
+    def _drop(self, name: bytes) -> None:
+        record = self._records.pop(name)
+        if record is not None:
+            self.known_bytes -= charge_bytes(record.size_bytes)
+        self._evictor.removed(name)
+
+    def _now_ns(self) -> int:
+        """The wall clock, which files and other processes share, made monotonic."""
+        self._last_ns = max(self._last_ns, time.time_ns())
+        return self._last_ns

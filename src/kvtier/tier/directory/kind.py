@@ -1,0 +1,91 @@
+"""The kind `directory`: its settings, checks and how it opens."""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Choice, Location, Size, Switch
+from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
+from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.directory.view import DirectoryView, view_at
+from kvtier.tier.directory_marker import STORE_VERSION, layout_of, repair_marker
+from kvtier.tier.machine import store_problems
+from kvtier.tier.raw_files import RawFiles
+from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
+from kvtier.tier.store_root import mend_secret
+
+TRIAL_LOCK_DEADLINE_S = 60.0
+"""Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectorySettings(TierSettings):
+    """The directory tier: a file per object, on a local disk or a shared file system."""
+
+    kind: ClassVar[str] = "directory"
+
+    path: Path = needed(Location(is_needed=True), "Directory of the store.")
+    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on disk, shared by all processes.")
+    direct_io: Literal["auto", "on", "off"] = setting(
+        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+    )
+    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of the directory.")
+    shared: bool = setting(
+        default=True,
+        kind=Switch(),
+        help="Other processes write here, too; false: trust this process's index, so that misses cost no I/O.",
+    )
+
+
+def _open(settings: DirectorySettings, _context: TierContext) -> DirectoryTier:
+    return DirectoryTier(
+        settings.path,
+        name=settings.name,
+        capacity_bytes=settings.capacity_bytes,
+        direct_io=settings.direct_io,
+        shared=settings.shared,
+        evictor=make_evictor(settings.evictor),
+    )
+
+
+def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _object_bytes: int) -> DirectoryTier:
+    return DirectoryTier(
+        place,
+        name=settings.name,
+        capacity_bytes=capacity_bytes,
+        direct_io=settings.direct_io,
+        shared=False,
+        lock_deadline_s=TRIAL_LOCK_DEADLINE_S,
+    )
+
+
+def _check(settings: DirectorySettings) -> Iterator[Problem]:
+    return store_problems(settings.path, settings.capacity_bytes, STORE_VERSION)
+
+
+def _repaired(root: Path) -> list[str] | None:
+    if layout_of(root) != STORE_VERSION:
+        return None
+    return repair_marker(root, STORE_VERSION) + mend_secret(root / "secret")
+
+
+KIND = TierKind(
+    name="directory",
+    help="A file per object in a directory that several processes may share.",
+    settings=DirectorySettings,
+    where="path",
+    open=_open,
+    is_common=lambda settings: settings.shared,  # otherwise each process trusts its own index
+    has_one_cap=True,
+    check=_check,
+    folder=lambda settings: settings.path,
+    secret_path=lambda settings: settings.path / "secret",
+    open_trial=_open_trial,
+    raw=lambda settings, _context: RawFiles(settings.path, direct=settings.direct_io != "off"),
+    inspect=lambda settings: [DirectoryView(settings.path)],
+    view_at=view_at,
+    repair=lambda settings: _repaired(settings.path),
+)

@@ -1,0 +1,337 @@
+"""One file per object in a directory that several processes may share, under a hard byte cap.
+
+The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
+rebuilds the cap file's count. Names appear and disappear only under the cap file's lock. Bytes are written and read
+outside the lock. No lock is held for longer than it takes to handle a few hundred objects. Walks and index snapshots
+have threads of their own.
+
+Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification makes either a
+miss.
+"""
+
+# Descriptors and plain strings: this code runs once per object.
+# ruff: noqa: PTH108, PTH118, PTH208
+
+import fcntl
+import gc
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.policy.base import Evictor
+from kvtier.policy.lru import Lru
+from kvtier.tier.base import About
+from kvtier.tier.cap_file import CapFile
+from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.directory.byte_cap import ByteCap
+from kvtier.tier.directory.index import DirectoryIndex
+from kvtier.tier.directory.snapshot import load_snapshot, save_snapshot
+from kvtier.tier.directory.store_lock import StoreLock
+from kvtier.tier.directory_marker import STORE_VERSION
+from kvtier.tier.file_tier import CLOSE_DEADLINE_S, FileTier
+from kvtier.tier.safe_open import MISSING, SuppressErrno, open_file
+from kvtier.tier.store_paths import Paths, charge_bytes, stat_in
+from kvtier.tier.temp_files import TempFile, TempFiles
+from kvtier.types import NextTurn, ObjectName
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_INTERVAL_S = 30.0
+"""The index snapshot is written at close, and this long after a write. It takes 1 ms more for each object."""
+_SNAPSHOT_OBJECT_S = 0.001
+_SNAPSHOT_LONGEST_S = 300.0
+
+USES_MAX = 4096
+"""Uses queued for publication to other processes; the oldest are dropped."""
+USES_AT_ONCE = 64
+"""Uses that one write publishes at most."""
+_OPEN_TRIES = 3
+_SNAPSHOT_TEMP = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
+
+
+class DirectoryTier(FileTier):
+    """Frames as files under `root`.
+
+    Args:
+        root: the directory; created when missing. One with foreign files is refused.
+        capacity_bytes: cap for objects and temporary files, each rounded up to 4 KiB. It holds at every moment for any
+            number of processes that use the same cap. The marker, the cap file and the index snapshot (88 bytes per
+            object) are not counted.
+        name: the tier's name in metrics and errors.
+        evictor: eviction policy, not shared with another tier. Default: `Lru`.
+        direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
+        shared: other processes may write to the store, so a name missing from the index is looked up on disk. When
+            False a miss costs no system call.
+        lock_deadline_s: longest wait for other processes in an operation.
+        open_deadline_s: longest wait for another process that is opening the store. An opening also waits up to 10 s
+            for its own recount. While a longer one goes on, reads and lookups work, and writes are refused.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
+        TierError: the storage failed while it was opened.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        capacity_bytes: int,
+        name: str = "directory",
+        evictor: Evictor | None = None,
+        direct_io: DirectIo = "auto",
+        shared: bool = True,
+        lock_deadline_s: float = 2.0,
+        open_deadline_s: float = 60.0,
+    ) -> None:
+        super().__init__(root, name, capacity_bytes, direct_io)
+        self._shared = shared
+        self._lock_deadline_s = lock_deadline_s
+        self._index = DirectoryIndex(Lru() if evictor is None else evictor)
+        self._temp_files = TempFiles(self._paths.temp_files)
+        self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
+        """(name, time) of reads that are not yet in the files' mtimes."""
+        self._snapshot_lock = threading.Lock()
+        self._is_closing = threading.Event()
+        with self._opening(STORE_VERSION):
+            self._paths.make()
+            self._store_lock = StoreLock(self._paths.marker, name)
+            self._cap_file = CapFile(self._paths.cap_file, name, lock_deadline_s, self._store_lock.is_current)
+            self._byte_cap = ByteCap(
+                self._paths,
+                capacity_bytes,
+                self._effective_cap,
+                self._cap_file,
+                self._index,
+                self._temp_files,
+                self._on_replaced,
+            )
+            try:
+                self._load(open_deadline_s)
+                self._choose_direct(self._paths.temp_files, direct_io)
+                self._byte_cap.shrink()
+            except BaseException:
+                self._release()
+                raise
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes counted against the cap, of all processes."""
+        return self._cap_file.peek()
+
+    @property
+    def object_count(self) -> int:
+        """Objects in this process's index; other processes may have written more."""
+        return len(self._index)
+
+    @property
+    def evictions(self) -> int:
+        """Objects evicted by this process since it opened the store."""
+        return self._byte_cap.evictions
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether the index has it or, in a shared store, the directory.
+
+        Raises:
+            TierError: the file system fails, or the store's marker is gone.
+        """
+        with self._operation("look for objects"):
+            os.lstat(self._paths.marker)  # the index does not notice an unmounted store
+            answers = self._index.contains(names)
+            if self._shared and not all(answers):
+                unknown = [name for name, is_known in zip(names, answers, strict=True) if not is_known]
+                there: set[bytes] = set()
+                for name, status in self._paths.stat_objects(unknown):
+                    self._index.add_found(ObjectName(name), status.st_size, status.st_mtime_ns)
+                    there.add(name)
+                answers = [is_known or name in there for name, is_known in zip(names, answers, strict=True)]
+            return answers
+
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Read the frame from `offset` into `into`; None when absent."""
+        with self._operation("read", name):
+            view = into.cast("B")
+            is_direct = self.direct_io and is_aligned(view, offset)
+            opened = _open_for_reading(self._paths, name, is_direct=is_direct)
+            if opened is None:
+                self._index.forget(name)
+                return None
+            descriptor, status = opened
+            try:
+                count = read_part(descriptor, view, offset)
+                if not is_direct:
+                    forget_cached(descriptor, offset, count)
+                recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns)
+                if recency_ns is not None and status.st_nlink == 1:
+                    self._uses.append((name, recency_ns))
+            finally:
+                os.close(descriptor)
+            return count
+
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
+        """Store `frame` under `name`, evicting others if needed. True when the name exists now.
+
+        False when the frame is larger than the cap, or nothing can be evicted.
+        """
+        with self._operation("write", name):
+            charge = charge_bytes(frame.nbytes)
+            if charge > self.capacity_bytes:
+                return False
+            there = self._byte_cap.usable(self._paths.stat_object(name))
+            if there is not None:
+                self._index.add(name, there.st_size, there.st_mtime_ns, about)
+                return True
+            self._publish_uses(USES_AT_ONCE)
+            view = frame.cast("B")
+            draft = self._byte_cap.reserve(charge, direct_io=self.direct_io and is_aligned(view, 0))
+            if draft is None:
+                return False
+            try:
+                written = _fill(draft, view)
+                self._byte_cap.publish(draft, written, name, about)
+            except BaseException as error:
+                self._byte_cap.discard(draft, error)
+                raise
+        self._save_snapshot_later()
+        return True
+
+    def delete(self, name: ObjectName) -> None:
+        """Delete `name` and its file."""
+        with self._operation("delete", name):
+            self._byte_cap.remove(name)
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """Pass a session's expected next turn to an evictor that takes hints (`Hinted`)."""
+        with self._guard:
+            self._index.expects(session, next_turn)
+
+    def _end(self) -> None:
+        self._publish_uses(USES_MAX)
+        self._is_closing.set()
+        if self._snapshot_lock.acquire(timeout=CLOSE_DEADLINE_S):
+            self._save_snapshot()
+        self._release()
+
+    def _load(self, deadline_s: float) -> None:
+        is_alone = self._store_lock.acquire(deadline_s)
+        if is_alone:
+            _remove_unfinished_snapshots(self._paths.root)
+        self._byte_cap.attach(is_alone=is_alone)
+        if is_alone:
+            self._store_lock.share(deadline_s)
+        with _collector_paused():
+            rows = load_snapshot(self._paths.snapshot)
+            if rows is not None:
+                self._index.load_snapshot(rows)
+            self._byte_cap.recover(needs_index=rows is None or not self._shared)
+        if rows is None and len(self._index):
+            logger.info(
+                "tier %s: no usable index snapshot at %s: the index was rebuilt from the files",
+                self.name,
+                self._paths.snapshot,
+            )
+
+    def _on_replaced(self) -> None:
+        """The directory was replaced: lock the new marker and the owner's lock file there."""
+        self._store_lock.reacquire(self._lock_deadline_s)
+        self._temp_files.attach()
+
+    def _publish_uses(self, most: int) -> None:
+        """Write queued uses to the files' mtimes, which order eviction in other processes. Raises nothing.
+
+        A read does not do this itself, because a read must not wait for a write.
+        """
+        for _ in range(min(most, len(self._uses))):
+            with suppress(OSError, IndexError):
+                name, used_ns = self._uses.popleft()
+                with self._paths.found_fan(name) as fan:
+                    if fan is not None:
+                        os.utime(name.hex(), ns=(used_ns, used_ns), dir_fd=fan, follow_symlinks=False)
+
+    def _save_snapshot_later(self) -> None:
+        """Let a thread write the index snapshot, unless one is about to. A killed process thus loses little of it."""
+        if self._snapshot_lock.acquire(blocking=False):
+            delay_s = min(SNAPSHOT_INTERVAL_S + len(self._index) * _SNAPSHOT_OBJECT_S, _SNAPSHOT_LONGEST_S)
+            name = f"kvtier {self.name} snapshot"
+            threading.Thread(target=self._save_snapshot, args=(delay_s,), name=name, daemon=True).start()
+
+    def _save_snapshot(self, delay_s: float = 0.0) -> None:
+        """Write the index snapshot after `delay_s`, or when the tier closes, and release its lock."""
+        self._is_closing.wait(delay_s)
+        try:
+            if self._store_lock.is_current():  # else the disk is not mounted: the path leads to another one
+                save_snapshot(self._paths.snapshot, self._index.rows())
+        except OSError as error:
+            logger.info("tier %s: index snapshot not written, the next start is slower: %s", self.name, error)
+        finally:
+            self._snapshot_lock.release()
+
+    def _release(self) -> None:
+        self._byte_cap.close()
+        self._store_lock.release()
+        self._temp_files.detach()
+        self._cap_file.close()
+
+
+@contextmanager
+def _collector_paused() -> Generator[None]:
+    """Disable the cycle collector: loading 100,000 names creates no cycles, and collecting took a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tuple[int, os.stat_result] | None:
+    """A locked descriptor of the object's file, and its status; None when there is no regular file.
+
+    `ByteCap` may reuse an evicted file for another object, but never a locked one. The name is checked again under the
+    lock, because the file may have been reused before the lock was taken.
+    """
+    flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
+    with paths.found_fan(name) as fan, SuppressErrno(MISSING):
+        if fan is None:
+            return None
+        for _ in range(_OPEN_TRIES):
+            descriptor, status = open_file(name.hex(), flags, fan)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                now = stat_in(fan, name)
+                if now is not None and os.path.samestat(now, status):
+                    return descriptor, status
+            except BlockingIOError:
+                now = None
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+            if now is None:
+                break
+    return None
+
+
+def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
+    """Write and close the temporary file; returns its status."""
+    try:
+        write_all(draft.descriptor, frame)
+        return os.fstat(draft.descriptor)
+    finally:
+        # A reused file is locked, and a child forked meanwhile would keep the lock.
+        fcntl.flock(draft.descriptor, fcntl.LOCK_UN)
+        os.close(draft.descriptor)
+
+
+def _remove_unfinished_snapshots(root: str) -> None:
+    """Remove unfinished index snapshots. Only under the exclusive store lock."""
+    for name in os.listdir(root):
+        if _SNAPSHOT_TEMP.fullmatch(name):
+            with suppress(IsADirectoryError):  # not a snapshot
+                os.unlink(os.path.join(root, name))

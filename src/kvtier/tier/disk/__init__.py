@@ -1,0 +1,1 @@
+"""The kind `disk`: preallocated segments on a local drive, for one process."""

@@ -1,0 +1,75 @@
+"""Batched reads and writes of the disk tier: one index lookup, one system call per run of adjacent frames.
+
+A failed call is repeated per frame, so that one bad block affects one frame, and its error names that frame.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.errors import TierError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.base import Read, Write
+from kvtier.tier.disk.pool import Extent, Pool
+
+ReadAlone = Callable[[Read, Extent], int | TierError | None]
+WriteAlone = Callable[[Write], bool | TierError]
+
+
+def read_many(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> list[int | TierError | None]:
+    """Read frames, adjacent ones together.
+
+    Args:
+        pool: of the store.
+        reads: names and buffers.
+        alone: reads one frame from its extent.
+    """
+    results: list[int | TierError | None] = [None] * len(reads)
+    found = {at: extent for at, extent in enumerate(pool.find([read.name for read in reads])) if extent is not None}
+    try:
+        for run in _runs(found, reads):
+            first = found[run[0]]
+            is_whole = len(run) > 1 and first.segment.read_run(
+                [reads[at].into[: found[at].size_bytes] for at in run], first.offset
+            )
+            for at in run:
+                results[at] = found[at].size_bytes if is_whole else alone(reads[at], found[at])
+    finally:
+        pool.unpin(extent.segment for extent in found.values())
+    return results
+
+
+def write_many(pool: Pool, writes: Sequence[Write], alone: WriteAlone) -> list[bool | TierError]:
+    """Write frames adjacent to each other, as far as the current segment goes.
+
+    Args:
+        pool: of the store.
+        writes: admitted frames that do not exist yet.
+        alone: writes one frame, into the next segment when the current one is full.
+    """
+    results: list[bool | TierError] = []
+    while len(results) < len(writes):
+        rest = writes[len(results) :]
+        is_run = len(rest) > 1 and all(write.frame.nbytes % ALIGNMENT == 0 for write in rest)
+        extents = pool.take_here([write.frame.nbytes for write in rest]) if is_run else []
+        frames = [write.frame.cast("B") for write, _ in zip(rest, extents, strict=False)]
+        if extents and extents[0].segment.write_run(frames, extents[0].offset):
+            results += pool.put((extent, write.name) for extent, write in zip(extents, rest, strict=False))
+        else:
+            pool.abandon(extents)
+            results += [alone(write) for write in rest[: max(1, len(extents))]]
+    return results
+
+
+def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
+    """Indices into `reads`, grouped by adjacent frames. A frame that is not read whole is a group of its own."""
+    runs: list[list[int]] = []
+    follows: tuple[int, int] | None = None  # (segment, offset) after the run
+    for at in sorted(found, key=lambda at: (found[at].segment.number, found[at].block)):
+        extent = found[at]
+        is_whole = reads[at].offset == 0 and reads[at].into.nbytes >= extent.size_bytes
+        is_fit = is_whole and extent.size_bytes % ALIGNMENT == 0
+        if is_fit and follows == (extent.segment.number, extent.offset):
+            runs[-1].append(at)
+        else:
+            runs.append([at])
+        follows = (extent.segment.number, extent.offset + extent.size_bytes) if is_fit else None
+    return runs

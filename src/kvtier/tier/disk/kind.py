@@ -1,0 +1,155 @@
+"""The kind `disk`: its settings, checks and how it opens."""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import disk_usage
+from typing import ClassVar, Literal
+
+from kvtier.codec.frame import frame_bytes
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Choice, Location, Seconds, Size, size_text
+from kvtier.errors import ConfigError, DamagedStoreError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.disk.format import SEGMENT_BYTES_MIN
+from kvtier.tier.disk.marker import (
+    ALLOWED_RANKS,
+    MARKER_NAME,
+    find_marker,
+    holds_store,
+    refuse_foreign_ranks,
+    repair_marker,
+)
+from kvtier.tier.disk.settings import segment_bytes_for
+from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.disk.view import DiskView, is_disk, view_at
+from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.raw_files import RawSegment
+from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
+from kvtier.tier.safe_open import check_private, make_root, refuse_public
+from kvtier.tier.store_root import RANK, command, mend_secret, opening
+
+TRIAL_LOCK_DEADLINE_S = 60.0
+"""Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
+
+TRIAL_SEGMENTS = 3
+"""Eviction frees whole segments, and one segment is spare: two more keep all objects of a trial."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSettings(TierSettings):
+    """The disk tier: preallocated segments on a local drive, for one engine."""
+
+    kind: ClassVar[str] = "disk"
+
+    path: Path = needed(Location(is_needed=True), "Directory of the segments, on a local drive.")
+    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on the drive, shared by all ranks.")
+    direct_io: Literal["auto", "on", "off"] = setting(
+        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+    )
+    reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that kvtier does not use.")
+    sync_interval_s: float = setting(
+        1.0, Seconds(1e-2, 3600), "Interval between syncs; a crash loses the writes since."
+    )
+    write_bytes_per_day: int = setting(
+        0, Size(0), "Write budget per rank and day, from the drive's endurance; 0: no limit."
+    )
+
+
+def _open(settings: DiskSettings, context: TierContext) -> DiskTier:
+    """The rank's disk tier. Each rank has a store of its own, so that ranks share no lock."""
+    name, ranks = settings.name, context.ranks
+    with opening(name, settings.path, ALLOWED_RANKS):
+        refuse_foreign_ranks(settings.path)
+        make_root(settings.path)
+        check_private(name, settings.path)
+    tier = DiskTier(
+        settings.path / f"rank-{context.rank}",
+        name=name,
+        capacity_bytes=settings.capacity_bytes // ranks,
+        direct_io=settings.direct_io,
+        reserve_bytes=settings.reserve_bytes,
+        sync_interval_s=settings.sync_interval_s,
+        write_bytes_per_day=settings.write_bytes_per_day,
+    )
+    largest = max(frame_bytes(group) for group in context.layout.groups)
+    if largest > tier.frame_bytes_max:
+        tier.close()
+        if largest <= segment_bytes_for(settings.capacity_bytes // ranks) - (SEGMENT_BYTES_MIN - ALIGNMENT):
+            raise DamagedStoreError(
+                name,
+                f"a chunk takes {largest} bytes, and {tier.root} has segments of a smaller model or cap, for "
+                f"{tier.frame_bytes_max} bytes; to begin with larger ones: {command('purge', tier.root)}",
+            )
+        raise ConfigError(
+            f"{settings.label}.capacity_bytes = {settings.capacity_bytes} is too small: a chunk of "
+            f"{context.layout.chunk_tokens} tokens of this model takes {largest} bytes, and a segment for each of "
+            f"{ranks} ranks has {tier.frame_bytes_max}"
+        )
+    return tier
+
+
+def _open_trial(settings: DiskSettings, place: Path, capacity_bytes: int, object_bytes: int) -> DiskTier:
+    share = min(64 << 20, capacity_bytes // TRIAL_SEGMENTS)
+    segment_bytes = max(share, SEGMENT_BYTES_MIN + 2 * object_bytes) // ALIGNMENT * ALIGNMENT
+    return DiskTier(
+        place,
+        name=settings.name,
+        capacity_bytes=capacity_bytes + TRIAL_SEGMENTS * segment_bytes,
+        segment_bytes=segment_bytes,
+        direct_io=settings.direct_io,
+        lock_deadline_s=TRIAL_LOCK_DEADLINE_S,
+    )
+
+
+def _check(settings: DiskSettings) -> Iterator[Problem]:
+    path = settings.path
+    nearest = nearest_existing(path)
+    problem = path_problem(path, nearest)
+    if problem is not None:
+        yield Problem("error", "path", problem)
+        return
+    try:
+        if nearest == path:
+            refuse_public(path)
+        refuse_foreign_ranks(path)
+        for root in path.glob("rank-*"):
+            find_marker(root)
+    except ConfigError as error:
+        yield Problem("error", "path", str(error))
+        return
+    is_store = nearest == path and (path / "rank-0" / MARKER_NAME).exists()
+    yield from space_problems(settings.capacity_bytes, nearest, is_store=is_store)
+    usage = disk_usage(nearest)
+    room = usage.total if is_store else usage.free
+    if usage.total and settings.reserve_bytes >= room:
+        detail = f"leaves no space for the store: its file system has {size_text(room)}{'' if is_store else ' free'}"
+        yield Problem("warning", "reserve_bytes", detail)
+
+
+def _repaired(root: Path) -> list[str] | None:
+    """Repair the store at `root`, or those of all ranks below it; None: there is none."""
+    stores = [it for it in (root, *sorted(root.glob("rank-*"))) if holds_store(it)]
+    if not stores:
+        return None
+    done = [line for store in stores for line in repair_marker(store)]
+    return done + mend_secret((root.parent if RANK.fullmatch(root.name) else root) / "secret")
+
+
+KIND = TierKind(
+    name="disk",
+    help="Preallocated segments on a local drive, for one engine.",
+    settings=DiskSettings,
+    where="path",
+    open=_open,
+    needs_drive=True,
+    check=_check,
+    folder=lambda settings: settings.path,
+    secret_path=lambda settings: settings.path / "secret",
+    open_trial=_open_trial,
+    raw=lambda settings, _context: RawSegment(settings.path, direct=settings.direct_io != "off"),
+    inspect=lambda settings: [DiskView(root) for root in sorted(settings.path.glob("rank-*")) if is_disk(root)],
+    view_at=view_at,
+    repair=lambda settings: _repaired(settings.path),
+)

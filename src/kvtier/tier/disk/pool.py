@@ -1,0 +1,560 @@
+"""The segments of one disk store: allocation of frames, eviction by segment, and the index on the device.
+
+Segments are filled and evicted in order, oldest first. Before eviction, frames read more often than most are copied to
+the current segment. The device gets long sequential writes and whole segments, which suits flash.
+
+Three locks, in this order. I/O runs under the first two, so waiting for them has a deadline:
+    turn    starting, evicting, creating and removing segments
+    sync    writing index blocks
+    lock    the table and the segments' counters; held for microseconds, never during I/O
+"""
+
+import errno
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.errors import TierError
+from kvtier.layout import ALIGNMENT, align_up
+from kvtier.tier.direct import aligned_buffer
+from kvtier.tier.disk.format import BLOCK_BYTES, GENERATION_MAX
+from kvtier.tier.disk.segment import Segment
+from kvtier.tier.disk.segment_files import SegmentFiles
+from kvtier.tier.disk.table import ObjectTable
+
+logger = logging.getLogger(__name__)
+
+SURVIVOR_SHARE = 0.25
+"""Largest share of a segment that is copied forward when it is evicted."""
+
+SPARE_SEGMENTS_MIN = 4
+"""Pools of at least this many segments keep one empty, so that no write waits for an eviction."""
+
+LEAVE_DEADLINE_S = 1.0
+"""Longest wait for reads from a segment to be evicted, before another segment is tried."""
+
+COMPACT_SHARE = 0.5
+"""Only segments at most this full are compacted."""
+
+_REMOVED_AT_ONCE = 256
+_ROWS_AT_ONCE = 1 << 16
+_CANDIDATES_MAX = 3
+_TURNS_MAX = 8
+"""Concurrent writers may fill each new segment; after this many attempts the frame is refused."""
+
+
+class Extent(NamedTuple):
+    """Space for one frame. Its segment is pinned, or counts a writer, until it is released."""
+
+    segment: Segment
+    block: int
+    size_bytes: int
+
+    @property
+    def offset(self) -> int:
+        """Byte offset in the segment's file."""
+        return self.block * ALIGNMENT
+
+
+class Pool:
+    """The segments and the table of their objects.
+
+    Args:
+        files: the segment files.
+        tier: name of the tier, for errors.
+        store_id: 16 bytes; segments of another store count as empty.
+        rows_max: most objects.
+        deadline_s: longest wait for another operation that starts or evicts segments.
+        on_turn: called when a segment was started and `prepare` may be due. Must be quick.
+
+    Raises:
+        OSError: the files cannot be listed or read.
+    """
+
+    def __init__(
+        self,
+        files: SegmentFiles,
+        tier: str,
+        store_id: bytes,
+        *,
+        rows_max: int,
+        deadline_s: float,
+        on_turn: Callable[[], None],
+    ) -> None:
+        self._files = files
+        self._tier = tier
+        self._store_id = store_id
+        self._deadline_s = deadline_s
+        self._on_turn = on_turn
+        self._lock = threading.Lock()
+        self._unpinned = threading.Condition(self._lock)
+        self._turn = threading.Lock()
+        self._sync = threading.Lock()
+        self._table = ObjectTable(rows_max)
+        self._segments: dict[int, Segment] = {}
+        self._filling: Segment | None = None
+        self._full: deque[Segment] = deque()  # oldest first
+        self._spare: list[Segment] = []
+        self._generation = 0
+        self.evictions = 0
+        self.frame_bytes = 0
+        self.copied_bytes = 0
+        self.index_bytes = 0
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files on the device."""
+        return self._files.used_bytes
+
+    @property
+    def object_count(self) -> int:
+        """Objects held."""
+        return len(self._table)
+
+    @property
+    def frame_bytes_max(self) -> int:
+        """The largest frame that fits next to the header and two index blocks, of which one may be wasted."""
+        return self._files.segment_bytes - 3 * BLOCK_BYTES
+
+    def contains(self, names: Sequence[bytes]) -> list[bool]:
+        """For each name, whether it is held."""
+        with self._lock:
+            return self._table.holds(names)
+
+    def everything(self) -> list[tuple[bytes, int]]:
+        """(name, frame bytes) of all objects. Concurrent changes may be missing."""
+        listed: list[tuple[bytes, int]] = []
+        for start in range(0, self._table.used_rows, _ROWS_AT_ONCE):
+            with self._lock:
+                listed += self._table.items(start, start + _ROWS_AT_ONCE)
+        return listed
+
+    def find(self, names: Sequence[bytes]) -> list[Extent | None]:
+        """The extent of each name, pinned and counted as a use; `unpin` after the read."""
+        with self._lock:
+            return [self._find(name) for name in names]
+
+    def unpin(self, segments: Iterable[Segment]) -> None:
+        """Release the pins of `find`."""
+        with self._lock:
+            for segment in segments:
+                segment.pins -= 1
+                if segment.is_leaving:
+                    self._unpinned.notify_all()
+
+    def take_here(self, sizes: Sequence[int]) -> list[Extent]:
+        """Adjacent extents for as many of these frames as fit in the current segment."""
+        with self._lock:
+            segment, extents = self._filling, list[Extent]()
+            if segment is None or len(self._table) + len(sizes) > self._table.rows_max:
+                return extents
+            for size_bytes in sizes:
+                block = segment.take(size_bytes)
+                if block is None:
+                    break
+                extents.append(Extent(segment, block, size_bytes))
+            return extents
+
+    def take(self, size_bytes: int) -> Extent | None:
+        """An extent for a frame, evicting if needed; None when there is none. `put` or `abandon` it afterwards.
+
+        Raises:
+            OSError: the device or the file system fails.
+            TierError: another thread held the turn lock for longer than the deadline.
+        """
+        if size_bytes > self.frame_bytes_max:
+            return None
+        if extents := self.take_here([size_bytes]):
+            return extents[0]
+        with self._turning():
+            for _ in range(_TURNS_MAX):
+                if extents := self.take_here([size_bytes]):  # another thread may have started one
+                    return extents[0]
+                if self._table.is_full:
+                    if not self._evict_segment():
+                        return None
+                    continue
+                segment = self._next()
+                if segment is None:
+                    return None
+                self._fill(segment)
+                self._on_turn()
+        return None
+
+    def put(self, written: Iterable[tuple[Extent, bytes]]) -> list[bool]:
+        """Record that each extent holds its frame. False where the table is full."""
+        with self._lock:
+            return [self._put(extent, name) for extent, name in written]
+
+    def abandon(self, extents: Iterable[Extent]) -> None:
+        """Release extents that were not written; their space returns with the segment."""
+        with self._lock:
+            for extent in extents:
+                self._end_write(extent.segment)
+
+    def remove(self, name: bytes) -> None:
+        """Delete `name`, on the device too. A copy written meanwhile stays.
+
+        Raises:
+            OSError: the device fails; the object may reappear at the next start.
+            TierError: another thread wrote the index for longer than the deadline.
+        """
+        with self._lock:
+            row = self._table.find(name)
+            if row is None:
+                return
+            number, *place = self._table.place(row)
+            segment = self._segments[number]
+            self._table.remove(row)
+            segment.pins += 1
+        try:
+            with self._syncing():
+                with self._lock:
+                    is_pending = segment.pending.get(name) == tuple(place)
+                    if is_pending:
+                        del segment.pending[name]
+                if not is_pending:
+                    segment.blank(name, place[0])
+        finally:
+            self.unpin([segment])
+
+    def lose(self, extent: Extent, name: bytes) -> None:
+        """Delete `name`, whose bytes are missing from a truncated segment file."""
+        with self._lock:
+            row = self._table.find(name)
+            if row is not None and self._table.place(row) == (extent.segment.number, extent.block, extent.size_bytes):
+                self._table.remove(row)
+
+    def sync(self) -> None:
+        """Make all written frames and their index durable.
+
+        Raises:
+            OSError: the device fails.
+            TierError: another thread wrote the index for longer than the deadline.
+        """
+        with self._syncing():
+            with self._lock:
+                segments = list(self._segments.values())
+            failure: OSError | None = None
+            for segment in segments:
+                try:
+                    self._sync_one(segment)
+                except OSError as error:  # a bad block affects one segment
+                    failure = error
+            if failure is not None:
+                raise failure
+
+    def prepare(self) -> None:
+        """Keep one segment empty, keep the reserve free, and drop segments whose files are gone.
+
+        Raises:
+            OSError: the device or the file system fails.
+        """
+        if not self._turn.acquire(blocking=False):
+            return  # the holder of the lock does it
+        try:
+            self._forget_lost()
+            while len(self._segments) > 1 and self._files.are_too_large():
+                if not self._spare and not self._evict_segment():
+                    break
+                self._remove(self._spare[-1])
+            is_due = len(self._segments) >= SPARE_SEGMENTS_MIN and not self._spare
+            if is_due and self._full and not self._files.may_grow():
+                if self._copy_survivors(self._full[0]):
+                    self.sync()  # a crash must not lose both copies
+                self._evict_segment()
+        finally:
+            self._turn.release()
+
+    def compact(self) -> None:
+        """Copy the objects of mostly empty segments together and remove empty segments. Allocates and evicts nothing.
+
+        Raises:
+            OSError: the device or the file system fails.
+            TierError: a lock was not free within the deadline.
+        """
+        with self._turning():
+            for segment in sorted(self._full, key=self._held_bytes):
+                if self._held_bytes(segment) > COMPACT_SHARE * segment.size_bytes or not self._copy_all(segment):
+                    break
+                self.sync()  # a crash must not lose both copies
+                if self._empty(segment):
+                    self._full.remove(segment)
+                    self._spare.append(segment)
+            while self._spare:
+                self._remove(self._spare[-1])
+
+    def close(self) -> None:
+        """Close all files, which must not be in use. Unsynced writes are lost. Idempotent."""
+        with self._lock:
+            segments, self._segments = list(self._segments.values()), {}
+        for segment in segments:
+            segment.close()
+        self._files.close()
+
+    # ---- under the lock, for microseconds ----------------------------------------------------------------------------
+
+    def _find(self, name: bytes) -> Extent | None:
+        row = self._table.find(name)
+        if row is None:
+            return None
+        self._table.use(row)
+        number, block, size_bytes = self._table.place(row)
+        segment = self._segments[number]
+        segment.pins += 1
+        return Extent(segment, block, size_bytes)
+
+    def _put(self, extent: Extent, name: bytes) -> bool:
+        self._end_write(extent.segment)
+        self.frame_bytes += extent.size_bytes
+        if self._table.find(name) is not None:
+            return True  # a concurrent write was first
+        if self._table.is_full:
+            return False
+        row = self._table.put(name, extent.segment.number, extent.block, extent.size_bytes)
+        extent.segment.rows.append(row)
+        extent.segment.pending[name] = (extent.block, extent.size_bytes)
+        return True
+
+    def _end_write(self, segment: Segment) -> None:
+        segment.writers -= 1
+        if segment.is_leaving:
+            self._unpinned.notify_all()
+
+    # ---- starting and evicting segments: under the turn lock ---------------------------------------------------------
+
+    def _next(self) -> Segment | None:
+        """An empty segment with a new header; None when no space can be made."""
+        if not self._spare:
+            grown = self._grow()
+            if grown is not None:
+                self._spare.append(grown)
+            elif not self._evict_segment():
+                return None
+        segment = self._spare[-1]
+        # The clock keeps a generation from repeating after a crash. A planted header may hold the largest one: then
+        # only the clock counts.
+        candidates = (self._generation + 1, time.time_ns())
+        self._generation = max(it for it in (1, *candidates) if it <= GENERATION_MAX)
+        try:
+            segment.begin(self._store_id, self._generation)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._remove(segment)  # a new file gets other blocks of the device
+            raise
+        self._files.charge(segment)  # the file system may allocate more blocks while the file fills
+        self._spare.pop()
+        return segment
+
+    def _evict_segment(self) -> bool:
+        """Evict the oldest segment that is not in use. False when there is none."""
+        with self._lock:
+            if not self._full and self._filling is not None:
+                self._full.append(self._filling)
+                self._filling = None
+            busy = [segment for segment in self._full if segment.pins or segment.writers]
+            candidates = [segment for segment in self._full if segment not in busy] + busy
+        for segment in candidates[:_CANDIDATES_MAX]:
+            if self._empty(segment):
+                self._full.remove(segment)
+                self._spare.append(segment)
+                return True
+        return False
+
+    def _forget_lost(self) -> None:
+        """Drop segments whose files were removed or replaced."""
+        with self._lock:
+            segments = list(self._segments.values())
+        lost = self._files.lost(segments)
+        if lost:
+            logger.warning("tier %s: the files of %d of %d segments are gone", self._tier, len(lost), len(segments))
+        for segment in lost:
+            with self._lock:
+                if segment is self._filling:
+                    self._full.append(segment)
+                    self._filling = None
+            if segment in self._full and self._empty(segment):
+                self._full.remove(segment)
+                self._spare.append(segment)
+            if segment in self._spare:
+                self._remove(segment)
+
+    def _empty(self, segment: Segment) -> bool:
+        """Remove all objects of `segment` and wait until it is unused. False at the deadline; the objects are gone."""
+        if not self._wait_until(segment, lambda: segment.writers == 0):
+            return False
+        with self._lock:
+            rows = self._table.rows_in(segment.number, segment.rows)
+        for start in range(0, len(rows), _REMOVED_AT_ONCE):
+            with self._lock:
+                for row in rows[start : start + _REMOVED_AT_ONCE].tolist():
+                    if self._table.place(row)[0] == segment.number:
+                        self._table.remove(row)
+                        self.evictions += 1
+        # No lookup finds its objects any more. Wait for earlier ones.
+        with self._lock:
+            segment.pending = {}
+        return self._wait_until(segment, lambda: segment.pins == 0)
+
+    def _wait_until(self, segment: Segment, is_so: Callable[[], bool]) -> bool:
+        with self._lock:
+            segment.is_leaving = True
+            try:
+                return self._unpinned.wait_for(is_so, timeout=LEAVE_DEADLINE_S)
+            finally:
+                segment.is_leaving = False
+
+    def _copy_survivors(self, segment: Segment) -> bool:
+        """Copy forward the objects read at least twice as often as the segment's average. True when any were copied.
+
+        Uniformly read objects are not copied: that would only wear the device.
+        """
+        with self._lock:
+            rows = self._table.rows_in(segment.number, segment.rows)
+            hits = self._table.hits(rows).astype(np.int64)
+            sizes = self._table.sizes(rows).astype(np.int64)
+            if not len(rows):
+                return False
+            segment.pins += 1
+        try:
+            order = np.argsort(-hits, kind="stable")
+            order = order[hits[order] >= max(1.0, 2 * float(hits.mean()))]
+            order = order[np.cumsum(sizes[order]) <= SURVIVOR_SHARE * segment.size_bytes]
+            scratch = aligned_buffer(align_up(int(sizes[order].max(initial=1))))
+            copied = [self._copy(row, segment, scratch) for row in rows[np.sort(order)].tolist()]
+            return any(copied)
+        finally:
+            self.unpin([segment])
+
+    def _copy_all(self, segment: Segment) -> bool:
+        """Copy forward all readable objects of `segment`. False when there is no space."""
+        with self._lock:
+            rows = self._table.rows_in(segment.number, segment.rows)
+            sizes = self._table.sizes(rows).tolist()
+        scratch = aligned_buffer(align_up(max(sizes, default=1)))
+        for row, size_bytes in zip(rows.tolist(), sizes, strict=True):
+            if self._filling is None or not self._filling.has_room(size_bytes):
+                spare = self._next() if self._spare else None
+                if spare is None:
+                    return False
+                self._fill(spare)
+            self._copy(row, segment, scratch)
+        return True
+
+    def _held_bytes(self, segment: Segment) -> int:
+        with self._lock:
+            return int(self._table.sizes(self._table.rows_in(segment.number, segment.rows)).sum(dtype=np.int64))
+
+    def _copy(self, row: int, segment: Segment, scratch: memoryview) -> bool:
+        """Copy the object in `row` forward. False when it is gone or there is no space."""
+        with self._lock:
+            number, block, size_bytes = self._table.place(row)
+        extents = self.take_here([size_bytes]) if number == segment.number else []
+        if not extents:
+            return False
+        (extent,) = extents
+        frame = scratch[: align_up(size_bytes)]
+        try:
+            is_whole = segment.read(frame, block * ALIGNMENT) == frame.nbytes
+            if is_whole:
+                extent.segment.write(frame, extent.offset)
+                self.copied_bytes += frame.nbytes
+        except BaseException:
+            self.abandon(extents)
+            raise
+        with self._lock:
+            self._end_write(extent.segment)
+            if is_whole and self._table.place(row) == (number, block, size_bytes):
+                self._table.move(row, extent.segment.number, extent.block, size_bytes)
+                extent.segment.rows.append(row)
+                extent.segment.pending[self._table.name(row)] = (extent.block, size_bytes)
+        return is_whole
+
+    def _fill(self, segment: Segment) -> None:
+        """Make `segment` the current segment."""
+        with self._lock:
+            if self._filling is not None:
+                self._full.append(self._filling)
+            self._filling = segment
+
+    def _grow(self) -> Segment | None:
+        """A new segment; None when the cap or the file system has no space."""
+        segment = self._files.make()
+        if segment is not None:
+            with self._lock:
+                self._segments[segment.number] = segment
+        return segment
+
+    def _remove(self, segment: Segment) -> None:
+        """Remove the file of an empty segment."""
+        self._files.remove(segment)
+        self._spare.remove(segment)
+        with self._lock:
+            del self._segments[segment.number]
+
+    # ---- index on the device -----------------------------------------------------------------------------------------
+
+    def _sync_one(self, segment: Segment) -> None:
+        with self._lock:
+            before = segment.index_blocks
+            pending = segment.take_pending()
+            stop_number = segment.index_blocks
+            if not pending:
+                return
+            segment.pins += 1
+        try:
+            segment.write_index(pending, stop_number)
+            self.index_bytes += (stop_number - before) * BLOCK_BYTES
+        except BaseException:
+            with self._lock:
+                segment.pending = pending | segment.pending
+                segment.index_blocks = before
+            raise
+        finally:
+            self.unpin([segment])
+
+    def _load(self) -> None:
+        """Load existing segments in order; writing continues in the newest."""
+        segments = self._files.load(self._store_id)
+        self._segments = {segment.number: segment for segment in segments}
+        for segment in segments:
+            self._generation = max(self._generation, segment.generation)
+            entries = segment.load_index()
+            if not len(entries):
+                self._spare.append(segment)
+                continue
+            names = np.ascontiguousarray(entries["name"])
+            rows = self._table.put_many(names, segment.number, entries["block"], entries["size_bytes"])
+            segment.rows.frombytes(rows.astype(np.uint32).tobytes())
+            self._full.append(segment)
+        if self._full:
+            self._filling = self._full.pop()
+
+    @contextmanager
+    def _turning(self) -> Generator[None]:
+        if not self._turn.acquire(timeout=self._deadline_s):
+            raise TierError(self._tier, f"another thread held the turn lock for {self._deadline_s} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def _syncing(self) -> Generator[None]:
+        if not self._sync.acquire(timeout=self._deadline_s):
+            raise TierError(self._tier, f"another thread wrote the index for {self._deadline_s} s")
+        try:
+            yield
+        finally:
+            self._sync.release()

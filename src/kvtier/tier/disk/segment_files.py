@@ -1,0 +1,297 @@
+"""The segment files of one store: created, counted and removed, within the cap and outside the reserve."""
+
+import errno
+import logging
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import count
+
+from kvtier.tier.disk.format import BLOCK_BYTES, Header, is_foreign, read_header
+from kvtier.tier.disk.segment import Segment, file_name
+from kvtier.tier.effective_cap import FULL_ERRNOS, EffectiveCap
+from kvtier.tier.safe_open import (
+    MISSING,
+    Descriptor,
+    SuppressErrno,
+    directory_at,
+    make_directory,
+    open_directory,
+    open_file,
+)
+
+SEGMENTS_NAME = "segments"
+
+logger = logging.getLogger(__name__)
+
+_FULL_ERRNOS = FULL_ERRNOS | {errno.EFBIG}
+_FILE = re.compile(r"(\d{8})\.segment", re.ASCII)
+_TAKEN_MAX = 16
+"""Most occupied names skipped for a new file."""
+
+
+class SegmentFiles:
+    """Files of equal size in a directory. Not thread-safe, except `used_bytes`.
+
+    Args:
+        root: descriptor of the store's directory.
+        path: of the store's directory, for the log.
+        tier: name of the tier, for the log.
+        capacity_bytes: the configured cap for all files on the device.
+        effective_cap: the cap while the file system is full.
+        segment_bytes: of each file; a multiple of 4096.
+        reserve_bytes: free space left to other programs.
+        direct_io: open files with O_DIRECT.
+
+    Raises:
+        OSError: the directory cannot be created.
+    """
+
+    def __init__(
+        self,
+        root: int,
+        path: str,
+        tier: str,
+        *,
+        capacity_bytes: int,
+        effective_cap: EffectiveCap,
+        segment_bytes: int,
+        reserve_bytes: int,
+        direct_io: bool,
+    ) -> None:
+        self.segment_bytes = segment_bytes
+        self._path = path
+        self._tier = tier
+        self._capacity_bytes = capacity_bytes
+        self._effective_cap = effective_cap
+        self._reserve_bytes = reserve_bytes
+        self._direct_io = direct_io
+        self._charges: dict[int, int] = {}
+        self._taken: set[int] = set()
+        """Numbers whose names something else occupies."""
+        self._folder: Descriptor | None = None
+        self._root = Descriptor(os.dup(root))
+        self._home()
+
+    def __del__(self) -> None:
+        # After its pool was replaced a thread may still use it.
+        self.close()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files on the device."""
+        return sum(self._charges.copy().values())
+
+    def charge(self, segment: Segment) -> None:
+        """Update the bytes of `segment`: the file system may add blocks while the file fills.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        self._count(segment, self._home())
+
+    def may_grow(self) -> bool:
+        """Whether the cap and the reserve allow another file.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        limit_bytes = self._effective_cap.now_bytes if self._charges else self._capacity_bytes
+        if self.used_bytes + self.segment_bytes > limit_bytes:
+            return False
+        return self._free_bytes() - self.segment_bytes >= self._reserve_bytes
+
+    def are_too_large(self) -> bool:
+        """Whether the files exceed the cap or leave less than the reserve free.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        return self.used_bytes > self._capacity_bytes or self._free_bytes() < self._reserve_bytes
+
+    def make(self) -> Segment | None:
+        """Create and allocate a file; None when there is no space.
+
+        Raises:
+            OSError: the file system fails, or has no space for the first file.
+        """
+        is_first = not self._charges
+        if not self.may_grow():
+            if is_first:
+                why = (
+                    f"{os.strerror(errno.ENOSPC)} for a first segment of {self.segment_bytes} bytes: "
+                    f"{self._free_bytes()} are free, of which disk.reserve_bytes keeps {self._reserve_bytes}"
+                )
+                raise OSError(errno.ENOSPC, why, self._path)
+            return None
+        folder = self._home()
+        number, descriptor = self._create(folder)
+        try:
+            try:
+                os.posix_fallocate(descriptor, 0, self.segment_bytes)
+            finally:
+                os.close(descriptor)
+            segment = Segment(folder, number, direct_io=self._direct_io)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(file_name(number), dir_fd=folder)
+            if error.errno not in _FULL_ERRNOS or is_first:
+                raise
+            self._effective_cap.record_full(self.used_bytes, error)
+            return None
+        self.charge(segment)
+        if self.used_bytes > self._capacity_bytes:
+            self.remove(segment)
+            self._effective_cap.record_full(
+                self.used_bytes, OSError(errno.ENOSPC, "a file takes more blocks than its length")
+            )
+            return None
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and close a file. Anything else of its name is kept.
+
+        Raises:
+            OSError: the unlink fails; nothing changed.
+        """
+        folder = self._home()
+        if segment.allocated_bytes(folder) is not None:
+            os.unlink(segment.name, dir_fd=folder)
+        segment.close()
+        self._charges.pop(segment.number, None)
+
+    def lost(self, segments: Iterable[Segment]) -> list[Segment]:
+        """The subset of `segments` whose files were removed or replaced. Updates the bytes of the others.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        folder = self._home()
+        return [segment for segment in segments if not self._count(segment, folder)]
+
+    def load(self, store_id: bytes) -> list[Segment]:
+        """Existing segments with their headers: empty ones first, then by generation.
+
+        Removes files of another size and names with further hard links. Above the cap, the first segments are removed.
+
+        Raises:
+            OSError: the device or the file system fails.
+        """
+        found: list[Segment] = []
+        rejected: Counter[str] = Counter()
+        folder = self._home()
+        try:
+            for number, status in segment_files(folder):
+                if not stat.S_ISREG(status.st_mode):
+                    rejected["no regular file"] += 1
+                    self._taken.add(number)
+                    continue
+                is_linked = status.st_nlink > 1  # the other link may lie outside the store
+                if is_linked or status.st_size != self.segment_bytes:  # settings changed, or an unfinished file
+                    reason = "has another hard link" if is_linked else f"{status.st_size} bytes long"
+                    rejected[reason] += status.st_size > 0
+                    os.unlink(file_name(number), dir_fd=folder)
+                    continue
+                found.append(Segment(folder, number, direct_io=self._direct_io))
+                reason = found[-1].load_header(store_id)
+                rejected[reason] += reason not in {"", "not begun"}
+                self.charge(found[-1])
+            for reason, times in (+rejected).items():
+                logger.warning("tier %s: %d segments in %s count as empty: %s", self._tier, times, self._path, reason)
+            found.sort(key=lambda segment: segment.generation)
+            while self.used_bytes > self._capacity_bytes:
+                self.remove(found.pop(0))
+        except BaseException:
+            for segment in found:
+                segment.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """Close the directories. Idempotent."""
+        self._root.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _home(self) -> int:
+        """A descriptor of the segments' directory, created when missing or of another kind.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        root = self._root.fileno()
+        with suppress(FileNotFoundError):
+            status = os.stat(SEGMENTS_NAME, dir_fd=root, follow_symlinks=False)
+            if self._folder is not None and os.path.samestat(status, os.fstat(self._folder.fileno())):
+                return self._folder.fileno()
+        make_directory(SEGMENTS_NAME, root, replace=True)
+        former, self._folder = self._folder, Descriptor(open_directory(SEGMENTS_NAME, root, is_listed=True))
+        if former is not None:
+            former.close()
+            logger.warning("tier %s: %s/%s was removed or replaced", self._tier, self._path, SEGMENTS_NAME)
+        self._taken.clear()
+        return self._folder.fileno()
+
+    def _count(self, segment: Segment, folder: int) -> bool:
+        """Update the bytes of `segment`. False when its file is not in `folder`."""
+        allocated_bytes = segment.allocated_bytes(folder)
+        self._charges[segment.number] = max(allocated_bytes or 0, segment.size_bytes)
+        return allocated_bytes is not None
+
+    def _create(self, folder: int) -> tuple[int, int]:
+        """Number and descriptor of a new empty file."""
+        while True:
+            number = next(number for number in count() if number not in self._charges and number not in self._taken)
+            try:
+                return number, open_file(file_name(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, folder)[0]
+            except FileExistsError:
+                if len(self._taken) >= _TAKEN_MAX:
+                    raise
+                self._taken.add(number)
+
+    def _free_bytes(self) -> int:
+        status = os.statvfs(self._root.fileno())
+        return status.f_bavail * status.f_frsize
+
+
+def segment_files(folder: int) -> list[tuple[int, os.stat_result]]:
+    """Number and status of each entry of the directory `folder` with a segment's name.
+
+    Raises:
+        OSError: the file system fails.
+    """
+    matches = (_FILE.fullmatch(name) for name in sorted(os.listdir(folder)))
+    numbers = (int(match[1]) for match in matches if match is not None)
+    return [(number, os.stat(file_name(number), dir_fd=folder, follow_symlinks=False)) for number in numbers]
+
+
+def newest_head(root: int) -> tuple[Header | None, str]:
+    """The newest segment's header, and the name of a foreign file among the segments ("" for none).
+
+    Args:
+        root: descriptor of the store's directory.
+
+    Raises:
+        OSError: the file system fails.
+    """
+    headers: list[Header] = []
+    foreign = ""
+    with SuppressErrno(MISSING), directory_at(SEGMENTS_NAME, root, is_listed=True) as folder:
+        for number, status in segment_files(folder):
+            name = file_name(number)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            descriptor, _ = open_file(name, os.O_RDONLY, folder)
+            try:
+                block = os.pread(descriptor, BLOCK_BYTES, 0)
+            finally:
+                os.close(descriptor)
+            header = read_header(block)
+            if isinstance(header, Header) and header.segment_bytes == status.st_size:
+                headers.append(header)
+            elif is_foreign(block):
+                foreign = name
+    return max(headers, key=lambda header: header.generation, default=None), foreign

@@ -1,0 +1,148 @@
+"""The status file of an open disk store: counters and faults for `kvtier inspect`.
+
+It may be stale, damaged, missing or of a dead process, and no decision uses it. It is not synced. Its age shows a
+device that hangs.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from kvtier.tier.checked_json import pack_json, read_json
+from kvtier.tier.safe_open import folder_at, read_file, set_aside, write_file
+
+STATUS_NAME = "kvtier-status.json"
+TEMP_NAME = f".{STATUS_NAME}.draft"
+
+UNCHANGED_S = 60.0
+"""Interval for an unchanged status, which shows that the process is alive."""
+SILENT_S = 3 * UNCHANGED_S
+"""A process whose status is older than this hangs in its device, or is stopped."""
+CHANGED_S = 10.0
+"""Interval for a changed status: a few megabytes per day at most."""
+URGENT_S = 1.0
+"""Interval for a new fault, or a change of `is_up`."""
+
+FAULT_LENGTH_MAX = 300
+_BYTES_MAX = 4096
+_BYTES_HELD_MAX = 1 << 62
+_TIME_MAX_S = 1e11
+_ABOUT = "Status of the store beside this file, for people. It may be deleted at any time."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStatus:
+    """Content of the status file. Times are seconds since 1970."""
+
+    time_s: float
+    pid: int
+    """Process that has the store open."""
+    is_open: bool
+    """False: the process has closed the store."""
+    is_up: bool | None
+    """Whether the session uses the tier; False while it backs off after errors. None: unknown."""
+    faults: int
+    """I/O errors since the store was opened."""
+    last_fault: str
+    """The last error; "" for none."""
+    last_fault_s: float | None
+    objects: int
+    used_bytes: int
+    """Bytes of all segments, filled or not."""
+    capacity_bytes: int
+    """The configured cap."""
+    limit_bytes: int
+    """The cap now: lower while the file system is full."""
+    free_bytes: int
+    """Free bytes of the file system."""
+    reserve_bytes: int
+    """Free bytes left to other programs."""
+    frame_bytes: int
+    """Bytes of frames written since the store was opened."""
+    upkeep_bytes: int
+    """Bytes of copies and index written since then."""
+    avoided_bytes: int
+    """Bytes refused by the write budget."""
+    write_bytes_per_day: int
+    """The write budget; 0: none."""
+    direct_io: bool
+
+    @property
+    def amplification(self) -> float | None:
+        """Write amplification: bytes written per byte of frames; None before the first write."""
+        return (self.frame_bytes + self.upkeep_bytes) / self.frame_bytes if self.frame_bytes else None
+
+
+class StatusFile:
+    """Writes the status of the store at `root` at limited rates. Not thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._last: DiskStatus | None = None
+        self._next_s = 0.0
+        self._next_urgent_s = 0.0
+
+    def is_due(self, now_s: float, *, faults: int, is_up: bool | None) -> bool:
+        """Whether a status should be written; `now_s` is monotonic."""
+        if now_s >= self._next_s:
+            return True
+        is_urgent = self._last is None or (faults, is_up) != (self._last.faults, self._last.is_up)
+        return is_urgent and now_s >= self._next_urgent_s
+
+    def write(self, status: DiskStatus, now_s: float) -> None:
+        """Write `status` atomically. An unchanged one is written at longer intervals.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        is_new = self._last is None or replace(self._last, time_s=status.time_s) != status
+        is_stale = self._last is None or status.time_s - self._last.time_s >= UNCHANGED_S
+        self._next_s, self._next_urgent_s = now_s + CHANGED_S, now_s + URGENT_S
+        if is_new or is_stale:
+            write_status(self._root, status)
+            self._last = status
+
+
+def write_status(root: Path, status: DiskStatus) -> None:
+    """Write the status of the store at `root` atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with folder_at(root) as folder:
+        try:
+            os.unlink(TEMP_NAME, dir_fd=folder)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            set_aside(TEMP_NAME, folder)
+        write_file(STATUS_NAME, TEMP_NAME, pack_json({"about": _ABOUT, **asdict(status)}), folder)
+
+
+def read_status(root: Path) -> DiskStatus | None:
+    """The last status; None when it is missing or invalid."""
+    try:
+        with folder_at(root) as folder:
+            members, is_sound = read_json(read_file(STATUS_NAME, _BYTES_MAX, folder))
+    except OSError:
+        return None
+    return _parsed(members) if is_sound else None
+
+
+def _parsed(members: Mapping[str, Any]) -> DiskStatus | None:
+    hints: dict[str, Any] = get_type_hints(DiskStatus)
+    values: dict[str, Any] = {}
+    for field in fields(DiskStatus):
+        value = members.get(field.name)
+        wanted = hints[field.name]
+        kinds = getattr(wanted, "__args__", (wanted,))
+        if type(value) is int and float in kinds:
+            value = float(value)
+        if type(value) not in kinds:
+            return None
+        if isinstance(value, int | float) and not 0 <= value <= (_TIME_MAX_S if float in kinds else _BYTES_HELD_MAX):
+            return None
+        values[field.name] = value
+    return DiskStatus(**values)

@@ -1,0 +1,238 @@
+"""The view of a disk store for `kvtier inspect`.
+
+Writes since the last sync are not visible, and a segment that is evicted meanwhile appears damaged.
+"""
+
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Generator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import disk_usage
+from time import time
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.disk.format import VERSION, Entries
+from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, parse_marker
+from kvtier.tier.disk.segment import Segment, file_name
+from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head, segment_files
+from kvtier.tier.disk.status import SILENT_S, STATUS_NAME, TEMP_NAME, DiskStatus, read_status
+from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.safe_open import directory_at, folder_at, open_file
+from kvtier.tier.store_root import DamagedMarkerError, read_marker
+from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
+
+_NEVER_S = 86400.0
+_FILES = re.compile(rf"{SEGMENTS_NAME}/[0-9]{{8}}\.segment|{re.escape(STATUS_NAME)}|{re.escape(TEMP_NAME)}")
+_FOLDERS = re.compile(SEGMENTS_NAME)
+
+
+def is_disk(root: Path) -> bool:
+    """Whether `root` is a disk store."""
+    try:
+        return stat.S_ISREG(os.stat(root / MARKER_NAME, follow_symlinks=False).st_mode)  # noqa: PTH116
+    except OSError:
+        return False
+
+
+def view_at(root: Path) -> "DiskView | None":
+    """The view of one rank's disk store at `root`; None if it has none."""
+    return DiskView(root) if is_disk(root) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    """Health of a disk store, by the status file of the process that has it open or had it open last."""
+
+    directory: str
+    state: str
+    """``in use``, ``backed off``, ``silent`` (open in a process that writes no status), ``not open``."""
+    age_s: float | None
+    """Age of the status; None without one."""
+    amplification: float | None
+    status: DiskStatus | None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the store has no problem now."""
+        return self.state in {"in use", "not open"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """Bytes of a store on its device before and after compaction."""
+
+    directory: str
+    objects: int
+    bytes_before: int
+    bytes_after: int
+    copied_bytes: int
+
+
+class DiskView:
+    """The disk store at `root`.
+
+    Raises:
+        ConfigError: `root` has none; the message names the one that may be meant.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.place = str(root)
+        if not is_disk(root):
+            if is_disk(root / "rank-0"):
+                raise ConfigError(
+                    f"{root} is of the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}"
+                )
+            raise ConfigError(
+                f"{root} is not a disk store; allowed: a directory with {MARKER_NAME}, such as rank-0 of a disk tier"
+            )
+
+    def objects(self) -> list[ObjectFile]:
+        """All objects of the index, by name.
+
+        Raises:
+            ConfigError: the store's version is unknown.
+            OSError: a segment cannot be read.
+        """
+        marker = self._marker()
+        loaded: list[tuple[int, int, Entries]] = []
+        with suppress(FileNotFoundError, NotADirectoryError), self._segments() as folder:
+            for number, status in segment_files(folder):
+                if status.st_size != marker.segment_bytes or not stat.S_ISREG(status.st_mode):
+                    continue
+                with closing(Segment(folder, number, direct_io=False, read_only=True)) as segment:
+                    entries = segment.load(marker.store_id)
+                    if not isinstance(entries, str):
+                        loaded.append((segment.generation, number, entries))
+        found: dict[bytes, ObjectFile] = {}
+        for generation, number, entries in sorted(loaded, key=lambda item: item[0]):
+            path = str(self.root / SEGMENTS_NAME / file_name(number))
+            packed = np.ascontiguousarray(entries["name"]).tobytes()
+            places = zip(entries["block"].tolist(), entries["size_bytes"].tolist(), strict=True)
+            for at, (block, size_bytes) in enumerate(places):
+                name = packed[32 * at : 32 * at + 32]
+                found[name] = ObjectFile(name, size_bytes, generation / 1e9, path, number, block * ALIGNMENT)
+        return [found[name] for name in sorted(found)]
+
+    def usage(self) -> Usage:
+        """Usage from the marker, the status file and the segments."""
+        marker, status = self._marker(), read_status(self.root)
+        segments: list[tuple[int, os.stat_result]] = []
+        with suppress(FileNotFoundError, NotADirectoryError), self._segments() as folder:
+            segments = segment_files(folder)
+        return Usage(
+            store_id=marker.store_id.hex(),
+            version=VERSION,
+            created=marker.created,
+            charged_bytes=sum(file.st_blocks * 512 for _, file in segments),
+            open_in=int(self._is_open()),
+            capacity_bytes=status.capacity_bytes if status else None,
+            free_bytes=disk_usage(self.root).free,
+        )
+
+    @contextmanager
+    def opened(self, stored: ObjectFile) -> Generator[FileReader]:
+        """See `StoreView`."""
+        with self._segments() as folder:
+            descriptor, _ = open_file(file_name(stored.number), os.O_RDONLY, folder)
+        with closing(FileReader(descriptor, stored.size_bytes, stored.offset)) as reader:
+            yield reader
+
+    @contextmanager
+    def opened_tier(self) -> Generator[DiskTier]:
+        """See `StoreView`. The tier does not sync at intervals."""
+        tier = DiskTier(
+            self.root,
+            capacity_bytes=UNBOUNDED_BYTES,
+            segment_bytes=self._marker().segment_bytes,
+            sync_interval_s=_NEVER_S,
+            open_deadline_s=0.5,
+        )
+        with closing(tier):
+            yield tier
+
+    def health(self) -> StoreHealth:
+        """The store's health. Reads two small files."""
+        status, state = read_status(self.root), "not open"
+        age_s = None if status is None else max(time() - status.time_s, 0.0)
+        if self._is_open():
+            is_silent = status is None or age_s is None or not status.is_open or age_s > SILENT_S
+            state = "silent" if is_silent else "backed off" if status and status.is_up is False else "in use"
+        return StoreHealth(
+            directory=str(self.root),
+            state=state,
+            age_s=age_s,
+            amplification=None if status is None else status.amplification,
+            status=status,
+        )
+
+    def compact(self) -> Compaction:
+        """Copy the objects of mostly empty segments together and remove empty segments.
+
+        Raises:
+            TierError: another process has the store open.
+        """
+        with self.opened_tier() as tier:
+            before, copied = tier.used_bytes, tier.write_bytes["upkeep"]
+            tier.compact()
+            return Compaction(
+                directory=str(self.root),
+                objects=tier.object_count,
+                bytes_before=before,
+                bytes_after=tier.used_bytes,
+                copied_bytes=tier.write_bytes["upkeep"] - copied,
+            )
+
+    def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - a disk store is never shared
+        """Remove the store. `force` changes nothing: a process that has it open does not share it."""
+        result = Purge(directory=str(self.root))
+        for stored in self.objects():
+            result.objects += 1
+            result.bytes += stored.size_bytes
+        with folder_at(self.root) as top:
+            marker, _ = open_file(MARKER_NAME, os.O_RDWR, top)
+            try:
+                try:
+                    fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(f"{self.root}: a running process has it open; end it first") from None
+                remove_files(top, MARKER_NAME, _FILES, _FOLDERS, result)
+            finally:
+                os.close(marker)
+        return result
+
+    def _marker(self) -> DiskMarker:
+        """The marker, or what the newest segment tells of a damaged one."""
+        with suppress(DamagedMarkerError):
+            marker = read_marker(self.root / MARKER_NAME, parse_marker)
+            if marker is not None:
+                return marker
+        with folder_at(self.root) as folder:
+            head, _ = newest_head(folder)
+        if head is None:
+            raise ConfigError(f"{self.root} holds no disk store of a known version; allowed: {ALLOWED}")
+        return DiskMarker(head.store_id, head.segment_bytes, "unknown")
+
+    @contextmanager
+    def _segments(self) -> Generator[int]:
+        """A descriptor of the segments' directory."""
+        with folder_at(self.root) as top, directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
+            yield folder
+
+    def _is_open(self) -> bool:
+        with folder_at(self.root) as top:
+            descriptor, _ = open_file(MARKER_NAME, os.O_RDONLY, top)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False

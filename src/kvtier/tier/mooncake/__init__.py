@@ -1,0 +1,1 @@
+"""The kind `mooncake`: a Mooncake store."""

@@ -1,0 +1,330 @@
+"""Mooncake's client library in this process: one connection to a store, without what would disturb an engine.
+
+The library writes to stderr, listens on all addresses, waits for half a minute and longer, and frees its threads in
+destructors that would hang in a forked child. All of that is dealt with here.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier.deadline_calls import DeadlineCalls, connected, remaining_s
+from kvtier.tier.mooncake.sockets import shut_out
+
+if find_spec("mooncake") is None:
+    raise ImportError("No module named 'mooncake'")
+
+logger = logging.getLogger(__name__)
+
+SILENT = 4
+"""Log level of the library above all of its messages."""
+CLOSE_DEADLINE_S = 5.0
+CONNECT_DEADLINE_S = 2.0
+STALL_S = 2
+"""A transfer that makes no progress for so long ends as failed: the library closes its own connection."""
+LANES = 16
+"""Connections to each node. A transfer that finds all of them busy waits, as long as these make no progress."""
+LIMITS = {
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": STALL_S,
+    "MC_TCP_STATUS_TIMEOUT_SEC": STALL_S,
+    "MC_TCP_LANES_PER_PEER": LANES,
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": 1,
+    "MC_RPC_TIMEOUT_MS": 2000,
+    "MC_RPC_CONNECT_TIMEOUT_MS": 2000,
+}
+"""The library reads its limits from the environment. What is set there remains."""
+NONSENSE = bytes(64)
+"""No request of any version of the master's protocol."""
+
+OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -800, -900
+"""Answers of the library. `NO_MASTER` and below: there was no answer of the master."""
+
+_MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
+_opening = threading.Lock()
+_in_use: list[tuple[object, object]] = []
+"""Engines and stores whose threads run. A forked child has none of these threads."""
+_idle: dict[tuple[str, ...], list[tuple[Any, list[int]]]] = {}
+"""By address, protocol and devices: engines of closed clients, with their ports. The next client takes one of them.
+
+An engine is never freed: its destructor stops all Python threads for most of a second.
+"""
+
+_T = TypeVar("_T")
+
+
+class Copy(NamedTuple):
+    """One copy of an object, as the master describes it."""
+
+    endpoint: str
+    """The node."""
+    address: int
+    """In the node's memory."""
+    size_bytes: int
+
+
+class MooncakeClient:
+    """A client that stores nothing itself.
+
+    Args:
+        tier: the tier's name, for errors.
+        master: (host, port) of the master.
+        local_address: of this machine; empty: that of the interface to the master.
+        protocol: ``tcp`` or ``rdma``.
+        devices: RDMA devices, separated by commas.
+        copies: of each object that is written.
+        soft_pin: whether objects are evicted after those without.
+
+    Raises:
+        ConfigError: the library cannot be loaded.
+        TierError: the master does not answer.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        master: tuple[str, int],
+        *,
+        local_address: str = "",
+        protocol: str = "tcp",
+        devices: str = "",
+        copies: int = 1,
+        soft_pin: bool = False,
+    ) -> None:
+        self._tier = tier
+        self._master = f"[{master[0]}]:{master[1]}" if ":" in master[0] else f"{master[0]}:{master[1]}"
+        here, place = _addresses(tier, master)
+        # Not with this module: it starts the runtime of Go, which is in the way of commands that use no such tier.
+        try:
+            library: Any = import_module("mooncake.store")
+        except ImportError as error:
+            raise ConfigError(f"tier {tier!r}: Mooncake's library cannot be loaded: {error}") from None
+        self._complete = library.ReplicaStatus.COMPLETE
+        self._config = library.ReplicateConfig()
+        self._config.replica_num = copies
+        if soft_pin:
+            self._config.soft_pin_action = library.SoftPinAction.ENABLE
+        self._memory: list[tuple[int, int]] = []
+        """(address, bytes) that are registered until `close`."""
+        self._registered: dict[tuple[int, int], int] = {}
+        """How many running calls use a further (address, bytes)."""
+        self._lock = threading.Lock()
+        with _opening:  # so that each client finds its own sockets
+            self._place = (local_address or here, protocol, devices)
+            idle = _idle.get(self._place)
+            self.engine: Any
+            self.engine, self.ports = idle.pop() if idle else self._listen(*self._place, library.__file__)
+            self.store: Any = library.MooncakeDistributedStore()
+            name = f"{self._place[0]}:{self.engine.get_rpc_port()}"
+            code = self.store.setup(name, "P2PHANDSHAKE", 0, 0, protocol, devices, place, self.engine.get_engine())
+            _silence(library.__file__)
+        if code:
+            self._keep_engine()
+            raise TierError(tier, f"{self._master} does not answer as a Mooncake master ({code})")
+        _in_use.append((self.engine, self.store))
+        self._calls = DeadlineCalls(tier, f"the master {self._master}")
+
+    def ask(self, act: Callable[[Any], _T], deadline_s: float) -> _T:
+        """The result of `act` of the library's store, which asks the master only.
+
+        Raises:
+            TierError: there is none in time.
+        """
+        store = self.store
+        return self._calls.call(lambda: act(store), deadline_s)
+
+    def exist(self, keys: Sequence[str], deadline_s: float) -> list[bool]:
+        """Whether the master knows each of `keys`. One request.
+
+        Raises:
+            TierError: it does not answer.
+        """
+        codes: list[int] = self.ask(lambda store: store.batch_is_exist(list(keys)), deadline_s)
+        if len(codes) != len(keys) or any(code < 0 for code in codes):
+            raise TierError(self._tier, f"the master {self._master} does not answer ({min(codes, default=0)})")
+        return [code == 1 for code in codes]
+
+    def copies(self, keys: Sequence[str], deadline_s: float) -> dict[str, list[Copy]]:
+        """The complete copies in memory of those of `keys` that have any. One request if there are some, else two.
+
+        Raises:
+            TierError: the master does not answer.
+        """
+        end_s = time.monotonic() + deadline_s
+        found = self.ask(lambda store: store.batch_get_replica_desc(list(keys)), deadline_s)
+        if not found and keys:  # so the library answers, too, when there is no master
+            self.exist(keys[:1], end_s - time.monotonic())
+        return {key: self._copies_of(replicas) for key, replicas in found.items()}
+
+    def put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
+        """Store `views`; the library's answer for each. The library reads the memory until this returns.
+
+        It returns after `STALL_S` seconds without progress, and after up to 9 s when the master dies meanwhile.
+
+        Raises:
+            TierError: the master was asked something and has not answered yet.
+        """
+        self._calls.check()
+        with self.registered(views) as places:
+            if len(keys) == 1:
+                return [self.store.put_from(keys[0], places[0], views[0].nbytes, self._config)]
+            return self.store.batch_put_from(list(keys), places, [view.nbytes for view in views], self._config)
+
+    @contextmanager
+    def registered(self, views: Sequence[memoryview]) -> Generator[list[int]]:
+        """Addresses of `views`, all of them in registered memory meanwhile."""
+        places = [address_of(view) for view in views]
+        mine = [
+            (place, view.nbytes)
+            for place, view in zip(places, views, strict=True)
+            if view.nbytes and not self._holds(place, view)
+        ]
+        taken = 0
+        try:
+            for each in mine:
+                self._take(*each)
+                taken += 1
+            yield places
+        finally:
+            for each in mine[:taken]:
+                self._give_back(*each)
+
+    def register(self, view: memoryview) -> None:
+        """Let the library transfer from and to this memory until `close`.
+
+        Raises:
+            TierError: it refuses.
+        """
+        each = address_of(view), view.nbytes
+        self._register(*each)
+        self._memory.append(each)
+
+    def _take(self, address: int, size_bytes: int) -> None:
+        with self._lock:
+            count = self._registered.get((address, size_bytes), 0)
+            if not count:
+                self._register(address, size_bytes)
+            self._registered[address, size_bytes] = count + 1
+
+    def _give_back(self, address: int, size_bytes: int) -> None:
+        with self._lock:
+            count = self._registered.pop((address, size_bytes))
+            if count > 1:
+                self._registered[address, size_bytes] = count - 1
+            else:
+                self.store.unregister_buffer(address)
+
+    def _register(self, address: int, size_bytes: int) -> None:
+        if code := self.store.register_buffer(address, size_bytes):
+            raise TierError(self._tier, f"{size_bytes} bytes of memory cannot be registered ({code})")
+
+    def close(self) -> bool:
+        """End the connection, when nothing uses it any more; whether that was done in time."""
+        if not self._calls.close(CLOSE_DEADLINE_S):
+            return False  # a call that hangs still uses the store
+        for address, _ in self._memory:
+            self.store.unregister_buffer(address)
+        thread = threading.Thread(target=self.store.close, name=f"kvtier-{self._tier}-close", daemon=True)
+        thread.start()
+        thread.join(CLOSE_DEADLINE_S)
+        if thread.is_alive():
+            return False
+        _in_use.remove((self.engine, self.store))
+        self._keep_engine()
+        return True
+
+    def _keep_engine(self) -> None:
+        _idle.setdefault(self._place, []).append((self.engine, self.ports))
+
+    def _holds(self, address: int, view: memoryview) -> bool:
+        return any(start <= address and address + view.nbytes <= start + size for start, size in self._memory)
+
+    def _copies_of(self, replicas: Sequence[Any]) -> list[Copy]:
+        found: list[Copy] = []
+        for each in replicas:
+            if each.status == self._complete and each.is_memory_replica():
+                where = each.get_memory_descriptor().buffer_descriptor
+                found.append(Copy(where.transport_endpoint, where.buffer_address, where.size))
+        return found
+
+    def _listen(self, here: str, protocol: str, devices: str, path: str) -> tuple[Any, list[int]]:
+        """A new engine whose sockets are shut, and their ports."""
+        for name, value in LIMITS.items():
+            os.environ.setdefault(name, str(value))
+        engine: Any = import_module("mooncake.engine").TransferEngine()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # never freed, see `_idle`
+        _silence(path)
+        try:
+            code = engine.initialize(here, "P2PHANDSHAKE", protocol, devices)
+            _silence(path)
+            ports = shut_out(engine.get_rpc_port())
+        except OSError as error:
+            raise TierError(self._tier, f"the client's sockets cannot be shut: {error.strerror}") from None
+        if code:
+            raise TierError(self._tier, f"Mooncake's {protocol} transport cannot be started ({code})")
+        if len(ports) < 2:
+            logger.warning("tier %s: Mooncake's client listens on all addresses of this machine", self._tier)
+        return engine, ports
+
+
+def _keep_in_child() -> None:
+    """Never run the library's destructors, which use threads that the child does not have: they hang or crash.
+
+    The functions of `on_exit` run last in, first out, and before the destructors of C++.
+    """
+    for each in _in_use:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    if _in_use or _idle:
+        c = ctypes.CDLL(None)
+        c.on_exit(c["_exit"], None)
+        c.on_exit(c["fcloseall"], None)
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
+
+
+def address_of(view: memoryview) -> int:
+    """Where the memory of `view` begins."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if view.nbytes else 0
+
+
+def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
+    """This machine's numeric address on the way to `master`, and the master's with its port.
+
+    The library gets no name: it would look for its address without a deadline. The master must react to nonsense as a
+    master does: hang up at once. The library's `setup` stops all Python threads until the master has answered it.
+    """
+    place, here, there = f"{master[0]}:{master[1]}", "", ""
+    end_s = time.monotonic() + CONNECT_DEADLINE_S
+    try:
+        with connected(*master, end_s) as link:
+            here, there = str(link.getsockname()[0]), str(link.getpeername()[0])
+            link.sendall(NONSENSE)
+            link.settimeout(remaining_s(end_s))
+            is_master = link.recv(1) == b""
+    except ConnectionResetError:
+        is_master = bool(here)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise TierError(tier, f"no Mooncake master at {place}: {why}") from None
+    if not is_master:
+        raise TierError(tier, f"no Mooncake master at {place}: it answers as another program")
+    return here, f"[{there}]:{master[1]}" if ":" in there else f"{there}:{master[1]}"
+
+
+def _silence(path: str) -> None:
+    """The library writes each miss to stderr as an error. It sets its level again when it starts."""
+    try:
+        ctypes.c_int.in_dll(ctypes.CDLL(path), _MIN_LOG_LEVEL).value = SILENT
+    except (OSError, ValueError) as error:
+        logger.debug("Mooncake's log cannot be silenced: %s", error)

@@ -1,0 +1,169 @@
+"""Storage nodes of a Mooncake store as this process sees them: which are silent, and reads from them.
+
+The library reads the first copy of an object only, and waits a minute for a node that is silent. So copies are read
+here: each by the library's transfer engine, the next one when the first fails. A read ends only when the engine says
+that the transfer has ended, so that no byte of it can arrive any more. The library itself ends a transfer that makes no
+progress, see `mooncake_client.STALL_S`.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.tier.mooncake.client import LANES, Copy
+from kvtier.tier.mooncake.sockets import NodeError, data_port
+
+logger = logging.getLogger(__name__)
+
+CONTACT_DEADLINE_S = 1.0
+"""How long a node may take to say where it transfers data."""
+SILENT_S, SILENT_MAX_S = 5.0, 60.0
+"""A node that failed is left alone for so long, which doubles."""
+MET_S = 1.0
+"""A node that has given a sign of life is not asked for another one for so long."""
+POLL_S, POLL_MAX_S = 30e-6, 500e-6
+NODES_MAX = 4096
+
+_DONE, _PENDING = 1, 0
+
+
+@dataclass(slots=True)
+class _Node:
+    met_until_s: float = 0.0
+    """It has given a sign of life."""
+    silent_until_s: float = 0.0
+    failures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    """Bytes of one object."""
+
+    copies: Sequence[Copy]
+    address: int
+    """Of the memory to fill."""
+    size_bytes: int
+    offset: int
+    is_done: bool = False
+    tried: int = 0
+
+
+class MooncakeNodes:
+    """Reads copies, and remembers which nodes failed.
+
+    Args:
+        tier: the tier's name, for the log.
+        engine: the library's transfer engine.
+    """
+
+    def __init__(self, tier: str, engine: Any) -> None:  # noqa: ANN401 - of a library without types
+        self._tier, self._engine = tier, engine
+        self._nodes: dict[str, _Node] = {}
+
+    @property
+    def has_silent(self) -> bool:
+        """Whether some node is left alone now."""
+        now_s = time.monotonic()
+        return any(node.silent_until_s > now_s for node in list(self._nodes.values()))
+
+    def is_silent(self, endpoint: str) -> bool:
+        """Whether the node is left alone now."""
+        node = self._nodes.get(endpoint)
+        return node is not None and node.silent_until_s > time.monotonic()
+
+    def read(self, wants: Sequence[Want], deadline_s: float) -> None:
+        """Fill the memory of `wants` from the first copy that can be read within about `deadline_s` seconds.
+
+        Only the whole bytes of one copy count. It returns when no further byte can arrive.
+        """
+        end_s = time.monotonic() + deadline_s
+        for first in range(0, len(wants), LANES):
+            remaining = list(wants[first : first + LANES])
+            while remaining:
+                running: list[tuple[Want, Copy, int]] = []
+                for want in remaining:
+                    begun = self._begin(want, end_s)
+                    if begun is not None:
+                        running.append(begun)
+                self._finish(running, end_s)
+                remaining = [want for want, _, _ in running if not want.is_done]
+
+    def _begin(self, want: Want, end_s: float) -> tuple[Want, Copy, int] | None:
+        """Submit the read of the next copy; None: there is none."""
+        while want.tried < len(want.copies) and time.monotonic() < end_s:
+            copy = want.copies[want.tried]
+            want.tried += 1
+            if self.is_silent(copy.endpoint) or not self._contact(copy.endpoint):
+                continue
+            batch = self._engine.batch_transfer_async_read(
+                copy.endpoint, [want.address], [copy.address + want.offset], [want.size_bytes]
+            )
+            if batch:
+                return want, copy, batch
+            self._leave_alone(copy.endpoint, "a read cannot begin")
+        return None
+
+    def _finish(self, running: Sequence[tuple[Want, Copy, int]], end_s: float) -> None:
+        """Wait until each of `running` has ended."""
+        pending, pause_s, is_logged = list(running), POLL_S, False
+        while pending:
+            still: list[tuple[Want, Copy, int]] = []
+            for each in pending:
+                want, copy, batch = each
+                status = self._engine.transfer_check_status(batch)
+                if status == _DONE:
+                    want.is_done = True
+                    self._met(copy.endpoint).failures = 0
+                elif status != _PENDING:
+                    self._failed(copy.endpoint)
+                else:
+                    still.append(each)
+            pending = still
+            if not pending:
+                return
+            if time.monotonic() > end_s + CONTACT_DEADLINE_S and not is_logged:
+                logger.warning("tier %s: a read is past its deadline and keeps its memory until it ends", self._tier)
+                is_logged = True
+                for _, copy, _ in pending:
+                    self._leave_alone(copy.endpoint, "a read from it does not end")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, POLL_MAX_S)
+
+    def _contact(self, endpoint: str) -> bool:
+        """Whether the node lives. Silent nodes would block the library's other reads."""
+        if len(self._nodes) >= NODES_MAX:
+            self._nodes = {}
+        return self._node(endpoint).met_until_s > time.monotonic() or self._answers(endpoint)
+
+    def _node(self, endpoint: str) -> _Node:
+        return self._nodes.setdefault(endpoint, _Node())
+
+    def _met(self, endpoint: str) -> _Node:
+        node = self._node(endpoint)
+        node.met_until_s = time.monotonic() + MET_S
+        return node
+
+    def _answers(self, endpoint: str) -> bool:
+        try:
+            data_port(endpoint, CONTACT_DEADLINE_S)
+        except NodeError as error:
+            self._leave_alone(endpoint, str(error))
+            return False
+        self._met(endpoint)
+        return True
+
+    def _failed(self, endpoint: str) -> None:
+        """A transfer failed: the node is dead, or the object has just been evicted."""
+        if not self.is_silent(endpoint):
+            self._answers(endpoint)
+
+    def _leave_alone(self, endpoint: str, why: str) -> None:
+        node, now_s = self._node(endpoint), time.monotonic()
+        node.met_until_s = 0.0
+        if node.silent_until_s > now_s:
+            return
+        pause_s = min(SILENT_MAX_S, SILENT_S * 2**node.failures)
+        node.silent_until_s, node.failures = now_s + pause_s, min(node.failures + 1, 16)
+        logger.warning("tier %s: node %s is left alone for %g s: %s", self._tier, endpoint, pause_s, why)

@@ -1,0 +1,1 @@
+"""The kind `s3`: a bucket of an S3-compatible store."""

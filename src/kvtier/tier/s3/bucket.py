@@ -1,0 +1,241 @@
+"""A bucket: its URL, its credentials and the client that reaches it."""
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.store import S3Store
+
+from kvtier.config.value_types import PrivateText, without_login
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier.s3.errors import hint, refusal_of
+
+if TYPE_CHECKING:
+    from obstore import GetResult, ObjectMeta  # exists for type checkers only
+
+MARKER_NAME = "kvtier"
+MARKER = b"kvtier objects, format 1\n"
+RECORD_NAME = "swept"
+"""The object of a sweep beside the marker."""
+
+_FORMAT = re.compile(rb"kvtier objects, format \d+\n?")
+KEY_ID = re.compile(r"[0-9a-f]{32}")
+_PREFIX_PART = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+
+
+class Credentials(NamedTuple):
+    """Named keys. Empty: the client's chain (environment, web identity, container, machine)."""
+
+    access_key_id: PrivateText = PrivateText()
+    secret_access_key: PrivateText = PrivateText()
+    session_token: PrivateText = PrivateText()
+
+
+def connect(
+    name: str,
+    bucket: str,
+    *,
+    endpoint: str,
+    region: str,
+    credentials: Credentials | None,
+    allow_http: bool,
+    virtual_host: bool,
+    ca_file: Path | None,
+    deadline_s: float,
+    connect_deadline_s: float,
+) -> S3Store:
+    """The client of a bucket. Sends nothing.
+
+    Raises:
+        ConfigError: the client does not take the settings, or `ca_file` cannot be read.
+        TierError: the process is a fork of one that used S3.
+    """
+    _refuse_fork(name)
+    attempt = timedelta(seconds=deadline_s / 2)
+    keys = credentials or Credentials()
+    options: dict[str, Any] = {
+        "access_key_id": keys.access_key_id.reveal(),
+        "secret_access_key": keys.secret_access_key.reveal(),
+        "session_token": keys.session_token.reveal(),
+        "endpoint": endpoint,
+        "region": region,
+    }
+    client: dict[str, Any] = {
+        "allow_http": allow_http,
+        "timeout": attempt,
+        "connect_timeout": timedelta(seconds=min(connect_deadline_s, deadline_s / 2)),
+    }
+    try:
+        if ca_file is not None:
+            client["root_certificate"] = ca_file.read_bytes()
+        return S3Store(
+            bucket,
+            config=cast("Any", {key: value for key, value in options.items() if value}),
+            client_options=cast("Any", client),
+            retry_config={"max_retries": 0, "retry_timeout": attempt},
+            unsigned_payload=True,
+            disable_bulk_delete=True,  # not every server has it
+            virtual_hosted_style_request=virtual_host,
+        )
+    except OSError as error:
+        raise ConfigError(f"tier {name!r}: ca_file {str(ca_file)!r}: {error.strerror}") from error
+    except Exception:  # noqa: BLE001 - its text may have the options
+        raise ConfigError(f"tier {name!r}: bucket {bucket!r}: the client refuses the settings; check ca_file") from None
+
+
+def stored_roots(store: S3Store, prefix: str) -> list[tuple[bytes, bytes]]:
+    """(key id, first 16 bytes of the fingerprint) of everything below `prefix`. Lists two levels.
+
+    Raises:
+        OSError: the listing fails; the text has no secret.
+    """
+    try:
+        ids = _folders(store, prefix)
+        return [(id_, model) for id_ in ids for model in _folders(store, f"{prefix}{id_.hex()}/")]
+    except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+        refusal = refusal_of(error)
+        raise OSError(None, f"cannot list: {refusal.cause}: {hint(refusal)}") from None
+
+
+def read_body(found: "GetResult", most: int) -> bytes:
+    """The body of an answer. More than `most` bytes, and not much more, when the server sends more."""
+    return next(iter(found.stream(most + 1)), b"")
+
+
+def read_marker(store: S3Store, key: str) -> bytes | None:
+    """The marker's bytes, or as many as show that they are wrong; None: the bucket does not have it."""
+    try:
+        return read_body(obstore.get(store, key), len(MARKER))
+    except FileNotFoundError as error:
+        if refusal_of(error).code == "NoSuchKey":
+            return None
+        raise
+
+
+def flaw(found: bytes | None) -> str:
+    """What is wrong with a marker other than `MARKER`; None is a missing one."""
+    if found is None:
+        return "is missing"
+    if _FORMAT.fullmatch(found):
+        return f"is of another version of kvtier ({found!r}); if you have none, remove the object and start again"
+    what = "it is damaged, another program uses this prefix, or the server does not speak S3"
+    return f"has {found[:40]!r} and not {MARKER!r}: {what}"
+
+
+def foreign_key(store: S3Store, own: str) -> str | None:
+    """An object below `own`, the prefix of a key id, whose name kvtier does not give; None: there is none.
+
+    Looks at the first page.
+    """
+    for row in next(pages(store, own, 1000), ()):
+        first = row["path"].removeprefix(own).partition("/")[0]
+        if not KEY_ID.fullmatch(first) and first not in {MARKER_NAME, RECORD_NAME}:
+            return row["path"]
+    return None
+
+
+def repair_markers(store: S3Store, prefix: str) -> list[str]:
+    """Write the marker of each secret below `prefix` again where it is damaged or missing. Objects stay as they are.
+
+    A marker of another format stays, and so does what another program has in a place with the name of a key id.
+
+    Returns:
+        What was done, in sentences.
+
+    Raises:
+        OSError: a request fails; the text has no secret.
+    """
+    done: list[str] = []
+    try:
+        for id_ in _folders(store, prefix):
+            own = f"{prefix}{id_.hex()}/"
+            key = own + MARKER_NAME
+            found = read_marker(store, key)
+            if found == MARKER:
+                continue
+            foreign = foreign_key(store, own)
+            if foreign is not None:
+                done.append(f"{own!r} stays as it is: object {foreign!r} is not kvtier's.")
+            elif found is not None and _FORMAT.fullmatch(found):
+                done.append(f"The marker {key!r} stays: it {flaw(found)}.")
+            else:
+                obstore.put(store, key, MARKER, use_multipart=False)
+                done.append(f"The marker {key!r} {flaw(found)}. It was written again.")
+    except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+        refusal = refusal_of(error)
+        raise OSError(None, f"cannot repair: {refusal.cause}: {hint(refusal)}") from None
+    return done
+
+
+def pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:
+    """What is below `prefix`, in pages of `most` objects. Each page is a request."""
+    return iter(cast("Any", obstore).list(store, prefix or None, chunk_size=most))
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """Bucket and prefix (empty, or with a slash at its end) of ``s3://bucket/prefix``.
+
+    Raises:
+        ConfigError: it is not such a URL.
+    """
+    rest = url.removeprefix("s3:")
+    bucket, _, prefix = rest.removeprefix("//").partition("/")
+    parts = prefix.strip("/").split("/") if prefix.strip("/") else []
+    if not _BUCKET.fullmatch(bucket) or not all(_PREFIX_PART.fullmatch(part) for part in parts):
+        shown = without_login(f"s3:{rest}")[:200]
+        raise ConfigError(
+            f"S3 URL {shown!r}: allowed: s3://BUCKET or s3://BUCKET/PREFIX; BUCKET: 3 to 63 lower-case letters, "
+            "digits, dots and hyphens; PREFIX: letters, digits and . _ = - between slashes"
+        )
+    return bucket, "".join(f"{part}/" for part in parts)
+
+
+def check_endpoint(endpoint: str, *, allow_http: bool) -> None:
+    """Check the URL of a server; empty is AWS.
+
+    Raises:
+        ConfigError: it is not one, or has no TLS without `allow_http`.
+    """
+    if not endpoint:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        is_plain = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        shown = without_login(endpoint)[:200]
+        raise ConfigError(f"S3 endpoint {shown!r}: not a URL; allowed: https://HOST[:PORT]") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("S3 endpoint (hidden): has a user name or password; name them in the tier's own settings")
+    beyond = parts.path.rstrip("/") or parts.query or parts.fragment
+    if parts.scheme not in {"http", "https"} or not is_plain or beyond or not _HOST.fullmatch(parts.netloc):
+        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: allowed: https://HOST[:PORT]")
+    if parts.scheme == "http" and not allow_http:
+        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: has no TLS; allowed: https://, or set allow_http = true")
+
+
+def _folders(store: S3Store, prefix: str) -> list[bytes]:
+    found: Sequence[str] = cast("Any", obstore).list_with_delimiter(store, prefix or None)["common_prefixes"]
+    names = [path.rstrip("/").rpartition("/")[2] for path in found]
+    return [bytes.fromhex(name) for name in names if KEY_ID.fullmatch(name)]
+
+
+def _refuse_fork(name: str) -> None:
+    """The client's threads exist in the process that used it first, and not in its forks."""
+    global _process  # noqa: PLW0603 - the client's own threads are global
+    with _process_lock:
+        if _process is None:
+            _process = os.getpid()
+        if _process != os.getpid():
+            raise TierError(name, f"S3 was used in process {_process}, of which this is a fork; start it anew instead")
+
+
+_process: int | None = None
+_process_lock = threading.Lock()

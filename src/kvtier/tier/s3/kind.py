@@ -1,0 +1,185 @@
+"""The kind `s3`: its settings and how it opens."""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+import configparser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from obstore.store import S3Store
+
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Size, Switch, Text
+from kvtier.errors import ConfigError
+from kvtier.tier.registry import TierContext, TierKind, TierSettings
+from kvtier.tier.s3.bucket import Credentials, check_endpoint, connect, parse_url, repair_markers, stored_roots
+from kvtier.tier.s3.raw import RawBucket, discard
+from kvtier.tier.s3.tier import S3Tier
+from kvtier.tier.s3.upkeep import NO_UPKEEP, Upkeep
+from kvtier.tier.store_view import ScannedTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings(TierSettings):
+    """Objects in a bucket."""
+
+    kind: ClassVar[str] = "s3"
+
+    url: str = needed(Text(3), "Bucket and prefix: s3://bucket/prefix.")
+    endpoint: str = setting("", Text(), "URL of the server, such as https://s3.example.com; empty: AWS.")
+    region: str = setting("", Text(0, 64), "Region; empty: the environment's, or us-east-1.")
+    access_key_id: PrivateText = setting(
+        PrivateText(), HiddenText(), "Access key; empty: a profile's, or the usual chain (environment, machine)."
+    )
+    secret_access_key: PrivateText = setting(PrivateText(), HiddenText(), "Secret of the access key.")
+    session_token: PrivateText = setting(PrivateText(), HiddenText(), "Token of temporary keys.")
+    profile: str = setting("", Text(0, 128), "Profile in `credentials_file`; empty: none.")
+    credentials_file: Path | None = setting(None, Location(), "File of profiles; empty: ~/.aws/credentials.")
+    allow_http: bool = setting(default=False, kind=Switch(), help="Permit an endpoint without TLS.")
+    virtual_host: bool = setting(
+        default=False, kind=Switch(), help="The endpoint's host name begins with the bucket, instead of the path."
+    )
+    ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
+    connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
+    lifetime_s: float = setting(
+        0.0, Seconds(0, 10 * 366 * 86400), "Age at which the bucket's lifecycle rule expires objects; 0: there is none."
+    )
+    rewrite_bytes_per_s: int = setting(
+        16 << 20,
+        Size(2**16),
+        "Budget per second and rank for rewriting objects that are read past half of `lifetime_s`.",
+    )
+    capacity_bytes: int = setting(0, Size(0), "Cap of all objects of this secret; the oldest are deleted; 0: none.")
+    sweep_interval_s: float = setting(
+        3600.0, Seconds(1, 30 * 86400), "How often the objects are listed for `capacity_bytes`, by all nodes together."
+    )
+    read_threads: int = setting(16, Count(1, 256), "Threads that read objects of more than 2 MiB.")
+    write_threads: int = setting(8, Count(1, 256), "Threads that write objects of more than 2 MiB.")
+    loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
+    writes_in_flight: int = setting(16, Count(1, 1024), "Concurrent demotions (host to tier).")
+
+    def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
+        bucket, prefix = parse_url(self.url)
+        object.__setattr__(self, "url", f"s3://{bucket}/{prefix}")
+        check_endpoint(self.endpoint, allow_http=self.allow_http)
+        if bool(self.access_key_id) != bool(self.secret_access_key):
+            missing = "secret_access_key" if self.access_key_id else "access_key_id"
+            raise ConfigError(f"{self.label}.{missing}: missing; allowed: both keys, or neither")
+        if self.profile and self.access_key_id:
+            raise ConfigError(f"{self.label}.profile = {self.profile!r}: allowed: a profile or access_key_id, not both")
+
+
+def profile_credentials(path: Path, profile: str) -> Credentials:
+    """Named keys of `profile` in a credentials file as AWS's tools write it.
+
+    Raises:
+        ConfigError: the file or the profile is missing or has no keys.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        with path.open(encoding="utf-8") as stream:
+            parser.read_file(stream)
+        section = parser[profile]
+        key, secret = PrivateText(section["aws_access_key_id"]), PrivateText(section["aws_secret_access_key"])
+        return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
+    except OSError as error:
+        raise ConfigError(f"S3 credentials file {str(path)!r}: {error.strerror}") from None
+    except KeyError as error:
+        raise ConfigError(f"S3 credentials file {str(path)!r}: no {error.args[0]} for profile {profile!r}") from None
+    except (configparser.Error, UnicodeError):  # their texts show lines of the file
+        raise ConfigError(f"S3 credentials file {str(path)!r}: not in the format of AWS's credentials file") from None
+
+
+def _credentials(settings: S3Settings) -> Credentials:
+    if settings.profile:
+        path = settings.credentials_file or Path("~/.aws/credentials").expanduser()
+        return profile_credentials(path, settings.profile)
+    return Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
+
+
+def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerprint: bytes, upkeep: Upkeep) -> S3Tier:
+    return S3Tier(
+        settings.url,
+        key_id=key_id,
+        fingerprint=fingerprint,
+        name=settings.name,
+        endpoint=settings.endpoint,
+        region=settings.region,
+        credentials=credentials,
+        allow_http=settings.allow_http,
+        virtual_host=settings.virtual_host,
+        ca_file=settings.ca_file,
+        deadline_s=settings.transfer_deadline_s,
+        probe_deadline_s=settings.probe_deadline_s,
+        connect_deadline_s=settings.connect_deadline_s,
+        upkeep=upkeep,
+    )
+
+
+def _open(settings: S3Settings, context: TierContext) -> S3Tier:
+    key_id = context.shared_key_id(settings.name)
+    upkeep = Upkeep(
+        settings.lifetime_s, settings.rewrite_bytes_per_s, settings.capacity_bytes, settings.sweep_interval_s
+    )
+    return _tier(settings, _credentials(settings), key_id, context.fingerprint, upkeep)
+
+
+def _client(settings: S3Settings) -> tuple[S3Store, str]:
+    """The client of the bucket, and the prefix in it."""
+    bucket, prefix = parse_url(settings.url)
+    client = connect(
+        settings.name,
+        bucket,
+        endpoint=settings.endpoint,
+        region=settings.region,
+        credentials=_credentials(settings),
+        allow_http=settings.allow_http,
+        virtual_host=settings.virtual_host,
+        ca_file=settings.ca_file,
+        deadline_s=settings.transfer_deadline_s,
+        connect_deadline_s=settings.connect_deadline_s,
+    )
+    return client, prefix
+
+
+def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
+    client, prefix = _client(settings)
+    return RawBucket(client, f"{prefix}{context.shared_key_id(settings.name).hex()}/{context.fingerprint.hex()[:32]}/")
+
+
+def _discard(settings: S3Settings, context: TierContext) -> None:
+    client, prefix = _client(settings)
+    discard(
+        settings.name, client, f"{prefix}{context.shared_key_id(settings.name).hex()}/", context.fingerprint.hex()[:32]
+    )
+
+
+def _inspect(settings: S3Settings) -> list[ScannedTier]:
+    """A view for each secret and model below the prefix."""
+    credentials = _credentials(settings)
+    client, prefix = _client(settings)
+    return [
+        ScannedTier(
+            _tier(settings, credentials, key_id, model, NO_UPKEEP),
+            f"{settings.url}{key_id.hex()}/{model.hex()}",
+            model.hex(),
+        )
+        for key_id, model in stored_roots(client, prefix)
+    ]
+
+
+KIND = TierKind(
+    name="s3",
+    help="Objects in an S3 bucket that several nodes share.",
+    settings=S3Settings,
+    where="url",
+    open=_open,
+    is_remote=True,
+    is_shared=lambda _settings: True,
+    has_cap=False,
+    inspect=_inspect,
+    discard=_discard,
+    raw=_raw,
+    repair=lambda settings: repair_markers(*_client(settings)),
+)

@@ -1,0 +1,139 @@
+"""Keeps the objects of one secret below a cap, in a bucket without a lifecycle rule: the oldest go first.
+
+A sweep lists every object below ``<prefix>/<key id>/``, of all models, because nothing else would remove those of a
+retired model. Objects of other secrets have a cap of their own, and other keys belong to other programs; they stay.
+
+A sweep ends with a record, ``<prefix>/<key id>/swept``, that has the bytes in use. While the record is young other
+processes read it and do not list. Two sweeps at once are harmless: both choose the objects by the store's times.
+"""
+
+import heapq
+import random
+import re
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import obstore
+from obstore.store import S3Store
+
+from kvtier.tier.s3.bucket import RECORD_NAME, pages, read_body
+from kvtier.tier.s3.upkeep import BucketWork, StoreClock, Upkeep
+
+FREE_SHARE = 0.05
+"""A sweep over the cap leaves this share of it free."""
+EVICTIONS_MAX = 1 << 16
+"""Most objects that one sweep deletes: 20 MB of memory for their keys."""
+PAGE_OBJECTS = 1000
+DELETED_TOGETHER = 50
+DELETES_PER_S = 500.0
+SWEEP_DEADLINE_S = 1800.0
+AGAIN_S = 1.0
+"""The next sweep begins after this when `EVICTIONS_MAX` were too few."""
+FIRST_WAIT_S = 60.0
+"""The first look at the record is delayed by a random part of this, so that nodes do not start at once."""
+
+_OBJECT = re.compile(r"[0-9a-f]{32}/(?:[0-9a-f]{64}|clock/[0-9a-f]{16})")
+"""An object below the key id, or the clock of a process, which also outlives a crash."""
+_RECORD = re.compile(rb"([0-9]{1,18})\n")
+
+
+class Row(NamedTuple):
+    """A listed object. The oldest is the smallest."""
+
+    modified_s: float
+    key: str
+    byte_count: int
+
+
+class S3Sweeper(BucketWork):
+    """Sweeps the objects of one secret at most once per interval.
+
+    Args:
+        tier: the tier's name.
+        store: client of the bucket.
+        own: prefix of the secret's objects, of all models; ends with a slash.
+        folder: where the clock's object is written; ends with a slash.
+        upkeep: the cap of all objects below `own`, and the interval.
+    """
+
+    def __init__(self, tier: str, store: S3Store, own: str, folder: str, upkeep: Upkeep) -> None:
+        super().__init__(tier, "sweeps", StoreClock(store, folder, upkeep.clock), upkeep.sweep_interval_s / 4)
+        self._store, self._own = store, own
+        self.capacity_bytes = upkeep.capacity_bytes
+        self._interval_s = upkeep.sweep_interval_s
+        self.used_bytes: int | None = None
+        """After the last sweep of any node; None: not known yet."""
+        self.evictions = 0
+        self._is_first = True
+
+    def sweep(self) -> None:
+        """List all objects and delete the oldest if they exceed the cap. Write the record unless they still do.
+
+        Raises:
+            TimeoutError: it took longer than `SWEEP_DEADLINE_S`, or the tier is closing.
+        """
+        end_s = time.monotonic() + SWEEP_DEADLINE_S
+        sizes = 0
+
+        def rows() -> Iterator[Row]:
+            nonlocal sizes
+            for page in pages(self._store, self._own, PAGE_OBJECTS):
+                self._check_time(end_s)
+                for row in page:
+                    if _OBJECT.fullmatch(row["path"], len(self._own)):
+                        sizes += row["size"]
+                        yield Row(row["last_modified"].timestamp(), row["path"], row["size"])
+
+        oldest = heapq.nsmallest(EVICTIONS_MAX, rows())
+        self.used_bytes = sizes
+        if sizes > self.capacity_bytes:
+            self._evict(oldest, int(self.capacity_bytes * (1 - FREE_SHARE)), end_s)
+        if self.used_bytes <= self.capacity_bytes:
+            obstore.put(self._store, self._own + RECORD_NAME, b"%d\n" % self.used_bytes, use_multipart=False)
+
+    def _work(self) -> float:
+        if self._is_first:
+            self._is_first = False
+            return random.uniform(0, min(FIRST_WAIT_S, self._interval_s / 4))  # noqa: S311 - no secret
+        age_s = self._read_record()
+        if age_s is None or age_s >= self._interval_s:
+            self.sweep()
+            if (self.used_bytes or 0) > self.capacity_bytes:
+                return AGAIN_S
+            age_s = 0.0
+        jitter_s = random.uniform(0, self._interval_s / 4)  # noqa: S311 - no secret
+        return self._interval_s - age_s + jitter_s
+
+    def _read_record(self) -> float | None:
+        """The age of the last sweep's record; None without a usable one. Takes over the bytes that it found."""
+        try:
+            found = obstore.get(self._store, self._own + RECORD_NAME)
+            content = read_body(found, 20)
+        except FileNotFoundError:
+            return None
+        used, age_s = _RECORD.fullmatch(content), self._clock.age_s(found.meta["last_modified"])
+        if used is None or age_s is None:
+            return None
+        self.used_bytes = int(used[1])
+        return max(0.0, age_s)
+
+    def _evict(self, oldest: list[Row], target_bytes: int, end_s: float) -> None:
+        left_bytes = self.used_bytes or 0
+        victims: list[Row] = []
+        for row in oldest:
+            if left_bytes <= target_bytes:
+                break
+            victims.append(row)
+            left_bytes -= row.byte_count
+        for start in range(0, len(victims), DELETED_TOGETHER):
+            self._check_time(end_s)
+            rows = victims[start : start + DELETED_TOGETHER]
+            obstore.delete(self._store, [row.key for row in rows])
+            self.evictions += len(rows)
+            self.used_bytes = (self.used_bytes or 0) - sum(row.byte_count for row in rows)
+            self._stopping.wait(len(rows) / DELETES_PER_S)
+
+    def _check_time(self, end_s: float) -> None:
+        if self._stopping.is_set() or time.monotonic() > end_s:
+            raise TimeoutError

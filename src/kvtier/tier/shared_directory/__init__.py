@@ -1,0 +1,1 @@
+"""The kind `shared_directory`: a directory on a network file system, for many nodes."""

@@ -1,0 +1,324 @@
+"""The cap of a shared directory, kept by claims and sweeps in one thread. Reads and writes do no I/O for it.
+
+A write takes bytes from an allowance in memory. The keeper thread raises this writer's claim before the allowance is
+used up, and sweeps the store when its bytes approach the cap. While the keeper cannot, because the file system is slow
+or another node holds what it needs, writes are dropped when the allowance is used up; reads go on.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.effective_cap import EffectiveCap
+from kvtier.tier.safe_open import MISSING, SuppressErrno
+from kvtier.tier.shared_directory.claims import Claims, Declared
+from kvtier.tier.shared_directory.sweep import StoppedError, Sweep
+from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
+
+CLAIM_SHARE = 512
+"""A claim is raised by 1/512 of the cap."""
+CLAIM_BYTES_MAX = 1 << 30
+
+HIGH = 15 / 16
+"""Share of the cap from which on a sweep evicts."""
+LOW = 14 / 16
+"""Share of the cap that it leaves."""
+
+TAKE_WAIT_S = 0.5
+"""How long a write waits for a claim or a sweep before it is dropped."""
+TICK_S = 5.0
+"""Uses are published, and the claim of an idle writer is lowered, at this interval."""
+RETRY_S = 1.0
+"""Shortest time between two rounds that found no room or failed."""
+CLAIM_EXPIRES_S = 3600.0
+"""A sweep removes claims that were not renewed for this long. A writer starts a new one after half of it."""
+SWEEP_EVERY_S = 3600.0
+"""A round sweeps when the last sweep is older, so that files of dead writers do not stay."""
+TOUCH_AFTER_NS = 60 * 10**9
+"""Shortest time between two publications of an object's use to its mtime."""
+USES_MAX = 4096
+"""Uses that wait for publication at most; further ones are dropped."""
+JOIN_S = 2.0
+_S = 10**9
+
+
+class SharedCap:
+    """The bytes that this open store may write, its keeper thread and its uses to be published.
+
+    Args:
+        root: of the store.
+        tier: name of the tier, for the log.
+        effective_cap: the cap, lower while the file system is full.
+        capacity_bytes: the configured cap.
+        touch: sets an object's mtime to the time of the store's clock.
+        wait_s: how long `take` waits.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        tier: str,
+        effective_cap: EffectiveCap,
+        capacity_bytes: int,
+        touch: Callable[[ObjectName], None],
+        wait_s: float = TAKE_WAIT_S,
+    ) -> None:
+        self._root = root
+        self._tier = tier
+        self._effective_cap = effective_cap
+        self._capacity_bytes = capacity_bytes
+        self._step_bytes = max(min(capacity_bytes // CLAIM_SHARE, CLAIM_BYTES_MAX) // ALIGNMENT, 1) * ALIGNMENT
+        self._touch = touch
+        self._wait_s = wait_s
+        self._claims = Claims(root)
+        self._changed = threading.Condition()
+        # Under `_changed`, in bytes since the claim began: finished, taken by writes, and declared.
+        self._written = self._taken = self._claimed = 0
+        self._taken_at_tick = 0
+        self._waiting: list[int] = []
+        self._uses: dict[ObjectName, None] = {}
+        self._begun = self._ended = 0
+        self._began_s: float | None = None
+        self._is_closing = False
+        # Of the keeper thread alone.
+        self._declared_s = 0.0
+        self._not_before_s = 0.0
+        self._was_refused = False
+        self._sweep_s = 0.0
+        self._failed = ""
+        self.clock_offset_ns = 0
+        """The store's clock minus this machine's."""
+        self.evictions = 0
+        """Objects evicted by this process."""
+        self.used_bytes = 0
+        """Most bytes that the store held at the last round, of all nodes."""
+        self._thread = threading.Thread(target=self._keep, name=f"kvtier {tier} keeper", daemon=True)
+        self._thread.start()
+
+    def take(self, charge: int) -> bool:
+        """Take `charge` bytes for a write. False when there is no room, or none is found in time.
+
+        Each success is followed by one call of `finish`.
+        """
+        with self._changed:
+            if not self._has(charge) and not self._wait_for_room(charge):
+                return False
+            self._taken += charge
+            if self._is_due():
+                self._changed.notify_all()  # the keeper raises the claim ahead of need
+            return True
+
+    def _wait_for_room(self, charge: int) -> bool:
+        """Wait for a round of the keeper that begins from now on. Whether `charge` bytes fit then."""
+        is_stuck = self._began_s is not None and time.monotonic() - self._began_s > self._wait_s
+        if is_stuck or self._is_closing:
+            return False
+        round_number = self._begun + 1
+        self._waiting.append(charge)
+        try:
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._has(charge) or self._ended >= round_number or self._is_closing, self._wait_s
+            )
+            return self._has(charge)
+        finally:
+            self._waiting.remove(charge)
+
+    def finish(self, charge: int) -> None:
+        """A write has ended. After a failed one the bytes count as well, until the next sweep."""
+        with self._changed:
+            self._written += charge
+
+    def used(self, name: ObjectName, mtime_ns: int) -> None:
+        """`name` was read; publish that when its mtime is old."""
+        if time.time_ns() + self.clock_offset_ns - mtime_ns < TOUCH_AFTER_NS:
+            return
+        with self._changed:
+            if len(self._uses) < USES_MAX:
+                self._uses[name] = None
+
+    def sweep(self) -> None:
+        """Sweep now, in the caller's thread; only while the keeper is idle, as in tests.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        self._sweep(self._claims.usage(), 0)
+
+    def close(self) -> None:
+        """Publish the last uses, lower the claim to what was written, and end the thread. Waits `JOIN_S` at most."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(JOIN_S)
+
+    def _has(self, charge: int) -> bool:
+        return self._taken + charge <= self._claimed
+
+    # The keeper thread. It holds no lock during I/O.
+
+    def _keep(self) -> None:
+        while not self._is_closing:
+            with self._changed:
+                self._changed.wait_for(self._is_due, TICK_S)
+                pause_s = self._not_before_s - time.monotonic()
+                if pause_s > 0:
+                    self._changed.wait_for(
+                        lambda: self._is_closing or (self._waiting and not self._was_refused), pause_s
+                    )
+                if self._is_closing:
+                    break
+                is_due = self._is_due()
+                wanted = sum(self._waiting)
+                self._begun += is_due
+                self._began_s = time.monotonic()
+            try:
+                if is_due:
+                    self._round(wanted)
+                self._publish_uses()
+                self._renew_claim()
+                self._failed = ""
+            except StoppedError:
+                pass
+            except Exception as error:  # noqa: BLE001 - whatever other nodes wrote there: the thread goes on
+                self._was_refused = True
+                self._not_before_s = time.monotonic() + RETRY_S
+                if self._failed != str(error):
+                    self._failed = str(error)
+                    logger.info("tier %s: the claim cannot be raised, stores are dropped: %s", self._tier, error)
+            finally:
+                with self._changed:
+                    self._ended = self._begun
+                    self._began_s = None
+                    self._changed.notify_all()
+        with suppress(Exception):
+            self._publish_uses()
+            if self._claimed:
+                self._claims.declare(self._written, self._taken)
+
+    def _is_due(self) -> bool:
+        """Whether a claim must be raised."""
+        if self._is_closing or sum(self._waiting) > self._claimed - self._taken:
+            return True
+        return self._taken != self._taken_at_tick and self._claimed - self._taken < self._step_bytes // 2
+
+    def _round(self, wanted: int) -> None:
+        """Raise the claim; sweep when there is no room, when there is little, and when no sweep was made for long."""
+        if time.monotonic() - self._declared_s > CLAIM_EXPIRES_S / 2:
+            self._begin_claim()
+        usage = self._usage()
+        is_granted = self._grant(usage, wanted)
+        limit_bytes = self._effective_cap.now_bytes
+        oldest_ns = time.time_ns() + self.clock_offset_ns - int(SWEEP_EVERY_S * _S)
+        is_old = usage.record is None or usage.record.mtime_ns < oldest_ns
+        if is_granted and not is_old and self.used_bytes <= HIGH * limit_bytes:
+            return
+        self._sweep(usage, 0 if is_granted else wanted)
+        if not is_granted and not self._grant(self._usage(), wanted):
+            self._was_refused = wanted > 0
+            self._not_before_s = time.monotonic() + RETRY_S * random.uniform(0.5, 1.5)  # noqa: S311 - jitter
+
+    def _begin_claim(self) -> None:
+        """Start a new claim: a sweep may have removed the old one."""
+        with self._changed:
+            in_flight = self._taken - self._written
+            self._claims = Claims(self._root)
+            self._written, self._taken, self._claimed = 0, in_flight, 0
+            self._taken_at_tick = in_flight
+
+    def _usage(self) -> Declared:
+        """All claims but those of more than the cap, which no writer makes: they would end all writes."""
+        most = self._capacity_bytes
+        with SuppressErrno(MISSING):
+            usage = self._claims.usage()
+            claims = {key: it for key, it in usage.claims.items() if it.claimed - it.written <= most}
+            return usage._replace(claims=claims)
+        return Declared(None, {})  # the next claim creates the directory
+
+    def _grant(self, usage: Declared, wanted: int) -> bool:
+        """Raise the claim by `wanted` bytes or a step, as far as there is room. False when no write has room."""
+        limit_bytes = self._effective_cap.now_bytes
+        with self._changed:
+            written, taken, old = self._written, self._taken, max(self._claimed, self._taken)
+            least = min(self._waiting, default=ALIGNMENT)
+        bound = usage.bound(self._claims.owner, old)
+        if bound is None:
+            return False
+        self.used_bytes = bound
+        free = old - taken
+        more = min(max(self._step_bytes, wanted - free), limit_bytes - bound)
+        if more <= 0 or free + more < least:
+            return free >= least
+        self._declare(written, old + more)
+        bound = self._usage().bound(self._claims.owner, old + more)
+        if bound is None or bound > limit_bytes:  # another writer was faster
+            self._declare(written, old)
+            return False
+        self.used_bytes = bound
+        with self._changed:
+            self._claimed = old + more
+            self._changed.notify_all()
+        return True
+
+    def _declare(self, written: int, claimed: int) -> int:
+        self._declared_s = time.monotonic()
+        now_ns = self._claims.declare(written, claimed)
+        self.clock_offset_ns = now_ns - time.time_ns()
+        return now_ns
+
+    def _sweep(self, seen: Declared, wanted: int) -> None:
+        """Sweep the store, unless another node has done so since `seen`."""
+        if len(seen.claims) > 1:
+            time.sleep(random.random() * min(self._sweep_s, RETRY_S))  # noqa: S311 - jitter
+        with self._changed:
+            written, claimed = self._written, self._claimed
+        start_s = time.monotonic()
+        now_ns = self._declare(written, max(claimed, self._taken))
+        before = self._usage()
+        if seen.record is not None and before.record is not None and before.record.mtime_ns > seen.record.mtime_ns:
+            return
+        limit_bytes = self._effective_cap.now_bytes
+        expired_ns = now_ns - int(CLAIM_EXPIRES_S * _S)
+        high_bytes, low_bytes = int(HIGH * limit_bytes), int(LOW * limit_bytes)
+        live = [claim for claim in before.claims.values() if claim.mtime_ns > expired_ns]
+        if wanted:  # claims may be used up before the next sweep
+            high_bytes = max(
+                0, min(high_bytes, limit_bytes - wanted - sum(each.claimed - each.written for each in live))
+            )
+        sweep = Sweep(self._root, now_ns, self._capacity_bytes, lambda: self._is_closing)
+        swept = sweep.run(min(low_bytes, high_bytes), high_bytes)
+        self._claims.record(swept.used_bytes, before, expired_ns)
+        self.evictions += swept.evictions
+        self._sweep_s = time.monotonic() - start_s
+        if swept.evictions or swept.removed_drafts:
+            logger.debug(
+                "tier %s: a sweep of %.3f s evicted %d objects and removed %d temporary files; %d bytes are left",
+                self._tier, self._sweep_s, swept.evictions, swept.removed_drafts, swept.used_bytes,
+            )  # fmt: skip
+
+    def _publish_uses(self) -> None:
+        """Set the mtimes of used objects, the last use first, so that the start of a prefix becomes the newest."""
+        with self._changed:
+            uses, self._uses = list(self._uses), {}
+        for name in reversed(uses):
+            self._touch(name)
+
+    def _renew_claim(self) -> None:
+        """Give back what an idle writer has claimed, and renew the claim of a slow one before it expires."""
+        with self._changed:
+            is_idle = self._taken == self._taken_at_tick and not self._waiting
+            self._taken_at_tick = self._taken
+            if self._claimed == self._taken:
+                return
+            if is_idle:
+                self._claimed = self._taken  # first, so that no write takes it meanwhile
+            elif time.monotonic() - self._declared_s < CLAIM_EXPIRES_S / 4:
+                return
+            written, claimed = self._written, self._claimed
+        self._declare(written, claimed)

@@ -1,0 +1,239 @@
+"""One file per object in a directory that many nodes share, on a network file system. No operation takes a lock.
+
+root/kvtier-store.json                       marker, of another version than a store of one machine
+root/usage/                                  claims and the record of the last sweep, see `shared_claims`
+root/<key id>/<fingerprint>/<2 hex>/<64 hex> one object; temporary files lie in the same directory
+
+An object is written under a temporary name, synced and renamed. So a reader sees a whole object or none; frame
+verification makes anything else a miss.
+"""
+
+# Descriptors: this code runs once per object.
+# ruff: noqa: PTH208
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvtier.tier.base import About
+from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.directory_marker import SHARED_VERSION
+from kvtier.tier.effective_cap import is_full_error
+from kvtier.tier.file_tier import FileTier
+from kvtier.tier.safe_open import VANISHED, SuppressErrno, directory_at, open_file, rename_file
+from kvtier.tier.shared_directory.cap import TAKE_WAIT_S, SharedCap
+from kvtier.tier.shared_directory.sweep import ID
+from kvtier.tier.store_paths import charge_bytes, stat_in
+from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
+
+_ID_BYTES = 16
+
+
+class SharedDirectoryTier(FileTier):
+    """Frames as files below `root`, written by any number of nodes.
+
+    Args:
+        root: the directory, the same for all nodes; created when missing. One with foreign files is refused.
+        key_id: 16 bytes that identify the secret, `keys.secret.key_id`.
+        fingerprint: `Fingerprint.digest`; its first 16 bytes name a directory.
+        capacity_bytes: cap for the objects of all key ids and fingerprints and for temporary files, each rounded up to
+            4 KiB. With different caps on different nodes the lowest one holds. See `shared_claims` for its exactness.
+        name: the tier's name in metrics and errors.
+        direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
+        wait_s: how long a write waits for room before it is dropped.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
+        TierError: the storage failed while it was opened.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        key_id: bytes,
+        fingerprint: bytes,
+        capacity_bytes: int,
+        name: str = "shared_directory",
+        direct_io: DirectIo = "off",
+        wait_s: float = TAKE_WAIT_S,
+    ) -> None:
+        key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
+        super().__init__(root, name, capacity_bytes, direct_io, f"{key}/{model}")
+        self._owner = os.urandom(8).hex()
+        self._numbers = itertools.count()
+        with self._opening(SHARED_VERSION):
+            if is_on_drive(self.root):
+                logger.warning(
+                    "tier %s: %s is on a drive of this machine, which other nodes do not see; is it mounted?",
+                    name,
+                    self.root,
+                )
+            _warn_foreign(name, self.root, key)
+            self._paths.make_objects()
+            self._choose_direct(self._paths.objects, direct_io)
+        self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
+
+    @property
+    def used_bytes(self) -> int:
+        """Most bytes that the store held when this node last counted, of all nodes."""
+        return self._cap.used_bytes
+
+    @property
+    def evictions(self) -> int:
+        """Objects evicted by this process since it opened the store."""
+        return self._cap.evictions
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether its file exists: one round trip each.
+
+        Raises:
+            TierError: the file system fails, or the store's marker is gone.
+        """
+        with self._operation("look for objects"):
+            os.lstat(self._paths.marker)
+            there = {name for name, status in self._paths.stat_objects(names) if status.st_size > 0}
+            return [name in there for name in names]
+
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Read the frame from `offset` into `into`; None when absent, also when it vanishes meanwhile."""
+        with self._operation("read", name):
+            view = into.cast("B")
+            is_direct = self.direct_io and is_aligned(view, offset)
+            with self._paths.found_fan(name) as fan:
+                if fan is None:
+                    return None
+                try:
+                    return self._read_in(fan, name, view, offset, is_direct=is_direct)
+                except OSError as error:
+                    if not self._is_gone(error, fan, name):
+                        raise
+                    return None
+
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:  # noqa: ARG002 - age decides
+        """Store `frame` under `name`. True when the name exists now.
+
+        False when the frame is larger than the cap, or when no room was found in time.
+        """
+        with self._operation("write", name):
+            charge = charge_bytes(frame.nbytes)
+            if charge > self.capacity_bytes:
+                return False
+            with self._paths.fan(name) as fan:
+                there = stat_in(fan, name)
+                if there is not None and there.st_size > 0:
+                    self._cap.used(name, there.st_mtime_ns)
+                    return True
+                if not self._cap.take(charge):
+                    return False
+                try:
+                    return self._publish(name, frame.cast("B"), fan)
+                except OSError as error:
+                    if is_full_error(error):
+                        self._effective_cap.record_full(max(0, self._cap.used_bytes - charge), error)
+                    raise
+                finally:
+                    self._cap.finish(charge)
+
+    def delete(self, name: ObjectName) -> None:
+        """Delete `name` and its file. Its bytes count until the next sweep."""
+        with self._operation("delete", name), self._paths.found_fan(name) as fan, SuppressErrno(VANISHED):
+            if fan is not None:
+                os.unlink(name.hex(), dir_fd=fan)
+
+    def sweep(self) -> None:
+        """Sweep the store now, for tests and tools; usually the keeper thread does, when it is due."""
+        with self._operation("sweep"):
+            self._cap.sweep()
+
+    def _end(self) -> None:
+        self._cap.close()
+
+    def _read_in(self, fan: int, name: ObjectName, view: memoryview, offset: int, *, is_direct: bool) -> int | None:
+        descriptor, status = open_file(name.hex(), os.O_RDONLY | (os.O_DIRECT if is_direct else 0), fan)
+        try:
+            count = read_part(descriptor, view, offset)
+            if count < view.nbytes and os.fstat(descriptor).st_size > offset + count:  # the cached size was too small
+                count += read_part(descriptor, view[count:], offset + count)
+            if not is_direct:
+                forget_cached(descriptor, offset, count)
+        finally:
+            os.close(descriptor)
+        if status.st_size == 0 and count == 0:
+            return None  # its writer's machine failed before the bytes arrived
+        self._cap.used(name, status.st_mtime_ns)
+        return count
+
+    def _is_gone(self, error: OSError, fan: int, name: ObjectName) -> bool:
+        """Whether `error` came from a file that another node removed, and not from the storage.
+
+        Raises:
+            OSError: the store is gone.
+        """
+        if error.errno == errno.EIO:  # some file systems answer so for the bytes of a removed file
+            return stat_in(fan, name) is None
+        if error.errno == errno.ESTALE:
+            os.lstat(self._paths.marker)
+        return error.errno in VANISHED
+
+    def _publish(self, name: ObjectName, frame: memoryview, fan: int) -> bool:
+        """Write the object's file. False when a sweep took the temporary file for a dead writer's."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self.direct_io and is_aligned(frame, 0) else 0)
+        draft, spelled = f"draft_{self._owner}_{next(self._numbers)}", name.hex()
+        descriptor, _ = open_file(draft, flags, fan)
+        try:
+            try:
+                write_all(descriptor, frame, is_new=True)
+                # Else a reader elsewhere waits until this node has sent the bytes, for ever if it is gone.
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            rename_file(draft, spelled, fan, fan)
+        except FileNotFoundError:
+            return False
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(draft, dir_fd=fan)
+            raise
+        self._share_use(spelled, fan)
+        return True
+
+    def _share_use(self, spelled: str, fan: int) -> None:
+        """Open the object once for reading.
+
+        CephFS lets a writer keep exclusive use of its closed file, and its readers then need an answer of the writer's
+        node, which may be gone. Opening it for reading makes the use shared.
+        """
+        with suppress(OSError):
+            os.close(open_file(spelled, os.O_RDONLY, fan)[0])
+
+    def _touch(self, name: ObjectName) -> None:
+        with self._paths.found_fan(name) as fan, SuppressErrno(VANISHED):
+            if fan is not None:
+                os.utime(name.hex(), dir_fd=fan, follow_symlinks=False)
+
+
+def is_on_drive(path: Path) -> bool:
+    """Whether `path` is on a drive of this machine: network file systems have no device."""
+    return os.major(path.stat().st_dev) != 0
+
+
+def _warn_foreign(tier: str, root: Path, key: str) -> None:
+    """Warn when the store has objects of other secrets only: the secret is probably not the one of the other nodes."""
+    with directory_at(str(root), is_listed=True) as directory:
+        keys = {name for name in os.listdir(directory) if ID.fullmatch(name)}
+    if keys and key not in keys:
+        logger.warning(
+            "tier %s: %s has objects of %d other secrets and none of this one: nodes share objects only when their "
+            "secrets are equal",
+            tier,
+            root,
+            len(keys),
+        )

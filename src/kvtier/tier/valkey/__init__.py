@@ -1,0 +1,1 @@
+"""The kind `valkey`: a Valkey server or cluster."""

@@ -1,0 +1,224 @@
+"""The kind `valkey`: its settings and how it opens."""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import valkey as library
+from valkey.cluster import ClusterNode, ValkeyCluster
+
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
+from kvtier.errors import ConfigError
+from kvtier.tier.registry import TierContext, TierKind, TierSettings
+from kvtier.tier.store_view import ScannedTier
+from kvtier.tier.valkey.servers import parse_addresses
+from kvtier.tier.valkey.tier import ValkeyTier
+from kvtier.tier.valkey.wire import Access, tls_options
+from kvtier.types import ObjectName
+
+PASSWORD_BYTES_MAX = 4096
+_PREFIX = re.compile(r"[A-Za-z0-9._:/-]{1,100}")
+_ROOT = re.compile(rb"([0-9a-f]{32})/([0-9a-f]{32})/\{[0-9a-f]{64}\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeySettings(TierSettings):
+    """Values in Valkey or Redis servers."""
+
+    kind: ClassVar[str] = "valkey"
+
+    addresses: str = needed(Text(1, 8192), "Servers: HOST[:PORT], with commas; of a cluster some of them.")
+    username: str = setting("", Text(0, 256), "User; empty: the default one.")
+    password: PrivateText = setting(PrivateText(), HiddenText(), "Password of the user.")
+    password_file: Path | None = setting(None, Location(), "File with the password, instead of `password`.")
+    database: int = setting(0, Count(0, 1_000_000), "Number of the database; 0 in a cluster.")
+    prefix: str = setting("kvtier", Text(1, 100), "Begin of all keys: letters, digits and . _ : / -")
+    lifetime_s: float = setting(
+        7 * 86400.0, Seconds(0, 10 * 366 * 86400), "How long an object lives after its last use; 0: for ever."
+    )
+    tls: bool = setting(default=False, kind=Switch(), help="Connect with TLS.")
+    ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
+    certificate_file: Path | None = setting(None, Location(), "PEM file of the client's certificate.")
+    key_file: Path | None = setting(None, Location(), "PEM file of the key of `certificate_file`.")
+    connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
+    loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
+    writes_in_flight: int = setting(16, Count(1, 1024), "Concurrent demotions (host to tier).")
+
+    def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
+        nodes = parse_addresses(self.addresses)
+        object.__setattr__(self, "addresses", ",".join(map(str, nodes)))
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ConfigError(f"{self.label}.prefix = {self.prefix!r}: allowed: letters, digits and . _ : / -")
+        if self.password and self.password_file:
+            raise ConfigError(f"{self.label}.password_file: allowed: password or password_file, not both")
+        if self.username and not (self.password or self.password_file):
+            raise ConfigError(f"{self.label}.username = {self.username!r}: needs password or password_file")
+        if bool(self.certificate_file) != bool(self.key_file):
+            missing = "key_file" if self.certificate_file else "certificate_file"
+            raise ConfigError(f"{self.label}.{missing}: missing; allowed: both files, or neither")
+        for key in ("ca_file", "certificate_file"):
+            if getattr(self, key) and not self.tls:
+                raise ConfigError(f"{self.label}.{key}: needs tls = true")
+
+
+def _access(settings: ValkeySettings) -> Access:
+    password = settings.password
+    if settings.password_file is not None:
+        password = _password_in(settings.password_file)
+    for path in (settings.ca_file, settings.certificate_file, settings.key_file):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"tier {settings.name!r}: no file {str(path)!r}")
+    return Access(
+        settings.username,
+        password,
+        settings.database,
+        settings.tls,
+        settings.ca_file,
+        settings.certificate_file,
+        settings.key_file,
+        settings.connect_deadline_s,
+    )
+
+
+def _password_in(path: Path) -> PrivateText:
+    """The first line of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or has no text of up to `PASSWORD_BYTES_MAX`.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(PASSWORD_BYTES_MAX + 1)
+        text = content.decode().rstrip("\r\n")
+    except OSError as error:
+        raise ConfigError(f"Valkey password file {str(path)!r}: {error.strerror}") from None
+    except UnicodeError:
+        raise ConfigError(f"Valkey password file {str(path)!r}: not in UTF-8") from None
+    if not text or len(content) > PASSWORD_BYTES_MAX or not text.isprintable():
+        raise ConfigError(f"Valkey password file {str(path)!r}: allowed: one line of up to {PASSWORD_BYTES_MAX} bytes")
+    return PrivateText(text)
+
+
+def _tier(settings: ValkeySettings, key_id: bytes, fingerprint: bytes, *, is_user: bool = True) -> ValkeyTier:
+    return ValkeyTier(
+        settings.addresses,
+        key_id=key_id,
+        fingerprint=fingerprint,
+        name=settings.name,
+        prefix=settings.prefix,
+        access=_access(settings),
+        lifetime_s=settings.lifetime_s,
+        deadline_s=settings.transfer_deadline_s,
+        probe_deadline_s=settings.probe_deadline_s,
+        is_user=is_user,
+    )
+
+
+def _open(settings: ValkeySettings, context: TierContext) -> ValkeyTier:
+    return _tier(settings, context.shared_key_id(settings.name), context.fingerprint)
+
+
+def _discard(settings: ValkeySettings, context: TierContext) -> None:
+    tier = _tier(settings, context.shared_key_id(settings.name), context.fingerprint, is_user=False)
+    try:
+        tier.discard()
+    finally:
+        tier.close()
+
+
+def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
+    """A view for each secret and model below the prefix."""
+    looker = _tier(settings, bytes(16), bytes(32), is_user=False)
+    start = f"{settings.prefix}/".encode()
+    roots: set[tuple[bytes, bytes]] = set()
+    try:
+        for keys in looker.pages(start):
+            found = (_ROOT.fullmatch(key.removeprefix(start)) for key in keys)
+            roots.update((match[1], match[2]) for match in found if match is not None)
+    finally:
+        looker.close()
+    return [
+        ScannedTier(
+            _tier(settings, bytes.fromhex(key_id.decode()), bytes.fromhex(model.decode()), is_user=False),
+            f"valkey:{settings.addresses}/{settings.prefix}/{key_id.decode()}/{model.decode()}",
+            model.decode(),
+        )
+        for key_id, model in sorted(roots)
+    ]
+
+
+class RawValkey:
+    """A `RawClient`: valkey-py alone, one value an object.
+
+    Args:
+        settings: of the tier.
+        prefix: of the keys.
+    """
+
+    def __init__(self, settings: ValkeySettings, prefix: str) -> None:
+        access = _access(settings)
+        common: dict[str, Any] = {
+            "username": access.username or None,
+            "password": access.password.reveal() or None,
+            "socket_timeout": settings.transfer_deadline_s,
+        }
+        if access.tls:
+            common |= tls_options(access) | {"ssl": True}
+        nodes = parse_addresses(settings.addresses)
+        tier = _tier(settings, bytes(16), bytes(32), is_user=False)
+        is_cluster = tier.servers.is_cluster
+        tier.close()
+        if is_cluster:
+            starts = [ClusterNode(node.host, node.port) for node in nodes]
+            self._client: Any = ValkeyCluster(startup_nodes=starts, **common)
+        else:
+            host, port = nodes[0]
+            self._client = library.Valkey(host=host, port=port, db=access.database, **common)
+        self._prefix = prefix
+
+    def put(self, name: ObjectName, frame: memoryview) -> None:
+        """See `RawClient`."""
+        self._client.set(self._key(name), frame, nx=True)
+
+    def get(self, name: ObjectName, into: memoryview) -> None:
+        """See `RawClient`."""
+        into[:] = self._client.get(self._key(name))
+
+    def has(self, name: ObjectName) -> bool:
+        """See `RawClient`."""
+        return self._client.exists(self._key(name)) == 1
+
+    def delete(self, name: ObjectName) -> None:
+        """See `RawClient`."""
+        self._client.delete(self._key(name))
+
+    def close(self) -> None:
+        """See `RawClient`."""
+        self._client.close()
+
+    def _key(self, name: ObjectName) -> str:
+        return f"{self._prefix}raw/{name.hex()}"
+
+
+def _raw(settings: ValkeySettings, context: TierContext) -> RawValkey:
+    key_id = context.shared_key_id(settings.name).hex()
+    return RawValkey(settings, f"{settings.prefix}/{key_id}/{context.fingerprint.hex()[:32]}/")
+
+
+KIND = TierKind(
+    name="valkey",
+    help="Values in a Valkey or Redis server, or in a cluster of them.",
+    settings=ValkeySettings,
+    where="addresses",
+    open=_open,
+    is_remote=True,
+    is_shared=lambda _settings: True,
+    has_cap=False,
+    inspect=_inspect,
+    discard=_discard,
+    raw=_raw,
+)

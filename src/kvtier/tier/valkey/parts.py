@@ -1,0 +1,215 @@
+"""Frames as values of a Valkey server: the requests that store and load one, and what their answers mean.
+
+A frame is one value, or several of at most `PART_BYTES`. The first has the object's key, the others have ``/1``, ``/2``
+and so on behind it. Each value begins with `HEADER`: a magic number, a stamp and the frame's length. Parts are written
+in one transaction, so that there is a whole object or none. A server may evict parts one by one; an object without
+all of its parts, or with parts of different stamps, is torn, which is a miss.
+
+Values are small because servers copy and send large ones slowly, and because in a pipeline a part is sent while the
+previous one is stored.
+"""
+
+from collections.abc import Sequence
+from struct import Struct
+
+import xxhash
+
+from kvtier.tier.valkey.requests import Request, Transaction
+from kvtier.tier.valkey.wire import Buffer, Reader, RefusedError, Reply, command
+
+PART_BYTES = (1 << 19) - 4096
+"""Of a frame in one value. With its header and the server's own it fits an allocation of 512 KiB."""
+FRAME_BYTES_MAX = 1 << 30
+HEADER = Struct("<4sIQ")
+"""Magic number, stamp, bytes of the frame."""
+MAGIC = b"kvt1"
+STAMPED_BYTES = 4096
+"""The stamp is a checksum of so much of the frame. Frames begin with checksums of the rest."""
+FOREIGN_BYTES_MAX = 1 << 22
+"""A value of another writer is skipped up to this size; a larger one costs the connection."""
+
+_TORN = b"torn"
+"""Answer of a `Part` whose value is not what it should be."""
+
+
+def part_key(key: bytes, number: int) -> bytes:
+    """Key of a part of the object with the key `key`."""
+    return b"%b/%d" % (key, number) if number else key
+
+
+def part_count(frame_bytes: int) -> int:
+    """Values of a frame."""
+    return max(1, -(-frame_bytes // PART_BYTES))
+
+
+def look(slot: int, key: bytes) -> Request:
+    """A request for the header alone; `frame_bytes` reads its answer."""
+    return Request(slot, [command(b"GETRANGE", key, b"0", b"%d" % (HEADER.size - 1))])
+
+
+def frame_bytes(answer: Reply) -> int | None:
+    """The frame's length from a header; None when absent or foreign."""
+    if not isinstance(answer, bytes) or len(answer) != HEADER.size:
+        return None
+    magic, _, length = HEADER.unpack(answer)
+    return length if magic == MAGIC and length <= FRAME_BYTES_MAX else None
+
+
+def removals(slot: int, key: bytes, length: int) -> list[Request]:
+    """Remove an object of `length` bytes. Each part by itself: while a slot moves, they may be on two servers."""
+    return [Request(slot, [command(b"UNLINK", part_key(key, number))]) for number in range(part_count(length))]
+
+
+class Part(Request):
+    """Loads one value, those bytes of it that belong to `into`. Answers 1, None when absent, or b"torn".
+
+    Args:
+        slot: of the key.
+        key: of the object.
+        number: of the part.
+        into: filled from byte `offset` of the frame.
+        offset: see `into`; at least 0.
+        lifetime: milliseconds that a use gives to the value; empty: none.
+    """
+
+    def __init__(self, slot: int, key: bytes, number: int, into: memoryview, offset: int, lifetime: bytes) -> None:
+        name = part_key(key, number)
+        super().__init__(slot, [command(b"GETEX", name, b"PX", lifetime) if lifetime else command(b"GET", name)])
+        self.number, self._into, self._offset = number, into, offset
+        self.header: tuple[int, int] = (0, 0)
+        """Stamp and length of the frame."""
+
+    def take(self, reader: Reader) -> Reply:
+        """The payload goes from the socket to its place."""
+        size = reader.bulk(FOREIGN_BYTES_MAX)
+        if size is None or isinstance(size, RefusedError):
+            return _TORN if size is not None and size.code == "WRONGTYPE" else size
+        if size < HEADER.size:
+            return _skipped(reader, size)
+        header = bytearray(HEADER.size)
+        reader.take(memoryview(header))
+        magic, stamp, length = HEADER.unpack(header)
+        first = self.number * PART_BYTES
+        payload = size - HEADER.size
+        if magic != MAGIC or length > FRAME_BYTES_MAX or payload != min(PART_BYTES, length - first):
+            return _skipped(reader, payload)
+        self.header = (stamp, length)
+        start = max(0, self._offset - first)
+        stop = min(payload, self._offset + self._into.nbytes - first)
+        if start < stop:
+            reader.skip(start)
+            place = first + start - self._offset
+            reader.take(self._into[place : place + stop - start])
+            reader.skip(payload - stop)
+        else:
+            reader.skip(payload)
+        reader.end()
+        return 1
+
+
+class Loading:
+    """One object on its way from the servers to memory.
+
+    Args:
+        slot: of the object.
+        key: of its first part.
+        into: takes the frame from byte `offset`.
+        offset: at least 0.
+        lifetime: see `Part`.
+    """
+
+    def __init__(self, slot: int, key: bytes, into: memoryview, offset: int, lifetime: bytes) -> None:
+        self.slot, self.key = slot, key
+        self._into, self._offset = into, offset
+        last = (offset + max(into.nbytes, 1) - 1) // PART_BYTES
+        self.parts = [
+            Part(slot, key, number, into, offset, lifetime)
+            for number in dict.fromkeys((0, *range(offset // PART_BYTES, min(last, part_count(FRAME_BYTES_MAX)) + 1)))
+        ]
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether parts are there that do not make an object."""
+        return self._is_there and self._whole() is None
+
+    def removals(self) -> list[Request]:
+        """Remove what is left of it."""
+        return removals(self.slot, self.key, max(part.header[1] for part in self.parts))
+
+    def byte_count(self) -> int | None:
+        """Bytes that are in memory; None when the object is absent or torn. Every part has an answer."""
+        length = self._whole()
+        return None if length is None else max(0, min(self._into.nbytes, length - self._offset))
+
+    @property
+    def _is_there(self) -> bool:
+        return any(part.answer is not None for part in self.parts)
+
+    def _whole(self) -> int | None:
+        """The frame's length, if the first part is there and its others fit it.
+
+        Further parts may be left of a longer object, which was evicted.
+        """
+        if self.parts[0].answer != 1:
+            return None
+        header = self.parts[0].header
+        for part in self.parts:
+            if part.number < part_count(header[1]) and (part.answer != 1 or part.header != header):
+                return None
+        return header[1]
+
+
+class Storing:
+    """One object on its way from memory to a server.
+
+    Args:
+        slot: of the object.
+        key: of its first part.
+        frame: its bytes.
+        lifetime: milliseconds; empty: for ever.
+    """
+
+    def __init__(self, slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> None:
+        self.slot, self.key, self.frame_bytes = slot, key, frame.nbytes
+        self._end = (b"PX", lifetime) if lifetime else ()
+        stamp = xxhash.xxh3_64_intdigest(frame[:STAMPED_BYTES], seed=frame.nbytes) & 0xFFFFFFFF
+        header = HEADER.pack(MAGIC, stamp, frame.nbytes)
+        self._values = [
+            (part_key(key, number), header, frame[number * PART_BYTES : (number + 1) * PART_BYTES])
+            for number in range(part_count(frame.nbytes))
+        ]
+        commands = [self._set(number, b"NX") for number in range(len(self._values))]
+        self.request = Transaction(slot, commands) if len(commands) > 1 else Request(slot, commands[0])
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one value."""
+        return len(self._values) == 1
+
+    @property
+    def is_new(self) -> bool:
+        """Whether its first part was absent before."""
+        answer = self.request.answer
+        return (answer[0] if isinstance(answer, list) and answer else answer) == b"OK"
+
+    def repair(self) -> Transaction | None:
+        """Replaces parts that were left of an evicted object, which may have had other bytes."""
+        answer = self.request.answer
+        if not self.is_new or not isinstance(answer, list):
+            return None
+        left = [number for number, each in enumerate(answer) if each is None]
+        return Transaction(self.slot, [self._set(number) for number in left]) if left else None
+
+    def _set(self, number: int, *options: bytes) -> Sequence[Buffer]:
+        """SET as it is sent, with the caller's memory in its middle."""
+        key, header, content = self._values[number]
+        rest = (*options, *self._end)
+        count, size = 3 + len(rest), HEADER.size + content.nbytes
+        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (count, len(key), key, size, header)
+        return start, content, b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in rest)
+
+
+def _skipped(reader: Reader, byte_count: int) -> bytes:
+    reader.skip(byte_count)
+    reader.end()
+    return _TORN
