@@ -116,7 +116,9 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
         assert not mover.close(0.2)
         gate.unlink()
         outcomes = [completion.outcome for completion in take(mover, 5)]
-        assert sorted(outcomes, key=lambda outcome: outcome.value) == [Outcome.CANCELLED] * 3 + [Outcome.DONE] * 2
+        begun = outcomes.count(Outcome.DONE)
+        assert begun in {1, 2}, "one is held, and another thread may have begun one, too"
+        assert outcomes.count(Outcome.CANCELLED) == 5 - begun
         assert mover.close(DEADLINE_S)
         assert started[0].end()
 
