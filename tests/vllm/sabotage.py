@@ -18,7 +18,7 @@ LATE_S = 0.6
 
 def hang_reads() -> None:
     """A device that does not answer: every read of the directory waits."""
-    _hang("read")
+    _hang("read_one")
 
 
 def hang_probes() -> None:
@@ -28,7 +28,7 @@ def hang_probes() -> None:
 
 def hang_writes() -> None:
     """Every write to the directory waits."""
-    _hang("write")
+    _hang("write_one")
 
 
 def slow_copies(slow_s: float = SLOW_S) -> None:
