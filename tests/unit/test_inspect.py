@@ -1,5 +1,6 @@
 """`kvtier inspect` tells the truth about a store, finds what is bad, and deletes only what is ours."""
 
+import errno
 import hashlib
 import json
 import os
@@ -366,6 +367,22 @@ def test_purge_leaves_what_is_not_ours_and_never_follows_a_link(store, inspect, 
     assert victim.read_text() == "thesis"
     assert (store / "notes.txt").read_text() == "mine"
     assert not (store / "kvtier-store.json").exists()
+
+
+def test_purge_does_not_open_what_is_not_ours(store, inspect, tmp_path, monkeypatch):
+    """As `lost+found` of another user, or a link into a file system that hangs."""
+    (store / "lost+found").mkdir()
+    (store / "elsewhere").symlink_to(tmp_path)
+    real = os.open
+
+    def opened(path, *arguments, **more):
+        if path in {"lost+found", "elsewhere"}:
+            raise PermissionError(errno.EACCES, "not yours", path)
+        return real(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    code, told = inspect("purge", store, "--yes")
+    assert (code, told["objects"], sorted(told["left"])) == (0, 10, ["elsewhere", "lost+found"])
 
 
 def test_purge_does_not_go_through_a_linked_objects_directory(store, inspect, tmp_path):

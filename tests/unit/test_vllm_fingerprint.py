@@ -1,5 +1,6 @@
 """Whatever changes a token's KV changes the fingerprint of a vLLM engine; nothing else does."""
 
+import errno
 import fcntl
 import os
 import re
@@ -199,6 +200,22 @@ def test_a_process_does_not_wait_for_ever(checkpoint, own_home, monkeypatch):
     with (own_home / ".cache" / "kvtier" / "weights.lock").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert identify(vllm_config(checkpoint), "0.32.0").weights is not None
+
+
+@pytest.mark.parametrize("trouble", ["a file of another user", "no locks"])
+def test_without_a_lock_a_process_digests_at_once(checkpoint, own_home, monkeypatch, trouble):
+    folder = own_home / ".cache" / "kvtier"
+    folder.mkdir(parents=True)
+    if trouble == "no locks":  # as network file systems without a lock manager
+
+        def lacking(*_):
+            raise OSError(errno.ENOLCK, "no locks")
+
+        monkeypatch.setattr(fcntl, "flock", lacking)
+    else:
+        (folder / "weights.lock").mkdir()  # cannot be opened for writing, also not by root
+    monkeypatch.setattr(local_files, "_TURN_STEP_S", 1e6)
+    assert identify(vllm_config(checkpoint), "0.32.0").weights is not None
 
 
 # ---- releases ----------------------------------------------------------------------------------------------------

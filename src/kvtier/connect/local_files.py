@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +95,25 @@ def _in_turn(cache_file: Path | None) -> Generator[None]:
     if cache_file is None:
         yield
         return
-    until_s = time.monotonic() + TURN_S
-    with cache_file.with_suffix(".lock").open("ab") as lock:
-        while not _is_locked(lock.fileno()) and time.monotonic() < until_s:
-            time.sleep(_TURN_STEP_S)
+    with ExitStack() as opened:
+        try:
+            lock = opened.enter_context(cache_file.with_suffix(".lock").open("ab"))
+            _lock(lock.fileno(), time.monotonic() + TURN_S)
+        except OSError as error:  # a folder of another user, or a file system without locks
+            logger.debug("processes of this machine do not take turns at digesting: %s", error)
         yield
 
 
-def _is_locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+def _lock(handle: int, until_s: float) -> None:
+    """Lock a file, or give up at a time.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    while time.monotonic() < until_s:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_TURN_STEP_S)
+        else:
+            return

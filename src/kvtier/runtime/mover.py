@@ -134,7 +134,7 @@ class Mover:
         clock: seconds; the clock of the commands' deadlines.
         name_root: 32 bytes that key the names of objects; None if the keys are keyed already (`keys.chain`).
 
-    `take` and `close` are for one thread, the other methods for any. Its threads are daemons and start at once.
+    `close` is for one thread, the other methods for any. Its threads are daemons and start at once.
 
     Small objects that wait for a tier are written and read in batches, if it `takes_batches`.
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from kvtier.errors import TierError
 from kvtier.tier.base import Tier
 from kvtier.tier.direct import forget_cached, read_part
-from kvtier.tier.safe_open import SuppressErrno
+from kvtier.tier.safe_open import MISSING, SuppressErrno, directory_at
 from kvtier.types import ObjectName
 
 UNBOUNDED_BYTES = 1 << 62
@@ -99,12 +99,17 @@ def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Patt
     Raises:
         OSError: a file cannot be removed; earlier ones are gone.
     """
-    for place, below, names, folder in os.fwalk(".", topdown=False, onerror=_raise, dir_fd=top):
-        inside = place[2:]
-        if inside and not folders.fullmatch(inside):
-            continue  # foreign: its parent's list has it
-        for name in sorted(below + names):
-            path = f"{inside}/{name}" if inside else name
+    _remove_below(top, "", marker, files, folders, result)
+    os.unlink(marker, dir_fd=top)
+
+
+def _remove_below(
+    folder: int, inside: str, marker: str, files: re.Pattern[str], folders: re.Pattern[str], result: Purge
+) -> None:
+    """`remove_files` of the directory `inside`, whose descriptor is `folder`. Foreign directories are not opened."""
+    for name in sorted(os.listdir(folder)):
+        path = f"{inside}/{name}" if inside else name
+        with SuppressErrno(MISSING):  # a foreign file that goes meanwhile
             status = os.lstat(name, dir_fd=folder)
             if stat.S_ISREG(status.st_mode) and files.fullmatch(path):
                 os.unlink(name, dir_fd=folder)
@@ -112,15 +117,12 @@ def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Patt
                     result.objects += 1
                     result.bytes += status.st_size
             elif stat.S_ISDIR(status.st_mode) and folders.fullmatch(path):
+                with directory_at(name, folder, is_listed=True) as below:
+                    _remove_below(below, path, marker, files, folders, result)
                 with SuppressErrno(frozenset({errno.ENOTEMPTY, errno.EEXIST})):
                     os.rmdir(name, dir_fd=folder)
             elif path != marker and len(result.left) < LEFT_MAX:
                 result.left.append(path)
-    os.unlink(marker, dir_fd=top)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 class ObjectReader(Protocol):
