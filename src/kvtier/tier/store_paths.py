@@ -216,7 +216,8 @@ def _prefix(name: bytes) -> str:
 
 
 def _open_fan_in(objects: int, prefix: str, *, is_listed: bool = False) -> int | None:
-    with SuppressErrno(VANISHED):
+    # A listed directory may have gone since. Elsewhere ESTALE is a fault: the whole mount may be stale.
+    with SuppressErrno(VANISHED if is_listed else MISSING):
         return open_directory(prefix, objects, is_listed=is_listed)
     return None
 
