@@ -37,7 +37,7 @@ NOT_ADMITTED = "not admitted"
 """Detail of a demote that the tier refused: FAILED, but not a tier fault."""
 
 REFUSED_MIN = 16
-"""A tier that refuses so many writes in a row, and does not log it, is full or over its budget, which is logged."""
+"""Writes refused in a row after which a tier counts as full or over its budget. One that logs it itself is not logged."""
 
 UNREADABLE_S = 60.0
 """How long an object that this process could not read is left alone. Another process may replace it meanwhile."""
@@ -193,6 +193,8 @@ class CommandRunner:
                 writes[at] = self._sealed(*sealing)
             except Exception as error:  # noqa: BLE001 - of one object; the mover turns it into an outcome
                 results[at] = error
+        if not writes:
+            return results
         with Loan([write.frame for write in writes.values()], tier.name) as frames:
             lent = [write._replace(frame=frame) for write, frame in zip(writes.values(), frames, strict=True)]
             answers = _answers([jobs[at] for at in writes], lent, tier.write_many)
