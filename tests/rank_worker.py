@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class SlowCopier:
-    """Holds every scatter until the file `gate` is removed; creates `gate`.held meanwhile."""
+    """Holds every scatter until the file `gate` is removed; `gate`.held has a byte for each."""
 
     def __init__(self, copier, gate):
         self._copier = copier
@@ -34,7 +34,8 @@ class SlowCopier:
 
     def scatter(self, request, group, blocks, payload):
         if self._gate is not None and self._gate.exists():
-            self._gate.with_suffix(".held").touch()
+            with self._gate.with_suffix(".held").open("ab") as held:
+                held.write(b".")
             while self._gate.exists():
                 time.sleep(0.01)
         return self._copier.scatter(request, group, blocks, payload)

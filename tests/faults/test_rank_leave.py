@@ -69,7 +69,7 @@ def test_leaving_of_any_rank_is_announced(tmp_path):
         below.executor.when_leaving(lambda: received.append(1))
         asking = threading.Thread(target=started[1].ask, args=["leave"])
         asking.start()
-        until(lambda: received)  # twice, if the connection is just being taken
+        until(lambda: received == [1])
         below.executor.send_note(Note("still here"))
         assert below.executor.close(DEADLINE_S)
         asking.join(DEADLINE_S)

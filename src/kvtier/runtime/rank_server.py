@@ -105,7 +105,8 @@ class RankServer:
         self._peer: socket.socket | None = None
         self.is_here = False
         """Whether the core is in this process."""
-        self._is_leaving = False
+        self._is_leaving = self._has_begun = False
+        """Which of `leave` and `_begin` comes second announces it, so that it is announced once."""
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
         """Number of each open command, by the identity of the command."""
@@ -159,10 +160,13 @@ class RankServer:
             return True
         if self.is_here:
             return self._rank.mover.leave(deadline_s)
-        self._is_leaving = True
-        if not self._is_taken:
+        with self._lock:
+            self._is_leaving = True
+            is_taken, has_begun = self._is_taken, self._has_begun
+        if not is_taken:
             return True
-        self._send(encode(Leave()))
+        if has_begun:
+            self._send(encode(Leave()))
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
@@ -268,7 +272,10 @@ class RankServer:
         peer.settimeout(None)
         set_timeout(peer, socket.SO_RCVTIMEO, FIGURES_EVERY_S)
         set_timeout(peer, socket.SO_SNDTIMEO, SEND_S)
-        if self._is_leaving:
+        with self._lock:
+            self._has_begun = True
+            is_leaving = self._is_leaving
+        if is_leaving:
             self._send(encode(Leave()))
 
     def _obey(self, peer: socket.socket) -> None:

@@ -131,7 +131,7 @@ class RemoteRank:
         self._put, self._ready = put, ready
 
     def when_leaving(self, act: Callable[[], None]) -> None:
-        """Call `act` when the rank's process is about to end, in the reader's thread; at most twice."""
+        """Call `act` when the rank's process is about to end, in the reader's thread."""
         self._leaving = act
 
     def flush(self) -> bool:
