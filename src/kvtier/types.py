@@ -253,7 +253,16 @@ class TierNotice:
     detail: str
 
 
-Event = LoadDone | StoreDone | TierNotice
+@dataclass(frozen=True, slots=True)
+class ObjectsDone:
+    """A search, get or put of objects has ended. None of its copies touches the caller's memory any more."""
+
+    request: RequestId
+    outcomes: tuple[Outcome, ...]
+    """Outcome of each object, in order. Of a search: DONE if a tier holds the object, else ABSENT."""
+
+
+Event = LoadDone | StoreDone | ObjectsDone | TierNotice
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")

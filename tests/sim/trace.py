@@ -19,6 +19,7 @@ from kvtier.types import (
     LoadOption,
     Lookup,
     NextTurn,
+    ObjectsDone,
     Outcome,
     Presence,
     Probe,
@@ -54,6 +55,7 @@ class RecordKind(IntEnum):
     DROP = 17
     TELL = 18
     EVICTED = 19
+    OBJECTS_DONE = 20
 
 
 MEMBERS: dict[Enum, int] = {
@@ -80,6 +82,7 @@ FIELDS: dict[type, tuple[RecordKind | None, Callable[[Any], tuple[object, ...]]]
     LoadOption: (None, lambda a: (a.tokens, a.place, a.seconds)),
     LoadDone: (RecordKind.LOAD_DONE, lambda a: (a.request, a.tokens, a.failed, a.sources, a.was_cut)),
     StoreDone: (RecordKind.STORE_DONE, lambda a: (a.request, a.held, a.dropped)),
+    ObjectsDone: (RecordKind.OBJECTS_DONE, lambda a: (a.request, a.outcomes)),
     TierNotice: (RecordKind.TIER_NOTICE, lambda a: (a.tier, a.way, a.is_up)),
     Transfer: (
         RecordKind.TRANSFER,

@@ -15,7 +15,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Final
 
-from kvtier.core.host_memory import HOST, PRESENCE, READABLE, HostMemory
+from kvtier.core.host_memory import HOST, PASSING_SHARE, PRESENCE, READABLE, HostMemory
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
@@ -49,6 +49,9 @@ from kvtier.types import (
 _GROUP_AND_CHUNK = itemgetter(0, 1)
 """Of a `Place`. Without a call of Python."""
 
+TRANSFER_SHARE = 0.25
+"""Most slots for promotions of all tiers, and most for demotions: half of host memory is usable if all tiers hang."""
+
 NO_PRIORS: Final[Mapping[str, LinkPrior]] = MappingProxyType({})
 
 
@@ -62,6 +65,7 @@ class Cache:
         evictor: makes the evictor of a group in host memory.
         down: tiers that are not open yet.
         link_priors: estimates for links without measurements, by place.
+        is_passage: host memory is a staging area only, see `ObjectCache`.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Cache:
         limits: Limits | None = None,
         down: Collection[str] = (),
         link_priors: Mapping[str, LinkPrior] = NO_PRIORS,
+        is_passage: bool = False,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
             raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
@@ -86,8 +91,8 @@ class Cache:
         self._output = Output()
         self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
-        self.host = HostMemory(slots, evictor, layout, has_staging=has_staging)
-        self._tiers = TierStates(tiers, min(slots), self._output, down)
+        self.host = HostMemory(slots, evictor, layout, has_staging=has_staging, is_passage=is_passage)
+        self._tiers = TierStates(tiers, int(min(slots) * _share(is_passage=is_passage)), self._output, down)
         order = [HOST, *self._tiers.by_name]
         self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
         self._probes = Probes(
@@ -437,6 +442,11 @@ class Cache:
             if (group, chunk) not in named and (chunk + 1) * prefix.chunk_tokens > resident_tokens:
                 what = f"a load of {tokens} tokens, {resident_tokens} of them resident"
                 raise BadCallError(f"{what}, needs chunk {chunk} of group {group}")
+
+
+def _share(*, is_passage: bool) -> float:
+    """Share of the slots for promotions, and for demotions, in flight."""
+    return PASSING_SHARE if is_passage else TRANSFER_SHARE
 
 
 def _in_host(_group: int, _chunk: int) -> str:  # pragma: no cover  never called for readable objects

@@ -14,6 +14,9 @@ whose thread may still write to the slot. The object cannot be found, and the sl
 a tier that hangs causes a miss and never wrong bytes. RELAYING and STAGED objects are in the staging area, on their way
 from one lower tier to another, and cannot be found.
 
+Where objects only pass through host memory (`object_cache`), each is LEAVING as soon as it has arrived. It goes when
+its last pin and its last write have ended.
+
 An object also has a state for its write to each lower tier (`WRITE_STEPS`), which `pending_writes` changes:
 
     UNDECIDED --needed--> PENDING (write-back) --its turn--> QUEUED --demotion begins--> WRITING --ended--> SETTLED
@@ -41,6 +44,13 @@ STAGING_SLOTS_MAX = 8
 """Enough for the writes in flight of a slow tier; more would be missing elsewhere."""
 STAGING_SHARE = 32
 """The staging area has at most one slot of this number of slots."""
+
+PASSING_SHARE = 0.75
+"""Where host memory is a staging area only: most of a group's slots that reads may take, and most that writes may. So
+tiers that hang in one way leave slots for the other.
+"""
+PASSING_RELAYS = 2
+"""Slots of each group that relays may have there."""
 
 
 class Residency(Enum):
@@ -187,6 +197,14 @@ class HostEntry:
     """How many of them are UNWRITTEN."""
     uses: int = 1
     """Number of uses, including the operation that brought the object."""
+    is_read: bool = False
+    """Its slot counts as one of a read. This and the following are for objects that pass through only."""
+    is_held: bool = False
+    """A tier has it."""
+    kept_by: str = ""
+    """A tier that persists and has it."""
+    awaited: int = 0
+    """Puts that wait until a tier has it."""
 
 
 class HostMemory:
@@ -197,6 +215,7 @@ class HostMemory:
         evictor: makes one `Evictor` for each group.
         layout: the model's KV groups.
         has_staging: whether objects on their way between lower tiers may take slots.
+        is_passage: host memory is a staging area only: objects pass through and do not stay.
     """
 
     def __init__(
@@ -206,13 +225,22 @@ class HostMemory:
         layout: KvLayout,
         *,
         has_staging: bool = False,
+        is_passage: bool = False,
     ) -> None:
         self.slots = tuple(slots)
         self.has_staging = has_staging
+        self.is_passage = is_passage
+        self._most = [max(1, int(count * PASSING_SHARE)) for count in slots]
+        self._passing = {True: [0] * len(slots), False: [0] * len(slots)}
+        """Slots of each group that reads (True) and writes have taken."""
+        self.unkept: list[HostEntry] = []
+        """Objects whose writes have changed while puts wait for them."""
         self.staging = [
             min(STAGING_SLOTS_MAX, max(1, count // STAGING_SHARE)) if has_staging and count >= STAGING_SLOTS_MIN else 0
             for count in slots
         ]
+        if is_passage and has_staging:
+            self.staging = [PASSING_RELAYS] * len(slots)
         """How many more slots of each group the staging area may take."""
         self.staging_slots = tuple(self.staging)
         """Most slots of the staging area of each group."""
@@ -229,7 +257,7 @@ class HostMemory:
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
-        self.is_history = tuple(isinstance(group.validity, History) for group in layout.groups)
+        self.is_history = tuple(isinstance(group.validity, History) and not is_passage for group in layout.groups)
         """Groups in which every chunk needs all chunks before it."""
         self.has_history_only = all(self.is_history)
         # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
@@ -246,12 +274,17 @@ class HostMemory:
     def enter(self, entry: HostEntry, change: Change) -> None:
         """Put `entry` into its slot, from `take_slot`; `change` is GATHER or PROMOTE."""
         entry.residency = after(entry.residency, change)
+        entry.is_read = change is Change.PROMOTE
         self.entries[entry.group][entry.key] = entry
 
     def arrived(self, entry: HostEntry) -> None:
         """The transfer into the slot is done."""
         entry.residency = after(entry.residency, Change.ARRIVED)
         self.readable[entry.group].add(entry.key)
+        if self.is_passage:
+            entry.residency = after(entry.residency, Change.LEAVE)
+            self.leaving[entry.group] += 1
+            return
         self._count(entry, 1)
         self._evictors[entry.group].added(Held(entry.key, entry.parent, entry.session))
 
@@ -259,7 +292,7 @@ class HostMemory:
         """The transfer into the slot failed; the slot is free."""
         entry.residency = after(entry.residency, Change.FAILED)
         self._remove(entry)
-        self._free[entry.group].append(entry.slot)
+        self._give_back(entry)
 
     def late(self, entry: HostEntry) -> None:
         """The promotion is overdue. Its thread may still write to the slot, which is therefore not free."""
@@ -271,7 +304,7 @@ class HostMemory:
         """The thread of an overdue promotion has ended; the slot is free."""
         entry.residency = after(entry.residency, Change.SETTLED)
         self.lost.remove(entry)
-        self._free[entry.group].append(entry.slot)
+        self._give_back(entry)
         self.staging[entry.group] += entry.is_staged
 
     def stage(self, entry: HostEntry) -> None:
@@ -292,12 +325,14 @@ class HostMemory:
         if change is Change.LATE:
             self.lost.append(entry)
         else:
-            self._free[entry.group].append(entry.slot)
+            self._give_back(entry)
             self.staging[entry.group] += 1
 
     def touch(self, entry: HostEntry, session: str | None) -> None:
         """A request of `session` uses the object."""
         entry.uses += 1
+        if self.is_passage:
+            return
         if entry.residency is LEAVING:
             entry.residency = after(entry.residency, Change.WANTED)
             self.leaving[entry.group] -= 1
@@ -318,7 +353,7 @@ class HostMemory:
         entry.pins -= 1
         if not entry.pins:
             self._count(entry, 1)
-            self._leave_if_written(entry)
+            self.leave_if_written(entry)
 
     def write_becomes(self, entry: HostEntry, tier: str, state: WriteState) -> None:
         """Change the state of the object's write to `tier`.
@@ -333,6 +368,8 @@ class HostMemory:
             del entry.writes[tier]
         else:
             entry.writes[tier] = state
+        if entry.awaited:
+            self.unkept.append(entry)
         pending = entry.pending + (state in UNWRITTEN) - (before in UNWRITTEN)
         if entry.pins or bool(pending) is bool(entry.pending):
             entry.pending = pending  # no count changes
@@ -340,15 +377,35 @@ class HostMemory:
             self._count(entry, -1)
             entry.pending = pending
             self._count(entry, 1)
-            self._leave_if_written(entry)
+            self.leave_if_written(entry)
 
     def has_room(self, group: int) -> bool:
         """Whether a slot of `group` is free or can be freed."""
         return bool(self._free[group] or self._idle_clean[group])
 
-    def take_slot(self, group: int) -> int | None:
-        """A free slot, if necessary by evicting an object without pins and pending writes; None when there is none."""
-        if not self._free[group]:
+    def has_share(self, group: int, *, is_read: bool) -> bool:
+        """Whether reads or writes may take one more slot of `group`, where objects pass through only."""
+        return self._passing[is_read][group] < self._most[group]
+
+    def read_becomes_write(self, entry: HostEntry) -> bool:
+        """Count the slot of a read as one of a write, if writes may take one more."""
+        if not self.has_share(entry.group, is_read=False):
+            return False
+        self._passing[True][entry.group] -= 1
+        self._passing[False][entry.group] += 1
+        entry.is_read = False
+        return True
+
+    def take_slot(self, group: int, *, is_read: bool = False) -> int | None:
+        """A free slot, if necessary by evicting an object without pins and pending writes; None when there is none.
+
+        Where objects pass through only, none is evicted, and reads and writes have a share each.
+        """
+        if self.is_passage:
+            if not self._free[group] or not self.has_share(group, is_read=is_read):
+                return None
+            self._passing[is_read][group] += 1
+        elif not self._free[group]:
             if not self._idle_clean[group] or self._is_searched[group]:
                 return None
             victim = self._victim(group, self._is_protected_in(group))
@@ -385,6 +442,8 @@ class HostMemory:
     def stuck(self, entry: HostEntry) -> None:
         """A demotion of the object is overdue and may last long; meanwhile the evictor need not protect its parents."""
         entry.stuck += 1
+        if entry.awaited:
+            self.unkept.append(entry)
         self._is_searched[entry.group] = False
         self._evictors[entry.group].removed(entry.key)
 
@@ -438,6 +497,13 @@ class HostMemory:
                     assert state in COMING, "an absent entry is kept"
             slots.sort()
             assert slots == list(range(self.slots[group])), "a slot is lost or shared"
+            passing = [taken[group] for taken in self._passing.values()]
+            if self.is_passage:
+                assert sum(passing) == self.used(group), "slots of reads and writes miscounted"
+                assert max(passing) <= self._most[group], "reads or writes have more than their share"
+                assert all(entry.pins or entry.pending or entry.residency in COMING for entry in entries.values()), (
+                    "an object stays that no transfer needs"
+                )
             assert readable == len(self.readable[group]), "the set of readable keys is stale"
             assert clean == self._idle_clean[group], "the count of idle objects is wrong"
             assert pending == self._idle_pending[group], "the count of idle objects with pending writes is wrong"
@@ -464,7 +530,7 @@ class HostMemory:
         self._remove(entry)
         self.readable[entry.group].discard(entry.key)
         self._evictors[entry.group].removed(entry.key)
-        self._free[entry.group].append(entry.slot)
+        self._give_back(entry)
         self.evictions += 1
 
     def _add_candidate(self, entry: HostEntry, session: str | None) -> None:
@@ -478,7 +544,13 @@ class HostMemory:
         self._is_searched[entry.group] = False
         self.removals += 1
 
-    def _leave_if_written(self, entry: HostEntry) -> None:
+    def _give_back(self, entry: HostEntry) -> None:
+        self._free[entry.group].append(entry.slot)
+        if self.is_passage:
+            self._passing[entry.is_read][entry.group] -= 1
+
+    def leave_if_written(self, entry: HostEntry) -> None:
+        """Evict a LEAVING object without pins and pending writes."""
         if entry.residency is LEAVING and not entry.pins and not entry.pending:
             self._evict(entry)
 

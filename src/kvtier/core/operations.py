@@ -6,6 +6,9 @@ starts no transfers; it fills the queues that `transfer_scheduler` takes from.
     load:   WANTED --promotion begins--> WAITING --readable--> QUEUED --scatter begins--> COPYING --> DELIVERED
     store:  WANTED --gather begins--> COPYING --> HELD            WANTED --another transfer--> WAITING --> HELD
     both:   WAITING --transfer failed--> WANTED                   each of these --> FAILED (load), DROPPED (store)
+
+Where objects pass through host memory only (`object_cache`), a store's object is HELD when a tier has it; until then it
+is KEEPING.
 """
 
 from collections import deque
@@ -22,7 +25,18 @@ from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import load_sources, longest_boundary
 from kvtier.layout import KvLayout
-from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId, StoreDone
+from kvtier.types import (
+    SEVERITY,
+    ChunkKey,
+    LoadDone,
+    ObjectsDone,
+    Origin,
+    Outcome,
+    Place,
+    Prefix,
+    RequestId,
+    StoreDone,
+)
 
 
 class ItemState(Enum):
@@ -39,6 +53,8 @@ class ItemState(Enum):
     DELIVERED = auto()
     FAILED = auto()
     """It will not be delivered."""
+    KEEPING = auto()
+    """In a slot; waits for its first tier."""
     HELD = auto()
     DROPPED = auto()
     """It is not stored."""
@@ -49,6 +65,7 @@ class ItemState(Enum):
 # Constants for hot paths, as in `host_memory`.
 WANTED, WAITING, QUEUED, COPYING = ItemState.WANTED, ItemState.WAITING, ItemState.QUEUED, ItemState.COPYING
 DELIVERED, FAILED, HELD, DROPPED = ItemState.DELIVERED, ItemState.FAILED, ItemState.HELD, ItemState.DROPPED
+KEEPING = ItemState.KEEPING
 
 WAITING_MAX = 4096
 """Objects of all stores that may wait for a slot; further ones are dropped."""
@@ -64,9 +81,10 @@ LOAD_STEPS: Steps = {
     FAILED: (),
 }
 STORE_STEPS: Steps = {
-    WANTED: (COPYING, WAITING, HELD, DROPPED),
-    WAITING: (HELD, WANTED, DROPPED),
-    COPYING: (HELD, DROPPED),
+    WANTED: (COPYING, WAITING, KEEPING, HELD, DROPPED),
+    WAITING: (KEEPING, HELD, WANTED, DROPPED),
+    COPYING: (KEEPING, HELD, DROPPED),
+    KEEPING: (HELD, DROPPED),
     HELD: (),
     DROPPED: (),
 }
@@ -86,6 +104,8 @@ class WorkItem:
     """Place that the bytes of a DELIVERED object came from."""
     tried: frozenset[str] = frozenset()
     """Tiers that failed to deliver the object to this load."""
+    outcome: Outcome = Outcome.CANCELLED
+    """The most severe outcome of its transfers."""
 
     def become(self, state: ItemState) -> None:
         """Change the state.
@@ -115,6 +135,8 @@ class Operation:
     """Items without a result."""
     is_over: bool = False
     """Released or overdue: queued work is dropped."""
+    origins: Sequence[Origin] = ()
+    """Origin of each object of a get or put, whose `prefix` is only the list of its keys."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -200,6 +222,8 @@ class OpenOperations:
         """Items that are WAITING, by the entry whose transfer they wait for."""
         self.scatters: deque[WorkItem] = deque()
         """Items that are QUEUED, in order."""
+        self.keepers: dict[HostEntry, list[WorkItem]] = {}
+        """Items that are KEEPING, by entry."""
         self._layout = layout
         self._output = output
         self._host = host
@@ -257,7 +281,7 @@ class OpenOperations:
             self._host.pin(entry)
             self.scatters.append(item)
         else:
-            self._settle(item, HELD)
+            self._hold(item, entry)
 
     def arrived(self, entry: HostEntry) -> None:
         """The object has become readable: its waiting items go on."""
@@ -268,10 +292,11 @@ class OpenOperations:
                 self.found(item, entry)
                 self.end_if_settled(item.work)
 
-    def retry(self, entry: HostEntry, failed_tier: str = "") -> None:
+    def retry(self, entry: HostEntry, failed_tier: str = "", outcome: Outcome = Outcome.FAILED) -> None:
         """The object's transfer failed: a load tries the next tier, a store gathers the object itself."""
         for item in self.waiters.pop(entry, ()):
             work = item.work
+            item.outcome = max(item.outcome, outcome, key=SEVERITY.__getitem__)
             if isinstance(work, LoadOperation):
                 if failed_tier:
                     item.tried |= {failed_tier}
@@ -287,7 +312,7 @@ class OpenOperations:
 
     def _want(self, item: WorkItem) -> None:
         """An object of a store needs a slot."""
-        if self.wanted < WAITING_MAX:
+        if self.wanted < WAITING_MAX or self._host.is_passage:  # there calls are limited, which have all objects
             item.work.todo.append(item)
             self.wanted += 1
         else:
@@ -296,11 +321,34 @@ class OpenOperations:
 
     def gathered(self, item: WorkItem, entry: HostEntry, *, is_held: bool) -> None:
         """The gather of an item of a store has ended."""
-        self._settle(item, HELD if is_held else DROPPED)
+        if is_held:
+            self._hold(item, entry)
+        else:
+            self._settle(item, DROPPED)
         if entry in self.waiters:
             (self.arrived if is_held else self.retry)(entry)
         if not item.work.unsettled:
             self.end_if_settled(item.work)
+
+    def _hold(self, item: WorkItem, entry: HostEntry) -> None:
+        """The object of a store is readable. Where objects pass through only, it must reach a tier."""
+        is_held = _has_tier(entry) if self._host.is_passage else True
+        if is_held is None and not item.work.is_over:
+            item.entry = entry
+            item.become(KEEPING)
+            entry.awaited += 1
+            self.keepers.setdefault(entry, []).append(item)
+        else:
+            self._settle(item, HELD if is_held else DROPPED)
+
+    def written(self, entry: HostEntry) -> None:
+        """A write of an object has ended or is overdue, for which puts wait."""
+        is_held = _has_tier(entry)
+        if is_held is not None:
+            entry.awaited = 0
+            for item in self.keepers.pop(entry, ()):
+                self._settle(item, HELD if is_held else DROPPED)
+                self.end_if_settled(item.work)
 
     def delivered(self, load: LoadOperation, item: WorkItem, entry: HostEntry, now_s: float) -> None:
         """The bytes of an item of `load` have arrived."""
@@ -327,6 +375,8 @@ class OpenOperations:
 
     def _settle(self, item: WorkItem, state: ItemState) -> None:
         """The item has its result."""
+        if state is DROPPED and item.state is not WANTED:
+            item.outcome = Outcome.FAILED
         item.become(state)
         item.work.unsettled -= 1
         if state is DROPPED:
@@ -345,9 +395,13 @@ class OpenOperations:
             if item.state is WAITING and item.entry is not None:
                 self.waiters[item.entry].remove(item)
                 self._settle(item, result)
+            elif item.state is KEEPING and item.entry is not None:
+                item.entry.awaited -= 1
+                self.keepers[item.entry].remove(item)
+                self._settle(item, result)
             elif item.state is WANTED:
                 entry = self._host.find(item.key, item.place.group)
-                is_held = is_store and entry is not None and entry.residency in READABLE
+                is_held = is_store and entry is not None and entry.residency in READABLE and not self._host.is_passage
                 self._settle(item, HELD if is_held else result)
         for item in self.scatters:
             if item.work is work and item.entry is not None:
@@ -362,13 +416,23 @@ class OpenOperations:
             return
         if isinstance(work, LoadOperation):
             del self.loads[work.request]
-            self._output.events.append(self._load_done(work))
+            is_passage = self._host.is_passage
+            self._output.events.append(self._objects_done(work) if is_passage else self._load_done(work))
             work.items.clear()  # items and operations refer to each other
         elif work in self.stores:
             del self.stores[work]
-            held = sum([item.state is HELD for item in work.items])
-            self._output.events.append(StoreDone(work.request, held, len(work.items) - held))
+            if self._host.is_passage:
+                self._output.events.append(self._objects_done(work))
+            else:
+                held = sum([item.state is HELD for item in work.items])
+                self._output.events.append(StoreDone(work.request, held, len(work.items) - held))
             work.items.clear()
+
+    def _objects_done(self, work: LoadOperation | StoreOperation) -> ObjectsDone:
+        done = (DELIVERED, HELD)
+        return ObjectsDone(
+            work.request, tuple([Outcome.DONE if item.state in done else item.outcome for item in work.items])
+        )
 
     def _load_done(self, load: LoadOperation) -> LoadDone:
         delivered = {item.place[:2]: item.source for item in load.items if item.state is DELIVERED}
@@ -408,7 +472,7 @@ class OpenOperations:
         Raises:
             AssertionError: one is not, which is a bug in the core.
         """
-        places: dict[ItemState, set[WorkItem]] = {WANTED: set(), WAITING: set(), QUEUED: set(), COPYING: set()}
+        places: dict[ItemState, set[WorkItem]] = {state: set() for state in (WANTED, WAITING, QUEUED, COPYING, KEEPING)}
         for work in (*self.loads.values(), *self.stores):
             assert work.unsettled > 0, "a load or store ended without an event"
             open_items = [item for item in work.items if item.state in places]
@@ -420,7 +484,22 @@ class OpenOperations:
             assert not items or entry.residency in COMING, "an item waits for an object that is not in transfer"
             assert all(item.entry is entry for item in items), "an item waits for another entry"
         assert places[WAITING] == {item for items in self.waiters.values() for item in items}, "a waiting item is lost"
+        assert places[KEEPING] == {item for items in self.keepers.values() for item in items}, "a kept item is lost"
+        for entry, items in self.keepers.items():
+            assert entry.awaited == len(items), "puts that wait for an object miscounted"
+            assert not items or _has_tier(entry) is None, "a put waits for a write that has ended"
         assert places[QUEUED] == set(self.scatters), "a queued item is lost"
         assert places[COPYING] == copying, "an item is copied without a transfer"
         wanted = sum([len(store.todo) for store in self.stores])
-        assert wanted == self.wanted <= WAITING_MAX, "wanted objects miscounted or too many"
+        assert wanted == self.wanted, "wanted objects miscounted"
+        assert wanted <= WAITING_MAX or self._host.is_passage, "too many wanted objects"
+
+
+def _has_tier(entry: HostEntry) -> bool | None:
+    """Whether a put of the object is done: a tier that persists has it, or any after the last write. None: not yet.
+
+    An overdue write may still come, but no put waits for it.
+    """
+    if entry.kept_by:
+        return True
+    return None if entry.pending > entry.stuck else entry.is_held

@@ -84,13 +84,17 @@ class PendingWrites:
     def promoted(self, entry: HostEntry, now_s: float) -> None:
         """A load brought the object from `entry.origin`; its second promotion counts as a second use."""
         entry.writes = self._from[entry.origin].copy()
+        if self._host.is_passage:
+            entry.is_held = True
+            entry.kept_by = entry.origin if self._tiers.by_name[entry.origin].rules.persists else ""
         if len(entry.writes) == len(self.queues):
             return  # no tier is faster
         item = (entry.key, entry.group)
         if item in self._promoted:
             del self._promoted[item]
             entry.uses = max(entry.uses, FILL_USES)
-            self.mark_pending(entry, now_s)
+            if not self._host.is_passage or self._host.read_becomes_write(entry):
+                self.mark_pending(entry, now_s)
         else:
             self._promoted[item] = None
             if len(self._promoted) > PROMOTED_MAX:
@@ -107,12 +111,23 @@ class PendingWrites:
             if tier_state.name in entry.writes or not tier_state.can_write(now_s):
                 continue
             queue = self.queues[tier_state.name]
-            state = SETTLED if tier_state.remembered(item, now_s) else self._first_state
+            # A put promises that a tier has the object, and a remembered answer may be old.
+            is_there = tier_state.remembered(item, now_s) and not self._host.is_passage
+            state = SETTLED if is_there else self._first_state
             if state is not SETTLED:
                 queue.relays.pop(item, None)
             if state is QUEUED:
                 queue.queued[entry] = None
             self._host.write_becomes(entry, tier_state.name, state)
+
+    def put_again(self, entry: HostEntry, now_s: float) -> None:
+        """Tiers that had an object that passes through may have lost it: writes that have ended begin anew."""
+        if entry.residency in READABLE:
+            entry.is_held, entry.kept_by = False, ""
+            for tier in [tier for tier, state in entry.writes.items() if state is SETTLED]:
+                self._host.write_becomes(entry, tier, UNDECIDED)
+            entry.uses = max(entry.uses, FILL_USES)
+            self.mark_pending(entry, now_s)
 
     def flush(self, now_s: float) -> None:
         """Queue every pending write, and those that tiers missed."""
@@ -243,7 +258,9 @@ class PendingWrites:
             return
         if is_late:
             self._host.unstuck(entry)
-        if is_done and tier_state.rules.persists:
+        if self._host.is_passage:
+            self._note_holder(entry, tier_state, is_done=is_done)
+        elif is_done and tier_state.rules.persists:
             for slower in self._tiers.all[tier_state.number + 1 :]:
                 queue = self.queues[slower.name]
                 if entry in queue.queued and not self._publishes(slower, queue):
@@ -252,6 +269,14 @@ class PendingWrites:
                     self._relay(entry, tier_state.name, slower.name)
         self._host.write_becomes(entry, tier_state.name, UNDECIDED if is_fault else SETTLED)
         self._host.unpin(entry)
+
+    def _note_holder(self, entry: HostEntry, tier_state: TierState, *, is_done: bool) -> None:
+        """Note that a tier has an object that passes through. A tier does not overwrite a suspect copy."""
+        if is_done and not tier_state.is_suspect((entry.key, entry.group)):
+            entry.is_held = True
+            keeper = self._tiers.by_name.get(entry.kept_by)
+            if tier_state.rules.persists and (keeper is None or tier_state.number < keeper.number):
+                entry.kept_by = tier_state.name
 
     def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
         """Whether objects keep their places in the queue of `tier_state`, and a part of host memory meanwhile.
@@ -276,6 +301,8 @@ class PendingWrites:
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
         """A free slot of `group`, or None. The caller could use `wanted` of them."""
+        if self._host.is_passage:
+            return self._slot_of_passage(group, is_read=False)
         slot = self._host.take_slot(group)
         if slot is None and self._write_victims(group, wanted):
             slot = self._host.take_slot(group)  # an object that is LEAVING no longer protects its parents
@@ -283,6 +310,8 @@ class PendingWrites:
 
     def slot_for_load(self, group: int, wanted: int) -> int | None:
         """A free slot of `group`, or None. Except under write-back, a pending write is dropped if that frees a slot."""
+        if self._host.is_passage:
+            return self._slot_of_passage(group, is_read=True)
         slot = self.slot_for_store(group, wanted)
         if slot is None and self._limits.write_policy is not WritePolicy.BACK:
             entry = self._host.oldest_pending(group)
@@ -290,6 +319,29 @@ class PendingWrites:
                 self._drop(entry)
                 slot = self._host.take_slot(group)
         return slot
+
+    def _slot_of_passage(self, group: int, *, is_read: bool) -> int | None:
+        """A free slot where objects pass through only, if necessary that of an object whose queued writes can wait."""
+        slot = self._host.take_slot(group, is_read=is_read)
+        if slot is None and (not is_read or self._host.has_share(group, is_read=True)):
+            queued = (entry for queue in self.queues.values() for entry in queue.queued)
+            entry = next((it for it in queued if it.group == group and not (it.pins or it.awaited)), None)
+            if entry is not None:
+                self._relay_later(entry)
+                slot = self._host.take_slot(group, is_read=is_read)
+        return slot
+
+    def _relay_later(self, entry: HostEntry) -> None:
+        """Take an object that passes through from the queues; slower tiers get it from the tier that keeps it."""
+        keeper = self._tiers.by_name.get(entry.kept_by)
+        for tier, state in list(entry.writes.items()):
+            if state is QUEUED:
+                del self.queues[tier].queued[entry]
+                self._host.write_becomes(entry, tier, SETTLED)
+                if keeper is not None and keeper.number < self._tiers.by_name[tier].number:
+                    self._relay(entry, keeper.name, tier)
+                else:
+                    self._output.counters.relays_dropped += 1
 
     def _write_victims(self, group: int, wanted: int) -> bool:
         """Write-back: start the writes of the next victims, as many as are `wanted` and the tiers accept at once.

@@ -29,7 +29,7 @@ from kvtier.core.output import Output
 from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.layout import KvLayout
-from kvtier.types import ChunkKey, Link, Prefix, Probe, RequestId
+from kvtier.types import ChunkKey, Link, ObjectsDone, Outcome, Prefix, Probe, RequestId
 
 NO_REQUEST = RequestId("")
 
@@ -85,6 +85,12 @@ class Search:
     """The request is not released."""
     is_repeated: bool = False
     """A remote tier is asked again for announced chunks."""
+    objects: Sequence[Item] | None = None
+    """The objects of `find`, whose end is an event."""
+    tiers: int = 1 << 62
+    """How many tiers are asked."""
+    asks_all: bool = False
+    """Remote tiers are asked for everything at once, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +158,7 @@ class Probes:
         output: Output,
     ) -> None:
         self._layout = layout
-        self._is_history = host.is_history
+        self._is_history = (True,) * len(host.slots) if host.is_passage else host.is_history
         self._host = host
         self._tiers = tiers
         self._limits = limits
@@ -217,6 +223,32 @@ class Probes:
             answers.searches.add(search)
             self._ask_next_tier(search, now_s)
         return answers
+
+    def find(
+        self,
+        request: RequestId,
+        objects: Sequence[Item],
+        now_s: float,
+        *,
+        is_run: bool,
+        asked: Sequence[Item],
+        tiers: int,
+    ) -> None:
+        """Search the first `tiers` for objects, whatever host memory has. One ObjectsDone follows.
+
+        Args:
+            request: its name.
+            objects: in the order of the prefix.
+            now_s: the time.
+            is_run: only the leading run matters: remote tiers are asked in rounds.
+            asked: the objects to ask for; the others count as absent.
+            tiers: how many tiers are asked.
+        """
+        answers = self._answers[request] = ProbeAnswers(compute_s=None)
+        prefix = Prefix(tuple([key for key, _ in asked]), 1)
+        search = Search(request, answers, prefix, [*asked], objects=objects, tiers=tiers, asks_all=not is_run)
+        answers.searches.add(search)
+        self._ask_next_tier(search, now_s)
 
     def is_waiting(self, answers: ProbeAnswers, now_s: float) -> bool:
         """Whether an answer may still come that the request waits for."""
@@ -324,7 +356,12 @@ class Probes:
         answers = self._answers.pop(request, None)
         if answers is not None:
             for search in answers.searches:
+                self._end_find(search)
                 search.is_wanted = False
+
+    def finding(self) -> list[RequestId]:
+        """Requests with an open `find`."""
+        return [it.request for answers in self._answers.values() for it in answers.searches if it.objects is not None]
 
     def tiers_for(self, request: RequestId, item: Item) -> Sequence[str]:
         """The tiers to try for an object: the one that reported it and slower ones, or all when none did.
@@ -339,17 +376,27 @@ class Probes:
 
     def _ask_next_tier(self, search: Search, now_s: float) -> None:
         """Ask the first tier from `search.tier` on that can be read, or end the search."""
-        while search.is_wanted and search.missing and search.tier < len(self._tiers):
+        while search.is_wanted and search.missing and search.tier < min(search.tiers, len(self._tiers)):
             tier_state = self._tiers.all[search.tier]
             if tier_state.can_read(now_s) and self._ask_tier(search, tier_state, now_s):
                 return
             search.tier += 1
         search.answers.searches.discard(search)
         self._asking -= search.is_repeated
+        if search.is_wanted:
+            self._end_find(search)
+
+    def _end_find(self, search: Search) -> None:
+        """Report what a `find` has found."""
+        if search.objects is not None:
+            self._answers.pop(search.request, None)
+            held = search.answers.held_by
+            outcomes = [Outcome.DONE if item in held else Outcome.ABSENT for item in search.objects]
+            self._output.events.append(ObjectsDone(search.request, tuple(outcomes)))
 
     def _ask_tier(self, search: Search, tier_state: TierState, now_s: float) -> bool:
         """Begin with one tier; returns whether a probe is open."""
-        if not tier_state.rules.is_remote:
+        if search.asks_all or not tier_state.rules.is_remote:
             search.round = 0
             self._send(tier_state, search, tuple(search.missing), now_s)
             return True

@@ -270,11 +270,17 @@ class TierStates:
 
     A quarter of the slots is for promotions of all tiers, a quarter for demotions: when all tiers hang, half of host
     memory is still usable. A tier may use the whole quarter except for what is reserved for the others.
+
+    Args:
+        tiers: their rules, fastest first.
+        slots: slots for promotions of all tiers, and as many for demotions.
+        output: gets notices of the breakers' changes.
+        down: tiers that are not open yet.
     """
 
-    def __init__(self, tiers: Sequence[TierRules], slots_min: int, output: Output, down: Collection[str]) -> None:
+    def __init__(self, tiers: Sequence[TierRules], slots: int, output: Output, down: Collection[str]) -> None:
         count = max(1, len(tiers))
-        self._slots = max(count, slots_min // 4)
+        self._slots = max(count, slots)
         self._reserved = max(1, self._slots // (2 * count))
         self.share = self._slots - self._reserved * (count - 1)
         """Most slots of one tier in each direction."""

@@ -138,7 +138,16 @@ class TransferScheduler:
             self._demoted(flight, now_s)
         else:
             self._promoted(flight, now_s)
+        if self._host.is_passage:
+            self._host.leave_if_written(flight.entry)
+            self._end_puts()
         return True
+
+    def _end_puts(self) -> None:
+        """End the puts whose objects have reached a tier, or whose last write has ended."""
+        unkept = self._host.unkept
+        while unkept:
+            self._operations.written(unkept.pop())
 
     def _gathered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[GATHER] -= 1
@@ -184,7 +193,7 @@ class TransferScheduler:
             self._operations.arrived(entry)
         else:
             self._host.failed(entry)
-            self._operations.retry(entry, "" if flight.outcome is CANCELLED else tier_state.name)
+            self._operations.retry(entry, "" if flight.outcome is CANCELLED else tier_state.name, flight.outcome)
 
     def _tier_ended(self, flight: InFlightTransfer, now_s: float) -> tuple[TierState, HostEntry]:
         tier_state, entry = self._tiers.by_name[flight.transfer.tier], flight.entry
@@ -204,8 +213,10 @@ class TransferScheduler:
         if flight.outcome is CORRUPT:
             self._output.counters.corrupt += 1
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
+            if self._host.is_passage:  # until it is written again: the tier may report it, or keep it
+                tier_state.mark_suspect([item])
             for waiter in self._operations.waiters.get(entry, ()):
-                if isinstance(waiter.work, LoadOperation):
+                if not self._host.is_passage and isinstance(waiter.work, LoadOperation):
                     tier_state.mark_suspect((item.key, item.place.group) for item in waiter.work.todo)
         if flight.outcome is CORRUPT or flight.outcome is Outcome.ABSENT:
             for waiter in self._operations.waiters.get(entry, ()):  # the rest of the prefix may be lost, too
@@ -251,6 +262,7 @@ class TransferScheduler:
             self._operations.retry(entry, transfer.tier)
         else:
             self._host.stuck(entry)
+            self._end_puts()
         self._cancel([flight])
 
     # ---- starting transfers ----------------------------------------------------------------------------------------
@@ -279,7 +291,8 @@ class TransferScheduler:
         """Returns whether another pass may start more."""
         loads = self._operations.loads
         is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
-        has_gathered = bool(self._operations.stores) and not is_starving and self._advance_stores(now_s)
+        may_gather = bool(self._operations.stores) and (not is_starving or self._host.is_passage)
+        has_gathered = may_gather and self._advance_stores(now_s)
         has_dropped = self._advance_demotions(now_s)
         if self._host.has_staging:
             self._advance_relays(now_s)
@@ -378,6 +391,8 @@ class TransferScheduler:
             queued = queues[tier_state.name].queued
             while queued and (entry := self._pending_writes.next_write(tier_state, now_s)) is not None:
                 self._demote(entry, tier_state, now_s)
+        if self._host.unkept:
+            self._end_puts()
         return self._output.counters.demotions_dropped > dropped
 
     def _demote(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
@@ -388,6 +403,7 @@ class TransferScheduler:
     def _advance_relays(self, now_s: float) -> None:
         """Write objects that a faster tier holds to slower ones."""
         is_loading = any(load.todo for load in self._operations.loads.values())
+        is_loading |= self._host.is_passage and self._operations.wanted > 0  # puts want slots, too
         for tier_state in self._tiers.all:
             while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
                 entry, source = relay
@@ -402,6 +418,8 @@ class TransferScheduler:
 
     def _new_entry(self, item: WorkItem, slot: int) -> HostEntry:
         work, (group, depth, _) = item.work, item.place
+        if work.origins:
+            return HostEntry(item.key, group, slot, *work.origins[depth])
         parent = work.prefix.keys[depth - 1] if depth and self._host.is_history[group] else None
         return HostEntry(item.key, group, slot, parent, depth, work.session)
 
