@@ -173,7 +173,7 @@ def test_slots_of_overdue_commands_return_when_their_threads_do():
         tier.shut = {what}
         assert DONE not in call(store, range(STAGED))
         tier.open_again()
-        until(lambda: not any(store._transfers.staging.used(group) for group in (0, 1)))
+        until(lambda: not any(store._cache.host.used(group) for group in (0, 1)))
         until(lambda: all(store.health()["gated"][:2]) or put(store, [99]) == got(store, [99]))
     until(lambda: got(store, range(STAGED)) == [DONE] * STAGED)
     store.close()
@@ -232,7 +232,7 @@ def test_the_faster_tier_is_lost_and_filled_again_at_the_second_use():
     fast, slow = Gated("fast"), MemoryTier("slow", capacity_bytes=ROOM)
     store = over(fast, slow)
     assert put(store, range(4)) == [DONE] * 4
-    until(lambda: slow.object_count == 4)
+    until(lambda: slow.object_count == fast.object_count == 4)
     for name, _ in list(fast.scan()):
         fast.delete(name)
     objects = [object_id(number) for number in range(4)]
@@ -250,13 +250,13 @@ def test_a_faster_tier_that_has_the_object_again_is_read_first():
     store = over(fast, slow)
     objects = [object_id(number) for number in range(3)]
     put(store, range(3))
-    until(lambda: slow.object_count == 3 and not store._transfers.writes)
+    until(lambda: slow.object_count == 3 and not store._cache.pending_count)
     frames = {name: bytes(frame) for name, (frame, _) in fast._frames.items()}
     for name in frames:
         fast.delete(name)
     assert store.leading_run(objects, 1.0) == 3
     assert got(store, [0]) == got(store, [0]) == put(store, [1]) == [DONE]
-    until(lambda: fast.object_count == 2 and not store._transfers.writes)
+    until(lambda: fast.object_count == 2 and not store._cache.pending_count)
     for name, frame in frames.items():
         fast.write(name, memoryview(frame))
     slow.shut = {"read"}
@@ -294,7 +294,7 @@ def test_a_slow_tier_gets_everything_later_and_delays_no_put():
     until(lambda: store.metrics.get(table.RELAYS_WAITING, tier="slow") > 0)
     slow.open_again()
     until(lambda: slow.object_count == count)
-    until(lambda: not store._transfers.writes)
+    until(lambda: not store._cache.pending_count)
     assert store.metrics.get(table.RELAYS_DROPPED) == 0
     store.close()
 
@@ -308,7 +308,7 @@ def test_a_relay_whose_source_has_lost_the_object_is_dropped_and_counted():
     for name, _ in list(fast.scan()):
         fast.delete(name)
     slow.open_again()
-    until(lambda: not store._transfers.writes)
+    until(lambda: not store._cache.pending_count)
     until(lambda: store.metrics.get(table.RELAYS_DROPPED) == count - slow.object_count > 0)
     store.close()
 
@@ -373,7 +373,7 @@ def test_a_damaged_copy_is_dropped_and_the_next_tier_has_a_good_one(tmp_path):
     store = opened(settings("directory", tmp_path), slow)
     assert put(store, range(STAGED // 2)) == [DONE] * (STAGED // 2)
     until(lambda: store.health()["disk"].figures.write_bytes.get("frames"))
-    until(lambda: not store._transfers.writes)
+    until(lambda: not store._cache.pending_count)
     for path in files(tmp_path):
         flipped(path)
     assert got(store, range(STAGED // 2)) == [DONE] * (STAGED // 2)
@@ -398,12 +398,9 @@ def test_a_put_is_not_done_while_the_tier_keeps_a_damaged_copy():
     ((name, (frame, about)),) = tier._frames.items()
     tier._frames[name] = frame[:5000] + bytes([frame[5000] ^ 1]) + frame[5001:], about
     assert got(store, [1]) == [CORRUPT]
-    until(lambda: not store._transfers._dropping)
-    until(lambda: not store._transfers._dropped)
     assert put(store, [1]) == [FAILED]
     assert got(store, [1]) == [CORRUPT]
     tier.can_delete = True
-    until(lambda: not store._transfers._dropping)
     assert put(store, [1]) == got(store, [1]) == [DONE]
     store.close()
 
@@ -417,7 +414,7 @@ def test_a_drop_that_hangs_does_not_keep_a_put_from_the_next_tier():
     first, second = Stubborn("first"), MemoryTier("second", capacity_bytes=ROOM)
     store = over(first, second)
     assert put(store, [1]) == [DONE]
-    until(lambda: second.object_count == 1)
+    until(lambda: first.object_count == second.object_count == 1)
     ((name, (frame, about)),) = first._frames.items()
     first._frames[name] = frame[:5000] + bytes([frame[5000] ^ 1]) + frame[5001:], about
     first.shut = {"delete"}
@@ -535,7 +532,7 @@ def test_whatever_tiers_do_no_wrong_byte_is_returned(seed):
     for tier in tiers:
         tier.is_calm = True
     until(lambda: all(tier[:2] == (True, True) for tier in store.health().values()))
-    until(lambda: not any(store._transfers.staging.used(group) for group in (0, 1)))
+    until(lambda: not any(store._cache.host.used(group) for group in (0, 1)))
     until(lambda: put(store, range(100, 108)) == [DONE] * 8 and got(store, range(100, 108)) == [DONE] * 8)
     store.close()
 
@@ -620,23 +617,23 @@ def test_closing_with_a_deadline_that_is_no_number_waits_for_nothing():
     tier.shut = {"write"}
     with ThreadPoolExecutor(1) as other:
         writing = other.submit(put, store, [1])
-        until(lambda: store._transfers.writes)
+        until(lambda: store._cache.pending_count)
         assert not store.close(float("nan")).flushed
         assert writing.result(PATIENCE_S) == [FAILED]
     tier.open_again()
 
 
 @pytest.mark.parametrize(
-    "name", ["read", "stage", "filled", "delivered", "ask", "advance", "complete", "expire", "abandon"]
+    "name", ["get", "put", "find", "find_for_put", "advance", "tick", "complete", "probed", "take_commands"]
 )
 def test_an_internal_error_ends_the_store_and_not_the_engine(monkeypatch, caplog, name):
     store = over(MemoryTier("memory", capacity_bytes=ROOM))
     put(store, range(4))
 
-    def planted(*_):
+    def planted(*_, **__):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(store._transfers, name, planted)
+    monkeypatch.setattr(store._cache, name, planted)
     objects = [object_id(number) for number in range(4)]
     for call in (
         lambda: store.get_into([ObjectBytes(each, empty_pieces()) for each in objects], 1.0),
@@ -656,11 +653,17 @@ def test_a_signal_handler_in_the_middle_of_a_call_misses_in_time():
     store = over(MemoryTier("memory", capacity_bytes=ROOM))
     put(store, range(4))
     with store._lock:  # as in a handler that runs while its own thread decides
+        store._holder = threading.get_ident()
         assert got(store, range(4), deadline_s=0.1) == [CANCELLED] * 4
         assert store.leading_run([object_id(0)], 0.1) == 0
-        assert not store.close(0.1).flushed
+        store._holder = 0
     assert got(store, range(4)) == [DONE] * 4
-    store.close()
+    with store._lock:
+        store._holder = threading.get_ident()
+        assert not store.close(PATIENCE_S).flushed, "it does not wait for itself"
+        store._holder = 0
+    assert store._over.wait(PATIENCE_S)
+    assert store.close().flushed
 
 
 def test_a_store_needs_a_tier_and_enough_staging_memory(tmp_path):
@@ -684,7 +687,7 @@ def test_an_interrupted_call_gives_its_slots_back(monkeypatch):
             patch.setattr(store, name, _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 call(reads, 5.0)
-        until(lambda: not any(store._transfers.staging.used(group) for group in (0, 1)))
+        until(lambda: not any(store._cache.host.used(group) for group in (0, 1)))
     assert put(store, range(40)) == got(store, range(40)) == [DONE] * 40
     store.close()
 

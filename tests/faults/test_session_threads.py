@@ -14,7 +14,7 @@ from tests.rig import CHUNK_TOKENS, Engine, load_places, local, places_of, prefi
 
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.errors import TierError
-from kvtier.runtime import session as module
+from kvtier.runtime import locked_core as module
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.session import Closed, Session, SessionError
 from kvtier.runtime.session_events import LogLine

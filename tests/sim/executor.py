@@ -34,6 +34,7 @@ class SimExecutor:
         complete: called with the outcome of each transfer, and whether the tier is at fault.
         probed: called with the answer to each probe.
         incident: called with each fault that may lose an object.
+        dropped: called when a drop is done.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class SimExecutor:
         complete: Callable[[Transfer, Outcome, bool], None],
         probed: Callable[[Probe, list[bool] | None], None],
         incident: Callable[[Item, str], None],
+        dropped: Callable[[Drop], None] = lambda _drop: None,
     ) -> None:
         self._world = world
+        self._dropped = dropped
         self._faults = world.scenario.faults
         self._complete = complete
         self._probed = probed
@@ -207,6 +210,7 @@ class SimExecutor:
         tier, item = self._world.tiers[drop.tier], (drop.key, drop.group)
         self._dropping.discard((drop.tier, item))
         self.remove(tier, item, "dropped")
+        self._dropped(drop)
 
     def remove(self, tier: SimTier, item: Item, what: str = "removed") -> None:
         """Remove a copy."""

@@ -81,7 +81,7 @@ class ObjectSimulation:
         self.scenario = scenario
         self.world = World(scenario, RunTrace(has_digest=has_digest))
         self.cache = ObjectCache(layout=scenario.layout, slots=scenario.slots, tiers=scenario.rules)
-        self.executor = SimExecutor(self.world, self._complete, self._probed, self._incident)
+        self.executor = SimExecutor(self.world, self._complete, self._probed, self._incident, self._dropped)
         self.others = OtherWriters(self.world, self.executor)
         self.counts = ObjectCounts()
         self.incidents: dict[str, int] = {}
@@ -261,7 +261,7 @@ class ObjectSimulation:
                 elif isinstance(command, Drop) and self._is_storm and self._dice.random() < 0.2:
                     dropped = ObjectId(command.key, command.group)
                     self._undropped.add((command.tier, dropped))
-                    self.cache.dropped(command.tier, dropped, Outcome.FAILED)
+                    self.cache.dropped(command, Outcome.FAILED)
                     commands = [each for each in commands if each is not command]
             self.executor.execute([self._with_block(command) for command in commands])
 
@@ -331,6 +331,9 @@ class ObjectSimulation:
         self._probes.discard(probe.id)
         self.world.note(RecordKind.PROBE_ANSWER, probe.id, present)
         self.cache.probed(probe.id, present, self.world.now_s)
+
+    def _dropped(self, drop: Drop) -> None:
+        self.cache.dropped(drop, Outcome.DONE)
 
     def _incident(self, item: Item, what: str) -> None:
         self.incidents[what] = self.incidents.get(what, 0) + 1

@@ -27,7 +27,7 @@ from kvtier.core.limits import Limits, WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime import session as module
+from kvtier.runtime import locked_core as module
 from kvtier.runtime import session_events
 from kvtier.runtime.executor import Threads
 from kvtier.runtime.open import choose_chunk_tokens

@@ -8,7 +8,7 @@ import pytest
 from kvtier.config.sections import LogConfig
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.errors import ConfigError
-from kvtier.runtime import session
+from kvtier.runtime import locked_core
 
 FORMAT = "%(levelname)s [%(filename)s] %(message)s"
 
@@ -51,7 +51,9 @@ def test_lines_go_where_vllms_go():
 def test_a_file_of_ours_is_shown_with_its_package():
     shown = configured("vllm", "INFO")
     follow_engine()
-    record = session.logger.makeRecord(session.logger.name, logging.INFO, session.__file__, 1, "found", (), None)
+    record = locked_core.logger.makeRecord(
+        locked_core.logger.name, logging.INFO, locked_core.__file__, 1, "found", (), None
+    )
     session.logger.handle(record)
     assert shown.getvalue() == "INFO [kvtier/runtime/session.py] found\n"
 

@@ -33,6 +33,7 @@ from kvtier.policy.base import Evictor
 from kvtier.types import (
     ChunkKey,
     Command,
+    Drop,
     Event,
     Link,
     LoadOption,
@@ -235,9 +236,9 @@ class Cache:
             if flight.transfer.request is not None
         }
 
-    def is_up(self, tier: str) -> bool:
-        """Whether reads of `tier` are allowed, rather than stopped after failures."""
-        return self._tiers.by_name[tier].breakers[Link.PROMOTE].is_up()
+    def is_up(self, tier: str, link: Link = Link.PROMOTE) -> bool:
+        """Whether reads of `tier` (writes, if `link` is DEMOTE) are allowed, rather than stopped after failures."""
+        return self._tiers.by_name[tier].breakers[link].is_up()
 
     def check_tiers(self, now_s: float) -> None:
         """Send health checks to the tiers; call it about once a second."""
@@ -334,6 +335,14 @@ class Cache:
         """The answer to a probe; None means that the tier failed."""
         self._probes.answered(probe_id, present, now_s)
         self._may_move = True  # demotions may wait for a trial
+
+    def dropped(self, drop: Drop, outcome: Outcome) -> None:
+        """The completion of a drop. If it failed, the bad copy may still be there: the next write drops it again."""
+        item, tier_state = (drop.key, drop.group), self._tiers.by_name[drop.tier]
+        if outcome is Outcome.FAILED:
+            tier_state.mark_suspect([item])
+        elif outcome is Outcome.DONE:
+            tier_state.was_dropped(item)
 
     def advance(self, now_s: float) -> None:
         """Start what completions have made possible. Call it once for many completions: it costs as much as one."""

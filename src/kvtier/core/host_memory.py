@@ -531,7 +531,7 @@ class HostMemory:
         self.readable[entry.group].discard(entry.key)
         self._evictors[entry.group].removed(entry.key)
         self._give_back(entry)
-        self.evictions += 1
+        self.evictions += not self.is_passage
 
     def _add_candidate(self, entry: HostEntry, session: str | None) -> None:
         """Make `entry` a candidate for eviction."""

@@ -15,7 +15,7 @@ from kvtier.core.limits import Limits, TierRules
 from kvtier.core.operations import LoadOperation, StoreOperation
 from kvtier.layout import KvLayout
 from kvtier.policy.fifo import Fifo
-from kvtier.types import ObjectId, Origin, Outcome, Place, Prefix, RequestId
+from kvtier.types import ObjectId, Origin, Place, Prefix, RequestId
 
 COPIES_MAX = 1 << 30
 """The slots limit the copies: callers execute them, and one that is slow must not delay others."""
@@ -43,13 +43,11 @@ class ObjectCache(Cache):
 
     def find(self, request: RequestId, objects: Sequence[ObjectId], now_s: float, *, is_run: bool) -> None:
         """Search all tiers, each for what faster ones lack. Only a leading run matters if `is_run`."""
-        self._probes.find(request, objects, now_s, is_run=is_run, asked=objects, tiers=len(self._tiers))
+        self._probes.find(request, objects, now_s, is_run=is_run)
 
     def find_for_put(self, request: RequestId, objects: Sequence[ObjectId], now_s: float) -> None:
         """Search the first tier. A copy that may be bad counts as absent, as a put replaces it."""
-        first = self._tiers.all[0]
-        asked = [each for each in objects if not first.is_suspect(each)]
-        self._probes.find(request, objects, now_s, is_run=False, asked=asked, tiers=1)
+        self._probes.find(request, objects, now_s, is_run=False, is_for_put=True)
 
     def get(self, request: RequestId, objects: Sequence[ObjectId], origins: Sequence[Origin], now_s: float) -> None:
         """Bring objects. Place `i` of the list is chunk `i`, and the block of its scatter."""
@@ -77,11 +75,6 @@ class ObjectCache(Cache):
         self._operations.begin_store(store, places, now_s)
         self._transfers.advance(now_s)
         self._operations.end_if_settled(store)
-
-    def dropped(self, tier: str, object_id: ObjectId, outcome: Outcome) -> None:
-        """A bad copy was dropped, or may still be there."""
-        if outcome is Outcome.FAILED:
-            self._tiers.by_name[tier].mark_suspect([object_id])
 
     def stop(self, now_s: float) -> None:
         """End every operation."""

@@ -339,6 +339,7 @@ class OpenOperations:
             entry.awaited += 1
             self.keepers.setdefault(entry, []).append(item)
         else:
+            item.outcome = Outcome.FAILED
             self._settle(item, HELD if is_held else DROPPED)
 
     def written(self, entry: HostEntry) -> None:

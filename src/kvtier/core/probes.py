@@ -87,8 +87,8 @@ class Search:
     """A remote tier is asked again for announced chunks."""
     objects: Sequence[Item] | None = None
     """The objects of `find`, whose end is an event."""
-    tiers: int = 1 << 62
-    """How many tiers are asked."""
+    is_for_put: bool = False
+    """Only the first tier is asked, and what may be bad counts as absent."""
     asks_all: bool = False
     """Remote tiers are asked for everything at once, too."""
 
@@ -231,22 +231,22 @@ class Probes:
         now_s: float,
         *,
         is_run: bool,
-        asked: Sequence[Item],
-        tiers: int,
+        is_for_put: bool = False,
     ) -> None:
-        """Search the first `tiers` for objects, whatever host memory has. One ObjectsDone follows.
+        """Search the tiers for objects, whatever host memory has. One ObjectsDone follows.
 
         Args:
             request: its name.
             objects: in the order of the prefix.
             now_s: the time.
             is_run: only the leading run matters: remote tiers are asked in rounds.
-            asked: the objects to ask for; the others count as absent.
-            tiers: how many tiers are asked.
+            is_for_put: only the first tier is asked. A copy that may be bad counts as absent, as a put replaces it.
         """
+        first = self._tiers.all[0]
+        asked = [each for each in objects if not first.is_suspect(each)] if is_for_put else [*objects]
         answers = self._answers[request] = ProbeAnswers(compute_s=None)
         prefix = Prefix(tuple([key for key, _ in asked]), 1)
-        search = Search(request, answers, prefix, [*asked], objects=objects, tiers=tiers, asks_all=not is_run)
+        search = Search(request, answers, prefix, asked, objects=objects, is_for_put=is_for_put, asks_all=not is_run)
         answers.searches.add(search)
         self._ask_next_tier(search, now_s)
 
@@ -376,7 +376,8 @@ class Probes:
 
     def _ask_next_tier(self, search: Search, now_s: float) -> None:
         """Ask the first tier from `search.tier` on that can be read, or end the search."""
-        while search.is_wanted and search.missing and search.tier < min(search.tiers, len(self._tiers)):
+        tiers = 1 if search.is_for_put else len(self._tiers)
+        while search.is_wanted and search.missing and search.tier < tiers:
             tier_state = self._tiers.all[search.tier]
             if tier_state.can_read(now_s) and self._ask_tier(search, tier_state, now_s):
                 return
@@ -390,8 +391,14 @@ class Probes:
         """Report what a `find` has found."""
         if search.objects is not None:
             self._answers.pop(search.request, None)
-            held = search.answers.held_by
-            outcomes = [Outcome.DONE if item in held else Outcome.ABSENT for item in search.objects]
+            held, first = search.answers.held_by, self._tiers.all[0]
+            if search.is_for_put:  # it may have become suspect meanwhile
+                held = {item: tier for item, tier in held.items() if not first.is_suspect(item)}
+            done, absent = Outcome.DONE, Outcome.ABSENT
+            if 0 < len(held) < len(search.objects):
+                outcomes = [done if item in held else absent for item in search.objects]
+            else:
+                outcomes = [done if held else absent] * len(search.objects)
             self._output.events.append(ObjectsDone(search.request, tuple(outcomes)))
 
     def _ask_tier(self, search: Search, tier_state: TierState, now_s: float) -> bool:
@@ -524,8 +531,8 @@ class Probes:
 
     def _found(self, search: Search, items: Sequence[Item], tier_state: TierState) -> None:
         search.answers.held_by.update(dict.fromkeys(items, tier_state.name))
-        found = set(items)
-        search.missing = [item for item in search.missing if item not in found]
+        found = set(items) if len(items) < len(search.missing) else None
+        search.missing = [] if found is None else [item for item in search.missing if item not in found]
 
     def _send(self, tier_state: TierState, search: Search | None, objects: tuple[Item, ...], now_s: float) -> None:
         probe = Probe(self._output.new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
@@ -540,7 +547,7 @@ class Probes:
     def _close(self, probe_id: int, open_probe: OpenProbe, present: Sequence[bool] | None, now_s: float) -> None:
         tier_state, search, objects = self._tiers.by_name[open_probe.tier], open_probe.search, open_probe.objects
         tier_state.record(Link.PROMOTE, probe_id, now_s, is_fault=present is None)
-        if present is not None:
+        if present is not None and tier_state.rules.is_remote:
             for item, is_there in zip(objects, present, strict=True):
                 tier_state.remember(item, now_s, is_present=is_there)
         if search is None:
@@ -550,7 +557,8 @@ class Probes:
         if search.round == 0:
             if present is not None:
                 there = [item for item, is_there in zip(objects, present, strict=True) if is_there]
-                self._found(search, there, tier_state)
+                if there:
+                    self._found(search, there, tier_state)
         elif present is not None:
             self._use_round(search, tier_state, objects, present)
             if self._ask_round(search, tier_state, now_s):

@@ -126,7 +126,8 @@ class TierState:
         """Moving average of the probes of first missing chunks that found it; for remote tiers."""
         self.answer_s = 0.0
         """Moving average of how long its probes take."""
-        self._suspect: dict[Item, None] = {}
+        self._suspect: dict[Item, bool] = {}
+        """Suspect objects, and whether the next write must drop the copy first."""
         self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
         """Answers of a remote tier, and when they expire."""
         self._pool = pool
@@ -158,7 +159,7 @@ class TierState:
     def mark_suspect(self, items: Iterable[Item]) -> None:
         """The tier's copies of `items` may be bad: a read failed, or an earlier chunk of the prefix was corrupt."""
         for item in items:
-            self._suspect[item] = None
+            self._suspect[item] = True
             self._remembered.pop(item, None)
         while len(self._suspect) > SUSPECT_MAX:
             del self._suspect[next(iter(self._suspect))]
@@ -167,9 +168,14 @@ class TierState:
         """Whether the copy of `item` may be bad."""
         return item in self._suspect
 
+    def was_dropped(self, item: Item) -> None:
+        """The copy of `item` was dropped. It stays suspect, because a probe may have been answered before."""
+        if item in self._suspect:
+            self._suspect[item] = False
+
     def clear_suspect(self, item: Item) -> bool:
-        """The copy of `item` was read or will be replaced; returns whether it was suspect."""
-        return bool(self._suspect) and self._suspect.pop(item, item) is None
+        """The copy of `item` was read or will be replaced; returns whether it must be dropped first."""
+        return bool(self._suspect) and self._suspect.pop(item, False)
 
     def remember(self, item: Item, now_s: float, *, is_present: bool) -> None:
         """Keep the answer of a remote tier for other requests, for a bounded time. Tiers with an index answer anew.

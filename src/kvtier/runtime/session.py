@@ -1,103 +1,27 @@
-"""The session: all that an engine adapter uses. One short lock around the core's decisions.
+"""The session: all that an engine adapter uses. The core behind one lock (`locked_core`), for loads and stores."""
 
-A call takes the lock, settles the completions that wait, calls the core, queues the core's commands in the executor and
-lets go. It does no I/O under the lock, and neither waits nor logs. Ctrl-C raises after the call. A thread that has
-completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the holder does
-so after it has let go.
-
-    engine's threads     lookup, load, store, release, expects, poll, close
-    executor's threads   `ready`, after they have put completions into the inbox
-    the session's thread deadlines, health checks, gauges, closing: what is slow or due at a time
-"""
-
-import logging
-import os
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from importlib import import_module
-from queue import Empty, SimpleQueue
-from threading import get_ident
-from typing import Any
 
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.operations import WAITING_MAX
-from kvtier.core.probes import ASK_AGAIN_S_MAX, REQUESTS_MAX
-from kvtier.errors import BadCallError, KvError
+from kvtier.core.probes import ASK_AGAIN_S_MAX
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.executor import Completion, Executor, Observer
+from kvtier.runtime.executor import Executor, Observer
+from kvtier.runtime.locked_core import FLUSH_STEP_S, TICK_S, Closed, LockedCore, SessionError
 from kvtier.runtime.session_events import LogLine, OpenCall, SessionEvents
-from kvtier.types import (
-    Cancel,
-    Command,
-    Event,
-    Lookup,
-    NextTurn,
-    Outcome,
-    Place,
-    Prefix,
-    Presence,
-    Probe,
-    RequestId,
-    Transfer,
-)
+from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, Presence, RequestId
 
-logger = logging.getLogger(__name__)
-
-_signal: Any = import_module("_signal")
-"""`signal` without its enums, which cost each call a dozen calls of Python."""
-
-CALL_DEADLINE_S = 10.0
-"""How long a call waits for the lock, which is held for microseconds."""
-
-TICK_S = 0.25
-"""Longest sleep of the session's thread. Only earlier deadlines wake it."""
-
-SECOND_S = 1.0
-"""Interval of gauges and health checks."""
-
-RETRY_S = 0.005
-"""Time after which a rank that reads slowly is sent the rest of its commands."""
-
-READY_ROUNDS = 4
-"""How often one call of `ready` settles what has come meanwhile."""
-
-FLUSH_STEP_S = 0.1
+__all__ = ["Closed", "Session", "SessionError"]
 
 COUNTED_MAX = 65_536
-
-MOVER_DEADLINE_S = 5.0
-"""How long the executor may take to end after an internal error. Then loads and stores without a running copy fail."""
-
-COPY_DEADLINE_S = 30.0
-"""How long a load or store waits for its running copy after an internal error before it fails, too."""
-
-COPY_STEP_S = 0.05
 
 NOTHING = Lookup(0, 0, Presence.ABSENT)
 
 
-class SessionError(KvError):
-    """The session is closed, or the call could not begin in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """How a session ended."""
-
-    flushed: bool
-    """Whether all pending writes reached their tiers. Writes that a tier refused earlier are not pending."""
-    lost: int
-    """Pending writes that did not reach their tiers before the deadline."""
-
-
-class Session:
+class Session(LockedCore):
     """A session that any thread may call. It takes and returns plain values.
 
     `lookup`, `load` and `store` raise `SessionError` if the session is closed, in a forked child, or called from a
@@ -118,6 +42,9 @@ class Session:
         RuntimeError: the system cannot start a thread.
     """
 
+    THREAD_NAME = "kvtier-session"
+    SHUT_TEXT = "internal error: kvtier shuts down; nothing is stored or loaded any more, all prompts are computed"
+
     def __init__(
         self,
         cache: Cache,
@@ -130,56 +57,24 @@ class Session:
         clock: Callable[[], float] = time.monotonic,
         has_thread: bool = True,
     ) -> None:
-        self.metrics = metrics or Metrics()
-        self._cache = cache
-        self._executor = executor
-        self._observer = observer
-        self._on_close = on_close
-        self._on_second = on_second
-        self._clock = clock
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        """Reentrant, so that a second call of the holding thread finds `_holder` instead of a deadlock."""
-        self._holder = 0
-        """Thread that holds the lock and is at work; 0: none. Changed under the lock."""
-        self._inbox: deque[Completion] = deque()
-        """Filled by executors, without the lock; bounded by the commands in flight."""
-        self._wishes: deque[Callable[[float], None]] = deque()
-        """Calls that the next holder makes; filled without the lock."""
-        self._lines: deque[LogLine] = deque()
-        self._events = SessionEvents(self.metrics, self._lines, clock)
+        metrics, lines = metrics or Metrics(), deque[LogLine]()
+        self._events = SessionEvents(metrics, lines, clock)
+        super().__init__(
+            cache,
+            executor,
+            publish=self._events.publish,
+            fail=self._events.fail,
+            on_close=on_close,
+            on_second=on_second,
+            metrics=metrics,
+            observer=observer,
+            lines=lines,
+            clock=clock,
+        )
         self._counted: dict[RequestId, None] = {}
         """Requests whose tokens are counted, so that repeated lookups of a request count once."""
-        self._warned: set[str] = set()
-        """Limits whose warning was logged."""
-        self._settles = 0
-        """How many times completions were settled or deadlines checked."""
-        self._settled = threading.Condition()
-        self._waiting = 0
-        """Threads that wait for `_settles` to change."""
-        self._next_second_s, self._due_s = clock(), 0.0
-        """Times of the next health check and of the next tick."""
-        self._alarm: SimpleQueue[None] = SimpleQueue()
-        """Wakes the session's thread. At most a few entries, see `_wake`."""
-        self._has_sent = False
-        """Whether commands were submitted since the last `flush`."""
-        self._is_broken = False
-        self._copies: dict[int, RequestId] | None = None
-        """Copies that may still run after an internal error, by transfer id. None: the executor has not ended yet."""
-        self._copies_until_s = 0.0
-        self._ended_ids: set[int] = set()
-        """Transfers completed after an internal error."""
-        self._close_until_s: float | None = None
-        """Deadline of `close`, once it was called."""
-        self._closed: Closed | None = None
-        self._is_over = False
-        """Closed: no call begins any more. Under the lock."""
-        self._over = threading.Event()
-        self._main_id = threading.main_thread().ident
-        executor.complete_to(self._inbox.append, self.ready)
-        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True) if has_thread else None
-        if self._thread is not None:
-            self._thread.start()
+        if has_thread:
+            self._start()
 
     def lookup(
         self,
@@ -306,99 +201,6 @@ class Session:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""
         return self._events.poll(wait_s)
 
-    def close(self, deadline_s: float = 30.0) -> Closed:
-        """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent.
-
-        The session's thread does it. In a forked child `close` does nothing, because the session belongs to the parent.
-        Called by that thread, or inside another call of the same thread (a finalizer), it does not wait for the end.
-
-        Raises:
-            SessionError: it did not end in time.
-        """
-        if self._process != os.getpid():
-            return Closed(flushed=False, lost=0)
-        if self._close_until_s is None:
-            self._close_until_s = self._clock() + deadline_s
-        if self._thread is None or not self._thread.is_alive():
-            self.tick()
-        elif threading.current_thread() is self._thread or self._holds_lock():
-            self._wake()
-        else:
-            self._wake()
-            if not self._over.wait(deadline_s + CALL_DEADLINE_S):
-                raise SessionError(f"the session did not close within {deadline_s:g} s")
-            self._thread.join(CALL_DEADLINE_S)
-        return self._closed or Closed(flushed=False, lost=0)
-
-    def ready(self) -> None:
-        """Settle the completions that wait, unless another thread holds the lock. Whoever has let go of it calls this.
-
-        Executors call it in the threads that complete commands, under none of their locks. No completion is stranded: a
-        thread that finds the lock taken has put its completions before, so the holder finds them here, or the next one.
-        What may not be done under the lock is done here, too; the lock's holder itself does nothing here. After
-        `READY_ROUNDS` the session's thread goes on, so that a call ends although completions keep coming.
-        """
-        if self._holder == get_ident():
-            return
-        try:
-            for _ in range(READY_ROUNDS):
-                while self._lines:
-                    level, text, values, error = self._lines.popleft()
-                    logger.log(level, text, *values, exc_info=error)
-                if self._has_sent:
-                    self._has_sent = False
-                    if not self._executor.flush():
-                        self._wake()  # the session's thread sends the rest
-                if self._waiting:
-                    with self._settled:
-                        self._settled.notify_all()
-                if not (self._inbox or self._wishes) or not self._locked(None, 0.0):
-                    return
-            self._wake()
-        except Exception as error:
-            self._shut(error)
-
-    def tick(self) -> float:
-        """Do what is due: deadlines, health checks, gauges, the rest of a message, the end after an error, closing.
-
-        For the session's thread, or its owner if it has none.
-
-        Returns:
-            Seconds until the next call is due.
-        """
-        if self._close_until_s is not None:
-            if not self._over.is_set():
-                self._end(self._close_until_s)
-            return 0.0
-        if self._is_broken and self._copies is None:
-            self._end_after_error()
-        self._locked(self._check, TICK_S)
-        self.ready()
-        if not self._executor.flush():
-            return RETRY_S
-        if self._is_broken:
-            return COPY_STEP_S if self._copies else TICK_S
-        return max(0.0, min(TICK_S, self._due_s - self._clock()))
-
-    def _uninterrupted(self, call: Callable[..., None], *arguments: object) -> None:
-        """Make a call. In the main thread, an interrupt raises anywhere: it is held back until the end."""
-        handler = _signal.getsignal(signal.SIGINT) if get_ident() == self._main_id else None
-        if not callable(handler):
-            call(*arguments)
-            return
-        interrupts: list[tuple[int, object]] = []
-
-        def hold(number: int, frame: object) -> None:
-            interrupts.append((number, frame))
-
-        _signal.signal(signal.SIGINT, hold)
-        try:
-            call(*arguments)
-        finally:
-            _signal.signal(signal.SIGINT, handler)
-            if interrupts:
-                handler(*interrupts[0])
-
     def _begin(self, act: Callable[[float], None], register: Callable[..., OpenCall], *what: object) -> None:
         """`_call` for a load or store, which is registered before it begins."""
         call = register(*what)
@@ -407,174 +209,6 @@ class Session:
         except Exception:
             if self._events.withdraw(call):
                 raise
-
-    # ---- the lock --------------------------------------------------------------------------------------------------
-
-    def _call(self, act: Callable[[float], None]) -> None:
-        """`_locked`, for a call of the engine.
-
-        Raises:
-            SessionError: the session cannot take the call.
-        """
-        if self._process != os.getpid():
-            raise SessionError("the session belongs to the parent process")
-        if self._close_until_s is not None:
-            raise SessionError("the session is closed")
-        has_begun = True
-        try:
-            try:
-                has_begun = self._locked(act, CALL_DEADLINE_S)
-            finally:
-                self.ready()
-        except (BadCallError, SessionError):
-            raise
-        except Exception as error:
-            self._shut(error)
-        if not has_begun:
-            raise SessionError(
-                f"the session was closed, busy for {CALL_DEADLINE_S:g} s, or called inside a call of the same thread"
-            )
-
-    def _wish(self, act: Callable[[float], None]) -> None:
-        """Let the next holder of the lock call `act`, unless there will be none."""
-        if self._is_over or self._process != os.getpid():
-            return
-        self._wishes.append(act)
-        self._wake()
-
-    def _locked(self, act: Callable[[float], None] | None, wait_s: float) -> bool:
-        """`_work` under the lock; False if `act` was not called, because the lock is taken or the session closed.
-
-        The caller calls `ready` afterwards. A thread that has the lock already does not get it again.
-        """
-        is_mine = False
-        try:
-            # The lock in the `try`: a signal handler may raise as soon as it is taken.
-            if not self._lock.acquire(timeout=wait_s) or self._holder:
-                return False
-            is_mine = True
-            self._holder = get_ident()
-            self._work(act, self._clock())
-        except (BadCallError, SessionError):
-            raise
-        except Exception as error:
-            self._shut(error)
-        except BaseException as error:
-            self._shut(error)
-            raise
-        finally:
-            if is_mine:
-                self._holder = 0
-            try:  # noqa: SIM105 - this runs often, and `suppress` takes longer than all the rest here
-                self._lock.release()
-            except RuntimeError:
-                pass  # it was not taken
-        return not self._is_over
-
-    def _wait(self, seen: int, wait_s: float) -> None:
-        """Wait up to `wait_s` seconds until completions are settled or deadlines checked after the `seen`-th time."""
-        with self._settled:
-            self._waiting += 1
-            try:
-                self._settled.wait_for(lambda: self._settles != seen or self._is_broken, min(wait_s, FLUSH_STEP_S))
-            finally:
-                self._waiting -= 1
-
-    def _holds_lock(self) -> bool:
-        """Whether this thread is inside a call."""
-        return self._holder == get_ident()
-
-    # ---- under the lock --------------------------------------------------------------------------------------------
-
-    def _work(self, act: Callable[[float], None] | None, now_s: float) -> None:
-        """Settle what waits, call `act` unless the session is shut, and pass on what the core wants done."""
-        if self._is_broken or self._is_over:
-            self._settle_shut(now_s)
-            return
-        if self._inbox or self._wishes:
-            self._settle(now_s)
-        if act is not None:
-            act(now_s)
-        if commands := self._cache.take_commands():
-            self._send(commands)
-        for event in self._cache.take_events():
-            self._events.publish(event)
-
-    def _settle(self, now_s: float) -> None:
-        """Pass completions to the core, and make the calls that wait."""
-        for _ in range(len(self._inbox)):
-            completion = self._inbox.popleft()
-            command = completion.command
-            if self._observer is not None:
-                self._observer.completed(completion)
-            if isinstance(command, Transfer):
-                self._cache.complete(command.id, completion.outcome, now_s, is_fault=completion.is_tier_fault)
-            elif isinstance(command, Probe):
-                present = completion.present if completion.outcome is Outcome.DONE else None
-                self._cache.probed(command.id, present, now_s)
-        for _ in range(len(self._wishes)):
-            self._wishes.popleft()(now_s)
-        self._cache.advance(now_s)
-        self._settles += 1
-
-    def _settle_shut(self, now_s: float) -> None:
-        """After an internal error or the end: fail open loads and stores without a running copy."""
-        self._wishes.clear()
-        while self._inbox:
-            command = self._inbox.popleft().command
-            if isinstance(command, Transfer):
-                self._ended_ids.add(command.id)
-        if self._copies is None:
-            return
-        if self._is_over or now_s >= self._copies_until_s:
-            self._copies.clear()
-        for ended in self._ended_ids:
-            self._copies.pop(ended, None)
-        self._events.fail(set(self._copies.values()))
-
-    def _send(self, commands: list[Command]) -> None:
-        """Queue the core's commands in the executor."""
-        due_s = self._due_s
-        for command in commands:
-            if isinstance(command, Cancel):
-                continue
-            if self._observer is not None:
-                self._observer.submitted(command)
-            if isinstance(command, Transfer | Probe) and command.deadline_s < due_s:
-                due_s = command.deadline_s
-        self._executor.submit(*commands)
-        self._has_sent = self._executor.needs_flush
-        if due_s < self._due_s:
-            self._plan_tick(due_s)
-
-    def _plan_tick(self, due_s: float) -> None:
-        """Wake the session's thread if `due_s` is earlier than its next tick."""
-        if due_s < self._due_s:
-            self._due_s = due_s
-            self._wake()
-
-    def _check(self, now_s: float) -> None:
-        """Check deadlines, and the health of tiers once a second."""
-        if now_s >= self._next_second_s:
-            self._next_second_s = now_s + SECOND_S
-            self._on_second()
-            self._warn_of_limits()
-            self._cache.check_tiers(now_s)
-        self._cache.tick(now_s)
-        self._settles += 1
-        next_s = self._cache.next_deadline()
-        self._due_s = now_s + TICK_S if next_s is None else min(next_s, now_s + TICK_S)
-
-    def _warn_of_limits(self) -> None:
-        counters = self._cache.counters
-        for name, count, effect in (
-            (f"{REQUESTS_MAX} requests are open", counters.unprobed, "lower tiers are not probed for further ones"),
-            (f"{WAITING_MAX} objects of stores wait for slots", counters.unqueued, "further ones are not stored"),
-        ):
-            if count and name not in self._warned:
-                self._warned.add(name)
-                text = "%s: %s (this is logged once)"
-                self._lines.append(LogLine(logging.WARNING, text, (name, effect)))
 
     def _count(self, request: RequestId, prefix: Prefix, answer: Lookup, announced_tokens: int) -> None:
         self.metrics.add(table.LOOKUPS, presence=answer.presence.value)
@@ -592,96 +226,3 @@ class Session:
             found = min(announced, answer.tokens)
             self.metrics.add(table.ANNOUNCED_TOKENS, found, result="found")
             self.metrics.add(table.ANNOUNCED_TOKENS, announced - found, result="missing")
-
-    # ---- the session's thread --------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        wait_s = 0.0
-        while not self._over.is_set():
-            with suppress(Empty):
-                self._alarm.get(timeout=wait_s)
-            wait_s = COPY_STEP_S
-            try:
-                wait_s = self.tick()
-            except BaseException as error:
-                self._shut(error)
-
-    def _wake(self) -> None:
-        """Wake the session's thread. A finalizer or signal handler may call it anywhere."""
-        if not self._alarm.qsize():
-            self._alarm.put(None)
-
-    def _end(self, until_s: float) -> None:
-        """Close: flush, end the executor, answer what is open, close the tiers."""
-        lost = 0
-        try:
-            lost = self._flush(until_s)
-        except BaseException as error:
-            self._shut(error)
-        self._closed = Closed(flushed=lost == 0 and not self._is_broken, lost=lost)
-        if lost:
-            text = "the session is closed; %d objects were not written to their tiers in time and are lost"
-            self._lines.append(LogLine(logging.WARNING, text, (lost,)))
-        # The first twice, because nothing may use the engine's blocks afterwards: it is idempotent and may raise.
-        for end in (self._executor.close, self._executor.close, self._answer_all, self._on_close):
-            try:
-                end(max(0.0, until_s - self._clock()))
-            except BaseException as error:
-                self._shut(error)
-        self.ready()
-        self._over.set()
-
-    def _flush(self, until_s: float) -> int:
-        """Write pending objects to their tiers; the number not written by `until_s`."""
-        cache = self._cache
-        lost_before = cache.counters.demotions_dropped
-        left, seen = 0, 0
-
-        def flush(now_s: float) -> None:
-            nonlocal left, seen
-            cache.tick(now_s)
-            cache.flush(now_s)
-            left, seen = cache.in_flight + cache.pending_count, self._settles
-
-        self._locked(cache.stop, max(0.0, until_s - self._clock()))
-        # Objects that finish gathering during a round become pending writes of the next one.
-        while (now_s := self._clock()) < until_s and not self._is_broken:
-            has_lock = self._locked(flush, until_s - now_s)
-            self.ready()
-            if has_lock and not left:
-                break
-            self._wait(seen, until_s - self._clock())
-        return 0 if self._is_broken else cache.pending_count + cache.counters.demotions_dropped - lost_before
-
-    def _answer_all(self, _deadline_s: float) -> None:
-        self._is_over = True
-        self._locked(None, CALL_DEADLINE_S)
-        self._events.fail()
-
-    # ---- internal errors -------------------------------------------------------------------------------------------
-
-    def _shut(self, error: BaseException) -> None:
-        """Shut the session down after an internal error, so that the engine goes on without it. Any thread.
-
-        The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
-        loads and stores fail.
-        """
-        level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
-        if not self._is_broken:
-            self._is_broken = True
-            level = logging.ERROR
-            text = "internal error: kvtier shuts down; nothing is stored or loaded any more, all prompts are computed"
-        self._lines.append(LogLine(level, text, (), error))
-        self._wake()
-
-    def _end_after_error(self) -> None:
-        copies: dict[int, RequestId] = {}
-        try:
-            copies = self._cache.copies()
-        except Exception as error:
-            text = "internal error: kvtier does not know which copies still run"
-            self._lines.append(LogLine(logging.WARNING, text, (), error))
-        if self._executor.close(MOVER_DEADLINE_S):
-            copies = {}
-        self._copies_until_s = self._clock() + COPY_DEADLINE_S
-        self._copies = copies

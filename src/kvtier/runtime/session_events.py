@@ -123,9 +123,6 @@ class SessionEvents:
             self._metrics.observe(table.STORE_SECONDS, self._clock() - call.time_s)
         else:
             self._queue.put(event)
-            self._metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
-            level = logging.INFO if event.is_up else logging.WARNING
-            self._lines.append(LogLine(level, "tier %s %s", (event.tier, event.detail)))
         while self._queue.qsize() > EVENTS_MAX:
             self._drop_oldest()
 

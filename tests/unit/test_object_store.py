@@ -1,0 +1,180 @@
+"""An object store's slots, metrics and health."""
+
+import itertools
+import time
+
+from kvtier.codec.frame import frame_bytes
+from kvtier.core.limits import TierRules
+from kvtier.core.object_cache import ObjectCache
+from kvtier.observe import metric_definitions as table
+from kvtier.runtime.arena import Arena
+from kvtier.runtime.object_store import ObjectStore
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
+from kvtier.types import Drop, Link, Origin, Outcome, RequestId, Transfer
+
+
+def opened(tier):
+    return ObjectStore(
+        layout=LAYOUT,
+        name_root=bytes(32),
+        fingerprint=bytes(32),
+        tiers={tier.name: tier},
+        rules=[TierRules(name=tier.name)],
+        arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
+    )
+
+
+class Core:
+    """An `ObjectCache` whose commands a test completes."""
+
+    def __init__(self, *names, slots=8):
+        rules = [TierRules(name=name) for name in names]
+        self.cache = ObjectCache(layout=LAYOUT, slots=(slots, slots), tiers=rules)
+        self.requests = itertools.count()
+
+    def begin(self, call, *objects, now_s=0.0):
+        request = RequestId(f"{call} {next(self.requests)}")
+        getattr(self.cache, call)(request, objects, [Origin()] * len(objects), now_s)
+        return request
+
+    def commands(self, link=None):
+        taken = self.cache.take_commands()
+        return taken if link is None else [it for it in taken if isinstance(it, Transfer) and it.link is link]
+
+    def complete(self, transfers, outcome=Outcome.DONE, now_s=0.0):
+        for transfer in transfers:
+            self.cache.complete(transfer.id, outcome, now_s)
+        self.cache.advance(now_s)
+
+    def outcomes(self, request):
+        self.events = [*getattr(self, "events", []), *self.cache.take_events()]
+        return next((list(it.outcomes) for it in self.events if it.request == request), None)
+
+
+def pages(count):
+    return [object_id(number) for number in range(count)]
+
+
+def test_neither_reads_nor_writes_take_all_slots():
+    core = Core("memory", slots=8)
+    core.begin("get", *pages(20))
+    assert len(core.commands(Link.PROMOTE)) == 6
+    core.begin("put", *[object_id(number) for number in range(30, 50)])
+    assert len(core.commands(Link.GATHER)) == 2, "the free ones"
+    assert core.cache.host.used(0) == 8
+    core.cache.check()
+
+
+def test_a_put_that_joins_an_overdue_write_is_answered():
+    core, page = Core("memory"), object_id(1)
+    first = core.begin("put", page)
+    core.complete(core.commands(Link.GATHER))
+    (demote,) = core.commands(Link.DEMOTE)
+    core.cache.release(first, 0.1)
+    assert core.outcomes(first) == [Outcome.FAILED]
+    before = core.begin("put", page, now_s=0.2)
+    assert core.outcomes(before) is None
+    core.cache.tick(demote.deadline_s)
+    assert core.outcomes(before) == [Outcome.FAILED]
+    after = core.begin("put", page, now_s=demote.deadline_s)
+    assert core.outcomes(after) == [Outcome.FAILED], "its thread may never return"
+    core.complete([demote], Outcome.FAILED, demote.deadline_s)
+    assert core.cache.host.used(0) == 0
+
+
+def test_a_put_ends_when_the_first_tier_that_persists_has_the_object():
+    core, page = Core("fast", "slow"), object_id(1)
+    put = core.begin("put", page)
+    core.complete(core.commands(Link.GATHER))
+    fast, slow = core.commands(Link.DEMOTE)
+    core.complete([fast])
+    assert core.outcomes(put) == [Outcome.DONE]
+    assert core.cache.host.used(0) == 1, "the slower tier reads its slot"
+    core.complete([slow])
+    assert core.cache.host.used(0) == 0
+
+
+def test_a_write_to_a_slower_tier_gives_its_slot_to_a_put_and_becomes_a_relay():
+    core = Core("fast", "slow", slots=4)
+    slow = core.cache._tiers["slow"]
+    slow.limit[Link.DEMOTE] = 1
+    for number in range(6):
+        put = core.begin("put", object_id(number))
+        core.complete(core.commands(Link.GATHER))
+        core.complete([it for it in core.commands(Link.DEMOTE) if it.tier == "fast"])
+        assert core.outcomes(put) == [Outcome.DONE]
+    assert core.cache.relays_waiting()["slow"] == 3
+    core.cache.check()
+
+
+def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
+    """The thread that found it may send the drop later, and an older probe may still say that the copy is there."""
+    core, bad = Core("memory"), object_id(1)
+    tier = core.cache._tiers["memory"]
+    get = core.begin("get", bad)
+    core.complete(core.commands(Link.PROMOTE), Outcome.CORRUPT)
+    (drop,) = core.commands()
+    assert isinstance(drop, Drop)
+    assert core.outcomes(get) == [Outcome.CORRUPT]
+    core.cache.dropped(drop, Outcome.DONE)
+    find = RequestId("find")
+    core.cache.find_for_put(find, [bad], 0.0)
+    assert core.outcomes(find) == [Outcome.ABSENT]
+    assert core.commands() == [], "no tier is asked"
+    put = core.begin("put", bad)
+    core.complete(core.commands(Link.GATHER))
+    core.complete(core.commands(Link.DEMOTE))
+    assert core.outcomes(put) == [Outcome.DONE]
+    assert not tier.is_suspect(bad)
+
+
+def test_a_put_is_not_done_if_the_bad_copy_cannot_be_dropped():
+    core, bad = Core("memory"), object_id(1)
+    core.begin("get", bad)
+    core.complete(core.commands(Link.PROMOTE), Outcome.CORRUPT)
+    put = core.begin("put", bad)
+    core.complete([it for it in core.commands() if isinstance(it, Transfer)])
+    drop, demote = core.commands()
+    core.cache.dropped(drop, Outcome.FAILED)
+    core.complete([demote])
+    assert core.outcomes(put) == [Outcome.FAILED]
+
+
+def test_metrics_are_those_of_a_session():
+    store = opened(MemoryTier("memory", capacity_bytes=64 << 20))
+    put(store, range(4))
+    got(store, range(6))
+    store.leading_run([object_id(0)], DEADLINE_S)
+    metrics = store.metrics
+    assert metrics.get(table.OBJECTS, way="write", outcome="done") == 4
+    assert metrics.get(table.OBJECTS, way="read", outcome="done") == 4
+    assert metrics.get(table.OBJECTS, way="read", outcome="absent") == 2
+    assert metrics.get(table.TRANSFERS, link="demote", outcome="done") == 4
+    assert metrics.get(table.TRANSFERS, link="promote", outcome="absent") == 2
+    assert metrics.get(table.TRANSFER_BYTES, link="promote", tier="memory") == 4 * frame_bytes(LAYOUT.groups[0])
+    assert metrics.get(table.PROBES, tier="memory", result="answered") == 2, "of the put and of the question"
+    assert metrics.get(table.OBJECT_CALL_SECONDS, call="get") == 1
+    assert metrics.get(table.TIER_UP, tier="memory", way="read") == 1
+    until_s = time.monotonic() + DEADLINE_S
+    while metrics.get(table.HELD_BYTES, place="memory") == 0:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    assert metrics.get(table.CAPACITY_BYTES, place="host") == STAGING_BYTES
+    assert metrics.get(table.HELD_BYTES, place="host") == 0
+    assert "kvtier_objects_total" in metrics.render()
+    store.close()
+
+
+def test_health_names_each_tier_and_its_figures():
+    tier = MemoryTier("memory", capacity_bytes=64 << 20)
+    store = opened(tier)
+    put(store, range(4))
+    until_s = time.monotonic() + DEADLINE_S
+    while store.health()["memory"].figures.used_bytes != tier.used_bytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    assert store.health()["memory"][:2] == (True, True)
+    assert put(store, [1]) == [Outcome.DONE], "an object that is there is not staged again"
+    assert store.metrics.get(table.TRANSFERS, link="demote", outcome="done") == 4
+    store.close()
