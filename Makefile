@@ -99,6 +99,7 @@ lint: setup
 # More seeds of the simulator than `make test` runs.
 simulate: setup
 	$(BIN)/python -m tests.sim --seeds 2000:7000
+	$(BIN)/python -m tests.sim --objects --seeds 2000:4000
 
 # What takes too long for every change.
 nightly: setup
@@ -106,6 +107,7 @@ nightly: setup
 	$(BIN)/python -m pytest -m nightly tests/cluster tests/shared
 	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/property
 	$(BIN)/python -m tests.sim --seeds 10000:40000
+	$(BIN)/python -m tests.sim --objects --seeds 10000:30000
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(AIPERF_VENV) demo-out

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from tests import sim
-from tests.sim import engine
+from tests.sim import engine, objects
 
 from kvtier.core import (
     cache,
@@ -165,12 +165,73 @@ def write_through_writes_nothing(patch: Patch) -> None:
     patch.setattr(pending_writes.PendingWrites, "mark_pending", mark_pending)
 
 
-@pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
-def test_the_simulator_finds(plant: Mutant, monkeypatch: Patch) -> None:
+# ---- objects that pass through ---------------------------------------------------------------------------------------
+
+
+OBJECT_MUTANTS: list[Mutant] = []
+
+
+def object_mutant(plant: Mutant) -> Mutant:
+    OBJECT_MUTANTS.append(plant)
+    return plant
+
+
+@object_mutant
+def a_put_ends_before_a_tier_has_the_object(patch: Patch) -> None:
+    patch.setattr(operations, "_has_tier", lambda entry: True)
+
+
+@object_mutant
+def a_put_is_not_ended_by_its_writes(patch: Patch) -> None:
+    patch.setattr(operations.OpenOperations, "written", lambda self, entry: None)
+
+
+@object_mutant
+def a_put_believes_what_a_tier_had(patch: Patch) -> None:
+    patch.setattr(pending_writes.PendingWrites, "put_again", lambda self, entry, now_s: None)
+
+
+@object_mutant
+def a_bad_copy_that_stays_counts_as_written(patch: Patch) -> None:
+    patch.setattr(cache.Cache, "dropped", lambda self, drop, outcome: None)
+
+
+@object_mutant
+def a_released_put_waits_for_tiers(patch: Patch) -> None:
+    real = operations.OpenOperations.stop
+
+    def stop(self: operations.OpenOperations, work: operations.LoadOperation | operations.StoreOperation) -> None:
+        real(self, work)
+        work.is_over = False
+
+    patch.setattr(operations.OpenOperations, "stop", stop)
+
+
+@object_mutant
+def an_object_stays_in_its_slot(patch: Patch) -> None:
+    patch.setattr(host_memory.HostMemory, "leave_if_written", lambda self, entry: None)
+
+
+@object_mutant
+def a_search_that_is_released_has_no_end(patch: Patch) -> None:
+    patch.setattr(probes.Probes, "forget", lambda self, request: self._answers.pop(request, None))
+
+
+@object_mutant
+def the_slot_of_a_late_read_is_reused_at_once(patch: Patch) -> None:
+    the_slot_of_a_late_promotion_is_reused_at_once(patch)
+
+
+@pytest.mark.parametrize(
+    ("plant", "run"),
+    [*((plant, sim.run) for plant in MUTANTS), *((plant, objects.run) for plant in OBJECT_MUTANTS)],
+    ids=lambda it: it.__name__,
+)
+def test_the_simulator_finds(plant: Mutant, run: Callable[[int], sim.SeedReport], monkeypatch: Patch) -> None:
     """The core's own checks are off, so that the bug is seen from outside; a crash of the patch does not count."""
     plant(monkeypatch)
     monkeypatch.setattr(cache.Cache, "check", lambda self: None)
-    found = next((report for report in map(sim.run, range(SEEDS)) if not report.is_good), None)
+    found = next((report for report in map(run, range(SEEDS)) if not report.is_good), None)
     assert found is not None, f"{plant.__name__} survived {SEEDS} seeds"
     assert found.failure is not None
     assert not found.failure.startswith(("TypeError", "AttributeError", "NameError")), found.where

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 from tests import sim
+from tests.sim import objects
 from tests.sim.__main__ import main
 from tests.sim.scenario import Mode, draw
 
@@ -30,6 +31,17 @@ def run_seeds(first: int, count: int, **overrides: object) -> Counter[str]:
 @pytest.mark.parametrize("first", [200, 300, 400])
 def test_every_promise_is_kept_in_seeds_from(first: int) -> None:
     run_seeds(first, 100)
+
+
+@pytest.mark.parametrize("first", [200, 300, 400])
+def test_objects_that_pass_through_keep_every_promise_in_seeds_from(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + 100):
+        report = objects.run(seed)
+        assert report.is_good, f"seed {seed} step {report.steps}: {report.failure}\n{report.where}"
+        seen.update({**report.incidents, "relays": report.counts.relays, "released": report.counts.released})
+    faults = ["absent", "cancelled", "corrupt", "damaged", "dropped", "failed", "hangs", "late", "relays", "released"]
+    assert [name for name in faults if not seen[name]] == []
 
 
 def test_without_faults_and_one_at_a_time_everything_stored_is_restored() -> None:

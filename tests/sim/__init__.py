@@ -11,6 +11,8 @@ end of the run, or answers long after the deadline; a stored object has a flippe
 another key; an object disappears after a probe; other writers add and remove objects; the engine aborts requests at any
 time and reuses their blocks at once. Every operation is answered in the end.
 
+`objects` does the same for the calls of an object store, in which objects only pass through host memory.
+
 `run` runs one seed, `scenario` draws it, `engine` makes requests, `executor` moves bytes, `world` holds memory, tiers
 and clock. `invariants` and `event_log` check every step, `oracle` computes restorable prefixes independently. `trace`
 and `golden` compare runs with recorded ones.

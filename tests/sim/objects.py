@@ -258,7 +258,7 @@ class ObjectSimulation:
                     self.counts.relays += command.link is Link.PROMOTE and self._is_relay(command)
                 elif isinstance(command, Probe):
                     self._probes.add(command.id)
-                elif isinstance(command, Drop) and self._is_storm and self._dice.random() < 0.2:
+                elif isinstance(command, Drop) and self._is_storm and self._dice.random() < 0.5:
                     dropped = ObjectId(command.key, command.group)
                     self._undropped.add((command.tier, dropped))
                     self.cache.dropped(command, Outcome.FAILED)
@@ -339,6 +339,8 @@ class ObjectSimulation:
         self.incidents[what] = self.incidents.get(what, 0) + 1
         for call in self.calls.values():
             call.lost.add(item)
+        if what in {"removed", "dropped"}:
+            self._undropped -= {(tier, ObjectId(*item)) for tier in self.world.tiers}
 
 
 def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> SeedReport:

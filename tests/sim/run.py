@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 from tests.sim.engine import SimEngine
@@ -42,7 +43,8 @@ class SeedReport:
     """Stack trace of the failure."""
     trace: tuple[str, ...] = ()
     """Last lines of the trace of a failed run."""
-    counts: Counts = field(default_factory=Counts)
+    counts: Any = field(default_factory=Counts)
+    """Counters: `Counts`, or `ObjectCounts` of object stores."""
     incidents: dict[str, int] = field(default_factory=dict[str, int])
 
     @property

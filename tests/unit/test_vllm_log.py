@@ -43,8 +43,8 @@ def test_lines_go_where_vllms_go():
     shown = configured("vllm", "INFO")
     follow_engine()
     follow_engine()  # the scheduler's half and a worker's in one process
-    session.logger.info("tier directory is open again")
-    session.logger.debug("not shown")
+    locked_core.logger.info("tier directory is open again")
+    locked_core.logger.debug("not shown")
     assert shown.getvalue() == "INFO [test_vllm_log.py] tier directory is open again\n"
 
 
@@ -54,8 +54,8 @@ def test_a_file_of_ours_is_shown_with_its_package():
     record = locked_core.logger.makeRecord(
         locked_core.logger.name, logging.INFO, locked_core.__file__, 1, "found", (), None
     )
-    session.logger.handle(record)
-    assert shown.getvalue() == "INFO [kvtier/runtime/session.py] found\n"
+    locked_core.logger.handle(record)
+    assert shown.getvalue() == "INFO [kvtier/runtime/locked_core.py] found\n"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_level_is_vllms_or_the_settings(engines, level, expected):
     shown = configured("vllm", engines)
     follow_engine(level)
     for name in ("debug", "info", "warning"):
-        getattr(session.logger, name)("a line")
+        getattr(locked_core.logger, name)("a line")
     assert [line.partition(" ")[0] for line in shown.getvalue().splitlines()] == expected
 
 
@@ -81,15 +81,15 @@ def test_vllm_without_handlers_leaves_lines_to_the_root(monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
     shown = configured("root", "INFO")
     follow_engine()
-    session.logger.info("to the root")
+    locked_core.logger.info("to the root")
     assert shown.getvalue().endswith("to the root\n")
 
 
 def test_handlers_that_the_user_gives_kvtier_stay():
     vllms, ours = configured("vllm", "INFO"), configured("kvtier", "WARNING")
     follow_engine()
-    session.logger.info("below the user's level")
-    session.logger.warning("to the user's handler")
+    locked_core.logger.info("below the user's level")
+    locked_core.logger.warning("to the user's handler")
     assert vllms.getvalue() == ""
     assert ours.getvalue().endswith("to the user's handler\n")
 
