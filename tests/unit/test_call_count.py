@@ -19,7 +19,7 @@ from kvtier.testing.host_copier import HostCopier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import RequestId
 
-CALLS_MAX = 200
+CALLS_MAX = 190
 ONE_GROUP = KvLayout(CHUNK_TOKENS, rig.LAYOUT.groups[:1])
 
 

@@ -3,6 +3,7 @@
 import pytest
 from tests import sim
 from tests.core_driver import Driver, prefix_of
+from tests.sim import objects
 
 from kvtier.core.operations import (
     LOAD_STEPS,
@@ -47,6 +48,7 @@ def test_the_simulator_takes_every_step_of_the_tables(monkeypatch: pytest.Monkey
     monkeypatch.setattr(WorkItem, "become", become)
     for seed in range(SEEDS):
         assert sim.run(seed).is_good
+        assert objects.run(seed).is_good
     tables = {LoadOperation: LOAD_STEPS, StoreOperation: STORE_STEPS}
     assert taken == {
         (kind, a, b) for kind, steps in tables.items() for a, following in steps.items() for b in following

@@ -90,6 +90,8 @@ class Cache:
         self._may_move = False
         """An operation has ended since the last `advance`."""
         self._output = Output()
+        self.commands, self.events = self._output.commands, self._output.events
+        """Commands and events since they were last taken."""
         self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
         self.host = HostMemory(slots, evictor, layout, has_staging=has_staging, is_passage=is_passage)

@@ -239,7 +239,8 @@ class OpenOperations:
         for place in places:
             undelivered[place.chunk] = undelivered.get(place.chunk, 0) + 1
         self._begin(load, places, now_s)
-        self.end_if_settled(load)
+        if not load.unsettled:
+            self.end_if_settled(load)
 
     def begin_store(self, store: StoreOperation, places: Sequence[Place], now_s: float) -> None:
         """Want the objects that host memory lacks, while fewer than `WAITING_MAX` wait."""
@@ -290,7 +291,8 @@ class OpenOperations:
                 self.fail(item)
             else:
                 self.found(item, entry)
-                self.end_if_settled(item.work)
+                if not item.work.unsettled:
+                    self.end_if_settled(item.work)
 
     def retry(self, entry: HostEntry, failed_tier: str = "", outcome: Outcome = Outcome.FAILED) -> None:
         """The object's transfer failed: a load tries the next tier, a store gathers the object itself."""
@@ -455,7 +457,8 @@ class OpenOperations:
     def overdue(self, now_s: float) -> list[LoadOperation | StoreOperation]:
         """Loads past their deadline or budget, and stores past their deadline."""
         overdue: list[LoadOperation | StoreOperation] = []
-        overdue += [load for load in self.loads.values() if not load.is_over and load.end_s <= now_s]
+        for load in self.loads.values():
+            overdue += [] if load.is_over or load.end_s > now_s else [load]
         for store in self.stores:  # in the order of their deadlines
             if store.deadline_s > now_s:
                 break

@@ -301,17 +301,19 @@ class PendingWrites:
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
         """A free slot of `group`, or None. The caller could use `wanted` of them."""
-        if self._host.is_passage:
-            return self._slot_of_passage(group, is_read=False)
         slot = self._host.take_slot(group)
-        if slot is None and self._write_victims(group, wanted):
+        if slot is None and (self._relay_one(group) if self._host.is_passage else self._write_victims(group, wanted)):
             slot = self._host.take_slot(group)  # an object that is LEAVING no longer protects its parents
         return slot
 
     def slot_for_load(self, group: int, wanted: int) -> int | None:
         """A free slot of `group`, or None. Except under write-back, a pending write is dropped if that frees a slot."""
+        slot = self._host.take_slot(group, is_read=True)
+        if slot is not None:
+            return slot
         if self._host.is_passage:
-            return self._slot_of_passage(group, is_read=True)
+            is_free = self._host.has_share(group, is_read=True) and self._relay_one(group)
+            return self._host.take_slot(group, is_read=True) if is_free else None
         slot = self.slot_for_store(group, wanted)
         if slot is None and self._limits.write_policy is not WritePolicy.BACK:
             entry = self._host.oldest_pending(group)
@@ -320,16 +322,13 @@ class PendingWrites:
                 slot = self._host.take_slot(group)
         return slot
 
-    def _slot_of_passage(self, group: int, *, is_read: bool) -> int | None:
-        """A free slot where objects pass through only, if necessary that of an object whose queued writes can wait."""
-        slot = self._host.take_slot(group, is_read=is_read)
-        if slot is None and (not is_read or self._host.has_share(group, is_read=True)):
-            queued = (entry for queue in self.queues.values() for entry in queue.queued)
-            entry = next((it for it in queued if it.group == group and not (it.pins or it.awaited)), None)
-            if entry is not None:
-                self._relay_later(entry)
-                slot = self._host.take_slot(group, is_read=is_read)
-        return slot
+    def _relay_one(self, group: int) -> bool:
+        """Free the slot of an object that passes through, and whose queued writes can wait; whether there was one."""
+        queued = (entry for queue in self.queues.values() for entry in queue.queued)
+        entry = next((it for it in queued if it.group == group and not (it.pins or it.awaited)), None)
+        if entry is not None:
+            self._relay_later(entry)
+        return entry is not None
 
     def _relay_later(self, entry: HostEntry) -> None:
         """Take an object that passes through from the queues; slower tiers get it from the tier that keeps it."""

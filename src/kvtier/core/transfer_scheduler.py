@@ -274,8 +274,16 @@ class TransferScheduler:
         if self._operations.scatters:
             self._advance_scatters(now_s)
         # A started transfer may unblock another operation, and a dropped write frees a slot: repeat until none does.
-        while self._advance_once(now_s):
-            pass
+        may_start_more = True
+        while may_start_more:
+            loads = self._operations.loads
+            is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
+            may_gather = bool(self._operations.stores) and (not is_starving or self._host.is_passage)
+            has_gathered = may_gather and self._advance_stores(now_s)
+            has_dropped = self._advance_demotions(now_s)
+            if self._host.has_staging:
+                self._advance_relays(now_s)
+            may_start_more = has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
         if self._operations.scatters:
             self._advance_scatters(now_s)
 
@@ -286,17 +294,6 @@ class TransferScheduler:
             tier = flight.transfer.tier
             if flight.entry.residency is PROMOTING and not self._tiers.by_name[tier].breakers[PROMOTE].is_up():
                 self._overdue(flight, now_s)
-
-    def _advance_once(self, now_s: float) -> bool:
-        """Returns whether another pass may start more."""
-        loads = self._operations.loads
-        is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
-        may_gather = bool(self._operations.stores) and (not is_starving or self._host.is_passage)
-        has_gathered = may_gather and self._advance_stores(now_s)
-        has_dropped = self._advance_demotions(now_s)
-        if self._host.has_staging:
-            self._advance_relays(now_s)
-        return has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
 
     def _advance_scatters(self, now_s: float) -> None:
         queue, estimator = self._operations.scatters, self._estimators[HOST]

@@ -350,9 +350,9 @@ class LockedCore:
             self._settle(now_s)
         if act is not None:
             act(now_s)
-        if commands := self._cache.take_commands():
-            self._send(commands)
-        for event in self._cache.take_events():
+        if self._cache.commands:
+            self._send(self._cache.take_commands())
+        for event in self._cache.take_events() if self._cache.events else ():
             if isinstance(event, TierNotice):
                 self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
                 level = logging.INFO if event.is_up else logging.WARNING
