@@ -299,6 +299,17 @@ def test_a_slow_tier_gets_everything_later_and_delays_no_put():
     store.close()
 
 
+def test_a_slow_tier_that_was_away_gets_everything_later():
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
+    store = over(fast, slow)
+    slow.broken = {"read", "write", "contains"}
+    until(lambda: put(store, [99]) and not store.health()["slow"].writes)
+    assert put(store, range(2 * STAGED)) == [DONE] * (2 * STAGED)
+    slow.open_again()
+    until(lambda: slow.object_count >= 2 * STAGED)
+    store.close()
+
+
 def test_a_relay_whose_source_has_lost_the_object_is_dropped_and_counted():
     fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
     store = over(fast, slow, transfer_deadline_s=PATIENCE_S, demotes=1)

@@ -15,7 +15,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Final
 
-from kvtier.core.host_memory import HOST, PASSING_SHARE, PRESENCE, READABLE, HostMemory
+from kvtier.core.host_memory import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
@@ -66,7 +66,7 @@ class Cache:
         evictor: makes the evictor of a group in host memory.
         down: tiers that are not open yet.
         link_priors: estimates for links without measurements, by place.
-        is_passage: host memory is a staging area only, see `ObjectCache`.
+        stages_only: host memory is a staging area only, see `ObjectCache`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Cache:
         limits: Limits | None = None,
         down: Collection[str] = (),
         link_priors: Mapping[str, LinkPrior] = NO_PRIORS,
-        is_passage: bool = False,
+        stages_only: bool = False,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
             raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
@@ -94,8 +94,8 @@ class Cache:
         """Commands and events since they were last taken."""
         self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
-        self.host = HostMemory(slots, evictor, layout, has_staging=has_staging, is_passage=is_passage)
-        self._tiers = TierStates(tiers, int(min(slots) * _share(is_passage=is_passage)), self._output, down)
+        self.host = HostMemory(slots, evictor, layout, has_staging=has_staging, stages_only=stages_only)
+        self._tiers = TierStates(tiers, int(min(slots) * _share(stages_only=stages_only)), self._output, down)
         order = [HOST, *self._tiers.by_name]
         self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
         self._probes = Probes(
@@ -455,9 +455,9 @@ class Cache:
                 raise BadCallError(f"{what}, needs chunk {chunk} of group {group}")
 
 
-def _share(*, is_passage: bool) -> float:
+def _share(*, stages_only: bool) -> float:
     """Share of the slots for promotions, and for demotions, in flight."""
-    return PASSING_SHARE if is_passage else TRANSFER_SHARE
+    return WAY_SHARE if stages_only else TRANSFER_SHARE
 
 
 def _in_host(_group: int, _chunk: int) -> str:  # pragma: no cover  never called for readable objects

@@ -45,11 +45,11 @@ STAGING_SLOTS_MAX = 8
 STAGING_SHARE = 32
 """The staging area has at most one slot of this number of slots."""
 
-PASSING_SHARE = 0.75
+WAY_SHARE = 0.75
 """Where host memory is a staging area only: most of a group's slots that reads may take, and most that writes may. So
 tiers that hang in one way leave slots for the other.
 """
-PASSING_RELAYS = 2
+RELAY_SLOTS = 2
 """Slots of each group that relays may have there."""
 
 
@@ -215,7 +215,7 @@ class HostMemory:
         evictor: makes one `Evictor` for each group.
         layout: the model's KV groups.
         has_staging: whether objects on their way between lower tiers may take slots.
-        is_passage: host memory is a staging area only: objects pass through and do not stay.
+        stages_only: host memory is a staging area only: objects pass through and do not stay.
     """
 
     def __init__(
@@ -225,13 +225,13 @@ class HostMemory:
         layout: KvLayout,
         *,
         has_staging: bool = False,
-        is_passage: bool = False,
+        stages_only: bool = False,
     ) -> None:
         self.slots = tuple(slots)
         self.has_staging = has_staging
-        self.is_passage = is_passage
-        self._most = [max(1, int(count * PASSING_SHARE)) for count in slots]
-        self._passing = {True: [0] * len(slots), False: [0] * len(slots)}
+        self.stages_only = stages_only
+        self._most = [max(1, int(count * WAY_SHARE)) for count in slots]
+        self._slots_of_way = {True: [0] * len(slots), False: [0] * len(slots)}
         """Slots of each group that reads (True) and writes have taken."""
         self.unkept: list[HostEntry] = []
         """Objects whose writes have changed while puts wait for them."""
@@ -239,8 +239,8 @@ class HostMemory:
             min(STAGING_SLOTS_MAX, max(1, count // STAGING_SHARE)) if has_staging and count >= STAGING_SLOTS_MIN else 0
             for count in slots
         ]
-        if is_passage and has_staging:
-            self.staging = [PASSING_RELAYS] * len(slots)
+        if stages_only and has_staging:
+            self.staging = [RELAY_SLOTS] * len(slots)
         """How many more slots of each group the staging area may take."""
         self.staging_slots = tuple(self.staging)
         """Most slots of the staging area of each group."""
@@ -257,7 +257,7 @@ class HostMemory:
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
-        self.is_history = tuple(isinstance(group.validity, History) and not is_passage for group in layout.groups)
+        self.is_history = tuple(isinstance(group.validity, History) and not stages_only for group in layout.groups)
         """Groups in which every chunk needs all chunks before it."""
         self.has_history_only = all(self.is_history)
         # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
@@ -281,7 +281,7 @@ class HostMemory:
         """The transfer into the slot is done."""
         entry.residency = after(entry.residency, Change.ARRIVED)
         self.readable[entry.group].add(entry.key)
-        if self.is_passage:
+        if self.stages_only:
             entry.residency = after(entry.residency, Change.LEAVE)
             self.leaving[entry.group] += 1
             return
@@ -331,7 +331,7 @@ class HostMemory:
     def touch(self, entry: HostEntry, session: str | None) -> None:
         """A request of `session` uses the object."""
         entry.uses += 1
-        if self.is_passage:
+        if self.stages_only:
             return
         if entry.residency is LEAVING:
             entry.residency = after(entry.residency, Change.WANTED)
@@ -385,14 +385,14 @@ class HostMemory:
 
     def has_share(self, group: int, *, is_read: bool) -> bool:
         """Whether reads or writes may take one more slot of `group`, where objects pass through only."""
-        return self._passing[is_read][group] < self._most[group]
+        return self._slots_of_way[is_read][group] < self._most[group]
 
     def read_becomes_write(self, entry: HostEntry) -> bool:
         """Count the slot of a read as one of a write, if writes may take one more."""
         if not self.has_share(entry.group, is_read=False):
             return False
-        self._passing[True][entry.group] -= 1
-        self._passing[False][entry.group] += 1
+        self._slots_of_way[True][entry.group] -= 1
+        self._slots_of_way[False][entry.group] += 1
         entry.is_read = False
         return True
 
@@ -401,10 +401,10 @@ class HostMemory:
 
         Where objects pass through only, none is evicted, and reads and writes have a share each.
         """
-        if self.is_passage:
+        if self.stages_only:
             if not self._free[group] or not self.has_share(group, is_read=is_read):
                 return None
-            self._passing[is_read][group] += 1
+            self._slots_of_way[is_read][group] += 1
         elif not self._free[group]:
             if not self._idle_clean[group] or self._is_searched[group]:
                 return None
@@ -497,10 +497,10 @@ class HostMemory:
                     assert state in COMING, "an absent entry is kept"
             slots.sort()
             assert slots == list(range(self.slots[group])), "a slot is lost or shared"
-            passing = [taken[group] for taken in self._passing.values()]
-            if self.is_passage:
-                assert sum(passing) == self.used(group), "slots of reads and writes miscounted"
-                assert max(passing) <= self._most[group], "reads or writes have more than their share"
+            ways = [taken[group] for taken in self._slots_of_way.values()]
+            if self.stages_only:
+                assert sum(ways) == self.used(group), "slots of reads and writes miscounted"
+                assert max(ways) <= self._most[group], "reads or writes have more than their share"
                 assert all(entry.pins or entry.pending or entry.residency in COMING for entry in entries.values()), (
                     "an object stays that no transfer needs"
                 )
@@ -531,7 +531,7 @@ class HostMemory:
         self.readable[entry.group].discard(entry.key)
         self._evictors[entry.group].removed(entry.key)
         self._give_back(entry)
-        self.evictions += not self.is_passage
+        self.evictions += not self.stages_only
 
     def _add_candidate(self, entry: HostEntry, session: str | None) -> None:
         """Make `entry` a candidate for eviction."""
@@ -546,8 +546,8 @@ class HostMemory:
 
     def _give_back(self, entry: HostEntry) -> None:
         self._free[entry.group].append(entry.slot)
-        if self.is_passage:
-            self._passing[entry.is_read][entry.group] -= 1
+        if self.stages_only:
+            self._slots_of_way[entry.is_read][entry.group] -= 1
 
     def leave_if_written(self, entry: HostEntry) -> None:
         """Evict a LEAVING object without pins and pending writes."""

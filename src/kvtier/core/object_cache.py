@@ -38,7 +38,7 @@ class ObjectCache(Cache):
     ) -> None:
         limits = Limits(gathers=COPIES_MAX, scatters=COPIES_MAX)
         super().__init__(
-            layout=layout, slots=slots, tiers=tiers, evictor=Fifo, limits=limits, down=down, is_passage=True
+            layout=layout, slots=slots, tiers=tiers, evictor=Fifo, limits=limits, down=down, stages_only=True
         )
 
     def find(self, request: RequestId, objects: Sequence[ObjectId], now_s: float, *, is_run: bool) -> None:

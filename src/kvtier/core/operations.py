@@ -314,7 +314,7 @@ class OpenOperations:
 
     def _want(self, item: WorkItem) -> None:
         """An object of a store needs a slot."""
-        if self.wanted < WAITING_MAX or self._host.is_passage:  # there calls are limited, which have all objects
+        if self.wanted < WAITING_MAX or self._host.stages_only:  # there calls are limited, which have all objects
             item.work.todo.append(item)
             self.wanted += 1
         else:
@@ -334,7 +334,7 @@ class OpenOperations:
 
     def _hold(self, item: WorkItem, entry: HostEntry) -> None:
         """The object of a store is readable. Where objects pass through only, it must reach a tier."""
-        is_held = _has_tier(entry) if self._host.is_passage else True
+        is_held = _has_tier(entry) if self._host.stages_only else True
         if is_held is None and not item.work.is_over:
             item.entry = entry
             item.become(KEEPING)
@@ -404,7 +404,7 @@ class OpenOperations:
                 self._settle(item, result)
             elif item.state is WANTED:
                 entry = self._host.find(item.key, item.place.group)
-                is_held = is_store and entry is not None and entry.residency in READABLE and not self._host.is_passage
+                is_held = is_store and entry is not None and entry.residency in READABLE and not self._host.stages_only
                 self._settle(item, HELD if is_held else result)
         for item in self.scatters:
             if item.work is work and item.entry is not None:
@@ -419,12 +419,12 @@ class OpenOperations:
             return
         if isinstance(work, LoadOperation):
             del self.loads[work.request]
-            is_passage = self._host.is_passage
-            self._output.events.append(self._objects_done(work) if is_passage else self._load_done(work))
+            stages_only = self._host.stages_only
+            self._output.events.append(self._objects_done(work) if stages_only else self._load_done(work))
             work.items.clear()  # items and operations refer to each other
         elif work in self.stores:
             del self.stores[work]
-            if self._host.is_passage:
+            if self._host.stages_only:
                 self._output.events.append(self._objects_done(work))
             else:
                 held = sum([item.state is HELD for item in work.items])
@@ -496,7 +496,7 @@ class OpenOperations:
         assert places[COPYING] == copying, "an item is copied without a transfer"
         wanted = sum([len(store.todo) for store in self.stores])
         assert wanted == self.wanted, "wanted objects miscounted"
-        assert wanted <= WAITING_MAX or self._host.is_passage, "too many wanted objects"
+        assert wanted <= WAITING_MAX or self._host.stages_only, "too many wanted objects"
 
 
 def _has_tier(entry: HostEntry) -> bool | None:

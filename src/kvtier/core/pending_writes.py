@@ -84,7 +84,7 @@ class PendingWrites:
     def promoted(self, entry: HostEntry, now_s: float) -> None:
         """A load brought the object from `entry.origin`; its second promotion counts as a second use."""
         entry.writes = self._from[entry.origin].copy()
-        if self._host.is_passage:
+        if self._host.stages_only:
             entry.is_held = True
             entry.kept_by = entry.origin if self._tiers.by_name[entry.origin].rules.persists else ""
         if len(entry.writes) == len(self.queues):
@@ -93,7 +93,7 @@ class PendingWrites:
         if item in self._promoted:
             del self._promoted[item]
             entry.uses = max(entry.uses, FILL_USES)
-            if not self._host.is_passage or self._host.read_becomes_write(entry):
+            if not self._host.stages_only or self._host.read_becomes_write(entry):
                 self.mark_pending(entry, now_s)
         else:
             self._promoted[item] = None
@@ -112,7 +112,7 @@ class PendingWrites:
                 continue
             queue = self.queues[tier_state.name]
             # A put promises that a tier has the object, and a remembered answer may be old.
-            is_there = tier_state.remembered(item, now_s) and not self._host.is_passage
+            is_there = tier_state.remembered(item, now_s) and not self._host.stages_only
             state = SETTLED if is_there else self._first_state
             if state is not SETTLED:
                 queue.relays.pop(item, None)
@@ -162,7 +162,10 @@ class PendingWrites:
         if not tier_state.can_write(now_s):
             self._output.counters.demotions_dropped += len(queued)
             while queued:
-                self._host.write_becomes(queued.popitem(last=False)[0], tier_state.name, UNDECIDED)
+                entry, _ = queued.popitem(last=False)
+                self._host.write_becomes(entry, tier_state.name, UNDECIDED)
+                if entry.kept_by:
+                    self.relay_missed(entry)
             return None
         entry = next(iter(queued))
         if not tier_state.has_room(DEMOTE, self._host.object_bytes[entry.group]):
@@ -258,7 +261,7 @@ class PendingWrites:
             return
         if is_late:
             self._host.unstuck(entry)
-        if self._host.is_passage:
+        if self._host.stages_only:
             self._note_holder(entry, tier_state, is_done=is_done)
         elif is_done and tier_state.rules.persists:
             for slower in self._tiers.all[tier_state.number + 1 :]:
@@ -277,6 +280,13 @@ class PendingWrites:
             keeper = self._tiers.by_name.get(entry.kept_by)
             if tier_state.rules.persists and (keeper is None or tier_state.number < keeper.number):
                 entry.kept_by = tier_state.name
+
+    def relay_missed(self, entry: HostEntry) -> None:
+        """Once an object leaves that passes through: slower tiers that were away get it later, from its keeper."""
+        if entry.kept_by and not (entry.pins or entry.pending):
+            for slower in self._tiers.all[self._tiers.by_name[entry.kept_by].number + 1 :]:
+                if slower.name not in entry.writes:
+                    self._relay(entry, entry.kept_by, slower.name)
 
     def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
         """Whether objects keep their places in the queue of `tier_state`, and a part of host memory meanwhile.
@@ -302,7 +312,7 @@ class PendingWrites:
     def slot_for_store(self, group: int, wanted: int) -> int | None:
         """A free slot of `group`, or None. The caller could use `wanted` of them."""
         slot = self._host.take_slot(group)
-        if slot is None and (self._relay_one(group) if self._host.is_passage else self._write_victims(group, wanted)):
+        if slot is None and (self._relay_one(group) if self._host.stages_only else self._write_victims(group, wanted)):
             slot = self._host.take_slot(group)  # an object that is LEAVING no longer protects its parents
         return slot
 
@@ -311,7 +321,7 @@ class PendingWrites:
         slot = self._host.take_slot(group, is_read=True)
         if slot is not None:
             return slot
-        if self._host.is_passage:
+        if self._host.stages_only:
             is_free = self._host.has_share(group, is_read=True) and self._relay_one(group)
             return self._host.take_slot(group, is_read=True) if is_free else None
         slot = self.slot_for_store(group, wanted)

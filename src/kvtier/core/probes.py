@@ -158,7 +158,7 @@ class Probes:
         output: Output,
     ) -> None:
         self._layout = layout
-        self._is_history = (True,) * len(host.slots) if host.is_passage else host.is_history
+        self._is_history = (True,) * len(host.slots) if host.stages_only else host.is_history
         self._host = host
         self._tiers = tiers
         self._limits = limits

@@ -138,7 +138,8 @@ class TransferScheduler:
             self._demoted(flight, now_s)
         else:
             self._promoted(flight, now_s)
-        if self._host.is_passage:
+        if self._host.stages_only:
+            self._pending_writes.relay_missed(flight.entry)
             self._host.leave_if_written(flight.entry)
             self._end_puts()
         return True
@@ -213,10 +214,10 @@ class TransferScheduler:
         if flight.outcome is CORRUPT:
             self._output.counters.corrupt += 1
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
-            if self._host.is_passage:  # until it is written again: the tier may report it, or keep it
+            if self._host.stages_only:  # until it is written again: the tier may report it, or keep it
                 tier_state.mark_suspect([item])
             for waiter in self._operations.waiters.get(entry, ()):
-                if not self._host.is_passage and isinstance(waiter.work, LoadOperation):
+                if not self._host.stages_only and isinstance(waiter.work, LoadOperation):
                     tier_state.mark_suspect((item.key, item.place.group) for item in waiter.work.todo)
         if flight.outcome is CORRUPT or flight.outcome is Outcome.ABSENT:
             for waiter in self._operations.waiters.get(entry, ()):  # the rest of the prefix may be lost, too
@@ -278,7 +279,7 @@ class TransferScheduler:
         while may_start_more:
             loads = self._operations.loads
             is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
-            may_gather = bool(self._operations.stores) and (not is_starving or self._host.is_passage)
+            may_gather = bool(self._operations.stores) and (not is_starving or self._host.stages_only)
             has_gathered = may_gather and self._advance_stores(now_s)
             has_dropped = self._advance_demotions(now_s)
             if self._host.has_staging:
@@ -400,7 +401,7 @@ class TransferScheduler:
     def _advance_relays(self, now_s: float) -> None:
         """Write objects that a faster tier holds to slower ones."""
         is_loading = any(load.todo for load in self._operations.loads.values())
-        is_loading |= self._host.is_passage and self._operations.wanted > 0  # puts want slots, too
+        is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts want slots, too
         for tier_state in self._tiers.all:
             while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
                 entry, source = relay

@@ -43,13 +43,13 @@ class Refusal(NamedTuple):
     """Of HTTP; 0 without an answer."""
     code: str
     """Of S3, such as ``NoSuchBucket``; may be empty."""
-    is_passing: bool
+    is_slots_of_way: bool
     """Another attempt may succeed."""
 
     @property
     def is_mistake(self) -> bool:
         """Only other settings help. A full bucket or server may have room later."""
-        return not self.is_passing and self.status < 500 and not self.is_full
+        return not self.is_slots_of_way and self.status < 500 and not self.is_full
 
     @property
     def is_full(self) -> bool:
@@ -66,24 +66,24 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(f"HTTP {number} {name}".strip(), number, name, number in _PASSING)
     if any(part in text for part in _METADATA):
         cause = "no credentials in the settings, the environment or the machine's metadata"
-        return Refusal(cause, 0, "NoCredentials", is_passing=False)
+        return Refusal(cause, 0, "NoCredentials", is_slots_of_way=False)
     if (found := _CERTIFICATE.search(text)) is not None:
         cause = f"the server's certificate is not trusted ({found[1] or 'no reason'})"
-        return Refusal(cause, 0, "Certificate", is_passing=False)
+        return Refusal(cause, 0, "Certificate", is_slots_of_way=False)
     if "InvalidContentType" in text or "Parse(" in text or "InvalidMessage" in text:
-        return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_passing=False)
+        return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_slots_of_way=False)
     if "NotPartial" in text or "Header(" in text or "Metadata {" in text:
-        return Refusal("its answer lacks what S3 sends", 0, "Answer", is_passing=False)
+        return Refusal("its answer lacks what S3 sends", 0, "Answer", is_slots_of_way=False)
     if "redirect" in text.lower():
-        return Refusal("redirected, as from a wrong region", 0, "Region", is_passing=False)
+        return Refusal("redirected, as from a wrong region", 0, "Region", is_slots_of_way=False)
     io_error = _IO_ERROR.search(text)
     if io_error is not None:
-        return Refusal(io_error[1], 0, "", is_passing=True)
+        return Refusal(io_error[1], 0, "", is_slots_of_way=True)
     if "dns error" in text or "lookup address" in text:
-        return Refusal("the endpoint's name cannot be resolved", 0, "", is_passing=True)
+        return Refusal("the endpoint's name cannot be resolved", 0, "", is_slots_of_way=True)
     if isinstance(error, TimeoutError) or "TimedOut" in text or "Timeout" in text:
-        return Refusal("no answer in time", 0, "", is_passing=True)
-    return Refusal(f"the connection failed ({type(error).__name__})", 0, "", is_passing=True)
+        return Refusal("no answer in time", 0, "", is_slots_of_way=True)
+    return Refusal(f"the connection failed ({type(error).__name__})", 0, "", is_slots_of_way=True)
 
 
 class Attempts:
@@ -99,7 +99,7 @@ class Attempts:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**self._made)
         pause_s = random.uniform(longest_s / 2, longest_s)  # noqa: S311 - no secret
         is_late = time.monotonic() + pause_s > self._last_start_s
-        return None if not refusal.is_passing or is_late or self._made == ATTEMPTS_MAX else pause_s
+        return None if not refusal.is_slots_of_way or is_late or self._made == ATTEMPTS_MAX else pause_s
 
 
 def hint(refusal: Refusal) -> str:

@@ -202,8 +202,8 @@ class Requests:
         refusal = request.refusal
         if refusal is not None and refusal.code in ("MOVED", "ASK"):
             return self._redirected(request, refusal)
-        is_passing = refusal is not None and (refusal.code in PASSING or refusal.text == MANY_CLIENTS)
-        if request.failure in (Failure.BROKEN, Failure.STALE) or is_passing:
+        is_slots_of_way = refusal is not None and (refusal.code in PASSING or refusal.text == MANY_CLIENTS)
+        if request.failure in (Failure.BROKEN, Failure.STALE) or is_slots_of_way:
             request.target = None
             request.repeats += 1
             return request.repeats <= REPEATS_MAX

@@ -1,4 +1,4 @@
-"""An object store's slots, metrics and health."""
+"""The core of an object store: slots, writes, bad copies; its metrics and health."""
 
 import itertools
 import time
