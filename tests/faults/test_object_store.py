@@ -303,7 +303,8 @@ def test_a_slow_tier_that_was_away_gets_everything_later():
     fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
     store = over(fast, slow)
     slow.broken = {"read", "write", "contains"}
-    until(lambda: put(store, [99]) and not store.health()["slow"].writes)
+    numbers = itertools.count(100)
+    until(lambda: put(store, [next(numbers)]) and not store.health()["slow"].writes)
     assert put(store, range(2 * STAGED)) == [DONE] * (2 * STAGED)
     slow.open_again()
     until(lambda: slow.object_count >= 2 * STAGED)
