@@ -343,7 +343,7 @@ class HostMemory:
 
     def pin(self, entry: HostEntry) -> None:
         """Add a pin, which prevents eviction."""
-        if not entry.pins:
+        if not entry.pins and entry.residency is READY:
             self._count(entry, -1)
         entry.pins += 1
 
@@ -352,8 +352,10 @@ class HostMemory:
         assert entry.pins > 0, "unpin without pin"
         entry.pins -= 1
         if not entry.pins:
-            self._count(entry, 1)
-            self.leave_if_written(entry)
+            if entry.residency is READY:
+                self._count(entry, 1)
+            else:
+                self.leave_if_written(entry)
 
     def write_becomes(self, entry: HostEntry, tier: str, state: WriteState) -> None:
         """Change the state of the object's write to `tier`.
@@ -368,16 +370,17 @@ class HostMemory:
             del entry.writes[tier]
         else:
             entry.writes[tier] = state
-        if entry.awaited:
+        if entry.awaited and state not in UNWRITTEN:
             self.unkept.append(entry)
         pending = entry.pending + (state in UNWRITTEN) - (before in UNWRITTEN)
-        if entry.pins or bool(pending) is bool(entry.pending):
+        if entry.residency is not READY or entry.pins or bool(pending) is bool(entry.pending):
             entry.pending = pending  # no count changes
+            if not pending and entry.residency is LEAVING:
+                self.leave_if_written(entry)
         else:
             self._count(entry, -1)
             entry.pending = pending
             self._count(entry, 1)
-            self.leave_if_written(entry)
 
     def has_room(self, group: int) -> bool:
         """Whether a slot of `group` is free or can be freed."""

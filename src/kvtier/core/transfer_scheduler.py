@@ -139,9 +139,11 @@ class TransferScheduler:
         else:
             self._promoted(flight, now_s)
         if self._host.stages_only:
-            self._pending_writes.relay_missed(flight.entry)
+            if link is DEMOTE:
+                self._pending_writes.relay_missed(flight.entry)
             self._host.leave_if_written(flight.entry)
-            self._end_puts()
+            if self._host.unkept:
+                self._end_puts()
         return True
 
     def _end_puts(self) -> None:
@@ -207,6 +209,7 @@ class TransferScheduler:
         """Note what a promotion shows about the tier's copy: absent, bad, or good."""
         entry = flight.entry
         item = (entry.key, entry.group)
+        waiters = () if self._host.stages_only else self._operations.waiters.get(entry, ())
         if flight.outcome is DONE or flight.outcome is CORRUPT:
             tier_state.clear_suspect(item)
         elif flight.is_fault and now_s < flight.transfer.deadline_s:
@@ -216,11 +219,11 @@ class TransferScheduler:
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
             if self._host.stages_only:  # until it is written again: the tier may report it, or keep it
                 tier_state.mark_suspect([item])
-            for waiter in self._operations.waiters.get(entry, ()):
-                if not self._host.stages_only and isinstance(waiter.work, LoadOperation):
+            for waiter in waiters:
+                if isinstance(waiter.work, LoadOperation):
                     tier_state.mark_suspect((item.key, item.place.group) for item in waiter.work.todo)
         if flight.outcome is CORRUPT or flight.outcome is Outcome.ABSENT:
-            for waiter in self._operations.waiters.get(entry, ()):  # the rest of the prefix may be lost, too
+            for waiter in waiters:  # the rest of the prefix may be lost, too
                 tier_state.forget(product(waiter.work.prefix.keys, range(len(self._host.slots))))
             tier_state.remember(item, now_s, is_present=False)
             self._pending_writes.lost(item, tier_state.name)
