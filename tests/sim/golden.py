@@ -6,8 +6,9 @@ links took whole rounds, which changed the seconds of load options, and those wi
 demand, and relays without a staging area were dropped. Announced chunks came later, in runs of their own, which
 were recorded again when their searches no longer changed a tier's hit rate. All were recorded again when links had an
 estimate of their pauses, when loads no longer waited for a tier whose reads have stopped, and when seeds no longer drew
-a number of ranks, which the core does not see. A change of the core that is meant to change no decision leaves every
-digest as it is.
+a number of ranks, which the core does not see. Object stores came last.
+
+A change of the core that is meant to change no decision leaves every digest as it is.
 """
 
 import json
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
+from tests.sim import objects
 from tests.sim.run import run
 from tests.sim.scenario import draw
 
@@ -31,12 +33,15 @@ class Kind(NamedTuple):
     announced: float = 0.0
     """See `Scenario`."""
     blocks: int = BLOCKS
+    has_objects: bool = False
+    """Calls of an object store, in seeds with any number of tiers."""
 
 
 KINDS = {
     "one tier": Kind(has_several=False),
     "several tiers": Kind(has_several=True),
     "announced": Kind(has_several=True, announced=0.5, blocks=1),
+    "objects": Kind(has_several=True, blocks=1, has_objects=True),
 }
 
 
@@ -48,9 +53,12 @@ def digest(seeds: Iterable[int], kind: Kind) -> str:
     """
     total = blake2b(digest_size=16)
     for seed in seeds:
-        if (len(draw(seed).tiers) > 1) is not kind.has_several:
+        if kind.has_objects:
+            report = objects.run(seed, has_digest=True)
+        elif (len(draw(seed).tiers) > 1) is kind.has_several:
+            report = run(seed, has_digest=True, announced=kind.announced)
+        else:
             continue
-        report = run(seed, has_digest=True, announced=kind.announced)
         assert report.is_good, f"seed {seed}: {report.failure}\n{report.where}"
         total.update(report.digest.encode())
     return total.hexdigest()
