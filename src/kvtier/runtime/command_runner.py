@@ -37,7 +37,7 @@ NOT_ADMITTED = "not admitted"
 """Detail of a demote that the tier refused: FAILED, but not a tier fault."""
 
 REFUSED_MIN = 16
-"""Writes refused in a row after which a tier counts as full or over its budget. A tier that says so itself is not logged."""
+"""Writes refused in a row after which a tier counts as full or over its budget. A tier that logs it is left out."""
 
 UNREADABLE_S = 60.0
 """How long an object that this process could not read is left alone. Another process may replace it meanwhile."""
