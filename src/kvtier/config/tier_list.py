@@ -29,11 +29,11 @@ _NOT_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
 class SettingOrigin(NamedTuple):
     """The source of a value."""
 
-    layer: Literal["default", "file", "environment", "flag"]
+    layer: Literal["default", "file", "environment", "flag", ""]
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.layer} {self.where}".rstrip()
+        return f"{self.layer} {self.where}".strip()
 
 
 @dataclass(frozen=True, slots=True)
