@@ -5,12 +5,11 @@ from threading import Thread
 
 import pytest
 
-from kvtier.observe import METRICS, Label, Metric, MetricKind, Metrics
+from kvtier.observe import METRICS, Metric, MetricKind, Metrics
 from kvtier.observe.metric_definitions import (
     DROPS,
     EVICTIONS,
     LOAD_SECONDS,
-    OPEN_LABEL_VALUES_MAX,
     PROBE_SECONDS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
@@ -135,22 +134,6 @@ def test_only_what_the_table_allows_is_counted():
         with pytest.raises(ValueError, match="kvtier_"):
             wrong()
     assert sum(metrics.snapshot().values()) == 0
-
-
-def test_a_label_can_not_grow_for_ever():
-    metrics = Metrics()
-    for number in range(OPEN_LABEL_VALUES_MAX + 10):
-        metrics.add(EVICTIONS, place=f"tier-{number}")
-    assert metrics.get(EVICTIONS, place="tier-0") == 1
-    assert metrics.get(EVICTIONS, place="other") == 10
-    assert metrics.render().count("kvtier_evictions_total{") == OPEN_LABEL_VALUES_MAX + 1
-
-
-def test_a_table_of_ones_own_can_be_counted():
-    own = Metric("kvtier_own_total", MetricKind.COUNTER, "", (Label("side", ("left", "right")),), "Own.")
-    metrics = Metrics((own,))
-    metrics.add(own, side="left")
-    assert metrics.snapshot() == {'kvtier_own_total{side="left"}': 1, 'kvtier_own_total{side="right"}': 0}
 
 
 def test_threads_lose_no_count():

@@ -10,10 +10,7 @@ from math import isfinite, isnan
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from kvtier.observe.metric_definitions import METRICS, OPEN_LABEL_VALUES_MAX, OTHER, Label, Metric, MetricKind
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""HTTP content type of `Metrics.render`."""
+from kvtier.observe.metric_definitions import METRICS, Metric, MetricKind
 
 _Values = tuple[str, ...]
 _Series = TypeVar("_Series")
@@ -44,21 +41,16 @@ class _Histogram:
 class Metrics:
     """The metrics of one session or process.
 
-    Args:
-        table: the known metrics.
-
-    Every method raises `ValueError` for metrics and labels that are not in the table.
+    Every method raises `ValueError` for metrics and labels that are not in `METRICS`.
     """
 
-    def __init__(self, table: tuple[Metric, ...] = METRICS) -> None:
-        self._table = table
+    def __init__(self) -> None:
         self._lock = Lock()
         self.changes = 0
         """Increases with every count; gauges do not count."""
         self._numbers: dict[str, dict[_Values, float]] = {}
         self._histograms: dict[str, dict[_Values, _Histogram]] = {}
-        self._open_values: dict[tuple[str, str], set[str]] = {}
-        for metric in table:
+        for metric in METRICS:
             # All possible series exist from the start, at zero: a rate over a series that appears with its first event
             # would miss that event.
             closed = [label.values for label in metric.labels if label.values is not None]
@@ -114,17 +106,17 @@ class Metrics:
     def snapshot(self) -> dict[str, float]:
         """Every series by its Prometheus name, such as ``kvtier_evictions_total{place="host"}``, without buckets."""
         with self._lock:
-            return {name: value for metric in self._table for name, value in self._samples(metric, with_buckets=False)}
+            return {name: value for metric in METRICS for name, value in self._samples(metric, with_buckets=False)}
 
     def series(self) -> list[Series]:
         """All series, for other formats."""
         with self._lock:
             found = [
                 Series(metric, values, number)
-                for metric in self._table
+                for metric in METRICS
                 for values, number in self._numbers.get(metric.name, {}).items()
             ]
-            for metric in self._table:
+            for metric in METRICS:
                 for values, histogram in self._histograms.get(metric.name, {}).items():
                     found.append(Series(metric, values, histogram.total, tuple(histogram.counts)))
         return found
@@ -133,7 +125,7 @@ class Metrics:
         """All metrics in the Prometheus text format, version 0.0.4."""
         lines: list[str] = []
         with self._lock:
-            for metric in self._table:
+            for metric in METRICS:
                 help_text = metric.help.replace("\\", "\\\\").replace("\n", "\\n")
                 lines += [f"# HELP {metric.name} {help_text}", f"# TYPE {metric.name} {metric.kind.value}"]
                 lines += [f"{name} {_number(value)}" for name, value in self._samples(metric, with_buckets=True)]
@@ -163,20 +155,11 @@ class Metrics:
         if len(labels) != len(metric.labels) or any(label.name not in labels for label in metric.labels):
             wanted = ", ".join(label.name for label in metric.labels) or "none"
             raise ValueError(f"{metric.name} has labels {wanted}; got {', '.join(labels) or 'none'}")
-        return tuple(self._value(metric, label, labels[label.name]) for label in metric.labels)
-
-    def _value(self, metric: Metric, label: Label, value: str) -> str:
-        if label.values is not None:
-            if value not in label.values:
+        for label in metric.labels:
+            if label.values is not None and labels[label.name] not in label.values:
                 allowed = ", ".join(label.values)
-                raise ValueError(f"{metric.name}: label {label.name} = {value!r}; allowed: {allowed}")
-            return value
-        known = self._open_values.setdefault((metric.name, label.name), set())
-        if value not in known:
-            if len(known) >= OPEN_LABEL_VALUES_MAX:
-                return OTHER
-            known.add(value)
-        return value
+                raise ValueError(f"{metric.name}: label {label.name} = {labels[label.name]!r}; allowed: {allowed}")
+        return tuple([labels[label.name] for label in metric.labels])
 
 
 class Bound:
