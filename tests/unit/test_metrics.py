@@ -5,17 +5,20 @@ from threading import Thread
 
 import pytest
 
-from kvtier.observe import METRICS, Metric, MetricKind, Metrics
 from kvtier.observe.metric_definitions import (
     DROPS,
     EVICTIONS,
     LOAD_SECONDS,
+    METRICS,
     PROBE_SECONDS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
     TRANSFERS,
     TRANSFERS_IN_FLIGHT,
+    Metric,
+    MetricKind,
 )
+from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import CommandCounters
 from kvtier.runtime.executor import Completion
 from kvtier.types import ChunkKey, Link, Outcome, Transfer
