@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.completions import taking
 from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, served, take, until
+from tests.metric_values import values_of
 from tests.rank_worker import workers
 from tests.rig import (
     CHUNK_TOKENS,
@@ -63,7 +64,7 @@ def test_what_was_stored_comes_back_in_new_processes(tmp_path, count):
         assert [
             worker.ask("same", 1 + rank, done.tokens + 3 * CHUNK_TOKENS) for rank, worker in enumerate(started)
         ] == [False] * count
-        assert 'kvtier_transfers_total{link="scatter",outcome="done"} 14' in kv.metrics.render()
+        assert values_of(kv.metrics)['kvtier_transfers_total{link="scatter",outcome="done"}'] == 14
 
 
 def test_notes_arrive_in_order(tmp_path):
@@ -127,7 +128,7 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
 def exported(metrics):
     """Fill level, evictions and written bytes of the tiers, by series."""
     return {
-        name: value for name, value in metrics.snapshot().items() if name.startswith(OF_TIERS) and "host" not in name
+        name: value for name, value in values_of(metrics).items() if name.startswith(OF_TIERS) and "host" not in name
     }
 
 

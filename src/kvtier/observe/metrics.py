@@ -1,12 +1,11 @@
-"""Counts events of this process and exports them as Prometheus text. Thread-safe.
+"""Counts events of this process. Engines export them with their own metrics (`connect/vllm/stats.py`). Thread-safe.
 
 A lock around a dictionary update costs about a microsecond; events move megabytes each.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
-from math import isfinite, isnan
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -103,13 +102,8 @@ class Metrics:
                 return float(sum(histogram.counts)) if histogram else 0.0
             return self._series(self._numbers, metric).get(values, 0.0)
 
-    def snapshot(self) -> dict[str, float]:
-        """Every series by its Prometheus name, such as ``kvtier_evictions_total{place="host"}``, without buckets."""
-        with self._lock:
-            return {name: value for metric in METRICS for name, value in self._samples(metric, with_buckets=False)}
-
     def series(self) -> list[Series]:
-        """All series, for other formats."""
+        """All series."""
         with self._lock:
             found = [
                 Series(metric, values, number)
@@ -120,31 +114,6 @@ class Metrics:
                 for values, histogram in self._histograms.get(metric.name, {}).items():
                     found.append(Series(metric, values, histogram.total, tuple(histogram.counts)))
         return found
-
-    def render(self) -> str:
-        """All metrics in the Prometheus text format, version 0.0.4."""
-        lines: list[str] = []
-        with self._lock:
-            for metric in METRICS:
-                help_text = metric.help.replace("\\", "\\\\").replace("\n", "\\n")
-                lines += [f"# HELP {metric.name} {help_text}", f"# TYPE {metric.name} {metric.kind.value}"]
-                lines += [f"{name} {_number(value)}" for name, value in self._samples(metric, with_buckets=True)]
-        return "\n".join(lines) + "\n"
-
-    def _samples(self, metric: Metric, *, with_buckets: bool) -> Iterator[tuple[str, float]]:
-        names = [label.name for label in metric.labels]
-        if metric.kind is not MetricKind.HISTOGRAM:
-            for values, number in sorted(self._numbers[metric.name].items()):
-                yield metric.name + _braces(names, values), number
-            return
-        for values, histogram in sorted(self._histograms[metric.name].items()):
-            cumulative = 0
-            for bound, count in zip((*metric.buckets, float("inf")), histogram.counts, strict=True):
-                cumulative += count
-                if with_buckets:
-                    yield f"{metric.name}_bucket{_braces([*names, 'le'], (*values, _number(bound)))}", cumulative
-            yield f"{metric.name}_sum{_braces(names, values)}", histogram.total
-            yield f"{metric.name}_count{_braces(names, values)}", cumulative
 
     def _series(self, kind: dict[str, _Series], metric: Metric) -> _Series:
         if metric.name not in kind:
@@ -207,19 +176,3 @@ class Bound:
         if self.histograms is None:
             raise ValueError(f"{self.metric.name} is a {self.metric.kind.value}, not a histogram")
         self._metrics.count(((self, value),))
-
-
-def _braces(names: list[str], values: _Values) -> str:
-    if not names:
-        return ""
-    pairs = (
-        '{}="{}"'.format(name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
-        for name, value in zip(names, values, strict=True)
-    )
-    return "{" + ",".join(pairs) + "}"
-
-
-def _number(value: float) -> str:
-    if not isfinite(value):
-        return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
