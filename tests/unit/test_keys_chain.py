@@ -117,15 +117,6 @@ def test_the_largest_token_and_integers_of_numpy_in_a_list_are_fine():
     assert chunk_keys(ROOT, [np.int64(1), np.uint32(TOKEN_MAX)], 2) == chunk_keys(ROOT, [1, TOKEN_MAX], 2)
 
 
-@pytest.mark.parametrize(
-    ("root", "chunk_tokens", "message"),
-    [(b"short", 4, "32 bytes, got 5"), (ROOT, 0, "got 0"), (ROOT, 1 << 32, "got 4294967296")],
-)
-def test_an_impossible_chain_is_refused(root, chunk_tokens, message):
-    with pytest.raises(ValueError, match=message):
-        Chain(root, chunk_tokens)
-
-
 def test_a_prefix_holds_the_full_chunks():
     chain = Chain(ROOT, 4)
     chain.extend(range_of(0, 11))

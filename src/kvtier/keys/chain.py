@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from kvtier.types import ChunkKey, Prefix
 
-KEY_BYTES = 32
 TOKEN_BYTES = 4
 TOKEN_MAX = (1 << 32) - 1
 """Largest token: tokens are four bytes."""
@@ -60,19 +59,12 @@ class Chain:
     Not thread-safe; one chain belongs to one request.
 
     Args:
-        root: 32-byte keyed root.
-        chunk_tokens: tokens in a full chunk.
+        root: 32-byte keyed root (`kvtier.keys.fingerprint.root_key`).
+        chunk_tokens: tokens in a full chunk; those of the root.
         extras: in any order; an offset may lie beyond the tokens.
-
-    Raises:
-        ValueError: `root` is not 32 bytes, or `chunk_tokens` is out of range.
     """
 
     def __init__(self, root: bytes, chunk_tokens: int, extras: Iterable[Extra] = ()) -> None:
-        if len(root) != KEY_BYTES:
-            raise ValueError(f"root must be {KEY_BYTES} bytes, got {len(root)}")
-        if not 1 <= chunk_tokens <= TOKEN_MAX:
-            raise ValueError(f"chunk_tokens must be in 1..{TOKEN_MAX}, got {chunk_tokens}")
         self._root = root
         self._chunk_tokens = chunk_tokens
         self._keys: list[ChunkKey] = []
