@@ -3,12 +3,10 @@
 import threading
 
 import pytest
-from mover_world import FINGERPRINT, HangingTier, NthCallCopier, World, small_layout
+from mover_world import HangingTier, World
 
 from kvtier.runtime import mover as mover_module
-from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Threads
-from kvtier.runtime.mover import Mover
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Link, Outcome
 
@@ -50,15 +48,3 @@ def test_commands_beyond_the_queue_bound_fail_and_raise(monkeypatch: pytest.Monk
         assert (completion.command, completion.outcome) == (too_many, Outcome.FAILED)
         tier.release.set()
         world.take(3)
-
-
-def test_a_fingerprint_of_another_size_is_refused() -> None:
-    layout = small_layout()
-    with pytest.raises(ValueError, match="a fingerprint must be 32 bytes, got 31"):
-        Mover(
-            layout=layout,
-            fingerprint=FINGERPRINT[1:],
-            arena=Arena(layout, (2, 2)),
-            copier=NthCallCopier(None, 0),  # type: ignore[arg-type]
-            tiers={},
-        )

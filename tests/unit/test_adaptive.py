@@ -388,7 +388,7 @@ def test_who_is_watched_no_longer_tells_what_was_seen_until_then():
         model.watch(number, 0, number)
         if number % 2 and number > 30:
             model.used(number - 30, number)
-    assert len(model) <= WATCHED_MAX
+    assert len(model.watched) <= WATCHED_MAX
     list(model.training(3 * WATCHED_MAX, 10_000))
     assert 0.45 < model._again.sum(1)[0] / model._ended.sum(1)[0] < 0.65  # half were used again, of those that are done
     assert model.value(0, 0) > 3 * model.value(0, 60)

@@ -375,7 +375,7 @@ def test_any_path_survives_a_text(name):
         (":/a", "unknown kind"),
         ("disk:", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
         ("disk:?capacity_bytes=1GiB", "tiers.disk.path (from flag --tier): missing"),
-        ("disk:/a?", "nothing after '?'"),
+        ("disk:/a?", "'' is not key=value"),
         ("disk:/a?capcity_bytes=1", "unknown setting of a disk tier; did you mean capacity_bytes or "),
         ("disk:/a?capacity_bytes", "'capacity_bytes' is not key=value"),
         ("disk:/a?=1", "is not key=value"),

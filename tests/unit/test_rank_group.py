@@ -434,11 +434,6 @@ def test_a_rank_that_hangs_does_not_hold_up_the_closing_of_others(ranks):
     hold.set()
 
 
-def test_a_group_without_ranks_is_refused():
-    with pytest.raises(ValueError, match="at least one rank"):
-        RankGroup([])
-
-
 def test_many_commands_on_real_movers_are_each_answered_once():
     tiers = memory_tiers()
     ranks = [mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)) for rank, tier in enumerate(tiers)]

@@ -101,9 +101,6 @@ class ReuseModel:
         self._has_values: Numbers = np.zeros(kinds, np.bool_)
         """Whether `_values` has been requested, by kind."""
 
-    def __len__(self) -> int:
-        return len(self.watched)
-
     def kind(self, base: int, first: int, second: int, hint: int = 0) -> int:
         """Number of a kind; hint 0 is none."""
         return ((hint * self._bases + base) * self._firsts + first) * self._seconds + second

@@ -107,8 +107,6 @@ class Arena:
         self.slots = tuple(slots)
         self._heads = [head_bytes(group) for group in layout.groups]
         self._sizes = [frame_bytes(group) for group in layout.groups]
-        if any(size % ALIGNMENT for size in (*self._heads, *self._sizes)):
-            raise AssertionError(f"slots must be multiples of {ALIGNMENT} bytes")
         self._views: list[memoryview] | None = [
             _region(size * count, size, populate=populate, page_lock=page_lock)
             for size, count in zip(self._sizes, self.slots, strict=True)

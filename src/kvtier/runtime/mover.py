@@ -139,7 +139,6 @@ class Mover:
 
     Raises:
         RuntimeError: the system cannot start a thread.
-        ValueError: the fingerprint does not have 32 bytes.
     """
 
     needs_flush = False
@@ -161,8 +160,6 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
         name_root: bytes | None = None,
     ) -> None:
-        if len(fingerprint) != 32:
-            raise ValueError(f"a fingerprint must be 32 bytes, got {len(fingerprint)}")
         threads = threads or Threads()
         self._clock = clock
         self._process = os.getpid()

@@ -20,7 +20,7 @@ class RankGroup:
     hint: where another rank lacks an object, its promotion finds that out and the load is shorter.
 
     Args:
-        ranks: their completions go to the group from now on.
+        ranks: at least one; their completions go to the group from now on.
         remote: names of the remote tiers.
 
     `close` is for one owner thread, the other methods for any.
@@ -29,8 +29,6 @@ class RankGroup:
     needs_flush = True
 
     def __init__(self, ranks: Sequence[Mover | RemoteRank], remote: Collection[str] = ()) -> None:
-        if not ranks:
-            raise ValueError("a rank group needs at least one rank")
         self._ranks = tuple(ranks)
         self._put: Callable[[Completion], None] = lambda _completion: None
         self._ready: Callable[[], None] = lambda: None
