@@ -233,7 +233,9 @@ class Mover:
                     if self._dropping and isinstance(command, Transfer) and command.link is Link.DEMOTE:
                         drop = self._dropping.get((command.tier, command.key, command.group))
                         job.after = None if drop is None else drop.over
-                    bursts.setdefault(self._route(command), []).append(job)
+                    what = command.link if isinstance(command, Transfer) else Probe
+                    route = self._routes.get((what, command.tier)) or self._route(command)  # inline: it runs per object
+                    bursts.setdefault(route, []).append(job)
                     continue
                 self._begin(bursts, now_s)  # this command may refer to one before it
                 if isinstance(command, Cancel):
