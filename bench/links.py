@@ -36,7 +36,7 @@ from bench.parts.models import check_device, device_name
 
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, tell_written
-from kvtier.device.page_lock import Lock, Registrar
+from kvtier.device.page_lock import CudaRegistrar, Lock
 from kvtier.device.streams import Streams
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, write_json
@@ -74,7 +74,7 @@ class CpuDevice:
 
         return ThreadStreams()
 
-    def registrar(self) -> Registrar:
+    def registrar(self) -> CudaRegistrar:
         """See `Device`."""
         return _Toucher()
 

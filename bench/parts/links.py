@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvtier.device.copy_descriptors import table
-from kvtier.device.page_lock import CudaRegistrar, Registrar, cuda_page_lock
+from kvtier.device.page_lock import CudaRegistrar, cuda_page_lock
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event, Streams
 from kvtier.runtime.arena import page_aligned
@@ -58,7 +58,7 @@ class Device(Protocol):
         """For kvtier's copies."""
         ...
 
-    def registrar(self) -> Registrar:
+    def registrar(self) -> CudaRegistrar:
         """Page-locks memory."""
         ...
 
@@ -91,7 +91,7 @@ class CudaDevice:
 
         return CudaStreams(self._device)
 
-    def registrar(self) -> Registrar:
+    def registrar(self) -> CudaRegistrar:
         """See `Device`."""
         return CudaRegistrar()
 

@@ -18,14 +18,6 @@ class TestZstd(CodecContract):
         return registry.by_name("zstd")
 
 
-class TestZstdSmall(CodecContract):
-    def make(self) -> Codec:
-        pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
-        from kvtier.codec.zstd import Zstd
-
-        return Zstd(level=19)
-
-
 class Shifts:
     """A wrong codec: it loses the last byte. The suite must see it."""
 

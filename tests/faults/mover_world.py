@@ -4,7 +4,6 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Self
 
 import numpy as np
@@ -56,18 +55,6 @@ class ManualClock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@contextmanager
-def threads_may_exit() -> Iterator[None]:
-    """Threads may end by SystemExit within, which pytest would otherwise report; by nothing else."""
-    ends: list[type[BaseException]] = []
-    before, threading.excepthook = threading.excepthook, lambda args: ends.append(args.exc_type)
-    try:
-        yield
-    finally:
-        threading.excepthook = before
-    assert set(ends) <= {SystemExit}
 
 
 class World:

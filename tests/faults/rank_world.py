@@ -94,8 +94,8 @@ def greeted(server):
     """A core's end of a connection, by hand."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(DEADLINE_S)
-    connection.connect(server.address)
-    rank_server._greet_back(connection, bytes.fromhex(server.handshake["key"]), time.monotonic() + DEADLINE_S)
+    connection.connect(f"\0{server.address}")
+    rank_server._greet(connection, bytes.fromhex(server.handshake["key"]))
     return connection
 
 

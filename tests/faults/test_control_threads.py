@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from hanging_fs import HangingFs, hanging_fs, missing
+from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
     FINGERPRINT,
@@ -111,7 +112,7 @@ class Traffic:
             stored(session, f"{name} store", prefix, places_of(range(CHUNKS)))
         with self.timed():
             session.release(name)
-            self.kv.metrics.render()
+            self.kv.metrics.series()
         return below
 
     def until_it_works(self) -> None:
@@ -141,8 +142,8 @@ def no_control_thread_in(hanging: HangingFs, deciding: dict[int | None, str]) ->
 
 def is_seen(kv: OpenedSession, operation: str) -> bool:
     """Whether the circuit breakers know that the operation hangs. `statfs` only hangs up the disk tier's upkeep."""
-    ups = [it for it in kv.metrics.render().splitlines() if it.startswith(table.TIER_UP.name + "{")]
-    return operation == "statfs" or any(it.endswith(" 0") for it in ups)
+    ups = [value for name, value in values_of(kv.metrics).items() if name.startswith(table.TIER_UP.name + "{")]
+    return operation == "statfs" or 0 in ups
 
 
 def until_no_thread_closes() -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.metric_values import values_of
 from tests.rig import (
     DEADLINE_S,
     FINGERPRINT,
@@ -93,7 +94,7 @@ def until_up(session: OpenedSession, kind: str) -> None:
 
 def until_found(session: OpenedSession, engine: Engine, target: Engine) -> None:
     """What the store held before is found and comes back as it was."""
-    until_up(session, next(kind for kind in KINDS if f'tier="{kind}"' in session.metrics.render()))
+    until_up(session, next(kind for kind in KINDS if f'tier="{kind}"' in str(values_of(session.metrics))))
     prefix = prefix_of(CHUNKS, session.root)
     assert looked_up(session.session, "found", prefix).tokens == TOKENS
     assert loaded(session.session, "found", prefix, TOKENS, load_places(TOKENS)).tokens == TOKENS

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTier, threads_may_exit
+from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTier
 
 from kvtier.codec import registry
 from kvtier.errors import TierError
@@ -111,7 +111,7 @@ def test_one_that_goes_wrong_costs_the_others_nothing(way: str) -> None:
     """Each of the calls for one object in turn; whatever else was in the batch ends DONE."""
     for n in range(1, 13):
         tier = Held(Batched(NthCallTier(MemoryTier(capacity_bytes=1 << 24), n, way)), "read", "write")
-        with threads_may_exit(), World({"memory": tier}, threads=ONE_THREAD) as world:
+        with World({"memory": tier}, threads=ONE_THREAD) as world:
             down, up = _there_and_back(world, tier)
         failures = [completion for completion in down + up if completion.outcome is not Outcome.DONE]
         if way in {"bug", "exit"}:  # a tier that breaks the interface: the batch is lost, but answered

@@ -4,7 +4,7 @@ import logging
 import time
 
 import pytest
-from mover_world import CHUNKS, WAIT_S, NthCallCopier, NthCallTier, World, threads_may_exit
+from mover_world import CHUNKS, WAIT_S, NthCallCopier, NthCallTier, World
 
 from kvtier.codec import registry
 from kvtier.runtime import mover as module
@@ -56,7 +56,7 @@ def test_the_nth_call_of_a_tier_fails(way: str, codec: str) -> None:
         pytest.importorskip("zstandard")
     for n in range(1, CALLS_MAX):
         tier = NthCallTier(MemoryTier(capacity_bytes=1 << 24), n, way)
-        with threads_may_exit(), World({"memory": tier}, codec=registry.by_name(codec)) as world:
+        with World({"memory": tier}, codec=registry.by_name(codec)) as world:
             answers = _there_and_back(world)
             for completion in _failures(answers):
                 assert completion.detail
@@ -82,7 +82,7 @@ def test_the_nth_call_of_a_copier_fails(error: type[BaseException]) -> None:
             copiers.append(NthCallCopier(copier, n, error))  # type: ignore[arg-type]
             return copiers[0]
 
-        with threads_may_exit(), World(wrap=wrap) as world:
+        with World(wrap=wrap) as world:
             answers = _there_and_back(world)
             failed = [completion for completion in _failures(answers) if completion.outcome is Outcome.FAILED]
             for completion in failed:

@@ -1,7 +1,6 @@
 """A tier of another package that answers nonsense or raises anything costs misses: no session, no wrong bytes."""
 
 import logging
-import threading
 
 import pytest
 from tests.rig import CHUNK_TOKENS, Engine, load_places, local, looked_up, places_of, prefix_of, stored
@@ -78,7 +77,6 @@ ANSWERS = [
 @pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
 @pytest.mark.parametrize("name", ["contains", "read", "read_many", "write", "write_many", "figures"])
 def test_nonsense_of_a_tier_costs_misses_only(name, answer, monkeypatch, caplog):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # a thread that ends so is replaced
     caplog.set_level(logging.CRITICAL)
     tier, prefix = Odd("", None), prefix_of(3)
     writer = local(Engine(12).copier(), {"below": tier})[0]

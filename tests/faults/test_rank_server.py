@@ -3,16 +3,16 @@
 import itertools
 import signal
 import socket
-import stat
 import struct
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from tests.completions import taking
 from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, served, take, until
+from tests.metric_values import values_of
 from tests.rank_worker import workers
 from tests.rig import (
     CHUNK_TOKENS,
@@ -64,7 +64,7 @@ def test_what_was_stored_comes_back_in_new_processes(tmp_path, count):
         assert [
             worker.ask("same", 1 + rank, done.tokens + 3 * CHUNK_TOKENS) for rank, worker in enumerate(started)
         ] == [False] * count
-        assert 'kvtier_transfers_total{link="scatter",outcome="done"} 14' in kv.metrics.render()
+        assert values_of(kv.metrics)['kvtier_transfers_total{link="scatter",outcome="done"}'] == 14
 
 
 def test_notes_arrive_in_order(tmp_path):
@@ -128,7 +128,7 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
 def exported(metrics):
     """Fill level, evictions and written bytes of the tiers, by series."""
     return {
-        name: value for name, value in metrics.snapshot().items() if name.startswith(OF_TIERS) and "host" not in name
+        name: value for name, value in values_of(metrics).items() if name.startswith(OF_TIERS) and "host" not in name
     }
 
 
@@ -217,22 +217,18 @@ FOREIGN = {
 # ---- authentication ------------------------------------------------------------------------------------------------
 
 
-def test_the_socket_lies_in_a_private_directory_that_goes_when_it_is_taken(tmp_path):
+def test_a_rank_listens_until_its_core_has_come(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
-        folder = Path(started[0].handshake["address"]).parent
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        address = f"@{started[0].handshake['address']}"
+        assert address in Path("/proc/net/unix").read_text()
         mover = taking(connect([started[0].handshake]).executor)
-        until(lambda: not folder.exists())
+        until(lambda: not any(line.split()[3:6:2] == ["00010000", "01"] for line in listed(address)))
         assert mover.close(DEADLINE_S)
 
 
-def test_a_process_that_ends_before_anybody_came_leaves_nothing(tmp_path):
-    with workers(tmp_path / "kv", 1) as started:
-        folder = Path(started[0].handshake["address"]).parent
-        assert folder.exists()
-        started[0].process.stdin.close()  # it ends, without having closed anything
-        started[0].process.wait(DEADLINE_S)
-        assert not folder.exists()
+def listed(address):
+    """The lines of the system's sockets with this address."""
+    return [line for line in Path("/proc/net/unix").read_text().splitlines() if address in line]
 
 
 def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(tmp_path):
@@ -246,32 +242,49 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(tmp_path):
         assert mover.close(DEADLINE_S)
 
 
-def test_a_rank_that_does_not_know_the_key_is_refused(tmp_path):
+def test_a_rank_that_does_not_know_the_key_is_refused():
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "rank"))
+    listener.bind("\0kvtier-rank-impostor")
     listener.listen(1)
 
     def impostor():
         peer, _ = listener.accept()
         with peer:
-            peer.sendall(rank_server._MAGIC + bytes(32))
-            proof = rank_server._receive(peer, 64, time.monotonic() + DEADLINE_S)[32:]
+            proof = peer.recv(100)[32:]
             peer.sendall(proof + struct.pack("<d", time.monotonic()))  # shown back what was shown to it
 
     thread = threading.Thread(target=impostor)
     thread.start()
-    handshake = FOREIGN | {"address": str(tmp_path / "rank")}
     with pytest.raises(ProtocolError, match="does not know the key"):
-        connect([handshake])
+        connect([FOREIGN | {"address": "kvtier-rank-impostor"}])
     thread.join(DEADLINE_S)
     listener.close()
 
 
+def test_a_silent_rank_costs_no_more_than_the_deadline():
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0kvtier-rank-silent")
+        listener.listen(1)
+        began_s = time.monotonic()
+        with pytest.raises(ProtocolError, match="cannot be reached at kvtier-rank-silent"):
+            connect([FOREIGN | {"address": "kvtier-rank-silent"}], 0.2)
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+
+
+def test_processes_of_other_users_are_refused(served, monkeypatch, caplog):
+    monkeypatch.setattr(rank_server, "peer_of", lambda _peer: (1, rank_server.os.geteuid() + 1))
+    with pytest.raises(ProtocolError, match="cannot be reached"):
+        connect([served.handshake | {"pid": 0}])
+    until(lambda: "process 1 is of user" in caplog.text)
+    monkeypatch.undo()
+    with greeted(served):
+        pass
+
+
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
-def test_strangers_neither_get_in_nor_keep_others_out(served, monkeypatch, greeting):
-    monkeypatch.setattr(rank_server, "GREETING_S", 0.2)
+def test_strangers_neither_get_in_nor_keep_others_out(served, greeting):
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(served.address)
+        stranger.connect(f"\0{served.address}")
         stranger.sendall(greeting)
         with greeted(served) as connection:
             connection.sendall(encode(Ping()))
@@ -280,35 +293,36 @@ def test_strangers_neither_get_in_nor_keep_others_out(served, monkeypatch, greet
 
 
 @pytest.mark.parametrize("count", [2, 64])
-def test_silent_connections_hold_up_no_core(served, monkeypatch, count):
-    monkeypatch.setattr(rank_server, "GREETING_S", 4 * DEADLINE_S)
+def test_silent_connections_hold_up_no_core(served, count):
     with ExitStack() as strangers:
         for number in range(count):
             stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
             set_timeout(stranger, socket.SO_SNDTIMEO, DEADLINE_S)
-            stranger.connect(served.address)
-            stranger.sendall(bytes(number % 64))  # nothing, or a part of an answer
+            stranger.connect(f"\0{served.address}")
+            if number % 2:
+                with suppress(OSError):
+                    stranger.sendall(bytes(number))  # a part of a greeting
         began_s = time.monotonic()
         mover = taking(connect([served.handshake | {"pid": 0}], DEADLINE_S).executor)
         mover.submit(Drop("directory", ChunkKey(bytes(32)), 0))
         assert [completion.outcome for completion in take(mover, 1)] == [Outcome.DONE]
         assert time.monotonic() - began_s < DEADLINE_S / 2
-        greeting = f"kvtier rank {served.handshake['rank']} greeting"
-        until(lambda: all(thread.name != greeting for thread in threading.enumerate()))
         assert mover.close(DEADLINE_S)
 
 
-def test_only_so_many_connections_authenticate_themselves_at_once(served):
+def test_only_so_many_connections_may_be_silent_at_once(served):
     with ExitStack() as strangers:
         silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3 * rank_server.GREETINGS_MAX)]
         for stranger in silent:
+            set_timeout(stranger, socket.SO_SNDTIMEO, DEADLINE_S)
+            stranger.connect(f"\0{served.address}")
             stranger.settimeout(DEADLINE_S)
-            stranger.connect(served.address)
-            assert stranger.recv(8) == rank_server._MAGIC
         for stranger in silent[: -rank_server.GREETINGS_MAX]:
-            while stranger.recv(100):
-                pass  # the rest of the greeting, until the end
-        until(lambda: sum("greeting" in thread.name for thread in threading.enumerate()) <= rank_server.GREETINGS_MAX)
+            assert not stranger.recv(100)
+        for stranger in silent[-rank_server.GREETINGS_MAX :]:
+            stranger.settimeout(0.01)
+            with pytest.raises(TimeoutError):
+                stranger.recv(100)
 
 
 @pytest.mark.parametrize("ahead_s", [-3600, 3600])

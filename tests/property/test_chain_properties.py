@@ -4,7 +4,6 @@ import hashlib
 import struct
 from itertools import pairwise
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +39,6 @@ def test_keys_equal_the_slow_oracle(tokens, chunk_tokens, extras):
     ends = range(chunk_tokens, len(tokens) + 1, chunk_tokens)
     wanted = tuple(slow_key(tokens, chunk_tokens, extras, end) for end in ends)
     assert chunk_keys(ROOT, tokens, chunk_tokens, extras) == wanted
-    assert chunk_keys(ROOT, np.array(tokens, np.int64), chunk_tokens, extras) == wanted
 
 
 @given(token_lists, chunk_sizes, extra_lists, st.lists(st.integers(0, 60), max_size=5))

@@ -142,11 +142,12 @@ def check_fields(value):
 
 @given(messages, plain | st.lists(plain, min_size=1, max_size=3), st.data())
 def test_a_field_of_another_kind_is_refused(message, value, data):
-    values = json.loads(encode(message)[4:])
+    whole = json.loads(encode(message)[4:])
+    values = data.draw(st.sampled_from((whole, whole[2])))
     position = data.draw(st.integers(0, len(values)))
     values[position : position + data.draw(st.integers(0, 1))] = [value]
     try:
-        heard = decode(json.dumps(values).encode())
+        heard = decode(json.dumps(whole).encode())
     except ProtocolError:
         return
     check_fields(heard)
@@ -167,19 +168,24 @@ def test_a_damaged_message_is_refused_or_another_message_of_good_fields(message,
 @pytest.mark.parametrize(
     "values",
     [
-        ["d", -1, 2, 3, {}, 0],
-        ["d", 1, COUNT_MAX + 1, 3, {}, 0],
-        ["d", 1, 2, True, {}, 0],
-        ["d", 1, 2, 3, {"bytes": 1}, 0],
-        ["d", 1, 2, 3, {"frames": 10**400}, 0],
-        ["d", 1, 2, 3, {"frames": None}, 0],
-        ["d", 1, 2, 3, {}, 0.5],
+        ["d", [-1, 2, 3, {}, None], 0],
+        ["d", [1, COUNT_MAX + 1, 3, {}, None], 0],
+        ["d", [1, 2, True, {}, None], 0],
+        ["d", [1, 2, 3, {"bytes": 1}, None], 0],
+        ["d", [1, 2, 3, {"frames": 10**400}, None], 0],
+        ["d", [1, 2, 3, {"frames": None}, None], 0],
+        ["d", [1, 2, 3, {}, 1], 0],
+        ["d", [1, 2, 3, {}], 0],
+        ["d", [1, 2, 3, {}, None, None], 0],
+        ["d", [1, 2, 3, [], None], 0],
+        ["d", [1, 2, 3, {}, None], 0.5],
     ],
 )
 def test_figures_that_the_metrics_cannot_hold_are_refused(values):
-    assert decode(b'["report","d",1,2,3,{"frames":4},5]') == TierReport("d", Figures(1, 2, 3, {"frames": 4}), 5)
+    good = TierReport("d", Figures(1, 2, 3, {"frames": 4}), 5)
+    assert decode(b'["TierReport",0,["d",[1,2,3,{"frames":4},null],5]]') == good
     with pytest.raises(ProtocolError):
-        decode(json.dumps(["report", *values]).encode())
+        decode(json.dumps(["TierReport", 0, values]).encode())
 
 
 def test_infinite_deadlines_travel():

@@ -327,7 +327,7 @@ def test_a_lesson_in_steps_teaches_the_same_whatever_happens_between_them():
         for now in range(0, 30_000, 10):
             model.watch(now, now // 10 % 12, now)
             model.used(now - 170 * (now % 3), now)
-    whole.learn(30_000, 100)
+    list(whole.training(30_000, 100))
     for number, _ in enumerate(apart.training(30_000, 100)):
         apart.used(29_990 - 10 * number, 30_010)
         apart.watch(100_000 + number, 3, 30_020)
@@ -345,7 +345,7 @@ def test_a_use_that_another_follows_soon_is_worth_more_than_one_that_waits_or_wa
             model.used(3 * (step - 1) + soon, now)  # after 10
         if step >= 20:
             model.used(3 * (step - 20) + late, now)  # after 200
-    model.learn(30_000, 100)
+    list(model.training(30_000, 100))
     assert model.value(soon, 0) == pytest.approx(1 / 10, rel=0.5)  # a bucket of ages is known as a whole
     assert model.value(late, 0) == pytest.approx(1 / 200, rel=0.5)
     assert model.value(never, 0) < model.value(late, 0) / 5
@@ -358,7 +358,7 @@ def test_many_at_once_are_worth_what_each_is_alone():
     for now in range(0, 50_000, 10):
         model.watch(now, model.kind(chance.randrange(2), chance.randrange(3), chance.randrange(2)), now)
         model.used(chance.randrange(now + 1) // 10 * 10, now)
-    model.learn(50_000, 100)
+    list(model.training(50_000, 100))
     asked = [(kind, age) for kind in range(12) for age in (0, 3, 16, 100, 5000, 1 << 30)]
     alone = [model.value(*it) for it in asked]
     assert model.values(*zip(*asked, strict=True)) == pytest.approx(alone)
@@ -372,7 +372,7 @@ def test_what_two_features_say_is_put_together_for_a_kind_that_was_never_seen():
         model.watch(step, kind, now)
         if step >= 10 and chance_of(step - 10) < ((step - 10) % 3 == 0) * 3 / 8 + 1 / 8:
             model.used(step - 10, now)
-    model.learn(40_000, 100)
+    list(model.training(40_000, 100))
     both, rare, rarest = (model.value(model.kind(0, *it), 0) for it in ((0, 0), (1, 0), (1, 1)))
     assert both > 2 * rare
     assert rare > 1.5 * rarest
@@ -388,15 +388,15 @@ def test_who_is_watched_no_longer_tells_what_was_seen_until_then():
         model.watch(number, 0, number)
         if number % 2 and number > 30:
             model.used(number - 30, number)
-    assert len(model) <= WATCHED_MAX
-    model.learn(3 * WATCHED_MAX, 10_000)
+    assert len(model.watched) <= WATCHED_MAX
+    list(model.training(3 * WATCHED_MAX, 10_000))
     assert 0.45 < model._again.sum(1)[0] / model._ended.sum(1)[0] < 0.65  # half were used again, of those that are done
     assert model.value(0, 0) > 3 * model.value(0, 60)
 
 
 def test_in_a_large_place_fewer_names_are_watched_for_longer():
     model = ReuseModel(1, 1, 1)
-    model.learn(0, WATCHED_MAX)
+    list(model.training(0, WATCHED_MAX))
     for number in range(15 * WATCHED_MAX):
         model.watch(number, 0, number)
     assert model._sample_mask == 7

@@ -227,7 +227,7 @@ def values_when_hints_come_late(watch: Callable[[ReuseModel, int, int, int], Non
         model.watch(mark, 0, time)
         watch(model, mark, hinted, time + 50)
         model.used(mark, time + 80)
-    model.learn(30_000, 100)
+    list(model.training(30_000, 100))
     return model.value(0, 0), model.value(hinted, 0)
 
 

@@ -375,7 +375,7 @@ def test_any_path_survives_a_text(name):
         (":/a", "unknown kind"),
         ("disk:", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
         ("disk:?capacity_bytes=1GiB", "tiers.disk.path (from flag --tier): missing"),
-        ("disk:/a?", "nothing after '?'"),
+        ("disk:/a?", "'' is not key=value"),
         ("disk:/a?capcity_bytes=1", "unknown setting of a disk tier; did you mean capacity_bytes or "),
         ("disk:/a?capacity_bytes", "'capacity_bytes' is not key=value"),
         ("disk:/a?=1", "is not key=value"),
@@ -422,15 +422,10 @@ def test_a_list_that_is_none_or_has_wrong_items_is_refused(tmp_path):
     )
 
 
-def test_former_sections_and_limits_name_what_replaces_them(tmp_path):
-    wanted = (
-        'write a table [[tiers]] with kind = "disk" and its settings, or --tier disk:PATH, or KVTIER_TIERS=disk:PATH'
-    )
+def test_a_kind_of_tier_is_no_section(tmp_path):
+    wanted = "disk (from flag --set disk.path): unknown section; known here: "
     refused(wanted, flags=["disk.path=/x"])
-    refused(wanted, environ={"KVTIER_DISK__PATH": "/x"})
-    refused('with kind = "directory"', file=write(tmp_path / "a.toml", '[directory]\npath = "/x"\n'))
-    refused("each tier has this setting of its own: tiers.NAME.retry_s", flags=["limits.tier_retry_s=3"])
-    refused("tiers.NAME.writes_in_flight", environ={"KVTIER_LIMITS__DEMOTES_IN_FLIGHT": "3"})
+    refused(", tiers", environ={"KVTIER_DISK__PATH": "/x"})
 
 
 @pytest.mark.parametrize("flag", ["tiers.disk", "tiers=disk:/a", "tiers.disk=3"])

@@ -90,19 +90,6 @@ def test_both_ways_at_once(streams: ThreadStreams) -> None:
         assert stored.holds(part) == bytes(stored.slots[part])
 
 
-def test_neighbours_in_the_engine_cross_without_a_stage(streams: ThreadStreams) -> None:
-    """Large descriptors cross the bus by themselves; the negative control: small ones do not."""
-    for piece, is_staged in ((module.DIRECT_BYTES_MIN, False), (PIECE, True)):
-        engine = Engine(3, parts=2, piece=piece)
-        staged = StagedCopy(streams)
-        finish(staged.scatter(engine.parts()))
-        assert all(engine.holds(part) == bytes(engine.slots[part]) for part in range(2))
-        engine.memory[:] = engine.memory[::-1].copy()
-        finish(staged.gather(engine.parts()))
-        assert all(engine.holds(part) == bytes(engine.slots[part]) for part in range(2))
-        assert bool(streams._stages) is is_staged
-
-
 @pytest.mark.parametrize("number", range(4))
 def test_a_stage_is_not_used_again_before_it_is_free(number: int) -> None:
     """Any queue may stand still for as long as it likes."""
@@ -150,9 +137,8 @@ def test_without_the_events_of_the_ring_bytes_are_lost(way: str, held: int, monk
     streams.close()
 
 
-@pytest.mark.parametrize("piece", [PIECE, module.DIRECT_BYTES_MIN])
-def test_nothing_is_touched_before_the_engine_is_ready(streams: ThreadStreams, piece: int) -> None:
-    staged, engine = StagedCopy(streams), Engine(7, parts=3, piece=piece)
+def test_nothing_is_touched_before_the_engine_is_ready(streams: ThreadStreams) -> None:
+    staged, engine = StagedCopy(streams), Engine(7, parts=3)
     old, slots = engine.memory.copy(), [bytes(slot) for slot in engine.slots]
     streams.engine.may_run.clear()
     scattered = staged.scatter(engine.parts(), streams.now())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
     FINGERPRINT,
@@ -106,7 +107,7 @@ def test_the_lines_of_a_session_add_up_to_its_metrics(tmp_path):
         assert outcomes == {
             it.value: count for it in Outcome if (count := kv.metrics.get(table.TRANSFERS, link=link, outcome=it.value))
         }
-        seconds = kv.metrics.snapshot()[f'kvtier_transfer_seconds_sum{{link="{link}",tier="disk"}}']
+        seconds = values_of(kv.metrics)[f'kvtier_transfer_seconds_sum{{link="{link}",tier="disk"}}']
         assert sum(line["seconds"] for line in of_way if line["outcome"] == "done") == pytest.approx(seconds)
     done = [line for line in lines if line["outcome"] == "done"]
     assert all(line["payload_bytes"] == PAYLOADS[line["group"]] < line["bytes"] for line in done)

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
-from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, canonical_extras, chunk_keys, little_endian
+from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, canonical_extras, chunk_keys
 from kvtier.types import Prefix
 
 ROOT = bytes(range(32))
@@ -92,14 +92,8 @@ def test_an_impossible_extra_is_refused(arguments, message):
         ((1, 2.0), r"tokens\[1\] .* got 2.0"),
         ([1, None], r"tokens\[1\] .* got None"),
         ([[1]], r"tokens\[0\] .* got \[1\]"),
-        (np.array([1, -2]), r"tokens\[1\] .* got -2"),
-        (np.array([1, 1 << 32], np.uint64), r"tokens\[1\] .* got 4294967296"),
-        (array("q", [7, -1]), r"tokens\[1\] .* got -1"),
-        (np.array([1.0]), "dtype float64"),
-        (np.array([True]), "dtype bool"),
-        (np.zeros((1, 2), np.int64), r"one dimension, got shape \(1, 2\)"),
-        (np.array(1), r"one dimension, got shape \(\)"),
-        (array("d", [1.0]), "array of type code 'd'"),
+        (np.array([1]), "got ndarray"),
+        (array("I", [1]), "got array"),
         ("abcd", "got str"),
         (b"abcd", "got bytes"),
         (iter([1]), "got list_iterator"),
@@ -114,47 +108,13 @@ def test_what_is_no_token_is_refused_with_value_and_position(tokens, message):
     assert (chain.prefix(), chain.tokens) == before
 
 
-@pytest.mark.parametrize("empty", [[], (), array("I"), array("q"), array("h"), np.empty(0, np.int64)])
+@pytest.mark.parametrize("empty", [[], ()])
 def test_no_tokens_are_fine(empty):
     assert chunk_keys(ROOT, empty, 4) == ()
 
 
 def test_the_largest_token_and_integers_of_numpy_in_a_list_are_fine():
     assert chunk_keys(ROOT, [np.int64(1), np.uint32(TOKEN_MAX)], 2) == chunk_keys(ROOT, [1, TOKEN_MAX], 2)
-
-
-def test_a_strided_array_counts_by_its_values():
-    assert chunk_keys(ROOT, np.arange(16)[::2], 4) == chunk_keys(ROOT, list(range(0, 16, 2)), 4)
-
-
-def test_words_of_a_big_endian_machine_are_turned():
-    words = array("I", [1, 0x01020304])
-    turned = words[:]
-    turned.byteswap()
-    assert little_endian(turned, "big") == little_endian(words, "little")
-    assert words.tolist() == [1, 0x01020304]
-
-
-@pytest.mark.parametrize(
-    ("root", "chunk_tokens", "message"),
-    [(b"short", 4, "32 bytes, got 5"), (ROOT, 0, "got 0"), (ROOT, 1 << 32, "got 4294967296")],
-)
-def test_an_impossible_chain_is_refused(root, chunk_tokens, message):
-    with pytest.raises(ValueError, match=message):
-        Chain(root, chunk_tokens)
-
-
-def test_a_growing_chain_takes_later_extras_but_none_for_what_is_hashed():
-    chain = Chain(ROOT, 4, [Extra("adapter", b"a")])
-    chain.extend(range_of(0, 6))
-    chain.extend(range_of(6, 12), [Extra("image", b"i", 5)])
-    assert chain.keys == chunk_keys(ROOT, range_of(0, 12), 4, [Extra("adapter", b"a"), Extra("image", b"i", 5)])
-    before = chain.prefix()
-    with pytest.raises(ValueError, match=r"'image' starts at token 11, but 12 tokens have their keys"):
-        chain.extend(range_of(12, 16), [Extra("image", b"j", 12), Extra("image", b"k", 11)])
-    chain.extend(range_of(12, 16))
-    assert chain.prefix(12) == before
-    assert chain.keys == chunk_keys(ROOT, range_of(0, 16), 4, [Extra("adapter", b"a"), Extra("image", b"i", 5)])
 
 
 def test_a_prefix_holds_the_full_chunks():

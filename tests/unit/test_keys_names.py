@@ -1,5 +1,7 @@
 """Object names: everything that says which bytes they are enters, and nothing of the wrong size."""
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,12 +51,15 @@ def test_a_batch_is_the_single_names_in_order():
     ("arguments", "message"),
     [
         ((b"short", 0, WHOLE, LAYOUT), "a key must be 32 bytes, got 5"),
-        ((KEY, -1, WHOLE, LAYOUT), "group must be in 0..4294967295, got -1"),
-        ((KEY, 0, Part(0, 1 << 32), LAYOUT), r"a part must be in 0..4294967295, got Part\(.*4294967296"),
-        ((KEY, 0, Part(-1, 1), LAYOUT), r"a part must be in 0..4294967295, got Part\(first_layer=-1"),
         ((KEY, 0, WHOLE, b""), "layout digest must be 32 bytes, got 0"),
     ],
 )
 def test_what_no_name_can_have_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         object_name(*arguments)
+
+
+@pytest.mark.parametrize(("group", "part"), [(-1, WHOLE), (0, Part(0, 1 << 32)), (0, Part(-1, 1))])
+def test_numbers_of_more_than_four_bytes_have_no_name(group, part):
+    with pytest.raises(struct.error):
+        object_name(KEY, group, part, LAYOUT)

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keys import weights
-from kvtier.keys.weights import PIECE_BYTES, Tensor, checkpoint_files, digest_files, digest_tensors, home_cache
+from kvtier.keys.weights import PIECE_BYTES, checkpoint_files, digest_files, digest_tensors, home_cache
 
 
 @pytest.fixture
@@ -225,13 +225,13 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, after_each_pie
 
 
 def test_tensors_count_by_name_dtype_shape_and_content():
-    base = [Tensor("a", "float32", (2, 2), bytes(16)), Tensor("b", "int8", (3,), b"\1\2\3")]
+    base = [("a", "float32", (2, 2), bytes(16)), ("b", "int8", (3,), b"\1\2\3")]
     digest = digest_tensors(base).digest
     changed = [
-        base[0]._replace(name="c"),
-        base[0]._replace(dtype="int32"),
-        base[0]._replace(shape=(4,)),
-        base[0]._replace(content=bytes(15) + b"\1"),
+        ("c", "float32", (2, 2), bytes(16)),
+        ("a", "int32", (2, 2), bytes(16)),
+        ("a", "float32", (4,), bytes(16)),
+        ("a", "float32", (2, 2), bytes(15) + b"\1"),
     ]
     assert len({digest_tensors([one, base[1]]).digest for one in changed} | {digest}) == 5
     assert digest_tensors(base[:1]).digest != digest
@@ -300,6 +300,6 @@ def test_a_tensors_bytes_are_let_go_once_they_are_hashed():
             assert sum(content() is not None for content in alive) <= 2 * len(os.sched_getaffinity(0)) + 2
             content = np.full(1000, number, np.uint8)
             alive.append(weakref.ref(content))
-            yield Tensor(f"layer {number}", "uint8", content.shape, content)
+            yield (f"layer {number}", "uint8", content.shape, content)
 
     digest_tensors(tensors())

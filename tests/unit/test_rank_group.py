@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.completions import taking
+from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
     DEADLINE_S,
@@ -141,7 +142,7 @@ def test_what_was_stored_comes_back_on_every_rank_after_a_restart(tmp_path, coun
     for target, source in zip(targets, sources, strict=True):
         assert target.same(source, load_places(answer.tokens))
         assert not target.same(source, places_of(range(15)))  # the rest of the engine is as it was
-    assert second.metrics.render().count('kvtier_transfers_total{link="promote",outcome="done"} 14\n') == 1
+    assert values_of(second.metrics)['kvtier_transfers_total{link="promote",outcome="done"}'] == 14
     second.session.close()
 
 
@@ -431,11 +432,6 @@ def test_a_rank_that_hangs_does_not_hold_up_the_closing_of_others(ranks):
     assert time.monotonic() - began_s < DEADLINE_S / 2
     assert closed == [0.05]
     hold.set()
-
-
-def test_a_group_without_ranks_is_refused():
-    with pytest.raises(ValueError, match="at least one rank"):
-        RankGroup([])
 
 
 def test_many_commands_on_real_movers_are_each_answered_once():

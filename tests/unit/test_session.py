@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 import pytest
+from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
     LAYOUT,
@@ -421,13 +422,13 @@ def test_metrics_tell_what_happened(tmp_path):
     while (used_bytes == 0 or held_bytes(kv) != used_bytes) and time.monotonic() < until:
         time.sleep(0.05)
         used_bytes = sum(-(-file.stat().st_size // 4096) * 4096 for file in objects(tmp_path / "kv"))
-    text = kv.metrics.render()
+    values = values_of(kv.metrics)
     assert held_bytes(kv) == used_bytes > 0
     assert kv.metrics.get(table.HELD_BYTES, place="host") > 0
-    assert 'kvtier_load_tokens_total{place="host"} 32' in text
-    assert 'kvtier_lookup_tokens_total{result="ready"} 32' in text
-    assert 'kvtier_store_chunks_total{result="held"} 4' in text
-    assert 'kvtier_transfers_total{link="gather",outcome="done"} 4' in text
+    assert values['kvtier_load_tokens_total{place="host"}'] == 32
+    assert values['kvtier_lookup_tokens_total{result="ready"}'] == 32
+    assert values['kvtier_store_chunks_total{result="held"}'] == 4
+    assert values['kvtier_transfers_total{link="gather",outcome="done"}'] == 4
     kv.session.close()
 
 

@@ -153,10 +153,6 @@ def frame_layout(group: GroupLayout) -> FrameLayout:
     rows = [(header_bytes + at, 0, size, size, layer, RAW_ID) for layer, at, size in group.sections]
     table = np.array(rows, ENTRY)
     frame_bytes = header_bytes + group.payload_bytes
-    fixed = _FIXED.pack(
-        MAGIC, VERSION, header_bytes, 0, frame_bytes, group.payload_bytes, RAW_ID, count,
-        *[_NO_PARENT] * 4, *[0] * 9, _RESERVED,
-    )  # fmt: skip
     extents = tuple((row[0], row[0] + align_up(row[2])) for row in rows)
     paddings = tuple((row[0] + row[2], stop) for row, (_, stop) in zip(rows, extents, strict=True))
     return FrameLayout(
@@ -165,8 +161,18 @@ def frame_layout(group: GroupLayout) -> FrameLayout:
         table,
         extents,
         tuple((start, stop) for start, stop in paddings if start < stop),
-        (fixed + table.tobytes()).ljust(header_bytes, b"\0"),
+        _blank_head(RAW_ID, table, frame_bytes, group.payload_bytes),
     )
+
+
+def _blank_head(codec: int, table: Table, frame_bytes: int, raw_bytes: int) -> bytes:
+    """A head without identity and checksum."""
+    header_bytes, count = align_up(FIXED_BYTES + ENTRY_BYTES * len(table)), len(table)
+    fixed = _FIXED.pack(
+        MAGIC, VERSION, header_bytes, 0, frame_bytes, raw_bytes, codec, count,
+        *[_NO_PARENT] * 4, *[0] * 9, _RESERVED,
+    )  # fmt: skip
+    return (fixed + table.tobytes()).ljust(header_bytes, b"\0")
 
 
 def pack_head(identity: Identity, codec: int, table: Table, frame_bytes: int, raw_bytes: int) -> bytes:
@@ -175,9 +181,9 @@ def pack_head(identity: Identity, codec: int, table: Table, frame_bytes: int, ra
     Raises:
         ValueError: a digest is not 32 bytes, or a number does not fit in four.
     """
-    header_bytes = align_up(FIXED_BYTES + ENTRY_BYTES * len(table))
-    head = bytearray((bytes(FIXED_BYTES) + table.tobytes()).ljust(header_bytes, b"\0"))
-    _finish(head, identity, codec, len(table), frame_bytes, raw_bytes)
+    head = bytearray(_blank_head(codec, table, frame_bytes, raw_bytes))
+    _IDENTITY.pack_into(head, _IDENTITY_AT, *_identity_fields(identity))
+    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
     return bytes(head)
 
 
@@ -214,25 +220,6 @@ def _fill_in(head: bytearray, checksums: Sequence[int]) -> None:
             _CHECKSUM.pack_into(head, FIXED_BYTES + 8 + ENTRY_BYTES * number, checksum)
     else:
         np.frombuffer(head, "<u8", _WORDS * len(checksums), FIXED_BYTES)[1::_WORDS] = checksums
-    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
-
-
-def _finish(head: bytearray, identity: Identity, codec: int, count: int, frame_bytes: int, raw_bytes: int) -> None:
-    """Write the fields before the section table, and last the checksum of the head."""
-    _FIXED.pack_into(
-        head,
-        0,
-        MAGIC,
-        VERSION,
-        len(head),
-        0,
-        frame_bytes,
-        raw_bytes,
-        codec,
-        count,
-        *_identity_fields(identity),
-        _RESERVED,
-    )
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
 
 

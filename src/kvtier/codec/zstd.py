@@ -10,28 +10,19 @@ try:
 except ImportError as error:
     raise ConfigError("codec 'zstd' needs the package zstandard: pip install 'kvtier[zstd]'") from error
 
-LEVEL_MAX = 19
+LEVEL = 1
+"""Higher levels are slower than a link that would need them."""
 _WINDOW_BYTES_MAX = 2 * SECTION_BYTES_MAX
 """No section needs more; without a limit, a malicious one could make the decoder allocate 128 MiB."""
 
 
 class Zstd:
-    """Each section is one Zstandard frame that states its content's size.
-
-    Args:
-        level: 1 (fast) to 19 (small); for writing only.
-
-    Raises:
-        ConfigError: another level.
-    """
+    """Each section is one Zstandard frame that states its content's size."""
 
     name: str = "zstd"
     id: int = 1
 
-    def __init__(self, level: int = 1) -> None:
-        if not 1 <= level <= LEVEL_MAX:
-            raise ConfigError(f"zstd level must be in 1..{LEVEL_MAX}, got {level}")
-        self._level = level
+    def __init__(self) -> None:
         # Contexts are expensive to create and serve one thread at a time, so each thread has its own.
         self._local = threading.local()
 
@@ -43,7 +34,7 @@ class Zstd:
         """Compress `raw` into the front of `into`."""
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if compressor is None:
-            compressor = self._local.compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=False)
+            compressor = self._local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
         stored = compressor.compress(raw)
         into[: len(stored)] = stored
         return len(stored)

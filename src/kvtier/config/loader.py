@@ -56,25 +56,13 @@ def load(
         ConfigError: the file is missing or not TOML, a setting is unknown, or a value is not allowed.
     """
     origins = {setting.name: SettingOrigin("default") for kind in SECTIONS.values() for setting in settings(kind)}
-    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     named = file or environ.get(FILE_VARIABLE)
     path = Path(named) if named else None
     listed = TierList()
-    for section, key, raw, origin, is_text in chain(
-        _from_file(path), _from_environment(environ), _from_flags(flags, tiers)
-    ):
-        if section == TIERS:
-            if key:
-                name, _, of_tier = key.partition(".")
-                listed.set(name, of_tier, raw, origin, is_text=is_text)
-            else:
-                listed.replace(raw, origin)
-            continue
-        setting = find(find_section(section, str(origin)), key, str(origin))
-        values[section][key] = read(setting, raw, str(origin), is_text=is_text)
-        origins[setting.name] = origin
+    values, given = _read(chain(_from_file(path), _from_environment(environ), _from_flags(flags, tiers)), listed)
+    origins |= given
     try:
-        parts: dict[str, Any] = {section: kind(**values[section]) for section, kind in SECTIONS.items()}
+        parts: dict[str, Any] = {section: kind(**values.get(section, {})) for section, kind in SECTIONS.items()}
         config = Config(**parts, tiers=listed.settings())
         origins |= dict(listed.origins())
     except ConfigError as error:  # single values are valid, but not their combination
@@ -96,24 +84,33 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
     Raises:
         ConfigError: a setting is unknown, its value is not allowed, or it is given twice.
     """
-    values: dict[str, dict[str, Any]] = {}
-    listed, source = TierList(base.tiers), SettingOrigin("flag", origin)
-    found: set[str] = set()
+    raws: list[_RawSetting] = []
     for name, raw in sorted(given, key=lambda item: item[0] != TIERS):  # the list first
-        if name in found:
-            raise ConfigError(f"{name} (from {origin}): given twice; allowed: one of the two forms")
-        found.add(name)
         section, _, key = name.partition(".")
-        if name == TIERS:
-            listed.replace(raw, source)
-        elif section == TIERS:
-            tier, _, key = key.partition(".")
-            listed.set(tier, key, raw, source, is_text=False)
-        else:
-            setting = find(find_section(section, origin), key, origin)
-            values.setdefault(section, {})[key] = read(setting, raw, origin, is_text=False)
+        if any((section, key) == (it.section, it.key) for it in raws):
+            raise ConfigError(f"{name} (from {origin}): given twice; allowed: one of the two forms")
+        raws.append(_RawSetting(section, key, raw, SettingOrigin("", origin), is_text=False))
+    listed = TierList(base.tiers)
+    values, _ = _read(raws, listed)
     parts: dict[str, Any] = {section: replace(getattr(base, section), **each) for section, each in values.items()}
     return replace(base, **parts, tiers=listed.settings())
+
+
+def _read(raws: Iterable[_RawSetting], listed: TierList) -> tuple[dict[str, dict[str, Any]], dict[str, SettingOrigin]]:
+    """The values by section and key, and their origins by name. Those of tiers go to `listed`."""
+    values: dict[str, dict[str, Any]] = {}
+    origins: dict[str, SettingOrigin] = {}
+    for section, key, raw, origin, is_text in raws:
+        if section == TIERS and key:
+            name, _, of_tier = key.partition(".")
+            listed.set(name, of_tier, raw, origin, is_text=is_text)
+        elif section == TIERS:
+            listed.replace(raw, origin)
+        else:
+            setting = find(find_section(section, str(origin)), key, str(origin))
+            values.setdefault(section, {})[key] = read(setting, raw, str(origin), is_text=is_text)
+            origins[setting.name] = origin
+    return values, origins
 
 
 def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object]]:
@@ -156,11 +153,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
         for section, kind in SECTIONS.items()
         for s in settings(kind)
     }
-    slips |= {
-        f"{PREFIX}TIER": TIERS_VARIABLE,
-        f"{PREFIX}DIRECTORY_PATH": TIERS_VARIABLE,
-        f"{PREFIX}DISK_PATH": TIERS_VARIABLE,
-    }
+    slips[f"{PREFIX}TIER"] = TIERS_VARIABLE
     if TIERS_VARIABLE in environ:
         origin = SettingOrigin("environment", TIERS_VARIABLE)
         yield _RawSetting(TIERS, "", environ[TIERS_VARIABLE].split(), origin, is_text=True)

@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvtier.config.loader import SettingOrigin
 from kvtier.config.probe_record import read_links
-from kvtier.config.sections import HOW_TO_SHARE, Config, JournalConfig, TraceConfig
+from kvtier.config.sections import HOW_TO_SHARE, Config, all_settings, value_of
+from kvtier.config.tier_list import SettingOrigin
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.keys.secret import SECRET_BYTES
+from kvtier.keys.secret import load
 from kvtier.tier.machine import nearest_existing, path_problem
-from kvtier.tier.registry import Problem, kind_of
+from kvtier.tier.registry import Problem, TierSettings, kind_of
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Memory limits of a container (cgroup 2, cgroup 1)."""
+
+_DEFAULT = SettingOrigin("default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +36,6 @@ class Finding:
         return f"{self.setting} = {self.value} (from {self.origin}): {self.detail}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Reporter:
-    origins: Mapping[str, SettingOrigin]
-
-    def error(self, setting: str, value: object, detail: str) -> Finding:
-        return self.finding("error", setting, value, detail)
-
-    def warning(self, setting: str, value: object, detail: str) -> Finding:
-        return self.finding("warning", setting, value, detail)
-
-    def finding(self, level: Literal["error", "warning"], setting: str, value: object, detail: str) -> Finding:
-        origin = str(self.origins.get(setting, "Python"))
-        return Finding(level=level, setting=setting, value=str(value), origin=origin, detail=detail)
-
-
 def check(
     config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
 ) -> list[Finding]:
@@ -59,19 +46,28 @@ def check(
         origins: their origins, for messages (`Loaded.origins`).
         file: the settings file, if any (`Loaded.file`).
     """
-    reporter = _Reporter(origins or {})
-    findings = [*_host(config, reporter), *_limits(config, reporter), *_tiers(config, reporter)]
-    paths: tuple[tuple[str, Path | None, Iterator[Finding]], ...] = (
-        ("store.secret_file", config.store.secret_file, _secret(config, reporter, file)),
-        ("trace.path", config.trace.path, _lines("trace", config.trace, reporter)),
-        ("journal.path", config.journal.path, _lines("journal", config.journal, reporter)),
-        ("planner.probe_file", config.planner.probe_file, _probe(config, reporter)),
+    origins = origins or {}
+    load_s = config.limits.load_deadline_s
+    parts = (
+        ("host.capacity_bytes", _host(config)),
+        *((f"{tier.label}.{kind_of(tier).where}", _tier(tier, load_s)) for tier in config.tiers),
+        ("store.secret_file", _secret(config, origins, file)),
+        ("trace.path", _lines("trace", config.trace.path, origins)),
+        ("journal.path", _lines("journal", config.journal.path, origins)),
+        ("planner.probe_file", _probe(config.planner.probe_file)),
     )
-    for setting, path, part in paths:
+    problems: list[Problem] = []
+    for name, part in parts:
         try:
-            findings += part
+            problems += part
         except OSError as error:  # such as an unreadable parent directory, or a name that is too long
-            findings.append(reporter.error(setting, path, f"{error.filename}: {error.strerror}"))
+            problems.append(Problem("error", name, f"{error.filename}: {error.strerror}"))
+    known = {setting.name: setting for setting in all_settings(config)}
+    findings: list[Finding] = []
+    for level, name, detail in problems:
+        value = known[name].kind.show(value_of(config, known[name])) if name in known else ""
+        origin = str(origins.get(name, "Python"))
+        findings.append(Finding(level=level, setting=name, value=value, origin=origin, detail=detail))
     return findings
 
 
@@ -102,105 +98,75 @@ def memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:
     return total
 
 
-def _host(config: Config, reporter: _Reporter) -> Iterator[Finding]:
+def _host(config: Config) -> Iterator[Problem]:
     wanted, total = config.host.capacity_bytes, memory_bytes()
-    shown = size_text(wanted)
     if wanted > total:
-        yield reporter.error("host.capacity_bytes", shown, f"more than the memory of this machine, {size_text(total)}")
+        detail = f"more than the memory of this machine, {size_text(total)}"
+        yield Problem("error", "host.capacity_bytes", detail)
     elif wanted > total * 0.9:
         detail = f"leaves less than a tenth of the memory, {size_text(total)}, to other programs"
-        yield reporter.warning("host.capacity_bytes", shown, detail)
+        yield Problem("warning", "host.capacity_bytes", detail)
 
 
-def _tiers(config: Config, reporter: _Reporter) -> Iterator[Finding]:
-    for tier in config.tiers:
-        kind = kind_of(tier)
-        known = {each.key: each for each in tier.settings()}
-        try:
-            problems = [*kind.check(tier)]
-        except OSError as error:  # such as an unreadable parent directory, or a name that is too long
-            problems = [Problem("error", kind.where, f"{error.filename}: {error.strerror}")]
-        except Exception as error:  # noqa: BLE001 - a kind of another package
-            problems = [Problem("error", kind.where, f"the check of kind {kind.name} failed: {error!r}")]
-        for level, key, detail in problems:
-            value = known[key].kind.show(getattr(tier, key)) if key in known else ""
-            yield reporter.finding(level, f"{tier.label}.{key}", value, detail)
-        load_s = config.limits.load_deadline_s
-        for key, more in (("probe_deadline_s", ""), ("transfer_deadline_s", ": loads end before their transfers")):
-            if getattr(tier, key) > load_s:
-                detail = f"longer than limits.load_deadline_s, {load_s:g} s{more}"
-                yield reporter.warning(f"{tier.label}.{key}", f"{getattr(tier, key):g} s", detail)
+def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
+    kind = kind_of(tier)
+    try:
+        for level, key, detail in kind.check(tier):
+            yield Problem(level, f"{tier.label}.{key}", detail)
+    except OSError as error:  # such as an unreadable parent directory, or a name that is too long
+        yield Problem("error", f"{tier.label}.{kind.where}", f"{error.filename}: {error.strerror}")
+    except Exception as error:  # noqa: BLE001 - a kind of another package
+        yield Problem("error", f"{tier.label}.{kind.where}", f"the check of kind {kind.name} failed: {error!r}")
+    for key, more in (("probe_deadline_s", ""), ("transfer_deadline_s", ": loads end before their transfers")):
+        if getattr(tier, key) > load_s:
+            detail = f"longer than limits.load_deadline_s, {load_s:g} s{more}"
+            yield Problem("warning", f"{tier.label}.{key}", detail)
 
 
-def _lines(section: str, settings: TraceConfig | JournalConfig, reporter: _Reporter) -> Iterator[Finding]:
-    path = settings.path
-    if path is None:
-        yield from _without_effect(section, settings, reporter)
-        return
-    problem = path_problem(path, nearest_existing(path))
-    if problem is not None:
-        yield reporter.error(f"{section}.path", path, problem)
+def _lines(section: str, path: Path | None, origins: Mapping[str, SettingOrigin]) -> Iterator[Problem]:
+    if path is not None:
+        problem = path_problem(path, nearest_existing(path))
+        if problem is not None:
+            yield Problem("error", f"{section}.path", problem)
+    elif origins.get(f"{section}.capacity_bytes", _DEFAULT).layer != "default":
+        yield Problem("warning", f"{section}.capacity_bytes", f"has no effect: {section}.path is not set")
 
 
-def _probe(config: Config, reporter: _Reporter) -> Iterator[Finding]:
-    path = config.planner.probe_file
+def _probe(path: Path | None) -> Iterator[Problem]:
     if path is None:
         return
     try:
         read_links(path, "")
     except ConfigError as error:
-        yield reporter.error("planner.probe_file", path, str(error).partition(": ")[2])
+        yield Problem("error", "planner.probe_file", str(error).partition(": ")[2])
 
 
-def _without_effect(section: str, settings: object, reporter: _Reporter) -> Iterator[Finding]:
-    for name, origin in reporter.origins.items():
-        if name.startswith(f"{section}.") and name != f"{section}.path" and origin.layer != "default":
-            value = getattr(settings, name.partition(".")[2])
-            yield reporter.warning(name, value, f"has no effect: {section}.path is not set")
-
-
-def _secret(config: Config, reporter: _Reporter, file: Path | None) -> Iterator[Finding]:
+def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | None) -> Iterator[Problem]:
     path = config.store.secret_file
     if path is not None:
-        is_shared = any(kind_of(tier).is_shared(tier) for tier in config.tiers)
-        yield from _secret_file(path, reporter, is_shared=is_shared)
-    origin = reporter.origins.get("store.secret")
-    if origin is None or config.store.secret is None:
-        return
-    if origin.layer == "file" and file is not None and _is_open_to_others(file):
-        yield reporter.warning("store.secret", "(set)", f"other users can read {file}; chmod 600")
-    if origin.layer == "flag":
-        yield reporter.warning("store.secret", "(set)", "other users can see a flag in the list of processes")
+        problem = _secret_file_problem(path, is_shared=any(kind_of(tier).is_shared(tier) for tier in config.tiers))
+        if problem:
+            yield Problem("error", "store.secret_file", problem)
+    layer = origins.get("store.secret", _DEFAULT).layer
+    if layer == "file" and file is not None and _is_open_to_others(file):
+        yield Problem("warning", "store.secret", f"other users can read {file}; chmod 600")
+    if layer == "flag":
+        yield Problem("warning", "store.secret", "other users can see a flag in the list of processes")
 
 
-def _secret_file(path: Path, reporter: _Reporter, *, is_shared: bool) -> Iterator[Finding]:
-    if is_shared and not path.exists():
-        yield reporter.error(
-            "store.secret_file", path, f"it does not exist, and a shared tier needs it; {HOW_TO_SHARE}"
-        )
-    elif not path.exists():  # it will be created
-        nearest = path.parent
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            yield reporter.error(
-                "store.secret_file", path, f"it does not exist, and {nearest} is not a writable directory"
-            )
-    elif not path.is_file():
-        yield reporter.error("store.secret_file", path, "not a file")
-    elif not os.access(path, os.R_OK):
-        yield reporter.error("store.secret_file", path, "cannot be read by this user")
-    elif _is_open_to_others(path):
-        yield reporter.error("store.secret_file", path, f"other users can read it; chmod 600 {path}")
-    elif path.stat().st_size != SECRET_BYTES:
-        yield reporter.error("store.secret_file", path, f"must hold {SECRET_BYTES} bytes")
-
-
-def _limits(config: Config, reporter: _Reporter) -> Iterator[Finding]:
-    if (
-        config.store.write_policy != "selective"
-        and reporter.origins.get("store.selective_uses", SettingOrigin("default")).where
-    ):
-        detail = f"has no effect: store.write_policy is {config.store.write_policy}"
-        yield reporter.warning("store.selective_uses", config.store.selective_uses, detail)
+def _secret_file_problem(path: Path, *, is_shared: bool) -> str:
+    """Why the file cannot give the secret; empty if it can."""
+    try:
+        found = load(path)
+    except ConfigError as error:
+        return str(error).removeprefix(f"secret file {path} ")
+    if found is not None:
+        return ""
+    if is_shared:
+        return f"it does not exist, and a shared tier needs it; {HOW_TO_SHARE}"
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        return f"it does not exist, and {path.parent} is not a writable directory"
+    return ""  # it will be created
 
 
 def _is_open_to_others(path: Path) -> bool:

@@ -59,9 +59,8 @@ class StoreConfig(SettingsSection):
     write_policy: Literal["through", "back", "selective"] = setting(
         "through",
         Choice(("through", "back", "selective")),
-        "When a chunk is written to lower tiers: as soon as it is ready, before its eviction, or at its n-th use.",
+        "When a chunk is written to lower tiers: as soon as it is ready, before its eviction, or at its second use.",
     )
-    selective_uses: int = setting(2, Count(1, 1000), "The n of write_policy = selective.")
     codec: str = setting("raw", Choice(codecs.names), "Encoding of chunks in lower tiers.")
     secret_file: Path | None = setting(
         None, Location(), "File with the secret that keys all names; none: created in a tier's store (mode 0600)."
@@ -227,32 +226,14 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 }
 
 
-_TIER_SECTIONS = ("directory", "disk")
-_TIER_LIMITS = {
-    "loads_in_flight": "loads_in_flight",
-    "demotes_in_flight": "writes_in_flight",
-    "small_bytes_in_flight": "small_bytes_in_flight",
-    "probe_deadline_s": "probe_deadline_s",
-    "transfer_deadline_s": "transfer_deadline_s",
-    "tier_failures": "failures",
-    "tier_retry_s": "retry_s",
-}
-"""Former settings of [limits], and what they are for each tier."""
-
-
 def find_section(section: str, origin: str) -> type[SettingsSection]:
     """The section of that name.
 
     Raises:
         ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
     """
-    if section in _TIER_SECTIONS:
-        raise ConfigError(
-            f'{section} (from {origin}): tiers are a list; write a table [[tiers]] with kind = "{section}" and its '
-            f"settings, or --tier {section}:PATH, or KVTIER_TIERS={section}:PATH"
-        )
     if section not in SECTIONS:
-        raise ConfigError(f"{section} (from {origin}): unknown section{near(section, list(SECTIONS))}")
+        raise ConfigError(f"{section} (from {origin}): unknown section{near(section, [*SECTIONS, 'tiers'])}")
     return SECTIONS[section]
 
 
@@ -263,10 +244,6 @@ def find(section: type[SettingsSection], key: str, origin: str) -> Setting:
         ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
     """
     known = {setting.key: setting for setting in settings(section)}
-    if key not in known and section is LimitsConfig and key in _TIER_LIMITS:
-        raise ConfigError(
-            f"limits.{key} (from {origin}): each tier has this setting of its own: tiers.NAME.{_TIER_LIMITS[key]}"
-        )
     if key not in known:
         raise ConfigError(f"{section.section}.{key} (from {origin}): unknown setting{near(key, list(known))}")
     return known[key]

@@ -29,11 +29,11 @@ _NOT_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
 class SettingOrigin(NamedTuple):
     """The source of a value."""
 
-    layer: Literal["default", "file", "environment", "flag"]
+    layer: Literal["default", "file", "environment", "flag", ""]
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.layer} {self.where}".rstrip()
+        return f"{self.layer} {self.where}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +187,7 @@ def _of_text(text: str, origin: SettingOrigin) -> _Draft:
     draft = _empty(found["kind"], found["name"], origin)
     if where:
         draft.set(draft.kind.where, _decoded(where, shown, origin), origin, is_text=True)
-    if question and not query:
-        raise ConfigError(f"tier {shown!r} (from {origin}): nothing after '?'; allowed: {FORM}")
-    for part in query.split("&") if query else ():
+    for part in query.split("&") if question else ():
         word, equals, raw = part.partition("=")
         is_known = _full(word, draft.kind) in {each.key for each in settings(draft.kind.settings)}
         if not is_known and any(isinstance(value, PrivateText) for value in draft.values.values()):

@@ -12,8 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from kvtier.errors import ConfigError
-from kvtier.keys.secret import SECRET_BYTES, Secret, parse
+from kvtier.keys.secret import SECRET_BYTES, Secret
 
 SIZE_UNITS = {
     "B": 1,
@@ -33,6 +32,7 @@ _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII
 _SUFFIXED = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(|k|ki|m|mi|g|gi)", re.ASCII | re.IGNORECASE)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _Number = TypeVar("_Number", int, float)
+_SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -109,7 +109,7 @@ class Kind(Protocol):
 
     def show(self, value: object) -> str:
         """`value` as text for people."""
-        ...
+        return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class Count(Kind):
     """A whole number."""
 
     least: int
@@ -188,13 +188,9 @@ class Count:
             raise ValueError("not a whole number")  # noqa: TRY004 - a user's mistake, not a caller's
         return within(raw, self.least, self.most)
 
-    def show(self, value: object) -> str:
-        """The value itself."""
-        return str(value)
-
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Kind):
     """One of several words, or of the names in a registry."""
 
     words: tuple[str, ...] | Callable[[], Sequence[str]]
@@ -210,10 +206,6 @@ class Choice:
         if not isinstance(word, str) or word not in self._words():
             raise ValueError("not one of the choices")
         return word
-
-    def show(self, value: object) -> str:
-        """The value itself."""
-        return str(value)
 
     def _words(self) -> Sequence[str]:
         return self.words() if callable(self.words) else self.words
@@ -314,14 +306,13 @@ class Hidden:
             return None
         if isinstance(raw, bytes) and len(raw) == SECRET_BYTES:
             return Secret(raw)
-        try:
-            return parse(raw if isinstance(raw, str) else "")
-        except ConfigError:
-            raise ValueError("not a secret") from None
+        if not isinstance(raw, str) or not _SECRET.fullmatch(raw.strip()):
+            raise ValueError("not a secret")
+        return Secret(bytes.fromhex(raw.strip()))
 
     def show(self, value: object) -> str:
         """Whether there is a secret, but not the secret."""
-        return "(none)" if value is None else "(set)"
+        return "(set)" if value else "(none)"
 
 
 class PrivateText(str):
@@ -354,10 +345,6 @@ class HiddenText(Hidden):
     def read(self, raw: object, *, is_text: bool) -> PrivateText:  # type: ignore[override]
         """Read a text."""
         return PrivateText("".join(Text(0, 4096).read(raw, is_text=is_text)))
-
-    def show(self, value: object) -> str:
-        """Whether there is a text, but not the text."""
-        return "(set)" if value else "(none)"
 
 
 _LOGIN = re.compile(r"([^:]*:)(//.*|[^@]*:.*)(@|%40)", re.DOTALL | re.IGNORECASE)

@@ -38,19 +38,18 @@ class LayerOrder:
     """Scatters chunks layer by layer, lowest layer first, over all chunks that are in host memory. Thread-safe.
 
     One mover thread has one chunk, but the engine needs the first layer of every chunk before the second of any. So
-    the threads share their chunks: a thread that finds a free worker makes the lowest outstanding step of all chunks
+    the threads share their chunks: a thread that finds none at work makes the lowest outstanding step of all chunks
     at once. Chunks that have not arrived are not waited for.
 
     Args:
         move: makes a step.
         at_once: most chunks of one call of `move`.
-        workers: most concurrent calls of `move`.
     """
 
-    def __init__(self, move: Move, *, at_once: int, workers: int = 1) -> None:
+    def __init__(self, move: Move, *, at_once: int) -> None:
         self._move = move
         self._at_once = at_once
-        self._idle = workers
+        self._is_moving = False
         self._waiting: list[ChunkScatter] = []
         self._changed = threading.Condition()
 
@@ -59,17 +58,17 @@ class LayerOrder:
         with self._changed:
             self._waiting.append(chunk)
             while not chunk.is_over:
-                if not self._idle or not self._waiting:
+                if self._is_moving or not self._waiting:
                     self._changed.wait(_WAIT_S)
                     continue
                 chunks = self._take_lowest()
-                self._idle -= 1
+                self._is_moving = True
                 self._changed.release()
                 try:
                     self._step(chunks)
                 finally:
                     self._changed.acquire()
-                    self._idle += 1
+                    self._is_moving = False
                     self._waiting += [one for one in chunks if not one.is_over]
                     self._changed.notify_all()
         if chunk.error is not None:

@@ -10,7 +10,7 @@ import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from kvtier.errors import ConfigError
 
@@ -23,29 +23,17 @@ STOP_DEADLINE_S = 30.0
 _MEANINGS = {1: "invalid value", 2: "out of memory", 304: "the system refused", 801: "not supported here"}
 
 
-class Registrar(Protocol):
-    """The two driver calls. Each returns 0 or an error code."""
-
-    def register(self, address: int, size_bytes: int) -> int:
-        """Page-lock `size_bytes` from `address` on, for all devices."""
-        ...
-
-    def unregister(self, address: int) -> int:
-        """Unlock the range that was registered at `address`."""
-        ...
-
-
 class CudaRegistrar:
-    """The CUDA runtime."""
+    """The two calls of the CUDA runtime. Each returns 0 or an error code."""
 
     _PORTABLE = 1
 
     def register(self, address: int, size_bytes: int) -> int:
-        """See `Registrar`."""
+        """Page-lock `size_bytes` from `address` on, for all devices."""
         return int(self._runtime().cudaHostRegister(address, size_bytes, self._PORTABLE))
 
     def unregister(self, address: int) -> int:
-        """See `Registrar`."""
+        """Unlock the range that was registered at `address`."""
         return int(self._runtime().cudaHostUnregister(address))
 
     @staticmethod
@@ -65,7 +53,7 @@ class Lock:
         unit_bytes: a slot; no copy crosses a multiple of it. 0 locks the mapping in one call.
     """
 
-    def __init__(self, registrar: Registrar, address: int, size_bytes: int, unit_bytes: int) -> None:
+    def __init__(self, registrar: CudaRegistrar, address: int, size_bytes: int, unit_bytes: int) -> None:
         self._registrar = registrar
         self._parts = _parts(address, size_bytes, unit_bytes)
         self._locked: list[int] = []
@@ -110,7 +98,7 @@ class Lock:
             self.ended.set()
 
 
-def cuda_page_lock(mode: str, registrar: Registrar | None = None) -> Callable[..., Callable[[], None]] | None:
+def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callable[..., Callable[[], None]] | None:
     """The page-locking function for an `Arena`; None if `mode` is ``off``.
 
     Args:

@@ -6,7 +6,7 @@
 In the engine a chunk consists of runs of a few KiB, too short for efficient bus transfers. So each part of a payload
 crosses the bus in one transfer, to a staging buffer of the same layout, and a kernel scatters the buffer. Bus and
 kernel have separate streams with a ring of stages between them: one part crosses while the kernel scatters the one
-before. Each direction has its own streams and stages. Long runs cross the bus directly, without stage and kernel.
+before. Each direction has its own streams and stages.
 
 Nothing here blocks on the device. Copies are ordered behind the event that the caller passes, and behind no other work
 of the engine.
@@ -14,7 +14,7 @@ of the engine.
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from kvtier.device.copy_descriptors import ADDRESS, BYTES, OFFSET, CopyDescriptors, is_whole, joined, table
 from kvtier.device.streams import BusCopy, Event, Stream, Streams
@@ -23,8 +23,6 @@ STAGE_BYTES = 16 << 20
 """Bytes of one stage; more for a larger part. The device holds four."""
 RING = 2
 """Stages in each direction."""
-DIRECT_BYTES_MIN = 256 << 10
-"""Mean run length from which on runs cross the bus directly."""
 _STAGE_ALIGNMENT = 256
 
 
@@ -130,15 +128,9 @@ class StagedCopy:
 
     @staticmethod
     def _scatter(direction: _Direction, parts: Sequence[PayloadPart], after: Event | None) -> Event:
-        direct, staged = _sorted(parts)
         if after is not None:
             direction.kernel.wait(after)
-        if direct:
-            if after is not None:
-                direction.bus.wait(after)
-            direction.bus.to_device([copy for part in direct for copy in _bus_copies(part)])
-            direction.kernel.wait(direction.bus.record())
-        for batch in _batches(staged):
+        for batch in _batches(parts):
             stage = direction.stage(batch[-1].stop)
             if stage.free is not None:
                 direction.bus.wait(stage.free)
@@ -150,17 +142,12 @@ class StagedCopy:
 
     @staticmethod
     def _gather(direction: _Direction, parts: Sequence[PayloadPart], after: Event | None) -> Event:
-        direct, staged = _sorted(parts)
-        for part in (*direct, *staged):
-            if not is_whole(part.descriptors, part.payload.nbytes):
+        for part in parts:
+            if len(part.descriptors) and not is_whole(part.descriptors, part.payload.nbytes):
                 raise ValueError(f"the descriptors of a part do not cover its {part.payload.nbytes} bytes once each")
         if after is not None:
             direction.kernel.wait(after)
-        if direct:
-            if after is not None:
-                direction.bus.wait(after)
-            direction.bus.to_host([copy for part in direct for copy in _bus_copies(part)])
-        for batch in _batches(staged):
+        for batch in _batches(parts):
             stage = direction.stage(batch[-1].stop)
             if stage.free is not None:
                 direction.kernel.wait(stage.free)
@@ -178,28 +165,12 @@ class _Placed(NamedTuple):
     stop: int
 
 
-def _sorted(parts: Sequence[PayloadPart]) -> tuple[list[PayloadPart], list[PayloadPart]]:
-    """(parts whose runs cross the bus directly, parts that are staged)."""
-    direct: list[PayloadPart] = []
-    staged: list[PayloadPart] = []
-    for part in parts:
-        if len(part.descriptors):
-            is_large = int(part.descriptors[:, BYTES].sum()) >= DIRECT_BYTES_MIN * len(part.descriptors)
-            (direct if is_large else staged).append(part)
-    return direct, staged
-
-
-def _bus_copies(part: PayloadPart) -> Iterator[BusCopy]:
-    flat = part.payload.cast("B")
-    rows: list[tuple[int, int, int]] = cast("Any", part.descriptors).tolist()
-    for offset, address, size in rows:
-        yield BusCopy(flat[offset : offset + size], address)
-
-
 def _batches(parts: Sequence[PayloadPart]) -> Iterator[list[_Placed]]:
-    """Parts grouped so that each group fits in one stage."""
+    """Parts with descriptors, grouped so that each group fits in one stage."""
     batch: list[_Placed] = []
     for part in parts:
+        if not len(part.descriptors):
+            continue
         start = -(-batch[-1].stop // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT if batch else 0
         if batch and start + part.payload.nbytes > STAGE_BYTES:
             yield batch

@@ -14,20 +14,12 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from kvtier.types import ChunkKey, Prefix
 
-KEY_BYTES = 32
 TOKEN_BYTES = 4
 TOKEN_MAX = (1 << 32) - 1
 """Largest token: tokens are four bytes."""
-
-Tokens = Sequence[int] | npt.NDArray[Any]
-"""A list, tuple, `array.array` of integers, or one-dimensional numpy array of integers."""
 
 _U32 = struct.Struct("<I")
 _ARRAY_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
@@ -67,25 +59,20 @@ class Chain:
     Not thread-safe; one chain belongs to one request.
 
     Args:
-        root: 32-byte keyed root.
-        chunk_tokens: tokens in a full chunk.
-        extras: extras known from the start, in any order; an offset may lie beyond the tokens.
-
-    Raises:
-        ValueError: `root` is not 32 bytes, or `chunk_tokens` is out of range.
+        root: 32-byte keyed root (`kvtier.keys.fingerprint.root_key`).
+        chunk_tokens: tokens in a full chunk; those of the root.
+        extras: in any order; an offset may lie beyond the tokens.
     """
 
     def __init__(self, root: bytes, chunk_tokens: int, extras: Iterable[Extra] = ()) -> None:
-        if len(root) != KEY_BYTES:
-            raise ValueError(f"root must be {KEY_BYTES} bytes, got {len(root)}")
-        if not 1 <= chunk_tokens <= TOKEN_MAX:
-            raise ValueError(f"chunk_tokens must be in 1..{TOKEN_MAX}, got {chunk_tokens}")
         self._root = root
         self._chunk_tokens = chunk_tokens
         self._keys: list[ChunkKey] = []
         self._tail = b""
         self._extras: dict[int, list[Extra]] = {}
-        self._add_extras(extras)
+        """By chunk."""
+        for extra in extras:
+            self._extras.setdefault(extra.offset // chunk_tokens, []).append(extra)
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
@@ -97,20 +84,16 @@ class Chain:
         """Tokens in the chain."""
         return len(self._keys) * self._chunk_tokens + len(self._tail) // TOKEN_BYTES
 
-    def extend(self, tokens: Tokens, extras: Iterable[Extra] = ()) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Append `tokens`; the cost depends on the new tokens only.
 
         Args:
-            tokens: integers in 0 .. 2**32 - 1.
-            extras: more extras, such as an image of a later turn; offsets count from the start of the prompt.
+            tokens: a list or tuple of integers in 0 .. 2**32 - 1.
 
         Raises:
-            ValueError: a token is out of range (the message names it and its position), the shape is wrong, or an extra
-                starts in a chunk that has its key. The chain is unchanged.
+            ValueError: a token is out of range (the message names it and its position). The chain is unchanged.
         """
-        words = token_words(tokens)
-        self._add_extras(extras)
-        self._append(words)
+        self._append(token_words(tokens))
 
     def prefix(self, tokens: int | None = None) -> Prefix:
         """The full chunks within the leading `tokens`; all of them by default.
@@ -139,19 +122,10 @@ class Chain:
             parent = key
         self._tail = bytes(data[whole:])
 
-    def _add_extras(self, extras: Iterable[Extra]) -> None:
-        hashed = len(self._keys) * self._chunk_tokens
-        added = list(extras)
-        for extra in added:
-            if extra.offset < hashed:
-                raise ValueError(
-                    f"extra {extra.kind!r} starts at token {extra.offset}, but {hashed} tokens have their keys"
-                )
-        for extra in added:
-            self._extras.setdefault(extra.offset // self._chunk_tokens, []).append(extra)
 
-
-def chunk_keys(root: bytes, tokens: Tokens, chunk_tokens: int, extras: Iterable[Extra] = ()) -> tuple[ChunkKey, ...]:
+def chunk_keys(
+    root: bytes, tokens: Sequence[int], chunk_tokens: int, extras: Iterable[Extra] = ()
+) -> tuple[ChunkKey, ...]:
     """The keys of all full chunks of `tokens`.
 
     More tokens, or extras that start later, never change an earlier key. Extras after the last full chunk enter no key.
@@ -182,56 +156,21 @@ def canonical_extras(extras: Sequence[Extra], start: int) -> bytes:
 _NO_EXTRAS = canonical_extras((), 0)
 
 
-def token_words(tokens: Tokens) -> memoryview:
-    """The tokens as little-endian u32 bytes. A view where possible, since copying a long prompt costs as much.
+def token_words(tokens: Sequence[int]) -> memoryview:
+    """The tokens as little-endian u32 bytes.
 
     Raises:
         ValueError: as in `Chain.extend`.
     """
-    if isinstance(tokens, np.ndarray):
-        return _words_of_numpy(tokens)
-    if isinstance(tokens, array):
-        return _words_of_array(tokens)
-    if isinstance(tokens, (list, tuple)):
-        return _words_of_list(tokens)
-    # Strings and bytes are sequences too; accepting them would give keys of something else.
-    raise ValueError(
-        f"tokens must be a list, tuple, array.array or numpy array of integers, got {type(tokens).__name__}"
-    )
-
-
-def _words_of_list(tokens: Sequence[int]) -> memoryview:
+    if not isinstance(tokens, list | tuple):
+        # Strings and bytes are sequences too; accepting them would give keys of something else.
+        raise ValueError(f"tokens must be a list or tuple of integers, got {type(tokens).__name__}")  # noqa: TRY004
     try:
         words = array(_ARRAY_CODE, tokens)
     except (OverflowError, TypeError):
         position, token = next((at, token) for at, token in enumerate(tokens) if not _is_token(token))
-        raise _bad_token(position, token) from None
-    return little_endian(words, sys.byteorder)
-
-
-def _words_of_array(tokens: "array[int]") -> memoryview:
-    if tokens.typecode == _ARRAY_CODE:
-        return little_endian(tokens, sys.byteorder)
-    if tokens.typecode not in "bBhHiIlLqQ":
-        raise ValueError(f"tokens must be integers, got an array of type code {tokens.typecode!r}")
-    return _words_of_numpy(np.frombuffer(tokens, dtype=tokens.typecode) if tokens else np.empty(0, np.uint32))
-
-
-def _words_of_numpy(tokens: npt.NDArray[Any]) -> memoryview:
-    if tokens.ndim != 1:
-        raise ValueError(f"tokens must have one dimension, got shape {tokens.shape}")
-    if tokens.dtype.kind not in "iu":
-        raise ValueError(f"tokens must be integers, got dtype {tokens.dtype}")
-    if tokens.size and (tokens.min() < 0 or tokens.max() > TOKEN_MAX):
-        position = int(np.argmax((tokens < 0) | (tokens > TOKEN_MAX)))
-        raise _bad_token(position, int(tokens[position]))
-    return memoryview(tokens.astype("<u4", copy=False).tobytes())
-
-
-def little_endian(words: "array[int]", byteorder: str) -> memoryview:
-    """The bytes of `words`, an array in `byteorder`, in little-endian order."""
-    if byteorder != "little":
-        words = words[:]
+        raise ValueError(f"tokens[{position}] must be an integer in 0..{TOKEN_MAX}, got {token!r}") from None
+    if sys.byteorder == "big":
         words.byteswap()
     return memoryview(words).cast("B")
 
@@ -241,7 +180,3 @@ def _is_token(token: object) -> bool:
         return 0 <= operator.index(token) <= TOKEN_MAX  # pyright: ignore[reportArgumentType] (any object may come)
     except TypeError:
         return False
-
-
-def _bad_token(position: int, token: object) -> ValueError:
-    return ValueError(f"tokens[{position}] must be an integer in 0..{TOKEN_MAX}, got {token!r}")

@@ -19,7 +19,6 @@ NAME_BYTES = 32
 _DOMAIN = b"kvtier.object\0"
 _VERSION = 2
 _HEAD = struct.Struct("<I32sI6I")
-_COUNT_MAX = (1 << 32) - 1
 
 
 def object_name(key: ChunkKey, group: int, part: Part, layout_digest: bytes) -> ObjectName:
@@ -32,7 +31,8 @@ def object_name(key: ChunkKey, group: int, part: Part, layout_digest: bytes) -> 
         layout_digest: 32 bytes, `KvLayout.digest(group)`.
 
     Raises:
-        ValueError: a key or digest that is not 32 bytes, or a negative number.
+        ValueError: a key or digest that is not 32 bytes.
+        struct.error: a number does not fit in four bytes.
     """
     return object_names((key,), group, part, layout_digest)[0]
 
@@ -50,14 +50,11 @@ def name_head(group: int, part: Part, layout_digest: bytes) -> bytes:
     """What is hashed before the key, the same for all objects of a part.
 
     Raises:
-        ValueError: a digest that is not 32 bytes, or a negative number.
+        ValueError: a digest that is not 32 bytes.
+        struct.error: a number does not fit in four bytes.
     """
     if len(layout_digest) != NAME_BYTES:
         raise ValueError(f"layout digest must be {NAME_BYTES} bytes, got {len(layout_digest)}")
-    if not 0 <= group <= _COUNT_MAX:
-        raise ValueError(f"group must be in 0..{_COUNT_MAX}, got {group}")
-    if min(part) < 0 or max(part) > _COUNT_MAX:
-        raise ValueError(f"the numbers of a part must be in 0..{_COUNT_MAX}, got {part}")
     return _DOMAIN + _HEAD.pack(_VERSION, layout_digest, group, *part)
 
 

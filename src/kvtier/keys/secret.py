@@ -16,7 +16,6 @@ from typing import Final, NoReturn
 from kvtier.errors import ConfigError
 
 SECRET_BYTES: Final = 32
-_HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -33,30 +32,6 @@ class Secret(bytes):
         return f"Secret({len(self)} bytes)"
 
     __str__ = __repr__
-
-
-def parse(text: str, origin: str = "secret") -> Secret:
-    """A configured secret: 64 hexadecimal digits, with optional white space around them.
-
-    Args:
-        text: the configured text.
-        origin: its origin, for error messages.
-
-    Raises:
-        ConfigError: anything else. The message shows the length but not the text.
-    """
-    digits = text.strip()
-    try:
-        value = bytes.fromhex(digits)
-    except ValueError:
-        value = b""
-    # fromhex allows blanks between bytes, but such a text is a pasting error.
-    if len(value) != SECRET_BYTES or len(digits) != 2 * SECRET_BYTES:
-        raise ConfigError(
-            f"{origin} must be {2 * SECRET_BYTES} hexadecimal digits ({SECRET_BYTES} bytes), "
-            f"got {len(digits)} characters, {sum(digit in _HEXADECIMAL for digit in digits)} of them digits"
-        )
-    return Secret(value)
 
 
 def key_id(secret: Secret) -> bytes:

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from kvtier.errors import ConfigError
 
@@ -57,16 +57,6 @@ class WeightsDigest(NamedTuple):
     seconds: float
 
 
-class Tensor(NamedTuple):
-    """One tensor in memory."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    content: Bytes
-    """Contiguous bytes."""
-
-
 class _WeightsPart(NamedTuple):
     """One file or tensor, hashed in pieces."""
 
@@ -85,10 +75,6 @@ class _Version(NamedTuple):
     size_bytes: int
     mtime_ns: int
     ctime_ns: int
-
-    @property
-    def label(self) -> str:
-        return ":".join(map(str, self))
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
@@ -146,19 +132,18 @@ def digest_files(
     started = perf_counter()
     files = _named([Path(os.path.abspath(path)) for path in paths])  # noqa: PTH100 (resolve() would follow links)
     versions = {name: _version(path) for name, path in files.items()}
-    cache = _Cache(Path(cache_file), settle_s) if cache_file is not None else None
-    known = cache.read() if cache else {}
-    fresh = {name: version for name, version in versions.items() if version.label not in known}
+    known = {} if cache_file is None else _read_cache(Path(cache_file))
+    fresh = {name: version for name, version in versions.items() if version not in known}
     hashed_bytes = sum(version.size_bytes for version in fresh.values())
     parts = [_WeightsPart(name, b"", fresh[name].size_bytes, _reader_of_file(files[name])) for name in fresh]
     digests = _digests_of_parts(parts)
     for name, version in fresh.items():
         if _version(files[name]) != version:
             raise ConfigError(f"weights file {files[name]} changed while it was being read")
-        known[version.label] = digests[name]
-    if cache and fresh:
-        cache.write(known)
-    combined = _combined({name: known[version.label] for name, version in versions.items()})
+        known[version] = digests[name]
+    if cache_file is not None and fresh:
+        _write_cache(Path(cache_file), known, settle_s)
+    combined = _combined({name: known[version] for name, version in versions.items()})
     total_bytes = sum(version.size_bytes for version in versions.values())
     return WeightsDigest(combined, total_bytes, hashed_bytes, perf_counter() - started)
 
@@ -167,7 +152,7 @@ def digest_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]]) -
     """The digest of tensors in memory, in any order; depends on names, dtypes, shapes and contents.
 
     Args:
-        tensors: (name, dtype, shape, contiguous bytes) of each, such as `Tensor`; consumed as threads become free.
+        tensors: (name, dtype, shape, contiguous bytes) of each; consumed as threads become free.
 
     Raises:
         ConfigError: there are no tensors, or two have the same name.
@@ -291,67 +276,50 @@ def _combined(digests: dict[str, bytes]) -> bytes:
     return hashlib.sha256(b"kvtier.weights\0" + b"".join(fields)).digest()
 
 
-class _Cache:
-    """A JSON file of digests by file version. Losing it costs time; a wrong digest would cost wrong tokens."""
-
-    def __init__(self, path: Path, settle_s: float) -> None:
-        self._path = path
-        self._settle_ns = int(settle_s * 1e9)
-
-    def read(self) -> dict[str, bytes]:
-        """Every digest in the file; none if the file is not as `write` makes it."""
-        try:
-            with self._path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                if about.st_uid != os.geteuid() or about.st_mode & 0o022:
-                    _log.warning("weights cache %s is ignored: other users can write to it", self._path)
-                    return {}
-                text = file.read(CACHE_BYTES_MAX + 1)
-            return _cache_of_text(text)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, RecursionError) as error:
-            _log.warning("weights cache %s is ignored and replaced: %s", self._path, error)
-            return {}
-
-    def write(self, known: dict[str, bytes]) -> None:
-        """Atomically replace the file with the newest settled digests of `known`."""
-        temporary: Path | None = None
-        try:
-            handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)  # mode 0600
-            temporary = Path(name)
-            with os.fdopen(handle, "wb") as file:
-                # Compare with the file system's own clock, through the time of the temporary file.
-                latest_ns = os.fstat(file.fileno()).st_mtime_ns - self._settle_ns
-                kept = [(label, digest) for label, digest in known.items() if _changed_ns(label) <= latest_ns]
-                digests = {label: digest.hex() for label, digest in kept[-CACHE_ENTRIES_MAX:]}
-                file.write(json.dumps({"version": 1, "digests": digests}, indent=0).encode())
-            temporary.replace(self._path)
-        except OSError as error:
-            _log.warning("weights cache %s cannot be written: %s", self._path, error)
-            if temporary:
-                with suppress(OSError):
-                    temporary.unlink()
+def _read_cache(path: Path) -> dict[_Version, bytes]:
+    """Every digest in the cache file; none if the file is not as `_write_cache` makes it."""
+    try:
+        return _cached(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _log.warning("weights cache %s is ignored and replaced: %s", path, error)
+        return {}
 
 
-def _changed_ns(label: str) -> int:
-    return max(map(int, label.split(":")[-2:]))
-
-
-def _cache_of_text(text: bytes) -> dict[str, bytes]:
-    """The digests in a cache file; ValueError if it is not as `_Cache.write` makes it."""
+def _cached(path: Path) -> dict[_Version, bytes]:
+    """The cache file's digests. Losing them costs time, and a wrong one would cost wrong tokens: any error may rise."""
+    with path.open("rb") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            raise ValueError("other users can write to it")
+        text = file.read(CACHE_BYTES_MAX + 1)
     if len(text) > CACHE_BYTES_MAX:
         raise ValueError(f"it is larger than {CACHE_BYTES_MAX} bytes")
-    document: object = json.loads(text)
-    if not isinstance(document, dict) or cast("dict[object, object]", document).get("version") != 1:
+    document = json.loads(text)
+    if document["version"] != 1:
         raise ValueError("it has another version")
-    digests = cast("dict[object, object]", document).get("digests")
-    if not isinstance(digests, dict):
-        raise ValueError("it has no digests")  # noqa: TRY004
-    known: dict[str, bytes] = {}
-    for label, digits in cast("dict[str, object]", digests).items():
-        digest = bytes.fromhex(digits) if isinstance(digits, str) else b""
-        if len(digest) != _DIGEST_BYTES or len([int(number) for number in label.split(":")]) != len(_Version._fields):
-            raise ValueError(f"the digest of {label} is damaged")
-        known[label] = digest
+    known = {_Version(*map(int, label.split(":"))): bytes.fromhex(it) for label, it in document["digests"].items()}
+    if any(len(digest) != _DIGEST_BYTES for digest in known.values()):
+        raise ValueError("a digest is damaged")
     return known
+
+
+def _write_cache(path: Path, known: dict[_Version, bytes], settle_s: float) -> None:
+    """Atomically replace the cache file with the newest settled digests of `known`."""
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+        temporary = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            # Compare with the file system's own clock, through the time of the temporary file.
+            latest_ns = os.fstat(file.fileno()).st_mtime_ns - int(settle_s * 1e9)
+            kept = [it for it in known.items() if max(it[0].mtime_ns, it[0].ctime_ns) <= latest_ns]
+            digests = {":".join(map(str, version)): digest.hex() for version, digest in kept[-CACHE_ENTRIES_MAX:]}
+            file.write(json.dumps({"version": 1, "digests": digests}, indent=0).encode())
+        temporary.replace(path)
+    except OSError as error:
+        _log.warning("weights cache %s cannot be written: %s", path, error)
+        if temporary:
+            with suppress(OSError):
+                temporary.unlink()

@@ -20,7 +20,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label. Its values are None if they are names from the settings (tiers)."""
+    """One label. Its values are None if they are names of tiers from the settings, which are at most 16."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -39,11 +39,6 @@ class Metric:
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, ascending; a last bucket is unbounded."""
 
-
-OPEN_LABEL_VALUES_MAX = 32
-"""Maximum values of an open label; further ones count as "other"."""
-
-OTHER = "other"
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

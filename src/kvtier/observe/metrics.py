@@ -1,19 +1,15 @@
-"""Counts events of this process and exports them as Prometheus text. Thread-safe.
+"""Counts events of this process. Engines export them with their own metrics (`connect/vllm/stats.py`). Thread-safe.
 
 A lock around a dictionary update costs about a microsecond; events move megabytes each.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
-from math import isfinite, isnan
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from kvtier.observe.metric_definitions import METRICS, OPEN_LABEL_VALUES_MAX, OTHER, Label, Metric, MetricKind
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""HTTP content type of `Metrics.render`."""
+from kvtier.observe.metric_definitions import METRICS, Metric, MetricKind
 
 _Values = tuple[str, ...]
 _Series = TypeVar("_Series")
@@ -44,21 +40,16 @@ class _Histogram:
 class Metrics:
     """The metrics of one session or process.
 
-    Args:
-        table: the known metrics.
-
-    Every method raises `ValueError` for metrics and labels that are not in the table.
+    Every method raises `ValueError` for metrics and labels that are not in `METRICS`.
     """
 
-    def __init__(self, table: tuple[Metric, ...] = METRICS) -> None:
-        self._table = table
+    def __init__(self) -> None:
         self._lock = Lock()
         self.changes = 0
         """Increases with every count; gauges do not count."""
         self._numbers: dict[str, dict[_Values, float]] = {}
         self._histograms: dict[str, dict[_Values, _Histogram]] = {}
-        self._open_values: dict[tuple[str, str], set[str]] = {}
-        for metric in table:
+        for metric in METRICS:
             # All possible series exist from the start, at zero: a rate over a series that appears with its first event
             # would miss that event.
             closed = [label.values for label in metric.labels if label.values is not None]
@@ -111,48 +102,18 @@ class Metrics:
                 return float(sum(histogram.counts)) if histogram else 0.0
             return self._series(self._numbers, metric).get(values, 0.0)
 
-    def snapshot(self) -> dict[str, float]:
-        """Every series by its Prometheus name, such as ``kvtier_evictions_total{place="host"}``, without buckets."""
-        with self._lock:
-            return {name: value for metric in self._table for name, value in self._samples(metric, with_buckets=False)}
-
     def series(self) -> list[Series]:
-        """All series, for other formats."""
+        """All series."""
         with self._lock:
             found = [
                 Series(metric, values, number)
-                for metric in self._table
+                for metric in METRICS
                 for values, number in self._numbers.get(metric.name, {}).items()
             ]
-            for metric in self._table:
+            for metric in METRICS:
                 for values, histogram in self._histograms.get(metric.name, {}).items():
                     found.append(Series(metric, values, histogram.total, tuple(histogram.counts)))
         return found
-
-    def render(self) -> str:
-        """All metrics in the Prometheus text format, version 0.0.4."""
-        lines: list[str] = []
-        with self._lock:
-            for metric in self._table:
-                help_text = metric.help.replace("\\", "\\\\").replace("\n", "\\n")
-                lines += [f"# HELP {metric.name} {help_text}", f"# TYPE {metric.name} {metric.kind.value}"]
-                lines += [f"{name} {_number(value)}" for name, value in self._samples(metric, with_buckets=True)]
-        return "\n".join(lines) + "\n"
-
-    def _samples(self, metric: Metric, *, with_buckets: bool) -> Iterator[tuple[str, float]]:
-        names = [label.name for label in metric.labels]
-        if metric.kind is not MetricKind.HISTOGRAM:
-            for values, number in sorted(self._numbers[metric.name].items()):
-                yield metric.name + _braces(names, values), number
-            return
-        for values, histogram in sorted(self._histograms[metric.name].items()):
-            cumulative = 0
-            for bound, count in zip((*metric.buckets, float("inf")), histogram.counts, strict=True):
-                cumulative += count
-                if with_buckets:
-                    yield f"{metric.name}_bucket{_braces([*names, 'le'], (*values, _number(bound)))}", cumulative
-            yield f"{metric.name}_sum{_braces(names, values)}", histogram.total
-            yield f"{metric.name}_count{_braces(names, values)}", cumulative
 
     def _series(self, kind: dict[str, _Series], metric: Metric) -> _Series:
         if metric.name not in kind:
@@ -163,20 +124,11 @@ class Metrics:
         if len(labels) != len(metric.labels) or any(label.name not in labels for label in metric.labels):
             wanted = ", ".join(label.name for label in metric.labels) or "none"
             raise ValueError(f"{metric.name} has labels {wanted}; got {', '.join(labels) or 'none'}")
-        return tuple(self._value(metric, label, labels[label.name]) for label in metric.labels)
-
-    def _value(self, metric: Metric, label: Label, value: str) -> str:
-        if label.values is not None:
-            if value not in label.values:
+        for label in metric.labels:
+            if label.values is not None and labels[label.name] not in label.values:
                 allowed = ", ".join(label.values)
-                raise ValueError(f"{metric.name}: label {label.name} = {value!r}; allowed: {allowed}")
-            return value
-        known = self._open_values.setdefault((metric.name, label.name), set())
-        if value not in known:
-            if len(known) >= OPEN_LABEL_VALUES_MAX:
-                return OTHER
-            known.add(value)
-        return value
+                raise ValueError(f"{metric.name}: label {label.name} = {labels[label.name]!r}; allowed: {allowed}")
+        return tuple([labels[label.name] for label in metric.labels])
 
 
 class Bound:
@@ -224,19 +176,3 @@ class Bound:
         if self.histograms is None:
             raise ValueError(f"{self.metric.name} is a {self.metric.kind.value}, not a histogram")
         self._metrics.count(((self, value),))
-
-
-def _braces(names: list[str], values: _Values) -> str:
-    if not names:
-        return ""
-    pairs = (
-        '{}="{}"'.format(name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
-        for name, value in zip(names, values, strict=True)
-    )
-    return "{" + ",".join(pairs) + "}"
-
-
-def _number(value: float) -> str:
-    if not isfinite(value):
-        return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)

@@ -4,6 +4,7 @@ The group of entry points is `kvtier.evictors`; each is a callable without argum
 """
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 
 from kvtier.errors import ConfigError
 from kvtier.policy.adaptive import Adaptive
@@ -17,8 +18,6 @@ DEFAULT_EVICTOR = "adaptive"
 
 def evictor_names() -> list[str]:
     """Names of all known policies, including those of packages that cannot be loaded."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 - slow
-
     return [*EVICTORS, *sorted(entry_points(group="kvtier.evictors").names - EVICTORS.keys())]
 
 
@@ -30,8 +29,6 @@ def make_evictor(name: str) -> Evictor:
     """
     if name in EVICTORS:
         return EVICTORS[name]()
-    from importlib.metadata import entry_points  # noqa: PLC0415 - slow, and only for policies of other packages
-
     points = entry_points(group="kvtier.evictors")
     if name not in points.names:
         known = ", ".join(sorted({*EVICTORS, *points.names}))

@@ -101,9 +101,6 @@ class ReuseModel:
         self._has_values: Numbers = np.zeros(kinds, np.bool_)
         """Whether `_values` has been requested, by kind."""
 
-    def __len__(self) -> int:
-        return len(self.watched)
-
     def kind(self, base: int, first: int, second: int, hint: int = 0) -> int:
         """Number of a kind; hint 0 is none."""
         return ((hint * self._bases + base) * self._firsts + first) * self._seconds + second
@@ -159,13 +156,11 @@ class ReuseModel:
             self.watched[name_hash ^ _EARLIER] = place
         self.watch(name_hash, kind + self._known_kinds if place is not None else kind, time)
 
-    def learn(self, now: int, held: int) -> None:
-        """Train on everything until `now`; the policy holds `held` names."""
-        for _ in self.training(now, held):
-            pass
-
     def training(self, now: int, held: int) -> Iterator[None]:
-        """`learn` in steps. Uses between two steps count in the next training."""
+        """Train on everything until `now`, in steps; the policy holds `held` names.
+
+        Uses between two steps count in the next training.
+        """
         self._held = held
         self._top = min(BUCKETS, bisect_right(ENDS, _AGE_MAX * held) + 1)
         self._count_done()

@@ -11,6 +11,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -70,14 +71,13 @@ def page_aligned(size_bytes: int) -> Bytes:
     # Slack to begin at a huge page; untouched memory costs nothing.
     slack = _HUGE_PAGE_BYTES if size_bytes >= _HUGE_PAGE_BYTES else 0
     try:
-        mapping = mmap.mmap(
-            -1, align_up(max(size_bytes, 1)) + slack, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0)
-        )
+        mapping = mmap.mmap(-1, align_up(max(size_bytes, 1)) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"{size_bytes} bytes of host memory cannot be allocated: {error}") from error
     # A forked child does not use the arena, and would cause copy-on-write of each page that the parent writes.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        _advise(mapping, advice)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with suppress(OSError):  # some kernels know one of them only
+            mapping.madvise(advice)
     whole = np.frombuffer(mapping, np.uint8)
     start = -_address(whole) % _HUGE_PAGE_BYTES if slack else 0
     return whole[start : start + size_bytes]
@@ -107,8 +107,6 @@ class Arena:
         self.slots = tuple(slots)
         self._heads = [head_bytes(group) for group in layout.groups]
         self._sizes = [frame_bytes(group) for group in layout.groups]
-        if any(size % ALIGNMENT for size in (*self._heads, *self._sizes)):
-            raise AssertionError(f"slots must be multiples of {ALIGNMENT} bytes")
         self._views: list[memoryview] | None = [
             _region(size * count, size, populate=populate, page_lock=page_lock)
             for size, count in zip(self._sizes, self.slots, strict=True)
@@ -170,16 +168,6 @@ def _unlock(unlock: Callable[[], None]) -> None:
         unlock()
     except Exception as error:  # noqa: BLE001 - a finalizer has no caller; the memory is released in any case
         _log.warning("page-locked host memory could not be unlocked: %s", error)
-
-
-def _advise(mapping: mmap.mmap, advice: str) -> None:
-    number = getattr(mmap, advice, None)
-    if number is None:
-        return
-    try:
-        mapping.madvise(number)
-    except OSError as error:
-        _log.debug("madvise(%s) failed: %s", advice, error)
 
 
 def _address(region: Bytes) -> int:

@@ -37,7 +37,7 @@ NOT_ADMITTED = "not admitted"
 """Detail of a demote that the tier refused: FAILED, but not a tier fault."""
 
 REFUSED_MIN = 16
-"""Writes refused in a row after which a tier counts as full or over its budget. Tiers that log it are not logged."""
+"""Writes refused in a row after which a tier counts as full or over its budget. A tier that logs it is left out."""
 
 UNREADABLE_S = 60.0
 """How long an object that this process could not read is left alone. Another process may replace it meanwhile."""
@@ -137,11 +137,22 @@ class CommandRunner:
         return self._demote(jobs, scratch)
 
     def _ask(self, job: Job, command: Probe | Drop | Tell) -> Result:
+        """Do a command that moves no bytes."""
+        if self._kept_elsewhere and self._is_elsewhere(command):
+            return _ELSEWHERE
+        tier = self._tiers[command.tier]
+        present: tuple[bool, ...] = ()
+        job.is_in_tier = True
         if isinstance(command, Probe):
-            return self._probe(job, command)
-        if isinstance(command, Tell):
-            return self._tell(job, command)
-        return _ELSEWHERE if self._is_elsewhere(command) else self._drop(job, command)
+            present = self._probe(tier, command)
+        elif isinstance(command, Tell):
+            tier.expects(command.session, command.next_turn)
+        else:
+            (name,) = names_of([(command.key, command.group)], self._name_heads)
+            if not self._is_left_alone(command.tier, name):  # another rank's object is bad, not this one
+                tier.delete(name)
+        job.is_in_tier = False
+        return Result(Outcome.DONE, present=present)
 
     def _is_elsewhere(self, command: Work) -> bool:
         """Whether another rank does this demote or drop for this one.
@@ -249,33 +260,16 @@ class CommandRunner:
     def _is_left_alone(self, tier: str, name: ObjectName) -> bool:
         return bool(self._unreadable) and self._clock() < self._unreadable.get((tier, name), 0.0)
 
-    def _probe(self, job: Job, probe: Probe) -> Result:
+    def _probe(self, tier: Tier, probe: Probe) -> tuple[bool, ...]:
         names = names_of(probe.objects, self._name_heads)
-        job.is_in_tier = True
-        answers = self._tiers[probe.tier].contains(names)
+        answers = tier.contains(names)
         if len(answers) != len(names):
             raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
         if self._unreadable:
             answers = [
                 it and not self._is_left_alone(probe.tier, name) for name, it in zip(names, answers, strict=True)
             ]
-        present = tuple(map(bool, answers))
-        job.is_in_tier = False
-        return Result(Outcome.DONE, present=present)
-
-    def _drop(self, job: Job, drop: Drop) -> Result:
-        (name,) = names_of([(drop.key, drop.group)], self._name_heads)
-        job.is_in_tier = True
-        if not self._is_left_alone(drop.tier, name):  # another rank's object is bad, not this one
-            self._tiers[drop.tier].delete(name)
-        job.is_in_tier = False
-        return Result(Outcome.DONE)
-
-    def _tell(self, job: Job, tell: Tell) -> Result:
-        job.is_in_tier = True
-        self._tiers[tell.tier].expects(tell.session, tell.next_turn)
-        job.is_in_tier = False
-        return Result(Outcome.DONE)
+        return tuple(map(bool, answers))
 
     def _identities(self, transfers: Sequence[Transfer]) -> list[Identity]:
         names = names_of([(transfer.key, transfer.group) for transfer in transfers], self._name_heads)

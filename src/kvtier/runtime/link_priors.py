@@ -7,8 +7,6 @@ from kvtier.config.sections import Config
 from kvtier.core.host_memory import HOST
 from kvtier.core.link_estimates import LinkPrior
 
-SECTION_MARK = "planner.probe_file"
-
 
 def link_priors(config: Config, object_bytes: int) -> dict[str, LinkPrior]:
     """The prior of each place; empty without a record.
@@ -22,7 +20,7 @@ def link_priors(config: Config, object_bytes: int) -> dict[str, LinkPrior]:
     """
     if config.planner.probe_file is None:
         return {}
-    links = read_links(config.planner.probe_file, SECTION_MARK)
+    links = read_links(config.planner.probe_file, "planner.probe_file")
     wanted: dict[str, tuple[str, str, int]] = {
         HOST: ("gpu", "to_gpu", 1) if links.get("gpu") else ("host", "copy", 1),
     }

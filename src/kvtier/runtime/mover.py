@@ -30,7 +30,7 @@ from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.protocol import Note
-from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
+from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, Tier
 from kvtier.tier.effective_cap import FULL
 from kvtier.tier.refusal_log import NO_ROOM
@@ -62,7 +62,6 @@ for all of them at the cost of one. If the next job hangs, the session's thread 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
 CLOSED = "the mover is closed"
-NO_THREAD = "no worker thread could be started"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +139,6 @@ class Mover:
 
     Raises:
         RuntimeError: the system cannot start a thread.
-        ValueError: the fingerprint does not have 32 bytes.
     """
 
     needs_flush = False
@@ -162,8 +160,6 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
         name_root: bytes | None = None,
     ) -> None:
-        if len(fingerprint) != 32:
-            raise ValueError(f"a fingerprint must be 32 bytes, got {len(fingerprint)}")
         threads = threads or Threads()
         self._clock = clock
         self._process = os.getpid()
@@ -203,16 +199,16 @@ class Mover:
         self._samplers = {name: FiguresSampler(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
             view.stuck_queues = partial(_stuck, (reads[name], writes[name], probes[name]))
-        self._routes: dict[tuple[Link | None, str], _Route] = {
+        self._routes: dict[tuple[Link | type, str], _Route] = {
             (Link.GATHER, ""): _Route(device, QUEUE_BOUND),
             (Link.SCATTER, ""): _Route(device, QUEUE_BOUND, is_urgent=True),
         }
-        """Of transfers by link and tier, of probes by tier."""
+        """Of transfers by link and tier, of other commands by type and tier."""
         for name in tiers:
             self._routes[Link.PROMOTE, name] = _Route(reads[name], QUEUE_BOUND)
             self._routes[Link.DEMOTE, name] = _Route(writes[name], QUEUE_BOUND)
-            self._routes[None, name] = _Route(probes[name], QUEUE_BOUND)
-        self._drops = {name: _Route(queue, DROPS_BOUND) for name, queue in writes.items()}
+            self._routes[Probe, name] = _Route(probes[name], QUEUE_BOUND)
+            self._routes[Drop, name] = self._routes[Tell, name] = _Route(writes[name], DROPS_BOUND)
         try:
             for queue in self._queues:
                 queue.start()
@@ -237,8 +233,8 @@ class Mover:
                     if self._dropping and isinstance(command, Transfer) and command.link is Link.DEMOTE:
                         drop = self._dropping.get((command.tier, command.key, command.group))
                         job.after = None if drop is None else drop.over
-                    link = command.link if isinstance(command, Transfer) else None
-                    route = self._routes.get((link, command.tier)) or self._route(command)
+                    what = command.link if isinstance(command, Transfer) else Probe
+                    route = self._routes.get((what, command.tier)) or self._route(command)  # inline: it runs per object
                     bursts.setdefault(route, []).append(job)
                     continue
                 self._begin(bursts, now_s)  # this command may refer to one before it
@@ -311,16 +307,13 @@ class Mover:
                 self._answer(job, Outcome.CANCELLED, CANCELLED)
 
     def _queue(self, name: str, threads: int) -> WorkerQueue:
-        return WorkerQueue(name, threads=threads, run=self._run, orphaned=self._answer_orphans, clock=self._clock)
+        return WorkerQueue(name, threads=threads, run=self._run, clock=self._clock)
 
     def _route(self, command: Work) -> "_Route":
-        if isinstance(command, Transfer | Probe):
-            route = self._routes.get((command.link if isinstance(command, Transfer) else None, command.tier))
-        else:
-            route = self._drops.get(command.tier)
-        if route is None:
-            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._drops) or 'none'}")
-        return route
+        try:
+            return self._routes[command.link if isinstance(command, Transfer) else type(command), command.tier]
+        except KeyError:
+            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._tiers) or 'none'}") from None
 
     def _begin(self, bursts: dict["_Route", list[Job]], now_s: float) -> None:
         """Queue these jobs, and complete those that the queue does not accept."""
@@ -334,16 +327,14 @@ class Mover:
             if queued == len(jobs):
                 continue
             jobs = jobs[queued:]
-            if queue.state is QueueState.CLOSED:
+            if not queue.is_open:
                 for job in jobs:
                     self._answer(job, Outcome.CANCELLED, CLOSED)
-            elif queue.state is QueueState.DEAD:
-                self._answer_orphans(jobs)
-            else:
-                for job in jobs:
-                    self._answer(job, Outcome.FAILED, f"{route.bound} commands wait in the {queue.name} queue")
-                is_bug = any(not isinstance(job.command, Drop | Tell) for job in jobs)
-                assert not is_bug, f"the core has let {route.bound} commands wait in the {queue.name} queue"
+                continue
+            for job in jobs:
+                self._answer(job, Outcome.FAILED, f"{route.bound} commands wait in the {queue.name} queue")
+            is_bug = any(not isinstance(job.command, Drop | Tell) for job in jobs)
+            assert not is_bug, f"the core has let {route.bound} commands wait in the {queue.name} queue"
 
     def _warn_of_stuck_queues(self) -> None:
         """Log a warning for each queue that became stuck."""
@@ -366,7 +357,7 @@ class Mover:
             except Exception as error:  # noqa: BLE001 - any error of a tier, codec or copier is a miss
                 results = [error] * len(left)
             self._settle(left, began_s, results)
-        except BaseException as error:  # noqa: BLE001 - `_fail` raises it again unless it is an `Exception`
+        except BaseException as error:  # noqa: BLE001 - as a panic of a library in Rust
             self._fail(jobs, error)
 
     def _begun(self, jobs: list[Job]) -> tuple[float, list[Job]]:
@@ -416,15 +407,13 @@ class Mover:
             sampler.sample(ended_s)
 
     def _fail(self, jobs: list[Job], error: BaseException) -> None:
-        """Complete the jobs that an internal error has left open. It is raised again unless it is an `Exception`."""
+        """Complete the jobs that an error has left open."""
         for job in jobs:
             if not job.is_answered:
                 try:
                     self._answer(job, Outcome.FAILED, f"{type(error).__name__}: {error}", is_tier_fault=job.is_in_tier)
                 except Exception:
                     logger.exception("internal error: a command of tier %r is never completed", job.command.tier)
-        if not isinstance(error, Exception):
-            raise error
         logger.error("internal error in the mover: %d commands have failed", len(jobs), exc_info=error)
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
@@ -448,10 +437,6 @@ class Mover:
     def _answer_too_late(self, job: Job) -> None:
         # A tier that delays a job past its deadline counts as failed. The device has no circuit breaker.
         self._answer(job, Outcome.FAILED, TOO_LATE, is_tier_fault=bool(job.command.tier))
-
-    def _answer_orphans(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            self._answer(job, Outcome.FAILED, NO_THREAD, is_tier_fault=bool(job.command.tier))
 
 
 def _judged(job: Job, error: Exception) -> Result:

@@ -201,7 +201,6 @@ def _limits(config: Config, *, publishes: bool) -> Limits:
         announced_wait_s=limits.announced_wait_s,
         publishes=publishes,
         write_policy=WritePolicy(config.store.write_policy),
-        selective_uses=config.store.selective_uses,
     )
 
 

@@ -1,5 +1,8 @@
 """Messages between the core's process and a rank's: a little-endian 32-bit length, then JSON.
 
+    ["Transfer", number of the command, [id, link, key, ...]]       the fields in the order of the type
+    ["Ping", 0, []]                                                 not a command: no number
+
 Both ends are the same kvtier on one machine and have authenticated each other. Input is checked all the same: a message
 that is too long, not JSON or of another form raises `ProtocolError`, and the connection ends.
 
@@ -10,9 +13,10 @@ they are; `rank_server` checks that both clocks agree.
 import json
 import operator
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvtier.errors import KvError
 from kvtier.runtime.executor import COUNT_MAX, Work
@@ -38,12 +42,8 @@ CACHED_TRANSFERS_MAX = 1024
 """Transfers whose encoding is cached, because every rank gets the same."""
 
 _LENGTH = struct.Struct("<I")
-_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=operator.index).encode
-"""`operator.index`, because an engine's block numbers may be numpy integers."""
 
-_WORD = (str, type(None))
-_NUMBER = (int, float)
-_COUNT = (int, type(None))
+_T = TypeVar("_T")
 
 
 class ProtocolError(KvError):
@@ -92,7 +92,6 @@ class TierReport(NamedTuple):
 
     tier: str
     figures: Figures
-    """`direct_io` is None."""
     stuck_queues: int
 
 
@@ -105,7 +104,9 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: it is too long.
     """
-    body = _body(message).encode()
+    number, what = message if isinstance(message, CommandMessage) else (0, message)
+    fields = _transfer_fields(what) if isinstance(what, Transfer) else _to_json(what)
+    body = f'["{type(what).__name__}",{number},{fields}]'.encode()
     if len(body) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a message of {len(body)} bytes; allowed: at most {MESSAGE_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
@@ -118,8 +119,10 @@ def decode(body: bytes) -> Message:
         ProtocolError: it is invalid.
     """
     try:
-        kind, *values = cast("list[Any]", json.loads(body))
-        return _DECODERS[kind](values)
+        name, number, values = cast("list[Any]", json.loads(body))
+        kind = _KINDS[name]
+        message = kind(*[read(value) for read, value in zip(_FIELDS[kind], values, strict=True)])
+        return CommandMessage(_whole(number), message) if isinstance(message, Work) else message
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ProtocolError(f"invalid message of {len(body)} bytes: {type(error).__name__}: {error}") from error
 
@@ -150,137 +153,87 @@ class MessageReader:
             yield body
 
 
-def _body(message: Message) -> str:
-    if isinstance(message, CommandMessage):
-        kind, fields = _command(message.command)
-        return f'["{kind}",{message.number},{fields[1:]}'
-    if isinstance(message, CompletionMessage):
-        number, outcome, present, *rest = message
-        plain = ["answer", number, outcome.value, "".join("1" if each else "0" for each in present), *rest]
-    elif isinstance(message, TierReport):
-        tier, (*fill, written, _), stuck_queues = message
-        plain = ["report", tier, *fill, dict(written), stuck_queues]
-    else:
-        plain = [type(message).__name__.lower(), *message]
-    return _to_json(plain)
+def _plain(value: Any) -> object:  # noqa: ANN401 - any field of a message
+    """What JSON does not have. An engine's block numbers may be numpy integers."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return dict(cast("Mapping[str, int]", value))
+    return operator.index(value)
 
 
-def _command(command: Work) -> tuple[str, str]:
-    """The kind of `command`, and its fields as a JSON list."""
-    if isinstance(command, Transfer):
-        return "transfer", _transfer_fields(command)
-    if isinstance(command, Probe):
-        keys = [key.hex() for key, _ in command.objects]
-        groups = [group for _, group in command.objects]
-        return "probe", _to_json([command.id, command.tier, keys, groups, command.deadline_s])
-    if isinstance(command, Tell):
-        next_turn = None if command.next_turn is None else command.next_turn.value
-        return "tell", _to_json([command.tier, command.session, next_turn])
-    return "drop", _to_json([command.tier, command.key.hex(), command.group])
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain).encode
 
 
 @lru_cache(maxsize=CACHED_TRANSFERS_MAX)
 def _transfer_fields(transfer: Transfer) -> str:
-    parent = None if transfer.parent is None else transfer.parent.hex()
-    fields = [
-        *(transfer.id, transfer.link.value, transfer.key.hex(), transfer.group, transfer.slot),
-        *(transfer.tier, transfer.request, transfer.blocks, parent, transfer.depth, transfer.deadline_s),
-        transfer.session,
-    ]
-    return _to_json(fields)
+    return _to_json(transfer)
 
 
-def _transfer(values: list[Any]) -> CommandMessage:
-    number, id_, link, key, group, slot, tier, request, blocks, parent, depth, deadline_s, session = _checked(
-        values, int, int, str, str, int, int, str, _WORD, list, _WORD, int, _NUMBER, _WORD
-    )
-    transfer = Transfer(
-        id_,
-        Link(link),
-        ChunkKey(bytes.fromhex(key)),
-        group,
-        slot,
-        tier,
-        request,
-        _integers(blocks),
-        None if parent is None else ChunkKey(bytes.fromhex(parent)),
-        depth,
-        deadline_s,
-        session,
-    )
-    return CommandMessage(number, transfer)
+def _of(*kinds: type) -> Callable[[Any], Any]:
+    """Reads a value that has one of these types, and no subclass: True is no integer."""
+
+    def read(value: _T) -> _T:
+        if type(value) not in kinds:
+            raise TypeError(f"a field of type {type(value).__name__}")
+        return value
+
+    return read
 
 
-def _probe(values: list[Any]) -> CommandMessage:
-    number, id_, tier, keys, groups, deadline_s = _checked(values, int, int, str, list, list, _NUMBER)
-    objects = tuple((ChunkKey(bytes.fromhex(key)), group) for key, group in zip(keys, _integers(groups), strict=True))
-    return CommandMessage(number, Probe(id_, tier, objects, deadline_s))
+def _maybe(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
 
 
-def _drop(values: list[Any]) -> CommandMessage:
-    number, tier, key, group = _checked(values, int, str, str, int)
-    return CommandMessage(number, Drop(tier, ChunkKey(bytes.fromhex(key)), group))
+def _many(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda values: tuple(map(read, values))
 
 
-def _tell(values: list[Any]) -> CommandMessage:
-    number, tier, session, next_turn = _checked(values, int, str, str, _WORD)
-    return CommandMessage(number, Tell(tier, session, None if next_turn is None else NextTurn(next_turn)))
+_whole, _number, _word, _flag, _table = _of(int), _of(int, float), _of(str), _of(bool), _of(dict)
+_wholes = _many(_whole)
 
 
-def _answer(values: list[Any]) -> CompletionMessage:
-    number, outcome, present, *rest = _checked(values, int, str, str, int, _NUMBER, _NUMBER, str, bool)
-    return CompletionMessage(number, Outcome(outcome), tuple(each == "1" for each in present), *rest)
+def _key(value: str) -> ChunkKey:
+    return ChunkKey(bytes.fromhex(value))
 
 
-def _cancel(values: list[Any]) -> Cancel:
-    return Cancel(_integers(*_checked(values, list)))
+def _object(value: list[Any]) -> tuple[ChunkKey, int]:
+    key, group = value
+    return _key(key), _whole(group)
 
 
-def _note(values: list[Any]) -> Note:
-    subject, request, numbers, flag = _checked(values, str, str, list, bool)
-    return Note(subject, RequestId(request), _integers(numbers), flag)
+def _count(value: int) -> int:
+    if not 0 <= _whole(value) <= COUNT_MAX:
+        raise ValueError("not a tier's figure")
+    return value
 
 
-def _report(values: list[Any]) -> TierReport:
-    tier, used_bytes, capacity_bytes, evictions, written, stuck_queues = _checked(
-        values, str, _COUNT, _COUNT, _COUNT, dict, int
-    )
-    fill = [count for count in (used_bytes, capacity_bytes, evictions) if count is not None]
-    counts = _integers([*fill, *written.values(), stuck_queues])
-    if min(counts) < 0 or max(counts) > COUNT_MAX or not written.keys() <= set(WRITE_KINDS):
+def _figures(values: list[Any]) -> Figures:
+    used_bytes, capacity_bytes, evictions, written, direct_io = values
+    counts = {what: _count(count) for what, count in _table(written).items()}
+    if not counts.keys() <= set(WRITE_KINDS):
         raise ValueError("not a tier's figures")
-    return TierReport(tier, Figures(used_bytes, capacity_bytes, evictions, written), stuck_queues)
+    count = _maybe(_count)
+    return Figures(count(used_bytes), count(capacity_bytes), count(evictions), counts, _maybe(_flag)(direct_io))
 
 
-def _ping(values: list[Any]) -> Ping:
-    return Ping(*values)
-
-
-def _leave(values: list[Any]) -> Leave:
-    return Leave(*values)
-
-
-def _checked(values: list[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
-    if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
-        raise TypeError("wrong types of fields")
-    return values
-
-
-def _integers(values: list[Any]) -> tuple[int, ...]:
-    if not all(type(value) is int for value in values):
-        raise TypeError("not an integer")
-    return tuple(cast("list[int]", values))
-
-
-_DECODERS = {
-    "transfer": _transfer,
-    "probe": _probe,
-    "drop": _drop,
-    "tell": _tell,
-    "answer": _answer,
-    "cancel": _cancel,
-    "note": _note,
-    "report": _report,
-    "ping": _ping,
-    "leave": _leave,
+_FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
+    Transfer: (
+        *(_whole, Link, _key, _whole, _whole, _word, _maybe(_word), _wholes),
+        *(_maybe(_key), _whole, _number, _maybe(_word)),
+    ),
+    Probe: (_whole, _word, _many(_object), _number),
+    Drop: (_word, _key, _whole),
+    Tell: (_word, _word, _maybe(NextTurn)),
+    Cancel: (_wholes,),
+    CompletionMessage: (_whole, Outcome, _many(_flag), _whole, _number, _number, _word, _flag),
+    Note: (_word, _word, _wholes, _flag),
+    Ping: (),
+    Leave: (),
+    TierReport: (_word, _figures, _count),
 }
+"""Reads the fields of each type."""
+
+_KINDS = {kind.__name__: kind for kind in _FIELDS}

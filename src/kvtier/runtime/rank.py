@@ -2,7 +2,6 @@
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, PageLock, slots_for
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.rank_group import in_threads
 from kvtier.runtime.secret import configured_secret
 from kvtier.tier.base import Tier
 from kvtier.tier.registry import TierContext, TierSettings, kind_of
@@ -184,14 +184,7 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
         except (KvError, OSError) as error:
             logger.warning("tier %s: closing failed: %s", name, error)
 
-    closers = [
-        threading.Thread(target=close, args=item, name=f"kvtier-close-{item[0]}", daemon=True) for item in tiers.items()
-    ]
-    for closer in closers:
-        closer.start()
-    until_s = time.monotonic() + deadline_s
-    for closer in closers:
-        closer.join(max(0.0, until_s - time.monotonic()))
+    in_threads({f"kvtier-close-{name}": partial(close, name, tier) for name, tier in tiers.items()}, deadline_s)
 
 
 def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier:

@@ -20,7 +20,7 @@ class RankGroup:
     hint: where another rank lacks an object, its promotion finds that out and the load is shorter.
 
     Args:
-        ranks: their completions go to the group from now on.
+        ranks: at least one; their completions go to the group from now on.
         remote: names of the remote tiers.
 
     `close` is for one owner thread, the other methods for any.
@@ -29,8 +29,6 @@ class RankGroup:
     needs_flush = True
 
     def __init__(self, ranks: Sequence[Mover | RemoteRank], remote: Collection[str] = ()) -> None:
-        if not ranks:
-            raise ValueError("a rank group needs at least one rank")
         self._ranks = tuple(ranks)
         self._put: Callable[[Completion], None] = lambda _completion: None
         self._ready: Callable[[], None] = lambda: None
@@ -93,21 +91,8 @@ class RankGroup:
         def close(position: int) -> None:
             results[position] = self._ranks[position].close(deadline_s)
 
-        closers = [
-            threading.Thread(target=close, args=(position,), name=f"kvtier close rank {position}", daemon=True)
-            for position in range(len(self._ranks))
-        ]
-        started: list[threading.Thread] = []
-        for closer in closers:
-            try:
-                closer.start()
-            except RuntimeError:  # the system gives no more threads
-                closer.run()
-            else:
-                started.append(closer)
-        until_s = time.monotonic() + deadline_s + 1.0
-        for closer in started:
-            closer.join(max(0.0, until_s - time.monotonic()))
+        acts = {f"kvtier close rank {position}": partial(close, position) for position in range(len(self._ranks))}
+        in_threads(acts, deadline_s + 1.0)
         return all(results)
 
     def _answered(self, position: int, completion: Completion) -> None:
@@ -154,6 +139,22 @@ def merged(one: Completion, other: Completion) -> Completion:
         waited_s=max(one.waited_s, other.waited_s),
         is_tier_fault=one.is_tier_fault or other.is_tier_fault,
     )
+
+
+def in_threads(acts: Mapping[str, Callable[[], None]], deadline_s: float) -> None:
+    """Call each of `acts` in a thread of that name, and wait up to `deadline_s` seconds for all of them."""
+    started: list[threading.Thread] = []
+    for name, act in acts.items():
+        thread = threading.Thread(target=act, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads
+            act()
+        else:
+            started.append(thread)
+    until_s = time.monotonic() + deadline_s
+    for thread in started:
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 Ranks = Mover | RemoteRank | RankGroup

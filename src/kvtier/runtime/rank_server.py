@@ -1,4 +1,4 @@
-"""Serves one rank's mover to the core's process, over a Unix-domain socket in a private directory.
+"""Serves one rank's mover to the core's process, over a Unix-domain socket without a place in a file system.
 
     worker                                       the core's process
     RankServer(rank, on_note)
@@ -7,30 +7,23 @@
         mover's threads  -- completions -->
         reader thread    -- tiers' figures -->
 
-It accepts one connection, because slots belong to one core. Each side proves that it knows the key of the handshake
-without sending it. `protocol` has the messages, `remote_rank` describes how a connection ends.
+It accepts one connection, because slots belong to one core. Processes of other users are refused. Each side proves that
+it knows the key of the handshake without sending it: the core with its first bytes, the rank with its answer.
+`protocol` has the messages, `remote_rank` describes how a connection ends.
 """
 
-import fcntl
 import hmac
 import logging
 import os
 import secrets
-import shutil
+import select
 import socket
-import stat
 import struct
-import tempfile
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.errors import ConfigError
 from kvtier.runtime.executor import Completion, Work
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.mover import FIGURES_EVERY_S, Mover
@@ -49,15 +42,11 @@ from kvtier.runtime.protocol import (
 )
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.rank_group import OpenRanks, RankGroup
-from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, set_timeout
-from kvtier.tier.safe_open import Descriptor, directory_at, open_directory
+from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, peer_of, set_timeout
 from kvtier.types import Cancel, Figures, Outcome
 
-GREETING_S = 5.0
-"""How long the authentication of a connection may take."""
-
 GREETINGS_MAX = 16
-"""Connections that authenticate themselves at the same time. Another one ends the oldest of them."""
+"""Connections that have sent nothing yet. Another one ends the oldest of them."""
 
 SEND_S = 10.0
 """Deadline for the core to read a completion; past it the connection is closed."""
@@ -65,17 +54,13 @@ SEND_S = 10.0
 IDLE_S = 60.0
 """A thread that waits for a connection checks for the end at this interval."""
 
-FOLDER_PREFIX = "kvtier-rank-"
-"""Of the folders of sockets, in the directory for temporary files."""
-
 DRAIN_STEP_S = 0.01
 CLOCKS_APART_S_MAX = 0.1
 
-_MAGIC = b"kvtier 2"
-"""Ends with the protocol's version."""
-_SOCKET = "rank"
 _KEY_BYTES = 32
 _CLOCK = struct.Struct("<d")
+_GREETING_BYTES = 2 * _KEY_BYTES
+_ANSWER_BYTES = _KEY_BYTES + _CLOCK.size
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +77,7 @@ class RankServer:
             is in this process. It must be quick and must not raise.
 
     Raises:
-        ConfigError: no socket can be created in the directory for temporary files.
+        OSError: the system cannot create a socket.
     """
 
     def __init__(self, rank: Rank, on_note: Callable[[Note], None]) -> None:
@@ -114,9 +99,11 @@ class RankServer:
         self._reported = {name: TierReport(name, Figures(), 0) for name in rank.tiers}
         """What the core knows of each tier."""
         self._refusals = FaultLog()
-        self._listener, self.address, folder = _listen()
-        self._remove_folder = weakref.finalize(self, _remove, Path(self.address).parent, folder, self._process)
-        """Runs at exit, too, if no core has connected."""
+        self.address = f"kvtier-rank-{secrets.token_hex(16)}"
+        """Name of the socket, in the network namespace of this process."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(GREETINGS_MAX)
         _SERVED[self.address] = self
         self._thread = threading.Thread(target=self._serve, name=f"kvtier rank {rank.number} server", daemon=True)
         self._thread.start()
@@ -196,13 +183,9 @@ class RankServer:
                 peer.sendall(answer)  # under the lock, because no message may be sent before
                 self._peer = peer
             self._is_taken = True
-        self._stop_listening()
-        return not was_taken
-
-    def _stop_listening(self) -> None:
         _SERVED.pop(self.address, None)
-        _shut(self._listener, socket.SHUT_RDWR)  # wakes an `accept`; closing would not
-        self._remove_folder()
+        _shut(self._listener, socket.SHUT_RDWR)  # wakes `_accept`; closing would not
+        return not was_taken
 
     # ---- the reader's thread ---------------------------------------------------------------------------------------
 
@@ -223,53 +206,44 @@ class RankServer:
                 self._drain()
 
     def _accept(self) -> socket.socket | None:
-        """The first connection that knows the key; None if the server is closed.
-
-        Each has a thread of its own until then, so a silent one holds up no other.
-        """
-        greetings: deque[socket.socket] = deque()
-        # Not `settimeout`, with which `accept` polls, so that a shutdown does not wake it.
-        set_timeout(self._listener, socket.SO_RCVTIMEO, IDLE_S)
+        """The first connection that knows the key; None if the server is closed. Silent ones hold up no other."""
+        silent: dict[int, socket.socket] = {}
+        events = select.poll()
+        events.register(self._listener, select.POLLIN)
         while not self._is_taken:
-            try:
-                peer, _ = self._listener.accept()
-            except BlockingIOError:
-                continue
-            except OSError:
-                break
-            greetings.append(peer)
-            name = f"kvtier rank {self._rank.number} greeting"
-            try:
-                threading.Thread(target=self._admit, args=(peer,), name=name, daemon=True).start()
-            except RuntimeError:  # the system starts no more threads for now
-                greetings.pop().close()
-            if len(greetings) > GREETINGS_MAX:
-                self._refuse(greetings.popleft())
-        for peer in greetings:
-            self._refuse(peer)
+            for number, _ in events.poll(IDLE_S * 1000):
+                if number in silent:
+                    events.unregister(number)
+                    self._admit(silent.pop(number))
+                    continue
+                try:
+                    peer, _ = self._listener.accept()
+                except OSError:  # it has been shut down, or the system has no more descriptors
+                    time.sleep(DRAIN_STEP_S)
+                    continue
+                silent[peer.fileno()] = peer
+                events.register(peer, select.POLLIN)
+                if len(silent) > GREETINGS_MAX:
+                    oldest = next(iter(silent))
+                    events.unregister(oldest)
+                    silent.pop(oldest).close()
+        for peer in silent.values():
+            peer.close()
         return self._peer
 
     def _admit(self, peer: socket.socket) -> None:
-        """Authenticate a connection, and serve it if it is the first that knows the key."""
+        """Serve a connection that has sent something, if it is the first that knows the key."""
         try:
-            answer = _greet(peer, self._key, time.monotonic() + GREETING_S)
+            answer = _answer(peer, self._key)
             refusal = "" if self._take(peer, answer) else "the rank has another connection, or ends"
         except (ProtocolError, OSError) as error:
             refusal = str(error)
         if refusal:
             self._refusals.report(f"rank {self._rank.number}: a connection was refused", refusal)
-            with self._lock:
-                peer.close()
-
-    def _refuse(self, peer: socket.socket) -> None:
-        """End the authentication of a connection. Its thread closes it."""
-        with self._lock:
-            if peer is not self._peer:
-                _shut(peer, socket.SHUT_RDWR)
+            peer.close()
 
     def _begin(self, peer: socket.socket) -> None:
         self._rank.mover.complete_to(self._answer)
-        peer.settimeout(None)
         set_timeout(peer, socket.SO_RCVTIMEO, FIGURES_EVERY_S)
         set_timeout(peer, socket.SO_SNDTIMEO, SEND_S)
         with self._lock:
@@ -363,13 +337,6 @@ class RankServer:
             _shut(self._peer, socket.SHUT_RD)
 
 
-def _remove(path: Path, folder: Descriptor, process: int) -> None:
-    """Remove the socket's folder, unless this is a forked child."""
-    if process == os.getpid():
-        shutil.rmtree(path, ignore_errors=True)
-    folder.close()
-
-
 class _Handshake(NamedTuple):
     address: str
     key: bytes
@@ -443,11 +410,11 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # Not `settimeout`, with which `connect` fails at once while others wait to be accepted.
-        set_timeout(connection, socket.SO_SNDTIMEO, max(0.001, until_s - time.monotonic()))
-        connection.connect(peer.address)
-        _greet_back(connection, peer.key, until_s)
-        connection.settimeout(None)
-        set_timeout(connection, socket.SO_SNDTIMEO, 0.0)  # it was that of the connection; 0: none
+        for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            set_timeout(connection, which, max(0.001, until_s - time.monotonic()))
+        connection.connect(f"\0{peer.address}")
+        _greet(connection, peer.key)
+        set_timeout(connection, socket.SO_SNDTIMEO, 0.0)  # none from here on
         return RemoteRank(connection, name, peer.tiers, hung_s=hung_s)
     except (OSError, ProtocolError) as error:
         connection.close()
@@ -455,78 +422,35 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
         raise ProtocolError(f"{name} cannot be reached at {peer.address}: {error}; {advice}") from error
 
 
-def _greet(peer: socket.socket, key: bytes, until_s: float) -> bytes:
-    """Authenticate a connection, on the server's side; the answer, with the clock."""
-    mine = secrets.token_bytes(_KEY_BYTES)
-    peer.sendall(_MAGIC + mine)
-    received = _receive(peer, 2 * _KEY_BYTES, until_s)
-    theirs = received[:_KEY_BYTES]
-    if not hmac.compare_digest(received[_KEY_BYTES:], _proof(key, b"core", mine, theirs)):
-        raise ProtocolError("it does not know the key")
-    return _proof(key, b"rank", mine, theirs) + _CLOCK.pack(time.monotonic())
-
-
-def _greet_back(connection: socket.socket, key: bytes, until_s: float) -> None:
+def _greet(connection: socket.socket, key: bytes) -> None:
     """Authenticate a connection, on the core's side, and compare the clocks."""
-    received = _receive(connection, len(_MAGIC) + _KEY_BYTES, until_s)
-    if received[: len(_MAGIC)] != _MAGIC:
-        raise ProtocolError("it is not a rank of this version of kvtier")
-    theirs, mine = received[len(_MAGIC) :], secrets.token_bytes(_KEY_BYTES)
-    sent_s = time.monotonic()
-    connection.sendall(mine + _proof(key, b"core", theirs, mine))
-    received = _receive(connection, _KEY_BYTES + _CLOCK.size, until_s)
-    if not hmac.compare_digest(received[:_KEY_BYTES], _proof(key, b"rank", theirs, mine)):
+    nonce, sent_s = secrets.token_bytes(_KEY_BYTES), time.monotonic()
+    connection.sendall(nonce + _proof(key, b"core", nonce))
+    answer = connection.recv(_ANSWER_BYTES, socket.MSG_WAITALL)
+    if len(answer) < _ANSWER_BYTES:
+        raise ProtocolError("the connection has ended")
+    if not hmac.compare_digest(answer[:_KEY_BYTES], _proof(key, b"rank", nonce)):
         raise ProtocolError("it does not know the key")
-    (clock_s,) = _CLOCK.unpack(received[_KEY_BYTES:])
+    (clock_s,) = _CLOCK.unpack(answer[_KEY_BYTES:])
     if not sent_s - CLOCKS_APART_S_MAX <= clock_s <= time.monotonic() + CLOCKS_APART_S_MAX:
         raise ProtocolError(f"its clock is {clock_s - sent_s:.1f} s ahead of ours; they must share one time namespace")
 
 
-def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
-    # The role prevents that one side's proof is replayed to it.
-    return hmac.digest(key, role + server + client, "sha256")
+def _answer(peer: socket.socket, key: bytes) -> bytes:
+    """The answer to the greeting of a connection, with the clock. A greeting arrives as a whole."""
+    process, user = peer_of(peer)
+    if user != os.geteuid():
+        raise ProtocolError(f"process {process} is of user {user}")
+    greeting = peer.recv(_GREETING_BYTES, socket.MSG_DONTWAIT)
+    nonce = greeting[:_KEY_BYTES]
+    if not hmac.compare_digest(greeting[_KEY_BYTES:], _proof(key, b"core", nonce)):
+        raise ProtocolError("it does not know the key")
+    return _proof(key, b"rank", nonce) + _CLOCK.pack(time.monotonic())
 
 
-def _receive(connection: socket.socket, size_bytes: int, until_s: float) -> bytes:
-    received = b""
-    while len(received) < size_bytes:
-        connection.settimeout(max(0.001, until_s - time.monotonic()))
-        piece = connection.recv(size_bytes - len(received))
-        if not piece:
-            raise ProtocolError("the connection has ended")
-        received += piece
-    return received
-
-
-def _listen() -> tuple[socket.socket, str, Descriptor]:
-    """A socket, its address, and its folder, which is locked as long as this process lives."""
-    with ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        try:
-            _sweep(Path(tempfile.gettempdir()))
-            path = tempfile.mkdtemp(prefix=FOLDER_PREFIX)  # mode 0700
-            undo.callback(shutil.rmtree, path, ignore_errors=True)
-            folder = Descriptor(open_directory(path, is_listed=True))
-            undo.callback(folder.close)
-            with suppress(OSError):  # without locks there, no folder is swept
-                fcntl.flock(folder.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            listener.bind(address := f"{path}/{_SOCKET}")  # after the lock, so that `_sweep` finds none without one
-            listener.listen(GREETINGS_MAX)
-        except OSError as error:
-            raise ConfigError(f"no socket can be created in {tempfile.gettempdir()} (TMPDIR): {error}") from error
-        undo.pop_all()
-    return listener, address, folder
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the folders of this user's ranks that were killed: no process holds their locks."""
-    for path in parent.glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError), directory_at(str(path), is_listed=True) as folder:
-            is_rank = stat.S_ISSOCK(os.stat(_SOCKET, dir_fd=folder, follow_symlinks=False).st_mode)
-            if is_rank and os.fstat(folder).st_uid == os.geteuid():
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(_SOCKET, dir_fd=folder)
-                path.rmdir()
+def _proof(key: bytes, role: bytes, nonce: bytes) -> bytes:
+    # The role prevents that one side's proof is replayed to it. The number is the protocol's version.
+    return hmac.digest(key, b"kvtier 3 " + role + nonce, "sha256")
 
 
 def _shut(connection: socket.socket, how: int) -> None:

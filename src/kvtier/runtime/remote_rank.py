@@ -300,10 +300,15 @@ def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
 
 
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end, as this process numbers them."""
+    process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, user
+
+
 def _process_of(connection: socket.socket) -> int | None:
     """A pidfd of the process at the other end, readable once it dies; None if the system has none."""
-    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     try:
-        return os.pidfd_open(pid)
+        return os.pidfd_open(peer_of(connection)[0])
     except OSError:
         return None

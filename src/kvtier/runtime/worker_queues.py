@@ -2,14 +2,14 @@
 
 Each job leaves the queue once, under the lock. The code that removes it completes it: a worker thread, or the caller of
 `withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline, so a thread that hangs in a tier
-delays neither `close` nor the exit of the process.
+delays neither `close` nor the exit of the process. A thread ends only after `close`.
 """
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from enum import Enum
 from queue import Empty, SimpleQueue
 
 from kvtier.runtime.arena import page_aligned
@@ -26,12 +26,7 @@ SHARES_MOST = 4
 """Most threads that share one batch's worth of jobs. A thread switch costs more than a small job."""
 
 
-class QueueState(Enum):
-    """Whether a queue accepts jobs."""
-
-    OPEN = "open"
-    CLOSED = "closed"
-    DEAD = "without threads"
+logger = logging.getLogger(__name__)
 
 
 class Scratch:
@@ -53,9 +48,7 @@ class WorkerQueue:
     Args:
         name: part of the threads' names.
         threads: number of threads.
-        run: does and completes a batch of jobs. If it raises, it has completed them; the thread ends and is replaced.
-        orphaned: completes the waiting jobs if the last thread has ended and none can be started.
-        start: starts a thread.
+        run: does and completes a batch of jobs. If it raises, it has completed them.
         clock: seconds.
     """
 
@@ -65,25 +58,21 @@ class WorkerQueue:
         *,
         threads: int,
         run: Callable[[list[Job], Scratch], None],
-        orphaned: Callable[[list[Job]], None],
-        start: Callable[[threading.Thread], None] = threading.Thread.start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._run = run
-        self._orphaned = orphaned
-        self._start = start
         self.jobs: deque[Job] = deque()
         """Waiting jobs. Changed under the lock only."""
         self.urgent_jobs: deque[Job] = deque()
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()
         """Wakes idle threads, one for each entry; at most one for each idle thread, and one for each at the end."""
-        self._state = QueueState.OPEN
+        self.is_open = True
+        """Whether it accepts jobs."""
         self._wanted = threads
-        self._serving = 0
         self._idle = 0
-        self._threads: list[threading.Thread] = []  # including those that are about to end
+        self._threads: list[threading.Thread] = []
         self._clock = clock
         self._began_s: dict[int, float] = {}
         """Time at which each busy thread began its present jobs, by thread id."""
@@ -95,19 +84,15 @@ class WorkerQueue:
             RuntimeError: the system cannot start a thread.
         """
         for _ in range(self._wanted):
-            with self._lock:
-                self._start_thread()
-
-    @property
-    def state(self) -> QueueState:
-        """Whether it accepts jobs."""
-        return self._state
+            thread = threading.Thread(target=self._serve, name=f"kvtier {self.name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     @property
     def is_stuck(self) -> bool:
         """Whether all threads have been in their present jobs for `STUCK_S`. Takes no lock."""
         began_s = list(self._began_s.values())
-        return 0 < self._serving <= len(began_s) and max(began_s) <= self._clock() - STUCK_S
+        return 0 < len(self._threads) <= len(began_s) and max(began_s) <= self._clock() - STUCK_S
 
     def add(self, jobs: Sequence[Job], *, bound: int, is_urgent: bool = False) -> int:
         """Queue `jobs` until `bound` jobs wait; how many were queued. The caller completes the others.
@@ -115,7 +100,7 @@ class WorkerQueue:
         A queue that is not open accepts none.
         """
         with self._lock:
-            if self._state is not QueueState.OPEN:
+            if not self.is_open:
                 return 0
             room = max(0, bound - len(self.urgent_jobs) - len(self.jobs))
             taken = jobs if len(jobs) <= room else jobs[:room]
@@ -147,18 +132,16 @@ class WorkerQueue:
     def close(self) -> list[Job]:
         """Accept no more jobs and stop the threads. The caller completes the returned jobs, which have not begun."""
         with self._lock:
-            self._state = QueueState.CLOSED
+            self.is_open = False
             for _ in self._threads:
                 self._bell.put(None)
             return self._take_out(lambda _: True)
 
     def join(self, until_s: float) -> bool:
         """Wait for the threads to end until `until_s` (`time.monotonic`); whether all have ended."""
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
+        for thread in self._threads:
             thread.join(max(until_s - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in threads)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _take_out(self, is_wanted: Callable[[Job], bool]) -> list[Job]:
         taken: list[Job] = []
@@ -169,21 +152,16 @@ class WorkerQueue:
             taken += found
         return taken
 
-    def _start_thread(self) -> None:
-        # Under the lock, so that the thread is registered before it can end.
-        thread = threading.Thread(target=self._serve, name=f"kvtier {self.name}", daemon=True)
-        self._start(thread)
-        self._serving += 1
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
-
     def _serve(self) -> None:
         scratch = Scratch()
-        try:
-            while jobs := self._next():
-                self._run(jobs, scratch)
-        except BaseException:
-            self._replace_thread()
-            raise
+        while True:
+            try:
+                while jobs := self._next():
+                    self._run(jobs, scratch)
+            except BaseException:  # the thread goes on, because other jobs wait for it
+                logger.exception("internal error in a thread of the %s queue", self.name)
+            else:
+                return
 
     def _next(self) -> list[Job]:
         """Wait for the next batch; empty if the queue is closed."""
@@ -192,7 +170,7 @@ class WorkerQueue:
             with self._lock:
                 self._idle -= was_idle
                 self._began_s.pop(threading.get_ident(), None)
-                if self._state is not QueueState.OPEN:
+                if not self.is_open:
                     return []
                 if queue := self.urgent_jobs or self.jobs:
                     first = queue.popleft()
@@ -213,21 +191,3 @@ class WorkerQueue:
                 self._bell.get(timeout=IDLE_WAIT_S)
             except Empty:
                 continue
-
-    def _replace_thread(self) -> None:
-        """Start a thread in place of this one, which ends. If none is left, hand over the waiting jobs."""
-        with self._lock:
-            self._serving -= 1
-            self._began_s.pop(threading.get_ident(), None)
-            if self._state is not QueueState.OPEN:
-                return
-            try:
-                self._start_thread()
-            except RuntimeError:
-                if self._serving:
-                    return
-                self._state = QueueState.DEAD
-                orphans = self._take_out(lambda _: True)
-            else:
-                return
-        self._orphaned(orphans)

@@ -232,7 +232,7 @@ class CacheCopier:
         on_device = bool(self._staged_copies)
         # One thread submits all copies to a device, so an event behind the last copy is behind all earlier ones.
         self._layer_order = LayerOrder(
-            self._scatter_step, at_once=MOVED_AT_ONCE if on_device else 1, workers=1 if on_device else CPU_WORKERS
+            self._scatter_step, at_once=MOVED_AT_ONCE if on_device else 1 if on_device else CPU_WORKERS
         )
 
     def expose(
