@@ -212,7 +212,7 @@ def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_
     plain = model.generate(longer, **GREEDY)
 
     def run(site: Any) -> Raise:
-        kv = attached(model, layerwise=True)
+        kv = attached(model)
         kv.generate(PROMPT, **GREEDY)
         assert kv.flush()
         with Raise(site, KeyError, lambda frame: frame.f_code.co_name in ("generate", "_generate")) as planted:
@@ -256,6 +256,7 @@ def test_a_load_that_is_late_is_computed_instead(make: Any, attached: Attach, mo
     with monkeypatch.context() as patch:
         patch.setattr(CacheCopier, "scatter", slow)
         output, report = kv.generate(PROMPT, return_report=True, **GREEDY)
+        assert "1/0/0" in kv._current().requests._copier._rows, "what still writes keeps its tensors"
         go_on.set()
     assert torch.equal(output, plain)
     assert report.restored_tokens == 0

@@ -35,13 +35,13 @@ from kvtier.connect.transformers.call import (
     sequences_of,
 )
 from kvtier.connect.transformers.open import ModelSession, open_model
-from kvtier.connect.transformers.restore import MissingLayerError, Restored
-from kvtier.connect.transformers.support import accepts_padding, check_model, is_compiled
+from kvtier.connect.transformers.restore import Restored
+from kvtier.connect.transformers.support import accepts_padding, check_model
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
 from kvtier.runtime.session import Closed, Session
-from kvtier.types import NextTurn, Place, Prefix, RequestId
+from kvtier.types import NextTurn, Place, Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ def attach(
     revision: str = "",
     epoch: int = 0,
     held_calls: int = 4,
-    layerwise: bool = True,
     **settings: object,
 ) -> "Attachment":
     """Give `model` a KV cache that outlives calls and processes.
@@ -81,9 +80,6 @@ def attach(
         epoch: number of in-place updates of the weights (`Attachment.set_epoch`).
         held_calls: calls whose tensors may be held while their KV is copied to host memory. A further call is not
             stored.
-        layerwise: let the model compute while later layers of its prompt are still being loaded. This needs memory for
-            the restored KV twice until the last layer is loaded; without that memory, or with False, the call waits
-            for all layers.
         settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``; ``tiers``, a list of
             texts or tables, and values of a tier, such as ``tiers__disk__capacity_bytes="200GiB"``.
 
@@ -101,7 +97,6 @@ def attach(
         revision=revision,
         epoch=epoch,
         held_calls=held_calls,
-        layerwise=layerwise,
     )
 
 
@@ -135,7 +130,6 @@ class Attachment:
         revision: str,
         epoch: int,
         held_calls: int,
-        layerwise: bool,
     ) -> None:
         self.model = model
         self.config = config
@@ -145,7 +139,6 @@ class Attachment:
         self._revision = revision
         self._epoch = epoch
         self._held_calls = held_calls
-        self._layerwise = layerwise
         self._accepts_padding = accepts_padding(model)
         self._lock = threading.RLock()
         self._numbers = itertools.count()
@@ -364,45 +357,26 @@ class Attachment:
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened, columns = self._current(), call.prompt.input_ids.shape[1]
         rows = [row.request for row in call.rows]
-        # A streamer gets the prompt before the model runs, and a restarted call would give it the prompt twice.
-        is_layerwise = self._layerwise and arguments.get("streamer") is None and not is_compiled(self.model)
 
         def restore() -> Restored:
             opened.requests.poll()
             if not any(row.prefix.keys for row in rows):
                 return Restored()
-            return opened.restorer.restore(rows, columns, is_layerwise=is_layerwise)
+            return opened.restorer.restore(rows, columns)
 
         restored = self._guarded(restore)
         reason = restored if isinstance(restored, str) else ""
         found: Restored = Restored() if isinstance(restored, str) else restored
-        del restored
+        cache = empty_cache(opened.shape) if found.cache is None else found.cache
         rest = {name: value for name, value in arguments.items() if name not in _REPLACED}
-
-        def compute(cache: DynamicCache) -> Output:
-            return self.model.generate(
-                call.prompt.input_ids,
-                generation_config=given,
-                attention_mask=call.prompt.mask,
-                past_key_values=cache,
-                stopping_criteria=clock.among(arguments.get("stopping_criteria")),
-                **rest,
-            )
-
-        cache = _taken_cache(found, opened)
-        try:
-            output = compute(cache)
-        except MissingLayerError as error:
-            logger.info("%s; the call starts again", error)
-            again = self._guarded(lambda: opened.restorer.resume(rows, columns, found))
-            reason = again if isinstance(again, str) else reason
-            found = Restored() if isinstance(again, str) else again
-            del again
-            cache = _taken_cache(found, opened)
-            output = compute(cache)
-        finally:
-            unsettled = self._guarded(lambda: opened.restorer.finish(rows, found) or "")
-        reason = reason or str(unsettled)
+        output = self.model.generate(
+            call.prompt.input_ids,
+            generation_config=given,
+            attention_mask=call.prompt.mask,
+            past_key_values=cache,
+            stopping_criteria=clock.among(arguments.get("stopping_criteria")),
+            **rest,
+        )
         report = self._guarded(partial(call.report, output, found, clock, reason))
         if isinstance(report, str):
             self.last = CallReport(uncached_reason=report)
@@ -512,16 +486,7 @@ class Attachment:
             if is_full:
                 self._earlier = replace(self._earlier, dropped=self._earlier.dropped + len(places))
             elif places:
-                opened.requests.store(
-                    RequestId(f"{row.request.name}/store"),
-                    call.number,
-                    prefix,
-                    places,
-                    row=number,
-                    pad=row.request.pad,
-                    spans=spans,
-                    conversation=row.request.conversation,
-                )
+                opened.requests.store(row.request, number, call.number, prefix, places, spans)
                 count += len(places)
         return count
 
@@ -541,9 +506,3 @@ class Attachment:
         if reason not in self._logged and len(self._logged) < _LOGGED_MAX:
             self._logged.add(reason)
             logger.warning(message, reason)
-
-
-def _taken_cache(found: Restored, opened: ModelSession) -> DynamicCache:
-    """The cache, removed from `found`, so that its tensors are freed once the library has made longer ones."""
-    cache, found.cache = found.cache, None
-    return cache or empty_cache(opened.shape)

@@ -16,7 +16,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from kvtier.connect.transformers.caches import Argument, Model, Output, integers
 from kvtier.connect.transformers.identity import moving_rope
-from kvtier.connect.transformers.restore import Restored, RowRequest, row_tokens
+from kvtier.connect.transformers.open_requests import RowRequest
+from kvtier.connect.transformers.restore import Restored, row_tokens
 from kvtier.connect.transformers.support import Options, padding_mask, reason_against
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain, Extra

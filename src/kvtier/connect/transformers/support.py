@@ -168,15 +168,6 @@ def _difference(first: Layer, second: Layer) -> float:
     return worst
 
 
-def is_compiled(model: Model) -> bool:
-    """Whether `torch.compile` was applied to the model. Traced code must not wait for a layer."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """A call's generation options, in the library's order: argument, given configuration, the model's own."""
