@@ -152,7 +152,6 @@ def test_training_mode_and_autocast_pass_through(attached: Attach) -> None:
         ({"host__capacity_bytes": "1 parsec"}, "host.capacity_bytes"),
         ({"held_calls": 0}, "held_calls must be at least 1"),
         ({"tiers": ["disk:/elsewhere"]}, "directory and tiers are both given"),
-        ({"epoch": -1}, "epoch must be at least 0"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], reason: str, attached: Attach) -> None:

@@ -22,7 +22,6 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from kvtier.config.loader import TIERS, load, override
 from kvtier.config.sections import Config
-from kvtier.connect.transformers import identity
 from kvtier.connect.transformers.caches import Argument, Model, Output, Spans, empty_cache, recorded_spans
 from kvtier.connect.transformers.call import (
     Call,
@@ -64,7 +63,6 @@ def attach(
     config: Config | None = None,
     checkpoint: str | Path | None = None,
     revision: str = "",
-    epoch: int = 0,
     held_calls: int = 4,
     **settings: object,
 ) -> "Attachment":
@@ -77,7 +75,6 @@ def attach(
         checkpoint: file or directory with the weights that the model was loaded from and still has. Its digest is
             cached across processes; without it the tensors in memory are digested at every attach.
         revision: name of the weights; models with different revisions share nothing.
-        epoch: number of in-place updates of the weights (`Attachment.set_epoch`).
         held_calls: calls whose tensors may be held while their KV is copied to host memory. A further call is not
             stored.
         settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``; ``tiers``, a list of
@@ -95,7 +92,6 @@ def attach(
         _settings(config, directory, settings),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         revision=revision,
-        epoch=epoch,
         held_calls=held_calls,
     )
 
@@ -128,7 +124,6 @@ class Attachment:
         *,
         checkpoint: Path | None,
         revision: str,
-        epoch: int,
         held_calls: int,
     ) -> None:
         self.model = model
@@ -137,7 +132,6 @@ class Attachment:
         """Report of the latest call."""
         self._checkpoint = checkpoint
         self._revision = revision
-        self._epoch = epoch
         self._held_calls = held_calls
         self._accepts_padding = accepts_padding(model)
         self._lock = threading.RLock()
@@ -145,9 +139,8 @@ class Attachment:
         self._earlier = StoreCounts()
         """Counts of closed sessions, and of chunks dropped because of `held_calls`."""
         self._logged: set[str] = set()
-        self._is_closed = False
-        self._refused: tuple[identity.ModelWatch, str] | None = None
-        """A changed model that could not be opened, and why."""
+        self._ended = ""
+        """Why all calls go without the cache; empty while it is open."""
         self._opened: ModelSession | None = None
         self._open()
 
@@ -252,20 +245,6 @@ class Attachment:
         """The session underneath; a new one after the model has changed."""
         return self._current().session
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce the `epoch`-th in-place update of the weights. KV of other epochs is not used any more.
-
-        Raises:
-            ConfigError: a negative epoch.
-        """
-        if epoch < 0:
-            raise ConfigError(f"epoch must be at least 0, got {epoch}")
-        with self._lock:
-            if epoch != self._epoch:
-                self._epoch = epoch
-                if not self._is_closed:
-                    self._open()
-
     def flush(self, deadline_s: float = 30.0) -> bool:
         """Wait until all stores have been copied to host memory; False if the deadline passed."""
         with self._lock:
@@ -281,7 +260,7 @@ class Attachment:
             How the session closed; None if it was closed before.
         """
         with self._lock:
-            self._is_closed = True
+            self._ended = "the attachment is closed"
             return self._shut(self.config.limits.close_deadline_s if deadline_s is None else deadline_s)
 
     def __enter__(self) -> Self:
@@ -297,7 +276,7 @@ class Attachment:
     def _open(self) -> None:
         self._shut(_REOPEN_DEADLINE_S)
         self._opened = opened = open_model(
-            self.model, self.config, checkpoint=self._checkpoint, revision=self._revision, epoch=self._epoch
+            self.model, self.config, checkpoint=self._checkpoint, revision=self._revision
         )
         self._finalizer = weakref.finalize(self, opened.session.close, self.config.limits.close_deadline_s)
 
@@ -321,13 +300,11 @@ class Attachment:
             raise ConfigError("the attachment is closed; attach the model again")
         return self._opened
 
-    def _refreshed(self) -> "ModelSession | str":
-        """The session, reopened if the model has changed; or why the changed model cannot be served."""
-        opened = self._opened
-        if opened is not None and not opened.watch.has_changed():
+    def _refreshed(self) -> ModelSession:
+        """The session, reopened if the model has changed."""
+        opened = self._current()
+        if not opened.watch.has_changed():
             return opened
-        if opened is None and self._refused is not None and not self._refused[0].has_changed():
-            return self._refused[1]
         logger.warning(
             "%s has changed since it was attached; its weights are digested again", type(self.model).__name__
         )
@@ -337,8 +314,7 @@ class Attachment:
         try:
             self._open()
         except Exception as error:
-            refusal = f"the model has changed and cannot be served any more: {error}"
-            self._refused = (identity.ModelWatch(self.model), refusal)
+            self._ended = f"the model has changed and cannot be served any more: {error}; attach it again"
             raise
         return self._current()
 
@@ -421,8 +397,8 @@ class Attachment:
         session: str | Sequence[str | None] | None = None,
     ) -> "Call | str":
         """Everything before the first lookup; or why the call goes without the cache."""
-        if self._is_closed:
-            return "the attachment is closed"
+        if self._ended:
+            return self._ended
         prompt = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)
         if isinstance(prompt, str):
             return prompt
@@ -430,8 +406,6 @@ class Attachment:
         if problem:
             self._log_once(problem, "%s; ignored (logged once)")
         opened = self._refreshed()
-        if isinstance(opened, str):
-            return opened
         return Call.begun(next(self._numbers), prompt, opened.root, opened.layout.chunk_tokens, names, opened.recorder)
 
     def _store_call(

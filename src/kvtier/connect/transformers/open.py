@@ -43,7 +43,7 @@ class ModelSession:
     recorder: Recorder | None
 
 
-def open_model(model: Model, config: Config, *, checkpoint: Path | None, revision: str, epoch: int) -> ModelSession:
+def open_model(model: Model, config: Config, *, checkpoint: Path | None, revision: str) -> ModelSession:
     """Inspect the model, digest its weights, and open a session.
 
     Raises:
@@ -62,7 +62,7 @@ def open_model(model: Model, config: Config, *, checkpoint: Path | None, revisio
         weights.seconds,
     )
     dtype = next(shape.layers).dtype
-    fingerprint = identity.fingerprint(model, weights.digest, revision=revision, epoch=epoch, dtype=dtype)
+    fingerprint = identity.fingerprint(model, weights.digest, revision=revision, dtype=dtype)
     copier = CacheCopier(shape, layout)
     has_cuda = any(layer.device.type == "cuda" for layer in shape.layers)
     opened = runtime.open_session(
