@@ -7,7 +7,7 @@ resolves the server's flags (`server_arguments`), so that its own rules decide, 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, machine, stores
 from kvtier.cli.engine_settings import overridden
@@ -64,19 +64,11 @@ class ServerToCheck:
     """Of the prompt that is not found."""
 
 
-class _Fields(NamedTuple):
-    """A server's `ServerArgs` fields."""
-
-    resolved: Mapping[str, Any]
-    asked: Mapping[str, Any]
-    """Before SGLang's own rules; empty if unknown."""
-
-
 def examine(server: ServerToCheck) -> list[DoctorFinding]:
     """All findings about `server`, the most severe first."""
     findings: list[DoctorFinding] = []
     environment = look(server.python, server.arguments or None)
-    fields = _Fields(environment.fields, environment.asked) if environment.fields else None
+    fields = environment.fields
     extra, found = _extra(server, fields)
     findings += found
     unsupported = "refuse"
@@ -88,14 +80,14 @@ def examine(server: ServerToCheck) -> list[DoctorFinding]:
     else:
         unsupported = loaded.config.sglang.unsupported
         findings += machine(loaded, UNUSED)
-        page_tokens = 0 if fields is None else fields.resolved.get("page_size") or 1
+        page_tokens = (fields.get("page_size") or 1) if fields else 0
         findings += stores(loaded.config, None, page_tokens, TERMS)
     findings += _environment(environment, server.python, unsupported)
-    if fields is not None:
+    if fields:
         findings += _hicache(fields)
-        findings += _pages(fields)
-        findings += _model(fields.resolved)
-        findings += _policies(fields.resolved)
+        findings += _pages(fields, environment.asked)
+        findings += _model(fields)
+        findings += _policies(fields)
     elif not environment.refused:
         text = "no flags were given, so only settings and tiers were checked"
         findings.append(DoctorFinding("note", "server", text, "give the server's flags after --"))
@@ -105,11 +97,11 @@ def examine(server: ServerToCheck) -> list[DoctorFinding]:
     return in_order(findings)
 
 
-def _extra(server: ServerToCheck, fields: _Fields | None) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
+def _extra(server: ServerToCheck, fields: Mapping[str, Any]) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
     """The backend's configuration, if it is known, with findings about it."""
     text: object = None
-    if fields is not None:
-        text = fields.resolved.get("hicache_storage_backend_extra_config")
+    if fields:
+        text = fields.get("hicache_storage_backend_extra_config")
     elif EXTRA in server.arguments[:-1]:  # where no SGLang reads the flags
         text = server.arguments[list(server.arguments).index(EXTRA) + 1]
     if not text:
@@ -173,49 +165,48 @@ def _environment(found: Environment, python: Path | None, unsupported: str) -> I
         yield DoctorFinding("error", "flags", f"SGLang refuses them: {found.refused}", "correct the server's flags")
 
 
-def _hicache(fields: _Fields) -> Iterator[DoctorFinding]:
+def _hicache(fields: Mapping[str, Any]) -> Iterator[DoctorFinding]:
     """Whether SGLang uses a storage backend at all, and which."""
-    resolved = fields.resolved
-    if not resolved["enable_hierarchical_cache"]:
+    if not fields["enable_hierarchical_cache"]:
         text = "is off, so SGLang keeps KV in the GPU's memory only"
         yield DoctorFinding("error", "hierarchical cache", text, "add --enable-hierarchical-cache")
-    if resolved["disable_radix_cache"]:
+    if fields["disable_radix_cache"]:
         text = "is off, so no prefix is reused"
         yield DoctorFinding("error", "radix cache", text, "remove --disable-radix-cache")
     for name in ("radix_cache_backend", "enable_unified_cache_external_linker"):
-        if resolved.get(name):
+        if fields.get(name):
             flag = f"--{name.replace('_', '-')}"
             text = "replaces HiCache, so its storage backend is not used"
             yield DoctorFinding("error", flag, text, f"remove {flag}")
-    backend = resolved["hicache_storage_backend"]
+    backend = fields["hicache_storage_backend"]
     if backend != "dynamic":
         text = "none, so nothing is stored below host memory"
         if backend is not None:
             text = f"is {backend!r}, so SGLang does not use kvtier"
         yield DoctorFinding("error", "storage backend", text, "use the flags of `kvtier sglang config`")
-    elif not resolved["hicache_storage_backend_extra_config"]:
+    elif not fields["hicache_storage_backend_extra_config"]:
         text = "dynamic, but no class is named"
         yield DoctorFinding("error", "storage backend", text, f"add {EXTRA} (`kvtier sglang config`)")
-    elif resolved["enable_hierarchical_cache"]:
+    elif fields["enable_hierarchical_cache"]:
         yield DoctorFinding("fine", "storage backend", "dynamic, below the hierarchical cache")
 
 
-def _pages(fields: _Fields) -> Iterator[DoctorFinding]:
-    """Tokens and layout of a page."""
-    tokens = fields.resolved.get("page_size")
+def _pages(fields: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[DoctorFinding]:
+    """Tokens and layout of a page; `asked` has the flags before SGLang's rules."""
+    tokens = fields.get("page_size")
     if (tokens or 1) < PAGE_TOKENS_FEW:
         text = f"{tokens or '1, the default of SGLang'}: each page is an object with a header, and a request of its own"
         yield DoctorFinding("warning", "--page-size", text, f"add --page-size {PAGE_TOKENS}")
     else:
         yield DoctorFinding("fine", "--page-size", f"{tokens}; only full pages are found")
-    layout = fields.resolved["hicache_mem_layout"]
-    asked = fields.asked.get("hicache_mem_layout", layout)
+    layout = fields["hicache_mem_layout"]
+    given = asked.get("hicache_mem_layout", layout)
     if layout not in LAYOUTS:
         text = f"{layout} is not supported"
         yield DoctorFinding("error", "memory layout", text, f"use one of {', '.join(LAYOUTS)}")
-    elif layout != asked:
+    elif layout != given:
         text = (
-            f"SGLang changes {asked} to {layout} because of the io backend {fields.asked['hicache_io_backend']}; "
+            f"SGLang changes {given} to {layout} because of the io backend {asked['hicache_io_backend']}; "
             "KV stored in another layout is not found"
         )
         yield DoctorFinding("note", "memory layout", text, "use the same io backend in all servers of one store")
@@ -266,12 +257,12 @@ def _policies(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
         yield DoctorFinding("warning", "prefetch policy", text, advice)
 
 
-def _prompts(extra: Mapping[str, object], fields: _Fields | None, tokens: int | None) -> Iterator[DoctorFinding]:
+def _prompts(extra: Mapping[str, object], fields: Mapping[str, Any], tokens: int | None) -> Iterator[DoctorFinding]:
     """Whether a prompt is long enough to be looked up."""
     threshold = extra.get("prefetch_threshold", OWN_KEYS["prefetch_threshold"])
     if not isinstance(threshold, int):
         return  # `_extra` reports it
-    page = 1 if fields is None else fields.resolved.get("page_size") or 1
+    page = fields.get("page_size") or 1
     least = max(threshold, page)
     if tokens is not None and tokens < least:
         text = f"{least}: SGLang looks up no prompt with fewer tokens, and this one has {tokens}"
@@ -282,10 +273,10 @@ def _prompts(extra: Mapping[str, object], fields: _Fields | None, tokens: int | 
         yield DoctorFinding("note", "prefetch_threshold", text, f"to change it, set prefetch_threshold in {EXTRA}")
 
 
-def _hits(fields: _Fields | None) -> DoctorFinding:
+def _hits(fields: Mapping[str, Any]) -> DoctorFinding:
     """How to see hits."""
     text = 'a request with "return_cached_tokens_details": true gets the tokens found in device, host and storage'
     advice = "with --enable-metrics also the counters " + ", ".join(METRICS)
-    if fields is not None and fields.resolved.get("enable_metrics"):
+    if fields.get("enable_metrics"):
         advice = "and read the counters " + ", ".join(METRICS)
     return DoctorFinding("note", "hits", text, advice)
