@@ -170,6 +170,8 @@ def test_a_chunk_that_is_not_all_there_is_not_gathered() -> None:
     world = World(torch.float32)
     with pytest.raises(LookupError, match="only 7 of 10 tokens"):
         world.copier.gather(REQUEST, 1, (50, 60), payload_of(world, 1))
+    with pytest.raises(ValueError, match="not a full chunk of 10 tokens"):
+        world.copier.gather(REQUEST, 0, (0, 9), payload_of(world, 0))
     with pytest.raises(LookupError, match="not exposed"):
         world.copier.gather(RequestId("other"), 0, (0, 10), payload_of(world, 0))
 

@@ -5,15 +5,15 @@ tensors from `expose` until `forget`.
 
 On the CPU a copy is complete on return. It uses numpy: torch would start a thread pool in every transfer thread and
 take cores from the model. On a CUDA device a layer is copied within the device to or from a buffer laid out like the
-payload, which crosses the bus in one copy. A stream of its own does both, behind everything that the engine had queued
-when the request was exposed. The fence is an event behind the last copy.
+payload, which crosses the bus in one copy. A stream per direction does both, behind everything that the engine had
+queued when the request was exposed. The fence is an event behind the last copy.
 
 A layer's share of a payload is K as [head, token, dim], then V likewise. In the tensors each head's tokens are
 contiguous, or, in the records of a window layer, each token's heads.
 """
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -69,9 +69,10 @@ class CacheCopier:
         self._layout = layout
         self._rows: dict[RequestId, ExposedRow] = {}
         self._lock = threading.Lock()
-        self._streams = {
-            layer.device: torch.cuda.Stream(layer.device) for layer in shape.layers if layer.device.type == "cuda"
-        }
+        self._devices = {layer.device for layer in shape.layers if layer.device.type == "cuda"}
+        # A load does not wait for stores.
+        self._gather_streams = {device: torch.cuda.Stream(device) for device in self._devices}
+        self._scatter_streams = {device: torch.cuda.Stream(device) for device in self._devices}
 
     def expose(self, request: RequestId, row: int, pad: int, spans: Spans) -> None:
         """Hold these tensors for copies of `request` until `forget`.
@@ -82,7 +83,7 @@ class CacheCopier:
             pad: columns of padding before its first token.
             spans: the tensors.
         """
-        ready = {device: torch.cuda.current_stream(device).record_event() for device in self._streams}
+        ready = {device: torch.cuda.current_stream(device).record_event() for device in self._devices}
         with self._lock:
             self._rows[request] = ExposedRow(row, pad, spans, ready)
 
@@ -96,9 +97,11 @@ class CacheCopier:
 
         Raises:
             LookupError: the request is not exposed, or its tensors lack some of the tokens.
-            ValueError: `blocks` is not a run of at most a chunk's tokens.
+            ValueError: `blocks` is not a run of a chunk's tokens.
         """
         row, start, stop = self._columns(request, blocks)
+        if stop - start < self._layout.chunk_tokens:
+            raise ValueError(f"blocks {blocks} is not a full chunk of {self._layout.chunk_tokens} tokens")
         for spans in row.spans[group]:
             _check_complete(spans, start, stop)
         return self._copy(row, group, start, stop, payload, is_gather=True)
@@ -132,7 +135,8 @@ class CacheCopier:
         self, row: ExposedRow, group: int, start: int, stop: int, payload: memoryview, *, is_gather: bool
     ) -> Fence | None:
         layout = self._layout.groups[group]
-        with self._on_streams(row):
+        streams = self._gather_streams if is_gather else self._scatter_streams
+        with _on_streams(streams, row):
             for number, layer in enumerate(self._shape.groups[group]):
                 offset = layout.layer_offsets[number]
                 slot = torch.frombuffer(payload[offset : offset + layout.layer_bytes[number]], dtype=torch.uint8)
@@ -143,24 +147,25 @@ class CacheCopier:
                 _move(layer, row.row, row.spans[group][number], near, start, stop, is_gather=is_gather)
                 if is_staged and is_gather:
                     slot.copy_(near, non_blocking=True)
-            if not self._streams:
+            if not streams:
                 return None
-            return CudaFence([stream.record_event() for stream in self._streams.values()])
+            return CudaFence([stream.record_event() for stream in streams.values()])
 
-    @contextmanager
-    def _on_streams(self, row: ExposedRow) -> Generator[None]:
-        """Queue the work of this thread on the copier's streams, behind the events of the row."""
-        with ExitStack() as entered:
-            for device, stream in self._streams.items():
-                stream.wait_event(row.ready[device])
-                entered.enter_context(torch.cuda.stream(stream))
-            try:
-                yield
-            except BaseException:
-                # The slot may be reused after a failure, so queued copies must end first.
-                for stream in self._streams.values():
-                    stream.synchronize()
-                raise
+
+@contextmanager
+def _on_streams(streams: Mapping[torch.device, torch.cuda.Stream], row: ExposedRow) -> Generator[None]:
+    """Queue the work of this thread on these streams, behind the events of the row."""
+    with ExitStack() as entered:
+        for device, stream in streams.items():
+            stream.wait_event(row.ready[device])
+            entered.enter_context(torch.cuda.stream(stream))
+        try:
+            yield
+        except BaseException:
+            # The slot may be reused after a failure, so queued copies must end first.
+            for stream in streams.values():
+                stream.synchronize()
+            raise
 
 
 def _check_complete(spans: Sequence[Span], start: int, stop: int) -> None:
