@@ -26,7 +26,7 @@ sys.path[:1] = [str(TOP), str(TOP / "src")]  # not this folder: bench/vllm.py wo
 
 from bench.parts.gpu_slices import LIMIT_S, QUICK, SLICES, Rates, Slice  # noqa: E402
 
-NEEDED = ("torch", "transformers", "triton", "numpy", "xxhash", "click", "rich")
+NEEDED = ("torch", "transformers", "numpy", "xxhash", "click", "rich")
 WANTED = ("matplotlib",)
 END_S = 30.0
 """For a stopped slice to end."""
@@ -64,9 +64,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no slice {', '.join(unknown)}; there are {', '.join(slices)}")
     out: Path = given.out or TOP / "bench" / ("quick-out" if given.quick else "records")
-    needed = (
-        ("click", "rich", "numpy") if given.list else tuple(it for it in NEEDED if not (given.quick and it == "triton"))
-    )
+    needed = ("click", "rich", "numpy") if given.list else NEEDED
     lacking = missing(needed)
     if lacking:
         print(f"missing: {', '.join(lacking)}. Install them, or add their folder to PYTHONPATH.", file=sys.stderr)

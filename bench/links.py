@@ -1,7 +1,7 @@
 """Links of a GPU with kvtier's copies: bandwidth, time to page-lock host memory, and what a product next to them loses.
 
     python bench/links.py --record bench/records/links.json
-    python bench/links.py --device cpu --lock 64MiB --order 64 --repeats 2     # the same steps in threads of the CPU
+    python bench/links.py --device cpu --lock 64MiB --order 64 --repeats 2     # the same steps on the CPU
 
     copies     each way and both at once, as a share of a plain page-locked copy in the same run
     lock       time to page-lock host memory in the background, and the longest wait of another driver call meanwhile
@@ -31,13 +31,12 @@ import numpy as np
 import torch
 from bench.parts.command import continued, earlier_record, record_option, recorded_settings, resume_option, taken
 from bench.parts.command import run as run_script
-from bench.parts.links import CPU_CHUNKS, CopyBed, CudaDevice, Device, address_of, copies, finish
+from bench.parts.links import CPU_CHUNKS, CopyBed, CudaDevice, Device, address_of, copies
 from bench.parts.models import check_device, device_name
 
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, tell_written
-from kvtier.device.page_lock import CudaRegistrar, Lock
-from kvtier.device.streams import Streams
+from kvtier.device.page_lock import Lock, Registrar
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, write_json
 from kvtier.runtime.arena import page_aligned
@@ -63,18 +62,12 @@ class LinkSettings:
 
 
 class CpuDevice:
-    """Threads of the CPU in place of a device: the same steps, not the same speed."""
+    """The CPU in place of a device: the same steps, not the same speed."""
 
     name = "cpu"
     chunks = CPU_CHUNKS
 
-    def streams(self) -> Streams:
-        """See `Device`."""
-        from tests.thread_streams import ThreadStreams  # noqa: PLC0415 - not on a GPU
-
-        return ThreadStreams()
-
-    def registrar(self) -> CudaRegistrar:
+    def registrar(self) -> Registrar:
         """See `Device`."""
         return _Toucher()
 
@@ -166,7 +159,7 @@ def measure_product(device: Device, settings: LinkSettings) -> object:
         arms: dict[str, Callable[[], None] | None] = {
             "alone": None,
             "plain": plain,
-            "kvtier": lambda: finish([bed.scatter(), bed.gather()]),
+            "kvtier": lambda: bed.finish([*bed.scatter(), *bed.gather()]),
         }
         names = list(arms)
         for repeat in range(settings.repeats + 1):

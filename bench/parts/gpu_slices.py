@@ -246,8 +246,6 @@ SLICES: dict[str, Slice] = {
         ),
         turns_s,
     ),
-    # The copy kernel shares no memory between threads, so that there is little to find.
-    "sanitizer-racecheck": sanitizer("racecheck"),
     "ttft-gpt-oss": Slice(
         "TTFT of gpt-oss-20b",
         (*TTFT, "--shape", "gpt-oss-20b", "--contexts", "1024,8192", "--disk", "16GiB", "--no-decode"),
@@ -263,12 +261,6 @@ def none_s(_words: Words, _rates: Rates) -> float:
 
 QUICK: dict[str, Slice] = {
     "tests": SLICES["tests"],
-    "kernel": Slice(
-        "the copy kernel in Triton's interpreter",
-        (*PYTEST, "tests/unit/test_copy_descriptors.py"),
-        none_s,
-        modules=("triton",),
-    ),
     "sanitizer": SLICES["sanitizer-memcheck"],
     "links": Slice(
         SLICES["links"].what,

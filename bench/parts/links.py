@@ -5,7 +5,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,19 +15,22 @@ from typing import Any, Protocol, Self, cast
 import numpy as np
 import torch
 
-from kvtier.device.copy_descriptors import table
-from kvtier.device.page_lock import CudaRegistrar, cuda_page_lock
-from kvtier.device.staged_copy import PayloadPart, StagedCopy
-from kvtier.device.streams import Event, Streams
+from kvtier.connect.transformers.caches import CachedLayer, blank_spans, group_layers
+from kvtier.connect.transformers.copier import CacheCopier
+from kvtier.device.copier import Fence
+from kvtier.device.page_lock import CudaRegistrar, Registrar, cuda_page_lock
 from kvtier.runtime.arena import page_aligned
+from kvtier.types import RequestId
 
 CHUNK_BYTES = 32 << 20
 CHUNKS = 16
 CPU_CHUNKS = 2
-PIECE_BYTES = 64 << 10
-"""One head in one layer of a chunk: 256 tokens of 128 two-byte values."""
+CHUNK_TOKENS = 256
+LAYERS, HEADS, HEAD_DIM = 32, 8, 128
+"""Of a model whose chunk has `CHUNK_BYTES` in bf16; a head has 64 KiB in one layer of a chunk."""
 _READ_THREADS = 4
 _WAIT_S = 60.0
+_IN, _OUT = RequestId("in"), RequestId("out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class LinkSpeed:
 
     name: str
     gb_per_s: float
-    """Through kvtier's staged copy; for the disk the plain read itself."""
+    """Through kvtier's copier; for the disk the plain read itself."""
     plain_gb_per_s: float
     note: str
 
@@ -54,11 +57,7 @@ class Device(Protocol):
     chunks: int
     """Of `CHUNK_BYTES`, for a copy."""
 
-    def streams(self) -> Streams:
-        """For kvtier's copies."""
-        ...
-
-    def registrar(self) -> CudaRegistrar:
+    def registrar(self) -> Registrar:
         """Page-locks memory."""
         ...
 
@@ -85,13 +84,7 @@ class CudaDevice:
         self._device = torch.device(name)
         self._others: list[Any] = [torch.cuda.Stream(self._device) for _ in range(2)]
 
-    def streams(self) -> Streams:
-        """See `Device`."""
-        from kvtier.device.cuda import CudaStreams  # noqa: PLC0415 - needs a driver
-
-        return CudaStreams(self._device)
-
-    def registrar(self) -> CudaRegistrar:
+    def registrar(self) -> Registrar:
         """See `Device`."""
         return CudaRegistrar()
 
@@ -125,11 +118,14 @@ class CopyBed:
         self._device = device
         engine = [torch.empty(self.size_bytes, dtype=torch.uint8, device=device.name) for _ in range(2)]
         self._engine, self._tensors = engine, [cast("Any", torch).from_numpy(region) for region in self._host]
-        order = torch.randperm(self.size_bytes // PIECE_BYTES, generator=torch.Generator().manual_seed(1)).numpy()
-        self._parts = [
-            _parts(region.data, tensor.data_ptr(), order) for region, tensor in zip(self._host, engine, strict=True)
+        layers = [
+            CachedLayer(number, None, HEADS, HEAD_DIM, HEADS, HEAD_DIM, torch.bfloat16, engine[0].device)
+            for number in range(LAYERS)
         ]
-        self._staged = StagedCopy(device.streams())
+        shape = group_layers(None, layers)
+        self._copier = CacheCopier(shape, shape.layout(CHUNK_TOKENS))
+        for request in (_IN, _OUT):
+            self._copier.expose(request, 0, 0, blank_spans(shape, (0,), CHUNK_TOKENS * device.chunks))
 
     def __enter__(self) -> Self:
         return self
@@ -153,13 +149,31 @@ class CopyBed:
         with self._device.beside(0):
             self.plain_out()
 
-    def scatter(self) -> Event:
+    def scatter(self) -> list[Fence | None]:
         """Copy to the device with kvtier."""
-        return self._staged.scatter(self._parts[0])
+        return [self._copier.scatter(_IN, 0, blocks, payload) for blocks, payload in self._chunks(self._host[0])]
 
-    def gather(self) -> Event:
+    def gather(self) -> list[Fence | None]:
         """Copy from the device with kvtier."""
-        return self._staged.gather(self._parts[1])
+        return [self._copier.gather(_OUT, 0, blocks, payload) for blocks, payload in self._chunks(self._host[1])]
+
+    def finish(self, fences: Sequence[Fence | None]) -> None:
+        """Wait for these copies.
+
+        Raises:
+            TimeoutError: a copy has not ended within a minute.
+        """
+        until = time.monotonic() + _WAIT_S
+        while not all(fence is None or self._copier.done(fence) for fence in fences):
+            if time.monotonic() > until:
+                raise TimeoutError(f"a copy has not ended within {_WAIT_S:g} s")
+            time.sleep(20e-6)
+
+    @staticmethod
+    def _chunks(region: Any) -> Iterator[tuple[tuple[int, int], memoryview]]:  # noqa: ANN401 - an array of bytes
+        for number in range(region.size // CHUNK_BYTES):
+            start, first = number * CHUNK_BYTES, number * CHUNK_TOKENS
+            yield (first, first + CHUNK_TOKENS), region.data[start : start + CHUNK_BYTES]
 
 
 def measure_links(device: str, place: Path, repeats: int) -> list[LinkSpeed]:
@@ -213,10 +227,10 @@ def plain_read(place: Path, size_bytes: int, repeats: int) -> LinkSpeed:
 
 def copies(device: Device, bed: CopyBed, repeats: int) -> list[LinkSpeed]:
     """Copies with kvtier in each direction and in both at once, in turn with plain ones."""
-    arms: list[tuple[str, int, Callable[[], None], Callable[[], Sequence[Event]]]] = [
-        ("host to device", 1, bed.plain_in, lambda: [bed.scatter()]),
-        ("device to host", 1, bed.plain_out, lambda: [bed.gather()]),
-        ("both ways at once", 2, bed.plain_both, lambda: [bed.scatter(), bed.gather()]),
+    arms: list[tuple[str, int, Callable[[], None], Callable[[], Sequence[Fence | None]]]] = [
+        ("host to device", 1, bed.plain_in, bed.scatter),
+        ("device to host", 1, bed.plain_out, bed.gather),
+        ("both ways at once", 2, bed.plain_both, lambda: [*bed.scatter(), *bed.gather()]),
     ]
     found: list[LinkSpeed] = []
     for name, ways, plain, ours in arms:
@@ -228,37 +242,12 @@ def copies(device: Device, bed: CopyBed, repeats: int) -> list[LinkSpeed]:
             plain()
             device.settle()
             middle = time.perf_counter()
-            finish(ours())
+            bed.finish(ours())
             rates.append((moved / (middle - began) / 1e9, moved / (time.perf_counter() - middle) / 1e9))
         # The first of each warms up.
         plain_rate, our_rate = (statistics.median(column) for column in zip(*rates[1:], strict=True))
-        found.append(LinkSpeed(name, our_rate, plain_rate, f"{device.chunks} chunks in pieces of {PIECE_BYTES} bytes"))
+        found.append(LinkSpeed(name, our_rate, plain_rate, f"{device.chunks} chunks of {CHUNK_BYTES >> 20} MiB"))
     return found
-
-
-def _parts(payload: memoryview, address: int, order: Any) -> list[PayloadPart]:  # noqa: ANN401 - an array of whole numbers
-    per_part = (1 << 20) // PIECE_BYTES
-    offsets = np.arange(per_part) * PIECE_BYTES
-    return [
-        PayloadPart(
-            payload[start : start + (1 << 20)],
-            table(offsets, address + order[start // PIECE_BYTES :][:per_part] * PIECE_BYTES, PIECE_BYTES),
-        )
-        for start in range(0, len(payload), 1 << 20)
-    ]
-
-
-def finish(events: Sequence[Event]) -> None:
-    """Wait for all `events`.
-
-    Raises:
-        TimeoutError: a copy has not ended within a minute.
-    """
-    until = time.monotonic() + _WAIT_S
-    while not all(event.query() for event in events):
-        if time.monotonic() > until:
-            raise TimeoutError(f"a copy has not ended within {_WAIT_S:g} s")
-        time.sleep(20e-6)
 
 
 def address_of(region: Any) -> int:  # noqa: ANN401 - an array of bytes

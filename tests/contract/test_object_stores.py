@@ -129,12 +129,9 @@ class Lying(ObjectStore):
 
 @pytest.mark.parametrize("flaw", ["flips a bit", "says DONE", "swaps", "writes on a miss"])
 def test_the_suite_finds_a_store_that_lies(flaw):
-    def make():
-        store = of_memory("memory")
-        store.__class__ = Lying
-        store.flaw = flaw
-        return store
-
+    store = of_memory("memory")
+    store.__class__ = Lying
+    store.flaw = flaw
     with pytest.raises(AssertionError):
-        TestMemory().test_what_is_put_is_found_and_returned(make)
-    make().close()
+        TestMemory().test_what_is_put_is_found_and_returned(store)
+    store.close()

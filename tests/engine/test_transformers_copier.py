@@ -2,15 +2,11 @@
 
 import itertools
 import mmap
-import random
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.thread_streams import ThreadStreams
-from tiny_transformers import llama, tokens
+from tiny_transformers import llama
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvtier.connect.transformers.caches import (
@@ -19,15 +15,13 @@ from kvtier.connect.transformers.caches import (
     RecordingWindowLayer,
     Span,
     Spans,
+    blank_spans,
+    filled_cache,
     group_layers,
     recorded_spans,
-    restoration,
-    restored_cache,
 )
-from kvtier.connect.transformers.copier import CacheCopier, StagedCopyOf
+from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.support import inspect_cache
-from kvtier.device.layers import LayerReadiness
-from kvtier.device.staged_copy import StagedCopy
 from kvtier.layout import History, Window
 from kvtier.testing.copier import CopierContract, CopierWorld
 from kvtier.types import RequestId
@@ -64,9 +58,7 @@ def noise(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
 class World(CopierWorld):
     """Tensors of 60 columns: whole in the first group, in runs of several sizes in the others, and strange strides."""
 
-    def __init__(
-        self, dtype: torch.dtype, staged_copy_of: StagedCopyOf | None = None, readiness: LayerReadiness | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(5)
         self.shape = shape(dtype)
         cuts = [(0, 60), (0, 7, 40, 60), (0, 60)]
@@ -85,8 +77,8 @@ class World(CopierWorld):
             )
             for group, cut in zip(self.shape.groups, cuts, strict=True)
         )
-        copier = CacheCopier(self.shape, self.shape.layout(CHUNK), staged_copy_of)
-        copier.expose(REQUEST, ROW, PAD, self.spans, readiness)
+        copier = CacheCopier(self.shape, self.shape.layout(CHUNK))
+        copier.expose(REQUEST, ROW, PAD, self.spans)
         super().__init__(copier, self.shape.layout(CHUNK), REQUEST)
 
     def chunks(self, group: int) -> list[tuple[int, ...]]:
@@ -147,75 +139,15 @@ class TestFloat8(CopierContract):
         return World(torch.float8_e4m3fn)
 
 
-class OnADevice(CopierContract):
-    """The way over a stage, on a device in threads whose queues run at their own pace."""
-
-    dtype = torch.float32
-    readiness: LayerReadiness | None = None
+class TestThroughABuffer(CopierContract):
+    """The arithmetic of a CUDA device's copies, on the CPU."""
 
     @pytest.fixture(autouse=True)
-    def _device(self) -> Iterator[None]:
-        rng = random.Random(6)
-        self.made: list[ThreadStreams] = []
-        self.pause = lambda: rng.choice([0.0] * 499 + [1e-3])
-        yield
-        for streams in self.made:
-            assert all(stream.error is None for stream in streams.streams)
-            streams.close()
+    def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvtier.connect.transformers.copier.STAGED_DEVICES", {"cpu"})
 
     def make(self) -> World:
-        def staged_copy_of(_device: torch.device) -> StagedCopy:
-            self.made.append(ThreadStreams(self.pause))
-            return StagedCopy(self.made[-1])
-
-        return World(self.dtype, staged_copy_of, self.readiness)
-
-
-class TestOnADevice(OnADevice):
-    dtype = torch.float8_e4m3fn
-
-
-class TestLayerByLayer(CopierContract):
-    def make(self) -> World:
-        return World(torch.float32, None, LayerReadiness(dict.fromkeys(range(4), 10**6)))
-
-
-class TestLayerByLayerOnADevice(OnADevice):
-    readiness = LayerReadiness(dict.fromkeys(range(4), 10**6))
-
-
-def test_a_layers_event_comes_after_all_chunks_of_it() -> None:
-    """The control: no event fires while a queue is blocked."""
-    streams = ThreadStreams()
-    readiness = LayerReadiness(dict.fromkeys(range(4), 3))
-    world = World(torch.float32, lambda _device: StagedCopy(streams), readiness)
-    wanted = world.read(0, (0, 30))
-    payloads = [payload_of(world, 0) for _ in range(3)]
-    for number, payload in enumerate(payloads):
-        finish(world.copier, world.copier.gather(REQUEST, 0, (10 * number, 10 * number + 10), payload))
-    world.fill(0, (0, 30), [bytes(len(layer)) for layer in wanted])
-    for stream in streams.streams:
-        stream.may_run.clear()
-    fences = []
-    for number, payload in enumerate(payloads):
-        assert not readiness.wait(1, 0.0)
-        fences.append(world.copier.scatter(REQUEST, 0, (10 * number, 10 * number + 10), payload))
-    assert not any(any(layer) for layer in world.read(0, (0, 30)))
-    assert not any(world.copier.done(fence) for fence in fences)
-    for stream in streams.streams:
-        stream.may_run.set()
-    assert readiness.wait(1, 30.0)
-    assert readiness.wait(2, 30.0)
-    assert not readiness.wait(0, 0.0), "another group's"
-    assert world.read(0, (0, 30)) == wanted
-    streams.close()
-
-
-def finish(copier: Any, fence: Any) -> None:
-    until = time.monotonic() + 30
-    while not (fence is None or copier.done(fence)):
-        assert time.monotonic() < until
-        time.sleep(1e-4)
+        return World(torch.float8_e4m3fn)
 
 
 def payload_of(world: World, group: int) -> memoryview:
@@ -238,6 +170,8 @@ def test_a_chunk_that_is_not_all_there_is_not_gathered() -> None:
     world = World(torch.float32)
     with pytest.raises(LookupError, match="only 7 of 10 tokens"):
         world.copier.gather(REQUEST, 1, (50, 60), payload_of(world, 1))
+    with pytest.raises(ValueError, match="not a full chunk of 10 tokens"):
+        world.copier.gather(REQUEST, 0, (0, 9), payload_of(world, 0))
     with pytest.raises(LookupError, match="not exposed"):
         world.copier.gather(RequestId("other"), 0, (0, 10), payload_of(world, 0))
 
@@ -255,23 +189,23 @@ def test_forgotten_rows_are_not_touched_and_not_held() -> None:
 
 def test_a_scatter_fills_what_tensors_there_are() -> None:
     """A window's tensors begin inside a chunk, and a row may need a part of its last chunk only."""
-    parts = restoration(shape(torch.float32), (0, PAD), 38)
-    assert [[(span.start, span.stop) for (span,) in group] for group in parts.spans] == [
+    parts = blank_spans(shape(torch.float32), (0, PAD), 38)
+    assert [[(span.start, span.stop) for (span,) in group] for group in parts] == [
         [(0, 38), (0, 38)],
         [(31, 38)],
         [(19, 38)],
     ]
-    assert not parts.spans[0][0][0].keys[1, :, :PAD].any(), "filler is finite"
+    assert not parts[0][0][0].keys[1, :, :PAD].any(), "filler is finite"
     world = World(torch.float32)
     copier = CacheCopier(world.shape, world.layout)
-    copier.expose(REQUEST, ROW, PAD, parts.spans)
+    copier.expose(REQUEST, ROW, PAD, parts)
     for group in range(3):
         for start in (10, 20, 30):
             payload = payload_of(world, group)
             world.copier.gather(REQUEST, group, (start, start + 10), payload)
             copier.scatter(REQUEST, group, (start, start + 10), payload)
     for group, first in ((0, 10), (1, 31 - PAD), (2, 19 - PAD)):
-        for (here,), there in zip(parts.spans[group], world.spans[group], strict=True):
+        for (here,), there in zip(parts[group], world.spans[group], strict=True):
             for token in range(first, 38 - PAD):
                 span = next(span for span in there if span.start <= PAD + token < span.stop)
                 mine = here.keys[ROW, :, PAD + token - here.start]
@@ -292,8 +226,6 @@ def test_a_window_layer_remembers_all_and_shows_what_the_library_shows() -> None
     assert [span.start for span in ours.recorded] == [0, 9, 10, 11, 14]
     everything = torch.cat([span.keys for span in ours.recorded], dim=-2)
     assert torch.equal(everything, torch.cat(given, dim=-2))
-    ours.reset()
-    assert ours.recorded == []
 
 
 def test_a_slice_of_a_fused_projection_does_not_keep_it_alive() -> None:
@@ -303,25 +235,8 @@ def test_a_slice_of_a_fused_projection_does_not_keep_it_alive() -> None:
     assert window.recorded[0].keys.untyped_storage().nbytes() == 5 * 8 * 4
 
 
-def test_rolling_back_forgets_the_last_tokens() -> None:
-    window = RecordingWindowLayer(32)
-    for count in (4, 3):
-        window.update(torch.randn(1, 1, count, 2), torch.randn(1, 1, count, 2))
-    window.crop(-4)
-    assert [(span.start, span.stop) for span in window.recorded] == [(0, 3)]
-    assert window.get_seq_length() == 3
-
-
 def test_a_cache_of_another_length_tells_nothing() -> None:
-    model = llama()
-    found = inspect_cache(model)
-    parts = restoration(found, (0,), 5)
-    cache = restored_cache(parts, 5)
+    found = inspect_cache(llama())
+    cache = filled_cache(found, blank_spans(found, (0,), 5), 5)
     assert recorded_spans(found, cache, 6) is None
     assert recorded_spans(found, cache, 5) is not None
-    assert restored_cache(parts, 4).get_seq_length() == 4
-    with pytest.raises(ValueError, match="cannot resume at column 6"):
-        restored_cache(parts, 6)
-    with pytest.raises(ValueError, match="cannot resume"):
-        restored_cache(restoration(shape(torch.float32), (0,), 5), 4)
-    assert len(tokens(3, 1)) == 3

@@ -10,24 +10,16 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from kvtier.device import staged_copy as module  # noqa: E402 - after the check for torch
-from kvtier.device.copy_descriptors import table  # noqa: E402
-from kvtier.device.cuda import CudaStreams  # noqa: E402
+from kvtier.connect.transformers.caches import CachedLayer, blank_spans, group_layers  # noqa: E402 - after the check
+from kvtier.connect.transformers.copier import CacheCopier  # noqa: E402
 from kvtier.device.page_lock import cuda_page_lock  # noqa: E402
-from kvtier.device.staged_copy import PayloadPart, StagedCopy  # noqa: E402
 from kvtier.runtime.arena import page_aligned  # noqa: E402
+from kvtier.types import RequestId  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 WAIT_S = 60.0
 PART = 1 << 20
-
-
-def finish(event: Any) -> None:
-    until = time.monotonic() + WAIT_S
-    while not event.query():
-        assert time.monotonic() < until, "a copy never ends"
-        time.sleep(1e-4)
 
 
 def delayed(milliseconds: int = 50) -> None:
@@ -36,106 +28,100 @@ def delayed(milliseconds: int = 50) -> None:
 
 
 class World:
-    """Parts whose runs are scattered over a tensor on the device."""
+    """Chunks of a model with 8 layers on the device, and page-locked slots for them."""
 
-    def __init__(self, parts: int, piece: int, *, is_locked: bool = True) -> None:
-        count = PART // piece
-        self.piece, self.count = piece, count
-        rng = np.random.default_rng(piece + parts)
-        self.host = page_aligned(parts * PART)
-        self.host[:] = rng.integers(0, 256, self.host.size, np.uint8)
-        self.device = torch.from_numpy(rng.integers(0, 256, 2 * parts * PART, np.uint8)).cuda()
-        self.order = rng.permutation(2 * parts * count)[: parts * count].reshape(parts, count)
-        torch.cuda.synchronize()
+    request, tokens, chunks = RequestId("row"), 64, 24
+
+    def __init__(self, *, is_locked: bool = True) -> None:
+        layers = [CachedLayer(n, None, 4, 32, 4, 32, torch.bfloat16, torch.device("cuda", 0)) for n in range(8)]
+        shape = group_layers(None, layers)
+        layout = shape.layout(self.tokens)
+        self.copier = CacheCopier(shape, layout)
+        self.spans = blank_spans(shape, (0,), self.tokens * self.chunks)
+        self.size = layout.groups[0].payload_bytes
+        self.host = page_aligned(self.chunks * self.size)
+        self.host[:] = np.random.default_rng(1).integers(0, 256, self.host.size, np.uint8)
         lock = cuda_page_lock("on")
         assert lock is not None
         self.unlock = lock(int(self.host.ctypes.data), self.host.size) if is_locked else lambda: None
-        address = self.device.data_ptr()
-        offsets = np.arange(count) * piece
-        self.parts = [
-            PayloadPart(
-                self.host.data[n * PART : (n + 1) * PART], table(offsets, address + self.order[n] * piece, piece)
+
+    def expose(self) -> None:
+        """Order the copies behind what the current stream has queued until now."""
+        self.copier.expose(self.request, 0, 0, self.spans)
+
+    def copy(self, way: Any) -> list[Any]:
+        """Begin a copy of every chunk; `way` is a method of the copier."""
+        return [
+            way(
+                self.request,
+                0,
+                (number * self.tokens, (number + 1) * self.tokens),
+                self.host[number * self.size : (number + 1) * self.size].data,
             )
-            for n in range(parts)
+            for number in range(self.chunks)
         ]
 
-    def held(self) -> np.ndarray:
-        torch.cuda.synchronize()
-        rows = self.device.cpu().numpy().reshape(-1, self.piece)
-        return rows[self.order.reshape(-1)].reshape(-1)
+    def is_over(self, fences: list[Any]) -> bool:
+        """Whether all copies are complete."""
+        return all(self.copier.done(fence) for fence in fences)
+
+    def finish(self, fences: list[Any]) -> None:
+        """Wait for the copies."""
+        until = time.monotonic() + WAIT_S
+        while not self.is_over(fences):
+            assert time.monotonic() < until, "a copy never ends"
+            time.sleep(1e-4)
+
+    def fill(self, value: float) -> None:
+        """Queue on the current stream that every number becomes `value`."""
+        for (span,) in self.spans[0]:
+            span.keys.fill_(value)
+            span.values.fill_(value)
+
+    def holds(self, value: float) -> bool:
+        """Whether every number in the slots is `value`."""
+        return bool((torch.from_numpy(self.host).view(torch.bfloat16) == value).all())
 
 
 @pytest.mark.parametrize("is_locked", [True, False], ids=["locked", "pageable"])
-@pytest.mark.parametrize("piece", [1 << 19, 1 << 16, 4096, 1152, 64])
-def test_there_and_back(piece: int, is_locked: bool) -> None:
-    if PART % piece:
-        piece = 1 << 7
-    world = World(40, piece, is_locked=is_locked)
-    staged = StagedCopy(CudaStreams(torch.device("cuda")))
-    finish(staged.scatter(world.parts))
-    assert (world.held() == world.host).all()
+def test_there_and_back(is_locked: bool) -> None:
+    world = World(is_locked=is_locked)
+    world.expose()
     wanted = world.host.copy()
+    world.finish(world.copy(world.copier.scatter))
     world.host[:] = 0xDB  # poisoned, so that a late read is detected
-    torch.cuda.synchronize()
-    assert (world.held() == wanted).all()
-    finish(staged.gather(world.parts))
+    world.finish(world.copy(world.copier.gather))
     assert (world.host == wanted).all()
     world.unlock()
 
 
 def test_a_gather_waits_for_what_the_engine_has_queued() -> None:
-    world, staged = World(8, 1 << 16), StagedCopy(CudaStreams(torch.device("cuda")))
+    world = World()
+    world.fill(1)
+    world.expose()
+    world.finish(world.copy(world.copier.gather))
     delayed()
-    world.device.fill_(7)
-    event = staged.gather(world.parts, staged.now())
-    assert not event.query(), "nothing waits for the device"
-    finish(event)
-    assert (world.host == 7).all()
-    # The negative control: without the event it reads too early.
+    world.fill(2)
+    # The negative control: without a new event it reads too early.
+    world.finish(world.copy(world.copier.gather))
+    assert world.holds(1)
     delayed()
-    world.device.fill_(9)
-    finish(staged.gather(world.parts))
-    assert (world.host == 7).all()
-    world.unlock()
-
-
-def test_what_the_engine_does_after_the_event_sees_the_bytes() -> None:
-    world, staged = World(32, 4096), StagedCopy(CudaStreams(torch.device("cuda")))
-    event = staged.scatter(world.parts, staged.now())
-    event.hold()
-    seen = world.device.clone()
-    finish(event)
-    torch.cuda.synchronize()
-    assert torch.equal(seen, world.device)
-    assert (world.held() == world.host).all()
-    world.unlock()
-
-
-def test_stages_are_not_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring of two small stages, while the kernels' stream stands still."""
-    monkeypatch.setattr(module, "STAGE_BYTES", 2 * PART)
-    world, staged = World(24, 1 << 16), StagedCopy(CudaStreams(torch.device("cuda")))
-    with torch.cuda.stream(staged._in.kernel.stream):  # type: ignore[attr-defined]
-        delayed()
-    for event in [staged.scatter([part]) for part in world.parts]:
-        finish(event)
-    assert (world.held() == world.host).all()
-    with torch.cuda.stream(staged._out.bus.stream):  # type: ignore[attr-defined]
-        delayed()
-    wanted = world.host.copy()
-    world.host[:] = 0
-    for event in [staged.gather([part]) for part in world.parts]:
-        finish(event)
-    assert (world.host == wanted).all()
+    world.fill(3)
+    world.expose()
+    fences = world.copy(world.copier.gather)
+    assert not world.is_over(fences), "nothing waits for the device"
+    world.finish(fences)
+    assert world.holds(3)
     world.unlock()
 
 
 def test_the_default_stream_is_not_waited_for() -> None:
-    world, staged = World(8, 1 << 16), StagedCopy(CudaStreams(torch.device("cuda")))
-    finish(staged.scatter(world.parts))  # compiles the kernel
+    world = World()
+    world.expose()
+    world.finish(world.copy(world.copier.scatter))
     delayed(2000)
     busy = torch.cuda.current_stream().record_event()
-    finish(staged.scatter(world.parts))
+    world.finish(world.copy(world.copier.scatter))
     assert not busy.query()
     torch.cuda.synchronize()
     world.unlock()

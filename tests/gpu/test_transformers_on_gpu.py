@@ -1,4 +1,4 @@
-"""On a GPU: a restored model goes on with the tokens that it would have computed, layer by layer."""
+"""On a GPU: a restored model goes on with the tokens that it would have computed."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_toke
 LOGITS: dict[str, Any] = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
 
 
-@pytest.mark.parametrize("layerwise", [True, False])
 @pytest.mark.parametrize("host", ["64MiB", "1MiB"])
-def test_restored_from_each_place(layerwise: bool, host: str, tmp_path: Path) -> None:
+def test_restored_from_each_place(host: str, tmp_path: Path) -> None:
     model = build("tiny", DEVICE, "float32", 3)
     prompt = torch.randint(1, 500, (1, 1001), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     arguments = LOGITS | {"attention_mask": torch.ones_like(prompt)}
     plain = model.generate(prompt, **arguments)
-    options = {"host__capacity_bytes": host, "store__chunk_tokens": 16, "layerwise": layerwise}
+    options = {"host__capacity_bytes": host, "store__chunk_tokens": 16}
     restored = 0
     for _ in range(10):  # a store that finds no free slot while others are written is dropped; the next call repeats it
         with attach(model, tmp_path / "kv", **options) as kv:

@@ -5,25 +5,15 @@ import json
 import shlex
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 from engines import PAGE, checkpoint, engine, equal, published
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse, PlainTextResponse
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, auth_level
+from sglang.srt.server_args import prepare_server_args
 
 PROMPT = range(8 * PAGE)
-KEY = "the-admin-key"
 PLACE = "/PLACE"
 """Stands for the store in flags that are printed once."""
 
@@ -123,76 +113,3 @@ def test_sglangs_own_rules_decide(model: Path, tmp_path: Path, further: list[str
     assert {about: text for about, text in expected.items() if text not in texts.get(about, "")} == {}
     wrong = {*found["error"], *found.get("warning", {})}
     assert wrong == expected.keys() - {"memory layout"}
-
-
-# ---- a running server ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def served(args: ServerArgs, **now: object) -> Iterator[str]:
-    """The routes that the doctor asks, below SGLang's own check of keys; a server itself needs a GPU.
-
-    They answer with SGLang's own resolution of `args`, and with `now` for what was attached later.
-    """
-    app = FastAPI()
-    resolved = args.resolved_dict()
-
-    @app.get("/server_info")
-    async def server_info() -> Any:
-        return {**resolved, "version": "0.5.23", "internal_states": []}
-
-    @app.get("/metrics")
-    async def metrics() -> Any:
-        return PlainTextResponse('# HELP x\nsglang:backuped_tokens_total{tp_rank="0"} 640.0\n')
-
-    @app.get("/hicache/storage-backend")
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def storage_backend() -> Any:
-        if not args.admin_api_key:
-            return JSONResponse({"error": "This endpoint requires admin API key"}, 400)
-        names = ("backend", "backend_extra_config", "prefetch_policy")
-        fields = [*(f"hicache_storage_{name}" for name in names), "hicache_write_policy"]
-        return {name: resolved[name] for name in fields} | now
-
-    add_api_key_middleware(app, api_key=args.api_key, admin_api_key=args.admin_api_key)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until_s = time.monotonic() + 60
-    while not server.started and time.monotonic() < until_s:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(60)
-
-
-def test_a_running_server_is_asked(model: Path, tmp_path: Path) -> None:
-    """With its key, its state and counters are known; a backend that was detached is an error."""
-    printed = flags(tmp_path / "kv")
-    keys = ["--admin-api-key", KEY, "--enable-metrics"]
-    args = prepare_server_args(["--model-path", str(model), *printed, *keys])
-    key_file = tmp_path / "key"
-    key_file.write_text(f"{KEY}\n")
-    with served(args) as url:
-        found = doctor("--url", url, "--key-file", key_file)
-        assert "error" not in found
-        assert "warning" not in found
-        assert found["fine"]["/hicache/storage-backend"] == "dynamic is attached"
-        assert found["fine"]["counters"].startswith("640 tokens were written to the backend")
-        assert "cannot be read" in doctor("--url", url)["note"]["/hicache/storage-backend"]
-    with served(args, hicache_storage_backend=None) as url:
-        found = doctor("--url", url, "--key-file", key_file)
-        assert found["note"]["/hicache/storage-backend"] == "'dynamic' was replaced at run time by None"
-        assert list(found["error"]) == ["storage backend"]
-
-
-def test_a_server_that_refuses_is_named(model: Path, tmp_path: Path) -> None:
-    """A wrong key is never repeated."""
-    args = prepare_server_args(["--model-path", str(model), *flags(tmp_path / "kv"), "--api-key", KEY])
-    key_file = tmp_path / "key"
-    key_file.write_text("another-key")
-    with served(args) as url:
-        assert doctor("--url", url)["error"][url] == "refuses to answer without its key"
-        found = doctor("--url", url, "--key-file", key_file)
-    assert found["error"][url] == "refuses this key"
-    assert "another-key" not in json.dumps(found)

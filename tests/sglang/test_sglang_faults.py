@@ -156,7 +156,8 @@ def test_wrong_calls_are_misses(start: Start, caplog: pytest.LogCaptureFixture) 
         assert storage.batch_set_v1(keys, indices) == [False, False]
         assert storage.batch_get_v1(keys, indices) == [False, False]
     assert storage.batch_set_v1(keys, good) == [True, True]
-    assert storage.batch_exists([*keys, "not hexadecimal"]) == 2
+    assert storage.batch_exists([*keys, "not hexadecimal"]) == 0
+    assert storage.batch_exists(keys) == 2
     assert storage.batch_exists([*keys, None]) == 0
     assert storage.get("key") is None
     assert not storage.set("key", good)
@@ -175,7 +176,7 @@ def test_an_unexpected_error_is_a_miss(start: Start, monkeypatch: pytest.MonkeyP
     def fails(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(type(engine.storage._pools["kv"][1]), "pieces", fails)
+    monkeypatch.setattr(type(engine.storage._pools["kv"]), "pieces", fails)
     monkeypatch.setattr(engine.storage._stats, "take", fails)
     assert engine.storage.batch_set_v1(["0" * 64], good) == [False]
     assert engine.storage.get_stats().prefetch_pgs == []

@@ -244,7 +244,7 @@ def test_pieces_lie_in_the_pool(start: Start) -> None:
     """The memory that is read and written is the pool's, at the page's place."""
     engine = start()
     engine.fill(1)
-    _, pool = engine.storage._pools["kv"]
+    pool = engine.storage._pools["kv"]
     (first,) = pool.pieces(torch.arange(PAGE, 2 * PAGE))
     assert b"".join(bytes(piece) for piece in first) == bytes(
         engine.host.get_data_page(PAGE).contiguous().view(torch.uint8).numpy()

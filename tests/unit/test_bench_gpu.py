@@ -45,7 +45,7 @@ def test_it_names_its_slices_and_what_is_missing(tmp_path: Path) -> None:
         [sys.executable, "-S", "-I", SCRIPT[1]], capture_output=True, text=True, timeout=120, check=False
     )
     assert bare.returncode == 2
-    assert "missing: torch, transformers, triton, numpy, xxhash, click, rich" in bare.stderr
+    assert "missing: torch, transformers, numpy, xxhash, click, rich" in bare.stderr
 
 
 @pytest.mark.parametrize("name", SLICES)
@@ -93,7 +93,7 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
     assert "== sanitizer: left out, no program compute-sanitizer" in printed
     assert re.search(r"^succeeded: .*links, ttft, turns$", printed, re.MULTILINE)
     # Without a GPU the tests that need none are run, and that is not a complete record.
-    assert ("== tests: 4 passed, 0 failed, 15 skipped" in printed) is not torch.cuda.is_available()
+    assert ("== tests: 2 passed, 0 failed, 5 skipped" in printed) is not torch.cuda.is_available()
     for name in ("ttft", "turns"):
         assert json.loads((tmp_path / f"gpu_{name}.json").read_text())["results"]["same_tokens"] is True
     found = json.loads((tmp_path / "gpu_links.json").read_text())["results"]

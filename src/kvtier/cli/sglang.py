@@ -119,12 +119,6 @@ def _doubts(environment: Environment, python: Path | None) -> list[str]:
 @tier_option
 @python_option
 @click.option("--prompt-tokens", type=Quantity(), help="Tokens of the prompt that is not found.")
-@click.option("--url", metavar="URL", help="Ask a running server, such as http://127.0.0.1:30000.")
-@click.option(
-    "--key-file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="With --url: file with the server's --admin-api-key, or its --api-key.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     arguments: tuple[str, ...],
@@ -132,14 +126,12 @@ def doctor(
     tiers: tuple[str, ...],
     python: Path | None,
     prompt_tokens: int | None,
-    url: str | None,
-    key_file: Path | None,
     as_json: bool,
 ) -> int:
     """Find out why stored prompts are not found, and what to do about it.
 
-    SERVER_FLAGS, after `--`, are those of `python -m sglang.launch_server`; without them, a running server (--url), the
-    settings file and the environment are checked. The command changes nothing. Run it where the server runs, as its
+    SERVER_FLAGS, after `--`, are those of `python -m sglang.launch_server`; without them, the settings
+    file and the environment are checked. The command changes nothing. Run it where the server runs, as its
     user. Exit code 1 with an error or a warning.
     """
     from kvtier.cli.doctor_findings import report
@@ -150,7 +142,5 @@ def doctor(
         tiers=tiers if directory is None else (*tiers, spec("directory", directory)),
         python=python,
         prompt_tokens=prompt_tokens,
-        url=url,
-        key_file=key_file,
     )
     return report(examine(server), as_json=as_json)

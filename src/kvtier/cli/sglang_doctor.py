@@ -4,15 +4,10 @@ Each check yields findings: what was checked, what was found, and what to do. No
 resolves the server's flags (`server_arguments`), so that its own rules decide, not a copy of them.
 """
 
-import json
-import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, machine, stores
 from kvtier.cli.engine_settings import overridden
@@ -31,7 +26,6 @@ from kvtier.connect.sglang.installed import (
     settings_in,
 )
 from kvtier.connect.sglang.pools import POOLS
-from kvtier.connect.sglang.server_arguments import FIELDS
 from kvtier.errors import ConfigError
 from kvtier.keys.weights import checkpoint_files
 
@@ -40,9 +34,6 @@ PAGE_TOKENS_FEW = 16
 
 LAYOUTS = sorted({layout for layouts in POOLS.values() for layout in layouts})
 """Layouts of HiCache's host memory that some pool supports."""
-
-SERVER_DEADLINE_S = 10.0
-ANSWER_BYTES_MAX = 16 << 20
 
 METRICS = (
     "sglang:prefetched_tokens_total",
@@ -71,29 +62,13 @@ class ServerToCheck:
     """Interpreter of SGLang's environment; None: this one."""
     prompt_tokens: int | None = None
     """Of the prompt that is not found."""
-    url: str | None = None
-    """Of the running server."""
-    key_file: Path | None = None
-    """With the bearer key for `url`."""
-
-
-class _Fields(NamedTuple):
-    """A server's `ServerArgs` fields."""
-
-    resolved: Mapping[str, Any]
-    asked: Mapping[str, Any]
-    """Before SGLang's own rules; empty if unknown."""
 
 
 def examine(server: ServerToCheck) -> list[DoctorFinding]:
     """All findings about `server`, the most severe first."""
     findings: list[DoctorFinding] = []
-    running: _Fields | None = None
-    if server.url is not None:
-        running, found = _running(server.url, server.key_file)
-        findings += found
     environment = look(server.python, server.arguments or None)
-    fields = running or (_Fields(environment.fields, environment.asked) if environment.fields else None)
+    fields = environment.fields
     extra, found = _extra(server, fields)
     findings += found
     unsupported = "refuse"
@@ -105,28 +80,28 @@ def examine(server: ServerToCheck) -> list[DoctorFinding]:
     else:
         unsupported = loaded.config.sglang.unsupported
         findings += machine(loaded, UNUSED)
-        page_tokens = 0 if fields is None else fields.resolved.get("page_size") or 1
+        page_tokens = (fields.get("page_size") or 1) if fields else 0
         findings += stores(loaded.config, None, page_tokens, TERMS)
     findings += _environment(environment, server.python, unsupported)
-    if fields is not None:
+    if fields:
         findings += _hicache(fields)
-        findings += _pages(fields)
-        findings += _model(fields.resolved)
-        findings += _policies(fields.resolved)
+        findings += _pages(fields, environment.asked)
+        findings += _model(fields)
+        findings += _policies(fields)
     elif not environment.refused:
-        text = "no flags and no running server were given, so only settings and tiers were checked"
-        findings.append(DoctorFinding("note", "server", text, "give the server's flags after --, or --url"))
+        text = "no flags were given, so only settings and tiers were checked"
+        findings.append(DoctorFinding("note", "server", text, "give the server's flags after --"))
     if extra is not None:
         findings += _prompts(extra, fields, server.prompt_tokens)
-    findings += _hits(fields)
+    findings.append(_hits(fields))
     return in_order(findings)
 
 
-def _extra(server: ServerToCheck, fields: _Fields | None) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
+def _extra(server: ServerToCheck, fields: Mapping[str, Any]) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
     """The backend's configuration, if it is known, with findings about it."""
     text: object = None
-    if fields is not None:
-        text = fields.resolved.get("hicache_storage_backend_extra_config")
+    if fields:
+        text = fields.get("hicache_storage_backend_extra_config")
     elif EXTRA in server.arguments[:-1]:  # where no SGLang reads the flags
         text = server.arguments[list(server.arguments).index(EXTRA) + 1]
     if not text:
@@ -190,49 +165,48 @@ def _environment(found: Environment, python: Path | None, unsupported: str) -> I
         yield DoctorFinding("error", "flags", f"SGLang refuses them: {found.refused}", "correct the server's flags")
 
 
-def _hicache(fields: _Fields) -> Iterator[DoctorFinding]:
+def _hicache(fields: Mapping[str, Any]) -> Iterator[DoctorFinding]:
     """Whether SGLang uses a storage backend at all, and which."""
-    resolved = fields.resolved
-    if not resolved["enable_hierarchical_cache"]:
+    if not fields["enable_hierarchical_cache"]:
         text = "is off, so SGLang keeps KV in the GPU's memory only"
         yield DoctorFinding("error", "hierarchical cache", text, "add --enable-hierarchical-cache")
-    if resolved["disable_radix_cache"]:
+    if fields["disable_radix_cache"]:
         text = "is off, so no prefix is reused"
         yield DoctorFinding("error", "radix cache", text, "remove --disable-radix-cache")
     for name in ("radix_cache_backend", "enable_unified_cache_external_linker"):
-        if resolved.get(name):
+        if fields.get(name):
             flag = f"--{name.replace('_', '-')}"
             text = "replaces HiCache, so its storage backend is not used"
             yield DoctorFinding("error", flag, text, f"remove {flag}")
-    backend = resolved["hicache_storage_backend"]
+    backend = fields["hicache_storage_backend"]
     if backend != "dynamic":
         text = "none, so nothing is stored below host memory"
         if backend is not None:
             text = f"is {backend!r}, so SGLang does not use kvtier"
         yield DoctorFinding("error", "storage backend", text, "use the flags of `kvtier sglang config`")
-    elif not resolved["hicache_storage_backend_extra_config"]:
+    elif not fields["hicache_storage_backend_extra_config"]:
         text = "dynamic, but no class is named"
         yield DoctorFinding("error", "storage backend", text, f"add {EXTRA} (`kvtier sglang config`)")
-    elif resolved["enable_hierarchical_cache"]:
+    elif fields["enable_hierarchical_cache"]:
         yield DoctorFinding("fine", "storage backend", "dynamic, below the hierarchical cache")
 
 
-def _pages(fields: _Fields) -> Iterator[DoctorFinding]:
-    """Tokens and layout of a page."""
-    tokens = fields.resolved.get("page_size")
+def _pages(fields: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[DoctorFinding]:
+    """Tokens and layout of a page; `asked` has the flags before SGLang's rules."""
+    tokens = fields.get("page_size")
     if (tokens or 1) < PAGE_TOKENS_FEW:
         text = f"{tokens or '1, the default of SGLang'}: each page is an object with a header, and a request of its own"
         yield DoctorFinding("warning", "--page-size", text, f"add --page-size {PAGE_TOKENS}")
     else:
         yield DoctorFinding("fine", "--page-size", f"{tokens}; only full pages are found")
-    layout = fields.resolved["hicache_mem_layout"]
-    asked = fields.asked.get("hicache_mem_layout", layout)
+    layout = fields["hicache_mem_layout"]
+    given = asked.get("hicache_mem_layout", layout)
     if layout not in LAYOUTS:
         text = f"{layout} is not supported"
         yield DoctorFinding("error", "memory layout", text, f"use one of {', '.join(LAYOUTS)}")
-    elif layout != asked:
+    elif layout != given:
         text = (
-            f"SGLang changes {asked} to {layout} because of the io backend {fields.asked['hicache_io_backend']}; "
+            f"SGLang changes {given} to {layout} because of the io backend {asked['hicache_io_backend']}; "
             "KV stored in another layout is not found"
         )
         yield DoctorFinding("note", "memory layout", text, "use the same io backend in all servers of one store")
@@ -283,12 +257,12 @@ def _policies(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
         yield DoctorFinding("warning", "prefetch policy", text, advice)
 
 
-def _prompts(extra: Mapping[str, object], fields: _Fields | None, tokens: int | None) -> Iterator[DoctorFinding]:
+def _prompts(extra: Mapping[str, object], fields: Mapping[str, Any], tokens: int | None) -> Iterator[DoctorFinding]:
     """Whether a prompt is long enough to be looked up."""
     threshold = extra.get("prefetch_threshold", OWN_KEYS["prefetch_threshold"])
     if not isinstance(threshold, int):
         return  # `_extra` reports it
-    page = 1 if fields is None else fields.resolved.get("page_size") or 1
+    page = fields.get("page_size") or 1
     least = max(threshold, page)
     if tokens is not None and tokens < least:
         text = f"{least}: SGLang looks up no prompt with fewer tokens, and this one has {tokens}"
@@ -299,105 +273,10 @@ def _prompts(extra: Mapping[str, object], fields: _Fields | None, tokens: int | 
         yield DoctorFinding("note", "prefetch_threshold", text, f"to change it, set prefetch_threshold in {EXTRA}")
 
 
-def _hits(fields: _Fields | None) -> Iterator[DoctorFinding]:
+def _hits(fields: Mapping[str, Any]) -> DoctorFinding:
     """How to see hits."""
     text = 'a request with "return_cached_tokens_details": true gets the tokens found in device, host and storage'
     advice = "with --enable-metrics also the counters " + ", ".join(METRICS)
-    if fields is not None and fields.resolved.get("enable_metrics"):
+    if fields.get("enable_metrics"):
         advice = "and read the counters " + ", ".join(METRICS)
-    yield DoctorFinding("note", "hits", text, advice)
-
-
-# ---- a running server ----------------------------------------------------------------------------------------------
-
-
-def _running(url: str, key_file: Path | None) -> tuple[_Fields | None, list[DoctorFinding]]:
-    """What a running server says of itself: its flags, the attached backend, and its counters."""
-    base = url.rstrip("/")
-    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", base):
-        raise ConfigError(f"--url {url!r}: allowed: such as http://127.0.0.1:30000")
-    key = None if key_file is None else key_file.read_text(encoding="utf-8").strip()
-    fields: _Fields | None = None
-    findings: list[DoctorFinding] = []
-    try:
-        status, text = _get(f"{base}/server_info", key)
-        info: Any = json.loads(text) if status == 200 else {}
-        if not isinstance(info, dict) or "hicache_storage_backend" not in info:
-            return None, [_unreadable(base, status, key)]
-        answer = cast("dict[str, Any]", info)
-        given = {name: answer.get(name) for name in (*FIELDS, "version")}
-        fields = _Fields(given, {})
-        findings.append(DoctorFinding("fine", base, f"runs SGLang {given['version'] or 'of an unknown release'}"))
-        findings += _attached(base, key, given)
-        if given["enable_metrics"]:
-            findings += _counters(base, key)
-    except (OSError, HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        found = f"does not answer as a server of SGLang: {reason}"
-        findings.append(DoctorFinding("error", base, found, "start the server, or correct --url"))
-    return fields, findings
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows none: the key is for this server alone."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        """See `urllib.request`."""
-
-
-def _get(url: str, key: str | None) -> tuple[int, str]:
-    """Status and text of an answer."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked by the caller
-    direct = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(request, timeout=SERVER_DEADLINE_S) as answer:
-            return answer.status, answer.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
-
-
-def _unreadable(base: str, status: int, key: str | None) -> DoctorFinding:
-    if status in {401, 403}:
-        found = "refuses to answer without its key" if key is None else "refuses this key"
-        return DoctorFinding("error", base, found, "give a file with the server's key as --key-file")
-    found = f"does not answer as a server of SGLang: HTTP status {status}"
-    return DoctorFinding("error", base, found, "start the server, or correct --url")
-
-
-def _attached(base: str, key: str | None, given: dict[str, Any]) -> Iterator[DoctorFinding]:
-    """The backend that is attached now; `given` gets its fields, which an operator may have changed."""
-    place = "/hicache/storage-backend"
-    status, text = _get(f"{base}{place}", key)
-    if status != 200:
-        found = "cannot be read, so a backend that was attached or detached later is unknown"
-        advice = "give the server's --admin-api-key as --key-file"
-        if status == 400:
-            advice = "start the server with --admin-api-key"
-        yield DoctorFinding("note", place, found, advice)
-        return
-    now = cast("dict[str, Any]", json.loads(text))
-    before = {name: given.get(name) for name in now}
-    given.update(now)
-    if before != now:
-        text = f"{before['hicache_storage_backend']!r} was replaced at run time by {now['hicache_storage_backend']!r}"
-        yield DoctorFinding("note", place, text)
-    elif now["hicache_storage_backend"] is not None:
-        yield DoctorFinding("fine", place, f"{now['hicache_storage_backend']} is attached")
-
-
-def _counters(base: str, key: str | None) -> Iterator[DoctorFinding]:
-    """SGLang's counters."""
-    status, text = _get(f"{base}/metrics", key)
-    if status != 200:
-        return
-    sums = dict.fromkeys(METRICS, 0.0)
-    for line in text.splitlines():
-        name = re.split(r"[{ ]", line, maxsplit=1)[0]
-        if name in sums:
-            sums[name] += float(line.rpartition(" ")[2])
-    read, written, found = (f"{sums[name]:,.0f}" for name in METRICS)
-    text = f"{written} tokens were written to the backend, {found} were found there, and {read} were read"
-    advice = "" if sums[METRICS[1]] else "send prompts of several pages first; see the findings on the write policy"
-    yield DoctorFinding("fine" if sums[METRICS[1]] else "warning", "counters", text, advice)
+    return DoctorFinding("note", "hits", text, advice)

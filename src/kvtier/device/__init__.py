@@ -1,1 +1,1 @@
-"""How bytes move between an engine's blocks and host slots, one file per kind of device."""
+"""The interface of a copier between an engine's blocks and host slots, and the page lock of host memory."""

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -123,9 +123,15 @@ class ObjectStoreContract:
     persists = True
     """Whether objects survive `close`."""
 
-    def test_what_is_put_is_found_and_returned(self, make_store: MakeStore) -> None:
-        """Byte for byte, in every group."""
+    @pytest.fixture
+    def store(self, make_store: MakeStore) -> Generator[KeepsObjects]:
+        """A store that is closed after the test."""
         store = make_store()
+        yield store
+        store.close()
+
+    def test_what_is_put_is_found_and_returned(self, store: KeepsObjects) -> None:
+        """Byte for byte, in every group."""
         for group in (0, 1):
             assert put(store, range(3), group) == [Outcome.DONE] * 3
             assert store.leading_run([object_id(number, group) for number in range(5)], DEADLINE_S) == 3
@@ -135,71 +141,55 @@ class ObjectStoreContract:
                 True,
             ]
             assert got(store, [2, 0, 4, 1], group) == [Outcome.DONE, Outcome.DONE, Outcome.ABSENT, Outcome.DONE]
-        store.close()
 
-    def test_nothing_is_found_in_an_empty_store(self, make_store: MakeStore) -> None:
+    def test_nothing_is_found_in_an_empty_store(self, store: KeepsObjects) -> None:
         """A miss is a value, and so is an empty call."""
-        store = make_store()
         assert store.leading_run([object_id(1)], DEADLINE_S) == 0
         assert store.contains([object_id(1)], DEADLINE_S) == [False]
         assert got(store, [1]) == [Outcome.ABSENT]
         assert store.leading_run([], DEADLINE_S) == 0
         assert store.contains([], DEADLINE_S) == store.get_into([], DEADLINE_S) == store.put_from([], DEADLINE_S) == []
-        store.close()
 
-    def test_groups_are_separate(self, make_store: MakeStore) -> None:
+    def test_groups_are_separate(self, store: KeepsObjects) -> None:
         """A key names an object of each group."""
-        store = make_store()
         assert put(store, [1]) == [Outcome.DONE]
         assert store.contains([object_id(1, 1), object_id(1)], DEADLINE_S) == [False, True]
         assert got(store, [1], group=1) == [Outcome.ABSENT]
-        store.close()
 
-    def test_a_run_ends_at_a_hole(self, make_store: MakeStore) -> None:
+    def test_a_run_ends_at_a_hole(self, store: KeepsObjects) -> None:
         """What follows a hole is no leading run."""
-        store = make_store()
         put(store, [0, 1, 3, 4])
         objects = [object_id(number) for number in range(5)]
         assert store.leading_run(objects, DEADLINE_S) == 2
         assert store.contains(objects, DEADLINE_S) == [True, True, False, True, True]
-        store.close()
 
-    def test_the_callers_memory_is_free_after_a_put(self, make_store: MakeStore) -> None:
+    def test_the_callers_memory_is_free_after_a_put(self, store: KeepsObjects) -> None:
         """The engine writes other pages there at once."""
-        store = make_store()
         pieces = pieces_of(1)
         assert store.put_from([ObjectBytes(object_id(1), pieces)], DEADLINE_S) == [Outcome.DONE]
         for piece in pieces:
             piece[:] = 0
         assert got(store, [1]) == [Outcome.DONE]
-        store.close()
 
-    def test_an_object_that_is_there_is_not_replaced(self, make_store: MakeStore) -> None:
+    def test_an_object_that_is_there_is_not_replaced(self, store: KeepsObjects) -> None:
         """A key names one content."""
-        store = make_store()
         assert put(store, [1]) == [Outcome.DONE]
         assert store.put_from([ObjectBytes(object_id(1), empty_pieces())], DEADLINE_S) == [Outcome.DONE]
         assert got(store, [1]) == [Outcome.DONE]
-        store.close()
 
-    def test_an_object_may_occur_twice_in_a_call(self, make_store: MakeStore) -> None:
+    def test_an_object_may_occur_twice_in_a_call(self, store: KeepsObjects) -> None:
         """Two requests may want one page."""
-        store = make_store()
         assert put(store, [1, 2, 1, 1]) == [Outcome.DONE] * 4
         assert got(store, [1, 2, 1, 1]) == [Outcome.DONE] * 4
-        store.close()
 
-    def test_a_call_may_have_more_objects_than_staging_memory(self, make_store: MakeStore) -> None:
+    def test_a_call_may_have_more_objects_than_staging_memory(self, store: KeepsObjects) -> None:
         """They pass through it."""
-        store = make_store()
         numbers = range(6 * STAGED)
         assert put(store, numbers) == [Outcome.DONE] * len(numbers)
         assert got(store, numbers) == [Outcome.DONE] * len(numbers)
-        store.close()
 
-    def test_pieces_may_be_any_contiguous_memory(self, make_store: MakeStore) -> None:
+    def test_pieces_may_be_any_contiguous_memory(self, store: KeepsObjects) -> None:
         """Bytes, views and typed arrays, aligned or not."""
-        store = make_store()
         whole = np.concatenate(pieces_of(1))
         stops = np.cumsum([0, *LAYOUT.groups[0].layer_bytes])
         cut = [whole.data[start:stop] for start, stop in itertools.pairwise(stops)]
@@ -209,7 +199,6 @@ class ObjectStoreContract:
         pieces[1] = pieces[1].cast("q")
         assert store.get_into([ObjectBytes(object_id(1), pieces)], DEADLINE_S) == [Outcome.DONE]
         assert np.array_equal(into, whole)
-        store.close()
 
     @pytest.mark.parametrize(
         "wrong",
@@ -226,39 +215,32 @@ class ObjectStoreContract:
             (object_id(1), (*pieces_of(1)[:2], "text")),
         ],
     )
-    def test_wrong_arguments_are_errors(self, make_store: MakeStore, wrong: tuple[ObjectId, Sequence[object]]) -> None:
+    def test_wrong_arguments_are_errors(self, store: KeepsObjects, wrong: tuple[ObjectId, Sequence[object]]) -> None:
         """An engine that mixes up its pages must hear of it, and nothing is stored."""
-        store = make_store()
         call = [ObjectBytes(object_id(2), pieces_of(2)), ObjectBytes(*wrong)]
         for method in (store.put_from, store.get_into):
             with pytest.raises(BadCallError, match=r"allowed|contiguous"):
                 method(call, DEADLINE_S)
         assert store.contains([object_id(2)], DEADLINE_S) == [False]
-        store.close()
 
-    def test_memory_that_cannot_be_written_to_is_an_error(self, make_store: MakeStore) -> None:
+    def test_memory_that_cannot_be_written_to_is_an_error(self, store: KeepsObjects) -> None:
         """Of a get; a put only reads."""
-        store = make_store()
         frozen = tuple(piece.tobytes() for piece in pieces_of(1))
         assert store.put_from([ObjectBytes(object_id(1), frozen)], DEADLINE_S) == [Outcome.DONE]
         with pytest.raises(BadCallError, match="read-only"):
             store.get_into([ObjectBytes(object_id(1), frozen)], DEADLINE_S)
-        store.close()
 
     @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
-    def test_without_time_every_answer_is_a_miss(self, make_store: MakeStore, deadline_s: float) -> None:
+    def test_without_time_every_answer_is_a_miss(self, store: KeepsObjects, deadline_s: float) -> None:
         """A deadline that is over is not an error."""
-        store = make_store()
         put(store, [1])
         assert store.leading_run([object_id(1)], deadline_s) == 0
         assert store.contains([object_id(1)], deadline_s) == [False]
         assert Outcome.DONE not in got(store, [1, 2], deadline_s=deadline_s)
         assert Outcome.DONE not in put(store, [3], deadline_s=deadline_s)
-        store.close()
 
-    def test_after_close_every_answer_is_a_miss(self, make_store: MakeStore) -> None:
+    def test_after_close_every_answer_is_a_miss(self, store: KeepsObjects) -> None:
         """An engine that ends in the wrong order must not crash."""
-        store = make_store()
         put(store, [1])
         store.close()
         store.close()
@@ -276,9 +258,8 @@ class ObjectStoreContract:
         assert got(again, range(5)) == [Outcome.DONE if self.persists else Outcome.ABSENT] * 5
         again.close()
 
-    def test_a_forked_child_misses_and_the_parent_goes_on(self, make_store: MakeStore) -> None:
+    def test_a_forked_child_misses_and_the_parent_goes_on(self, store: KeepsObjects) -> None:
         """The child has neither the threads nor the right to write."""
-        store = make_store()
         put(store, [1])
         child = os.fork()
         if not child:
@@ -292,11 +273,9 @@ class ObjectStoreContract:
             os._exit(0 if is_quiet else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert got(store, [1, 2]) == [Outcome.DONE, Outcome.ABSENT]
-        store.close()
 
-    def test_many_threads_get_what_was_put(self, make_store: MakeStore) -> None:
+    def test_many_threads_get_what_was_put(self, store: KeepsObjects) -> None:
         """Together they need far more staging memory than there is, and put the same objects at the same time."""
-        store = make_store()
         groups = 2
 
         def work(seed: int) -> int:
@@ -315,11 +294,9 @@ class ObjectStoreContract:
         with ThreadPoolExecutor(6) as threads:
             assert all(threads.map(work, range(6)))
         assert put(store, range(24)) == got(store, range(24)) == [Outcome.DONE] * 24
-        store.close()
 
-    def test_closing_ends_calls_in_progress(self, make_store: MakeStore) -> None:
+    def test_closing_ends_calls_in_progress(self, store: KeepsObjects) -> None:
         """Soon, and without a wrong byte."""
-        store = make_store()
         put(store, range(4 * STAGED))
         began = threading.Barrier(4)
         ended: list[float] = []

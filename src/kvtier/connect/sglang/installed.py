@@ -1,6 +1,5 @@
 """The installed SGLang: its release, the flags that name kvtier's backend, and SGLang's reading of a command line."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -125,41 +124,26 @@ def look(python: Path | None = None, arguments: Sequence[str] | None = None) -> 
 
 
 def read_extra(text: str) -> dict[str, object]:
-    """The value of `EXTRA`: JSON, or ``@`` and a file of JSON, TOML or YAML, as SGLang reads it.
+    """The value of `EXTRA`: JSON, or ``@`` and a file of JSON or TOML, as SGLang reads it. SGLang also reads YAML.
 
     Raises:
         ConfigError: it is none of these. The message does not repeat it, since it may contain a secret.
     """
-    if not text.startswith("@"):
-        return _table(_parsed(text, ".json", "is not valid JSON", "; did the shell remove its quotes?"))
-    path = Path(text[1:])
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or 'is not text'}") from error
-    return _table(_parsed(content, path.suffix.lower(), f"{path} cannot be read"))
-
-
-def _parsed(text: str, suffix: str, problem: str, hint: str = "") -> object:
-    if suffix == ".json":
-        parse: Any = json.loads
-    elif suffix == ".toml":
-        parse = tomllib.loads
-    elif suffix in {".yaml", ".yml"}:
+    problem, hint, suffix = "is not valid JSON", "; did the shell remove its quotes?", ".json"
+    if text.startswith("@"):
+        path = Path(text[1:])
+        problem, hint, suffix = f"{path} cannot be read", "", path.suffix.lower()
+        if suffix not in {".json", ".toml"}:
+            raise ConfigError(f"{problem}: format {suffix!r}; allowed: .json, .toml")
         try:
-            parse = cast("Any", importlib.import_module("yaml")).safe_load
-        except ImportError:
-            raise ConfigError(f"{problem}: no package for YAML is installed here; allowed: .json or .toml") from None
-    else:
-        raise ConfigError(f"{problem}: SGLang knows no format {suffix!r}; allowed: .json, .toml, .yaml, .yml")
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or 'is not text'}") from error
     try:
-        return parse(text)
-    except Exception as error:  # noqa: BLE001 - of three libraries
-        place = ", ".join(f"{name} {getattr(error, name)}" for name in ("lineno", "colno") if hasattr(error, name))
-        raise ConfigError(f"{problem}: {place or type(error).__name__}{hint}") from None
-
-
-def _table(value: object) -> dict[str, object]:
+        value: object = json.loads(text) if suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        place = f": line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ConfigError(f"{problem}{place}{hint}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"is a {type(value).__name__}; allowed: an object")
     return cast("dict[str, object]", value)

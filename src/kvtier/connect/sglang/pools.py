@@ -7,10 +7,11 @@ another meaning.
 
 import ctypes
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.sglang.sglang_types import HostPool, Indices, StorageConfig
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, Part, State
@@ -46,9 +47,6 @@ FIELDS = (
 )  # fmt: skip
 """Attributes of a pool that say what its bytes mean; a pool has some of them."""
 
-GRID_LAYOUT = "page_head"
-"""The layout in which the heads of a page are divided by an offset: ranks of other tensor parallel sizes can share."""
-
 
 @dataclass(frozen=True)
 class StoredPool:
@@ -58,11 +56,9 @@ class StoredPool:
     """SGLang's name of the pool, such as ``kv``."""
     pool: HostPool
     layout: GroupLayout
-    """Of one object. A page has `cells` objects."""
-    first_cell: int = 0
-    cells: int = 1
-    grid: int = 0
-    """Cells of the whole model, if ranks of other sizes share them; else 0."""
+    """Of a page."""
+    number: int
+    """Group of the store's layout."""
 
     @property
     def page_size(self) -> int:
@@ -71,8 +67,8 @@ class StoredPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, in all of its objects."""
-        return self.cells * sum(self.layout.layer_bytes)
+        """Bytes of a page."""
+        return sum(self.layout.layer_bytes)
 
     def are_pages(self, indices: Indices) -> bool:
         """Whether these positions are whole pages: SGLang's pools take the first of each and add the page's length."""
@@ -81,18 +77,18 @@ class StoredPool:
         return bool((starts % self.page_size == 0).all()) and bool((pages.diff(dim=1) == 1).all())
 
     def pieces(self, indices: Indices) -> list[list[Any]]:
-        """The memory of each object of these pages, in pieces; cells of a page follow each other.
+        """The memory of each of these pages, in pieces.
 
         Args:
             indices: `page_size` positions for each page.
         """
-        pointers, sizes = _meta(self.pool, indices, self.cells)
+        pointers, sizes = self.pool.get_page_buffer_meta(indices)
         count = len(self.layout.layer_bytes)
         memory = [(ctypes.c_uint8 * size).from_address(at) for at, size in zip(pointers, sizes, strict=True)]
         return [memory[start : start + count] for start in range(0, len(memory), count)]
 
 
-def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices) -> StoredPool | None:
+def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices, number: int = 0) -> StoredPool | None:
     """How the pages of a host pool are stored; None for a pool without bytes.
 
     Args:
@@ -100,6 +96,7 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
         pool: the pool.
         config: ranks.
         one_page: the positions of the pool's first page.
+        number: group of the store's layout.
 
     Raises:
         ConfigError: the pool's class or layout was not tested; the message names it.
@@ -117,63 +114,28 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
             f"SGLang's host pool {name!r} ({kind}) has the layout {layout!r}; allowed: "
             f"{', '.join(sorted(POOLS[kind]))}. Set --hicache-mem-layout"
         )
-    grid = _grid(kind, layout, config)
-    cells = grid // config.tp_size if grid else 1
     try:
-        _, sizes = _meta(pool, one_page, cells)
+        _, sizes = pool.get_page_buffer_meta(one_page)
     except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
             f"SGLang's host pool {name!r} ({kind}, {layout}) does not give the addresses of its pages: "
             f"{error or type(error).__name__}. Serve this model without kvtier"
         ) from error
-    pieces = len(sizes) // cells
-    is_shared = bool(grid) or (bool(config.is_mla_model) and kind in SAME_ON_ALL_RANKS)
+    is_shared = bool(config.is_mla_model) and kind in SAME_ON_ALL_RANKS
+    pieces = len(sizes)
     part = Part(0, pieces) if is_shared else Part(0, pieces, rank=config.tp_rank, ranks=config.tp_size)
-    return StoredPool(
-        name=name,
-        pool=pool,
-        layout=GroupLayout(
-            validity=State() if kind in STATES else History(),
-            layer_bytes=tuple(int(size) for size in sizes[:pieces]),
-            pages=_pages(name, kind, layout, pool, config, cells),
-            part=part,
-        ),
-        first_cell=config.tp_rank * cells if grid else 0,
-        cells=cells,
-        grid=grid,
+    group = GroupLayout(
+        validity=State() if kind in STATES else History(),
+        layer_bytes=tuple(int(size) for size in sizes),
+        pages=_pages(name, kind, layout, pool, config),
+        part=part,
     )
+    return StoredPool(name, pool, group, number)
 
 
-def _grid(kind: str, layout: str, config: StorageConfig) -> int:
-    """Cells into which the heads of the whole model are divided, for ranks of other sizes; 0: they share nothing."""
-    if not config.tp_lcm_size or layout != GRID_LAYOUT or kind != "MHATokenToKVPoolHost" or config.is_mla_model:
-        return 0
-    if config.attn_cp_size > 1:
-        return 0
-    return int(config.tp_lcm_size)
-
-
-def _meta(pool: HostPool, indices: Indices, cells: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Addresses and lengths of the pieces of these pages."""
-    if cells > 1:
-        return pool.get_split_heads_page_buffer_meta(indices, cells)
-    return pool.get_page_buffer_meta(indices)
-
-
-def _pages(name: str, kind: str, layout: str, pool: HostPool, config: StorageConfig, cells: int) -> str:
-    """Everything that decides what the bytes of an object mean, besides the fingerprint."""
-    fields: dict[str, object] = {}
-    for field in FIELDS:
-        value = getattr(pool, field, None)
-        if value is not None:
-            fields[field] = value // cells if field == "head_num" else _plain(value)
+def _pages(name: str, kind: str, layout: str, pool: HostPool, config: StorageConfig) -> str:
+    """Everything that decides what the bytes of a page mean, besides the fingerprint."""
+    values = {field: getattr(pool, field, None) for field in FIELDS}
+    fields = {field: plain(value) for field, value in values.items() if value is not None}
     ranks = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
     return json.dumps(["sglang", name, kind, layout, fields, ranks], separators=(",", ":"), sort_keys=True)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in cast("Sequence[object]", value)]
-    return str(value)

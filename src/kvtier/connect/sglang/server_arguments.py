@@ -17,14 +17,10 @@ from importlib import metadata
 from typing import Any
 
 FIELDS = (
-    "admin_api_key",
-    "api_key",
     "disable_radix_cache",
-    "enable_cache_report",
     "enable_hierarchical_cache",
     "enable_metrics",
     "enable_unified_cache_external_linker",
-    "hicache_host_memory_mode",
     "hicache_io_backend",
     "hicache_mem_layout",
     "hicache_storage_backend",
@@ -38,9 +34,6 @@ FIELDS = (
     "revision",
 )
 """Fields of SGLang's `ServerArgs` that decide whether KV is stored and found."""
-
-SECRETS = frozenset({"admin_api_key", "api_key"})
-"""Of these only the presence is written."""
 
 
 def main(text: str | None) -> None:
@@ -78,8 +71,7 @@ def _resolved(arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _fields(view: object) -> dict[str, Any]:
-    found = {name: getattr(view, name) for name in FIELDS}
-    return {name: bool(value) if name in SECRETS else value for name, value in found.items()}
+    return {name: getattr(view, name) for name in FIELDS}
 
 
 if __name__ == "__main__":

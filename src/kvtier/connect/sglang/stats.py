@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from kvtier.connect.vllm.stats import PromMetrics, StatsReader
 from kvtier.observe.metrics import Metrics
@@ -19,6 +19,9 @@ CALLS_MAX = 4096
 """Calls whose figures wait for SGLang; beyond that the oldest are dropped."""
 
 GB = 1e9
+
+CallKind: TypeAlias = Literal["prefetch", "backup"]
+"""SGLang's words for pages that come from the store, and for those that go there."""
 
 _places: dict[tuple[str, ...], int] = {}
 _values: dict[int, tuple[str, ...]] = {}
@@ -46,7 +49,7 @@ class StorageStats:
         self._reader = StatsReader(metrics)
 
     @contextmanager
-    def timed(self, way: Literal["prefetch", "backup"], pages: int, page_bytes: int) -> Generator[None]:
+    def timed(self, way: CallKind, pages: int, page_bytes: int) -> Generator[None]:
         """Count a call."""
         began_s = time.perf_counter()
         yield

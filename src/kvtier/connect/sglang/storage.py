@@ -7,17 +7,17 @@ no exception leaves a method: whatever fails is a miss, and logged once.
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, cast
 
+from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.sglang import sglang_imports as sglang
 from kvtier.connect.sglang.identity import identify, leaves
-from kvtier.connect.sglang.installed import check_version, installed
+from kvtier.connect.sglang.installed import EXTRA, check_version, installed, settings_in
 from kvtier.connect.sglang.pools import StoredPool, describe
-from kvtier.connect.sglang.settings import settings_of
 from kvtier.connect.sglang.sglang_types import (
     ExtraInfo,
     HostPool,
@@ -26,7 +26,7 @@ from kvtier.connect.sglang.sglang_types import (
     PoolTransferResult,
     StorageConfig,
 )
-from kvtier.connect.sglang.stats import StorageStats
+from kvtier.connect.sglang.stats import CallKind, StorageStats
 from kvtier.connect.sglang.weight_updates import forget, watch_weights
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
@@ -81,8 +81,8 @@ class KvtierStorage(sglang.HiCacheStorage):
         self._place = _place()
         self._hosts: dict[str, HostPool] = {}
         """Pools by name, as SGLang registers them."""
-        self._pools: dict[str, tuple[int, StoredPool]] = {}
-        """Group of the layout and pool, by name; without those that have no bytes."""
+        self._pools: dict[str, StoredPool] = {}
+        """By name; without those that have no bytes."""
         self._store: ObjectStore | None = None
         """None before all pools are known, and after the end."""
         self._is_over = False
@@ -124,17 +124,20 @@ class KvtierStorage(sglang.HiCacheStorage):
         forget(self._weights_change)
         self._close_store()
 
-    def _describe(self, name: str, pool: HostPool) -> StoredPool | None:
-        return describe(name, pool, self._ranks, sglang.arange(getattr(pool, "page_size", 1) or 1))
+    def _describe(self, name: str, pool: HostPool, number: int = 0) -> StoredPool | None:
+        return describe(name, pool, self._ranks, sglang.arange(getattr(pool, "page_size", 1) or 1), number)
 
     def _open(self) -> None:
+        self._pools = {}
         # In SGLang's order, in which later pools come last: the numbers of groups are in the names of objects.
-        described = [self._describe(name, pool) for name, pool in self._hosts.items()]
-        self._pools = {each.name: (group, each) for group, each in enumerate(filter(None, described))}
+        for name, pool in self._hosts.items():
+            described = self._describe(name, pool, len(self._pools))
+            if described is not None:
+                self._pools[name] = described
         if not self._pools:
             raise ConfigError("SGLang has registered no host pool with bytes to store")
         page = int(self._hosts[KV].page_size)
-        layout = KvLayout(page, tuple(each.layout for _, each in self._pools.values()))
+        layout = KvLayout(page, tuple(pool.layout for pool in self._pools.values()))
         self._store = open_object_store(
             self._config, layout, self._fingerprint.digest, rank=self._place.number, ranks=self._place.ranks
         )
@@ -142,7 +145,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         note_fingerprint(self._config, self._fingerprint)
         logger.info(
             "kvtier stores %s of SGLang %s in %s; fingerprint %s",
-            ", ".join(f"{name} ({each.layout.pages})" for name, (_, each) in self._pools.items()),
+            ", ".join(f"{name} ({pool.layout.pages})" for name, pool in self._pools.items()),
             self._release,
             ", ".join(tier.label for tier in self._config.tiers),
             self._fingerprint.digest.hex()[:16],
@@ -204,14 +207,12 @@ class KvtierStorage(sglang.HiCacheStorage):
         """Number of leading pages that the store has."""
         if name == KV and KV not in self._pools and self._pools:
             return len(keys)  # positions without bytes: other pools decide
-        store, (group, pool) = self._usable(name)
-        objects = _objects(keys, group, pool)
-        return store.leading_run(objects, self._probe_deadline_s) // pool.cells
+        store, pool = self._usable(name)
+        return store.leading_run(_objects(keys, pool), self._probe_deadline_s)
 
     def _present(self, name: str, keys: Sequence[str]) -> list[bool]:
-        store, (group, pool) = self._usable(name)
-        present = store.contains(_objects(keys, group, pool), self._probe_deadline_s)
-        return [all(present[at : at + pool.cells]) for at in range(0, len(present), pool.cells)]
+        store, pool = self._usable(name)
+        return store.contains(_objects(keys, pool), self._probe_deadline_s)
 
     @property
     def _probe_deadline_s(self) -> float:
@@ -221,107 +222,69 @@ class KvtierStorage(sglang.HiCacheStorage):
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
         """Bring pages into the pool; for each whether it arrived. Others hold undefined bytes."""
-        return self._get(KV, keys, host_indices, extra_info)
+        return self._move("prefetch", KV, keys, host_indices, extra_info, self._until_s("prefetch"))
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
         """Keep pages of the pool; for each whether a tier has it."""
-        return self._set(KV, keys, host_indices, extra_info)
+        return self._move("backup", KV, keys, host_indices, extra_info, self._until_s("backup"))
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
         """`batch_get_v1` for pages of several pools, by pool."""
-        until_s = time.monotonic() + self._call_s(self._config.limits.load_deadline_s)
-        return {
-            each.name: self._get(_text(each.name), each.keys or (), each.host_indices, extra_info, until_s)
-            for each in transfers
-        }
+        return self._move_all("prefetch", transfers, extra_info)
 
     def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
         """`batch_set_v1` for pages of several pools, by pool."""
-        until_s = time.monotonic() + self._call_s(self._config.limits.store_deadline_s)
+        return self._move_all("backup", transfers, extra_info)
+
+    def _until_s(self, way: CallKind) -> float:
+        """The end of a call. SGLang's threads make one for the KV, and one for all other pools, in turn."""
+        limits = self._config.limits
+        limit_s = limits.load_deadline_s if way == "prefetch" else limits.store_deadline_s
+        return time.monotonic() + min(limit_s, THREAD_S if len(self._pools) < 2 else THREAD_S / 2)
+
+    def _move_all(
+        self, way: CallKind, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo
+    ) -> dict[Any, list[bool]]:
+        until_s = self._until_s(way)
         return {
-            each.name: self._set(_text(each.name), each.keys or (), each.host_indices, extra_info, until_s)
+            each.name: self._move(way, _text(each.name), each.keys or (), each.host_indices, extra_info, until_s)
             for each in transfers
         }
 
-    def _call_s(self, limit_s: float) -> float:
-        """Longest time of a call. SGLang's threads make one for the KV, and one for all other pools, in turn."""
-        return min(limit_s, THREAD_S if len(self._pools) < 2 else THREAD_S / 2)
-
-    def _get(
-        self,
-        name: str,
-        keys: Sequence[str],
-        indices: Indices,
-        extra_info: ExtraInfo,
-        until_s: float | None = None,
+    def _move(
+        self, way: CallKind, name: str, keys: Sequence[str], indices: Indices, extra_info: ExtraInfo, until_s: float
     ) -> list[bool]:
         def run() -> list[bool]:
             store, pool = self._usable(name)
-            limit_s = self._call_s(self._config.limits.load_deadline_s)
-            left_s = limit_s if until_s is None else until_s - time.monotonic()
-            with self._stats.timed("prefetch", len(keys), pool[1].page_bytes):
-                return _pages(store.get_into(self._items(pool, keys, indices, extra_info), left_s), pool[1].cells)
+            call = store.get_into if way == "prefetch" else store.put_from
+            with self._stats.timed(way, len(keys), pool.page_bytes):
+                outcomes = call(_items(pool, keys, indices, extra_info), until_s - time.monotonic())
+            return [outcome is Outcome.DONE for outcome in outcomes]
 
-        return self._guarded(f"get of {name}", run, [False] * len(keys))
-
-    def _set(
-        self,
-        name: str,
-        keys: Sequence[str],
-        indices: Indices,
-        extra_info: ExtraInfo,
-        until_s: float | None = None,
-    ) -> list[bool]:
-        def run() -> list[bool]:
-            store, pool = self._usable(name)
-            limit_s = self._call_s(self._config.limits.store_deadline_s)
-            left_s = limit_s if until_s is None else until_s - time.monotonic()
-            with self._stats.timed("backup", len(keys), pool[1].page_bytes):
-                return _pages(store.put_from(self._items(pool, keys, indices, extra_info), left_s), pool[1].cells)
-
-        return self._guarded(f"set of {name}", run, [False] * len(keys))
-
-    def _items(
-        self, pool: tuple[int, StoredPool], keys: Sequence[str], indices: Indices, extra_info: ExtraInfo
-    ) -> list[ObjectBytes]:
-        group, stored = pool
-        if indices is None or len(indices) != len(keys) * stored.page_size:
-            count = None if indices is None else len(indices)
-            raise _UnusableError(f"{count} positions for {len(keys)} pages of {stored.page_size} in pool {stored.name}")
-        if keys and not 0 <= int(indices.min()) <= int(indices.max()) < int(stored.pool.size):
-            raise _UnusableError(f"positions outside of the pool {stored.name} of {stored.pool.size}")
-        if not stored.are_pages(indices):
-            raise _UnusableError(f"positions that are not whole pages of {stored.page_size} in pool {stored.name}")
-        objects, pieces = _objects(keys, group, stored), stored.pieces(indices)
-        origins = _origins(objects, stored.cells, getattr(extra_info, "prefix_keys", None) or ())
-        return list(map(ObjectBytes, objects, pieces, origins))
+        return self._guarded(f"{way} of {name}", run, [False] * len(keys))
 
     # ---- SGLang's other methods ------------------------------------------------------------------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:  # noqa: ANN401
-        """A miss: pages move in batches (``interface_v1``)."""
-        del key, target_location, target_sizes
-        self._notice("get", "SGLang asks for single pages (interface_v1 is off?): a miss")
+        """A miss: with ``interface_v1`` SGLang calls only methods for batches of pages."""
 
-    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:  # noqa: ANN401
+    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:  # noqa: ANN401, ARG002
         """Misses; see `get`."""
-        return [self.get(key, target_locations, target_sizes) for key in keys]
+        return [None] * len(keys)
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401, ARG002
         """Nothing; see `get`."""
-        del key, value, target_location, target_sizes
-        self._notice("set", "SGLang stores single pages (interface_v1 is off?): nothing is stored")
         return False
 
     def batch_set(
         self,
-        keys: Sequence[str],
-        values: Any = None,  # noqa: ANN401
-        target_locations: Any = None,  # noqa: ANN401
-        target_sizes: Any = None,  # noqa: ANN401
+        keys: Sequence[str],  # noqa: ARG002
+        values: Any = None,  # noqa: ANN401, ARG002
+        target_locations: Any = None,  # noqa: ANN401, ARG002
+        target_sizes: Any = None,  # noqa: ANN401, ARG002
     ) -> bool:
         """Nothing; see `get`."""
-        return all(self.set(key, values, target_locations, target_sizes) for key in keys)
+        return False
 
     def clear(self) -> None:
         """Refuse: other engines may use the store.
@@ -341,7 +304,7 @@ class KvtierStorage(sglang.HiCacheStorage):
 
     # ---- what fails ------------------------------------------------------------------------------------------------
 
-    def _usable(self, name: str) -> tuple[ObjectStore, tuple[int, StoredPool]]:
+    def _usable(self, name: str) -> tuple[ObjectStore, StoredPool]:
         store = self._store
         if store is None or self._is_over:
             raise _UnusableError("the store is not open")
@@ -372,6 +335,28 @@ class KvtierStorage(sglang.HiCacheStorage):
 
 class _UnusableError(Exception):
     """The store cannot be used for a call."""
+
+
+def settings_of(extra: Mapping[str, object] | None) -> Config:
+    """The engine's settings; equal in all its processes that have the same environment.
+
+    Args:
+        extra: the value of ``--hicache-storage-backend-extra-config``, without the keys that SGLang has removed. It
+            overrides the settings file and the environment.
+
+    Raises:
+        ConfigError: an unknown setting or an invalid value, no tier, or no ``interface_v1``.
+    """
+    given = extra or {}
+    if not given.get("interface_v1"):
+        raise ConfigError(
+            f"{EXTRA}: interface_v1 = {given.get('interface_v1')!r}; allowed: 1. Without it SGLang copies each page "
+            "once more, in another order"
+        )
+    config = override(load().config, flat(settings_in(given), EXTRA), EXTRA)
+    if not config.tiers:
+        raise ConfigError(f'{EXTRA}: no tier; allowed: at least one, such as "tiers": ["disk:/path/to/kv"]')
+    return config
 
 
 def _check_common(config: Config, ranks: StorageConfig) -> None:
@@ -408,49 +393,37 @@ def _text(name: object) -> str:
     return str(getattr(name, "value", name))
 
 
-def _key(text: str) -> ChunkKey:
-    """32 bytes for a page's hash; also for one that is no SHA-256 in hexadecimal."""
-    try:
-        raw = bytes.fromhex(text)
-    except ValueError:
-        raw = b""
-    return ChunkKey(raw if len(raw) == KEY_BYTES else hashlib.sha256(_KEY_DOMAIN + text.encode()).digest())
+def _items(pool: StoredPool, keys: Sequence[str], indices: Indices, extra_info: ExtraInfo) -> list[ObjectBytes]:
+    if indices is None or len(indices) != len(keys) * pool.page_size:
+        count = None if indices is None else len(indices)
+        raise _UnusableError(f"{count} positions for {len(keys)} pages of {pool.page_size} in pool {pool.name}")
+    if keys and not 0 <= int(indices.min()) <= int(indices.max()) < int(pool.pool.size):
+        raise _UnusableError(f"positions outside of the pool {pool.name} of {pool.pool.size}")
+    if not pool.are_pages(indices):
+        raise _UnusableError(f"positions that are not whole pages of {pool.page_size} in pool {pool.name}")
+    objects = _objects(keys, pool)
+    before: Sequence[str] = getattr(extra_info, "prefix_keys", None) or ()
+    # As far as SGLang passes the keys before these.
+    parents: list[ChunkKey | None] = [_keys(before[-1:])[0] if before else None]
+    parents += [each.key for each in objects]
+    origins = [Origin(parent, len(before) + at) for at, parent in enumerate(parents)]
+    return list(map(ObjectBytes, objects, pool.pieces(indices), origins))
 
 
 def _keys(texts: Sequence[str]) -> list[ChunkKey]:
-    """`_key` of each, a third as slow: SGLang asks for thousands."""
+    """32 bytes for each page's hash; also for texts that are no SHA-256 in hexadecimal, as in SGLang's own tests."""
     try:
-        raw = list(map(bytes.fromhex, texts))
+        keys = list(map(bytes.fromhex, texts))
     except ValueError:
-        return list(map(_key, texts))
-    return cast("list[ChunkKey]", raw) if {*map(len, raw)} <= {KEY_BYTES} else list(map(_key, texts))
+        keys = [b""]
+    if {*map(len, keys)} <= {KEY_BYTES}:
+        return cast("list[ChunkKey]", keys)
+    return [ChunkKey(hashlib.sha256(_KEY_DOMAIN + text.encode()).digest()) for text in texts]
 
 
-def _objects(keys: Sequence[str], group: int, pool: StoredPool) -> list[ObjectId]:
-    """The objects of these pages; cells of a page follow each other."""
-    names = _keys(keys)
-    if not pool.grid:
-        return list(map(ObjectId._make, zip(names, repeat(group))))  # half as long as ObjectId(name, group)
-    suffixes = [f"/{pool.first_cell + cell}/{pool.grid}".encode() for cell in range(pool.cells)]
-    digest = hashlib.sha256
-    return [
-        ObjectId(ChunkKey(digest(_KEY_DOMAIN + name + suffix).digest()), group) for name in names for suffix in suffixes
-    ]
-
-
-def _origins(objects: Sequence[ObjectId], cells: int, prefix_keys: Sequence[str]) -> list[Origin]:
-    """Parent and depth of each object, as far as SGLang passes the keys before these."""
-    before = len(prefix_keys)
-    first = _key(prefix_keys[-1]) if before and cells == 1 else None
-    return [
-        Origin(first if at < cells else objects[at - cells].key, before + at // cells) for at in range(len(objects))
-    ]
-
-
-def _pages(outcomes: Sequence[Outcome], cells: int) -> list[bool]:
-    """For each page whether all of its objects are done."""
-    done = [outcome is Outcome.DONE for outcome in outcomes]
-    return done if cells == 1 else [all(done[at : at + cells]) for at in range(0, len(done), cells)]
+def _objects(keys: Sequence[str], pool: StoredPool) -> list[ObjectId]:
+    """The objects of these pages."""
+    return list(map(ObjectId._make, zip(_keys(keys), repeat(pool.number))))  # half as long as ObjectId(key, number)
 
 
 def _windows(present: Sequence[bool], width: int) -> set[int]:

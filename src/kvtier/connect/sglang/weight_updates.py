@@ -5,7 +5,6 @@ that replace weights, and stores and finds nothing from then on. Starting again 
 """
 
 import importlib
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -31,7 +30,10 @@ def watch_weights(changed: Callable[[], None]) -> None:
     Raises:
         ConfigError: they have changed already, so the checkpoint no longer identifies them; or SGLang lacks a method.
     """
-    module = sys.modules.get(UPDATER[0]) or _imported(UPDATER[0])
+    try:
+        module = importlib.import_module(UPDATER[0])
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"SGLang's module {UPDATER[0]} cannot be imported: {error}") from error
     updater: Any = getattr(module, UPDATER[1], None)
     lacking = [name for name in UPDATES if not hasattr(updater, name)]
     if lacking:
@@ -60,10 +62,3 @@ def _announced(updater: object, method: Callable[..., object]) -> Callable[..., 
         return method(*args, **kwargs)
 
     return run
-
-
-def _imported(name: str) -> object:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        raise ConfigError(f"SGLang's module {name} cannot be imported: {error}") from error

@@ -22,7 +22,6 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from kvtier.config.loader import TIERS, load, override
 from kvtier.config.sections import Config
-from kvtier.connect.transformers import identity
 from kvtier.connect.transformers.caches import Argument, Model, Output, Spans, empty_cache, recorded_spans
 from kvtier.connect.transformers.call import (
     Call,
@@ -35,13 +34,13 @@ from kvtier.connect.transformers.call import (
     sequences_of,
 )
 from kvtier.connect.transformers.open import ModelSession, open_model
-from kvtier.connect.transformers.restore import MissingLayerError, Restored
-from kvtier.connect.transformers.support import accepts_padding, check_model, is_compiled
+from kvtier.connect.transformers.restore import Restored
+from kvtier.connect.transformers.support import accepts_padding, check_model
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
 from kvtier.runtime.session import Closed, Session
-from kvtier.types import NextTurn, Place, Prefix, RequestId
+from kvtier.types import NextTurn, Place, Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +63,7 @@ def attach(
     config: Config | None = None,
     checkpoint: str | Path | None = None,
     revision: str = "",
-    epoch: int = 0,
     held_calls: int = 4,
-    layerwise: bool = True,
     **settings: object,
 ) -> "Attachment":
     """Give `model` a KV cache that outlives calls and processes.
@@ -78,12 +75,8 @@ def attach(
         checkpoint: file or directory with the weights that the model was loaded from and still has. Its digest is
             cached across processes; without it the tensors in memory are digested at every attach.
         revision: name of the weights; models with different revisions share nothing.
-        epoch: number of in-place updates of the weights (`Attachment.set_epoch`).
         held_calls: calls whose tensors may be held while their KV is copied to host memory. A further call is not
             stored.
-        layerwise: let the model compute while later layers of its prompt are still being loaded. This needs memory for
-            the restored KV twice until the last layer is loaded; without that memory, or with False, the call waits
-            for all layers.
         settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``; ``tiers``, a list of
             texts or tables, and values of a tier, such as ``tiers__disk__capacity_bytes="200GiB"``.
 
@@ -99,9 +92,7 @@ def attach(
         _settings(config, directory, settings),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         revision=revision,
-        epoch=epoch,
         held_calls=held_calls,
-        layerwise=layerwise,
     )
 
 
@@ -133,9 +124,7 @@ class Attachment:
         *,
         checkpoint: Path | None,
         revision: str,
-        epoch: int,
         held_calls: int,
-        layerwise: bool,
     ) -> None:
         self.model = model
         self.config = config
@@ -143,18 +132,15 @@ class Attachment:
         """Report of the latest call."""
         self._checkpoint = checkpoint
         self._revision = revision
-        self._epoch = epoch
         self._held_calls = held_calls
-        self._layerwise = layerwise
         self._accepts_padding = accepts_padding(model)
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._earlier = StoreCounts()
         """Counts of closed sessions, and of chunks dropped because of `held_calls`."""
         self._logged: set[str] = set()
-        self._is_closed = False
-        self._refused: tuple[identity.ModelWatch, str] | None = None
-        """A changed model that could not be opened, and why."""
+        self._ended = ""
+        """Why all calls go without the cache; empty while it is open."""
         self._opened: ModelSession | None = None
         self._open()
 
@@ -259,20 +245,6 @@ class Attachment:
         """The session underneath; a new one after the model has changed."""
         return self._current().session
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce the `epoch`-th in-place update of the weights. KV of other epochs is not used any more.
-
-        Raises:
-            ConfigError: a negative epoch.
-        """
-        if epoch < 0:
-            raise ConfigError(f"epoch must be at least 0, got {epoch}")
-        with self._lock:
-            if epoch != self._epoch:
-                self._epoch = epoch
-                if not self._is_closed:
-                    self._open()
-
     def flush(self, deadline_s: float = 30.0) -> bool:
         """Wait until all stores have been copied to host memory; False if the deadline passed."""
         with self._lock:
@@ -288,7 +260,7 @@ class Attachment:
             How the session closed; None if it was closed before.
         """
         with self._lock:
-            self._is_closed = True
+            self._ended = "the attachment is closed"
             return self._shut(self.config.limits.close_deadline_s if deadline_s is None else deadline_s)
 
     def __enter__(self) -> Self:
@@ -304,7 +276,7 @@ class Attachment:
     def _open(self) -> None:
         self._shut(_REOPEN_DEADLINE_S)
         self._opened = opened = open_model(
-            self.model, self.config, checkpoint=self._checkpoint, revision=self._revision, epoch=self._epoch
+            self.model, self.config, checkpoint=self._checkpoint, revision=self._revision
         )
         self._finalizer = weakref.finalize(self, opened.session.close, self.config.limits.close_deadline_s)
 
@@ -328,13 +300,11 @@ class Attachment:
             raise ConfigError("the attachment is closed; attach the model again")
         return self._opened
 
-    def _refreshed(self) -> "ModelSession | str":
-        """The session, reopened if the model has changed; or why the changed model cannot be served."""
-        opened = self._opened
-        if opened is not None and not opened.watch.has_changed():
+    def _refreshed(self) -> ModelSession:
+        """The session, reopened if the model has changed."""
+        opened = self._current()
+        if not opened.watch.has_changed():
             return opened
-        if opened is None and self._refused is not None and not self._refused[0].has_changed():
-            return self._refused[1]
         logger.warning(
             "%s has changed since it was attached; its weights are digested again", type(self.model).__name__
         )
@@ -344,8 +314,7 @@ class Attachment:
         try:
             self._open()
         except Exception as error:
-            refusal = f"the model has changed and cannot be served any more: {error}"
-            self._refused = (identity.ModelWatch(self.model), refusal)
+            self._ended = f"the model has changed and cannot be served any more: {error}; attach it again"
             raise
         return self._current()
 
@@ -364,45 +333,26 @@ class Attachment:
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened, columns = self._current(), call.prompt.input_ids.shape[1]
         rows = [row.request for row in call.rows]
-        # A streamer gets the prompt before the model runs, and a restarted call would give it the prompt twice.
-        is_layerwise = self._layerwise and arguments.get("streamer") is None and not is_compiled(self.model)
 
         def restore() -> Restored:
             opened.requests.poll()
             if not any(row.prefix.keys for row in rows):
                 return Restored()
-            return opened.restorer.restore(rows, columns, is_layerwise=is_layerwise)
+            return opened.restorer.restore(rows, columns)
 
         restored = self._guarded(restore)
         reason = restored if isinstance(restored, str) else ""
         found: Restored = Restored() if isinstance(restored, str) else restored
-        del restored
+        cache = empty_cache(opened.shape) if found.cache is None else found.cache
         rest = {name: value for name, value in arguments.items() if name not in _REPLACED}
-
-        def compute(cache: DynamicCache) -> Output:
-            return self.model.generate(
-                call.prompt.input_ids,
-                generation_config=given,
-                attention_mask=call.prompt.mask,
-                past_key_values=cache,
-                stopping_criteria=clock.among(arguments.get("stopping_criteria")),
-                **rest,
-            )
-
-        cache = _taken_cache(found, opened)
-        try:
-            output = compute(cache)
-        except MissingLayerError as error:
-            logger.info("%s; the call starts again", error)
-            again = self._guarded(lambda: opened.restorer.resume(rows, columns, found))
-            reason = again if isinstance(again, str) else reason
-            found = Restored() if isinstance(again, str) else again
-            del again
-            cache = _taken_cache(found, opened)
-            output = compute(cache)
-        finally:
-            unsettled = self._guarded(lambda: opened.restorer.finish(rows, found) or "")
-        reason = reason or str(unsettled)
+        output = self.model.generate(
+            call.prompt.input_ids,
+            generation_config=given,
+            attention_mask=call.prompt.mask,
+            past_key_values=cache,
+            stopping_criteria=clock.among(arguments.get("stopping_criteria")),
+            **rest,
+        )
         report = self._guarded(partial(call.report, output, found, clock, reason))
         if isinstance(report, str):
             self.last = CallReport(uncached_reason=report)
@@ -447,8 +397,8 @@ class Attachment:
         session: str | Sequence[str | None] | None = None,
     ) -> "Call | str":
         """Everything before the first lookup; or why the call goes without the cache."""
-        if self._is_closed:
-            return "the attachment is closed"
+        if self._ended:
+            return self._ended
         prompt = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)
         if isinstance(prompt, str):
             return prompt
@@ -456,8 +406,6 @@ class Attachment:
         if problem:
             self._log_once(problem, "%s; ignored (logged once)")
         opened = self._refreshed()
-        if isinstance(opened, str):
-            return opened
         return Call.begun(next(self._numbers), prompt, opened.root, opened.layout.chunk_tokens, names, opened.recorder)
 
     def _store_call(
@@ -512,16 +460,7 @@ class Attachment:
             if is_full:
                 self._earlier = replace(self._earlier, dropped=self._earlier.dropped + len(places))
             elif places:
-                opened.requests.store(
-                    RequestId(f"{row.request.name}/store"),
-                    call.number,
-                    prefix,
-                    places,
-                    row=number,
-                    pad=row.request.pad,
-                    spans=spans,
-                    conversation=row.request.conversation,
-                )
+                opened.requests.store(row.request, number, call.number, prefix, places, spans)
                 count += len(places)
         return count
 
@@ -541,9 +480,3 @@ class Attachment:
         if reason not in self._logged and len(self._logged) < _LOGGED_MAX:
             self._logged.add(reason)
             logger.warning(message, reason)
-
-
-def _taken_cache(found: Restored, opened: ModelSession) -> DynamicCache:
-    """The cache, removed from `found`, so that its tensors are freed once the library has made longer ones."""
-    cache, found.cache = found.cache, None
-    return cache or empty_cache(opened.shape)

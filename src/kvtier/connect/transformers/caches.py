@@ -4,13 +4,13 @@ A layer's share of a chunk is K as [head, token, dim], contiguous, then V likewi
 KV group, which needs all chunks. Layers with the same sliding window form a group that needs only the last window.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 from typing import Any, TypeAlias, cast
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 
@@ -151,22 +151,6 @@ class RecordingWindowLayer(DynamicSlidingWindowLayer):
         self.recorded.append(Span(_detached(key_states), _detached(value_states), start))
         return super().update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `tokens_to_remove` tokens (a negative number)."""
-        super().crop(tokens_to_remove)
-        end = self.get_seq_length()
-        kept = [span for span in self.recorded if span.start < end]
-        if kept and kept[-1].stop > end:
-            last = kept.pop()
-            count = end - last.start
-            kept.append(Span(last.keys[..., :count, :], last.values[..., :count, :], last.start))
-        self.recorded = kept
-
-    def reset(self) -> None:
-        """Remove everything."""
-        self.recorded = []
-        super().reset()
-
 
 def _detached(states: torch.Tensor) -> torch.Tensor:
     # A slice of a fused projection keeps the whole projection in memory.
@@ -183,67 +167,17 @@ def empty_cache(shape: CacheShape) -> DynamicCache:
     return cache
 
 
-Wait: TypeAlias = Callable[[int], None]
-"""Waits until the model's layer of this number is loaded; raises if it cannot be."""
+def blank_spans(shape: CacheShape, padding: Sequence[int], columns: int) -> Spans:
+    """Tensors for the leading `columns` columns of a cache, to be filled by loads; one run per layer.
 
-
-class ArrivingLayer(DynamicLayer):
-    """The library's layer, which waits at its first use until its restored tokens are loaded."""
-
-    awaited: Callable[[], None] | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait once, then call the library."""
-        _await(self)
-        return super().update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
-
-
-class ArrivingWindowLayer(RecordingWindowLayer):
-    """`ArrivingLayer` with a sliding window."""
-
-    awaited: Callable[[], None] | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait once, then call the library."""
-        _await(self)
-        return super().update(key_states, value_states, *args, **kwargs)
-
-
-def _await(layer: ArrivingLayer | ArrivingWindowLayer) -> None:
-    if layer.awaited is not None:
-        layer.awaited()
-        layer.awaited = None
-
-
-@dataclass(frozen=True, slots=True)
-class Restoration:
-    """Tensors for the leading `columns` columns of a cache, filled by loads. Window layers hold the last columns."""
-
-    shape: CacheShape
-    padding: tuple[int, ...]
-    columns: int
-    spans: Spans
-    """One run per layer."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(span.keys.nbytes + span.values.nbytes for group in self.spans for layer in group for span in layer)
-
-
-def restoration(shape: CacheShape, padding: tuple[int, ...], columns: int) -> Restoration:
-    """Allocate tensors for loads. Padding columns are zero, so that masked values are finite."""
+    Window layers hold the last columns. Padding columns are zero, so that masked values are finite.
+    """
     # Other threads cannot write to tensors made in inference mode, which may be on here.
     with torch.inference_mode(mode=False):
-        spans = tuple(tuple((_blank_span(layer, padding, columns),) for layer in group) for group in shape.groups)
-    return Restoration(shape, padding, columns, spans)
+        return tuple(tuple((_blank_span(layer, padding, columns),) for layer in group) for group in shape.groups)
 
 
-def _blank_span(layer: CachedLayer, padding: tuple[int, ...], columns: int) -> Span:
+def _blank_span(layer: CachedLayer, padding: Sequence[int], columns: int) -> Span:
     start = 0 if layer.past_tokens is None else max(0, columns - layer.past_tokens)
     rows, length = len(padding), columns - start
     keys = torch.empty((rows, layer.key_heads, length, layer.key_dim), dtype=layer.dtype, device=layer.device)
@@ -255,35 +189,17 @@ def _blank_span(layer: CachedLayer, padding: tuple[int, ...], columns: int) -> S
     return Span(keys, values, start)
 
 
-def restored_cache(restored: Restoration, columns: int, wait: Wait | None = None) -> DynamicCache:
-    """A cache of the leading `columns` columns of `restored`.
-
-    Window tensors end at one fixed column, so with windows `columns` must be all of them.
-
-    Args:
-        restored: the tensors.
-        columns: valid columns.
-        wait: called by each layer at its first use; None if all layers are loaded.
-    """
-    if columns > restored.columns or (columns < restored.columns and restored.shape.has_windows):
-        raise ValueError(f"cannot resume at column {columns}: tensors were made for {restored.columns}")
-    cache = empty_cache(restored.shape)
-    for group, spans in zip(restored.shape.groups, restored.spans, strict=True):
-        for layer, (span,) in zip(group, spans, strict=True):
-            if wait is not None:
-                arriving = ArrivingLayer() if layer.window is None else ArrivingWindowLayer(layer.window)
-                arriving.awaited = partial(wait, layer.index)
-                cache.layers[layer.index] = arriving
-            _refill(cache.layers[layer.index], span, columns)
+def filled_cache(shape: CacheShape, spans: Spans, columns: int) -> DynamicCache:
+    """The library's cache of the first `columns` columns, over the tensors of `blank_spans`."""
+    cache = empty_cache(shape)
+    for group, group_spans in zip(shape.groups, spans, strict=True):
+        for cached, (span,) in zip(group, group_spans, strict=True):
+            layer: Layer = cache.layers[cached.index]
+            layer.lazy_initialization(span.keys, span.values)
+            layer.keys, layer.values = span.keys, span.values
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = columns
     return cache
-
-
-def _refill(layer: Layer, span: Span, columns: int) -> None:
-    keys, values = span.keys[..., : columns - span.start, :], span.values[..., : columns - span.start, :]
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values = keys, values
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = columns
 
 
 def recorded_spans(shape: CacheShape, cache: DynamicCache, columns: int) -> Spans | None:
@@ -311,20 +227,12 @@ _SMALL_TOKENS = 64
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Join runs of small spans (decode steps), so that a chunk is not copied token by token."""
     joined: list[Span] = []
-    run: list[Span] = []
-
-    def close_run() -> None:
-        if run:
-            keys = torch.cat([span.keys for span in run], dim=-2)
-            values = torch.cat([span.values for span in run], dim=-2)
-            joined.append(Span(keys, values, run[0].start))
-            run.clear()
-
-    for span in spans:
-        if span.keys.shape[-2] < _SMALL_TOKENS:
-            run.append(span)
-        else:
-            close_run()
-            joined.append(span)
-    close_run()
+    for is_small, group in groupby(spans, lambda span: span.keys.shape[-2] < _SMALL_TOKENS):
+        run = list(group)
+        if not is_small:
+            joined += run
+            continue
+        keys = torch.cat([span.keys for span in run], dim=-2)
+        values = torch.cat([span.values for span in run], dim=-2)
+        joined.append(Span(keys, values, run[0].start))
     return tuple(joined)

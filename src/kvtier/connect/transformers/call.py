@@ -15,11 +15,12 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationConfig
 
 from kvtier.connect.transformers.caches import Argument, Model, Output, integers
-from kvtier.connect.transformers.identity import moving_rope
-from kvtier.connect.transformers.restore import Restored, RowRequest, row_tokens
+from kvtier.connect.transformers.identity import fixed_rope_tokens
+from kvtier.connect.transformers.open_requests import RowRequest
+from kvtier.connect.transformers.restore import Restored, row_tokens
 from kvtier.connect.transformers.support import Options, padding_mask, reason_against
 from kvtier.errors import ConfigError
-from kvtier.keys.chain import Chain, Extra
+from kvtier.keys.chain import Chain
 from kvtier.runtime.trace_recorder import Recorder, Served
 from kvtier.types import NextTurn, Place, Prefix
 
@@ -72,7 +73,6 @@ class Prompt(NamedTuple):
     mask: torch.Tensor
     padding: tuple[int, ...]
     """Columns of padding before each row."""
-    extras: list[Extra]
     end_tokens: frozenset[int]
 
 
@@ -100,16 +100,11 @@ def prompt_of(
         return "attention_mask pads on the right, has holes or hides a whole row; allowed: padding on the left"
     if any(padding) and not accepts_padding:
         return f"{type(model).__name__} takes no position_ids: KV of a padded row may depend on its padding"
-    extras: list[Extra] = []
-    rope = moving_rope(model)
-    if rope is not None:
-        columns = input_ids.shape[1]
-        side = rope.side(columns - min(padding), options.total_tokens(columns))
-        # A chunked prefill starts with the frequencies of a short text.
-        if side is None or (side == "long" and options.get("prefill_chunk_size")):
-            return f"the text may cross the {rope.original_tokens} tokens at which the position encoding changes"
-        extras.append(Extra("rope", side.encode()))
-    return Prompt(input_ids, mask, padding, extras, options.tokens("eos_token_id"))
+    limit = fixed_rope_tokens(model)
+    # One token less than the length: there "dynamic" scaling keeps its frequencies from earlier calls.
+    if limit is not None and options.total_tokens(input_ids.shape[1]) >= limit:
+        return f"the text may reach the {limit} tokens at which the position encoding changes"
+    return Prompt(input_ids, mask, padding, options.tokens("eos_token_id"))
 
 
 def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
@@ -235,7 +230,7 @@ class Call:
         started, arrived_s = time.perf_counter(), time.monotonic()
         rows: list[CallRow] = []
         for index, (row, pad, name) in enumerate(zip(prompt.input_ids, prompt.padding, conversations, strict=True)):
-            tokens, chain = integers(row[pad:]), Chain(root, chunk_tokens, prompt.extras)
+            tokens, chain = integers(row[pad:]), Chain(root, chunk_tokens)
             chain.extend(tokens)
             rows.append(CallRow(RowRequest(f"{number}/{index}", pad, chain.prefix(), name), len(tokens), chain))
         return cls(number, prompt, rows, time.perf_counter() - started, arrived_s, recorder)

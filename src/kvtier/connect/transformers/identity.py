@@ -6,16 +6,14 @@ field may change KV, and then a miss is right.
 
 Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
 original length has other frequencies from its first token on, so its KV must not be used for a shorter text, nor the
-reverse. A call is cached only if it stays on one side of that length, and the side is part of its keys.
+reverse. A call is cached only if it stays below that length.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from transformers.generation.utils import GenerationMixin
 
 from kvtier.connect.fingerprint_exclusions import UNRELATED_FIELDS, plain
 from kvtier.connect.transformers.caches import Argument, Model, ModelConfig
@@ -49,40 +47,11 @@ def rope_settings(config: ModelConfig) -> dict[str, object]:
     return {field: value for field, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class MovingRope:
-    """A position encoding that changes with the length of the text."""
-
-    original_tokens: int
-    """Length up to which the original frequencies are used."""
-    has_long_side: bool
-    """All longer texts have the same frequencies, so they can share KV."""
-
-    def side(self, prompt_tokens: int, total_tokens: int) -> str | None:
-        """``short`` or ``long``: the side that a call stays on; None if it may cross, or its side cannot be cached.
-
-        Args:
-            prompt_tokens: length of the longest row, without padding.
-            total_tokens: the most it can grow to.
-        """
-        # One token less than the length: there "dynamic" scaling keeps its frequencies from earlier calls.
-        if total_tokens < self.original_tokens:
-            return "short"
-        return "long" if self.has_long_side and prompt_tokens > self.original_tokens else None
-
-
-def moving_rope(model: Model) -> MovingRope | None:
-    """The model's position encoding if it depends on the text's length; otherwise None."""
+def fixed_rope_tokens(model: Model) -> int | None:
+    """Length from which the position encoding depends on the length of the text; None if it never does."""
     config = model.config.get_text_config(decoder=True)
-    kinds = {(kind, length) for kind, length in _rope_kinds(config) if kind in {"dynamic", "longrope"}}
-    if not kinds:
-        return None
-    # A model that prepares inputs in its own way may drop the cache at the crossing, as Phi-3 does.
-    library: Argument = vars(GenerationMixin)["prepare_inputs_for_generation"]
-    is_plain = cast("Model", type(model)).prepare_inputs_for_generation is library
-    lengths = {length for _, length in kinds}
-    has_long_side = is_plain and len(lengths) == 1 and all(kind == "longrope" for kind, _ in kinds)
-    return MovingRope(min(lengths), has_long_side)
+    lengths = [length for kind, length in _rope_kinds(config) if kind in {"dynamic", "longrope"}]
+    return min(lengths) if lengths else None
 
 
 def _rope_kinds(config: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -119,9 +88,7 @@ def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | Non
     return digest_tensors(_tensors(model))
 
 
-def fingerprint(
-    model: Model, weights: bytes, *, revision: str = "", epoch: int = 0, dtype: torch.dtype | None = None
-) -> Fingerprint:
+def fingerprint(model: Model, weights: bytes, *, revision: str = "", dtype: torch.dtype | None = None) -> Fingerprint:
     """The fingerprint of `model`, given the digest of its weights.
 
     Raises:
@@ -137,7 +104,6 @@ def fingerprint(
         attention=attention,
         rope=cast("Mapping[str, object]", plain(rope_settings(decoder), frozenset())),
         dtype=str(dtype or model.dtype).removeprefix("torch."),
-        epoch=epoch,
         other={
             "engine": "transformers",
             "config": plain(model.config.to_dict(), IGNORED_FIELDS),
@@ -159,10 +125,10 @@ def _adapter_fields(module: torch.nn.Module) -> dict[str, object]:
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
-    rope = moving_rope(model)
+    has_moving_rope = fixed_rope_tokens(model) is not None
     named: dict[str, object] = dict(model.state_dict(keep_vars=True))
     # Buffers outside of checkpoints, such as inverse frequencies, except those that change with the text's length.
-    named |= {name: buffer for name, buffer in model.named_buffers() if not _is_moving(name, rope)}
+    named |= {name: buffer for name, buffer in model.named_buffers() if not (has_moving_rope and "inv_freq" in name)}
     seen: set[tuple[int, tuple[int, ...], torch.dtype]] = set()
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
@@ -193,10 +159,6 @@ def _content(name: str, tensor: torch.Tensor) -> memoryview:
         ) from error
 
 
-def _is_moving(name: str, rope: MovingRope | None) -> bool:
-    return rope is not None and "inv_freq" in name
-
-
 _SAMPLED_TENSORS = 16
 _SAMPLED_VALUES = 8
 
@@ -206,7 +168,7 @@ class ModelWatch:
 
     It sees every replaced tensor, and every in-place change that torch counts, which excludes those through `.data`. Of
     these it sees only changes of a few sampled values: an update of all weights shows. An update of a few tensors
-    through `.data` may not show, and needs `Attachment.set_epoch`.
+    through `.data` may not show, and needs a new `attach`.
     """
 
     def __init__(self, model: Model) -> None:
@@ -227,7 +189,7 @@ class ModelWatch:
             str(rope_settings(config.get_text_config(decoder=True))),
         ]
         modules: Iterator[torch.nn.Module] = self._model.modules()
-        has_moving_rope = moving_rope(self._model) is not None
+        has_moving_rope = fixed_rope_tokens(self._model) is not None
         for module in modules:
             held: dict[str, Argument] = vars(module)
             parameters: dict[str, torch.Tensor | None] = held["_parameters"]

@@ -1,7 +1,7 @@
 """Opens a session for a model in its current state: KV layout, fingerprint, copier."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config.sections import Config
@@ -24,10 +24,6 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 1
 """The library resumes at any token, so a chunk may have any number of tokens."""
 
-CHUNKS_AT_ONCE = 32
-"""Chunks scattered at the same time, each held by a thread that mostly sleeps. Layers are copied in the model's order,
-so with many chunks the first layers are complete early."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSession:
@@ -47,7 +43,7 @@ class ModelSession:
     recorder: Recorder | None
 
 
-def open_model(model: Model, config: Config, *, checkpoint: Path | None, revision: str, epoch: int) -> ModelSession:
+def open_model(model: Model, config: Config, *, checkpoint: Path | None, revision: str) -> ModelSession:
     """Inspect the model, digest its weights, and open a session.
 
     Raises:
@@ -66,22 +62,19 @@ def open_model(model: Model, config: Config, *, checkpoint: Path | None, revisio
         weights.seconds,
     )
     dtype = next(shape.layers).dtype
-    fingerprint = identity.fingerprint(model, weights.digest, revision=revision, epoch=epoch, dtype=dtype)
+    fingerprint = identity.fingerprint(model, weights.digest, revision=revision, dtype=dtype)
     copier = CacheCopier(shape, layout)
     has_cuda = any(layer.device.type == "cuda" for layer in shape.layers)
-    limits = replace(config.limits, scatters_in_flight=max(config.limits.scatters_in_flight, CHUNKS_AT_ONCE))
     opened = runtime.open_session(
-        replace(config, limits=limits),
+        config,
         layout,
         fingerprint.digest,
         copier,
         page_lock=cuda_page_lock(config.host.page_lock) if has_cuda else None,
-        copy_threads=CHUNKS_AT_ONCE,
     )
     requests = OpenRequests(opened.session, copier)
     restorer = Restorer(
         opened.session,
-        copier,
         requests,
         shape,
         probe_deadline_s=sum(tier.probe_deadline_s for tier in config.tiers),

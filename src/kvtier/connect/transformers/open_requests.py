@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvtier.connect.transformers.caches import Spans
 from kvtier.connect.transformers.copier import CacheCopier
@@ -9,6 +10,31 @@ from kvtier.runtime.session import Session
 from kvtier.types import LoadDone, Place, Prefix, RequestId, StoreDone
 
 _POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class RowRequest:
+    """One row of a call: its prompt, and the state of its restoration."""
+
+    name: str
+    """Unique; the row's request ids start with it."""
+    pad: int
+    prefix: Prefix
+    conversation: str | None = None
+    request: RequestId = RequestId("")  # noqa: RUF009  immutable
+    restorable: int = 0
+    whole_chunks: int | None = None
+    """Chunks before the first hole that a load found. A tier may list a bad object for a while after it was read."""
+    prefixes: dict[int, Prefix] = field(default_factory=dict[int, Prefix])
+    """Shorter prefixes, by their number of chunks."""
+
+    def shortened(self, chunks: int | None) -> Prefix:
+        """The first `chunks` chunks; None: all. The same object each time, since lookups compare by identity."""
+        if chunks is None or chunks >= len(self.prefix.keys):
+            return self.prefix
+        if chunks not in self.prefixes:
+            self.prefixes[chunks] = Prefix(self.prefix.keys[:chunks], self.prefix.chunk_tokens)
+        return self.prefixes[chunks]
 
 
 class OpenRequests:
@@ -22,8 +48,8 @@ class OpenRequests:
     def __init__(self, session: Session, copier: CacheCopier) -> None:
         self._session = session
         self._copier = copier
-        self._loads: dict[RequestId, LoadDone | None] = {}
-        """Loads that a call waits for."""
+        self._loaded: dict[RequestId, LoadDone] = {}
+        """Ended loads that the call has not taken yet."""
         self._stores: dict[RequestId, int] = {}
         """Open stores, with the numbers of their calls."""
         self.held = 0
@@ -36,22 +62,25 @@ class OpenRequests:
         """Calls whose tensors are held for stores."""
         return len(set(self._stores.values()))
 
-    def store(
-        self,
-        request: RequestId,
-        call: int,
-        prefix: Prefix,
-        places: Sequence[Place],
-        *,
-        row: int,
-        pad: int,
-        spans: Spans,
-        conversation: str | None,
-    ) -> None:
-        """Begin to store `places` of one row, and hold its tensors until the store ends."""
-        self._copier.expose(request, row, pad, spans)
+    def load(self, row: RowRequest, number: int, places: Sequence[Place], spans: Spans) -> None:
+        """Begin to load `places` of row `number` into its tensors, and hold these until the load ends."""
+        self._copier.expose(row.request, number, row.pad, spans)
+        boundary = max(place.chunk for place in places) + 1
+        tokens = boundary * row.prefix.chunk_tokens
         try:
-            self._session.store(request, prefix, places, conversation)
+            self._session.load(row.request, row.prefix, tokens, places, session=row.conversation)
+        except BaseException:
+            self._copier.forget(row.request)  # no LoadDone will come
+            raise
+
+    def store(
+        self, row: RowRequest, number: int, call: int, prefix: Prefix, places: Sequence[Place], spans: Spans
+    ) -> None:
+        """Begin to store `places` of row `number` of a call, and hold its tensors until the store ends."""
+        request = RequestId(f"{row.name}/store")
+        self._copier.expose(request, number, row.pad, spans)
+        try:
+            self._session.store(request, prefix, places, row.conversation)
         except BaseException:
             self._copier.forget(request)  # no StoreDone will come
             raise
@@ -62,37 +91,21 @@ class OpenRequests:
         for event in self._session.poll(wait_s):
             if isinstance(event, LoadDone):
                 self._copier.forget(event.request)
-                if event.request in self._loads:
-                    self._loads[event.request] = event
+                self._loaded[event.request] = event
             elif isinstance(event, StoreDone):
                 self._copier.forget(event.request)
                 self._stores.pop(event.request, None)
                 self.held += event.held
                 self.dropped += event.dropped
 
-    def expect(self, requests: Sequence[RequestId]) -> None:
-        """Record the ends of these loads. Call it before they begin."""
-        self._loads.update(dict.fromkeys(requests))
-
-    def ended(self, request: RequestId) -> LoadDone | None:
-        """The end of an expected load; None while it is open."""
-        return self._loads.get(request)
-
-    def forget_loads(self, requests: Sequence[RequestId]) -> None:
-        """Stop recording these loads; a second call does nothing."""
-        for request in requests:
-            self._loads.pop(request, None)
-
     def wait_for_loads(self, requests: Sequence[RequestId], until: float) -> dict[RequestId, LoadDone]:
-        """Wait for expected loads, at most until `until` on the monotonic clock; returns the ended ones."""
-        try:
-            while True:
-                self.poll(min(_POLL_S, max(0.0, until - time.monotonic())))
-                done = {request: event for request in requests if (event := self.ended(request)) is not None}
-                if len(done) == len(requests) or time.monotonic() >= until:
-                    return done
-        finally:
-            self.forget_loads(requests)
+        """Wait for these loads, at most until `until` on the monotonic clock; returns the ended ones."""
+        while True:
+            self.poll(min(_POLL_S, max(0.0, until - time.monotonic())))
+            done = {request: self._loaded[request] for request in requests if request in self._loaded}
+            if len(done) == len(requests) or time.monotonic() >= until:
+                self._loaded.clear()  # others are late loads of earlier calls
+                return done
 
     def wait_for_stores(self, deadline_s: float = 0.0, call: int | None = None) -> bool:
         """Wait for the stores of one call, or of all; False if `deadline_s` seconds were not enough."""
