@@ -1,7 +1,7 @@
 """Checks of `kvtier vllm doctor`: why vLLM does not find KV that was stored.
 
-Each check yields findings: what was checked, what was found, and what to do. Without the self-test no check changes
-anything or starts an engine.
+Each check yields findings: what was checked, what was found, and what to do. No check changes anything or starts an
+engine.
 """
 
 import json
@@ -17,11 +17,11 @@ from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.connect.local_files import local_folder
-from kvtier.connect.vllm import installed, selftest, support
+from kvtier.connect.vllm import installed, support
 from kvtier.connect.vllm.identity import identify
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.vllm_types import VllmConfig
-from kvtier.errors import ConfigError, KvError, UnsupportedModelError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
@@ -54,8 +54,6 @@ class ServerDescription:
     block_tokens: int | None = None
     engine_arguments: Sequence[str] = ()
     """The rest of the server's command line."""
-    is_selftest: bool = False
-    """Run the self-test of this vLLM and model."""
 
 
 def examine(server: ServerDescription) -> list[DoctorFinding]:
@@ -68,17 +66,14 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
             *_transfer(server.transfer, has_shared=True),
             DoctorFinding("error", "settings", str(error), advice),
         ]
-        return in_order([_version("refuse"), *findings])
+        return in_order([_version(), *findings])
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
     findings = list(_transfer(server.transfer, has_shared=has_shared, write_policy=config.store.write_policy))
     findings += machine(loaded)
-    if server.is_selftest:
-        with progress("starting four engines, one after the other", None):
-            findings.append(_selftest(config, server))
-    findings.append(_version("allow" if server.is_selftest else config.vllm.unsupported))
+    findings.append(_version())
     with progress("asking vLLM what the server's command line means", None):
-        engine, found = _engine(server, config)
+        engine, found = _engine(server)
     findings += found
     block_tokens = server.block_tokens or (engine.cache_config.block_size if engine is not None else None)
     chunk_tokens, found = _chunk(config, block_tokens)
@@ -93,31 +88,13 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
     return in_order(findings)
 
 
-def _version(unsupported: str) -> DoctorFinding:
+def _version() -> DoctorFinding:
     try:
-        version = installed.check_engine(unsupported)
+        version = installed.check_engine()
     except ConfigError as error:
         advice = "run this command in the server's environment, with a supported release of vLLM installed there"
         return DoctorFinding("error", "vLLM", str(error), advice)
-    if installed.is_supported(version):
-        return DoctorFinding("fine", "vLLM", f"{version} is supported")
-    advice = "run `kvtier vllm doctor --selftest` with --model and --engine-args"
-    return DoctorFinding(
-        "note", "vLLM", f"{version} is not supported; a server needs the result of its self-test", advice
-    )
-
-
-def _selftest(config: Config, server: ServerDescription) -> DoctorFinding:
-    if server.model is None:
-        return DoctorFinding("error", "selftest", "needs a model, and none was given", "give --model and --engine-args")
-    if installed.installed() is None:
-        return DoctorFinding("error", "selftest", "vLLM is not installed here", "run it in the server's environment")
-    try:
-        summary = selftest.run(config, _arguments(server))
-    except (KvError, OSError) as error:
-        advice = "do not use this vLLM with this model; report this message"
-        return DoctorFinding("error", "selftest", str(error), advice)
-    return DoctorFinding("fine", "selftest", summary)
+    return DoctorFinding("fine", "vLLM", f"{version} is supported")
 
 
 def _arguments(server: ServerDescription) -> list[str]:
@@ -175,16 +152,15 @@ def _settings(server: ServerDescription) -> Loaded:
     return overridden(loaded, given, "kv_connector_extra_config")
 
 
-def _engine(server: ServerDescription, config: Config) -> tuple[VllmConfig | None, list[DoctorFinding]]:
+def _engine(server: ServerDescription) -> tuple[VllmConfig | None, list[DoctorFinding]]:
     """VLLM's configuration of a server with this model, if vLLM is installed."""
     model = server.model
     if model is None:
         return None, []
     if installed.installed() is None:
         return None, list(_weights(model))
-    transfer = {**CONNECTOR, "kv_connector_extra_config": {"vllm.unsupported": config.vllm.unsupported}}
     try:
-        engine = engine_config([*_arguments(server), "--kv-transfer-config", json.dumps(transfer)])
+        engine = engine_config([*_arguments(server), "--kv-transfer-config", json.dumps(CONNECTOR)])
         support.check_engine(engine)
     except UnsupportedModelError as error:
         return None, [DoctorFinding("error", "model", str(error), 'see "What is supported" in docs/guides/vllm.md')]
@@ -212,7 +188,7 @@ def _weights(model: str) -> Iterator[DoctorFinding]:
 
 def _fingerprint(engine: VllmConfig) -> Fingerprint | DoctorFinding:
     """The fingerprint of an engine; or a finding, if its KV cannot be shared."""
-    identity = identify(engine, installed.build_of(installed.installed() or ""))
+    identity = identify(engine, installed.installed() or "")
     if identity.is_private:
         found = f"KV is kept in host memory only, and ends with the server: {identity.detail}"
         return DoctorFinding("error", "model", found, "serve real weights from a local folder")

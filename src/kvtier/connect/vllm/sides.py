@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
-from kvtier.connect.vllm import identity, installed, selftest, support, weights
+from kvtier.connect.vllm import identity, installed, support, weights
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
@@ -44,7 +44,7 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
     config = settings_of(vllm_config)
     support.check_role(vllm_config.kv_transfer_config.kv_role, config.store.write_policy)
     support.check_settings(config)
-    version = installed.check_engine(config.vllm.unsupported)
+    version = installed.check_engine()
     support.check_engine(vllm_config)
     return config, version
 
@@ -58,8 +58,6 @@ class EngineSetup:
     config: Config
     geometry: Geometry
     identity: identity.EngineIdentity
-    build: str
-    """vLLM's build; see `installed.build_of`."""
     role: str
     """`kv_role`: ``kv_both``, ``kv_producer`` for a prefill engine, or ``kv_consumer`` for a decode engine."""
 
@@ -74,14 +72,13 @@ class EngineSetup:
         config, version = check_start(vllm_config)
         follow_engine(config.log.level)
         geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens)
-        build = installed.build_of(version)
-        identified = identity.identify(vllm_config, build)
+        identified = identity.identify(vllm_config, version)
         if identified.is_private:
             # No later engine could identify the stored bytes.
             kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
             config = replace(config, tiers=tuple(kept))
         role = vllm_config.kv_transfer_config.kv_role
-        return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, build, role)
+        return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, role)
 
     @property
     def ranks(self) -> int:
@@ -268,7 +265,6 @@ class WorkerSide:
         config = setup.config
         layers = setup.vllm_config.compilation_config.static_forward_context
         copier, layout, device = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
-        selftest.check(config, setup.build, setup.identity.fingerprint.digest, layout)
         number = setup.vllm_config.parallel_config.rank % setup.ranks
         held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, number)
         self._rank = open_rank(
