@@ -105,8 +105,7 @@ class SmallEngine:
             tables=lambda name: self.requests[name].block_ids,
             resident=self._resident if is_protected else None,
             open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),
-            bytes_per_token=self.geometry.layout.bytes_per_token,
-            can_wait=not is_overlapped,
+            rank_count=1,
             has_prefix_caching=has_caching,
             **roles,
         )
@@ -292,10 +291,10 @@ class SmallEngine:
             return count if self._allocate(request, count) else -1
         hit = self._local_hit(request)
         resident = len(hit) * self.groups[0][0].block_tokens
-        external, is_async = self.scheduler.matched(request, resident)
+        external = self.scheduler.matched(request, resident)
         if external is None:
             return None
-        count = 0 if is_async else min(request.num_tokens - resident - external, budget)
+        count = 0 if external else min(request.num_tokens - resident, budget)
         # All of it has to fit beside all that others will need: one that waits with its blocks cannot be preempted.
         reserved = sum(self._lacking(other) for other in [*self.waiting, *self.running] if other.tables)
         idle = sum(block.is_free for block in hit)
@@ -305,17 +304,15 @@ class SmallEngine:
         request.tables = [list(hit) for _ in self.groups]
         for (table, validity), mine in zip(self.groups, request.tables, strict=True):
             self._extend(mine, table, validity, resident + external, resident + external)
-        if is_async and self.defers_loads and self.step_number > self.processed_step:
+        if external and self.defers_loads and self.step_number > self.processed_step:
             request.last_step = self.step_number
             self.deferred_loads[request.request_id] = (self.step_number, external)
         elif external:
             self._load(request, external)
         request.num_computed_tokens = resident + external
-        if is_async:
+        if external:
             request.is_loading = True
             return None
-        if external:
-            self._cache(request, request.num_computed_tokens)
         assert self._allocate(request, count)
         return count
 
@@ -412,14 +409,10 @@ class SmallEngine:
         if step.done is not None:
             return
         self.worker.begin(step.orders)
-        if step.orders.awaited:
-            with self.copier.opened():
-                self.worker.wait_for_loads()
-            step.bad_blocks = self.worker.take_bad_blocks()
         for name, count in step.scheduled.items():
             self._forward(step, name, count)
         step.results = self.worker.results()
-        step.bad_blocks |= self.worker.take_bad_blocks()
+        step.bad_blocks = self.worker.take_bad_blocks()
         step.done = self.worker.done
 
     def _forward(self, step: Step, name: str, count: int) -> None:
@@ -470,8 +463,6 @@ class SmallEngine:
                     request.status = "FINISHED_STOPPED"
                     self.running.remove(request)
                     self._end(request, is_held=False)
-        if step.bad_blocks:
-            self.scheduler.hide(step.bad_blocks)
         self.scheduler.stepped(step.done)
         for name in step.results[0]:
             request = self.requests[name]  # vLLM asserts that, too

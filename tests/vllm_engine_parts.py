@@ -6,8 +6,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,15 +213,6 @@ class Faults:
     def scatter(self, request: Any, group: int, blocks: Any, payload: Any) -> Any:
         self._delay(self.slow_s / 10)
         return self.copier.scatter(request, group, blocks, payload)
-
-    @contextmanager
-    def opened(self) -> Generator[None]:
-        """Copies go on meanwhile."""
-        was_open = self.gate.is_set()
-        self.gate.set()
-        yield
-        if not was_open:
-            self.gate.clear()
 
     def _delay(self, most_s: float) -> None:
         assert self.gate.wait(GATE_S), "the gate was never opened"

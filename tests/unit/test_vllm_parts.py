@@ -162,10 +162,10 @@ class NoSession:
         self.released.append(request)
 
 
-def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0, is_async: bool = True):
+def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0):
     tokens = len(prefix.keys) * prefix.chunk_tokens
     plan = LoadPlan(tokens + 1, resident, tokens, 1.0)
-    match = PrefixMatch(plan, prefix, Lookup(tokens, tokens, Presence.READY), is_async)
+    match = PrefixMatch(plan, prefix, Lookup(tokens, tokens, Presence.READY))
     _, tables = tables_of("llama32", tokens)
     return loads.register(request, match, tables)
 
@@ -196,9 +196,7 @@ def test_part_of_a_load_counts_where_vllm_can_use_it():
     loads = open_loads()
     load = loading(loads, tracked("a"), prefix_of(list(range(1024))), resident=64)
     blocks = load.tables[0]
-    assert loads.report(LoadDone(load.name, 1024, 1024, ())) == LoadReport(
-        load.name, (), is_failed=False, is_async=True
-    )
+    assert loads.report(LoadDone(load.name, 1024, 1024, ())) == LoadReport(load.name, (), is_failed=False)
     result = loads.report(LoadDone(load.name, 512, 1024, ((0, 2),)))
     assert result.bad_blocks == tuple(blocks[16:32])
     assert not result.is_failed
@@ -211,12 +209,12 @@ def test_with_windows_a_load_counts_whole_or_not_at_all():
     loads = open_loads("swa32")
     load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
     result = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
-    assert result == LoadReport(load.name, (), is_failed=True, is_async=True)
+    assert result == LoadReport(load.name, (), is_failed=True)
 
 
 def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
     lookup = Lookup(1024, 512, Presence.ARRIVING, (("host", 512), ("directory", 512)))
-    match = PrefixMatch(LoadPlan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup, is_async=True)
+    match = PrefixMatch(LoadPlan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup)
     assert match.sources == [("directory", 512), ("host", 256)]
 
 
@@ -254,7 +252,7 @@ def wait_until(is_so) -> None:
 
 def test_the_poller_reports_loads_at_once_and_keeps_all_events():
     session, result = Talking(), []
-    end = LoadReport(RequestId("L0/a"), (), is_failed=False, is_async=True)
+    end = LoadReport(RequestId("L0/a"), (), is_failed=False)
     poller = SessionPoller(session, lambda done: end if done.request == "L0/a" else None, result.append)
     events = [
         LoadDone(RequestId("L0/a"), 1, 1, ()),
@@ -304,11 +302,11 @@ def test_overlapped_steps_are_timed_one_after_the_other():
     planner.prefilled = lambda pieces, seconds: seen.append((len(pieces), seconds))
     timer = StepTimer(planner)
     piece = timer.scheduled(tracked(), 100)
-    timer.step_began(1, [piece], 10.0, is_plain=True)
-    timer.step_began(2, [piece, piece], 11.0, is_plain=True)
+    timer.step_began(1, [piece], 10.0)
+    timer.step_began(2, [piece, piece], 11.0)
     timer.step_ended(1, 12.0)
     timer.step_ended(2, 15.0)
-    timer.step_began(3, [], 16.0, is_plain=True)
+    timer.step_began(3, [], 16.0)
     timer.step_ended(3, 17.0)
     assert seen == [(1, 2.0), (2, 3.0)]
 
@@ -317,16 +315,16 @@ def test_a_clock_that_stands_still_while_the_engine_computes():
     timer = StepTimer(Planner())
     piece = timer.scheduled(tracked(), 100)
     assert timer.computed_s(9.0) == 0
-    timer.step_began(1, [piece], 10.0, is_plain=False)
+    timer.step_began(1, [piece], 10.0)
     assert timer.computed_s(10.5) == 0.5  # while it is under way
     timer.step_ended(1, 12.0)
     assert timer.computed_s(11.5) == 1.5  # of what had ended during it
     assert timer.computed_s(14.0) == 2.0
-    timer.step_began(2, [], 14.0, is_plain=True)  # nothing to compute: that is waiting
+    timer.step_began(2, [], 14.0)  # nothing to compute: that is waiting
     timer.step_ended(2, 15.0)
     assert timer.computed_s(15.0) == 2.0
-    timer.step_began(3, [piece], 15.0, is_plain=True)
-    timer.step_began(4, [piece], 16.0, is_plain=True)  # before the third has come back
+    timer.step_began(3, [piece], 15.0)
+    timer.step_began(4, [piece], 16.0)  # before the third has come back
     assert timer.computed_s(17.0) == 4.0
     timer.step_ended(3, 18.0)
     timer.step_ended(4, 19.0)

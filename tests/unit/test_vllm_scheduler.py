@@ -284,8 +284,7 @@ def _hasty_step(self: Scheduler, done) -> None:
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_requests_for_one_prefix_share_one_load(start, monkeypatch, is_overlapped):
-    monkeypatch.setattr(module, "SYNC_BYTES_MAX", 0)
+def test_requests_for_one_prefix_share_one_load(start, is_overlapped):
     engine = start(blocks=200, is_overlapped=is_overlapped, rest=0.2)
     prompt = filled(engine)
     for number in range(5):
@@ -297,7 +296,6 @@ def test_requests_for_one_prefix_share_one_load(start, monkeypatch, is_overlappe
 
 
 def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_on(start, monkeypatch):
-    monkeypatch.setattr(module, "SYNC_BYTES_MAX", 0)
     monkeypatch.setattr(StepTimer, "computed_s", lambda _self, at_s: at_s)  # the engine has always been computing
     waits: list[float] = []
     monkeypatch.setattr(Planner, "record_overhead", lambda _self, seconds: waits.append(seconds))
@@ -308,31 +306,6 @@ def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_o
     assert engine.reports == 1
     assert waits == [0.0]
     check_all_is_over(engine)
-
-
-def abandoned(engine: SmallEngine) -> None:
-    """A step waits for a load, which fails; before anything is computed instead, its request is gone."""
-    prompt = filled(engine)
-    engine.copier.failing = 1.0
-    request = engine.add(prompt, 4)
-    engine.step()
-    assert engine.failures == 1
-    engine.copier.failing = 0.0
-    engine.abort(request)
-    engine.add(prompt, 1)
-    engine.run()
-
-
-def test_no_request_finds_blocks_that_were_not_filled(start):
-    engine = start(blocks=200)
-    abandoned(engine)
-    check_all_is_over(engine)
-
-
-def test_the_control_blocks_that_were_not_filled(start, monkeypatch):
-    monkeypatch.setattr(BlockPins, "hide", lambda _self, _blocks: None)
-    with pytest.raises(LieError):
-        abandoned(start(blocks=200))
 
 
 def test_after_a_reset_nothing_from_before_is_found(start):
@@ -390,7 +363,7 @@ def test_the_lookups_of_a_step_wait_for_tiers_by_the_clock(start, monkeypatch, t
         for number in range(8):
             request = Request(f"q{step}.{number}", [number] * 600, 600, 601)
             engine.scheduler.arrived(request)
-            assert engine.scheduler.matched(request, 0) == (None, False)
+            assert engine.scheduler.matched(request, 0) is None
         asked, waits[:] = list(waits), []
         assert asked[0] == module.PROBE_WAIT_S
         assert [wait_s > 0 for wait_s in asked].count(True) == (1 if took_s > module.PROBE_WAIT_S else 4)
@@ -637,7 +610,7 @@ class Guarded:
     """Our half of the scheduler as vLLM has it: behind the real connector's guard."""
 
     def __init__(self, engine: SmallEngine, connector_class) -> None:
-        self._scheduler, self._bad_blocks = engine.scheduler, ()
+        self._scheduler = engine.scheduler
         self.connector = connector = connector_class.__new__(connector_class)
         connector._is_broken, connector._lower = False, None
         connector._upper = Upper(engine.scheduler)
@@ -646,7 +619,6 @@ class Guarded:
         stores.pins = connector._open_pins(stores._reused)
         engine.scheduler = self
         self.arrived = connector.on_new_request
-        self.matched = connector.get_num_new_matched_tokens
         self.orders = connector.build_connector_meta
         self.finished = connector.request_finished_all_groups
         self.has_freed_blocks = connector.has_pending_block_frees
@@ -661,14 +633,13 @@ class Guarded:
     def allocated(self, request, tables, external) -> None:
         self.connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: tables), external)
 
-    def hide(self, bad_blocks) -> None:
-        self._bad_blocks = bad_blocks
+    def matched(self, request, resident) -> int | None:
+        external, is_async = self.connector.get_num_new_matched_tokens(request, resident)
+        assert is_async == bool(external)
+        return external
 
     def stepped(self, done) -> None:
-        bad_blocks, self._bad_blocks = self._bad_blocks, ()
-        self.connector.update_connector_output(
-            SimpleNamespace(kv_connector_worker_meta=done, invalid_block_ids=bad_blocks)
-        )
+        self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=done))
 
 
 class Upper(NamedTuple):
@@ -778,11 +749,10 @@ PARTS = 4
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
 def test_whatever_a_call_raises_vllm_goes_on_and_waits_for_nothing(start, connector_class, monkeypatch, caplog, part):
-    """The first call from each site, with both kinds of loads; `make test` takes one part of the sites."""
+    """The first call from each site; `make test` takes one part of the sites."""
     monkeypatch.setattr(vllm_engine, "DEADLINE_S", 60.0)
 
-    def run(site, sync_bytes_max):
-        monkeypatch.setattr(module, "SYNC_BYTES_MAX", sync_bytes_max)
+    def run(site):
         engine = start(blocks=70, rest=0.5)
         Guarded(engine, connector_class)
         with Raise(site, KeyError, is_spared) as planted:
@@ -797,10 +767,10 @@ def test_whatever_a_call_raises_vllm_goes_on_and_waits_for_nothing(start, connec
         engine.close()
         return planted
 
-    sites = {site: sync_bytes_max for sync_bytes_max in (16 << 20, 0) for site in run(None, sync_bytes_max).sites}
+    sites = list(run(None).sites)
     assert len(sites) > 120
-    for site, sync_bytes_max in list(sites.items())[part::PARTS]:
+    for site in sites[part::PARTS]:
         caplog.clear()
-        planted = run(site, sync_bytes_max)
+        planted = run(site)
         errors = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(errors) == bool(planted.where), planted.where

@@ -122,7 +122,7 @@ def test_aborts_at_every_step_of_a_load(start: Start, tmp_path: Path) -> None:
     first = start("llama", connector(tmp_path / "kv"))
     plain = first.ask(tokens)
     first.close()
-    engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:slow_copies,sabotage:load_later")
+    engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:slow_copies")
     for step in (0, 1, 2, 3, 5, 8, 13, 21):
         engine.ask(Ask(tokens, abort_at_step=step))
         assert furthest(engine.ask(tokens), plain) < TOLERANCE

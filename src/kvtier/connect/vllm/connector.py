@@ -114,8 +114,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded."""
-        nothing: tuple[int | None, bool] = (0, False)
-        return self._ask(lambda scheduler: scheduler.matched(request, num_computed_tokens), nothing)
+        tokens = self._ask(lambda scheduler: scheduler.matched(request, num_computed_tokens), 0)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Begin the load into the allocated blocks."""
@@ -164,22 +164,14 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             orders = scheduler.last_orders()
             scheduler.unpin_all()
         except Exception:
-            if scheduler.is_awaited:
-                raise  # the forward would read blocks that no load has filled
             logger.exception("kvtier has failed again; open loads are reported with the next step")
         return orders
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
         """Process a step's results."""
         done = connector_output.kv_connector_worker_meta
-        bad_blocks = connector_output.invalid_block_ids
-        scheduler = self._scheduler
-        if isinstance(done, StepDone) and scheduler is not None:
-            if bad_blocks:
-                self._guarded(lambda: scheduler.hide(bad_blocks), None)
-                if self._is_broken:
-                    scheduler.hide(bad_blocks)  # not guarded: a request could find unfilled blocks
-            self._guarded(lambda: scheduler.stepped(done), None)
+        if isinstance(done, StepDone):
+            self._ask(lambda scheduler: scheduler.stepped(done), None)
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks come free in the next step without a preemption."""
@@ -222,12 +214,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""
         self._rank.worker.begin(kv_connector_metadata)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Wait for the loads that the forward needs."""
-        self._rank.worker.wait_for_loads()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """No-op: loads run between steps."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No-op: `start_load_kv` waits for whole loads."""
+        """No-op: loads run between steps."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """No-op: stores begin when the step has returned."""

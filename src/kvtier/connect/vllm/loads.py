@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables
-from kvtier.connect.vllm.worker import AwaitedLoad, LoadReport
+from kvtier.connect.vllm.worker import LoadReport
 from kvtier.runtime.session import Session
 from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId
 
@@ -52,8 +52,6 @@ class Loads:
         self._session = session
         self._geometry = geometry
         self._open: dict[RequestId, OpenLoad] = {}
-        self.awaited: list[AwaitedLoad] = []
-        """Loads that the next step's forward waits for."""
         self._landed: dict[str, OpenLoad] = {}
         """Complete loads whose report vLLM has not processed yet, by request."""
         self._numbers = itertools.count()
@@ -66,14 +64,7 @@ class Loads:
     def register(self, tracked: TrackedRequest, match: PrefixMatch, tables: BlockTables) -> OpenLoad:
         """Open a load of `match` into the blocks of `tables`. From now on vLLM waits for its report."""
         name = RequestId(f"L{next(self._numbers)}/{tracked.id}")
-        load = OpenLoad(name, tracked, match, tables, time.monotonic())
-        awaited: list[AwaitedLoad] = []
-        if not match.is_async:
-            blocks = self._geometry.unfilled(tables, match.plan.resident_tokens, match.plan.tokens)
-            awaited.append(AwaitedLoad(name, tuple(sorted(blocks))))
-        # Nothing below raises: the forward must wait for exactly the open loads.
-        self._open[name] = load
-        self.awaited += awaited
+        self._open[name] = load = OpenLoad(name, tracked, match, tables, time.monotonic())
         tracked.load = name
         return load
 
@@ -186,7 +177,6 @@ class Loads:
         """Forget all loads. Later events of them are not reported to vLLM."""
         self._open.clear()
         self._landed.clear()
-        self.awaited.clear()
 
     def _report(self, load: OpenLoad, tokens: int) -> LoadReport:
         plan = load.match.plan
@@ -196,7 +186,7 @@ class Loads:
         if not is_whole and self._geometry.can_load_in_part:
             bad_blocks = self._geometry.unfilled(load.tables, filled, plan.tokens)
         is_failed = not is_whole and not self._geometry.can_load_in_part
-        return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed, load.match.is_async)
+        return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed)
 
 
 def _shared(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:

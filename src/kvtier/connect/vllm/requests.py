@@ -125,8 +125,6 @@ class PrefixMatch:
     plan: LoadPlan
     prefix: Prefix
     lookup: Lookup
-    is_async: bool
-    """The load runs between steps; otherwise the step's forward waits for it."""
 
     @property
     def external_tokens(self) -> int:

@@ -4,7 +4,7 @@ In the order of one engine step:
 
     matched      for each waiting request: how many tokens can be loaded   lookup, plan
     allocated    vLLM has allocated blocks for them                        the load begins
-    orders       the step goes out to the workers                          blocks to keep off, loads to wait for
+    orders       the step goes out to the workers                          blocks to keep off, loads that have ended
     finished     a request has ended                                       its last chunks are stored
     stepped      the step has returned                                     chunks that are now full are stored
 
@@ -15,7 +15,7 @@ it, and no store delays a step. All methods run in the scheduler's thread; only 
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -39,7 +39,7 @@ from kvtier.connect.vllm.session_poller import SessionPoller
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
-from kvtier.connect.vllm.worker import ASYNC_NOTE, SYNC_NOTE, LoadReport, StepDone, StepOrders
+from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport, StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.protocol import Note
@@ -49,11 +49,6 @@ from kvtier.runtime.trace_recorder import Recorder
 from kvtier.types import LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 
 logger = logging.getLogger(__name__)
-
-SYNC_BYTES_MAX = 16 << 20
-SYNC_S_MAX = 0.005
-"""The forward waits for a load of at most this size and expected time, if all of it is in host memory. Its request is
-then computed in this step instead of the next but one. A larger load would delay the step's other requests, too."""
 
 PROBE_WAIT_S = 0.002
 """Time per step that lookups may wait for the tiers' answers. A local directory answers sooner. Without the answer
@@ -78,8 +73,7 @@ class Scheduler:
         tables: the current block ids of a request.
         resident: the block ids in vLLM's own cache that match a request; None: no prefix protection.
         open_pins: opens vLLM's block pool, given the callback for reused blocks.
-        bytes_per_token: KV of all groups and ranks.
-        can_wait: a step may wait for a load, and vLLM accepts its report of unfilled blocks.
+        rank_count: number of the workers.
         has_prefix_caching: other requests find loaded blocks in vLLM's own cache.
         stores: False: a decode engine that only loads.
         announces: True: a prefill engine, whose responses say what it has stored. False: only those do whose request
@@ -100,8 +94,7 @@ class Scheduler:
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables] | None,
         open_pins: Callable[[Callable[[int], None]], BlockPins],
-        bytes_per_token: float,
-        can_wait: bool,
+        rank_count: int,
         has_prefix_caching: bool,
         stores: bool = True,
         announces: bool | None = False,
@@ -115,9 +108,7 @@ class Scheduler:
         self._begin_keys = begin_keys
         self._planner = planner
         self._tables = tables
-        # The failure of a load that a step waited for is reported by block.
-        self._sync_tokens_max = SYNC_BYTES_MAX / bytes_per_token if can_wait and geometry.can_load_in_part else 0
-        self._rank_count = round(bytes_per_token / geometry.layout.bytes_per_token)
+        self._rank_count = rank_count
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
         self._announces = announces
@@ -210,14 +201,11 @@ class Scheduler:
 
     # ---- what can be loaded ----------------------------------------------------------------------------------------
 
-    def matched(self, request: Request, resident_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's `resident_tokens` can be loaded, and whether the load is asynchronous.
-
-        None: ask again in a later step.
-        """
+    def matched(self, request: Request, resident_tokens: int) -> int | None:
+        """How many tokens beyond vLLM's `resident_tokens` can be loaded; None: ask again in a later step."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            return 0, False
+            return 0
         # The request has no blocks, or was preempted.
         if tracked.began_step is not None:
             self._protection.rejoined(tracked)
@@ -233,16 +221,16 @@ class Scheduler:
         if most > resident_tokens and tracked.keys is not None and not request.skip_reading_prefix_cache:
             prefix = tracked.prefix(most)
             if self._is_being_loaded(prefix, resident_tokens):
-                return None, False
+                return None
             lookup = self._look_up(tracked, prefix, resident_tokens)
             if lookup.presence is Presence.PROBING:
-                return None, False
+                return None
             tracked.match = self._choose(tracked, prefix, lookup, resident_tokens)
         self._protection.make_room(tracked, request.num_tokens - resident_tokens)
         if tracked.match is None:
             self._step_timer.will_compute(tracked)
-            return 0, False
-        return tracked.match.external_tokens, tracked.match.is_async
+            return 0
+        return tracked.match.external_tokens
 
     def _is_being_loaded(self, prefix: Prefix, resident_tokens: int) -> bool:
         """Whether another request's load will give vLLM at least half of the missing tokens."""
@@ -294,8 +282,7 @@ class Scheduler:
             tracked.account.chosen(lookup, plan, self._planner)
         if plan.tokens <= resident_tokens:
             return None
-        is_small = plan.tokens - resident_tokens <= self._sync_tokens_max and plan.load_s <= SYNC_S_MAX
-        return PrefixMatch(plan, prefix, lookup, is_async=not is_small or lookup.ready_tokens < plan.tokens)
+        return PrefixMatch(plan, prefix, lookup)
 
     def sources(self, request: Request) -> list[tuple[str, int]]:
         """(place, tokens) of a request's load."""
@@ -315,12 +302,9 @@ class Scheduler:
             tracked.account.load_begins(match.external_tokens)
         targets = self._loads.locate(load)
         self._revoked += self._stores.cancel_lost()
-        blocked_by = self._stores.reading(targets)
-        if blocked_by and match.is_async:
-            load.blocked_by = blocked_by
-            return
-        load.is_void |= bool(blocked_by)  # while a step waits, no later event could begin the load
-        self._start(load)
+        load.blocked_by = self._stores.reading(targets)
+        if not load.blocked_by:
+            self._start(load)
 
     def allocated_after_error(self, request: Request, tables: BlockTables) -> None:
         """Register a load that vLLM waits for after an internal error. `last_orders` reports it as failed."""
@@ -352,14 +336,13 @@ class Scheduler:
                 pieces.append(self._step_timer.scheduled(tracked, tokens))
                 if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
                     self._due[name] = tracked
-        self._step_timer.step_began(self._step, pieces, time.monotonic(), is_plain=not self._loads.awaited)
+        self._step_timer.step_began(self._step, pieces, time.monotonic())
         self._stores.yield_idle()
         self._revoked += self._stores.cancel_lost()
         self._ended += self._poller.take_reports()
         orders = StepOrders(
             self._step,
             revoked=tuple(self._revoked),
-            awaited=tuple(self._loads.awaited),
             ended=tuple(self._ended),
             is_waiting=not output.num_scheduled_tokens and bool(self._loads),
             is_off=self._is_off,
@@ -369,7 +352,6 @@ class Scheduler:
         # Cleared last, when nothing can raise any more: after an error `last_orders` reports them.
         self._revoked.clear()
         self._ended.clear()
-        self._loads.awaited.clear()
         return orders
 
     def last_orders(self) -> StepOrders:
@@ -381,18 +363,13 @@ class Scheduler:
         ended = [each for each in self._ended if each.load not in self._abandoned]
         lost = self._loads.unreported(ended)
         revoked = (*self._revoked, *self._stores.open, *(each.load for each in lost))
-        orders = StepOrders(self._step + 1, revoked, tuple(self._loads.awaited), (*ended, *lost))
+        orders = StepOrders(self._step + 1, revoked, (*ended, *lost))
         self._abandoned.update([each.load for each in lost])
         self._loads.abandon()
         self._revoked.clear()
         self._ended.clear()
         self._step += 1
         return orders
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the forward of the next step reads blocks that a load must fill."""
-        return bool(self._loads.awaited)
 
     def unpin_all(self) -> None:
         """Give vLLM all pinned blocks back, after `last_orders` has revoked every store."""
@@ -451,18 +428,6 @@ class Scheduler:
                     del self._due[name]
         self._stores.send()
 
-    def hide(self, bad_blocks: Collection[int]) -> None:
-        """Remove unfilled blocks, and the blocks after them, from vLLM's prefix cache. See `Worker.take_bad_blocks`.
-
-        In vLLM the blocks of a synchronous load are hashed before the load has ended. After a failure vLLM computes
-        them, and they stay hashed. If their request ended before that, another request would find bytes that were never
-        written.
-        """
-        for name in self._requests:
-            for table in self._tables(name):
-                first = next((number for number, block in enumerate(table) if block in bad_blocks), len(table))
-                self._stores.pins.hide(table[first:])
-
     def _store_full_chunks(self, tracked: TrackedRequest, tables: BlockTables) -> bool:
         """Store the chunks that have become full since the last call; whether there were any."""
         computed = tracked.computed_tokens(self._confirmed_step)
@@ -504,8 +469,8 @@ class Scheduler:
             seconds = load.ended_s - load.began_s
             tracked.account.load_ended(done, seconds, load.places, self._geometry.layout, self._rank_count)
         self._planner.ended(plan, done, load.ended_s - load.began_s, load.ended_s)
-        tracked.loaded_s = self._idle_s(load.ended_s) if load.match.is_async else None
-        if load.match.is_async and not load.is_void and done.tokens >= plan.tokens:
+        tracked.loaded_s = self._idle_s(load.ended_s)
+        if not load.is_void and done.tokens >= plan.tokens:
             self._loads.landed(load)
         if plan.tokens < tracked.request.num_tokens:
             self._step_timer.will_compute(tracked)
@@ -526,8 +491,7 @@ class Scheduler:
 
     def _notify(self, report: LoadReport) -> None:
         """Send a report to the workers. Called in the session poller's thread."""
-        subject = ASYNC_NOTE if report.is_async else SYNC_NOTE
-        self._ranks.send_note(Note(subject, report.load, report.bad_blocks, report.is_failed))
+        self._ranks.send_note(Note(LOADED_NOTE, report.load, report.bad_blocks, report.is_failed))
 
     # ---- other -----------------------------------------------------------------------------------------------------
 

@@ -153,8 +153,7 @@ class SchedulerSide:
             tables=self._tables,
             resident=self._resident if config.vllm.prefix_protection else None,
             open_pins=self._open_pins,
-            bytes_per_token=geometry.layout.bytes_per_token * setup.ranks,
-            can_wait=_can_wait(vllm_config),
+            rank_count=setup.ranks,
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             stores=setup.role != "kv_consumer",
             announces=is_producer if self._has_shared and config.store.write_policy == "through" else None,
@@ -302,12 +301,3 @@ class WorkerSide:
         self._server.leave(deadline_s)
         self._rank.close(1.0)
         self._server.close(1.0)
-
-
-def _can_wait(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM handles the failure of a load that a step waited for.
-
-    It takes no report of blocks from overlapping steps. With a prefill threshold, a request that shares such blocks
-    could be computed before the request that must fill them.
-    """
-    return vllm_config.max_concurrent_batches == 1 and not vllm_config.scheduler_config.long_prefill_token_threshold
