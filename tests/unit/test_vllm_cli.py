@@ -22,7 +22,7 @@ from kvtier.config import machine_checks as machine
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm import installed, sides, support
-from kvtier.connect.vllm.settings import settings_from
+from kvtier.connect.vllm.sides import settings_of
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create
@@ -162,7 +162,7 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    there = settings_from(extra, Config())
+    there = settings_of(extra, Config())
     assert [tier.path for tier in there.tiers] == [tmp_path / "kv"]
     assert there.host.capacity_bytes == 64 << 20
     assert there.limits.stores_in_flight == 7

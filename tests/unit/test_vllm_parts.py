@@ -14,12 +14,12 @@ from kvtier.config import sections
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.connect.vllm import events as events_module
 from kvtier.connect.vllm import sides
-from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
+from kvtier.connect.vllm.events import CPU, STORAGE, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.session_poller import SessionPoller
-from kvtier.connect.vllm.settings import settings_from
+from kvtier.connect.vllm.sides import settings_of
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import StoreSelection
 from kvtier.connect.vllm.worker import LoadReport
@@ -34,11 +34,9 @@ from kvtier.types import (
     Drop,
     Link,
     LoadDone,
-    Lookup,
     Outcome,
     Place,
     Prefix,
-    Presence,
     RequestId,
     StoreDone,
     Transfer,
@@ -165,7 +163,7 @@ class NoSession:
 def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0):
     tokens = len(prefix.keys) * prefix.chunk_tokens
     plan = LoadPlan(tokens + 1, resident, tokens, 1.0)
-    match = PrefixMatch(plan, prefix, Lookup(tokens, tokens, Presence.READY))
+    match = PrefixMatch(plan, prefix)
     _, tables = tables_of("llama32", tokens)
     return loads.register(request, match, tables)
 
@@ -210,12 +208,6 @@ def test_with_windows_a_load_counts_whole_or_not_at_all():
     load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
     result = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
     assert result == LoadReport(load.name, (), is_failed=True)
-
-
-def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
-    lookup = Lookup(1024, 512, Presence.ARRIVING, (("host", 512), ("directory", 512)))
-    match = PrefixMatch(LoadPlan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup)
-    assert match.sources == [("directory", 512), ("host", 256)]
 
 
 # ---- the poller -----------------------------------------------------------------------------------------------------
@@ -339,40 +331,34 @@ def transfer(link: Link, key: bytes, slot: int, group: int = 0) -> Transfer:
     return Transfer(1, link, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, None)
 
 
-def moves(movements: Movements, *commands) -> None:
+def moves(events: Events, *commands) -> None:
     for command in commands:
-        movements.submitted(command)
-        movements.completed(Completion(command, Outcome.DONE))
+        events.submitted(command)
+        events.completed(Completion(command, Outcome.DONE))
 
 
-def test_dropped_events_are_logged_once(monkeypatch, caplog):
+def told() -> tuple[Events, Prefix]:
+    """Events of group 0, which know the blocks of a prefix of two chunks."""
+    tokens = list(range(512))
+    hashes = [bytes([number]) * 4 for number in range(16)]
+    request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=SimpleNamespace(name="lora"))
+    events = Events(0, 3, hash_tokens=32)
+    events.learn(request, prefix_of(tokens))
+    return events, prefix_of(tokens)
+
+
+def test_of_too_many_movements_the_oldest_are_dropped(monkeypatch):
     monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
-    movements = Movements(0)
-    for number in range(5):
-        moves(movements, transfer(Link.GATHER, bytes([number]), number))
-    assert [moved.key for moved in movements.take()] == [b"\x03", b"\x04"]
-    logged = [record.getMessage() for record in caplog.records if record.name == events_module.__name__]
-    assert len(logged) == 1
+    events, prefix = told()
+    moves(events, *(transfer(Link.GATHER, prefix.keys[number % 2], number) for number in range(5)))
+    assert [event.blocks.hashes[0] for event in events.take()] == [b"\x08" * 4, b"\0" * 4]
 
 
 def test_routers_hear_what_came_and_what_left():
-    movements = Movements(0)
-    tokens = list(range(512))
-    prefix = prefix_of(tokens)
-    hashes = [bytes([number]) * 4 for number in range(16)]
-    request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=SimpleNamespace(name="lora"))
-    events = Events(
-        movements,
-        hash_tokens=32,
-        table=3,
-        stored=lambda **result: ("stored", result),
-        removed=lambda **result: ("removed", result),
-        external=lambda value: value.hex(),
-    )
-    events.learn(request, prefix)
+    events, prefix = told()
     one, two = prefix.keys
     moves(
-        movements,
+        events,
         transfer(Link.GATHER, two, 5),
         transfer(Link.GATHER, two, 6, group=1),
         transfer(Link.DEMOTE, two, 5),
@@ -382,34 +368,33 @@ def test_routers_hear_what_came_and_what_left():
     )
     assert events.has_news
     found = events.take()
-    assert [(kind, result["medium"], result["block_hashes"][0]) for kind, result in found] == [
-        ("stored", CPU, hashes[8].hex()),
-        ("stored", STORAGE, hashes[8].hex()),
-        ("removed", CPU, hashes[8].hex()),
-        ("stored", CPU, hashes[0].hex()),
-        ("removed", STORAGE, hashes[8].hex()),
+    assert [(event.is_there, event.medium, event.blocks.hashes[0]) for event in found] == [
+        (True, CPU, b"\x08" * 4),
+        (True, STORAGE, b"\x08" * 4),
+        (False, CPU, b"\x08" * 4),
+        (True, CPU, b"\0" * 4),
+        (False, STORAGE, b"\x08" * 4),
     ]
-    result = found[0][1]
-    assert result["parent_block_hash"] == hashes[7].hex()
-    assert result["token_ids"] == tokens[256:]
-    assert (result["block_size"], result["lora_name"], result["group_idx"]) == (32, "lora", 3)
-    assert found[3][1]["parent_block_hash"] is None
+    blocks = found[0].blocks
+    assert (blocks.parent, list(blocks.tokens), blocks.adapter) == (b"\x07" * 4, list(range(256, 512)), "lora")
+    assert found[3].blocks.parent is None
+    assert {event.table for event in found} == {3}
     assert not events.has_news
 
 
 def test_a_movement_that_failed_is_none():
-    movements = Movements(0)
-    command = transfer(Link.GATHER, b"k", 1)
-    movements.submitted(command)
-    movements.completed(Completion(command, Outcome.FAILED))
-    assert movements.take() == []
+    events, prefix = told()
+    command = transfer(Link.GATHER, prefix.keys[0], 1)
+    events.submitted(command)
+    events.completed(Completion(command, Outcome.FAILED))
+    assert events.take() == []
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_settings_come_in_sections_or_flat():
-    found = settings_from(
+    found = settings_of(
         {"host": {"capacity_bytes": "1GiB"}, "tiers": ["directory:kv"], "planner.enabled": False}, Config()
     )
     assert found.host.capacity_bytes == 1 << 30
@@ -429,7 +414,7 @@ def test_settings_come_in_sections_or_flat():
 )
 def test_a_wrong_setting_is_named(extra, message):
     with pytest.raises(ConfigError, match=message):
-        settings_from(extra, Config())
+        settings_of(extra, Config())
 
 
 def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shared(monkeypatch, tmp_path):
@@ -470,12 +455,9 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
         monkeypatch.setattr(sides, name, MagicMock())
     monkeypatch.setattr(sides, "connect", MagicMock())
     monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
-    setup = MagicMock(
-        config=settings_from(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=())
-    )
+    setup = MagicMock(config=settings_of(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()))
     setup.identity.is_private = False
-    side = sides.SchedulerSide(setup, MagicMock(), MagicMock(), MagicMock(), MagicMock())
     with caplog.at_level(logging.INFO, logger="kvtier"):
-        side.connect([])
+        sides.SchedulerSide(setup, [], MagicMock(), MagicMock())
     (line,) = caplog.messages
     assert line.endswith(end)

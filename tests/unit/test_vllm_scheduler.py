@@ -614,9 +614,8 @@ class Guarded:
         self.connector = connector = connector_class.__new__(connector_class)
         connector._is_broken, connector._lower = False, None
         connector._upper = Upper(engine.scheduler)
-        connector._kv_cache_manager = SimpleNamespace(block_pool=engine.pool)
         stores = engine.scheduler._stores
-        stores.pins = connector._open_pins(stores._reused)
+        stores.pins = BlockPins(engine.pool, stores._reused, connector._guard)
         engine.scheduler = self
         self.arrived = connector.on_new_request
         self.orders = connector.build_connector_meta
@@ -659,7 +658,6 @@ def connector_class():
         **dict.fromkeys(("BlockRemoved", "BlockStored", "ConnectorRole", "TransferResults", "external_hash")),
         ConnectorBase=type("Base", (), {}),
         SupportsHMA=type("HMA", (), {}),
-        CacheHitSource=SimpleNamespace(HOST=0, DISK=1, EXTERNAL_UNSPECIFIED=2),
     )
     try:
         yield importlib.import_module(names[1]).KvtierConnector

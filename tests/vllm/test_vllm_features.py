@@ -67,18 +67,6 @@ def test_engines_that_run_at_the_same_time_share_a_directory(start: Start, tmp_p
     assert two.external_hits() == whole(len(LONG)) + whole(len(SHORT))
 
 
-def test_vllm_is_told_where_hits_come_from(start: Start, tmp_path: Path) -> None:
-    first = start("llama", connector(tmp_path / "kv"))
-    first.ask(LONG)
-    first.forget()
-    first.ask(LONG)
-    assert first.metrics()["vllm:prompt_tokens_cached_by_source{source=host}"] == whole(len(LONG))
-    first.close()
-    second = start("llama", connector(tmp_path / "kv"))
-    second.ask(LONG)
-    assert second.metrics()["vllm:prompt_tokens_cached_by_source{source=disk}"] == whole(len(LONG))
-
-
 def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: Start, tmp_path: Path) -> None:
     """As vLLM publishes it, though idle: under its own hashes, next to what the engine itself holds."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:

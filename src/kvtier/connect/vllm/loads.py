@@ -31,8 +31,6 @@ class OpenLoad:
     """The bytes of the load must not be used."""
     is_dropped: bool = False
     """The request of the load has ended."""
-    is_reported: bool = False
-    """Orders that went out report its end, but it is still open."""
 
     @property
     def leading_keys(self) -> tuple[ChunkKey, ...]:
@@ -52,6 +50,8 @@ class Loads:
         self._session = session
         self._geometry = geometry
         self._open: dict[RequestId, OpenLoad] = {}
+        self._unreported: dict[RequestId, OpenLoad] = {}
+        """Loads whose end no orders have reported yet."""
         self._landed: dict[str, OpenLoad] = {}
         """Complete loads whose report vLLM has not processed yet, by request."""
         self._numbers = itertools.count()
@@ -64,7 +64,8 @@ class Loads:
     def register(self, tracked: TrackedRequest, match: PrefixMatch, tables: BlockTables) -> OpenLoad:
         """Open a load of `match` into the blocks of `tables`. From now on vLLM waits for its report."""
         name = RequestId(f"L{next(self._numbers)}/{tracked.id}")
-        self._open[name] = load = OpenLoad(name, tracked, match, tables, time.monotonic())
+        load = OpenLoad(name, tracked, match, tables, time.monotonic())
+        self._open[name] = self._unreported[name] = load
         tracked.load = name
         return load
 
@@ -161,21 +162,19 @@ class Loads:
         self._landed.clear()
 
     def reported(self, reports: Iterable[LoadReport]) -> None:
-        """Mark the loads whose reports have gone out."""
+        """Orders with these reports have gone out."""
         for each in reports:
-            load = self._open.get(each.load)
-            if load is not None:
-                load.is_reported = True
+            self._unreported.pop(each.load, None)
 
-    def unreported(self, reports: Iterable[LoadReport]) -> list[LoadReport]:
-        """Reports, as failed, of the open loads that neither `reports` nor any sent orders report."""
-        known = {each.load for each in reports}
-        open_loads = [load for load in self._open.values() if not load.is_reported]
-        return [self._report(load, 0) for load in open_loads if load.name not in known]
+    def last_reports(self, reports: Iterable[LoadReport]) -> list[LoadReport]:
+        """The loads that no orders have reported yet: as in `reports`, or as failed."""
+        known = {each.load: each for each in reports}
+        return [known.get(name) or self._report(load, 0) for name, load in self._unreported.items()]
 
     def abandon(self) -> None:
         """Forget all loads. Later events of them are not reported to vLLM."""
         self._open.clear()
+        self._unreported.clear()
         self._landed.clear()
 
     def _report(self, load: OpenLoad, tokens: int) -> LoadReport:

@@ -124,23 +124,11 @@ class PrefixMatch:
 
     plan: LoadPlan
     prefix: Prefix
-    lookup: Lookup
 
     @property
     def external_tokens(self) -> int:
         """Tokens to load, beyond vLLM's own cache."""
         return self.plan.tokens - self.plan.resident_tokens
-
-    @property
-    def sources(self) -> list[tuple[str, int]]:
-        """(place, tokens) of the loaded tokens."""
-        remaining = self.external_tokens
-        found: list[tuple[str, int]] = []
-        # Slowest place first: tokens that vLLM has itself are most likely in host memory, too.
-        for place, tokens in reversed(self.lookup.sources):
-            found.append((place, min(tokens, remaining)))
-            remaining -= found[-1][1]
-        return [source for source in found if source[1]]
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
-from kvtier.connect.vllm.events import Events
+from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
@@ -137,8 +137,6 @@ class Scheduler:
         self._revoked: list[RequestId] = []
         self._ended: list[LoadReport] = []
         """Reports for the next orders."""
-        self._abandoned: set[RequestId] = set()
-        """Loads that were open when an internal error occurred."""
         self._probe_wait_s = PROBE_WAIT_S
         self._is_busy = False
         """The last step computed something."""
@@ -282,12 +280,7 @@ class Scheduler:
             tracked.account.chosen(lookup, plan, self._planner)
         if plan.tokens <= resident_tokens:
             return None
-        return PrefixMatch(plan, prefix, lookup)
-
-    def sources(self, request: Request) -> list[tuple[str, int]]:
-        """(place, tokens) of a request's load."""
-        tracked = self._requests.get(request.request_id)
-        return [] if tracked is None or tracked.match is None else tracked.match.sources
+        return PrefixMatch(plan, prefix)
 
     def allocated(self, request: Request, tables: BlockTables, external_tokens: int) -> None:
         """Begin the load of `external_tokens`, now that vLLM has allocated their blocks."""
@@ -360,11 +353,9 @@ class Scheduler:
         If it raises, nothing is lost: the next call reports the same.
         """
         self._ended += self._poller.take_reports()
-        ended = [each for each in self._ended if each.load not in self._abandoned]
-        lost = self._loads.unreported(ended)
-        revoked = (*self._revoked, *self._stores.open, *(each.load for each in lost))
-        orders = StepOrders(self._step + 1, revoked, (*ended, *lost))
-        self._abandoned.update([each.load for each in lost])
+        ended = self._loads.last_reports(self._ended)
+        revoked = (*self._revoked, *self._stores.open, *(each.load for each in ended))
+        orders = StepOrders(self._step + 1, revoked, tuple(ended))
         self._loads.abandon()
         self._revoked.clear()
         self._ended.clear()
@@ -547,8 +538,8 @@ class Scheduler:
         """Whether an idle engine should take a step, to free pinned blocks or to publish events."""
         return self._stores.has_pins or (self._events is not None and self._events.has_news)
 
-    def take_events(self) -> list[Any]:
-        """KV events for routers, of vLLM's classes."""
+    def take_events(self) -> list[BlockEvent]:
+        """KV events for routers."""
         return [] if self._events is None else self._events.take()
 
     def close(self) -> None:
