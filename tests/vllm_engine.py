@@ -90,7 +90,7 @@ class SmallEngine:
         if config.limits == LimitsConfig():
             config = replace(config, limits=PATIENT)
         self.rank = open_rank(config, layout, bytes(32), self.copier)
-        self.worker = Worker(copier)
+        self.worker = Worker(copier.revoke)
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
         self.rank.mover.on_note = self._hear
         ranks = OpenRanks(self.rank.mover, self.rank.slots, self.rank.tiers)

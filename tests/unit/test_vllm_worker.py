@@ -38,7 +38,7 @@ def test_the_name_of_a_request_may_have_slashes():
 
 @pytest.mark.parametrize("order", ["note first", "orders first", "note alone", "orders alone"])
 def test_a_load_is_reported_once(order):
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     steps = {"note first": ["note", "orders"], "orders first": ["orders", "note"]}.get(order, [order.split()[0]])
     reported = []
     for number, what in enumerate(steps):
@@ -52,13 +52,13 @@ def test_a_load_is_reported_once(order):
 
 
 def test_a_failed_load_is_reported_as_received_and_failed():
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     worker.receive(note(is_failed=True))
     assert worker.results() == ({"r7"}, {"r7"})
 
 
 def test_every_step_says_that_it_has_run():
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     worker.begin(StepOrders(41))
     assert worker.done == StepDone(41)
     assert worker.done.aggregate(StepDone(40)) == StepDone(40)
@@ -66,7 +66,7 @@ def test_every_step_says_that_it_has_run():
 
 def test_an_idle_step_waits_for_the_next_report(monkeypatch):
     monkeypatch.setattr(module, "IDLE_WAIT_S", LONG_S)
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     worker.begin(StepOrders(1, is_waiting=True))
     was_woken = heard_while_it_waits(worker, note())
     assert worker.results()[0] == {"r7"}
@@ -91,20 +91,20 @@ def heard_while_it_waits(worker: Worker, found: Note) -> list[bool]:
 
 def test_what_lost_its_blocks_is_kept_off_them_before_anything_else():
     copier = Copier()
-    worker = Worker(copier)
+    worker = Worker(copier.revoke)
     worker.begin(StepOrders(1, revoked=(RequestId("S1/a"), RequestId("S2/b"))))
     assert copier.revoked == [(("S1/a", "S2/b"), module.FENCE_WAIT_S)]
 
 
 def test_a_copy_that_does_not_end_stops_the_engine_rather_than_spoil_it():
-    worker = Worker(Copier(is_hung=True))
+    worker = Worker(Copier(is_hung=True).revoke)
     with pytest.raises(TimeoutError, match="device hangs"):
         worker.begin(StepOrders(1, revoked=(RequestId("S1/a"),)))
 
 
 def test_a_step_that_finds_other_weights_completes_no_load():
     asked, news = [], "parameters were replaced"
-    worker = Worker(Copier(), lambda *, is_reset: asked.append(is_reset) or news)
+    worker = Worker(Copier().revoke, lambda *, is_reset: asked.append(is_reset) or news)
     worker.begin(StepOrders(1, ended=(ended(),)))
     assert asked == [], "they may change during the forward"
     assert worker.results() == ({"r7"}, {"r7"})

@@ -51,12 +51,6 @@ class _Running:
         """The device's fence; None while the copy is being started, or if it completes before that."""
 
 
-class _AddressLayout(NamedTuple):
-    table_blocks: tuple[int, ...]
-    """Blocks of each table in an address."""
-    payload_bytes: int
-
-
 class BlockCopier:
     """The copier of one worker. Thread-safe.
 
@@ -68,11 +62,7 @@ class BlockCopier:
     """
 
     def __init__(self, pages: EnginePages, copy: PageCopy) -> None:
-        self._groups = [
-            _AddressLayout(tuple(table.blocks for table in tables), layout.layer_offsets[-1] + layout.layer_bytes[-1])
-            for tables, layout in zip(pages.groups, pages.layout.groups, strict=True)
-        ]
-        self._block_count = pages.block_count
+        self._pages = pages
         self._copy = copy
         self._running: set[_Running] = set()
         self._revoked: dict[RequestId, None] = {}
@@ -169,19 +159,20 @@ class BlockCopier:
 
     def _checked(self, group: int, blocks: tuple[int, ...], payload: memoryview) -> BlockIds:
         """The block ids per table. All bounds are checked before the first byte is copied."""
-        if not 0 <= group < len(self._groups):
-            raise ValueError(f"no KV group {group}; there are {len(self._groups)}")
-        known = self._groups[group]
-        if len(blocks) != sum(known.table_blocks):
-            raise ValueError(f"an address of group {group} has {sum(known.table_blocks)} blocks, got {len(blocks)}")
-        if min(blocks) < SKIP or max(blocks) >= self._block_count or NULL_BLOCK in blocks:
-            raise ValueError(f"blocks are numbered 1 to {self._block_count - 1}, got {blocks}")
-        if payload.nbytes < known.payload_bytes:
-            raise ValueError(
-                f"a payload of group {group} has at least {known.payload_bytes} bytes, got {payload.nbytes}"
-            )
+        pages = self._pages
+        if not 0 <= group < len(pages.groups):
+            raise ValueError(f"no KV group {group}; there are {len(pages.groups)}")
+        table_blocks = [table.blocks for table in pages.groups[group]]
+        if len(blocks) != sum(table_blocks):
+            raise ValueError(f"an address of group {group} has {sum(table_blocks)} blocks, got {len(blocks)}")
+        if min(blocks) < SKIP or max(blocks) >= pages.block_count or NULL_BLOCK in blocks:
+            raise ValueError(f"blocks are numbered 1 to {pages.block_count - 1}, got {blocks}")
+        layout = pages.layout.groups[group]
+        least_bytes = layout.layer_offsets[-1] + layout.layer_bytes[-1]
+        if payload.nbytes < least_bytes:
+            raise ValueError(f"a payload of group {group} has at least {least_bytes} bytes, got {payload.nbytes}")
         ids = iter(blocks)
-        return [list(islice(ids, count)) for count in known.table_blocks]
+        return [list(islice(ids, count)) for count in table_blocks]
 
 
 class OpenedCopier(NamedTuple):

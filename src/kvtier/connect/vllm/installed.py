@@ -88,32 +88,25 @@ def config_being_made() -> VllmConfig | None:
 
 
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
-    """The `VllmConfig` of a server's command line. Imports vLLM, which takes seconds; its output goes to stderr.
+    """The `VllmConfig` of a server's command line, by vLLM's parser; arguments of the HTTP server alone are skipped.
+
+    Imports vLLM, which takes seconds; its output goes to stderr.
 
     Raises:
         ConfigError: vLLM rejects the arguments, or cannot be imported; with its message.
     """
     with _quiet():
         try:
-            return engine_arguments(arguments).create_engine_config()
+            engine: Any = importlib.import_module("vllm.engine.arg_utils")
+            parsing: Any = importlib.import_module("vllm.utils.argparse_utils")
+            parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
+            parser.error = _refuse  # instead of 400 lines of usage and an exit
+            known, _ = parser.parse_known_args(list(arguments))
+            return engine.EngineArgs.from_cli_args(known).create_engine_config()
         except KvError:  # vLLM imports our connector
             raise
         except Exception as error:  # any error of vLLM or its dependencies
             raise ConfigError(f"vLLM does not start with these arguments here: {error}") from error
-
-
-def engine_arguments(arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's class
-    """Parse a server's command line with vLLM's parser; arguments of the HTTP server alone are skipped.
-
-    Raises:
-        ConfigError: vLLM rejects the arguments.
-    """
-    engine: Any = importlib.import_module("vllm.engine.arg_utils")
-    parsing: Any = importlib.import_module("vllm.utils.argparse_utils")
-    parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
-    parser.error = _refuse  # instead of 400 lines of usage and an exit
-    known, _ = parser.parse_known_args(list(arguments))
-    return engine.EngineArgs.from_cli_args(known)
 
 
 def _refuse(message: str) -> NoReturn:

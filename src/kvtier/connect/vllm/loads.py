@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -190,11 +191,4 @@ class Loads:
 
 def _shared(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:
     """Number of leading chunks that two prefixes share, by bisection: equal keys imply equal keys before them."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(min(len(one), len(other))), 1, key=lambda chunk: one[chunk] != other[chunk])

@@ -168,8 +168,8 @@ class TrackedRequest:
     loaded_s: float | None = None
     """End of its load, on a clock that stops while the engine computes."""
     arrived_s: float = field(default_factory=time.monotonic)
-    account: RequestAccount | None = None
-    """For the journal, if enabled."""
+    account: RequestAccount = field(default_factory=RequestAccount)
+    """For the journal."""
     _prefix: tuple[int, Prefix] | None = None
 
     @property

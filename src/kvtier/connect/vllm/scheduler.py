@@ -23,7 +23,6 @@ from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.request_journal import RequestAccount
 from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
@@ -153,7 +152,6 @@ class Scheduler:
                 logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
         tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint)
         tracked.announced_tokens = 0 if self._is_reset else announced
-        tracked.account = None if self._journal is None else RequestAccount()
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
 
@@ -189,7 +187,7 @@ class Scheduler:
         if self._recorder is not None:
             earliest = next(iter(self._requests.values()), None)
             self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
-        if self._journal is not None and tracked.account is not None:
+        if self._journal is not None:
             self._journal.ended(tracked.account.line(request, tracked.arrived_s))
         if not self._is_storing or tracked.keys is None or self._announces is None or self._is_reset:
             return None
@@ -211,8 +209,7 @@ class Scheduler:
         self._loads.forget_landed(tracked.id)
         self._forget_offers(tracked)
         self._selection.mark_cached(tracked, resident_tokens - resident_tokens % self._geometry.chunk_tokens)
-        if tracked.account is not None:
-            tracked.account.resident(resident_tokens)
+        tracked.account.resident(resident_tokens)
         most = self._geometry.hit_tokens(request.num_tokens)
         if tracked.cap_tokens is not None:
             most = min(most, tracked.cap_tokens)
@@ -276,8 +273,7 @@ class Scheduler:
             now_s=time.monotonic(),
             ahead_s=self._step_timer.ahead_s(tracked.id),
         )
-        if tracked.account is not None:
-            tracked.account.chosen(lookup, plan, self._planner)
+        tracked.account.chosen(lookup, plan, self._planner)
         if plan.tokens <= resident_tokens:
             return None
         return PrefixMatch(plan, prefix)
@@ -291,8 +287,7 @@ class Scheduler:
         load = self._loads.register(tracked, match, tables)
         load.is_void = match.external_tokens != external_tokens or match is tracked.outdated
         self._planner.begun(match.plan, time.monotonic())
-        if tracked.account is not None:
-            tracked.account.load_begins(match.external_tokens)
+        tracked.account.load_begins(match.external_tokens)
         targets = self._loads.locate(load)
         self._revoked += self._stores.cancel_lost()
         load.blocked_by = self._stores.reading(targets)
@@ -376,8 +371,7 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.began_step = self._step
-            if tracked.account is not None:
-                tracked.account.has_begun = True
+            tracked.account.has_begun = True
             self._protection.left(name)
             self._loads.forget_landed(name)
             if tracked.loaded_s is not None:
@@ -432,8 +426,7 @@ class Scheduler:
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)
             self._stores.begin(tracked.id, prefix, places, tracked.hint.conversation)
-            if tracked.account is not None:
-                tracked.account.stored_tokens += end - first * self._geometry.chunk_tokens
+            tracked.account.stored_tokens += end - first * self._geometry.chunk_tokens
         self._forget_offers(tracked)
         return True
 
@@ -444,7 +437,7 @@ class Scheduler:
             if isinstance(event, LoadDone):
                 self._load_ended(event)
             elif isinstance(event, StoreDone):
-                self._stores.ended(event)
+                self._stores.forget(event.request)
                 for load in self._loads.unblocked(event.request):
                     self._start(load)
 
@@ -456,10 +449,9 @@ class Scheduler:
         if load.is_dropped:
             return
         plan, tracked = load.match.plan, load.tracked
-        if tracked.account is not None:
-            seconds = load.ended_s - load.began_s
-            tracked.account.load_ended(done, seconds, load.places, self._geometry.layout, self._rank_count)
-        self._planner.ended(plan, done, load.ended_s - load.began_s, load.ended_s)
+        seconds = load.ended_s - load.began_s
+        tracked.account.load_ended(done, seconds, load.places, self._geometry.layout, self._rank_count)
+        self._planner.ended(plan, done, seconds, load.ended_s)
         tracked.loaded_s = self._idle_s(load.ended_s)
         if not load.is_void and done.tokens >= plan.tokens:
             self._loads.landed(load)

@@ -252,7 +252,9 @@ class WorkerSide:
         )
         if number == 0:
             note_fingerprint(config, setup.identity.fingerprint)
-        self.worker = Worker(copier, look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb))
+        self.worker = Worker(
+            copier.revoke, look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb)
+        )
         self._server = RankServer(self._rank, self.worker.receive)
 
     @property

@@ -5,9 +5,9 @@ be ordered with the forward: blocks that copies must keep off, and loads that ha
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
@@ -68,14 +68,6 @@ class StepDone:
         return StepDone(min(self.step, other.step), self.changed or other.changed)
 
 
-class Revoker(Protocol):
-    """The part of a copier that stops copies."""
-
-    def revoke(self, requests: Collection[RequestId], wait_s: float) -> bool:
-        """Stop all copies of `requests`; False if one still runs after `wait_s` seconds."""
-        ...
-
-
 def no_look(*, is_reset: bool) -> str:  # noqa: ARG001
     """Look at no weights: nothing has changed."""
     return ""
@@ -85,12 +77,14 @@ class Worker:
     """One worker. A load ends when it has ended on every rank, so all workers of an engine report the same loads.
 
     Args:
-        copier: the copier of its rank.
+        revoke: stops all copies of some requests, in its rank's copier; False if one still runs after so many seconds.
         look: what has changed the weights; see `weights.WeightSample.look`.
     """
 
-    def __init__(self, copier: Revoker, look: Callable[..., str] = no_look) -> None:
-        self._copier = copier
+    def __init__(
+        self, revoke: Callable[[Sequence[RequestId], float], bool], look: Callable[..., str] = no_look
+    ) -> None:
+        self._revoke = revoke
         self._look = look
         self._changed_weights = ""
         self._changed = threading.Condition()
@@ -162,7 +156,7 @@ class Worker:
             self._loaded.append(report)
             self._changed.notify_all()
 
-    def _fence(self, requests: Iterable[RequestId]) -> None:
+    def _fence(self, requests: Sequence[RequestId]) -> None:
         """Stop copies. A copy that cannot be stopped would overwrite computed KV, so the engine must not go on."""
-        if not self._copier.revoke(tuple(requests), FENCE_WAIT_S):
+        if not self._revoke(requests, FENCE_WAIT_S):
             raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
