@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from tests.vllm_engine_parts import Block, Faults, Keys, LieError, Memory, Pool, Request, Step, number_of
+from tests.vllm_engine_parts import Block, Faults, LieError, Memory, Pool, Request, Step, number_of
 from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
@@ -24,6 +24,7 @@ from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
+from kvtier.keys.chain import Chain
 from kvtier.layout import History, Window
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import Note
@@ -100,7 +101,7 @@ class SmallEngine:
             session=self.opened.session,
             ranks=ranks.executor,
             geometry=self.geometry,
-            begin_keys=lambda _request: Keys(self.geometry.chunk_tokens),
+            begin_keys=lambda _request: Chain(bytes(32), self.geometry.chunk_tokens),
             planner=Planner(is_on=False),
             tables=lambda name: self.requests[name].block_ids,
             resident=self._resident if is_protected else None,
@@ -185,7 +186,7 @@ class SmallEngine:
 
     def _is_settled(self) -> bool:
         loads = {name for name, load in self.scheduler._loads._open.items() if not load.blocked_by}
-        result = {event.request for event in list(self.scheduler._poller._events)}
+        result = {event.request for event in list(self.scheduler._loads._events)}
         stores = self.scheduler._stores._read.keys() - self.scheduler._stores._unsent
         return result >= loads.union(stores) and self.heard >= loads
 

@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.keys.chain import Chain
-
 NULL = 0
 
 GATE_S = 600.0
@@ -221,19 +219,6 @@ class Faults:
         time.sleep(wait_s)
         if luck < self.failing:
             raise OSError("an accident")
-
-
-class Keys:
-    """`RequestKeys`, with nothing but tokens."""
-
-    def __init__(self, chunk_tokens: int) -> None:
-        self._chain = Chain(bytes(32), chunk_tokens)
-
-    def extend(self, all_token_ids: list[int]) -> None:
-        self._chain.extend(all_token_ids[self._chain.tokens :])
-
-    def prefix(self, tokens: int | None = None) -> Any:
-        return self._chain.prefix(tokens)
 
 
 class LieError(AssertionError):

@@ -18,16 +18,16 @@ from kvtier.connect.vllm.events import CPU, STORAGE, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
-from kvtier.connect.vllm.session_poller import SessionPoller
 from kvtier.connect.vllm.sides import settings_of
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import StoreSelection
-from kvtier.connect.vllm.worker import LoadReport
+from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport
 from kvtier.core.planner import LoadPlan, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
 from kvtier.runtime.executor import Completion
+from kvtier.runtime.protocol import Note
 from kvtier.tier.registry import TierKind, TierSettings
 from kvtier.types import (
     ChunkKey,
@@ -152,67 +152,6 @@ def test_how_much_two_texts_share(seed):
     assert _shared(*keys) == same // 2
 
 
-class NoSession:
-    def __init__(self) -> None:
-        self.released = []
-
-    def release(self, request) -> None:
-        self.released.append(request)
-
-
-def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0):
-    tokens = len(prefix.keys) * prefix.chunk_tokens
-    plan = LoadPlan(tokens + 1, resident, tokens, 1.0)
-    match = PrefixMatch(plan, prefix)
-    _, tables = tables_of("llama32", tokens)
-    return loads.register(request, match, tables)
-
-
-def open_loads(case: str = "llama32") -> Loads:
-    return Loads(NoSession(), Geometry.of(recorded(case).config))
-
-
-def test_a_load_brings_what_its_request_has_in_common_with_another():
-    loads = open_loads()
-    text = list(range(1100))
-    loading(loads, tracked("a"), prefix_of(text[:1024]))
-    assert loads.covered_tokens(prefix_of(text), 0) == 1024
-    assert loads.covered_tokens(prefix_of(text), 512) == 1024
-    assert loads.covered_tokens(prefix_of([*text[:600], *range(600)]), 0) == 512
-    assert loads.covered_tokens(prefix_of([7, *text]), 0) == 0
-    assert loads.covered_tokens(prefix_of(text), 1024) <= 1024
-
-
-def test_a_load_that_is_given_up_brings_nothing():
-    loads = open_loads()
-    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
-    loads.drop(load.name)
-    assert loads.covered_tokens(load.match.prefix, 0) == 0
-
-
-def test_part_of_a_load_counts_where_vllm_can_use_it():
-    loads = open_loads()
-    load = loading(loads, tracked("a"), prefix_of(list(range(1024))), resident=64)
-    blocks = load.tables[0]
-    assert loads.report(LoadDone(load.name, 1024, 1024, ())) == LoadReport(load.name, (), is_failed=False)
-    result = loads.report(LoadDone(load.name, 512, 1024, ((0, 2),)))
-    assert result.bad_blocks == tuple(blocks[16:32])
-    assert not result.is_failed
-    assert loads.report(LoadDone(load.name, 0, 1024, ((0, 0),))).bad_blocks == tuple(blocks[2:32])
-    loads.void(load.name)
-    assert loads.report(LoadDone(load.name, 1024, 1024, ())).bad_blocks == tuple(blocks[2:32])
-
-
-def test_with_windows_a_load_counts_whole_or_not_at_all():
-    loads = open_loads("swa32")
-    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
-    result = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
-    assert result == LoadReport(load.name, (), is_failed=True)
-
-
-# ---- the poller -----------------------------------------------------------------------------------------------------
-
-
 class Talking:
     """A session with given events."""
 
@@ -220,9 +159,9 @@ class Talking:
         self.said = []
         self.news = threading.Condition()
 
-    def say(self, event) -> None:
+    def say(self, *events) -> None:
         with self.news:
-            self.said.append(event)
+            self.said += events
             self.news.notify()
 
     def poll(self, wait_s: float = 0.0):
@@ -234,6 +173,70 @@ class Talking:
             raise RuntimeError("a planted mistake")
         return said
 
+    def release(self, request) -> None:
+        pass
+
+
+def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0):
+    tokens = len(prefix.keys) * prefix.chunk_tokens
+    plan = LoadPlan(tokens + 1, resident, tokens, 1.0)
+    match = PrefixMatch(plan, prefix)
+    _, tables = tables_of("llama32", tokens)
+    return loads.register(request, match, tables)
+
+
+@pytest.fixture
+def open_loads():
+    opened = []
+
+    def begin(case: str = "llama32", session: Talking | None = None, send_note=lambda _note: None) -> Loads:
+        opened.append(Loads(session or Talking(), Geometry.of(recorded(case).config), send_note))
+        return opened[-1]
+
+    yield begin
+    for loads in opened:
+        loads.close()
+
+
+def test_a_load_brings_what_its_request_has_in_common_with_another(open_loads):
+    loads = open_loads()
+    text = list(range(1100))
+    loading(loads, tracked("a"), prefix_of(text[:1024]))
+    assert loads.covered_tokens(prefix_of(text), 0) == 1024
+    assert loads.covered_tokens(prefix_of(text), 512) == 1024
+    assert loads.covered_tokens(prefix_of([*text[:600], *range(600)]), 0) == 512
+    assert loads.covered_tokens(prefix_of([7, *text]), 0) == 0
+    assert loads.covered_tokens(prefix_of(text), 1024) <= 1024
+
+
+def test_a_load_that_is_given_up_brings_nothing(open_loads):
+    loads = open_loads()
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
+    loads.drop(load.name)
+    assert loads.covered_tokens(load.match.prefix, 0) == 0
+
+
+def test_part_of_a_load_counts_where_vllm_can_use_it(open_loads):
+    loads = open_loads()
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))), resident=64)
+    blocks = load.tables[0]
+    assert loads._report(load, 1024) == LoadReport(load.name, (), is_failed=False)
+    result = loads._report(load, 512)
+    assert result.bad_blocks == tuple(blocks[16:32])
+    assert not result.is_failed
+    assert loads._report(load, 0).bad_blocks == tuple(blocks[2:32])
+    loads.void(load.name)
+    assert loads._report(load, 1024).bad_blocks == tuple(blocks[2:32])
+
+
+def test_with_windows_a_load_counts_whole_or_not_at_all(open_loads):
+    loads = open_loads("swa32")
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
+    assert loads._report(load, 512) == LoadReport(load.name, (), is_failed=True)
+
+
+# ---- the thread that polls -----------------------------------------------------------------------------------------
+
 
 def wait_until(is_so) -> None:
     until_s = time.monotonic() + 60
@@ -242,31 +245,30 @@ def wait_until(is_so) -> None:
         time.sleep(0.002)
 
 
-def test_the_poller_reports_loads_at_once_and_keeps_all_events():
-    session, result = Talking(), []
-    end = LoadReport(RequestId("L0/a"), (), is_failed=False)
-    poller = SessionPoller(session, lambda done: end if done.request == "L0/a" else None, result.append)
+def test_the_end_of_a_load_is_reported_at_once_and_all_events_are_kept(open_loads):
+    session, notes = Talking(), []
+    loads = open_loads(session=session, send_note=notes.append)
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
     events = [
-        LoadDone(RequestId("L0/a"), 1, 1, ()),
+        LoadDone(load.name, 1024, 1024, ()),
         StoreDone(RequestId("S0/a"), 1, 0),
         LoadDone(RequestId("x"), 1, 1, ()),
     ]
-    for event in events:
-        session.say(event)
+    session.say(*events)
     seen = []
-    wait_until(lambda: seen.extend(poller.take_events()) or len(seen) == 3)
+    wait_until(lambda: seen.extend(loads.take_events()) or len(seen) == 3)
     assert seen == events
-    assert result == poller.take_reports() == [end]
-    poller.close()
+    assert notes == [Note(LOADED_NOTE, load.name, (), flag=False)]
+    assert loads.take_reports() == [LoadReport(load.name, (), is_failed=False)]
 
 
-def test_a_poller_whose_thread_has_died_raises():
+def test_a_poller_whose_thread_has_died_raises(open_loads):
     session = Talking()
-    poller = SessionPoller(session, lambda _done: None, lambda _ended: None)
+    loads = open_loads(session=session)
     session.say("die")
-    wait_until(lambda: not poller._thread.is_alive())
+    wait_until(lambda: not loads._thread.is_alive())
     with pytest.raises(RuntimeError, match="polls the session has ended"):
-        poller.take_events()
+        loads.take_events()
 
 
 # ---- the pace --------------------------------------------------------------------------------------------------------

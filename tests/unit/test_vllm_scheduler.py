@@ -24,6 +24,7 @@ from kvtier.connect.vllm.worker import StepDone, StepOrders, Worker
 from kvtier.core import probes
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
+from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import session as session_module
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Lookup, Presence
@@ -314,10 +315,8 @@ def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_o
 def test_after_a_reset_nothing_from_before_is_found(start):
     engine = start(seed=1, blocks=200)
     prompt = filled(engine)
-    salt = [0]
-    inner = engine.scheduler._begin_keys
-    engine.scheduler._begin_keys = lambda request: _Salted(inner(request), salt[0])
-    salt[0] = 1
+    salted = [Extra("epoch", b"another")]  # as `KeyMaker` does it
+    engine.scheduler._begin_keys = lambda _request: Chain(bytes(32), engine.geometry.chunk_tokens, salted)
     engine.scheduler.reset()
     engine.add(prompt, 1)
     engine.run()
@@ -378,19 +377,6 @@ def test_the_lookups_of_a_step_wait_for_tiers_by_the_clock(start, monkeypatch, t
             kv_connector_block_state=None,
         )
         engine.scheduler.orders(empty)
-
-
-class _Salted:
-    """Keys after a reset, as `requests.Requests` makes them: of another epoch."""
-
-    def __init__(self, keys, salt: int) -> None:
-        self._keys, self._salt = keys, salt
-
-    def extend(self, all_token_ids) -> None:
-        self._keys.extend([token + 1000 * self._salt for token in all_token_ids])
-
-    def prefix(self, tokens=None):
-        return self._keys.prefix(tokens)
 
 
 def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there(start):
@@ -704,7 +690,7 @@ def test_a_load_that_was_promised_before_a_mishap_is_reported_too(start, connect
 def test_a_poller_whose_thread_died_raises_in_the_schedulers_thread_once(start, connector_class, caplog):
     engine = start(seed=1, blocks=200)
     Guarded(engine, connector_class)
-    engine.scheduler._poller._report = None
+    engine.scheduler._loads._deliver = None
     prompt = filled(engine)
     engine.add(prompt, 2)
     engine.run()

@@ -47,7 +47,7 @@ def test_tokens_that_were_only_guessed_are_never_stored(start: Start, tmp_path: 
 
 
 def test_prompts_of_embeddings_are_told_apart(start: Start, tmp_path: Path) -> None:
-    """Their token ids are all the same: none."""
+    """Their token ids are all the same: none. They are not cached."""
     asked = [Ask([0] * 600, embedding_seed=seed) for seed in (1, 2, 1)]
     plain = [start("llama", enable_prompt_embeds=True).ask(it)[0] for it in asked[:2]]
     assert apart(plain[0], plain[1]) > 1.0

@@ -1,17 +1,25 @@
-"""Open loads of one engine, and the report that vLLM gets for each."""
+"""Open loads of one engine, the report that vLLM gets for each, and the thread that polls the session.
+
+A step of a busy engine takes tens of milliseconds. A worker that receives the end of a load during a step reports it at
+the end of that step, and vLLM schedules the request in the next one. Without the thread that would be one step later.
+The next step's orders repeat each report, so a lost note costs one step and never a request.
+"""
 
 import itertools
+import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables
-from kvtier.connect.vllm.worker import LoadReport
+from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport
+from kvtier.runtime.protocol import Note
 from kvtier.runtime.session import Session
-from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId
+from kvtier.types import ChunkKey, Event, LoadDone, Place, Prefix, RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -39,23 +47,36 @@ class OpenLoad:
         return self.match.prefix.keys[: self.match.plan.tokens // self.match.prefix.chunk_tokens]
 
 
+POLL_S = 0.2
+"""Longest poll; the thread then checks whether it should end."""
+
+
 class Loads:
-    """All open loads of one engine. Used by the scheduler's thread, except for `report`.
+    """All open loads of one engine. Used by the scheduler's thread and its own.
 
     Args:
-        session: receives the loads.
+        session: receives the loads; nothing else polls it.
         geometry: location of chunks in block tables.
+        send_note: sends a note to the workers.
     """
 
-    def __init__(self, session: Session, geometry: Geometry) -> None:
+    def __init__(self, session: Session, geometry: Geometry, send_note: Callable[[Note], None]) -> None:
         self._session = session
         self._geometry = geometry
+        self._send_note = send_note
         self._open: dict[RequestId, OpenLoad] = {}
         self._unreported: dict[RequestId, OpenLoad] = {}
         """Loads whose end no orders have reported yet."""
         self._landed: dict[str, OpenLoad] = {}
         """Complete loads whose report vLLM has not processed yet, by request."""
         self._numbers = itertools.count()
+        # Both are bounded by the number of open loads and stores.
+        self._events: deque[Event] = deque()
+        self._reports: deque[LoadReport] = deque()
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._poll, name="kvtier session poller", daemon=True)
+        self._thread.start()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -82,11 +103,12 @@ class Loads:
         load.places = places or ()
         return {block for place in load.places for block in place.blocks if block > 0}
 
-    def start(self, load: OpenLoad) -> bool:
-        """Pass the load to the session, which answers with a LoadDone; False for a void load."""
-        if load.is_void:
-            return False
+    def start(self, load: OpenLoad) -> None:
+        """Pass the load to the session, which answers with a LoadDone. A void load ends at once."""
         plan = load.match.plan
+        if load.is_void:
+            self._deliver(LoadDone(load.name, plan.resident_tokens, plan.tokens, ()))
+            return
         self._session.load(
             load.name,
             load.match.prefix,
@@ -96,7 +118,6 @@ class Loads:
             budget=plan.budget,
             session=load.tracked.hint.conversation,
         )
-        return True
 
     def drop(self, name: RequestId) -> OpenLoad:
         """Void a load whose request has ended. Its end must still be reported."""
@@ -135,13 +156,46 @@ class Loads:
 
     # ---- from the session to vLLM ----------------------------------------------------------------------------------
 
-    def report(self, done: LoadDone) -> LoadReport | None:
-        """The report of a load that has just ended; None if it is not open. Called in the session poller's thread."""
+    def take_events(self) -> list[Event]:
+        """Ended loads and stores since the last call.
+
+        Raises:
+            RuntimeError: an exception has ended the thread.
+        """
+        if self._error is not None:
+            raise RuntimeError("the thread that polls the session has ended") from self._error
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def take_reports(self) -> list[LoadReport]:
+        """Reports since the last call; the next step's orders repeat them."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def _poll(self) -> None:
+        try:
+            while not self._is_closing:
+                for event in self._session.poll(POLL_S):
+                    if isinstance(event, LoadDone):
+                        self._deliver(event)
+                    else:
+                        self._events.append(event)
+        except BaseException as error:  # noqa: BLE001 - the scheduler's thread raises it
+            self._error = error
+
+    def _deliver(self, done: LoadDone) -> None:
+        """Report the end of a load, if it is open. Either thread."""
         load = self._open.get(done.request)
-        if load is None:
-            return None
-        load.ended_s = time.monotonic()
-        return self._report(load, done.tokens)
+        if load is not None:
+            load.ended_s = time.monotonic()
+        report = None if load is None else self._report(load, done.tokens)
+        self._events.append(done)
+        if report is not None:
+            self._reports.append(report)
+            self._send_note(Note(LOADED_NOTE, report.load, report.bad_blocks, report.is_failed))
+
+    def close(self, deadline_s: float = 2 * POLL_S) -> None:
+        """Stop the thread."""
+        self._is_closing = True
+        self._thread.join(deadline_s)
 
     def ended(self, done: LoadDone) -> OpenLoad | None:
         """Close an ended load."""

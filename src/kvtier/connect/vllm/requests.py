@@ -16,9 +16,9 @@ from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
 from kvtier.connect.vllm.request_journal import RequestAccount
-from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.vllm_types import Request, StateOffer
 from kvtier.core.planner import LoadPlan
+from kvtier.keys.chain import Chain
 from kvtier.runtime.trace_recorder import Served
 from kvtier.types import Lookup, NextTurn, Prefix, RequestId
 
@@ -138,7 +138,7 @@ class TrackedRequest:
     request: Request
     number: int
     """Unique; two requests may have the same id, one after the other."""
-    keys: RequestKeys | None
+    keys: Chain | None
     """None: the request is neither looked up nor stored."""
     hint: ConversationHint = ConversationHint()  # noqa: RUF009  immutable
     began_step: int | None = None
@@ -182,16 +182,25 @@ class TrackedRequest:
         """Request id of its lookups. Probe answers are kept per id, so each attempt has a new one."""
         return RequestId(f"Q{self.number}.{self.attempts}/{self.id}")
 
-    def renew(self, keys: RequestKeys | None) -> None:
+    def renew(self, keys: Chain | None) -> None:
         """Replace the keys after a cache reset."""
         self.keys, self.outdated = keys, self.match
         self.answer = self._prefix = None
 
     def prefix(self, tokens: int) -> Prefix:
-        """The full chunks within the leading `tokens`; the same object each time, since lookups compare by identity."""
+        """The full chunks within the leading `tokens`; the same object each time, since lookups compare by identity.
+
+        Each token is hashed once.
+
+        Raises:
+            ValueError: vLLM has removed tokens, so keys that cover them would be wrong.
+        """
         assert self.keys is not None
         if self._prefix is None or self._prefix[0] != tokens:
-            self.keys.extend(self.request.all_token_ids)
+            known = self.request.all_token_ids
+            if len(known) < self.keys.tokens:
+                raise ValueError(f"{self.id} has {len(known)} tokens, and had {self.keys.tokens}")
+            self.keys.extend(list(known[self.keys.tokens :]))
             self._prefix = (tokens, self.keys.prefix(tokens))
         return self._prefix[1]
 

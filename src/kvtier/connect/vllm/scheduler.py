@@ -9,7 +9,7 @@ In the order of one engine step:
     stepped      the step has returned                                     chunks that are now full are stored
 
 A chunk is stored after the step that filled it has returned. Then the forward has run, no copy must be ordered after
-it, and no store delays a step. All methods run in the scheduler's thread; only the session poller has a thread.
+it, and no store delays a step. All methods run in the scheduler's thread.
 """
 
 import itertools
@@ -23,7 +23,6 @@ from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
     PrefixMatch,
@@ -34,14 +33,13 @@ from kvtier.connect.vllm.requests import (
     unknown_fields,
     wants_announcement,
 )
-from kvtier.connect.vllm.session_poller import SessionPoller
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
-from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport, StepDone, StepOrders
+from kvtier.connect.vllm.worker import LoadReport, StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
+from kvtier.keys.chain import Chain
 from kvtier.runtime.journal import Journal
-from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.session import Session
 from kvtier.runtime.trace_recorder import Recorder
@@ -64,7 +62,7 @@ class Scheduler:
     """The decisions for one engine.
 
     Args:
-        session: the session, with its own thread; only the session poller polls it.
+        session: the session, with its own thread; only `Loads` polls it.
         ranks: the workers; they get a note for each ended load.
         geometry: location of chunks in block tables.
         begin_keys: makes a request's keys; None: do not cache the request.
@@ -88,7 +86,7 @@ class Scheduler:
         session: Session,
         ranks: Ranks,
         geometry: Geometry,
-        begin_keys: Callable[[Request], RequestKeys | None],
+        begin_keys: Callable[[Request], Chain | None],
         planner: Planner,
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables] | None,
@@ -125,10 +123,9 @@ class Scheduler:
         self._requests: dict[str, TrackedRequest] = {}
         self._step_timer = StepTimer(planner)
         self._selection = StoreSelection(geometry)
-        self._loads = Loads(session, geometry)
+        self._loads = Loads(session, geometry, ranks.send_note)
         self._stores = Stores(session, open_pins)
         self._protection = PrefixProtection(geometry, self._stores.pins, resident)
-        self._poller = SessionPoller(session, self._loads.report, self._notify)
         self._step = 0
         self._confirmed_step = 0
         self._due: dict[str, TrackedRequest] = {}
@@ -155,7 +152,7 @@ class Scheduler:
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
 
-    def _keys_of(self, request: Request) -> RequestKeys | None:
+    def _keys_of(self, request: Request) -> Chain | None:
         keys = self._begin_keys(request)  # identifies an adapter, also while kvtier is off
         return None if self._is_off else keys
 
@@ -303,9 +300,7 @@ class Scheduler:
     def _start(self, load: OpenLoad) -> None:
         if self._events is not None:
             self._events.learn(load.tracked.request, load.match.prefix)
-        if not self._loads.start(load):
-            plan = load.match.plan
-            self._poller.deliver(LoadDone(load.name, plan.resident_tokens, plan.tokens, ()))
+        self._loads.start(load)
 
     # ---- a step goes out -------------------------------------------------------------------------------------------
 
@@ -327,7 +322,7 @@ class Scheduler:
         self._step_timer.step_began(self._step, pieces, time.monotonic())
         self._stores.yield_idle()
         self._revoked += self._stores.cancel_lost()
-        self._ended += self._poller.take_reports()
+        self._ended += self._loads.take_reports()
         orders = StepOrders(
             self._step,
             revoked=tuple(self._revoked),
@@ -347,7 +342,7 @@ class Scheduler:
 
         If it raises, nothing is lost: the next call reports the same.
         """
-        self._ended += self._poller.take_reports()
+        self._ended += self._loads.take_reports()
         ended = self._loads.last_reports(self._ended)
         revoked = (*self._revoked, *self._stores.open, *(each.load for each in ended))
         orders = StepOrders(self._step + 1, revoked, tuple(ended))
@@ -433,7 +428,7 @@ class Scheduler:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        for event in self._poller.take_events():
+        for event in self._loads.take_events():
             if isinstance(event, LoadDone):
                 self._load_ended(event)
             elif isinstance(event, StoreDone):
@@ -471,10 +466,6 @@ class Scheduler:
     def _idle_s(self, at_s: float) -> float:
         """A clock that stops while the engine computes: waiting for other requests' compute costs a load nothing."""
         return at_s - self._step_timer.computed_s(at_s)
-
-    def _notify(self, report: LoadReport) -> None:
-        """Send a report to the workers. Called in the session poller's thread."""
-        self._ranks.send_note(Note(LOADED_NOTE, report.load, report.bad_blocks, report.is_failed))
 
     # ---- other -----------------------------------------------------------------------------------------------------
 
@@ -519,7 +510,7 @@ class Scheduler:
             if tracked.load is not None:
                 load = self._loads.void(tracked.load)
                 # The request is computed again from the end of vLLM's own blocks. A load that has ended may already be
-                # reported as complete: the poller sets its end time before it checks whether the load is void.
+                # reported as complete: `Loads` sets its end time before it checks whether the load is void.
                 has_old_blocks = load.match.plan.resident_tokens > 0 or load.ended_s > 0
             if tracked.answer is not None:
                 self._session.release(tracked.question)
@@ -535,5 +526,5 @@ class Scheduler:
         return [] if self._events is None else self._events.take()
 
     def close(self) -> None:
-        """Stop the session poller."""
-        self._poller.close()
+        """Stop the thread that polls the session."""
+        self._loads.close()
