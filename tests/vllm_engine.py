@@ -83,14 +83,14 @@ class SmallEngine:
         self.tensors = engine.tensors()
         self.blocks = blocks
         self.geometry = Geometry.of(engine.config)
-        copier, layout, _ = open_copier(self.geometry, engine.config, self.tensors, engine.layers)
+        copier = open_copier(self.geometry, engine.config, self.tensors, engine.layers)
         self.rest = rest
         self.copier = Faults(copier, seed, slow_s=slow_s, failing=failing, is_open=rest is None)
         self.memory = Memory(self.tensors, blocks)
         config = config or Config(host=HostConfig(capacity_bytes="64MiB"))
         if config.limits == LimitsConfig():
             config = replace(config, limits=PATIENT)
-        self.rank = open_rank(config, layout, bytes(32), self.copier)
+        self.rank = open_rank(config, copier.pages.layout, bytes(32), self.copier)
         self.worker = Worker(copier.revoke)
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
         self.rank.mover.on_note = self._hear

@@ -82,7 +82,6 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
     with progress("digesting the weights", None):
         mine = None if engine is None else _fingerprint(engine)
     findings += stores(config, mine, chunk_tokens if config.store.chunk_tokens else 0, TERMS)
-    findings += _notes(config, chunk_tokens)
     if config.tiers and not getattr(engine, "shutdown_timeout", 0):
         findings.append(DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": ")))
     return in_order(findings)
@@ -232,15 +231,3 @@ def _host(
         yield DoctorFinding("warning", "host.capacity_bytes", f"{holds}; each prompt evicts the previous one", advice)
     else:
         yield DoctorFinding("fine", "host.capacity_bytes", holds)
-
-
-def _notes(config: Config, chunk_tokens: int) -> Iterator[DoctorFinding]:
-    """Properties of every server that are mistaken for faults."""
-    least = "at least " if config.store.chunk_tokens == 0 else ""
-    text = f"only full chunks are found, of {least}{chunk_tokens} tokens; the last token is always computed"
-    yield DoctorFinding("note", "short prompts", text, "use a longer prompt, or lower store.chunk_tokens")
-    if config.planner.enabled:
-        text = "KV is computed where that is expected to be faster than loading, which is likely with small models"
-        yield DoctorFinding("note", "planner", text, "to see every hit, set planner.enabled to false")
-    text = "has no effect: kvtier's names depend on neither Python's hashes nor vLLM's"
-    yield DoctorFinding("note", "PYTHONHASHSEED", text)

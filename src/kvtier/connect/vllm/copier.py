@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -23,7 +23,6 @@ from kvtier.connect.vllm.pages import BlockIds, EnginePages, engine_pages
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Layer
 from kvtier.device.copier import Fence
 from kvtier.errors import UnsupportedModelError
-from kvtier.layout import KvLayout
 from kvtier.types import RequestId
 
 REVOKED_MAX = 1 << 16
@@ -62,7 +61,7 @@ class BlockCopier:
     """
 
     def __init__(self, pages: EnginePages, copy: PageCopy) -> None:
-        self._pages = pages
+        self.pages = pages
         self._copy = copy
         self._running: set[_Running] = set()
         self._revoked: dict[RequestId, None] = {}
@@ -159,7 +158,7 @@ class BlockCopier:
 
     def _checked(self, group: int, blocks: tuple[int, ...], payload: memoryview) -> BlockIds:
         """The block ids per table. All bounds are checked before the first byte is copied."""
-        pages = self._pages
+        pages = self.pages
         if not 0 <= group < len(pages.groups):
             raise ValueError(f"no KV group {group}; there are {len(pages.groups)}")
         table_blocks = [table.blocks for table in pages.groups[group]]
@@ -175,19 +174,10 @@ class BlockCopier:
         return [list(islice(ids, count)) for count in table_blocks]
 
 
-class OpenedCopier(NamedTuple):
-    """A worker's copier, and the layout of its KV."""
-
-    copier: BlockCopier
-    layout: KvLayout
-    """Sizes and rules are those of `Geometry.layout`. The worker's details are part of its objects' names."""
-    device: torch.device
-
-
 def open_copier(
     geometry: Geometry, config: KvCacheConfig, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Layer]
-) -> OpenedCopier:
-    """The copier of a worker.
+) -> BlockCopier:
+    """The copier of a worker. `pages` has the layout of its KV, whose details are part of its objects' names.
 
     Args:
         geometry: the geometry of `config`.
@@ -199,9 +189,6 @@ def open_copier(
         UnsupportedModelError: the KV contradicts its configuration, or is on an unknown kind of device.
     """
     pages = engine_pages(geometry, config, tensors, layers)
-    if pages.device.type not in _COPIES:
-        raise UnsupportedModelError(f"KV is on device {pages.device}; allowed: {' or '.join(_COPIES)}")
-    return OpenedCopier(BlockCopier(pages, _COPIES[pages.device.type](pages)), pages.layout, pages.device)
-
-
-_COPIES: dict[str, Callable[[EnginePages], PageCopy]] = {"cpu": CpuPageCopy, "cuda": CudaPageCopy}
+    if pages.device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"KV is on device {pages.device}; allowed: cpu or cuda")
+    return BlockCopier(pages, CpuPageCopy(pages) if pages.device.type == "cpu" else CudaPageCopy(pages))

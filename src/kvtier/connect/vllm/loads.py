@@ -91,10 +91,6 @@ class Loads:
         tracked.load = name
         return load
 
-    def is_open(self, tracked: TrackedRequest) -> bool:
-        """Whether a load of the request is open."""
-        return tracked.load in self._open
-
     def locate(self, load: OpenLoad) -> set[int]:
         """Compute the load's places; returns the blocks that it writes. A load that does not fit becomes void."""
         plan = load.match.plan

@@ -52,7 +52,8 @@ PROBE_WAIT_S = 0.002
 the request starts a step later, which costs more."""
 
 ANSWER_S = 0.1
-"""How long a lookup's answer is reused while vLLM asks about a request in every step but has no room for it."""
+"""How long a lookup's answer is reused while vLLM asks about a request in every step but has no room for it. A lookup
+of 64,000 tokens that are on a disk takes 1 ms."""
 
 ATTEMPTS_MAX = 3
 """Loads of one request that may deliver less than planned. After these it is computed."""
@@ -294,7 +295,7 @@ class Scheduler:
     def allocated_after_error(self, request: Request, tables: BlockTables) -> None:
         """Register a load that vLLM waits for after an internal error. `last_orders` reports it as failed."""
         tracked = self._requests[request.request_id]
-        if tracked.match is not None and not self._loads.is_open(tracked):
+        if tracked.match is not None and tracked.load is None:
             self._loads.register(tracked, tracked.match, tables)
 
     def _start(self, load: OpenLoad) -> None:

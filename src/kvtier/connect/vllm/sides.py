@@ -238,17 +238,17 @@ class WorkerSide:
         config = setup.config
         self._close_deadline_s = config.limits.close_deadline_s
         layers = setup.vllm_config.compilation_config.static_forward_context
-        copier, layout, device = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
+        copier = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
         number = setup.vllm_config.parallel_config.rank % setup.ranks
         held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, number)
         self._rank = open_rank(
             config,
-            layout.with_parts(held),
+            copier.pages.layout.with_parts(held),
             setup.identity.fingerprint.digest,
             copier,
             rank=number,
             ranks=setup.ranks,
-            page_lock=cuda_page_lock(config.host.page_lock) if device.type == "cuda" else None,
+            page_lock=cuda_page_lock(config.host.page_lock) if copier.pages.device.type == "cuda" else None,
         )
         if number == 0:
             note_fingerprint(config, setup.identity.fingerprint)

@@ -21,7 +21,6 @@ class StepTimer:
         """Start of the last such step."""
         self._ended_s = 0.0
         """End of the last such step."""
-        self._last_done_s = 0.0
         self._computing: dict[str, TrackedRequest] = {}
         """Requests with prompt tokens left to compute and no open load."""
 
@@ -59,14 +58,13 @@ class StepTimer:
         """Record a step's end. A step that overlaps its predecessor is timed from the predecessor's end."""
         started = self._steps.pop(step, None)
         if started is not None:
-            began_s, pieces = max(started[0], self._last_done_s), started[1]
+            began_s, pieces = max(started[0], self._ended_s), started[1]
             self._planner.prefilled(pieces, now_s - began_s)
             self._computed_s += now_s - began_s
             self._began_s, self._ended_s = began_s, now_s
-        self._last_done_s = now_s
 
     def computed_s(self, at_s: float) -> float:
         """Total compute time up to `at_s`, which must not precede the start of the last step that ended."""
         since_s = min((began_s for began_s, _ in self._steps.values()), default=at_s)
         not_yet_s = max(0.0, self._ended_s - max(at_s, self._began_s))
-        return self._computed_s - not_yet_s + max(0.0, at_s - max(since_s, self._last_done_s))
+        return self._computed_s - not_yet_s + max(0.0, at_s - max(since_s, self._ended_s))
