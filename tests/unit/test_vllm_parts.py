@@ -259,7 +259,9 @@ def test_the_end_of_a_load_is_reported_at_once_and_all_events_are_kept(open_load
     wait_until(lambda: seen.extend(loads.take_events()) or len(seen) == 3)
     assert seen == events
     assert notes == [Note(LOADED_NOTE, load.name, (), flag=False)]
-    assert loads.take_reports() == [LoadReport(load.name, (), is_failed=False)]
+    assert loads.reports() == (LoadReport(load.name, (), is_failed=False),)
+    loads.reported(loads.reports())
+    assert loads.reports() == ()
 
 
 def test_a_poller_whose_thread_has_died_raises(open_loads):

@@ -10,7 +10,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.connect.vllm.geometry import Geometry
@@ -72,7 +72,8 @@ class Loads:
         self._numbers = itertools.count()
         # Both are bounded by the number of open loads and stores.
         self._events: deque[Event] = deque()
-        self._reports: deque[LoadReport] = deque()
+        self._reports: list[LoadReport] = []
+        """Of ended loads, for the next orders."""
         self._is_closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._poll, name="kvtier session poller", daemon=True)
@@ -162,9 +163,50 @@ class Loads:
             raise RuntimeError("the thread that polls the session has ended") from self._error
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def take_reports(self) -> list[LoadReport]:
-        """Reports since the last call; the next step's orders repeat them."""
-        return [self._reports.popleft() for _ in range(len(self._reports))]
+    def reports(self) -> tuple[LoadReport, ...]:
+        """Reports that no orders have repeated yet."""
+        return tuple(self._reports)
+
+    def ended(self, done: LoadDone) -> OpenLoad | None:
+        """Close an ended load."""
+        load = self._open.pop(done.request, None)
+        if load is not None and load.tracked.load == load.name:
+            load.tracked.load = None
+        return load
+
+    def landed(self, load: OpenLoad) -> None:
+        """Record a complete load. The next step of its request reports it to vLLM."""
+        self._landed[load.tracked.id] = load
+
+    def forget_landed(self, request: str) -> None:
+        """Forget the complete load of a request that begins a step, is preempted, or ends."""
+        self._landed.pop(request, None)
+
+    def forget_all_landed(self) -> None:
+        """Forget all complete loads after a cache reset."""
+        self._landed.clear()
+
+    def reported(self, reports: Sequence[LoadReport]) -> None:
+        """Orders with these reports have gone out."""
+        del self._reports[: len(reports)]
+        for each in reports:
+            self._unreported.pop(each.load, None)
+
+    def last_reports(self) -> tuple[LoadReport, ...]:
+        """The reports of all loads that no orders have reported yet. Those that have not ended have failed."""
+        known = {each.load: each for each in self.reports()}
+        return tuple(known.get(name) or self._report(load, 0) for name, load in self._unreported.items())
+
+    def abandon(self) -> None:
+        """Forget all loads. Later events of them are not reported to vLLM."""
+        self._open.clear()
+        self._unreported.clear()
+        self._landed.clear()
+
+    def close(self, deadline_s: float = 2 * POLL_S) -> None:
+        """Stop the thread."""
+        self._is_closing = True
+        self._thread.join(deadline_s)
 
     def _poll(self) -> None:
         try:
@@ -187,46 +229,6 @@ class Loads:
         if report is not None:
             self._reports.append(report)
             self._send_note(Note(LOADED_NOTE, report.load, report.bad_blocks, report.is_failed))
-
-    def close(self, deadline_s: float = 2 * POLL_S) -> None:
-        """Stop the thread."""
-        self._is_closing = True
-        self._thread.join(deadline_s)
-
-    def ended(self, done: LoadDone) -> OpenLoad | None:
-        """Close an ended load."""
-        load = self._open.pop(done.request, None)
-        if load is not None and load.tracked.load == load.name:
-            load.tracked.load = None
-        return load
-
-    def landed(self, load: OpenLoad) -> None:
-        """Record a complete load. The next step of its request reports it to vLLM."""
-        self._landed[load.tracked.id] = load
-
-    def forget_landed(self, request: str) -> None:
-        """Forget the complete load of a request that begins a step, is preempted, or ends."""
-        self._landed.pop(request, None)
-
-    def forget_all_landed(self) -> None:
-        """Forget all complete loads after a cache reset."""
-        self._landed.clear()
-
-    def reported(self, reports: Iterable[LoadReport]) -> None:
-        """Orders with these reports have gone out."""
-        for each in reports:
-            self._unreported.pop(each.load, None)
-
-    def last_reports(self, reports: Iterable[LoadReport]) -> list[LoadReport]:
-        """The loads that no orders have reported yet: as in `reports`, or as failed."""
-        known = {each.load: each for each in reports}
-        return [known.get(name) or self._report(load, 0) for name, load in self._unreported.items()]
-
-    def abandon(self) -> None:
-        """Forget all loads. Later events of them are not reported to vLLM."""
-        self._open.clear()
-        self._unreported.clear()
-        self._landed.clear()
 
     def _report(self, load: OpenLoad, tokens: int) -> LoadReport:
         plan = load.match.plan

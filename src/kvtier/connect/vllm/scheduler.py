@@ -36,7 +36,7 @@ from kvtier.connect.vllm.requests import (
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
-from kvtier.connect.vllm.worker import LoadReport, StepDone, StepOrders
+from kvtier.connect.vllm.worker import StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
 from kvtier.keys.chain import Chain
 from kvtier.runtime.journal import Journal
@@ -132,8 +132,6 @@ class Scheduler:
         self._due: dict[str, TrackedRequest] = {}
         """Requests that may have a full chunk to store when their step returns."""
         self._revoked: list[RequestId] = []
-        self._ended: list[LoadReport] = []
-        """Reports for the next orders."""
         self._probe_wait_s = PROBE_WAIT_S
         self._is_busy = False
         """The last step computed something."""
@@ -323,19 +321,18 @@ class Scheduler:
         self._step_timer.step_began(self._step, pieces, time.monotonic())
         self._stores.yield_idle()
         self._revoked += self._stores.cancel_lost()
-        self._ended += self._loads.take_reports()
+        ended = self._loads.reports()
         orders = StepOrders(
             self._step,
             revoked=tuple(self._revoked),
-            ended=tuple(self._ended),
+            ended=ended,
             is_waiting=not output.num_scheduled_tokens and bool(self._loads),
             is_off=self._is_off,
             is_reset=self._step == self._reset_step,
         )
-        self._loads.reported(self._ended)
-        # Cleared last, when nothing can raise any more: after an error `last_orders` reports them.
+        # Last, when nothing can raise any more: after an error `last_orders` reports them.
+        self._loads.reported(ended)
         self._revoked.clear()
-        self._ended.clear()
         return orders
 
     def last_orders(self) -> StepOrders:
@@ -343,13 +340,11 @@ class Scheduler:
 
         If it raises, nothing is lost: the next call reports the same.
         """
-        self._ended += self._loads.take_reports()
-        ended = self._loads.last_reports(self._ended)
+        ended = self._loads.last_reports()
         revoked = (*self._revoked, *self._stores.open, *(each.load for each in ended))
-        orders = StepOrders(self._step + 1, revoked, tuple(ended))
+        orders = StepOrders(self._step + 1, revoked, ended)
         self._loads.abandon()
         self._revoked.clear()
-        self._ended.clear()
         self._step += 1
         return orders
 
