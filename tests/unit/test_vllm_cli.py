@@ -420,11 +420,11 @@ def test_a_model_that_is_refused_is_found(doctor, engine, tmp_path, monkeypatch)
     assert bad(findings) == ["model"]
 
 
-def test_without_vllm_a_model_without_weights_is_found(doctor, engine, tmp_path):
+def test_without_vllm_the_fingerprint_is_unknown(doctor, engine, tmp_path):
     engine.version = None
-    (tmp_path / "model").mkdir()
-    _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", tmp_path / "model")
-    assert bad(findings) == ["vLLM", "model"]
+    _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
+    assert bad(findings) == ["vLLM"]
+    assert "its fingerprint is unknown" in str(findings)
 
 
 def test_host_memory_that_holds_hardly_a_prompt_is_found(doctor, engine, tmp_path):

@@ -341,7 +341,7 @@ def moves(events: Events, *commands) -> None:
         events.completed(Completion(command, Outcome.DONE))
 
 
-def told() -> tuple[Events, Prefix]:
+def known_events() -> tuple[Events, Prefix]:
     """Events of group 0, which know the blocks of a prefix of two chunks."""
     tokens = list(range(512))
     hashes = [bytes([number]) * 4 for number in range(16)]
@@ -353,13 +353,13 @@ def told() -> tuple[Events, Prefix]:
 
 def test_of_too_many_movements_the_oldest_are_dropped(monkeypatch):
     monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
-    events, prefix = told()
+    events, prefix = known_events()
     moves(events, *(transfer(Link.GATHER, prefix.keys[number % 2], number) for number in range(5)))
     assert [event.blocks.hashes[0] for event in events.take()] == [b"\x08" * 4, b"\0" * 4]
 
 
 def test_routers_hear_what_came_and_what_left():
-    events, prefix = told()
+    events, prefix = known_events()
     one, two = prefix.keys
     moves(
         events,
@@ -387,7 +387,7 @@ def test_routers_hear_what_came_and_what_left():
 
 
 def test_a_movement_that_failed_is_none():
-    events, prefix = told()
+    events, prefix = known_events()
     command = transfer(Link.GATHER, prefix.keys[0], 1)
     events.submitted(command)
     events.completed(Completion(command, Outcome.FAILED))

@@ -23,7 +23,6 @@ from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
@@ -157,7 +156,8 @@ def _engine(server: ServerDescription) -> tuple[VllmConfig | None, list[DoctorFi
     if model is None:
         return None, []
     if installed.installed() is None:
-        return None, list(_weights(model))
+        found = "its fingerprint is unknown, because vLLM is not installed here"
+        return None, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
     try:
         engine = engine_config([*_arguments(server), "--kv-transfer-config", json.dumps(CONNECTOR)])
         support.check_engine(engine)
@@ -166,23 +166,6 @@ def _engine(server: ServerDescription) -> tuple[VllmConfig | None, list[DoctorFi
     except ConfigError as error:
         return None, [DoctorFinding("error", "model", str(error), "give the server's command line as --engine-args")]
     return engine, []
-
-
-def _weights(model: str) -> Iterator[DoctorFinding]:
-    """Check a checkpoint without vLLM."""
-    folder = local_folder(model, None, None)
-    problem = f"the weights of {model} are in no local folder" if folder is None else ""
-    if folder is not None:
-        try:
-            checkpoint_files(folder)
-        except ConfigError as error:
-            problem = str(error)
-    if problem:
-        advice = "serve it from a local folder with its weights; without them KV is kept in host memory only"
-        yield DoctorFinding("error", "model", problem, advice)
-        return
-    advice = "run this command in the server's environment"
-    yield DoctorFinding("note", "model", "its fingerprint is unknown, because vLLM is not installed here", advice)
 
 
 def _fingerprint(engine: VllmConfig) -> Fingerprint | DoctorFinding:

@@ -180,7 +180,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
         """The address at which the scheduler side reaches this rank."""
-        return None if self._lower is None else self._lower.handshake
+        return None if self._lower is None else self._lower.server.handshake
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
         """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""

@@ -255,19 +255,14 @@ class WorkerSide:
         self.worker = Worker(
             copier.revoke, look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb)
         )
-        self._server = RankServer(self._rank, self.worker.receive)
-
-    @property
-    def handshake(self) -> Mapping[str, Any]:
-        """The address at which the scheduler side reaches this rank."""
-        return self._server.handshake
+        self.server = RankServer(self._rank, self.worker.receive)
 
     def close(self) -> None:
         """Close the rank once the core no longer needs it."""
-        is_here = self._server.is_here
-        self._server.leave(self._close_deadline_s if is_here else min(self._close_deadline_s, LEAVE_S))
+        is_here = self.server.is_here
+        self.server.leave(self._close_deadline_s if is_here else min(self._close_deadline_s, LEAVE_S))
         self._rank.close(1.0)
-        self._server.close(1.0)
+        self.server.close(1.0)
 
 
 def look_at_weights(*, has_moving_experts: bool) -> Callable[..., str]:
