@@ -51,13 +51,10 @@ def nothing_is_left(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
-@pytest.mark.parametrize("fault", ["slow_copies", "load_later"])
-def test_a_storm_of_preemptions_changes_no_answer(
-    model: str, fault: str, start: Start, calm: Calm, tmp_path: Path
-) -> None:
+def test_a_storm_of_preemptions_changes_no_answer(model: str, start: Start, calm: Calm, tmp_path: Path) -> None:
     """Also when copies end long after the engine wanted their blocks back."""
     storm = STORM | {"num_gpu_blocks_override": BLOCKS[model]}
-    engine = start(model, connector(tmp_path / "kv"), sabotage=f"sabotage:{fault}", **storm)
+    engine = start(model, connector(tmp_path / "kv"), sabotage="sabotage:slow_copies", **storm)
     for turn in ("store", "load"):
         answers = engine.ask(*GROWING, limit_s=600)
         assert all(len(it.tokens) == 200 for it in answers)
