@@ -37,7 +37,7 @@ from tests.cluster import valkey_bed  # noqa: E402
 
 from kvtier.bench.record import RecordedSetting, make_record  # noqa: E402
 from kvtier.config.sections import Config  # noqa: E402
-from kvtier.connect.vllm.settings import settings_from  # noqa: E402
+from kvtier.connect.vllm.sides import settings_of  # noqa: E402
 from kvtier.layout import GroupLayout, History, KvLayout  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
 from kvtier.tier.base import RawClient  # noqa: E402
@@ -138,7 +138,7 @@ def measure(kind: str, sizes: Sizes, checkpoint: Path, root: Path, seed: int) ->
         here, there = (
             stack.enter_context(_server(role, tier, sizes, checkpoint, root)) for role in ("prefill", "decode")
         )
-        raw = Raw(settings_from({"tiers": [tier], "store.secret": SECRET}, Config()).tiers[0], sizes)
+        raw = Raw(settings_of({"tiers": [tier], "store.secret": SECRET}, Config()).tiers[0], sizes)
         stack.callback(raw.close)
         _answer(there, prompt(sizes.prompt_tokens, seed), {})  # the first forward allocates
         _handed_on(here, there, prompt(sizes.prompt_tokens, seed + 1))

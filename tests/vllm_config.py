@@ -110,6 +110,5 @@ def request(tokens: list[int], **changes: Any) -> Any:
         "lora_request": None,
         "cache_salt": None,
         "prompt_embeds": None,
-        "prompt_is_token_ids": None,
     }
     return SimpleNamespace(**{**fields, **changes})

@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from tests.vllm_engine_parts import Block, Faults, Keys, LieError, Memory, Pool, Request, Step, number_of
+from tests.vllm_engine_parts import Block, Faults, LieError, Memory, Pool, Request, Step, number_of
 from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
@@ -24,6 +24,7 @@ from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
+from kvtier.keys.chain import Chain
 from kvtier.layout import History, Window
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import Note
@@ -82,15 +83,15 @@ class SmallEngine:
         self.tensors = engine.tensors()
         self.blocks = blocks
         self.geometry = Geometry.of(engine.config)
-        copier, layout, _ = open_copier(self.geometry, engine.config, self.tensors, engine.layers)
+        copier = open_copier(self.geometry, engine.config, self.tensors, engine.layers)
         self.rest = rest
         self.copier = Faults(copier, seed, slow_s=slow_s, failing=failing, is_open=rest is None)
         self.memory = Memory(self.tensors, blocks)
         config = config or Config(host=HostConfig(capacity_bytes="64MiB"))
         if config.limits == LimitsConfig():
             config = replace(config, limits=PATIENT)
-        self.rank = open_rank(config, layout, bytes(32), self.copier)
-        self.worker = Worker(copier)
+        self.rank = open_rank(config, copier.pages.layout, bytes(32), self.copier)
+        self.worker = Worker(copier.revoke)
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
         self.rank.mover.on_note = self._hear
         ranks = OpenRanks(self.rank.mover, self.rank.slots, self.rank.tiers)
@@ -100,13 +101,12 @@ class SmallEngine:
             session=self.opened.session,
             ranks=ranks.executor,
             geometry=self.geometry,
-            begin_keys=lambda _request: Keys(self.geometry.chunk_tokens),
+            begin_keys=lambda _request: Chain(bytes(32), self.geometry.chunk_tokens),
             planner=Planner(is_on=False),
             tables=lambda name: self.requests[name].block_ids,
             resident=self._resident if is_protected else None,
             open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),
-            bytes_per_token=self.geometry.layout.bytes_per_token,
-            can_wait=not is_overlapped,
+            rank_count=1,
             has_prefix_caching=has_caching,
             **roles,
         )
@@ -186,7 +186,7 @@ class SmallEngine:
 
     def _is_settled(self) -> bool:
         loads = {name for name, load in self.scheduler._loads._open.items() if not load.blocked_by}
-        result = {event.request for event in list(self.scheduler._poller._events)}
+        result = {event.request for event in list(self.scheduler._loads._events)}
         stores = self.scheduler._stores._read.keys() - self.scheduler._stores._unsent
         return result >= loads.union(stores) and self.heard >= loads
 
@@ -292,10 +292,10 @@ class SmallEngine:
             return count if self._allocate(request, count) else -1
         hit = self._local_hit(request)
         resident = len(hit) * self.groups[0][0].block_tokens
-        external, is_async = self.scheduler.matched(request, resident)
+        external = self.scheduler.matched(request, resident)
         if external is None:
             return None
-        count = 0 if is_async else min(request.num_tokens - resident - external, budget)
+        count = 0 if external else min(request.num_tokens - resident, budget)
         # All of it has to fit beside all that others will need: one that waits with its blocks cannot be preempted.
         reserved = sum(self._lacking(other) for other in [*self.waiting, *self.running] if other.tables)
         idle = sum(block.is_free for block in hit)
@@ -305,17 +305,15 @@ class SmallEngine:
         request.tables = [list(hit) for _ in self.groups]
         for (table, validity), mine in zip(self.groups, request.tables, strict=True):
             self._extend(mine, table, validity, resident + external, resident + external)
-        if is_async and self.defers_loads and self.step_number > self.processed_step:
+        if external and self.defers_loads and self.step_number > self.processed_step:
             request.last_step = self.step_number
             self.deferred_loads[request.request_id] = (self.step_number, external)
         elif external:
             self._load(request, external)
         request.num_computed_tokens = resident + external
-        if is_async:
+        if external:
             request.is_loading = True
             return None
-        if external:
-            self._cache(request, request.num_computed_tokens)
         assert self._allocate(request, count)
         return count
 
@@ -412,14 +410,10 @@ class SmallEngine:
         if step.done is not None:
             return
         self.worker.begin(step.orders)
-        if step.orders.awaited:
-            with self.copier.opened():
-                self.worker.wait_for_loads()
-            step.bad_blocks = self.worker.take_bad_blocks()
         for name, count in step.scheduled.items():
             self._forward(step, name, count)
         step.results = self.worker.results()
-        step.bad_blocks |= self.worker.take_bad_blocks()
+        step.bad_blocks = self.worker.take_bad_blocks()
         step.done = self.worker.done
 
     def _forward(self, step: Step, name: str, count: int) -> None:
@@ -470,8 +464,6 @@ class SmallEngine:
                     request.status = "FINISHED_STOPPED"
                     self.running.remove(request)
                     self._end(request, is_held=False)
-        if step.bad_blocks:
-            self.scheduler.hide(step.bad_blocks)
         self.scheduler.stepped(step.done)
         for name in step.results[0]:
             request = self.requests[name]  # vLLM asserts that, too

@@ -6,16 +6,13 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from kvtier.keys.chain import Chain
 
 NULL = 0
 
@@ -215,15 +212,6 @@ class Faults:
         self._delay(self.slow_s / 10)
         return self.copier.scatter(request, group, blocks, payload)
 
-    @contextmanager
-    def opened(self) -> Generator[None]:
-        """Copies go on meanwhile."""
-        was_open = self.gate.is_set()
-        self.gate.set()
-        yield
-        if not was_open:
-            self.gate.clear()
-
     def _delay(self, most_s: float) -> None:
         assert self.gate.wait(GATE_S), "the gate was never opened"
         with self._lock:
@@ -231,19 +219,6 @@ class Faults:
         time.sleep(wait_s)
         if luck < self.failing:
             raise OSError("an accident")
-
-
-class Keys:
-    """`RequestKeys`, with nothing but tokens."""
-
-    def __init__(self, chunk_tokens: int) -> None:
-        self._chain = Chain(bytes(32), chunk_tokens)
-
-    def extend(self, all_token_ids: list[int]) -> None:
-        self._chain.extend(all_token_ids[self._chain.tokens :])
-
-    def prefix(self, tokens: int | None = None) -> Any:
-        return self._chain.prefix(tokens)
 
 
 class LieError(AssertionError):

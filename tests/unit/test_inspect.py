@@ -329,7 +329,7 @@ def test_what_is_no_store_is_refused_and_not_touched(inspect, tmp_path, command)
 
 
 def test_purge_removes_the_store_and_the_directory_can_be_used_again(store, inspect):
-    notes.write(store, "fingerprint", bytes(16), {"digest": "00"})
+    notes.write(store, bytes(16), {"digest": "00"})
     (store / "secret").write_bytes(bytes(32))
     code, told = inspect("purge", store, "--yes")
     assert (code, told["objects"], told["bytes"]) == (0, 10, 10 * FRAME)

@@ -9,20 +9,19 @@ from kvtier.tier import store_notes as notes
 from kvtier.tier.directory.tier import DirectoryTier
 
 NAME = bytes(range(16))
-FILE = "note-selftest-0001020304050607.json"
+FILE = "note-fingerprint-0001020304050607.json"
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    notes.write(tmp_path, "selftest", NAME, {"passed": True, "build": "0.34"})
+    notes.write(tmp_path, NAME, {"digest": "00"})
     return tmp_path
 
 
 def test_a_note_comes_back_and_may_be_written_again(root):
-    assert notes.read(root, "selftest") == [{"passed": True, "build": "0.34"}]
-    assert notes.read(root, "fingerprint") == []
-    notes.write(root, "selftest", NAME, {"passed": False})
-    assert notes.read(root, "selftest") == [{"passed": False}]
+    assert notes.read(root) == [{"digest": "00"}]
+    notes.write(root, NAME, {"digest": "01"})
+    assert notes.read(root) == [{"digest": "01"}]
     assert os.listdir(root) == [FILE]
     assert (root / FILE).stat().st_mode & 0o777 == 0o600
 
@@ -53,7 +52,7 @@ def link(path: Path) -> None:
 )
 def test_a_note_that_is_not_ours_or_not_whole_is_absent(root, spoil):
     spoil(root / FILE)
-    assert notes.read(root, "selftest") == []
+    assert notes.read(root) == []
 
 
 def test_a_flip_of_any_bit_is_seen(root):
@@ -62,12 +61,12 @@ def test_a_flip_of_any_bit_is_seen(root):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
         (root / FILE).write_bytes(damaged)
-        assert notes.read(root, "selftest") in ([], [{"passed": True, "build": "0.34"}])
+        assert notes.read(root) in ([], [{"digest": "00"}])
 
 
 def test_a_note_that_is_too_long_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="longer than"):
-        notes.write(tmp_path, "selftest", NAME, {"long": "x" * notes.BYTES_MAX})
+        notes.write(tmp_path, NAME, {"long": "x" * notes.BYTES_MAX})
     assert os.listdir(tmp_path) == []
 
 
@@ -75,11 +74,10 @@ def test_of_too_many_the_oldest_goes(root, monkeypatch):
     monkeypatch.setattr(notes, "NOTES_MAX", 3)
     os.utime(root / FILE, ns=(1, 1))
     for number in range(3):
-        notes.write(root, "selftest", bytes([9, number]) + bytes(8), {"number": number})
-    assert notes.read(root, "selftest") == [{"number": number} for number in range(3)]
+        notes.write(root, bytes([9, number]) + bytes(8), {"number": number})
+    assert notes.read(root) == [{"number": number} for number in range(3)]
 
 
 def test_a_store_may_be_made_beside_notes(root):
-    """The result of a test comes before the first start of a server."""
     DirectoryTier(root, capacity_bytes=2**20, direct_io="off").close()
-    assert notes.read(root, "selftest") != []
+    assert notes.read(root) != []

@@ -145,10 +145,10 @@ def test_neighbouring_blocks_are_copied_as_one(ids, runs):
 def test_the_worker_names_what_wrote_the_pages():
     engine = recorded("gdn", BLOCKS)
     opened = open_copier(Geometry.of(engine.config), engine.config, engine.tensors(), engine.layers)
-    states, history = (group.pages for group in opened.layout.groups)
+    states, history = (group.pages for group in opened.pages.layout.groups)
     assert "GDN_ATTN/3x512:bfloat16+4x64x64:float32 GDN_ATTN:" in states
     assert history.endswith(f"H=2/N=256/C=256 CPU_ATTN:vec:{torch.backends.cpu.get_cpu_capability()}")
-    assert opened.device.type == "cpu"
+    assert opened.pages.device.type == "cpu"
 
 
 def test_a_block_that_the_kernel_cuts_has_another_name():
@@ -200,10 +200,10 @@ def test_an_allocation_may_begin_within_a_tensors_storage():
         for name, view in engine.views.items()
     }
     opened = open_copier(Geometry.of(engine.config), engine.config, tensors, engine.layers)
-    payload = payload_of(opened.layout.groups[0].payload_bytes)
+    payload = payload_of(opened.pages.layout.groups[0].payload_bytes)
     tensors["model.layers.3.self_attn.attn"][5] = 3.0
-    opened.copier.gather(REQUEST, 0, (5, 6, 7, 8, 9, 10, 11, 12), payload)
-    start = opened.layout.groups[0].layer_offsets[3]
+    opened.gather(REQUEST, 0, (5, 6, 7, 8, 9, 10, 11, 12), payload)
+    start = opened.pages.layout.groups[0].layer_offsets[3]
     assert torch.frombuffer(payload[start : start + 16384], dtype=torch.bfloat16).eq(3.0).all()
 
 
@@ -217,18 +217,18 @@ def test_a_chunk_goes_to_a_gpu_and_back(case):
     engine = recorded(case, BLOCKS)
     tensors = {name: tensor.cuda() for name, tensor in _on_gpu(engine).items()}
     opened = open_copier(Geometry.of(engine.config), engine.config, tensors, engine.layers)
-    for group, layout in enumerate(opened.layout.groups):
+    for group, layout in enumerate(opened.pages.layout.groups):
         size = sum(table.blocks for table in Geometry.of(engine.config).groups[group].tables)
         source, target = tuple(range(1, 1 + size)), tuple(range(2 * size, size, -1))
         out, back = payload_of(layout.payload_bytes), payload_of(layout.payload_bytes)
         out[:] = random.Random(group).randbytes(len(out))
         for start, blocks, payload in (
-            (opened.copier.scatter, target, out),
-            (opened.copier.gather, target, back),
-            (opened.copier.gather, source, payload_of(layout.payload_bytes)),
+            (opened.scatter, target, out),
+            (opened.gather, target, back),
+            (opened.gather, source, payload_of(layout.payload_bytes)),
         ):
             fence = start(REQUEST, group, blocks, payload)
-            while fence is not None and not opened.copier.done(fence):
+            while fence is not None and not opened.done(fence):
                 time.sleep(1e-4)
         for offset, size_bytes in zip(layout.layer_offsets, layout.layer_bytes, strict=True):
             assert back[offset : offset + size_bytes] == out[offset : offset + size_bytes]

@@ -48,16 +48,6 @@ def test_lines_go_where_vllms_go():
     assert shown.getvalue() == "INFO [test_vllm_log.py] tier directory is open again\n"
 
 
-def test_a_file_of_ours_is_shown_with_its_package():
-    shown = configured("vllm", "INFO")
-    follow_engine()
-    record = locked_core.logger.makeRecord(
-        locked_core.logger.name, logging.INFO, locked_core.__file__, 1, "found", (), None
-    )
-    locked_core.logger.handle(record)
-    assert shown.getvalue() == "INFO [kvtier/runtime/locked_core.py] found\n"
-
-
 @pytest.mark.parametrize(
     ("engines", "level", "expected"),
     [
@@ -76,11 +66,12 @@ def test_the_level_is_vllms_or_the_settings(engines, level, expected):
     assert [line.partition(" ")[0] for line in shown.getvalue().splitlines()] == expected
 
 
-def test_vllm_without_handlers_leaves_lines_to_the_root(monkeypatch):
+@pytest.mark.parametrize("level", ["engine", "info"])
+def test_vllm_without_handlers_leaves_lines_to_the_root(monkeypatch, level):
     """VLLM_CONFIGURE_LOGGING=0: the user configures the root, or nothing."""
     monkeypatch.setattr(logging.root, "handlers", [])
     shown = configured("root", "INFO")
-    follow_engine()
+    follow_engine(level)
     locked_core.logger.info("to the root")
     assert shown.getvalue().endswith("to the root\n")
 

@@ -14,31 +14,29 @@ from kvtier.config import sections
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.connect.vllm import events as events_module
 from kvtier.connect.vllm import sides
-from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
+from kvtier.connect.vllm.events import CPU, STORAGE, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
-from kvtier.connect.vllm.session_poller import SessionPoller
-from kvtier.connect.vllm.settings import settings_from
+from kvtier.connect.vllm.sides import settings_of
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import StoreSelection
-from kvtier.connect.vllm.worker import LoadReport
+from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport
 from kvtier.core.planner import LoadPlan, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
 from kvtier.runtime.executor import Completion
+from kvtier.runtime.protocol import Note
 from kvtier.tier.registry import TierKind, TierSettings
 from kvtier.types import (
     ChunkKey,
     Drop,
     Link,
     LoadDone,
-    Lookup,
     Outcome,
     Place,
     Prefix,
-    Presence,
     RequestId,
     StoreDone,
     Transfer,
@@ -154,75 +152,6 @@ def test_how_much_two_texts_share(seed):
     assert _shared(*keys) == same // 2
 
 
-class NoSession:
-    def __init__(self) -> None:
-        self.released = []
-
-    def release(self, request) -> None:
-        self.released.append(request)
-
-
-def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0, is_async: bool = True):
-    tokens = len(prefix.keys) * prefix.chunk_tokens
-    plan = LoadPlan(tokens + 1, resident, tokens, 1.0)
-    match = PrefixMatch(plan, prefix, Lookup(tokens, tokens, Presence.READY), is_async)
-    _, tables = tables_of("llama32", tokens)
-    return loads.register(request, match, tables)
-
-
-def open_loads(case: str = "llama32") -> Loads:
-    return Loads(NoSession(), Geometry.of(recorded(case).config))
-
-
-def test_a_load_brings_what_its_request_has_in_common_with_another():
-    loads = open_loads()
-    text = list(range(1100))
-    loading(loads, tracked("a"), prefix_of(text[:1024]))
-    assert loads.covered_tokens(prefix_of(text), 0) == 1024
-    assert loads.covered_tokens(prefix_of(text), 512) == 1024
-    assert loads.covered_tokens(prefix_of([*text[:600], *range(600)]), 0) == 512
-    assert loads.covered_tokens(prefix_of([7, *text]), 0) == 0
-    assert loads.covered_tokens(prefix_of(text), 1024) <= 1024
-
-
-def test_a_load_that_is_given_up_brings_nothing():
-    loads = open_loads()
-    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
-    loads.drop(load.name)
-    assert loads.covered_tokens(load.match.prefix, 0) == 0
-
-
-def test_part_of_a_load_counts_where_vllm_can_use_it():
-    loads = open_loads()
-    load = loading(loads, tracked("a"), prefix_of(list(range(1024))), resident=64)
-    blocks = load.tables[0]
-    assert loads.report(LoadDone(load.name, 1024, 1024, ())) == LoadReport(
-        load.name, (), is_failed=False, is_async=True
-    )
-    result = loads.report(LoadDone(load.name, 512, 1024, ((0, 2),)))
-    assert result.bad_blocks == tuple(blocks[16:32])
-    assert not result.is_failed
-    assert loads.report(LoadDone(load.name, 0, 1024, ((0, 0),))).bad_blocks == tuple(blocks[2:32])
-    loads.void(load.name)
-    assert loads.report(LoadDone(load.name, 1024, 1024, ())).bad_blocks == tuple(blocks[2:32])
-
-
-def test_with_windows_a_load_counts_whole_or_not_at_all():
-    loads = open_loads("swa32")
-    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
-    result = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
-    assert result == LoadReport(load.name, (), is_failed=True, is_async=True)
-
-
-def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
-    lookup = Lookup(1024, 512, Presence.ARRIVING, (("host", 512), ("directory", 512)))
-    match = PrefixMatch(LoadPlan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup, is_async=True)
-    assert match.sources == [("directory", 512), ("host", 256)]
-
-
-# ---- the poller -----------------------------------------------------------------------------------------------------
-
-
 class Talking:
     """A session with given events."""
 
@@ -230,9 +159,9 @@ class Talking:
         self.said = []
         self.news = threading.Condition()
 
-    def say(self, event) -> None:
+    def say(self, *events) -> None:
         with self.news:
-            self.said.append(event)
+            self.said += events
             self.news.notify()
 
     def poll(self, wait_s: float = 0.0):
@@ -244,6 +173,70 @@ class Talking:
             raise RuntimeError("a planted mistake")
         return said
 
+    def release(self, request) -> None:
+        pass
+
+
+def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0):
+    tokens = len(prefix.keys) * prefix.chunk_tokens
+    plan = LoadPlan(tokens + 1, resident, tokens, 1.0)
+    match = PrefixMatch(plan, prefix)
+    _, tables = tables_of("llama32", tokens)
+    return loads.register(request, match, tables)
+
+
+@pytest.fixture
+def open_loads():
+    opened = []
+
+    def begin(case: str = "llama32", session: Talking | None = None, send_note=lambda _note: None) -> Loads:
+        opened.append(Loads(session or Talking(), Geometry.of(recorded(case).config), send_note))
+        return opened[-1]
+
+    yield begin
+    for loads in opened:
+        loads.close()
+
+
+def test_a_load_brings_what_its_request_has_in_common_with_another(open_loads):
+    loads = open_loads()
+    text = list(range(1100))
+    loading(loads, tracked("a"), prefix_of(text[:1024]))
+    assert loads.covered_tokens(prefix_of(text), 0) == 1024
+    assert loads.covered_tokens(prefix_of(text), 512) == 1024
+    assert loads.covered_tokens(prefix_of([*text[:600], *range(600)]), 0) == 512
+    assert loads.covered_tokens(prefix_of([7, *text]), 0) == 0
+    assert loads.covered_tokens(prefix_of(text), 1024) <= 1024
+
+
+def test_a_load_that_is_given_up_brings_nothing(open_loads):
+    loads = open_loads()
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
+    loads.drop(load.name)
+    assert loads.covered_tokens(load.match.prefix, 0) == 0
+
+
+def test_part_of_a_load_counts_where_vllm_can_use_it(open_loads):
+    loads = open_loads()
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))), resident=64)
+    blocks = load.tables[0]
+    assert loads._report(load, 1024) == LoadReport(load.name, (), is_failed=False)
+    result = loads._report(load, 512)
+    assert result.bad_blocks == tuple(blocks[16:32])
+    assert not result.is_failed
+    assert loads._report(load, 0).bad_blocks == tuple(blocks[2:32])
+    loads.void(load.name)
+    assert loads._report(load, 1024).bad_blocks == tuple(blocks[2:32])
+
+
+def test_with_windows_a_load_counts_whole_or_not_at_all(open_loads):
+    loads = open_loads("swa32")
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
+    assert loads._report(load, 512) == LoadReport(load.name, (), is_failed=True)
+
+
+# ---- the thread that polls -----------------------------------------------------------------------------------------
+
 
 def wait_until(is_so) -> None:
     until_s = time.monotonic() + 60
@@ -252,31 +245,32 @@ def wait_until(is_so) -> None:
         time.sleep(0.002)
 
 
-def test_the_poller_reports_loads_at_once_and_keeps_all_events():
-    session, result = Talking(), []
-    end = LoadReport(RequestId("L0/a"), (), is_failed=False, is_async=True)
-    poller = SessionPoller(session, lambda done: end if done.request == "L0/a" else None, result.append)
+def test_the_end_of_a_load_is_reported_at_once_and_all_events_are_kept(open_loads):
+    session, notes = Talking(), []
+    loads = open_loads(session=session, send_note=notes.append)
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
     events = [
-        LoadDone(RequestId("L0/a"), 1, 1, ()),
+        LoadDone(load.name, 1024, 1024, ()),
         StoreDone(RequestId("S0/a"), 1, 0),
         LoadDone(RequestId("x"), 1, 1, ()),
     ]
-    for event in events:
-        session.say(event)
+    session.say(*events)
     seen = []
-    wait_until(lambda: seen.extend(poller.take_events()) or len(seen) == 3)
+    wait_until(lambda: seen.extend(loads.take_events()) or len(seen) == 3)
     assert seen == events
-    assert result == poller.take_reports() == [end]
-    poller.close()
+    assert notes == [Note(LOADED_NOTE, load.name, (), flag=False)]
+    assert loads.reports() == (LoadReport(load.name, (), is_failed=False),)
+    loads.reported(loads.reports())
+    assert loads.reports() == ()
 
 
-def test_a_poller_whose_thread_has_died_raises():
+def test_a_poller_whose_thread_has_died_raises(open_loads):
     session = Talking()
-    poller = SessionPoller(session, lambda _done: None, lambda _ended: None)
+    loads = open_loads(session=session)
     session.say("die")
-    wait_until(lambda: not poller._thread.is_alive())
+    wait_until(lambda: not loads._thread.is_alive())
     with pytest.raises(RuntimeError, match="polls the session has ended"):
-        poller.take_events()
+        loads.take_events()
 
 
 # ---- the pace --------------------------------------------------------------------------------------------------------
@@ -304,11 +298,11 @@ def test_overlapped_steps_are_timed_one_after_the_other():
     planner.prefilled = lambda pieces, seconds: seen.append((len(pieces), seconds))
     timer = StepTimer(planner)
     piece = timer.scheduled(tracked(), 100)
-    timer.step_began(1, [piece], 10.0, is_plain=True)
-    timer.step_began(2, [piece, piece], 11.0, is_plain=True)
+    timer.step_began(1, [piece], 10.0)
+    timer.step_began(2, [piece, piece], 11.0)
     timer.step_ended(1, 12.0)
     timer.step_ended(2, 15.0)
-    timer.step_began(3, [], 16.0, is_plain=True)
+    timer.step_began(3, [], 16.0)
     timer.step_ended(3, 17.0)
     assert seen == [(1, 2.0), (2, 3.0)]
 
@@ -317,16 +311,16 @@ def test_a_clock_that_stands_still_while_the_engine_computes():
     timer = StepTimer(Planner())
     piece = timer.scheduled(tracked(), 100)
     assert timer.computed_s(9.0) == 0
-    timer.step_began(1, [piece], 10.0, is_plain=False)
+    timer.step_began(1, [piece], 10.0)
     assert timer.computed_s(10.5) == 0.5  # while it is under way
     timer.step_ended(1, 12.0)
     assert timer.computed_s(11.5) == 1.5  # of what had ended during it
     assert timer.computed_s(14.0) == 2.0
-    timer.step_began(2, [], 14.0, is_plain=True)  # nothing to compute: that is waiting
+    timer.step_began(2, [], 14.0)  # nothing to compute: that is waiting
     timer.step_ended(2, 15.0)
     assert timer.computed_s(15.0) == 2.0
-    timer.step_began(3, [piece], 15.0, is_plain=True)
-    timer.step_began(4, [piece], 16.0, is_plain=True)  # before the third has come back
+    timer.step_began(3, [piece], 15.0)
+    timer.step_began(4, [piece], 16.0)  # before the third has come back
     assert timer.computed_s(17.0) == 4.0
     timer.step_ended(3, 18.0)
     timer.step_ended(4, 19.0)
@@ -341,40 +335,34 @@ def transfer(link: Link, key: bytes, slot: int, group: int = 0) -> Transfer:
     return Transfer(1, link, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, None)
 
 
-def moves(movements: Movements, *commands) -> None:
+def moves(events: Events, *commands) -> None:
     for command in commands:
-        movements.submitted(command)
-        movements.completed(Completion(command, Outcome.DONE))
+        events.submitted(command)
+        events.completed(Completion(command, Outcome.DONE))
 
 
-def test_dropped_events_are_logged_once(monkeypatch, caplog):
+def known_events() -> tuple[Events, Prefix]:
+    """Events of group 0, which know the blocks of a prefix of two chunks."""
+    tokens = list(range(512))
+    hashes = [bytes([number]) * 4 for number in range(16)]
+    request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=SimpleNamespace(name="lora"))
+    events = Events(0, 3, hash_tokens=32)
+    events.learn(request, prefix_of(tokens))
+    return events, prefix_of(tokens)
+
+
+def test_of_too_many_movements_the_oldest_are_dropped(monkeypatch):
     monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
-    movements = Movements(0)
-    for number in range(5):
-        moves(movements, transfer(Link.GATHER, bytes([number]), number))
-    assert [moved.key for moved in movements.take()] == [b"\x03", b"\x04"]
-    logged = [record.getMessage() for record in caplog.records if record.name == events_module.__name__]
-    assert len(logged) == 1
+    events, prefix = known_events()
+    moves(events, *(transfer(Link.GATHER, prefix.keys[number % 2], number) for number in range(5)))
+    assert [event.blocks.hashes[0] for event in events.take()] == [b"\x08" * 4, b"\0" * 4]
 
 
 def test_routers_hear_what_came_and_what_left():
-    movements = Movements(0)
-    tokens = list(range(512))
-    prefix = prefix_of(tokens)
-    hashes = [bytes([number]) * 4 for number in range(16)]
-    request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=SimpleNamespace(name="lora"))
-    events = Events(
-        movements,
-        hash_tokens=32,
-        table=3,
-        stored=lambda **result: ("stored", result),
-        removed=lambda **result: ("removed", result),
-        external=lambda value: value.hex(),
-    )
-    events.learn(request, prefix)
+    events, prefix = known_events()
     one, two = prefix.keys
     moves(
-        movements,
+        events,
         transfer(Link.GATHER, two, 5),
         transfer(Link.GATHER, two, 6, group=1),
         transfer(Link.DEMOTE, two, 5),
@@ -384,34 +372,33 @@ def test_routers_hear_what_came_and_what_left():
     )
     assert events.has_news
     found = events.take()
-    assert [(kind, result["medium"], result["block_hashes"][0]) for kind, result in found] == [
-        ("stored", CPU, hashes[8].hex()),
-        ("stored", STORAGE, hashes[8].hex()),
-        ("removed", CPU, hashes[8].hex()),
-        ("stored", CPU, hashes[0].hex()),
-        ("removed", STORAGE, hashes[8].hex()),
+    assert [(event.is_there, event.medium, event.blocks.hashes[0]) for event in found] == [
+        (True, CPU, b"\x08" * 4),
+        (True, STORAGE, b"\x08" * 4),
+        (False, CPU, b"\x08" * 4),
+        (True, CPU, b"\0" * 4),
+        (False, STORAGE, b"\x08" * 4),
     ]
-    result = found[0][1]
-    assert result["parent_block_hash"] == hashes[7].hex()
-    assert result["token_ids"] == tokens[256:]
-    assert (result["block_size"], result["lora_name"], result["group_idx"]) == (32, "lora", 3)
-    assert found[3][1]["parent_block_hash"] is None
+    blocks = found[0].blocks
+    assert (blocks.parent, list(blocks.tokens), blocks.adapter) == (b"\x07" * 4, list(range(256, 512)), "lora")
+    assert found[3].blocks.parent is None
+    assert {event.table for event in found} == {3}
     assert not events.has_news
 
 
 def test_a_movement_that_failed_is_none():
-    movements = Movements(0)
-    command = transfer(Link.GATHER, b"k", 1)
-    movements.submitted(command)
-    movements.completed(Completion(command, Outcome.FAILED))
-    assert movements.take() == []
+    events, prefix = known_events()
+    command = transfer(Link.GATHER, prefix.keys[0], 1)
+    events.submitted(command)
+    events.completed(Completion(command, Outcome.FAILED))
+    assert events.take() == []
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_settings_come_in_sections_or_flat():
-    found = settings_from(
+    found = settings_of(
         {"host": {"capacity_bytes": "1GiB"}, "tiers": ["directory:kv"], "planner.enabled": False}, Config()
     )
     assert found.host.capacity_bytes == 1 << 30
@@ -431,7 +418,7 @@ def test_settings_come_in_sections_or_flat():
 )
 def test_a_wrong_setting_is_named(extra, message):
     with pytest.raises(ConfigError, match=message):
-        settings_from(extra, Config())
+        settings_of(extra, Config())
 
 
 def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shared(monkeypatch, tmp_path):
@@ -472,12 +459,9 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
         monkeypatch.setattr(sides, name, MagicMock())
     monkeypatch.setattr(sides, "connect", MagicMock())
     monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
-    setup = MagicMock(
-        config=settings_from(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=())
-    )
+    setup = MagicMock(config=settings_of(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()))
     setup.identity.is_private = False
-    side = sides.SchedulerSide(setup, MagicMock(), MagicMock(), MagicMock(), MagicMock())
     with caplog.at_level(logging.INFO, logger="kvtier"):
-        side.connect([])
+        sides.SchedulerSide(setup, [], MagicMock(), MagicMock())
     (line,) = caplog.messages
     assert line.endswith(end)

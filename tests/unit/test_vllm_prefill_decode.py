@@ -121,15 +121,15 @@ def test_stores_of_a_request_that_has_gone_go_on(start):
     assert engine.announced[request.request_id] == announcement_of(WHOLE)
     assert not engine.opened.session._cache.host.readable[0], "nothing has left the engine's blocks yet"
     engine.settle()
-    done = [it for it in engine.scheduler._poller.take_events() if isinstance(it, StoreDone)]
+    done = [it for it in engine.scheduler._loads.take_events() if isinstance(it, StoreDone)]
     assert [(it.held, it.dropped) for it in done] == [(WHOLE // 256, 0)]
 
 
 def test_a_decode_engine_loads_and_stores_nothing(start):
     events = []
     engine = start(stores=False)
-    take = engine.scheduler._poller.take_events
-    engine.scheduler._poller.take_events = lambda: [events.append(it) or it for it in take()]
+    take = engine.scheduler._loads.take_events
+    engine.scheduler._loads.take_events = lambda: [events.append(it) or it for it in take()]
     assert run(engine, kv_transfer_params=announcement_of(WHOLE)) is None
     assert not engine.loaded_tokens
     assert not [it for it in events if isinstance(it, StoreDone)]

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tests.vllm_config import request, vllm_config
 
 from kvtier.connect.vllm import request_keys as module
 from kvtier.connect.vllm.request_keys import KeyMaker
+from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.types import ChunkKey
 
@@ -50,31 +50,33 @@ def test_requests_share_up_to_the_first_other_token():
     assert shared(request(TOKENS), request(other)) == 2
 
 
+def growing(tokens: Any) -> TrackedRequest:
+    """The scheduler's view of a request whose tokens are replaced as it grows."""
+    made = request(tokens)
+    return TrackedRequest(made, 0, KeyMaker(ROOT, 256, vllm_config()).begin(made))
+
+
 def test_a_growing_request_has_the_keys_of_its_tokens_so_far():
-    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
-    assert found is not None
-    for count in (0, 255, 256, 700, 700, 701, 768, 1000):
-        found.extend(TOKENS[:count])
-        assert found.prefix().keys == chunk_keys(ROOT, TOKENS[:count], 256)
+    found = growing([])
+    for count in (0, 255, 256, 700, 701, 768, 1000):
+        found.request.all_token_ids = TOKENS[:count]
+        assert found.prefix(count).keys == chunk_keys(ROOT, TOKENS[:count], 256)
 
 
 def test_a_prefix_ends_where_it_is_asked_to():
-    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
-    assert found is not None
-    found.extend(TOKENS)
+    found = growing(TOKENS)
     assert found.prefix(767).keys == chunk_keys(ROOT, TOKENS, 256)[:2]
     assert found.prefix(768).keys == chunk_keys(ROOT, TOKENS, 256)[:3]
     with pytest.raises(ValueError, match=r"0\.\.1000, got 1001"):
         found.prefix(1001)
 
 
-def test_tokens_that_were_taken_back_leave_no_key():
-    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
-    assert found is not None
-    found.extend(TOKENS)
-    other = [*TOKENS[:300], *range(5000, 5300)]
-    found.extend(other)
-    assert found.prefix().keys == chunk_keys(ROOT, other, 256)
+def test_tokens_that_were_taken_back_get_no_key():
+    found = growing(TOKENS)
+    found.prefix(1000)
+    found.request.all_token_ids = [*TOKENS[:300], *range(5000, 5300)]
+    with pytest.raises(ValueError, match="r has 600 tokens, and had 1000"):
+        found.prefix(600)
 
 
 def test_extending_costs_time_for_the_new_tokens_only():
@@ -86,10 +88,10 @@ def test_extending_costs_time_for_the_new_tokens_only():
             read.append(at)
             return super().__getitem__(at)
 
-    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
-    assert found is not None
-    found.extend(Watched(TOKENS[:900]))
-    found.extend(Watched(TOKENS))
+    found = growing(Watched(TOKENS[:900]))
+    found.prefix(768)
+    found.request.all_token_ids = Watched(TOKENS)
+    found.prefix(1000)
     assert read == [slice(0, None), slice(900, None)]
 
 
@@ -152,37 +154,6 @@ def test_images_that_vllm_only_numbers_are_not_cached(caplog):
     assert "request r is not cached" in result.message
     config.model_config.multimodal_config.mm_processor_cache_gb = 4
     assert requests.begin(request(TOKENS, mm_features=[item("a1b2", 3)])) is not None
-
-
-# ---- prompts without tokens --------------------------------------------------------------------------------------
-
-
-def test_embeddings_count_chunk_by_chunk():
-    numbers = torch.randn(700, 8, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    other = numbers.clone()
-    other[300, 3] += 1
-    tokens = [0] * 700
-    one, same, two = (request(tokens, prompt_embeds=embeds) for embeds in (numbers, numbers.clone(), other))
-    assert keys(one) == keys(same)
-    assert shared(one, two) == 1
-    assert shared(one, request(tokens)) == 0
-    assert shared(one, request(tokens, prompt_embeds=numbers.float())) == 0
-
-
-def test_the_part_of_the_last_chunk_that_is_embeddings_counts():
-    numbers = torch.randn(700, 8)
-    other = numbers.clone()
-    other[699] += 1
-    tokens = [0] * 700 + list(range(1, 69))  # generated ones complete the third chunk
-    assert shared(request(tokens, prompt_embeds=numbers), request(tokens, prompt_embeds=other)) == 2
-
-
-def test_which_positions_of_a_mixed_prompt_are_tokens_counts():
-    numbers, tokens = torch.zeros(700, 8), [0] * 700
-    mask = [True] * 700
-    other = [*mask[:400], False, *mask[401:]]
-    one, two = (request(tokens, prompt_embeds=numbers, prompt_is_token_ids=result) for result in (mask, other))
-    assert shared(one, two) == 1
 
 
 # ---- adapters ----------------------------------------------------------------------------------------------------
@@ -311,7 +282,9 @@ def test_reasons_are_told_once_and_not_without_end(monkeypatch, caplog):
     assert len(caplog.records) == 2
 
 
-@pytest.mark.parametrize(("field", "value"), [("pooling_params", object()), ("resumable", True)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("pooling_params", object()), ("resumable", True), ("prompt_embeds", object())]
+)
 def test_requests_that_are_no_plain_prompts_are_not_cached(field, value):
     assert KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS, **{field: value})) is None
 

@@ -24,6 +24,7 @@ from kvtier.connect.vllm.worker import StepDone, StepOrders, Worker
 from kvtier.core import probes
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
+from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import session as session_module
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Lookup, Presence
@@ -175,10 +176,13 @@ def late(engine: SmallEngine) -> None:
     engine.run()
 
 
-def test_copies_that_come_too_late_are_given_up(start):
+def test_copies_that_come_too_late_are_given_up(start, monkeypatch):
     engine = start(blocks=60)
+    stores, lost = engine.scheduler._stores, []
+    inner = stores.cancel_lost
+    monkeypatch.setattr(stores, "cancel_lost", lambda: [found := inner(), lost.extend(found)][0])
     late(engine)
-    assert engine.scheduler._stores.lost_count >= 2
+    assert len(lost) >= 2
     check_all_is_over(engine)
 
 
@@ -284,8 +288,7 @@ def _hasty_step(self: Scheduler, done) -> None:
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_requests_for_one_prefix_share_one_load(start, monkeypatch, is_overlapped):
-    monkeypatch.setattr(module, "SYNC_BYTES_MAX", 0)
+def test_requests_for_one_prefix_share_one_load(start, is_overlapped):
     engine = start(blocks=200, is_overlapped=is_overlapped, rest=0.2)
     prompt = filled(engine)
     for number in range(5):
@@ -297,7 +300,6 @@ def test_requests_for_one_prefix_share_one_load(start, monkeypatch, is_overlappe
 
 
 def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_on(start, monkeypatch):
-    monkeypatch.setattr(module, "SYNC_BYTES_MAX", 0)
     monkeypatch.setattr(StepTimer, "computed_s", lambda _self, at_s: at_s)  # the engine has always been computing
     waits: list[float] = []
     monkeypatch.setattr(Planner, "record_overhead", lambda _self, seconds: waits.append(seconds))
@@ -310,38 +312,11 @@ def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_o
     check_all_is_over(engine)
 
 
-def abandoned(engine: SmallEngine) -> None:
-    """A step waits for a load, which fails; before anything is computed instead, its request is gone."""
-    prompt = filled(engine)
-    engine.copier.failing = 1.0
-    request = engine.add(prompt, 4)
-    engine.step()
-    assert engine.failures == 1
-    engine.copier.failing = 0.0
-    engine.abort(request)
-    engine.add(prompt, 1)
-    engine.run()
-
-
-def test_no_request_finds_blocks_that_were_not_filled(start):
-    engine = start(blocks=200)
-    abandoned(engine)
-    check_all_is_over(engine)
-
-
-def test_the_control_blocks_that_were_not_filled(start, monkeypatch):
-    monkeypatch.setattr(BlockPins, "hide", lambda _self, _blocks: None)
-    with pytest.raises(LieError):
-        abandoned(start(blocks=200))
-
-
 def test_after_a_reset_nothing_from_before_is_found(start):
     engine = start(seed=1, blocks=200)
     prompt = filled(engine)
-    salt = [0]
-    inner = engine.scheduler._begin_keys
-    engine.scheduler._begin_keys = lambda request: _Salted(inner(request), salt[0])
-    salt[0] = 1
+    salted = [Extra("epoch", b"another")]  # as `KeyMaker` does it
+    engine.scheduler._begin_keys = lambda _request: Chain(bytes(32), engine.geometry.chunk_tokens, salted)
     engine.scheduler.reset()
     engine.add(prompt, 1)
     engine.run()
@@ -390,7 +365,7 @@ def test_the_lookups_of_a_step_wait_for_tiers_by_the_clock(start, monkeypatch, t
         for number in range(8):
             request = Request(f"q{step}.{number}", [number] * 600, 600, 601)
             engine.scheduler.arrived(request)
-            assert engine.scheduler.matched(request, 0) == (None, False)
+            assert engine.scheduler.matched(request, 0) is None
         asked, waits[:] = list(waits), []
         assert asked[0] == module.PROBE_WAIT_S
         assert [wait_s > 0 for wait_s in asked].count(True) == (1 if took_s > module.PROBE_WAIT_S else 4)
@@ -402,19 +377,6 @@ def test_the_lookups_of_a_step_wait_for_tiers_by_the_clock(start, monkeypatch, t
             kv_connector_block_state=None,
         )
         engine.scheduler.orders(empty)
-
-
-class _Salted:
-    """Keys after a reset, as `requests.Requests` makes them: of another epoch."""
-
-    def __init__(self, keys, salt: int) -> None:
-        self._keys, self._salt = keys, salt
-
-    def extend(self, all_token_ids) -> None:
-        self._keys.extend([token + 1000 * self._salt for token in all_token_ids])
-
-    def prefix(self, tokens=None):
-        return self._keys.prefix(tokens)
 
 
 def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there(start):
@@ -637,16 +599,14 @@ class Guarded:
     """Our half of the scheduler as vLLM has it: behind the real connector's guard."""
 
     def __init__(self, engine: SmallEngine, connector_class) -> None:
-        self._scheduler, self._bad_blocks = engine.scheduler, ()
+        self._scheduler = engine.scheduler
         self.connector = connector = connector_class.__new__(connector_class)
         connector._is_broken, connector._lower = False, None
         connector._upper = Upper(engine.scheduler)
-        connector._kv_cache_manager = SimpleNamespace(block_pool=engine.pool)
         stores = engine.scheduler._stores
-        stores.pins = connector._open_pins(stores._reused)
+        stores.pins = BlockPins(engine.pool, stores._reused, connector._guard)
         engine.scheduler = self
         self.arrived = connector.on_new_request
-        self.matched = connector.get_num_new_matched_tokens
         self.orders = connector.build_connector_meta
         self.finished = connector.request_finished_all_groups
         self.has_freed_blocks = connector.has_pending_block_frees
@@ -661,14 +621,13 @@ class Guarded:
     def allocated(self, request, tables, external) -> None:
         self.connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: tables), external)
 
-    def hide(self, bad_blocks) -> None:
-        self._bad_blocks = bad_blocks
+    def matched(self, request, resident) -> int | None:
+        external, is_async = self.connector.get_num_new_matched_tokens(request, resident)
+        assert is_async == bool(external)
+        return external
 
     def stepped(self, done) -> None:
-        bad_blocks, self._bad_blocks = self._bad_blocks, ()
-        self.connector.update_connector_output(
-            SimpleNamespace(kv_connector_worker_meta=done, invalid_block_ids=bad_blocks)
-        )
+        self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=done))
 
 
 class Upper(NamedTuple):
@@ -688,7 +647,6 @@ def connector_class():
         **dict.fromkeys(("BlockRemoved", "BlockStored", "ConnectorRole", "TransferResults", "external_hash")),
         ConnectorBase=type("Base", (), {}),
         SupportsHMA=type("HMA", (), {}),
-        CacheHitSource=SimpleNamespace(HOST=0, DISK=1, EXTERNAL_UNSPECIFIED=2),
     )
     try:
         yield importlib.import_module(names[1]).KvtierConnector
@@ -732,7 +690,7 @@ def test_a_load_that_was_promised_before_a_mishap_is_reported_too(start, connect
 def test_a_poller_whose_thread_died_raises_in_the_schedulers_thread_once(start, connector_class, caplog):
     engine = start(seed=1, blocks=200)
     Guarded(engine, connector_class)
-    engine.scheduler._poller._report = None
+    engine.scheduler._loads._deliver = None
     prompt = filled(engine)
     engine.add(prompt, 2)
     engine.run()
@@ -778,11 +736,10 @@ PARTS = 4
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
 def test_whatever_a_call_raises_vllm_goes_on_and_waits_for_nothing(start, connector_class, monkeypatch, caplog, part):
-    """The first call from each site, with both kinds of loads; `make test` takes one part of the sites."""
+    """The first call from each site; `make test` takes one part of the sites."""
     monkeypatch.setattr(vllm_engine, "DEADLINE_S", 60.0)
 
-    def run(site, sync_bytes_max):
-        monkeypatch.setattr(module, "SYNC_BYTES_MAX", sync_bytes_max)
+    def run(site):
         engine = start(blocks=70, rest=0.5)
         Guarded(engine, connector_class)
         with Raise(site, KeyError, is_spared) as planted:
@@ -797,10 +754,10 @@ def test_whatever_a_call_raises_vllm_goes_on_and_waits_for_nothing(start, connec
         engine.close()
         return planted
 
-    sites = {site: sync_bytes_max for sync_bytes_max in (16 << 20, 0) for site in run(None, sync_bytes_max).sites}
+    sites = list(run(None).sites)
     assert len(sites) > 120
-    for site, sync_bytes_max in list(sites.items())[part::PARTS]:
+    for site in sites[part::PARTS]:
         caplog.clear()
-        planted = run(site, sync_bytes_max)
+        planted = run(site)
         errors = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(errors) == bool(planted.where), planted.where

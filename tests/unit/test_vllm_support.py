@@ -68,7 +68,7 @@ def test_a_prefill_engine_must_store_at_once(monkeypatch, role, policy):
     config = vllm_config()
     config.kv_transfer_config.kv_role = role
     config.kv_transfer_config.kv_connector_extra_config = {"store.write_policy": policy}
-    monkeypatch.setattr(sides.installed, "check_engine", lambda _: "0.32.0")
+    monkeypatch.setattr(sides.installed, "check_engine", lambda: "0.32.0")
     if role == "kv_both":
         assert sides.check_start(config)[1] == "0.32.0"
         return

@@ -83,27 +83,26 @@ def test_a_call_with_other_arguments_is_made_all_the_same(watched):
 # ---- the scheduler side --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_up", [True, False])
-def test_a_call_stops_everything_and_an_adapter_is_identified(is_up, monkeypatch):
+@pytest.fixture
+def side(monkeypatch):
+    for name in ("connect", "open_core", "KeyMaker", "StatsReader", "Scheduler"):
+        monkeypatch.setattr(sides, name, MagicMock())
     monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
-    setup = MagicMock(config=SimpleNamespace(tiers=()), identity=MagicMock(is_private=False))
-    side = sides.SchedulerSide(setup, *(MagicMock() for _ in range(4)))
-    scheduler, keys = MagicMock(), MagicMock()
-    if is_up:
-        side.scheduler, side._keys = scheduler, keys
+    setup = MagicMock(ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()), identity=MagicMock(is_private=False))
+    setup.config.tiers = ()
+    return sides.SchedulerSide(setup, [], MagicMock(), MagicMock())
+
+
+def test_a_call_stops_everything_and_an_adapter_is_identified(side):
+    keys = side._keys
     side.called("add_lora", "adapter")
-    assert keys.mock_calls == ([call.loaded("adapter")] if is_up else [])
-    assert scheduler.mock_calls == []
+    assert keys.mock_calls == [call.loaded("adapter")]
+    assert side.scheduler.weights_change.mock_calls == []
     side.called("reload_weights", None)
-    assert scheduler.mock_calls == ([call.weights_change("reload_weights()")] if is_up else [])
+    assert side.scheduler.weights_change.mock_calls == [call("reload_weights()")]
 
 
-def test_a_reset_that_the_scheduler_refuses_is_none(monkeypatch):
-    monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
-    setup = MagicMock(config=SimpleNamespace(tiers=()), identity=MagicMock(is_private=False))
-    side = sides.SchedulerSide(setup, *(MagicMock() for _ in range(4)))
-    assert not side.reset()
-    side.scheduler, side._keys = MagicMock(), MagicMock()
+def test_a_reset_that_the_scheduler_refuses_is_none(side):
     for answer in (False, True):
         side.scheduler.reset.return_value = answer
         assert side.reset() is answer
@@ -128,7 +127,7 @@ def test_the_model_is_found_on_the_stack():
 @pytest.mark.parametrize("model", [None, object(), SimpleNamespace(named_modules=lambda: [("", None)])])
 def test_a_model_that_cannot_be_sampled_stops_no_engine(model, monkeypatch, caplog):
     monkeypatch.setattr(module, "on_stack", lambda _: lambda: model)
-    look = sides.WorkerSide(MagicMock())._look()
+    look = sides.look_at_weights(has_moving_experts=False)
     assert look(is_reset=True) == ""
     assert caplog.messages[0].startswith("kvtier cannot look at the model's weights")
 

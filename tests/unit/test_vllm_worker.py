@@ -5,15 +5,7 @@ import threading
 import pytest
 
 from kvtier.connect.vllm import worker as module
-from kvtier.connect.vllm.worker import (
-    ASYNC_NOTE,
-    SYNC_NOTE,
-    AwaitedLoad,
-    LoadReport,
-    StepDone,
-    StepOrders,
-    Worker,
-)
+from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport, StepDone, StepOrders, Worker
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 
@@ -32,21 +24,21 @@ class Copier:
         return not self.is_hung
 
 
-def note(blocks=(), *, is_failed=False, subject=ASYNC_NOTE) -> Note:
-    return Note(subject, LOAD, tuple(blocks), is_failed)
+def note(blocks=(), *, is_failed=False) -> Note:
+    return Note(LOADED_NOTE, LOAD, tuple(blocks), is_failed)
 
 
-def ended(blocks=(), *, is_failed=False, is_async=True) -> LoadReport:
-    return LoadReport(LOAD, tuple(blocks), is_failed, is_async)
+def ended(blocks=(), *, is_failed=False) -> LoadReport:
+    return LoadReport(LOAD, tuple(blocks), is_failed)
 
 
 def test_the_name_of_a_request_may_have_slashes():
-    assert LoadReport(RequestId("L3/cmpl/0/x"), (), is_failed=False, is_async=True).request == "cmpl/0/x"
+    assert LoadReport(RequestId("L3/cmpl/0/x"), (), is_failed=False).request == "cmpl/0/x"
 
 
 @pytest.mark.parametrize("order", ["note first", "orders first", "note alone", "orders alone"])
 def test_a_load_is_reported_once(order):
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     steps = {"note first": ["note", "orders"], "orders first": ["orders", "note"]}.get(order, [order.split()[0]])
     reported = []
     for number, what in enumerate(steps):
@@ -60,13 +52,13 @@ def test_a_load_is_reported_once(order):
 
 
 def test_a_failed_load_is_reported_as_received_and_failed():
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     worker.receive(note(is_failed=True))
     assert worker.results() == ({"r7"}, {"r7"})
 
 
 def test_every_step_says_that_it_has_run():
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     worker.begin(StepOrders(41))
     assert worker.done == StepDone(41)
     assert worker.done.aggregate(StepDone(40)) == StepDone(40)
@@ -74,9 +66,9 @@ def test_every_step_says_that_it_has_run():
 
 def test_an_idle_step_waits_for_the_next_report(monkeypatch):
     monkeypatch.setattr(module, "IDLE_WAIT_S", LONG_S)
-    worker = Worker(Copier())
+    worker = Worker(Copier().revoke)
     worker.begin(StepOrders(1, is_waiting=True))
-    was_woken = heard_while_it_waits(worker, "wait", note())
+    was_woken = heard_while_it_waits(worker, note())
     assert worker.results()[0] == {"r7"}
     assert was_woken == [True]
 
@@ -84,99 +76,46 @@ def test_an_idle_step_waits_for_the_next_report(monkeypatch):
 LONG_S = 60.0
 
 
-def heard_while_it_waits(worker: Worker, name: str, found: Note) -> list[bool]:
+def heard_while_it_waits(worker: Worker, found: Note) -> list[bool]:
     """Send a note as soon as the worker waits; returns the result of its wait."""
-    wait, returned = getattr(worker._changed, name), []
+    wait, returned = worker._changed.wait, []
 
     def waiting(*args):
         threading.Thread(target=worker.receive, args=[found]).start()
         returned.append(wait(*args))
         return returned[-1]
 
-    setattr(worker._changed, name, waiting)
+    worker._changed.wait = waiting
     return returned
 
 
 def test_what_lost_its_blocks_is_kept_off_them_before_anything_else():
     copier = Copier()
-    worker = Worker(copier)
+    worker = Worker(copier.revoke)
     worker.begin(StepOrders(1, revoked=(RequestId("S1/a"), RequestId("S2/b"))))
     assert copier.revoked == [(("S1/a", "S2/b"), module.FENCE_WAIT_S)]
 
 
 def test_a_copy_that_does_not_end_stops_the_engine_rather_than_spoil_it():
-    worker = Worker(Copier(is_hung=True))
+    worker = Worker(Copier(is_hung=True).revoke)
     with pytest.raises(TimeoutError, match="device hangs"):
         worker.begin(StepOrders(1, revoked=(RequestId("S1/a"),)))
 
 
-# ---- loads that the forward needs ----------------------------------------------------------------------------------
-
-
-def awaiting(worker: Worker, *more: LoadReport) -> None:
-    worker.begin(StepOrders(1, awaited=(AwaitedLoad(LOAD, (8, 9)),), ended=more))
-
-
-def test_a_load_that_is_waited_for_is_not_reported():
-    worker = Worker(Copier())
-    worker.receive(note(subject=SYNC_NOTE))
-    awaiting(worker)
-    worker.wait_for_loads()
-    assert worker.results() == (set(), set())
-    assert worker.take_bad_blocks() == set()
-
-
-def test_its_note_may_come_during_the_wait(monkeypatch):
-    monkeypatch.setattr(module, "SYNC_WAIT_S", LONG_S)
-    worker = Worker(Copier())
-    awaiting(worker)
-    was_woken = heard_while_it_waits(worker, "wait_for", note([9], subject=SYNC_NOTE))
-    worker.wait_for_loads()
-    assert was_woken == [True]
-    assert worker.take_bad_blocks() == {9}
-
-
-def test_its_end_may_come_with_the_orders():
-    worker = Worker(Copier())
-    awaiting(worker, ended([8], is_async=False))
-    worker.wait_for_loads()
-    assert worker.take_bad_blocks() == {8}
-
-
-def test_a_late_one_is_fenced_and_all_its_blocks_are_bad(monkeypatch):
-    monkeypatch.setattr(module, "SYNC_WAIT_S", 0.01)
-    copier = Copier()
-    worker = Worker(copier)
-    awaiting(worker)
-    worker.wait_for_loads()
-    assert copier.revoked == [((LOAD,), module.FENCE_WAIT_S)]
-    assert worker.take_bad_blocks() == {8, 9}
-    # A late report is ignored.
-    worker.receive(note(subject=SYNC_NOTE))
-    worker.begin(StepOrders(2, ended=(ended(is_async=False),)))
-    assert worker.results() == (set(), set())
-    assert not worker._ready
-    assert not worker._received_once
-    assert not worker._late
-
-
 def test_a_step_that_finds_other_weights_completes_no_load():
     asked, news = [], "parameters were replaced"
-    worker = Worker(Copier(), lambda *, is_reset: asked.append(is_reset) or news)
-    awaited = AwaitedLoad(RequestId("L1/r8"), (6, 7))
-    worker.begin(StepOrders(1, awaited=(awaited,), ended=(ended(), LoadReport(awaited.load, (), False, False))))
-    worker.wait_for_loads()
+    worker = Worker(Copier().revoke, lambda *, is_reset: asked.append(is_reset) or news)
+    worker.begin(StepOrders(1, ended=(ended(),)))
     assert asked == [], "they may change during the forward"
     assert worker.results() == ({"r7"}, {"r7"})
-    assert worker.take_bad_blocks() == {6, 7}
     assert worker.done == StepDone(1, news)
-    worker.begin(StepOrders(2, ended=(LoadReport(RequestId("L2/r9"), (), False, True),)))
+    worker.begin(StepOrders(2, ended=(LoadReport(RequestId("L2/r9"), (), False),)))
     assert worker.results() == ({"r9"}, {"r9"}), "its orders may be older than the scheduler's knowledge"
     news = ""
-    worker.begin(StepOrders(3, is_off=True, ended=(LoadReport(RequestId("L4/r2"), (), False, True),)))
+    worker.begin(StepOrders(3, is_off=True, ended=(LoadReport(RequestId("L4/r2"), (), False),)))
     assert worker.results() == ({"r2"}, {"r2"}), "the scheduler knows of calls that the worker does not see"
     assert asked == [False] * 3
-    worker.begin(StepOrders(4, is_reset=True, ended=(LoadReport(RequestId("L3/r1"), (), False, True),)))
+    worker.begin(StepOrders(4, is_reset=True, ended=(LoadReport(RequestId("L3/r1"), (), False),)))
     assert asked.pop(), "before the forward"
     assert worker.results() == ({"r1"}, set())
     assert worker.done == StepDone(4)

@@ -64,13 +64,6 @@ def fail_lookups() -> None:
     Scheduler.matched = fail  # type: ignore[method-assign]
 
 
-def load_later() -> None:
-    """No load is small enough to be waited for."""
-    from kvtier.connect.vllm import scheduler
-
-    scheduler.SYNC_BYTES_MAX = 0
-
-
 def _hang(method: str) -> None:
     from kvtier.errors import TierError
     from kvtier.tier.directory.tier import DirectoryTier

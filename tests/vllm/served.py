@@ -196,7 +196,7 @@ class Served:
 
     def chunk_tokens(self) -> int:
         """Of kvtier's chunks."""
-        return self._engine.engine_core.engine_core.scheduler.connector._upper._setup.geometry.chunk_tokens
+        return self._engine.engine_core.engine_core.scheduler.connector._setup.geometry.chunk_tokens
 
     def cpu_s(self) -> float:
         """Processor seconds of all threads of this process so far."""

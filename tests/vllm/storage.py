@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.codec.head import read_head
+import numpy as np
+import xxhash
+
+from kvtier.codec.head import RAW_ID, pack_head, read_head
 
 
 def objects(directory: Path) -> list[Path]:
@@ -48,6 +51,27 @@ def remove(directory: Path, first_head: int, depth: int) -> int:
             path.unlink()
             count += 1
     (directory / "index").unlink()
+    return count
+
+
+def corrupt(directory: Path) -> int:
+    """Rotate the bytes of every section by a quarter of its length plus 100, with valid checksums; how many objects.
+
+    Attention does not notice whole tokens that change places, since K holds the position; the 100 bytes break tokens.
+    """
+    count = 0
+    for path, frame in _frames(directory):
+        head = read_head(memoryview(frame))
+        assert head.codec == RAW_ID
+        table = head.table.copy()
+        for row, section in zip(table, head.sections, strict=True):
+            start, stop = section.offset, section.offset + section.raw_bytes
+            rolled = np.roll(np.frombuffer(frame, np.uint8, section.raw_bytes, start), section.raw_bytes // 4 + 100)
+            frame[start:stop] = rolled.tobytes()
+            row["checksum"] = xxhash.xxh3_64_intdigest(frame[start : section.offset + section.extent_bytes])
+        frame[: head.header_bytes] = pack_head(head.identity, RAW_ID, table, head.frame_bytes, head.raw_bytes)
+        path.write_bytes(frame)
+        count += 1
     return count
 
 

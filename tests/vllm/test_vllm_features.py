@@ -47,7 +47,7 @@ def test_tokens_that_were_only_guessed_are_never_stored(start: Start, tmp_path: 
 
 
 def test_prompts_of_embeddings_are_told_apart(start: Start, tmp_path: Path) -> None:
-    """Their token ids are all the same: none."""
+    """Their token ids are all the same: none. They are not cached."""
     asked = [Ask([0] * 600, embedding_seed=seed) for seed in (1, 2, 1)]
     plain = [start("llama", enable_prompt_embeds=True).ask(it)[0] for it in asked[:2]]
     assert apart(plain[0], plain[1]) > 1.0
@@ -65,18 +65,6 @@ def test_engines_that_run_at_the_same_time_share_a_directory(start: Start, tmp_p
     one.close()
     assert furthest(two.ask_in_turn(LONG, SHORT), stored) < TOLERANCE
     assert two.external_hits() == whole(len(LONG)) + whole(len(SHORT))
-
-
-def test_vllm_is_told_where_hits_come_from(start: Start, tmp_path: Path) -> None:
-    first = start("llama", connector(tmp_path / "kv"))
-    first.ask(LONG)
-    first.forget()
-    first.ask(LONG)
-    assert first.metrics()["vllm:prompt_tokens_cached_by_source{source=host}"] == whole(len(LONG))
-    first.close()
-    second = start("llama", connector(tmp_path / "kv"))
-    second.ask(LONG)
-    assert second.metrics()["vllm:prompt_tokens_cached_by_source{source=disk}"] == whole(len(LONG))
 
 
 def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: Start, tmp_path: Path) -> None:

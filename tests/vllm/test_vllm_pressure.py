@@ -51,13 +51,10 @@ def nothing_is_left(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
-@pytest.mark.parametrize("fault", ["slow_copies", "load_later"])
-def test_a_storm_of_preemptions_changes_no_answer(
-    model: str, fault: str, start: Start, calm: Calm, tmp_path: Path
-) -> None:
+def test_a_storm_of_preemptions_changes_no_answer(model: str, start: Start, calm: Calm, tmp_path: Path) -> None:
     """Also when copies end long after the engine wanted their blocks back."""
     storm = STORM | {"num_gpu_blocks_override": BLOCKS[model]}
-    engine = start(model, connector(tmp_path / "kv"), sabotage=f"sabotage:{fault}", **storm)
+    engine = start(model, connector(tmp_path / "kv"), sabotage="sabotage:slow_copies", **storm)
     for turn in ("store", "load"):
         answers = engine.ask(*GROWING, limit_s=600)
         assert all(len(it.tokens) == 200 for it in answers)
@@ -122,7 +119,7 @@ def test_aborts_at_every_step_of_a_load(start: Start, tmp_path: Path) -> None:
     first = start("llama", connector(tmp_path / "kv"))
     plain = first.ask(tokens)
     first.close()
-    engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:slow_copies,sabotage:load_later")
+    engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:slow_copies")
     for step in (0, 1, 2, 3, 5, 8, 13, 21):
         engine.ask(Ask(tokens, abort_at_step=step))
         assert furthest(engine.ask(tokens), plain) < TOLERANCE

@@ -10,9 +10,7 @@ from harness import Answer, in_process
 from judge import TOLERANCE, apart, prompt
 from models import make_checkpoint
 from settings import CHUNK, connector, whole
-from storage import heads, remove
-
-from kvtier.connect.vllm.selftest import corrupt
+from storage import corrupt, heads, remove
 
 pytestmark = [
     pytest.mark.engine,

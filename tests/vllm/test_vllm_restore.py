@@ -10,9 +10,7 @@ from harness import Answer
 from judge import TOLERANCE, apart, furthest, is_same, prompt
 from models import SMALL
 from settings import CHUNK, connector, whole
-from storage import heads, objects
-
-from kvtier.connect.vllm.selftest import corrupt
+from storage import corrupt, heads, objects
 
 pytestmark = pytest.mark.engine
 

@@ -104,7 +104,7 @@ def test_what_is_refused_is_refused_before_the_weights_are_loaded(
 
 def line(level: str, text: str) -> re.Pattern[str]:
     """A line of kvtier as vLLM writes its own: process, level, time and file."""
-    return re.compile(rf"pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[kvtier/\S+:\d+\] .*{text}")
+    return re.compile(rf"pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[\S+\.py:\d+\] .*{text}")
 
 
 def until_printed(server: Server, pattern: re.Pattern[str], since: int = 0) -> None:

@@ -267,7 +267,7 @@ def _content(
 
 def _known(folder: Path | None) -> dict[str, object]:
     """Ingredients of each fingerprint with a note next to the store."""
-    left = [] if folder is None else notes.read(folder, "fingerprint")
+    left = [] if folder is None else notes.read(folder)
     return {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in left}
 
 

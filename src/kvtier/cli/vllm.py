@@ -12,7 +12,7 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import Config
 from kvtier.config.tier_list import spec
 from kvtier.connect.vllm import support
-from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
+from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed
 from kvtier.errors import ConfigError
 
 ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
@@ -71,23 +71,18 @@ def transfer_config(loaded: Loaded) -> dict[str, object]:
 
 
 def _engine_notes(config: Config) -> list[str]:
-    """Check the installed vLLM; notes if there is none, or an unsupported one, or no tier.
+    """Check the installed vLLM; notes if there is none, or no tier.
 
     Raises:
-        ConfigError: it is not supported, or lacks names that the connector uses.
+        ConfigError: it is not supported.
     """
     found = (
         [support.SHUTDOWN] if config.tiers else ["no --tier: KV is kept in host memory only, and ends with the server"]
     )
     if installed() is None:
         return [*found, "vLLM is not installed here, so its release was not checked"]
-    version = check_engine(config.vllm.unsupported)
-    if is_supported(version):
-        return found
-    untried = (
-        f"vLLM {version} is not supported: the server starts only after `kvtier vllm doctor --selftest` has passed"
-    )
-    return [*found, untried]
+    check_engine()
+    return found
 
 
 @vllm.command()
@@ -102,11 +97,6 @@ def _engine_notes(config: Config) -> list[str]:
     metavar="TEXT",
     help='With --model: the rest of the server\'s command line, such as "--dtype float32 -tp 2".',
 )
-@click.option(
-    "--selftest",
-    is_flag=True,
-    help="Test the installed vLLM with --model: starts four engines, and writes the result next to the store.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     transfer: str | None,
@@ -115,13 +105,12 @@ def doctor(
     model: str | None,
     block_size: int | None,
     engine_args: str,
-    selftest: bool,
     as_json: bool,
 ) -> int:
     """Find out why stored prompts are not found, and what to do about it.
 
     CONFIG_JSON is the server's --kv-transfer-config; without it, only the settings file and the environment are
-    checked. Without --selftest the command changes nothing and starts no engine. Run it where the server runs, as its
+    checked. The command changes nothing and starts no engine. Run it where the server runs, as its
     user. Exit code 1 with an error or a warning.
     """
     from kvtier.cli.doctor_findings import report
@@ -138,7 +127,6 @@ def doctor(
             model=model,
             block_tokens=block_size,
             engine_arguments=engine_arguments,
-            is_selftest=selftest,
         )
     )
     return report(findings, as_json=as_json)

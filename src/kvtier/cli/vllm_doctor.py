@@ -1,7 +1,7 @@
 """Checks of `kvtier vllm doctor`: why vLLM does not find KV that was stored.
 
-Each check yields findings: what was checked, what was found, and what to do. Without the self-test no check changes
-anything or starts an engine.
+Each check yields findings: what was checked, what was found, and what to do. No check changes anything or starts an
+engine.
 """
 
 import json
@@ -17,13 +17,12 @@ from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.connect.local_files import local_folder
-from kvtier.connect.vllm import installed, selftest, support
+from kvtier.connect.vllm import installed, support
 from kvtier.connect.vllm.identity import identify
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.vllm_types import VllmConfig
-from kvtier.errors import ConfigError, KvError, UnsupportedModelError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
@@ -54,8 +53,6 @@ class ServerDescription:
     block_tokens: int | None = None
     engine_arguments: Sequence[str] = ()
     """The rest of the server's command line."""
-    is_selftest: bool = False
-    """Run the self-test of this vLLM and model."""
 
 
 def examine(server: ServerDescription) -> list[DoctorFinding]:
@@ -68,17 +65,14 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
             *_transfer(server.transfer, has_shared=True),
             DoctorFinding("error", "settings", str(error), advice),
         ]
-        return in_order([_version("refuse"), *findings])
+        return in_order([_version(), *findings])
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
     findings = list(_transfer(server.transfer, has_shared=has_shared, write_policy=config.store.write_policy))
     findings += machine(loaded)
-    if server.is_selftest:
-        with progress("starting four engines, one after the other", None):
-            findings.append(_selftest(config, server))
-    findings.append(_version("allow" if server.is_selftest else config.vllm.unsupported))
+    findings.append(_version())
     with progress("asking vLLM what the server's command line means", None):
-        engine, found = _engine(server, config)
+        engine, found = _engine(server)
     findings += found
     block_tokens = server.block_tokens or (engine.cache_config.block_size if engine is not None else None)
     chunk_tokens, found = _chunk(config, block_tokens)
@@ -87,37 +81,18 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
     with progress("digesting the weights", None):
         mine = None if engine is None else _fingerprint(engine)
     findings += stores(config, mine, chunk_tokens if config.store.chunk_tokens else 0, TERMS)
-    findings += _notes(config, chunk_tokens)
     if config.tiers and not getattr(engine, "shutdown_timeout", 0):
         findings.append(DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": ")))
     return in_order(findings)
 
 
-def _version(unsupported: str) -> DoctorFinding:
+def _version() -> DoctorFinding:
     try:
-        version = installed.check_engine(unsupported)
+        version = installed.check_engine()
     except ConfigError as error:
         advice = "run this command in the server's environment, with a supported release of vLLM installed there"
         return DoctorFinding("error", "vLLM", str(error), advice)
-    if installed.is_supported(version):
-        return DoctorFinding("fine", "vLLM", f"{version} is supported")
-    advice = "run `kvtier vllm doctor --selftest` with --model and --engine-args"
-    return DoctorFinding(
-        "note", "vLLM", f"{version} is not supported; a server needs the result of its self-test", advice
-    )
-
-
-def _selftest(config: Config, server: ServerDescription) -> DoctorFinding:
-    if server.model is None:
-        return DoctorFinding("error", "selftest", "needs a model, and none was given", "give --model and --engine-args")
-    if installed.installed() is None:
-        return DoctorFinding("error", "selftest", "vLLM is not installed here", "run it in the server's environment")
-    try:
-        summary = selftest.run(config, _arguments(server))
-    except (KvError, OSError) as error:
-        advice = "do not use this vLLM with this model; report this message"
-        return DoctorFinding("error", "selftest", str(error), advice)
-    return DoctorFinding("fine", "selftest", summary)
+    return DoctorFinding("fine", "vLLM", f"{version} is supported")
 
 
 def _arguments(server: ServerDescription) -> list[str]:
@@ -175,16 +150,16 @@ def _settings(server: ServerDescription) -> Loaded:
     return overridden(loaded, given, "kv_connector_extra_config")
 
 
-def _engine(server: ServerDescription, config: Config) -> tuple[VllmConfig | None, list[DoctorFinding]]:
+def _engine(server: ServerDescription) -> tuple[VllmConfig | None, list[DoctorFinding]]:
     """VLLM's configuration of a server with this model, if vLLM is installed."""
     model = server.model
     if model is None:
         return None, []
     if installed.installed() is None:
-        return None, list(_weights(model))
-    transfer = {**CONNECTOR, "kv_connector_extra_config": {"vllm.unsupported": config.vllm.unsupported}}
+        found = "its fingerprint is unknown, because vLLM is not installed here"
+        return None, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
     try:
-        engine = engine_config([*_arguments(server), "--kv-transfer-config", json.dumps(transfer)])
+        engine = engine_config([*_arguments(server), "--kv-transfer-config", json.dumps(CONNECTOR)])
         support.check_engine(engine)
     except UnsupportedModelError as error:
         return None, [DoctorFinding("error", "model", str(error), 'see "What is supported" in docs/guides/vllm.md')]
@@ -193,26 +168,9 @@ def _engine(server: ServerDescription, config: Config) -> tuple[VllmConfig | Non
     return engine, []
 
 
-def _weights(model: str) -> Iterator[DoctorFinding]:
-    """Check a checkpoint without vLLM."""
-    folder = local_folder(model, None, None)
-    problem = f"the weights of {model} are in no local folder" if folder is None else ""
-    if folder is not None:
-        try:
-            checkpoint_files(folder)
-        except ConfigError as error:
-            problem = str(error)
-    if problem:
-        advice = "serve it from a local folder with its weights; without them KV is kept in host memory only"
-        yield DoctorFinding("error", "model", problem, advice)
-        return
-    advice = "run this command in the server's environment"
-    yield DoctorFinding("note", "model", "its fingerprint is unknown, because vLLM is not installed here", advice)
-
-
 def _fingerprint(engine: VllmConfig) -> Fingerprint | DoctorFinding:
     """The fingerprint of an engine; or a finding, if its KV cannot be shared."""
-    identity = identify(engine, installed.build_of(installed.installed() or ""))
+    identity = identify(engine, installed.installed() or "")
     if identity.is_private:
         found = f"KV is kept in host memory only, and ends with the server: {identity.detail}"
         return DoctorFinding("error", "model", found, "serve real weights from a local folder")
@@ -256,15 +214,3 @@ def _host(
         yield DoctorFinding("warning", "host.capacity_bytes", f"{holds}; each prompt evicts the previous one", advice)
     else:
         yield DoctorFinding("fine", "host.capacity_bytes", holds)
-
-
-def _notes(config: Config, chunk_tokens: int) -> Iterator[DoctorFinding]:
-    """Properties of every server that are mistaken for faults."""
-    least = "at least " if config.store.chunk_tokens == 0 else ""
-    text = f"only full chunks are found, of {least}{chunk_tokens} tokens; the last token is always computed"
-    yield DoctorFinding("note", "short prompts", text, "use a longer prompt, or lower store.chunk_tokens")
-    if config.planner.enabled:
-        text = "KV is computed where that is expected to be faster than loading, which is likely with small models"
-        yield DoctorFinding("note", "planner", text, "to see every hit, set planner.enabled to false")
-    text = "has no effect: kvtier's names depend on neither Python's hashes nor vLLM's"
-    yield DoctorFinding("note", "PYTHONHASHSEED", text)

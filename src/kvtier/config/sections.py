@@ -147,11 +147,6 @@ class VllmConfig(SettingsSection):
         kind=Switch(),
         help="Reorder vLLM's free blocks so that prefixes of waiting requests are evicted last; false: vLLM's order.",
     )
-    unsupported: Literal["refuse", "allow", "selftest"] = setting(
-        "refuse",
-        Choice(("refuse", "allow", "selftest")),
-        "Untested versions of vLLM; allow: if `doctor --selftest` has passed; selftest: for that test only.",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

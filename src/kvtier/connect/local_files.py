@@ -82,7 +82,7 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
             try:
                 # A directory that is no store of ours, or is damaged, stays as it is.
                 if folder is not None and not any(it.level == "error" for it in kind_of(tier).check(tier)):
-                    notes.write(folder, "fingerprint", fingerprint.digest, content)
+                    notes.write(folder, fingerprint.digest, content)
             except OSError as error:
                 logger.debug("the fingerprint's note cannot be written to %s: %s", folder, error)
 

@@ -1,4 +1,4 @@
-"""Notes: small JSON files in a store's root, for people and for checks at start. Transfers do not use them.
+"""Notes: small JSON files in a store's root with the inputs of fingerprints, for people. Transfers do not use them.
 
 A note that is damaged, too long, or not a regular file counts as absent.
 """
@@ -10,27 +10,23 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 from kvtier.tier import safe_open
 from kvtier.tier.checked_json import pack_json, read_json
 
-NOTE = re.compile(r"\.?note-(fingerprint|selftest)-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
+NOTE = re.compile(r"\.?note-fingerprint-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
 """Names of notes and of their temporary files."""
 
 BYTES_MAX = 1 << 18
 NOTES_MAX = 256
-"""Most notes of one kind; the oldest are removed."""
-
-Kind = Literal["fingerprint", "selftest"]
+"""Most notes of a store; the oldest are removed."""
 
 
-def write(root: Path, kind: Kind, name: bytes, content: Mapping[str, object]) -> None:
+def write(root: Path, name: bytes, content: Mapping[str, object]) -> None:
     """Write a note atomically, replacing one of the same name.
 
     Args:
         root: of an existing store.
-        kind: of the note.
         name: at least 8 bytes; the file's name has the first 8.
         content: JSON values, without a member `checksum`.
 
@@ -40,18 +36,18 @@ def write(root: Path, kind: Kind, name: bytes, content: Mapping[str, object]) ->
     whole = pack_json(content)
     if len(whole) > BYTES_MAX:
         raise OSError(errno.EFBIG, f"longer than {BYTES_MAX} bytes", str(root))
-    final = f"note-{kind}-{name[:8].hex()}.json"
-    draft = f".note-{kind}-{name[:8].hex()}.{secrets.token_hex(8)}"
+    final = f"note-fingerprint-{name[:8].hex()}.json"
+    draft = f".note-fingerprint-{name[:8].hex()}.{secrets.token_hex(8)}"
     with safe_open.folder_at(root) as folder:
-        _make_room(folder, kind, final)
+        _make_room(folder, final)
         safe_open.write_file(final, draft, whole, folder)
 
 
-def read(root: Path, kind: Kind) -> list[dict[str, object]]:
-    """The contents of all notes of one kind; empty when the store cannot be read."""
+def read(root: Path) -> list[dict[str, object]]:
+    """The contents of all notes; empty when the store cannot be read."""
     found: list[dict[str, object]] = []
     with suppress(OSError), safe_open.folder_at(root) as folder:
-        for name in _names(folder, kind)[:NOTES_MAX]:
+        for name in _names(folder)[:NOTES_MAX]:
             with suppress(OSError):
                 content, is_sound = read_json(safe_open.read_file(name, BYTES_MAX, folder))
                 if is_sound:
@@ -59,13 +55,13 @@ def read(root: Path, kind: Kind) -> list[dict[str, object]]:
     return found
 
 
-def _names(folder: int, kind: Kind) -> list[str]:
+def _names(folder: int) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(each.name for each in entries if (match := NOTE.fullmatch(each.name)) and match[1] == kind)
+        return sorted(each.name for each in entries if NOTE.fullmatch(each.name))
 
 
-def _make_room(folder: int, kind: Kind, name: str) -> None:
-    others = [each for each in _names(folder, kind) if each != name]
+def _make_room(folder: int, name: str) -> None:
+    others = [each for each in _names(folder) if each != name]
     if len(others) >= NOTES_MAX:
         oldest = min(others, key=lambda each: os.stat(each, dir_fd=folder, follow_symlinks=False).st_mtime_ns)
         os.unlink(oldest, dir_fd=folder)

@@ -29,7 +29,7 @@ def register() -> None:
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class whose base is vLLM's
     if name == "KvtierConnector":
         from kvtier.connect.vllm.connector import KvtierConnector  # noqa: PLC0415
-        from kvtier.connect.vllm.required_names import config_being_made  # noqa: PLC0415
+        from kvtier.connect.vllm.installed import config_being_made  # noqa: PLC0415
         from kvtier.connect.vllm.sides import check_start  # noqa: PLC0415
 
         register()  # `VLLM_PLUGINS` may leave the plug-in out

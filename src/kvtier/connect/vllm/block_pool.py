@@ -63,10 +63,6 @@ class BlockPins:
         """Release pinned `blocks`."""
         self._pool.free_blocks(self._blocks(blocks))
 
-    def hide(self, blocks: Collection[int]) -> None:
-        """Remove `blocks` from vLLM's prefix cache. Requests that use them keep them."""
-        self._pool.evict_blocks(set(blocks))
-
     @property
     def is_idle(self) -> bool:
         """Whether no block is in use. Otherwise vLLM keeps its prefix cache when it is reset."""

@@ -7,18 +7,14 @@ make the engine fail.
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
-from kvtier.connect.vllm.block_pool import BlockPins
-from kvtier.connect.vllm.events import Events
-from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.events import BlockEvent
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
 from kvtier.connect.vllm.vllm_imports import (
     BlockRemoved,
     BlockStored,
-    CacheHitSource,
     ConnectorBase,
     ConnectorRole,
     SupportsHMA,
@@ -28,13 +24,10 @@ from kvtier.connect.vllm.vllm_imports import (
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.weights import on_stack, watch_calls
 from kvtier.connect.vllm.worker import StepDone, StepOrders
-from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_OTHER_SOURCE = CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 class KvtierConnector(ConnectorBase, SupportsHMA):
@@ -43,33 +36,15 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KvCacheConfig) -> None:  # noqa: ANN401
         ConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._is_broken = False
-        setup = EngineSetup.of(vllm_config, kv_cache_config)
-        self._sources = {"host": CacheHitSource.HOST} | {
-            tier.name: CacheHitSource.DISK for tier in setup.config.tiers if kind_of(tier).folder(tier) is not None
-        }
-        is_scheduler = role is ConnectorRole.SCHEDULER
-        if is_scheduler and setup.role == "kv_producer":
+        self._setup = EngineSetup.of(vllm_config, kv_cache_config)
+        self._upper: SchedulerSide | None = None
+        """None in a worker, and until all workers are up; until then every lookup is a miss."""
+        self._lower: WorkerSide | None = None
+        """None in the scheduler's connector, and until vLLM registers its KV memory."""
+        if role is ConnectorRole.SCHEDULER and self._setup.role == "kv_producer":
             # vLLM's scheduler reads the role after this, and delays the reuse of blocks that a running step still
             # writes only in an engine that loads. A prefill engine of kvtier loads, too.
             vllm_config.kv_transfer_config.kv_role = "kv_both"
-        self._upper = (
-            SchedulerSide(
-                setup,
-                tables=lambda request: self._kv_cache_manager.get_block_ids(request),  # noqa: PLW0108 - set later
-                resident=lambda request: self._kv_cache_manager.get_computed_blocks(request)[0].get_block_ids(),
-                open_pins=self._open_pins,
-                open_events=partial(Events, stored=BlockStored, removed=BlockRemoved, external=external_hash),
-            )
-            if is_scheduler
-            else None
-        )
-        self._lower = None if is_scheduler else WorkerSide(setup)
-
-    def _open_pins(self, on_reuse: Callable[[int], None]) -> BlockPins:
-        def guarded(act: Callable[[Any], None]) -> Callable[[Any], None]:
-            return lambda block: self._guarded(lambda: act(block), None)
-
-        return BlockPins(self._kv_cache_manager.block_pool, on_reuse, guarded)
 
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
         """The result of `act`. After the first exception always `otherwise`: kvtier stays off until a restart."""
@@ -81,15 +56,14 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
                 logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
         return otherwise
 
-    def _ask(self, act: Callable[[Scheduler], T], otherwise: T) -> T:
-        """Guarded call of the scheduler side; `otherwise` until all workers are up."""
-        scheduler = self._scheduler
-        return otherwise if scheduler is None else self._guarded(lambda: act(scheduler), otherwise)
+    def _guard(self, act: Callable[..., None]) -> Callable[..., None]:
+        """`act` for vLLM to call: guarded."""
+        return lambda *given: self._guarded(lambda: act(*given), None)
 
-    @property
-    def _scheduler(self) -> Scheduler | None:
-        """None in a worker, and until all workers are up."""
-        return None if self._upper is None else self._upper.scheduler
+    def _ask(self, act: Callable[[SchedulerSide], T], otherwise: T) -> T:
+        """Guarded call of the scheduler side; `otherwise` until all workers are up."""
+        side = self._upper
+        return otherwise if side is None else self._guarded(lambda: act(side), otherwise)
 
     @property
     def _rank(self) -> WorkerSide:
@@ -100,40 +74,26 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """All workers are up."""
-        upper = self._upper
-        assert upper is not None
-        watch_calls(
-            on_stack("model_executor"),
-            lambda method, adapter: self._guarded(lambda: upper.called(method, adapter), None),
-        )
-        upper.connect(list(metadata.values()))
+        self._upper = side = SchedulerSide(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard)
+        watch_calls(on_stack("model_executor"), self._guard(side.called))
 
     def on_new_request(self, request: Request) -> None:
         """Track a new request."""
-        self._ask(lambda scheduler: scheduler.arrived(request), None)
+        self._ask(lambda side: side.scheduler.arrived(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded."""
-        nothing: tuple[int | None, bool] = (0, False)
-        return self._ask(lambda scheduler: scheduler.matched(request, num_computed_tokens), nothing)
+        tokens = self._ask(lambda side: side.scheduler.matched(request, num_computed_tokens), 0)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Begin the load into the allocated blocks."""
         if num_external_tokens > 0:
             tables = blocks.get_block_ids()
-            self._ask(lambda scheduler: scheduler.allocated(request, tables, num_external_tokens), None)
-            if self._is_broken and (scheduler := self._scheduler) is not None:
+            self._ask(lambda side: side.scheduler.allocated(request, tables, num_external_tokens), None)
+            if self._is_broken and self._upper is not None:
                 # The match may have been made before the error, and vLLM waits for its load from now on.
-                scheduler.allocated_after_error(request, tables)
-
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Tokens of a request's load, by source."""
-        nothing: list[tuple[str, int]] = []
-        found: dict[Any, int] = {}
-        for place, tokens in self._ask(lambda scheduler: scheduler.sources(request), nothing):
-            source = self._sources.get(place, _OTHER_SOURCE)
-            found[source] = found.get(source, 0) + tokens
-        return found if sum(found.values()) == num_external_tokens else {_OTHER_SOURCE: num_external_tokens}
+                self._upper.scheduler.allocated_after_error(request, tables)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End a request of a model with one KV group."""
@@ -143,65 +103,69 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. vLLM may free its blocks at once: pins protect the sources of stores."""
-        announcement = self._ask(lambda scheduler: scheduler.finished(request, block_ids), None)
-        if self._is_broken and (scheduler := self._scheduler) is not None:
-            scheduler.forget(request)
+        announcement = self._ask(lambda side: side.scheduler.finished(request, block_ids), None)
+        if self._is_broken and self._upper is not None:
+            self._upper.scheduler.forget(request)
         return False, announcement
 
     # ---- scheduler: steps ------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ANN401
         """Metadata for the workers of a step."""
-        scheduler = self._scheduler
-        if scheduler is None:
+        if self._upper is None:
             return StepOrders(0)
+        scheduler = self._upper.scheduler
         orders = self._guarded(lambda: scheduler.orders(scheduler_output), None)
-        return self._last_orders(scheduler) if orders is None else orders
-
-    def _last_orders(self, scheduler: Scheduler) -> StepOrders:
-        orders = StepOrders(0)
-        try:
-            orders = scheduler.last_orders()
-            scheduler.unpin_all()
-        except Exception:
-            if scheduler.is_awaited:
-                raise  # the forward would read blocks that no load has filled
-            logger.exception("kvtier has failed again; open loads are reported with the next step")
+        if orders is None:
+            orders = StepOrders(0)
+            try:
+                orders = scheduler.last_orders()
+                scheduler.unpin_all()
+            except Exception:
+                logger.exception("kvtier has failed again; open loads are reported with the next step")
         return orders
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
         """Process a step's results."""
         done = connector_output.kv_connector_worker_meta
-        bad_blocks = connector_output.invalid_block_ids
-        scheduler = self._scheduler
-        if isinstance(done, StepDone) and scheduler is not None:
-            if bad_blocks:
-                self._guarded(lambda: scheduler.hide(bad_blocks), None)
-                if self._is_broken:
-                    scheduler.hide(bad_blocks)  # not guarded: a request could find unfilled blocks
-            self._guarded(lambda: scheduler.stepped(done), None)
+        if isinstance(done, StepDone):
+            self._ask(lambda side: side.scheduler.stepped(done), None)
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks come free in the next step without a preemption."""
-        return self._ask(lambda scheduler: scheduler.has_freed_blocks(), otherwise=False)
+        return self._ask(lambda side: side.scheduler.has_freed_blocks(), otherwise=False)
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should take a step."""
-        upper = self._upper
-        return upper is not None and self._guarded(lambda: upper.has_news, otherwise=False)
+        return self._ask(lambda side: side.has_news, otherwise=False)
 
     def take_events(self) -> list[Any]:
         """KV events for routers."""
-        nothing: list[Any] = []
-        return self._ask(lambda scheduler: scheduler.take_events(), nothing)
+        return self._ask(lambda side: [self._event(it) for it in side.scheduler.take_events()], [])
+
+    def _event(self, event: BlockEvent) -> Any:  # noqa: ANN401 - vLLM's class
+        blocks = event.blocks
+        hashes = [external_hash(it) for it in blocks.hashes]
+        if not event.is_there:
+            return BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=event.table)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if blocks.parent is None else external_hash(blocks.parent),
+            token_ids=list(blocks.tokens),
+            block_size=self._setup.kv_cache_config.hash_block_size,
+            lora_id=None,
+            medium=event.medium,
+            lora_name=blocks.adapter,
+            group_idx=event.table,
+        )
 
     def get_kv_connector_stats(self) -> Stats | None:
         """Metrics since the last call; the scheduler side counts for all ranks."""
-        return None if self._upper is None else self._guarded(self._upper.stats, None)
+        return self._ask(lambda side: side.stats.take(), None)
 
     def reset_cache(self) -> bool:
         """Make everything cached before now unreachable."""
-        return self._upper is not None and self._guarded(self._upper.reset, otherwise=False)
+        return self._ask(lambda side: side.reset(), otherwise=False)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -212,22 +176,21 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the rank on the worker's KV memory."""
-        self._rank.open(kv_caches)
+        self._lower = WorkerSide(self._setup, kv_caches)
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
         """The address at which the scheduler side reaches this rank."""
-        return self._rank.handshake
+        return None if self._lower is None else self._lower.server.handshake
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
         """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""
         self._rank.worker.begin(kv_connector_metadata)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Wait for the loads that the forward needs."""
-        self._rank.worker.wait_for_loads()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """No-op: loads run between steps."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No-op: `start_load_kv` waits for whole loads."""
+        """No-op: loads run between steps."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """No-op: stores begin when the step has returned."""
@@ -253,7 +216,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def shutdown(self) -> None:
         """Close the side of this process."""
         self._is_broken = False  # close even after an internal error
-        self._guarded(self._rank.close if self._upper is None else self._upper.close, None)
+        side = self._lower if self._upper is None else self._upper
+        if side is not None:
+            self._guarded(side.close, None)
 
     # ---- the server's process, which has no connector --------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -23,7 +23,6 @@ from kvtier.connect.vllm.pages import BlockIds, EnginePages, engine_pages
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Layer
 from kvtier.device.copier import Fence
 from kvtier.errors import UnsupportedModelError
-from kvtier.layout import KvLayout
 from kvtier.types import RequestId
 
 REVOKED_MAX = 1 << 16
@@ -51,12 +50,6 @@ class _Running:
         """The device's fence; None while the copy is being started, or if it completes before that."""
 
 
-class _AddressLayout(NamedTuple):
-    table_blocks: tuple[int, ...]
-    """Blocks of each table in an address."""
-    payload_bytes: int
-
-
 class BlockCopier:
     """The copier of one worker. Thread-safe.
 
@@ -68,11 +61,7 @@ class BlockCopier:
     """
 
     def __init__(self, pages: EnginePages, copy: PageCopy) -> None:
-        self._groups = [
-            _AddressLayout(tuple(table.blocks for table in tables), layout.layer_offsets[-1] + layout.layer_bytes[-1])
-            for tables, layout in zip(pages.groups, pages.layout.groups, strict=True)
-        ]
-        self._block_count = pages.block_count
+        self.pages = pages
         self._copy = copy
         self._running: set[_Running] = set()
         self._revoked: dict[RequestId, None] = {}
@@ -169,34 +158,26 @@ class BlockCopier:
 
     def _checked(self, group: int, blocks: tuple[int, ...], payload: memoryview) -> BlockIds:
         """The block ids per table. All bounds are checked before the first byte is copied."""
-        if not 0 <= group < len(self._groups):
-            raise ValueError(f"no KV group {group}; there are {len(self._groups)}")
-        known = self._groups[group]
-        if len(blocks) != sum(known.table_blocks):
-            raise ValueError(f"an address of group {group} has {sum(known.table_blocks)} blocks, got {len(blocks)}")
-        if min(blocks) < SKIP or max(blocks) >= self._block_count or NULL_BLOCK in blocks:
-            raise ValueError(f"blocks are numbered 1 to {self._block_count - 1}, got {blocks}")
-        if payload.nbytes < known.payload_bytes:
-            raise ValueError(
-                f"a payload of group {group} has at least {known.payload_bytes} bytes, got {payload.nbytes}"
-            )
+        pages = self.pages
+        if not 0 <= group < len(pages.groups):
+            raise ValueError(f"no KV group {group}; there are {len(pages.groups)}")
+        table_blocks = [table.blocks for table in pages.groups[group]]
+        if len(blocks) != sum(table_blocks):
+            raise ValueError(f"an address of group {group} has {sum(table_blocks)} blocks, got {len(blocks)}")
+        if min(blocks) < SKIP or max(blocks) >= pages.block_count or NULL_BLOCK in blocks:
+            raise ValueError(f"blocks are numbered 1 to {pages.block_count - 1}, got {blocks}")
+        layout = pages.layout.groups[group]
+        least_bytes = layout.layer_offsets[-1] + layout.layer_bytes[-1]
+        if payload.nbytes < least_bytes:
+            raise ValueError(f"a payload of group {group} has at least {least_bytes} bytes, got {payload.nbytes}")
         ids = iter(blocks)
-        return [list(islice(ids, count)) for count in known.table_blocks]
-
-
-class OpenedCopier(NamedTuple):
-    """A worker's copier, and the layout of its KV."""
-
-    copier: BlockCopier
-    layout: KvLayout
-    """Sizes and rules are those of `Geometry.layout`. The worker's details are part of its objects' names."""
-    device: torch.device
+        return [list(islice(ids, count)) for count in table_blocks]
 
 
 def open_copier(
     geometry: Geometry, config: KvCacheConfig, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Layer]
-) -> OpenedCopier:
-    """The copier of a worker.
+) -> BlockCopier:
+    """The copier of a worker. `pages` has the layout of its KV, whose details are part of its objects' names.
 
     Args:
         geometry: the geometry of `config`.
@@ -208,9 +189,6 @@ def open_copier(
         UnsupportedModelError: the KV contradicts its configuration, or is on an unknown kind of device.
     """
     pages = engine_pages(geometry, config, tensors, layers)
-    if pages.device.type not in _COPIES:
-        raise UnsupportedModelError(f"KV is on device {pages.device}; allowed: {' or '.join(_COPIES)}")
-    return OpenedCopier(BlockCopier(pages, _COPIES[pages.device.type](pages)), pages.layout, pages.device)
-
-
-_COPIES: dict[str, Callable[[EnginePages], PageCopy]] = {"cpu": CpuPageCopy, "cuda": CudaPageCopy}
+    if pages.device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"KV is on device {pages.device}; allowed: cpu or cuda")
+    return BlockCopier(pages, CpuPageCopy(pages) if pages.device.type == "cpu" else CudaPageCopy(pages))

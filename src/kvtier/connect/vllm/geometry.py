@@ -79,12 +79,10 @@ class Geometry:
 
     Args:
         chunk_tokens: tokens of a chunk.
-        alignment_tokens: alignment of vLLM's hits and blocks; divides `chunk_tokens`.
         groups: one per rule.
     """
 
     chunk_tokens: int
-    alignment_tokens: int
     groups: tuple[Group, ...]
 
     @staticmethod
@@ -108,7 +106,7 @@ class Geometry:
             validity = validity_of(spec, f"KV group {number}")
             tables.setdefault(validity, []).append(_table(config, number, spec, validity, tokens))
         groups = tuple(Group(validity, tuple(members)) for validity, members in tables.items())
-        return Geometry(tokens, alignment, groups)
+        return Geometry(tokens, groups)
 
     @cached_property
     def layout(self) -> KvLayout:

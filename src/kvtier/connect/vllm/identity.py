@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.local_files import checkpoint_digest, local_folder
-from kvtier.connect.vllm.installed import is_supported, release_of
+from kvtier.connect.vllm.installed import release_of
 from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
@@ -42,7 +42,7 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
 
     Args:
         config: the engine's.
-        engine_version: vLLM's, such as ``0.32.0``; see `installed.build_of`.
+        engine_version: vLLM's, such as ``0.32.0``.
 
     Raises:
         ConfigError: a field of the model's configuration has no canonical form.
@@ -53,14 +53,13 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
     digest = hashlib.sha256(own).digest() if weights is None else weights.digest
     model, cache = config.model_config, config.cache_config
     settings = cast("Mapping[str, object]", model.hf_config.to_dict())
-    release = release_of(engine_version) if is_supported(engine_version) else None
     fingerprint = Fingerprint(
         weights=digest,
         dtype=plain_name(model.dtype),
         rope={"model_len": model.max_model_len} if _depends_on_length(settings) else {},
         other={
             # The layout of pages and the numerics change between releases.
-            "engine": ["vllm", *(release or (engine_version,))],
+            "engine": ["vllm", *release_of(engine_version)],
             "architectures": plain(model.architectures),
             "config": plain(settings),
             "quantisation": [plain(_words(model.quantization)), plain(_words(model.quantization_config))],

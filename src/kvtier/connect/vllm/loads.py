@@ -1,16 +1,25 @@
-"""Open loads of one engine, and the report that vLLM gets for each."""
+"""Open loads of one engine, the report that vLLM gets for each, and the thread that polls the session.
+
+A step of a busy engine takes tens of milliseconds. A worker that receives the end of a load during a step reports it at
+the end of that step, and vLLM schedules the request in the next one. Without the thread that would be one step later.
+The next step's orders repeat each report, so a lost note costs one step and never a request.
+"""
 
 import itertools
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables
-from kvtier.connect.vllm.worker import AwaitedLoad, LoadReport
+from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport
+from kvtier.runtime.protocol import Note
 from kvtier.runtime.session import Session
-from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId
+from kvtier.types import ChunkKey, Event, LoadDone, Place, Prefix, RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +40,6 @@ class OpenLoad:
     """The bytes of the load must not be used."""
     is_dropped: bool = False
     """The request of the load has ended."""
-    is_reported: bool = False
-    """Orders that went out report its end, but it is still open."""
 
     @property
     def leading_keys(self) -> tuple[ChunkKey, ...]:
@@ -40,23 +47,37 @@ class OpenLoad:
         return self.match.prefix.keys[: self.match.plan.tokens // self.match.prefix.chunk_tokens]
 
 
+POLL_S = 0.2
+"""Longest poll; the thread then checks whether it should end."""
+
+
 class Loads:
-    """All open loads of one engine. Used by the scheduler's thread, except for `report`.
+    """All open loads of one engine. Used by the scheduler's thread and its own.
 
     Args:
-        session: receives the loads.
+        session: receives the loads; nothing else polls it.
         geometry: location of chunks in block tables.
+        send_note: sends a note to the workers.
     """
 
-    def __init__(self, session: Session, geometry: Geometry) -> None:
+    def __init__(self, session: Session, geometry: Geometry, send_note: Callable[[Note], None]) -> None:
         self._session = session
         self._geometry = geometry
+        self._send_note = send_note
         self._open: dict[RequestId, OpenLoad] = {}
-        self.awaited: list[AwaitedLoad] = []
-        """Loads that the next step's forward waits for."""
+        self._unreported: dict[RequestId, OpenLoad] = {}
+        """Loads whose end no orders have reported yet."""
         self._landed: dict[str, OpenLoad] = {}
         """Complete loads whose report vLLM has not processed yet, by request."""
         self._numbers = itertools.count()
+        # Both are bounded by the number of open loads and stores.
+        self._events: deque[Event] = deque()
+        self._reports: list[LoadReport] = []
+        """Of ended loads, for the next orders."""
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._poll, name="kvtier session poller", daemon=True)
+        self._thread.start()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -67,19 +88,9 @@ class Loads:
         """Open a load of `match` into the blocks of `tables`. From now on vLLM waits for its report."""
         name = RequestId(f"L{next(self._numbers)}/{tracked.id}")
         load = OpenLoad(name, tracked, match, tables, time.monotonic())
-        awaited: list[AwaitedLoad] = []
-        if not match.is_async:
-            blocks = self._geometry.unfilled(tables, match.plan.resident_tokens, match.plan.tokens)
-            awaited.append(AwaitedLoad(name, tuple(sorted(blocks))))
-        # Nothing below raises: the forward must wait for exactly the open loads.
-        self._open[name] = load
-        self.awaited += awaited
+        self._open[name] = self._unreported[name] = load
         tracked.load = name
         return load
-
-    def is_open(self, tracked: TrackedRequest) -> bool:
-        """Whether a load of the request is open."""
-        return tracked.load in self._open
 
     def locate(self, load: OpenLoad) -> set[int]:
         """Compute the load's places; returns the blocks that it writes. A load that does not fit becomes void."""
@@ -89,11 +100,12 @@ class Loads:
         load.places = places or ()
         return {block for place in load.places for block in place.blocks if block > 0}
 
-    def start(self, load: OpenLoad) -> bool:
-        """Pass the load to the session, which answers with a LoadDone; False for a void load."""
-        if load.is_void:
-            return False
+    def start(self, load: OpenLoad) -> None:
+        """Pass the load to the session, which answers with a LoadDone. A void load ends at once."""
         plan = load.match.plan
+        if load.is_void:
+            self._deliver(LoadDone(load.name, plan.resident_tokens, plan.tokens, ()))
+            return
         self._session.load(
             load.name,
             load.match.prefix,
@@ -103,7 +115,6 @@ class Loads:
             budget=plan.budget,
             session=load.tracked.hint.conversation,
         )
-        return True
 
     def drop(self, name: RequestId) -> OpenLoad:
         """Void a load whose request has ended. Its end must still be reported."""
@@ -142,13 +153,19 @@ class Loads:
 
     # ---- from the session to vLLM ----------------------------------------------------------------------------------
 
-    def report(self, done: LoadDone) -> LoadReport | None:
-        """The report of a load that has just ended; None if it is not open. Called in the session poller's thread."""
-        load = self._open.get(done.request)
-        if load is None:
-            return None
-        load.ended_s = time.monotonic()
-        return self._report(load, done.tokens)
+    def take_events(self) -> list[Event]:
+        """Ended loads and stores since the last call.
+
+        Raises:
+            RuntimeError: an exception has ended the thread.
+        """
+        if self._error is not None:
+            raise RuntimeError("the thread that polls the session has ended") from self._error
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def reports(self) -> tuple[LoadReport, ...]:
+        """Reports that no orders have repeated yet."""
+        return tuple(self._reports)
 
     def ended(self, done: LoadDone) -> OpenLoad | None:
         """Close an ended load."""
@@ -169,24 +186,49 @@ class Loads:
         """Forget all complete loads after a cache reset."""
         self._landed.clear()
 
-    def reported(self, reports: Iterable[LoadReport]) -> None:
-        """Mark the loads whose reports have gone out."""
+    def reported(self, reports: Sequence[LoadReport]) -> None:
+        """Orders with these reports have gone out."""
+        del self._reports[: len(reports)]
         for each in reports:
-            load = self._open.get(each.load)
-            if load is not None:
-                load.is_reported = True
+            self._unreported.pop(each.load, None)
 
-    def unreported(self, reports: Iterable[LoadReport]) -> list[LoadReport]:
-        """Reports, as failed, of the open loads that neither `reports` nor any sent orders report."""
-        known = {each.load for each in reports}
-        open_loads = [load for load in self._open.values() if not load.is_reported]
-        return [self._report(load, 0) for load in open_loads if load.name not in known]
+    def last_reports(self) -> tuple[LoadReport, ...]:
+        """The reports of all loads that no orders have reported yet. Those that have not ended have failed."""
+        known = {each.load: each for each in self.reports()}
+        return tuple(known.get(name) or self._report(load, 0) for name, load in self._unreported.items())
 
     def abandon(self) -> None:
         """Forget all loads. Later events of them are not reported to vLLM."""
         self._open.clear()
+        self._unreported.clear()
         self._landed.clear()
-        self.awaited.clear()
+
+    def close(self, deadline_s: float = 2 * POLL_S) -> None:
+        """Stop the thread."""
+        self._is_closing = True
+        self._thread.join(deadline_s)
+
+    def _poll(self) -> None:
+        try:
+            while not self._is_closing:
+                for event in self._session.poll(POLL_S):
+                    if isinstance(event, LoadDone):
+                        self._deliver(event)
+                    else:
+                        self._events.append(event)
+        except BaseException as error:  # noqa: BLE001 - the scheduler's thread raises it
+            self._error = error
+
+    def _deliver(self, done: LoadDone) -> None:
+        """Report the end of a load, if it is open. Either thread."""
+        load = self._open.get(done.request)
+        if load is not None:
+            load.ended_s = time.monotonic()
+        report = None if load is None else self._report(load, done.tokens)
+        self._events.append(done)
+        if report is not None:
+            self._reports.append(report)
+            self._send_note(Note(LOADED_NOTE, report.load, report.bad_blocks, report.is_failed))
 
     def _report(self, load: OpenLoad, tokens: int) -> LoadReport:
         plan = load.match.plan
@@ -196,16 +238,9 @@ class Loads:
         if not is_whole and self._geometry.can_load_in_part:
             bad_blocks = self._geometry.unfilled(load.tables, filled, plan.tokens)
         is_failed = not is_whole and not self._geometry.can_load_in_part
-        return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed, load.match.is_async)
+        return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed)
 
 
 def _shared(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:
     """Number of leading chunks that two prefixes share, by bisection: equal keys imply equal keys before them."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(min(len(one), len(other))), 1, key=lambda chunk: one[chunk] != other[chunk])

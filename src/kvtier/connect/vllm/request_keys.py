@@ -1,23 +1,19 @@
 """Chunk keys of requests: the key chain over tokens, plus everything else that determines a request's KV.
 
-salt        from the first token: tenants with different `cache_salt` share nothing
-adapter     from the first token: its name, and a digest of its files at first use
-item        an image or other item: vLLM's identifier of its content, at its position
-embeddings  of a prompt without tokens: a digest per chunk
-epoch       from the first token, after a cache reset: KV from before is not found
+salt     from the first token: tenants with different `cache_salt` share nothing
+adapter  from the first token: its name, and a digest of its files at first use
+item     an image or other item: vLLM's identifier of its content, at its position
+epoch    from the first token, after a cache reset: KV from before is not found
 """
 
-import hashlib
 import json
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, cast
-
-import torch
+from typing import NamedTuple
 
 from kvtier.connect.local_files import adapter_files, local_folder
 from kvtier.connect.vllm.support import reason_against
@@ -25,7 +21,6 @@ from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, pla
 from kvtier.errors import ConfigError, KvError
 from kvtier.keys.chain import Chain, Extra
 from kvtier.keys.weights import digest_files, home_cache
-from kvtier.types import Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -40,37 +35,6 @@ REASONS_MAX = 100
 
 class NotCacheableError(KvError):
     """A request's KV depends on something that cannot be identified."""
-
-
-class RequestKeys:
-    """The key chain of one growing request; hashes each token once. Not thread-safe.
-
-    Args:
-        root: 32-byte keyed root.
-        chunk_tokens: tokens of a chunk.
-        extras: everything besides tokens.
-    """
-
-    def __init__(self, root: bytes, chunk_tokens: int, extras: Sequence[Extra]) -> None:
-        self._root = root
-        self._chunk_tokens = chunk_tokens
-        self._extras = extras
-        self._chain = Chain(root, chunk_tokens, extras)
-
-    def extend(self, all_token_ids: Sequence[int]) -> None:
-        """Hash the new tokens of `Request.all_token_ids`, which holds prompt and output."""
-        if len(all_token_ids) < self._chain.tokens:
-            # vLLM does not remove tokens; if it did, keys that cover them would be wrong.
-            self._chain = Chain(self._root, self._chunk_tokens, self._extras)
-        self._chain.extend(list(all_token_ids[self._chain.tokens :]))
-
-    def prefix(self, tokens: int | None = None) -> Prefix:
-        """The full chunks within the leading `tokens`, by default all.
-
-        Raises:
-            ValueError: more tokens than were hashed.
-        """
-        return self._chain.prefix(tokens)
 
 
 class KeyMaker:
@@ -93,8 +57,8 @@ class KeyMaker:
         self._epoch = b""
         self._logged: set[str] = set()
 
-    def begin(self, request: Request) -> RequestKeys | None:
-        """The keys of a request; None if it cannot be cached. Logs each reason once."""
+    def begin(self, request: Request) -> Chain | None:
+        """The key chain of a request, still without tokens; None if it cannot be cached. Logs each reason once."""
         try:
             extras = self._extras(request)
         except NotCacheableError as error:
@@ -102,7 +66,7 @@ class KeyMaker:
                 self._logged.add(str(error))
                 logger.warning("request %s is not cached: %s (logged once)", request.request_id, error)
             return None
-        return RequestKeys(self._root, self._chunk_tokens, extras)
+        return Chain(self._root, self._chunk_tokens, extras)
 
     def loaded(self, adapter: LoraRequest) -> None:
         """Identify an adapter that vLLM is about to load: its files may be others when a request comes."""
@@ -127,25 +91,7 @@ class KeyMaker:
         for item in request.mm_features:
             identified = [item.modality, item.identifier, item.mm_position.length]
             extras.append(Extra("item", json.dumps(identified).encode(), item.mm_position.offset))
-        extras += self._embeddings(request)
         return extras
-
-    def _embeddings(self, request: Request) -> Iterator[Extra]:
-        embeddings: torch.Tensor | None = request.prompt_embeds
-        if embeddings is None:
-            return
-        # In a mixed prompt this marks the positions that are tokens; the other positions have placeholder tokens.
-        is_token: Sequence[bool] = request.prompt_is_token_ids or ()
-        for start in range(0, embeddings.shape[0], self._chunk_tokens):
-            stop = start + self._chunk_tokens
-            digest = hashlib.sha256(f"{embeddings.dtype} {tuple(embeddings.shape[1:])}".encode())
-            digest.update(bytes(is_token[start:stop]))
-            digest.update(_bytes_of(embeddings[start:stop]))
-            yield Extra("embeddings", digest.digest(), start)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(cast("bytes", tensor.detach().cpu().contiguous().view(torch.uint8).numpy())).cast("B")
 
 
 _FileStamps = tuple[tuple[str, int, int, int, int], ...]

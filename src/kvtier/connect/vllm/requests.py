@@ -16,9 +16,9 @@ from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
 from kvtier.connect.vllm.request_journal import RequestAccount
-from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.vllm_types import Request, StateOffer
 from kvtier.core.planner import LoadPlan
+from kvtier.keys.chain import Chain
 from kvtier.runtime.trace_recorder import Served
 from kvtier.types import Lookup, NextTurn, Prefix, RequestId
 
@@ -124,25 +124,11 @@ class PrefixMatch:
 
     plan: LoadPlan
     prefix: Prefix
-    lookup: Lookup
-    is_async: bool
-    """The load runs between steps; otherwise the step's forward waits for it."""
 
     @property
     def external_tokens(self) -> int:
         """Tokens to load, beyond vLLM's own cache."""
         return self.plan.tokens - self.plan.resident_tokens
-
-    @property
-    def sources(self) -> list[tuple[str, int]]:
-        """(place, tokens) of the loaded tokens."""
-        remaining = self.external_tokens
-        found: list[tuple[str, int]] = []
-        # Slowest place first: tokens that vLLM has itself are most likely in host memory, too.
-        for place, tokens in reversed(self.lookup.sources):
-            found.append((place, min(tokens, remaining)))
-            remaining -= found[-1][1]
-        return [source for source in found if source[1]]
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +138,7 @@ class TrackedRequest:
     request: Request
     number: int
     """Unique; two requests may have the same id, one after the other."""
-    keys: RequestKeys | None
+    keys: Chain | None
     """None: the request is neither looked up nor stored."""
     hint: ConversationHint = ConversationHint()  # noqa: RUF009  immutable
     began_step: int | None = None
@@ -182,8 +168,8 @@ class TrackedRequest:
     loaded_s: float | None = None
     """End of its load, on a clock that stops while the engine computes."""
     arrived_s: float = field(default_factory=time.monotonic)
-    account: RequestAccount | None = None
-    """For the journal, if enabled."""
+    account: RequestAccount = field(default_factory=RequestAccount)
+    """For the journal."""
     _prefix: tuple[int, Prefix] | None = None
 
     @property
@@ -196,16 +182,25 @@ class TrackedRequest:
         """Request id of its lookups. Probe answers are kept per id, so each attempt has a new one."""
         return RequestId(f"Q{self.number}.{self.attempts}/{self.id}")
 
-    def renew(self, keys: RequestKeys | None) -> None:
+    def renew(self, keys: Chain | None) -> None:
         """Replace the keys after a cache reset."""
         self.keys, self.outdated = keys, self.match
         self.answer = self._prefix = None
 
     def prefix(self, tokens: int) -> Prefix:
-        """The full chunks within the leading `tokens`; the same object each time, since lookups compare by identity."""
+        """The full chunks within the leading `tokens`; the same object each time, since lookups compare by identity.
+
+        Each token is hashed once.
+
+        Raises:
+            ValueError: vLLM has removed tokens, so keys that cover them would be wrong.
+        """
         assert self.keys is not None
         if self._prefix is None or self._prefix[0] != tokens:
-            self.keys.extend(self.request.all_token_ids)
+            known = self.request.all_token_ids
+            if len(known) < self.keys.tokens:
+                raise ValueError(f"{self.id} has {len(known)} tokens, and had {self.keys.tokens}")
+            self.keys.extend(list(known[self.keys.tokens :]))
             self._prefix = (tokens, self.keys.prefix(tokens))
         return self._prefix[1]
 

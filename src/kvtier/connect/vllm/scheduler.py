@@ -4,27 +4,25 @@ In the order of one engine step:
 
     matched      for each waiting request: how many tokens can be loaded   lookup, plan
     allocated    vLLM has allocated blocks for them                        the load begins
-    orders       the step goes out to the workers                          blocks to keep off, loads to wait for
+    orders       the step goes out to the workers                          blocks to keep off, loads that have ended
     finished     a request has ended                                       its last chunks are stored
     stepped      the step has returned                                     chunks that are now full are stored
 
 A chunk is stored after the step that filled it has returned. Then the forward has run, no copy must be ordered after
-it, and no store delays a step. All methods run in the scheduler's thread; only the session poller has a thread.
+it, and no store delays a step. All methods run in the scheduler's thread.
 """
 
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
-from kvtier.connect.vllm.events import Events
+from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.request_journal import RequestAccount
-from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
     PrefixMatch,
@@ -35,14 +33,13 @@ from kvtier.connect.vllm.requests import (
     unknown_fields,
     wants_announcement,
 )
-from kvtier.connect.vllm.session_poller import SessionPoller
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
-from kvtier.connect.vllm.worker import ASYNC_NOTE, SYNC_NOTE, LoadReport, StepDone, StepOrders
+from kvtier.connect.vllm.worker import StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
+from kvtier.keys.chain import Chain
 from kvtier.runtime.journal import Journal
-from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.session import Session
 from kvtier.runtime.trace_recorder import Recorder
@@ -50,17 +47,13 @@ from kvtier.types import LoadDone, Lookup, Prefix, Presence, RequestId, StoreDon
 
 logger = logging.getLogger(__name__)
 
-SYNC_BYTES_MAX = 16 << 20
-SYNC_S_MAX = 0.005
-"""The forward waits for a load of at most this size and expected time, if all of it is in host memory. Its request is
-then computed in this step instead of the next but one. A larger load would delay the step's other requests, too."""
-
 PROBE_WAIT_S = 0.002
 """Time per step that lookups may wait for the tiers' answers. A local directory answers sooner. Without the answer
 the request starts a step later, which costs more."""
 
 ANSWER_S = 0.1
-"""How long a lookup's answer is reused while vLLM asks about a request in every step but has no room for it."""
+"""How long a lookup's answer is reused while vLLM asks about a request in every step but has no room for it. A lookup
+of 64,000 tokens that are on a disk takes 1 ms."""
 
 ATTEMPTS_MAX = 3
 """Loads of one request that may deliver less than planned. After these it is computed."""
@@ -70,7 +63,7 @@ class Scheduler:
     """The decisions for one engine.
 
     Args:
-        session: the session, with its own thread; only the session poller polls it.
+        session: the session, with its own thread; only `Loads` polls it.
         ranks: the workers; they get a note for each ended load.
         geometry: location of chunks in block tables.
         begin_keys: makes a request's keys; None: do not cache the request.
@@ -78,8 +71,7 @@ class Scheduler:
         tables: the current block ids of a request.
         resident: the block ids in vLLM's own cache that match a request; None: no prefix protection.
         open_pins: opens vLLM's block pool, given the callback for reused blocks.
-        bytes_per_token: KV of all groups and ranks.
-        can_wait: a step may wait for a load, and vLLM accepts its report of unfilled blocks.
+        rank_count: number of the workers.
         has_prefix_caching: other requests find loaded blocks in vLLM's own cache.
         stores: False: a decode engine that only loads.
         announces: True: a prefill engine, whose responses say what it has stored. False: only those do whose request
@@ -95,13 +87,12 @@ class Scheduler:
         session: Session,
         ranks: Ranks,
         geometry: Geometry,
-        begin_keys: Callable[[Request], RequestKeys | None],
+        begin_keys: Callable[[Request], Chain | None],
         planner: Planner,
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables] | None,
         open_pins: Callable[[Callable[[int], None]], BlockPins],
-        bytes_per_token: float,
-        can_wait: bool,
+        rank_count: int,
         has_prefix_caching: bool,
         stores: bool = True,
         announces: bool | None = False,
@@ -115,9 +106,7 @@ class Scheduler:
         self._begin_keys = begin_keys
         self._planner = planner
         self._tables = tables
-        # The failure of a load that a step waited for is reported by block.
-        self._sync_tokens_max = SYNC_BYTES_MAX / bytes_per_token if can_wait and geometry.can_load_in_part else 0
-        self._rank_count = round(bytes_per_token / geometry.layout.bytes_per_token)
+        self._rank_count = rank_count
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
         self._announces = announces
@@ -135,19 +124,14 @@ class Scheduler:
         self._requests: dict[str, TrackedRequest] = {}
         self._step_timer = StepTimer(planner)
         self._selection = StoreSelection(geometry)
-        self._loads = Loads(session, geometry)
+        self._loads = Loads(session, geometry, ranks.send_note)
         self._stores = Stores(session, open_pins)
         self._protection = PrefixProtection(geometry, self._stores.pins, resident)
-        self._poller = SessionPoller(session, self._loads.report, self._notify)
         self._step = 0
         self._confirmed_step = 0
         self._due: dict[str, TrackedRequest] = {}
         """Requests that may have a full chunk to store when their step returns."""
         self._revoked: list[RequestId] = []
-        self._ended: list[LoadReport] = []
-        """Reports for the next orders."""
-        self._abandoned: set[RequestId] = set()
-        """Loads that were open when an internal error occurred."""
         self._probe_wait_s = PROBE_WAIT_S
         self._is_busy = False
         """The last step computed something."""
@@ -164,11 +148,10 @@ class Scheduler:
                 logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
         tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint)
         tracked.announced_tokens = 0 if self._is_reset else announced
-        tracked.account = None if self._journal is None else RequestAccount()
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
 
-    def _keys_of(self, request: Request) -> RequestKeys | None:
+    def _keys_of(self, request: Request) -> Chain | None:
         keys = self._begin_keys(request)  # identifies an adapter, also while kvtier is off
         return None if self._is_off else keys
 
@@ -200,7 +183,7 @@ class Scheduler:
         if self._recorder is not None:
             earliest = next(iter(self._requests.values()), None)
             self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
-        if self._journal is not None and tracked.account is not None:
+        if self._journal is not None:
             self._journal.ended(tracked.account.line(request, tracked.arrived_s))
         if not self._is_storing or tracked.keys is None or self._announces is None or self._is_reset:
             return None
@@ -210,14 +193,11 @@ class Scheduler:
 
     # ---- what can be loaded ----------------------------------------------------------------------------------------
 
-    def matched(self, request: Request, resident_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's `resident_tokens` can be loaded, and whether the load is asynchronous.
-
-        None: ask again in a later step.
-        """
+    def matched(self, request: Request, resident_tokens: int) -> int | None:
+        """How many tokens beyond vLLM's `resident_tokens` can be loaded; None: ask again in a later step."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            return 0, False
+            return 0
         # The request has no blocks, or was preempted.
         if tracked.began_step is not None:
             self._protection.rejoined(tracked)
@@ -225,24 +205,23 @@ class Scheduler:
         self._loads.forget_landed(tracked.id)
         self._forget_offers(tracked)
         self._selection.mark_cached(tracked, resident_tokens - resident_tokens % self._geometry.chunk_tokens)
-        if tracked.account is not None:
-            tracked.account.resident(resident_tokens)
+        tracked.account.resident(resident_tokens)
         most = self._geometry.hit_tokens(request.num_tokens)
         if tracked.cap_tokens is not None:
             most = min(most, tracked.cap_tokens)
         if most > resident_tokens and tracked.keys is not None and not request.skip_reading_prefix_cache:
             prefix = tracked.prefix(most)
             if self._is_being_loaded(prefix, resident_tokens):
-                return None, False
+                return None
             lookup = self._look_up(tracked, prefix, resident_tokens)
             if lookup.presence is Presence.PROBING:
-                return None, False
+                return None
             tracked.match = self._choose(tracked, prefix, lookup, resident_tokens)
         self._protection.make_room(tracked, request.num_tokens - resident_tokens)
         if tracked.match is None:
             self._step_timer.will_compute(tracked)
-            return 0, False
-        return tracked.match.external_tokens, tracked.match.is_async
+            return 0
+        return tracked.match.external_tokens
 
     def _is_being_loaded(self, prefix: Prefix, resident_tokens: int) -> bool:
         """Whether another request's load will give vLLM at least half of the missing tokens."""
@@ -290,17 +269,10 @@ class Scheduler:
             now_s=time.monotonic(),
             ahead_s=self._step_timer.ahead_s(tracked.id),
         )
-        if tracked.account is not None:
-            tracked.account.chosen(lookup, plan, self._planner)
+        tracked.account.chosen(lookup, plan, self._planner)
         if plan.tokens <= resident_tokens:
             return None
-        is_small = plan.tokens - resident_tokens <= self._sync_tokens_max and plan.load_s <= SYNC_S_MAX
-        return PrefixMatch(plan, prefix, lookup, is_async=not is_small or lookup.ready_tokens < plan.tokens)
-
-    def sources(self, request: Request) -> list[tuple[str, int]]:
-        """(place, tokens) of a request's load."""
-        tracked = self._requests.get(request.request_id)
-        return [] if tracked is None or tracked.match is None else tracked.match.sources
+        return PrefixMatch(plan, prefix)
 
     def allocated(self, request: Request, tables: BlockTables, external_tokens: int) -> None:
         """Begin the load of `external_tokens`, now that vLLM has allocated their blocks."""
@@ -311,29 +283,23 @@ class Scheduler:
         load = self._loads.register(tracked, match, tables)
         load.is_void = match.external_tokens != external_tokens or match is tracked.outdated
         self._planner.begun(match.plan, time.monotonic())
-        if tracked.account is not None:
-            tracked.account.load_begins(match.external_tokens)
+        tracked.account.load_begins(match.external_tokens)
         targets = self._loads.locate(load)
         self._revoked += self._stores.cancel_lost()
-        blocked_by = self._stores.reading(targets)
-        if blocked_by and match.is_async:
-            load.blocked_by = blocked_by
-            return
-        load.is_void |= bool(blocked_by)  # while a step waits, no later event could begin the load
-        self._start(load)
+        load.blocked_by = self._stores.reading(targets)
+        if not load.blocked_by:
+            self._start(load)
 
     def allocated_after_error(self, request: Request, tables: BlockTables) -> None:
         """Register a load that vLLM waits for after an internal error. `last_orders` reports it as failed."""
         tracked = self._requests[request.request_id]
-        if tracked.match is not None and not self._loads.is_open(tracked):
+        if tracked.match is not None and tracked.load is None:
             self._loads.register(tracked, tracked.match, tables)
 
     def _start(self, load: OpenLoad) -> None:
         if self._events is not None:
             self._events.learn(load.tracked.request, load.match.prefix)
-        if not self._loads.start(load):
-            plan = load.match.plan
-            self._poller.deliver(LoadDone(load.name, plan.resident_tokens, plan.tokens, ()))
+        self._loads.start(load)
 
     # ---- a step goes out -------------------------------------------------------------------------------------------
 
@@ -352,24 +318,21 @@ class Scheduler:
                 pieces.append(self._step_timer.scheduled(tracked, tokens))
                 if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
                     self._due[name] = tracked
-        self._step_timer.step_began(self._step, pieces, time.monotonic(), is_plain=not self._loads.awaited)
+        self._step_timer.step_began(self._step, pieces, time.monotonic())
         self._stores.yield_idle()
         self._revoked += self._stores.cancel_lost()
-        self._ended += self._poller.take_reports()
+        ended = self._loads.reports()
         orders = StepOrders(
             self._step,
             revoked=tuple(self._revoked),
-            awaited=tuple(self._loads.awaited),
-            ended=tuple(self._ended),
+            ended=ended,
             is_waiting=not output.num_scheduled_tokens and bool(self._loads),
             is_off=self._is_off,
             is_reset=self._step == self._reset_step,
         )
-        self._loads.reported(self._ended)
-        # Cleared last, when nothing can raise any more: after an error `last_orders` reports them.
+        # Last, when nothing can raise any more: after an error `last_orders` reports them.
+        self._loads.reported(ended)
         self._revoked.clear()
-        self._ended.clear()
-        self._loads.awaited.clear()
         return orders
 
     def last_orders(self) -> StepOrders:
@@ -377,22 +340,13 @@ class Scheduler:
 
         If it raises, nothing is lost: the next call reports the same.
         """
-        self._ended += self._poller.take_reports()
-        ended = [each for each in self._ended if each.load not in self._abandoned]
-        lost = self._loads.unreported(ended)
-        revoked = (*self._revoked, *self._stores.open, *(each.load for each in lost))
-        orders = StepOrders(self._step + 1, revoked, tuple(self._loads.awaited), (*ended, *lost))
-        self._abandoned.update([each.load for each in lost])
+        ended = self._loads.last_reports()
+        revoked = (*self._revoked, *self._stores.open, *(each.load for each in ended))
+        orders = StepOrders(self._step + 1, revoked, ended)
         self._loads.abandon()
         self._revoked.clear()
-        self._ended.clear()
         self._step += 1
         return orders
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the forward of the next step reads blocks that a load must fill."""
-        return bool(self._loads.awaited)
 
     def unpin_all(self) -> None:
         """Give vLLM all pinned blocks back, after `last_orders` has revoked every store."""
@@ -408,8 +362,7 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.began_step = self._step
-            if tracked.account is not None:
-                tracked.account.has_begun = True
+            tracked.account.has_begun = True
             self._protection.left(name)
             self._loads.forget_landed(name)
             if tracked.loaded_s is not None:
@@ -451,18 +404,6 @@ class Scheduler:
                     del self._due[name]
         self._stores.send()
 
-    def hide(self, bad_blocks: Collection[int]) -> None:
-        """Remove unfilled blocks, and the blocks after them, from vLLM's prefix cache. See `Worker.take_bad_blocks`.
-
-        In vLLM the blocks of a synchronous load are hashed before the load has ended. After a failure vLLM computes
-        them, and they stay hashed. If their request ended before that, another request would find bytes that were never
-        written.
-        """
-        for name in self._requests:
-            for table in self._tables(name):
-                first = next((number for number, block in enumerate(table) if block in bad_blocks), len(table))
-                self._stores.pins.hide(table[first:])
-
     def _store_full_chunks(self, tracked: TrackedRequest, tables: BlockTables) -> bool:
         """Store the chunks that have become full since the last call; whether there were any."""
         computed = tracked.computed_tokens(self._confirmed_step)
@@ -476,19 +417,18 @@ class Scheduler:
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)
             self._stores.begin(tracked.id, prefix, places, tracked.hint.conversation)
-            if tracked.account is not None:
-                tracked.account.stored_tokens += end - first * self._geometry.chunk_tokens
+            tracked.account.stored_tokens += end - first * self._geometry.chunk_tokens
         self._forget_offers(tracked)
         return True
 
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        for event in self._poller.take_events():
+        for event in self._loads.take_events():
             if isinstance(event, LoadDone):
                 self._load_ended(event)
             elif isinstance(event, StoreDone):
-                self._stores.ended(event)
+                self._stores.forget(event.request)
                 for load in self._loads.unblocked(event.request):
                     self._start(load)
 
@@ -500,12 +440,11 @@ class Scheduler:
         if load.is_dropped:
             return
         plan, tracked = load.match.plan, load.tracked
-        if tracked.account is not None:
-            seconds = load.ended_s - load.began_s
-            tracked.account.load_ended(done, seconds, load.places, self._geometry.layout, self._rank_count)
-        self._planner.ended(plan, done, load.ended_s - load.began_s, load.ended_s)
-        tracked.loaded_s = self._idle_s(load.ended_s) if load.match.is_async else None
-        if load.match.is_async and not load.is_void and done.tokens >= plan.tokens:
+        seconds = load.ended_s - load.began_s
+        tracked.account.load_ended(done, seconds, load.places, self._geometry.layout, self._rank_count)
+        self._planner.ended(plan, done, seconds, load.ended_s)
+        tracked.loaded_s = self._idle_s(load.ended_s)
+        if not load.is_void and done.tokens >= plan.tokens:
             self._loads.landed(load)
         if plan.tokens < tracked.request.num_tokens:
             self._step_timer.will_compute(tracked)
@@ -523,11 +462,6 @@ class Scheduler:
     def _idle_s(self, at_s: float) -> float:
         """A clock that stops while the engine computes: waiting for other requests' compute costs a load nothing."""
         return at_s - self._step_timer.computed_s(at_s)
-
-    def _notify(self, report: LoadReport) -> None:
-        """Send a report to the workers. Called in the session poller's thread."""
-        subject = ASYNC_NOTE if report.is_async else SYNC_NOTE
-        self._ranks.send_note(Note(subject, report.load, report.bad_blocks, report.is_failed))
 
     # ---- other -----------------------------------------------------------------------------------------------------
 
@@ -572,7 +506,7 @@ class Scheduler:
             if tracked.load is not None:
                 load = self._loads.void(tracked.load)
                 # The request is computed again from the end of vLLM's own blocks. A load that has ended may already be
-                # reported as complete: the poller sets its end time before it checks whether the load is void.
+                # reported as complete: `Loads` sets its end time before it checks whether the load is void.
                 has_old_blocks = load.match.plan.resident_tokens > 0 or load.ended_s > 0
             if tracked.answer is not None:
                 self._session.release(tracked.question)
@@ -583,10 +517,10 @@ class Scheduler:
         """Whether an idle engine should take a step, to free pinned blocks or to publish events."""
         return self._stores.has_pins or (self._events is not None and self._events.has_news)
 
-    def take_events(self) -> list[Any]:
-        """KV events for routers, of vLLM's classes."""
+    def take_events(self) -> list[BlockEvent]:
+        """KV events for routers."""
         return [] if self._events is None else self._events.take()
 
     def close(self) -> None:
-        """Stop the session poller."""
-        self._poller.close()
+        """Stop the thread that polls the session."""
+        self._loads.close()

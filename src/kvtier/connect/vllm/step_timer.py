@@ -8,20 +8,19 @@ class StepTimer:
     """Times the steps of one engine. Used by the scheduler's thread only.
 
     Args:
-        planner: receives the time of every step that computed only prefill pieces.
+        planner: receives the time of every step.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._steps: dict[int, tuple[float, list[Piece]]] = {}
-        """Steps in flight: start time, and prefill pieces; no pieces if the step also waits for a load."""
+        """Steps in flight that compute something: start time, and pieces."""
         self._computed_s = 0.0
         """Total time of all steps that computed something."""
         self._began_s = 0.0
         """Start of the last such step."""
         self._ended_s = 0.0
         """End of the last such step."""
-        self._last_done_s = 0.0
         self._computing: dict[str, TrackedRequest] = {}
         """Requests with prompt tokens left to compute and no open load."""
 
@@ -50,24 +49,22 @@ class StepTimer:
             self._computing.pop(tracked.id, None)
         return Piece(tokens, done)
 
-    def step_began(self, step: int, pieces: list[Piece], now_s: float, *, is_plain: bool) -> None:
-        """Record a step's start. `is_plain`: the step does nothing but compute `pieces`."""
+    def step_began(self, step: int, pieces: list[Piece], now_s: float) -> None:
+        """Record the start of a step that computes `pieces`."""
         if pieces:
-            self._steps[step] = (now_s, pieces if is_plain else [])
+            self._steps[step] = (now_s, pieces)
 
     def step_ended(self, step: int, now_s: float) -> None:
         """Record a step's end. A step that overlaps its predecessor is timed from the predecessor's end."""
         started = self._steps.pop(step, None)
         if started is not None:
-            began_s, pieces = max(started[0], self._last_done_s), started[1]
-            if pieces:
-                self._planner.prefilled(pieces, now_s - began_s)
+            began_s, pieces = max(started[0], self._ended_s), started[1]
+            self._planner.prefilled(pieces, now_s - began_s)
             self._computed_s += now_s - began_s
             self._began_s, self._ended_s = began_s, now_s
-        self._last_done_s = now_s
 
     def computed_s(self, at_s: float) -> float:
         """Total compute time up to `at_s`, which must not precede the start of the last step that ended."""
         since_s = min((began_s for began_s, _ in self._steps.values()), default=at_s)
         not_yet_s = max(0.0, self._ended_s - max(at_s, self._began_s))
-        return self._computed_s - not_yet_s + max(0.0, at_s - max(since_s, self._last_done_s))
+        return self._computed_s - not_yet_s + max(0.0, at_s - max(since_s, self._ended_s))

@@ -14,7 +14,7 @@ from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables, StateOffer
 from kvtier.layout import History, Window
 from kvtier.runtime.session import Session
-from kvtier.types import Place, Prefix, RequestId, StoreDone
+from kvtier.types import Place, Prefix, RequestId
 
 
 class StoreSelection:
@@ -102,11 +102,6 @@ class Stores:
         self._unsent: dict[RequestId, tuple[Prefix, Sequence[Place], str | None]] = {}
         """Stores that the session does not know yet."""
         self._numbers = itertools.count()
-        self.lost_count = 0
-        """Canceled stores."""
-
-    def __len__(self) -> int:
-        return len(self._read)
 
     @property
     def has_pins(self) -> bool:
@@ -131,7 +126,7 @@ class Stores:
             try:
                 self._session.store(name, *given)
             except BaseException:
-                self._forget(name)  # no StoreDone will come
+                self.forget(name)  # no StoreDone will come
                 raise
             del self._unsent[name]
 
@@ -154,16 +149,11 @@ class Stores:
         """Cancel the stores that lost a block since the last call, and return them."""
         lost = [name for name in self._lost if name in self._read]
         self._lost.clear()
-        self.lost_count += len(lost)
         for name in lost:
             self._session.release(name)
             if name in self._unsent:
-                self._forget(name)  # no StoreDone will come
+                self.forget(name)  # no StoreDone will come
         return lost
-
-    def ended(self, done: StoreDone) -> None:
-        """Close a store, and unpin its blocks."""
-        self._forget(done.request)
 
     def cancel_all(self) -> list[RequestId]:
         """Cancel all stores, and return them."""
@@ -178,13 +168,14 @@ class Stores:
     def abandon(self) -> None:
         """Unpin all blocks. The open stores must have been revoked."""
         for name in self.open:
-            self._forget(name)
+            self.forget(name)
 
     def _reused(self, block: int) -> None:
         # Called inside vLLM's block allocation: only record it.
         self._lost.update(dict.fromkeys(self.reading((block,))))
 
-    def _forget(self, name: RequestId) -> None:
+    def forget(self, name: RequestId) -> None:
+        """Close a store, and unpin its blocks."""
         pinned = self._pinned.get(name, [])
         while pinned:  # unpins each block once, even if this raises and is called again
             self.pins.unpin(pinned[-1])

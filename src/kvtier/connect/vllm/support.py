@@ -264,6 +264,8 @@ def reason_against(request: Request, config: VllmConfig) -> str:
     if request.resumable:
         # vLLM may remove tokens when the next part of the input arrives.
         return "its input is streamed, so tokens may be removed again"
+    if request.prompt_embeds is not None:
+        return "its prompt is embeddings instead of tokens"
     if request.mm_features and not has_content_identifiers(config):
         return (
             "vLLM numbers its images or other items instead of identifying their content; turn on prefix caching or "

@@ -6,13 +6,11 @@ from typing import Any
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.metrics import cache_hit_source
 
 ConnectorBase: Any = base.KVConnectorBase_V1
 SupportsHMA: Any = base.SupportsHMA
 ConnectorRole: Any = base.KVConnectorRole
 TransferResults: Any = base.KVConnectorTransferResults
-CacheHitSource: Any = cache_hit_source.CacheHitSource
 BlockStored: Any = kv_events.BlockStored
 BlockRemoved: Any = kv_events.BlockRemoved
 external_hash: Any = kv_cache_utils.maybe_convert_block_hash

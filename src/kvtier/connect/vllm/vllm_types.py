@@ -27,6 +27,9 @@ Block: TypeAlias = Any
 BlockPool: TypeAlias = Any
 """`vllm.v1.core.block_pool.BlockPool`: owner of all blocks."""
 
+KvCacheManager: TypeAlias = Any
+"""`vllm.v1.core.kv_cache_manager.KVCacheManager`: block tables, the block pool and vLLM's own cache."""
+
 SchedulerOutput: TypeAlias = Any
 """`vllm.v1.core.sched.output.SchedulerOutput`: one scheduled step."""
 

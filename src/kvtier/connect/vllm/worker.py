@@ -1,31 +1,22 @@
 """The worker's part of each engine step, and the metadata that vLLM carries between scheduler and workers (pickled).
 
 Copies do not travel with steps: the core sends them to the rank's mover directly. Step metadata carries only what must
-be ordered with the forward: blocks that copies must keep off, and loads that the forward waits for.
+be ordered with the forward: blocks that copies must keep off, and loads that have ended.
 """
 
-import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 
-logger = logging.getLogger(__name__)
-
-ASYNC_NOTE = "loaded"
-SYNC_NOTE = "ready"
-"""Subjects of the notes about ended loads (`runtime.protocol.Note`)."""
+LOADED_NOTE = "loaded"
+"""Subject of the notes about ended loads (`runtime.protocol.Note`)."""
 
 IDLE_WAIT_S = 0.002
 """How long an empty step waits for a report (`Worker.results`). A request that arrives meanwhile waits, too."""
-
-SYNC_WAIT_S = 1.0
-"""How long the forward waits for a load from host memory. After this its tokens are computed."""
 
 FENCE_WAIT_S = 30.0
 """How long a revoked copy into vLLM's blocks may go on running. After this the device counts as hung."""
@@ -40,21 +31,11 @@ class LoadReport(NamedTuple):
     """Blocks that vLLM takes for filled, but that the load did not fill."""
     is_failed: bool
     """The load delivered nothing that vLLM can use."""
-    is_async: bool
-    """Whether vLLM waits for the report. Otherwise the worker waits for the load, before the forward."""
 
     @property
     def request(self) -> str:
         """Request id in vLLM."""
         return self.load.partition("/")[2]
-
-
-class AwaitedLoad(NamedTuple):
-    """A load that must end before the forward."""
-
-    load: RequestId
-    blocks: tuple[int, ...]
-    """Target blocks of the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +45,6 @@ class StepOrders:
     step: int
     revoked: tuple[RequestId, ...] = ()
     """Stores and loads whose blocks vLLM reuses in this step. Their copies no longer count."""
-    awaited: tuple[AwaitedLoad, ...] = ()
     ended: tuple[LoadReport, ...] = ()
     """All loads that ended since the last step. Most were already announced by a note."""
     is_waiting: bool = False
@@ -88,14 +68,6 @@ class StepDone:
         return StepDone(min(self.step, other.step), self.changed or other.changed)
 
 
-class Revoker(Protocol):
-    """The part of a copier that stops copies."""
-
-    def revoke(self, requests: Collection[RequestId], wait_s: float) -> bool:
-        """Stop all copies of `requests`; False if one still runs after `wait_s` seconds."""
-        ...
-
-
 def no_look(*, is_reset: bool) -> str:  # noqa: ARG001
     """Look at no weights: nothing has changed."""
     return ""
@@ -105,29 +77,28 @@ class Worker:
     """One worker. A load ends when it has ended on every rank, so all workers of an engine report the same loads.
 
     Args:
-        copier: the copier of its rank.
+        revoke: stops all copies of some requests, in its rank's copier; False if one still runs after so many seconds.
         look: what has changed the weights; see `weights.WeightSample.look`.
     """
 
-    def __init__(self, copier: Revoker, look: Callable[..., str] = no_look) -> None:
-        self._copier = copier
+    def __init__(
+        self, revoke: Callable[[Sequence[RequestId], float], bool], look: Callable[..., str] = no_look
+    ) -> None:
+        self._revoke = revoke
         self._look = look
         self._changed_weights = ""
         self._changed = threading.Condition()
-        # Both are bounded by the number of open loads.
-        self._loaded: deque[LoadReport] = deque()
-        self._ready: dict[RequestId, LoadReport] = {}
+        self._loaded: list[LoadReport] = []
+        """Bounded by the number of open loads."""
         self._received_once: set[RequestId] = set()
         """Loads reported by either a note or step metadata, but not yet by both."""
-        self._late: set[RequestId] = set()
-        """Loads whose wait timed out before they ended."""
         self._bad_blocks: set[int] = set()
         self._orders = StepOrders(0)
 
     def receive(self, note: Note) -> None:
         """Take a note from the scheduler side. Any thread."""
-        if note.subject in (ASYNC_NOTE, SYNC_NOTE):
-            self._receive(LoadReport(note.request, note.numbers, note.flag, note.subject == ASYNC_NOTE))
+        if note.subject == LOADED_NOTE:
+            self._receive(LoadReport(note.request, note.numbers, note.flag))
 
     def begin(self, orders: StepOrders) -> None:
         """Begin a step. After this no copy touches the blocks that vLLM reuses in it."""
@@ -138,18 +109,6 @@ class Worker:
             self._fence(orders.revoked)
         for report in orders.ended:
             self._receive(report)
-
-    def wait_for_loads(self) -> None:
-        """Wait for the loads that the forward needs."""
-        until_s = time.monotonic() + SYNC_WAIT_S
-        for awaited in self._orders.awaited:
-            report = self._wait_for(awaited, until_s)
-            if report is not None:
-                self._note_missing((report,))
-                continue
-            logger.warning("a load from host memory took longer than %g s; its tokens are computed", SYNC_WAIT_S)
-            self._fence((awaited.load,))
-            self._bad_blocks.update(awaited.blocks)
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them whose loads failed. After the forward.
@@ -166,12 +125,16 @@ class Worker:
         with self._changed:
             if self._orders.is_waiting and not self._loaded:
                 self._changed.wait(IDLE_WAIT_S)
-            loaded = [self._loaded.popleft() for _ in range(len(self._loaded))]
+            loaded, self._loaded = self._loaded, []
         self._changed_weights = self._look(is_reset=False)
         if self._orders.is_off or self._changed_weights:
             loaded = [each._replace(is_failed=True) for each in loaded]
-            self._bad_blocks.update(*(each.blocks for each in self._orders.awaited))
-        self._note_missing(loaded)
+        # vLLM computes the tokens of unfilled blocks, possibly in other blocks.
+        self._bad_blocks.update(*(each.bad_blocks for each in loaded))
+        # After an internal error a load may end while one of its copies still runs.
+        incomplete = [each.load for each in loaded if each.bad_blocks or each.is_failed]
+        if incomplete:
+            self._fence(incomplete)
         return {each.request for each in loaded}, {each.request for each in loaded if each.is_failed}
 
     def take_bad_blocks(self) -> set[int]:
@@ -188,30 +151,12 @@ class Worker:
         with self._changed:
             if report.load in self._received_once:
                 self._received_once.discard(report.load)
-                self._late.discard(report.load)
                 return
             self._received_once.add(report.load)
-            if report.is_async:
-                self._loaded.append(report)
-            elif report.load not in self._late:
-                self._ready[report.load] = report
+            self._loaded.append(report)
             self._changed.notify_all()
 
-    def _wait_for(self, awaited: AwaitedLoad, until_s: float) -> LoadReport | None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: awaited.load in self._ready, max(0.0, until_s - time.monotonic())):
-                self._late.add(awaited.load)
-            return self._ready.pop(awaited.load, None)
-
-    def _note_missing(self, reports: Collection[LoadReport]) -> None:
-        """Record unfilled blocks. vLLM computes their tokens, possibly in other blocks."""
-        self._bad_blocks.update(*(each.bad_blocks for each in reports))
-        # After an internal error a load may end while one of its copies still runs.
-        incomplete = [each.load for each in reports if each.bad_blocks or each.is_failed]
-        if incomplete:
-            self._fence(incomplete)
-
-    def _fence(self, requests: Iterable[RequestId]) -> None:
+    def _fence(self, requests: Sequence[RequestId]) -> None:
         """Stop copies. A copy that cannot be stopped would overwrite computed KV, so the engine must not go on."""
-        if not self._copier.revoke(tuple(requests), FENCE_WAIT_S):
+        if not self._revoke(requests, FENCE_WAIT_S):
             raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
