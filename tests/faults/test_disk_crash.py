@@ -429,7 +429,6 @@ def test_a_marker_of_garbage_is_repaired(tmp_path, content):
 def test_a_damaged_marker_of_an_empty_store_is_repaired(tmp_path, content):
     root = tmp_path / "store"
     root.mkdir(0o700)
-    (root / MARKER_NAME).touch()  # of a process that was killed
     open_tier(root).close()
     shutil.rmtree(root / "segments")
     (root / "segments").write_bytes(b"is renamed, and ours all the same")

@@ -49,8 +49,8 @@ from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk import marker as disk_marker
 from kvtier.tier.disk import tier as disk
+from kvtier.tier.disk.format import segment_bytes_for
 from kvtier.tier.disk.kind import DiskSettings
-from kvtier.tier.disk.settings import segment_bytes_for
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.registry import TierContext, TierSettings, kind_of
 from kvtier.tier.safe_open import folder_at

@@ -12,47 +12,20 @@ import fcntl
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.safe_open import WRONG_KIND, Descriptor, open_file, read_file, set_aside
+from kvtier.tier.store_lock import lock_file
 
 _COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
 _MAGIC = b"kvledger"
 _COUNTING = b"kvcounts"  # and 16 characters: the owner of the recount
 _ALL_BITS = (1 << 64) - 1
 
-RETRY_FIRST_S = 0.0001
-RETRY_LONGEST_S = 0.005
 _REPLACED_MAX = 3
-_BUSY = {errno.EWOULDBLOCK, errno.EACCES}
-
-
-def lock_file(descriptor: int, mode: int, deadline_s: float) -> bool:
-    """Take the flock `mode` (LOCK_SH or LOCK_EX). False when it is not free within `deadline_s` seconds.
-
-    Polls instead of blocking in the kernel, because the holder may be a stopped process.
-
-    Raises:
-        OSError: the file system cannot lock.
-    """
-    end_s = time.monotonic() + deadline_s
-    pause_s = RETRY_FIRST_S
-    while True:
-        try:
-            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _BUSY:
-                raise
-        else:
-            return True
-        if time.monotonic() >= end_s:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, RETRY_LONGEST_S)
 
 
 class CapFile:

@@ -6,8 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.errors import ConfigError, TierError
-from kvtier.layout import ALIGNMENT
+from kvtier.errors import TierError
 from kvtier.tier.base import Figures, OneByOneTier
 from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.directory_marker import ALLOWED, open_store
@@ -30,20 +29,10 @@ class FileTier(OneByOneTier):
         root: of the store.
         name: the tier's name in metrics and errors.
         capacity_bytes: the configured cap.
-        direct_io: see the tiers.
         objects: the directory of the objects, relative to `root`.
-
-    Raises:
-        ConfigError: a setting is invalid.
     """
 
-    def __init__(
-        self, root: str | Path, name: str, capacity_bytes: int, direct_io: DirectIo, objects: str = "objects"
-    ) -> None:
-        if capacity_bytes < ALIGNMENT:
-            raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {ALIGNMENT}, got {capacity_bytes}")
-        if direct_io not in {"auto", "on", "off"}:
-            raise ConfigError(f"tier {name!r}: direct_io must be 'auto', 'on' or 'off', got {direct_io!r}")
+    def __init__(self, root: str | Path, name: str, capacity_bytes: int, objects: str = "objects") -> None:
         super().__init__(name)
         self.capacity_bytes = capacity_bytes
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - does not follow links

@@ -13,8 +13,17 @@ from typing import TypeVar
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.keys.secret import SECRET_BYTES, load
-from kvtier.tier.cap_file import lock_file
-from kvtier.tier.safe_open import MISSING, WRONG_KIND, UnusableStoreError, folder_at, open_file, read_file, set_aside
+from kvtier.tier.safe_open import (
+    MISSING,
+    WRONG_KIND,
+    UnusableStoreError,
+    folder_at,
+    make_root,
+    open_file,
+    read_file,
+    set_aside,
+)
+from kvtier.tier.store_lock import lock_file
 from kvtier.tier.store_notes import NOTE
 
 MISTAKES = frozenset({
@@ -101,8 +110,8 @@ def command(what: str, root: Path) -> str:
     return f"kvtier inspect {what} {shlex.quote(str(root))}"
 
 
-def read_marker(path: Path, parse: Callable[[bytes, Path], M | None]) -> M | None:
-    """The marker at `path`; None when it is missing, or `parse` gives None. Read-only.
+def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
+    """The marker at `path`; None when it is missing. Read-only.
 
     Args:
         path: of the marker.
@@ -129,9 +138,7 @@ def read_marker(path: Path, parse: Callable[[bytes, Path], M | None]) -> M | Non
     raise DamagedMarkerError(f"{path} is not a valid marker ({why}); nothing was changed; {how}")
 
 
-def find_marker(
-    path: Path, parse: Callable[[bytes, Path], M | None], is_new: Callable[[str], bool], allowed: str
-) -> M | None:
+def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str) -> M | None:
     """The marker at `path`; None where opening the store makes one. Read-only.
 
     Args:
@@ -154,6 +161,36 @@ def find_marker(
             found = read_marker(path, parse)  # another process may have created it meanwhile
             if found is None:
                 raise
+    return found
+
+
+def open_marker(
+    path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str, content: bytes
+) -> M:
+    """The marker at `path`. In a missing or empty directory it is made, with `content`.
+
+    Concurrent processes all get the same marker. No other directory gets one, and a damaged marker stays.
+
+    Args:
+        path: of the marker.
+        parse: see `read_marker`.
+        is_new: see `refuse_foreign_files`.
+        allowed: see `refuse_foreign_files`.
+        content: of a new marker.
+
+    Raises:
+        UnusableStoreError: see `find_marker`. Nothing was changed.
+        OSError: it cannot be read or written.
+    """
+    found = find_marker(path, parse, is_new, allowed)
+    if found is None:
+        make_root(path.parent)
+        write_marker(path, content)
+        found = read_marker(path, parse)  # ours, or that of a concurrent process
+    if found is None:
+        raise UnusableStoreError(
+            f"root {str(path.parent)!r} lost its marker while it was created; another program may delete files there"
+        )
     return found
 
 

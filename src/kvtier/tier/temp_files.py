@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvtier.layout import align_up
-from kvtier.tier.cap_file import lock_file
 from kvtier.tier.safe_open import (
     MISSING,
     Descriptor,
@@ -29,6 +28,7 @@ from kvtier.tier.safe_open import (
     open_file,
     rename_file,
 )
+from kvtier.tier.store_lock import lock_file
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
 """Names of files that a store creates there. Others are neither counted nor removed."""

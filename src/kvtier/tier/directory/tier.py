@@ -31,10 +31,10 @@ from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, w
 from kvtier.tier.directory.byte_cap import ByteCap
 from kvtier.tier.directory.index import DirectoryIndex
 from kvtier.tier.directory.snapshot import load_snapshot, save_snapshot
-from kvtier.tier.directory.store_lock import StoreLock
 from kvtier.tier.directory_marker import STORE_VERSION
 from kvtier.tier.file_tier import CLOSE_DEADLINE_S, FileTier
 from kvtier.tier.safe_open import MISSING, SuppressErrno, open_file
+from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, stat_in
 from kvtier.tier.temp_files import TempFile, TempFiles
 from kvtier.types import NextTurn, ObjectName
@@ -89,7 +89,7 @@ class DirectoryTier(FileTier):
         lock_deadline_s: float = 2.0,
         open_deadline_s: float = 60.0,
     ) -> None:
-        super().__init__(root, name, capacity_bytes, direct_io)
+        super().__init__(root, name, capacity_bytes)
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
@@ -238,7 +238,8 @@ class DirectoryTier(FileTier):
 
     def _on_replaced(self) -> None:
         """The directory was replaced: lock the new marker and the owner's lock file there."""
-        self._store_lock.reacquire(self._lock_deadline_s)
+        self._store_lock.move()
+        self._store_lock.share(self._lock_deadline_s)
         self._temp_files.attach()
 
     def _publish_uses(self, most: int) -> None:

@@ -10,10 +10,10 @@ from shutil import disk_usage
 
 from kvtier.errors import ConfigError
 from kvtier.tier.cap_file import read_cap_file
-from kvtier.tier.directory.store_lock import StoreLock
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, read_marker
 from kvtier.tier.safe_open import folder_at, open_file
+from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, walk
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 from kvtier.tier.temp_files import NAMES as TEMP_NAMES

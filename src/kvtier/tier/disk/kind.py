@@ -12,7 +12,7 @@ from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Seconds, Size, size_text
 from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.disk.format import SEGMENT_BYTES_MIN
+from kvtier.tier.disk.format import SEGMENT_BYTES_MIN, segment_bytes_for
 from kvtier.tier.disk.marker import (
     ALLOWED_RANKS,
     MARKER_NAME,
@@ -21,7 +21,6 @@ from kvtier.tier.disk.marker import (
     refuse_foreign_ranks,
     repair_marker,
 )
-from kvtier.tier.disk.settings import segment_bytes_for
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.disk.view import DiskView, is_disk, view_at
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems

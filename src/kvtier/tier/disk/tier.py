@@ -23,15 +23,16 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import Figures, Read, Tier, Write
 from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.disk import batch as disk_batch
-from kvtier.tier.disk.format import SEGMENT_BYTES_MAX
-from kvtier.tier.disk.marker import ALLOWED, DiskStoreLock
-from kvtier.tier.disk.pool import Extent, Pool
+from kvtier.tier.disk.format import SEGMENT_BYTES_MAX, segment_bytes_for
+from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, open_marker, replace_marker
+from kvtier.tier.disk.pool import Counts, Extent, Pool
 from kvtier.tier.disk.segment_files import SegmentFiles
-from kvtier.tier.disk.settings import check_settings, segment_bytes_for
 from kvtier.tier.disk.status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
 from kvtier.tier.disk.write_budget import WriteBudget
 from kvtier.tier.effective_cap import EffectiveCap
 from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.safe_open import check_private, make_root
+from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_root import opening
 from kvtier.types import ObjectName
 
@@ -89,7 +90,6 @@ class DiskTier(Tier):
         lock_deadline_s: float = 5.0,
         open_deadline_s: float = 5.0,
     ) -> None:
-        check_settings(name, capacity_bytes, segment_bytes, direct_io, sync_interval_s)
         super().__init__(name)
         self.capacity_bytes = capacity_bytes
         self.root = Path(root).absolute()
@@ -109,21 +109,14 @@ class DiskTier(Tier):
         self.direct_io = False
         """Whether direct I/O is used."""
         self._avoided_bytes = 0
-        self._frames_before = 0
-        self._upkeep_before = 0  # counters of pools before the store was reopened
-        self._evictions_before = 0
+        self._counts = Counts()
         self._faults = 0
         self._last_fault = ""
         self._last_fault_s: float | None = None
         self._is_up: bool | None = None
         self._status = StatusFile(self.root)
         with opening(name, self.root, ALLOWED):
-            self._store_lock = DiskStoreLock(self.root, name, open_deadline_s)
-            try:
-                self._pool = self._open_pool()
-            except BaseException:
-                self._store_lock.release()
-                raise
+            self._store_lock, self._pool = self._open_store(open_deadline_s)
         self._write_status()
         self._keeper = threading.Thread(target=self._maintain, name=f"kvtier {name} keeper", daemon=True)
         self._keeper.start()
@@ -151,7 +144,7 @@ class DiskTier(Tier):
     @property
     def evictions(self) -> int:
         """Objects evicted since the start."""
-        return self._evictions_before + self._pool.evictions
+        return self._counts.evictions
 
     @property
     def write_bytes(self) -> dict[str, int]:
@@ -159,9 +152,8 @@ class DiskTier(Tier):
 
         Write amplification is (frames + upkeep) / frames.
         """
-        upkeep = self._upkeep_before + self._pool.copied_bytes + self._pool.index_bytes
-        frames = self._frames_before + self._pool.frame_bytes
-        return {"frames": frames, "upkeep": upkeep, "avoided": self._avoided_bytes}
+        counts = self._counts
+        return {"frames": counts.frame_bytes, "upkeep": counts.upkeep_bytes, "avoided": self._avoided_bytes}
 
     def figures(self) -> Figures:
         """See `Tier`."""
@@ -201,10 +193,6 @@ class DiskTier(Tier):
         """Make all writes so far durable now."""
         self._run("sync", None, lambda: self._pool.sync())  # noqa: PLW0108 - another pool, perhaps
 
-    def compact(self) -> None:
-        """Free segments that are mostly empty, see `Pool.compact`. For an idle store."""
-        self._run("compact", None, lambda: self._pool.compact())  # noqa: PLW0108 - another pool, perhaps
-
     def close(self) -> None:
         """Wait for running operations, write the index and release the store. Idempotent."""
         if not self._guard.close():
@@ -237,7 +225,7 @@ class DiskTier(Tier):
         wanted = read.into.cast("B")[: max(0, extent.size_bytes - read.offset)]
         count = extent.segment.read(wanted, extent.offset + read.offset) if wanted.nbytes else 0
         if count < wanted.nbytes:
-            pool.lose(extent, read.name)
+            pool.remove(read.name)
             return None
         return count
 
@@ -273,15 +261,41 @@ class DiskTier(Tier):
             raise
         return pool.put([(extent, name)])[0]
 
-    def _open_pool(self) -> Pool:
-        marker = self._store_lock.read()
+    def _open_store(self, deadline_s: float, lock: StoreLock | None = None) -> tuple[StoreLock, Pool]:
+        """Lock the store, which is made if there is none, and open its segments.
+
+        Args:
+            deadline_s: longest wait for the lock.
+            lock: the lock that this process has, if it is still that of the store.
+
+        Raises:
+            UnusableStoreError: what is there cannot be used; nothing was changed.
+            TierError: another process has the store open.
+            OSError: the file system fails.
+        """
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
-        if marker is None or not self._may_keep(marker.segment_bytes):
-            marker = self._store_lock.write(wanted)
-        self.direct_io = choose_direct(self.name, str(self.root), self._wants_direct)
+        make_root(self.root)
+        check_private(self.name, self.root)
+        open_marker(self.root, wanted)
+        taken = lock or StoreLock(str(self.root / MARKER_NAME), self.name)
+        try:
+            taken.exclude(deadline_s)
+            marker = open_marker(self.root, wanted)
+            if not self._may_keep(marker.segment_bytes):
+                marker = replace_marker(self.root, wanted)
+                taken.move()
+                taken.exclude(0.0)
+            self.direct_io = choose_direct(self.name, str(self.root), self._wants_direct)
+            self._home = self.root.stat()
+            return taken, self._open_pool(marker)
+        except BaseException:
+            if taken is not lock:
+                taken.release()
+            raise
+
+    def _open_pool(self, marker: DiskMarker) -> Pool:
         files = SegmentFiles(
-            self._store_lock.folder.fileno(),
-            str(self.root),
+            self.root,
             self.name,
             capacity_bytes=self.capacity_bytes,
             effective_cap=self._effective_cap,
@@ -295,6 +309,7 @@ class DiskTier(Tier):
             marker.store_id,
             rows_max=min(max(self.capacity_bytes // ROW_SHARE_BYTES, ROWS_MIN), ROWS_MAX),
             deadline_s=self._lock_deadline_s,
+            counts=self._counts,
             on_turn=self._wake.set,
         )
 
@@ -330,7 +345,7 @@ class DiskTier(Tier):
 
     def _upkeep(self) -> None:
         """Check that the store was not replaced, and keep a segment empty."""
-        self._is_suspect |= not self._store_lock.is_current()
+        self._is_suspect |= not self._is_current()
         self._run("prepare a segment", None, lambda: self._pool.prepare())  # noqa: PLW0108 - another pool, perhaps
 
     def _write_status(self, *, is_last: bool = False) -> None:
@@ -369,41 +384,37 @@ class DiskTier(Tier):
             direct_io=self.direct_io,
         )
 
+    def _is_current(self) -> bool:
+        """Whether the marker and the segments are still at their paths."""
+        return self._store_lock.is_current() and self._pool.is_current
+
     def _check_store(self) -> None:
-        """Check the store after an I/O error: continue with it, or reopen it when it was replaced."""
+        """The store may be gone: continue with it, or open what is there now."""
         if not self._reopening.acquire(timeout=self._lock_deadline_s):
             raise TierError(self.name, "is being reopened")
         try:
-            if not self._is_suspect:
-                return
-            if not self._store_lock.is_current() and not self._store_lock.restore():
-                if not os.path.lexists(self._store_lock.path):
-                    # Not recreated: without its disk mounted, the path leads to another one.
-                    raise TierError(self.name, f"{self._store_lock.path} is gone")
+            if self._is_suspect and not self._is_current():
                 self._reopen()
             self._is_suspect = False
         finally:
             self._reopening.release()
 
     def _reopen(self) -> None:
+        """Open what is at the store's path now. The former pool's files are closed when no thread uses them."""
+        former = self._store_lock
         try:
-            lock = DiskStoreLock(self.root, self.name, 0.0)
+            is_home = os.path.samestat(self.root.stat(), self._home)
+        except FileNotFoundError:
+            is_home = False
+        if not is_home and not os.path.lexists(self.root / MARKER_NAME):
+            # Not recreated: without its disk mounted, the path leads to another one.
+            raise TierError(self.name, f"{self.root / MARKER_NAME} is gone")
+        try:
+            self._store_lock, self._pool = self._open_store(0.0, former if former.is_current() else None)
         except (ConfigError, OSError) as error:
             raise TierError(self.name, f"cannot be reopened: {error}") from error
-        old_lock, old_pool = self._store_lock, self._pool
-        self._store_lock = lock
-        try:
-            self._pool = self._open_pool()
-        except BaseException as error:
-            self._store_lock = old_lock
-            lock.release()
-            if isinstance(error, ConfigError):
-                raise TierError(self.name, f"cannot be reopened: {error}") from error
-            raise
-        self._frames_before += old_pool.frame_bytes
-        self._upkeep_before += old_pool.copied_bytes + old_pool.index_bytes
-        self._evictions_before += old_pool.evictions
-        old_lock.release()
+        if self._store_lock is not former:
+            former.release()
 
     def _run(self, what: str, name: ObjectName | None, act: Callable[[], _Answer]) -> _Answer:
         """Run `act` while the tier is open. An OSError becomes a TierError, and the next call checks the store.

@@ -64,17 +64,6 @@ class StoreHealth:
         return self.state in {"in use", "not open"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compaction:
-    """Bytes of a store on its device before and after compaction."""
-
-    directory: str
-    objects: int
-    bytes_before: int
-    bytes_after: int
-    copied_bytes: int
-
-
 class DiskView:
     """The disk store at `root`.
 
@@ -172,23 +161,6 @@ class DiskView:
             amplification=None if status is None else status.amplification,
             status=status,
         )
-
-    def compact(self) -> Compaction:
-        """Copy the objects of mostly empty segments together and remove empty segments.
-
-        Raises:
-            TierError: another process has the store open.
-        """
-        with self.opened_tier() as tier:
-            before, copied = tier.used_bytes, tier.write_bytes["upkeep"]
-            tier.compact()
-            return Compaction(
-                directory=str(self.root),
-                objects=tier.object_count,
-                bytes_before=before,
-                bytes_after=tier.used_bytes,
-                copied_bytes=tier.write_bytes["upkeep"] - copied,
-            )
 
     def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - a disk store is never shared
         """Remove the store. `force` changes nothing: a process that has it open does not share it."""

@@ -66,7 +66,7 @@ class SharedDirectoryTier(FileTier):
         wait_s: float = TAKE_WAIT_S,
     ) -> None:
         key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
-        super().__init__(root, name, capacity_bytes, direct_io, f"{key}/{model}")
+        super().__init__(root, name, capacity_bytes, f"{key}/{model}")
         self._owner = os.urandom(8).hex()
         self._numbers = itertools.count()
         with self._opening(SHARED_VERSION):

@@ -1,11 +1,40 @@
-"""The lock of a store: each process holds a shared flock on the marker; an exclusive one proves it is alone."""
+"""The lock of a store: a flock on its marker. It is exclusive, or each process that has the store open shares it."""
 
+import errno
 import fcntl
 import os
+import time
 
 from kvtier.errors import TierError
-from kvtier.tier.cap_file import lock_file
 from kvtier.tier.safe_open import Descriptor, is_at, open_file
+
+RETRY_FIRST_S = 0.0001
+RETRY_LONGEST_S = 0.005
+_BUSY = {errno.EWOULDBLOCK, errno.EACCES}
+
+
+def lock_file(descriptor: int, mode: int, deadline_s: float) -> bool:
+    """Take the flock `mode` (LOCK_SH or LOCK_EX). False when it is not free within `deadline_s` seconds.
+
+    Polls instead of blocking in the kernel, because the holder may be a stopped process.
+
+    Raises:
+        OSError: the file system cannot lock.
+    """
+    end_s = time.monotonic() + deadline_s
+    pause_s = RETRY_FIRST_S
+    while True:
+        try:
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _BUSY:
+                raise
+        else:
+            return True
+        if time.monotonic() >= end_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, RETRY_LONGEST_S)
 
 
 class StoreLock:
@@ -40,17 +69,28 @@ class StoreLock:
         if not lock_file(self._descriptor.fileno(), fcntl.LOCK_SH, deadline_s):
             raise TierError(self._tier, f"another process held an exclusive lock on {self._path} for {deadline_s} s")
 
-    def reacquire(self, deadline_s: float) -> None:
-        """Lock the file that is at the marker's path now.
+    def exclude(self, deadline_s: float) -> None:
+        """Take an exclusive lock and keep it: the store is for this process alone.
+
+        Raises:
+            TierError: another process has the store open, or the marker was replaced: another process may have that.
+        """
+        if not lock_file(self._descriptor.fileno(), fcntl.LOCK_EX, deadline_s) or not self.is_current():
+            raise TierError(
+                self._tier,
+                f"root {os.path.dirname(self._path)!r} is in use by another process; "  # noqa: PTH120
+                "allowed: a separate directory for each process",
+            )
+
+    def move(self) -> None:
+        """Release the lock, and refer to the file that is at the marker's path now.
 
         Raises:
             OSError: there is no marker.
-            TierError: another process held an exclusive lock for `deadline_s` seconds.
         """
         descriptor = _open(self._path)
         self.release()
         self._descriptor = descriptor
-        self.share(deadline_s)
 
     def is_current(self) -> bool:
         """Whether the locked file is still the one at the marker's path."""
