@@ -242,16 +242,3 @@ def test_a_file_that_was_cut_gives_what_is_there(tmp_path):
         assert into[:length] == frame_of(1)[:length]
     tier.delete(object_name(1))
     tier.close()
-
-
-def test_names_of_another_length_are_refused(tmp_path):
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
-    for call in (
-        lambda: tier.write(b"short", frame_of(1)),
-        lambda: tier.read(b"", empty_frame(1)),
-        lambda: tier.delete(b"x" * 33),
-        lambda: tier.read(object_name(1), empty_frame(1), -1),
-    ):
-        with pytest.raises(TierError, match=r"32 bytes|negative"):
-            call()
-    tier.close()

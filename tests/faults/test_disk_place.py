@@ -374,7 +374,7 @@ def test_no_link_below_a_store_is_followed(tmp_path):
             assert run(["inspect", *command.split(), str(root)]) in {0, 1}, (name, command)
         tier = open_tier(root)
         write_many(tier, range(10, 60))
-        tier._write_status(is_last=True)
+        tier._write_status(is_open=False)
         assert tier.used_bytes <= CAPACITY_BYTES
         tier.close()
         assert run(["inspect", *commands[-1].split(), str(root)]) == 0
@@ -467,7 +467,7 @@ def test_whatever_the_umask_only_the_owner_may_enter(tmp_path, mask):
     try:
         tier = open_tier(root)
         write_many(tier, range(3))
-        tier._write_status(is_last=True)
+        tier._write_status(is_open=False)
         tier.close()
     finally:
         os.umask(before)

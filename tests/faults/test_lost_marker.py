@@ -270,7 +270,7 @@ def test_a_store_that_a_process_has_open_is_not_repaired(
     plain_store(kind, root)
     tier = make(kind, root)
     if kind == "disk":
-        tier._write_status(is_last=False)
+        tier._write_status()
         tier._is_closing = True  # its keeper would mend a removed marker
         tier._wake.set()
         tier._keeper.join(DEADLINE_S)

@@ -1,28 +1,23 @@
 """What `directory` and `shared_directory` share: a root, its marker, a file per object. They differ in the cap."""
 
 import logging
-import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.errors import TierError
 from kvtier.tier.base import Figures, OneByOneTier
 from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.directory_marker import ALLOWED, open_store
-from kvtier.tier.effective_cap import EffectiveCap, with_cause
-from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.safe_open import check_private, directory_at
-from kvtier.tier.store_paths import NAME_BYTES, Paths, walk
+from kvtier.tier.store_paths import Paths, walk
 from kvtier.tier.store_root import opening
+from kvtier.tier.store_tier import CLOSE_DEADLINE_S, StoreTier
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
 
-CLOSE_DEADLINE_S = 10.0
 
-
-class FileTier(OneByOneTier):
+class FileTier(StoreTier, OneByOneTier):
     """Base of tiers that keep a file per object below `root`.
 
     Args:
@@ -33,14 +28,8 @@ class FileTier(OneByOneTier):
     """
 
     def __init__(self, root: str | Path, name: str, capacity_bytes: int, objects: str = "objects") -> None:
-        super().__init__(name)
-        self.capacity_bytes = capacity_bytes
-        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - does not follow links
-        self.direct_io = False
-        """Whether direct I/O is used for aligned buffers."""
+        super().__init__(root, name, capacity_bytes)
         self._paths = Paths(str(self.root), objects)
-        self._guard = OperationGuard(name)
-        self._effective_cap = EffectiveCap(name, capacity_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -51,11 +40,6 @@ class FileTier(OneByOneTier):
     def evictions(self) -> int:
         """Objects evicted by this process since it opened the store."""
         raise NotImplementedError
-
-    @property
-    def limit_bytes(self) -> int:
-        """The cap now: below `capacity_bytes` after a write found the file system full."""
-        return self._effective_cap.now_bytes
 
     def figures(self) -> Figures:
         """See `Tier`."""
@@ -91,14 +75,3 @@ class FileTier(OneByOneTier):
         """Try direct I/O out in `directory`, see `choose_direct`."""
         with directory_at(directory) as place:
             self.direct_io = choose_direct(self.name, directory, direct_io, place)
-
-    @contextmanager
-    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        with self._guard:
-            if name is not None and len(name) != NAME_BYTES:
-                raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
-            try:
-                yield
-            except OSError as error:
-                subject = "" if name is None else f" object {name.hex()[:12]}"
-                raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error

@@ -32,10 +32,11 @@ from kvtier.tier.directory.byte_cap import ByteCap
 from kvtier.tier.directory.index import DirectoryIndex
 from kvtier.tier.directory.snapshot import load_snapshot, save_snapshot
 from kvtier.tier.directory_marker import STORE_VERSION
-from kvtier.tier.file_tier import CLOSE_DEADLINE_S, FileTier
+from kvtier.tier.file_tier import FileTier
 from kvtier.tier.safe_open import MISSING, SuppressErrno, open_file
 from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, stat_in
+from kvtier.tier.store_tier import CLOSE_DEADLINE_S
 from kvtier.tier.temp_files import TempFile, TempFiles
 from kvtier.types import NextTurn, ObjectName
 
