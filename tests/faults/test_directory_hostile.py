@@ -383,7 +383,6 @@ def test_a_count_that_cannot_be_evicts_nothing(tmp_path, count):
     assert tier.used_bytes == charged(tier) == 9 * FRAME
     (root / "ledger").write_bytes(bytes(24))
     tier.delete(name_of(50))
-    tier._byte_cap.wait_idle(DEADLINE_S)
     assert tier.used_bytes == charged(tier) == 8 * FRAME
     tier.close()
 

@@ -3,8 +3,6 @@
 Under the lock the count is at least the bytes of all objects and temporary files. It is exact unless a process was
 killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So a
 crash leaves the count too high at worst, and a recount corrects it.
-
-During a recount the file holds its owner instead of a count, and no process adds bytes.
 """
 
 import errno
@@ -22,7 +20,6 @@ from kvtier.tier.store_lock import lock_file
 
 _COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
 _MAGIC = b"kvledger"
-_COUNTING = b"kvcounts"  # and 16 characters: the owner of the recount
 _ALL_BITS = (1 << 64) - 1
 
 _REPLACED_MAX = 3
@@ -74,7 +71,7 @@ class CapFile:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Bytes in use; None when the file is new or damaged, or during a recount. Only under the lock."""
+        """Bytes in use; None when the file is new or damaged. Only under the lock."""
         used_bytes = _unpacked(os.pread(self._live(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
@@ -85,18 +82,8 @@ class CapFile:
         os.pwrite(self._live(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
         self._last_bytes = used_bytes
 
-    def counted_by(self) -> str:
-        """The owner of the recount; empty without one. Only under the lock."""
-        content = os.pread(self._live(), _COUNT.size, 0)
-        return content[len(_COUNTING) :].decode("ascii", "replace") if content.startswith(_COUNTING) else ""
-
-    def start_count(self, owner: str) -> None:
-        """Replace the count by the `owner` of a recount, in 16 characters, or by none. Only under the lock."""
-        self.read()  # the last count, for `peek`
-        os.pwrite(self._live(), (_COUNTING + owner.encode()).ljust(_COUNT.size, b"\0"), 0)
-
     def peek(self) -> int:
-        """Bytes in use, possibly stale, and as of before a recount. Never waits."""
+        """Bytes in use, possibly stale. Never waits."""
         if self._threads.acquire(blocking=False):
             try:
                 if self._descriptor.is_open:

@@ -117,12 +117,13 @@ class TempFiles:
             return draft.reserved_bytes
         return 0
 
-    def clear_stale(self) -> bool:
-        """Remove temporary files and lock files of dead owners. True when there were any.
+    def clear_stale(self) -> int:
+        """Remove temporary files and lock files of dead owners. Returns the bytes that were reserved by them.
 
         Raises:
             OSError: one cannot be removed.
         """
+        freed_bytes = 0
         with _names_at(self._path) as (directory, names):
             owners = {name[:_OWNER_DIGITS] for name in names if not name.startswith(_PROBE_PREFIX)}
             gone = {owner for owner in owners if not self._is_alive(owner, directory)}
@@ -131,16 +132,8 @@ class TempFiles:
                 if name[:_OWNER_DIGITS] in gone or name.startswith(_PROBE_PREFIX):
                     with suppress(FileNotFoundError):  # an opening process removes its probe without the lock
                         os.unlink(name, dir_fd=directory)
-        return bool(gone)
-
-    def is_alive(self, owner: str) -> bool:
-        """Whether `owner` has the store open; False for what is no owner's name.
-
-        Raises:
-            OSError: the file system fails.
-        """
-        with directory_at(self._path) as directory:
-            return bool(NAMES.fullmatch(_lock_name(owner))) and self._is_alive(owner, directory)
+                        freed_bytes += _reserved_by(name)
+        return freed_bytes
 
     def _next_name(self, reserved_bytes: int) -> str:
         return f"{self.owner}-{next(self._numbers)}-{reserved_bytes}"
@@ -185,15 +178,14 @@ class TempFiles:
         return self._lock is not None if owner == self.owner else _is_locked(_lock_name(owner), directory)
 
 
-def reserved(path: str) -> dict[int, int]:
-    """Bytes reserved by each temporary file of any owner in the directory `path`, by its inode.
+def reserved(path: str) -> list[int]:
+    """Bytes reserved by each temporary file of any owner in the directory `path`.
 
     Raises:
         OSError: the directory cannot be read.
     """
     with _names_at(path) as (_, names):
-        # Whole blocks, also when another program made the name.
-        return {inode: align_up(int(name.rpartition("-")[2])) for name, inode in names.items() if "-" in name}
+        return [_reserved_by(name) for name in names if "-" in name]
 
 
 def owners_alive(path: str) -> int:
@@ -224,25 +216,29 @@ def _is_locked(name: str, directory: int) -> bool:
 
 
 @contextmanager
-def _names_at(path: str) -> Generator[tuple[int, dict[str, int]]]:
-    """A descriptor of the directory `path` and its files that match `NAMES`, with inodes; none when it is missing."""
+def _names_at(path: str) -> Generator[tuple[int, list[str]]]:
+    """A descriptor of the directory `path` and its files that match `NAMES`; none when it is missing."""
     try:
         directory = open_directory(path, is_listed=True)
     except OSError as error:
         if error.errno not in MISSING:
             raise
-        yield -1, {}
+        yield -1, []
         return
     try:
-        names: dict[str, int] = {}
+        names: list[str] = []
         for name in filter(NAMES.fullmatch, os.listdir(directory)):
             with suppress(FileNotFoundError):
-                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    names[name] = status.st_ino
+                if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                    names.append(name)
         yield directory, names
     finally:
         os.close(directory)
+
+
+def _reserved_by(name: str) -> int:
+    """Bytes by the name of a temporary file, in whole blocks, also when another program made the name."""
+    return align_up(int(name.rpartition("-")[2])) if "-" in name else 0
 
 
 def _lock_name(owner: str) -> str:

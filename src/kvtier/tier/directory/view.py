@@ -48,7 +48,7 @@ class DirectoryView:
 
     def usage(self) -> Usage:
         """Usage from the marker, the cap file and the temporary files."""
-        temp_files = reserved(self._paths.temp_files).values()
+        temp_files = reserved(self._paths.temp_files)
         return Usage(
             store_id=self._marker.store_id,
             version=self._marker.version,
