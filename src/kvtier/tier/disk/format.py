@@ -173,6 +173,12 @@ def entries_in(blocks: Blocks) -> Entries:
     return blocks["entries"][is_used]
 
 
+def names_in(entries: Entries) -> list[bytes]:
+    """The name of each entry."""
+    packed = np.ascontiguousarray(entries["name"]).tobytes()
+    return [packed[at : at + 32] for at in range(0, len(packed), 32)]
+
+
 def blocks_for(entry_count: int) -> int:
     """Number of index blocks for `entry_count` entries."""
     return -(-entry_count // ENTRIES_PER_BLOCK)

@@ -24,7 +24,7 @@ import numpy as np
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT, align_up
 from kvtier.tier.direct import aligned_buffer
-from kvtier.tier.disk.format import BLOCK_BYTES, GENERATION_MAX
+from kvtier.tier.disk.format import BLOCK_BYTES, GENERATION_MAX, names_in
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.segment_files import SegmentFiles
 from kvtier.tier.disk.table import ObjectTable
@@ -483,9 +483,8 @@ class Pool:
             if not len(entries):
                 self._spare.append(segment)
                 continue
-            names = np.ascontiguousarray(entries["name"])
-            rows = self._table.put_many(names, segment.number, entries["block"], entries["size_bytes"])
-            segment.rows.frombytes(rows.astype(np.uint32).tobytes())
+            places = entries["block"].tolist(), entries["size_bytes"].tolist()
+            segment.rows.extend(self._table.put_many(names_in(entries), segment.number, *places))
             self._full.append(segment)
         if self._full:
             self._filling = self._full.pop()

@@ -1,8 +1,7 @@
 """The disk tier: frames in preallocated segment files on a local drive, under a hard byte cap.
 
 Unlike the directory tier, which keeps a file per object for several processes, a store belongs to one process. In
-return an object costs one `pwritev` or `preadv`, a lookup no system call, and ten million objects less than 1 GB of
-memory.
+return an object costs one `pwritev` or `preadv`, a lookup no system call, and a million objects about 0.2 GB of memory.
 
 A written object is readable at once. Every `sync_interval_s` frames are made durable, then the index blocks that name
 them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a

@@ -14,11 +14,9 @@ from pathlib import Path
 from shutil import disk_usage
 from time import time
 
-import numpy as np
-
 from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.disk.format import VERSION, Entries
+from kvtier.tier.disk.format import VERSION, Entries, names_in
 from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, parse_marker
 from kvtier.tier.disk.segment import Segment, file_name
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head, segment_files
@@ -103,10 +101,8 @@ class DiskView:
         found: dict[bytes, ObjectFile] = {}
         for generation, number, entries in sorted(loaded, key=lambda item: item[0]):
             path = str(self.root / SEGMENTS_NAME / file_name(number))
-            packed = np.ascontiguousarray(entries["name"]).tobytes()
-            places = zip(entries["block"].tolist(), entries["size_bytes"].tolist(), strict=True)
-            for at, (block, size_bytes) in enumerate(places):
-                name = packed[32 * at : 32 * at + 32]
+            places = zip(names_in(entries), entries["block"].tolist(), entries["size_bytes"].tolist(), strict=True)
+            for name, block, size_bytes in places:
                 found[name] = ObjectFile(name, size_bytes, generation / 1e9, path, number, block * ALIGNMENT)
         return [found[name] for name in sorted(found)]
 
