@@ -252,7 +252,7 @@ def test_whatever_is_in_the_cap_file_the_store_is_counted(tmp_path, content):
 
 def test_a_temporary_file_of_an_odd_size_does_not_end_the_counting(tmp_path):
     tier = filled(tmp_path / "s", 5)
-    (tmp_path / "s" / "drafts" / f"{tier._temp_files.owner}-77-123").touch()
+    (tmp_path / "s" / "drafts" / f"{tier._byte_cap._temp_files.owner}-77-123").touch()
     (tmp_path / "s" / "ledger").write_bytes(b"")
     assert tier.write(object_name(7), frame_of(7, BLOCK_BYTES))
     assert tier.used_bytes == 7 * BLOCK_BYTES

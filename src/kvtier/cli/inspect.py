@@ -259,7 +259,7 @@ def _draw_stat(result: StoreStat) -> None:
         ("objects", f"{result.objects}, {size_text(result.bytes)}"),
         ("in use", f"{recorded} (files, in whole blocks: {size_text(result.charged_bytes)})"),
         ("temporary files", f"{result.temp_files}, {size_text(result.temp_bytes)} reserved"),
-        ("open in", "unknown" if result.open_in is None else f"{result.open_in} tier(s) of running processes"),
+        ("open", "unknown" if result.open_in is None else "in a running process" if result.open_in else "no"),
         ("disk free", "unknown" if result.free_bytes is None else size_text(result.free_bytes)),
         ("unreadable heads", str(result.unreadable)),
     ]

@@ -16,7 +16,6 @@ from kvtier.tier import store_root
 from kvtier.tier.safe_open import UnusableStoreError
 from kvtier.tier.store_notes import NOTE
 from kvtier.tier.store_root import RANK, refuse_foreign_files
-from kvtier.tier.temp_files import owners_alive
 
 MARKER_NAME = "kvtier-store.json"
 STORE_VERSION = 1
@@ -134,5 +133,4 @@ def repair_marker(root: Path, version: int) -> list[str]:
         refuse_foreign_files(root, lambda name: bool(_OURS[version].fullmatch(name)), "files of a kvtier store only")
         return _new_marker(version)
 
-    is_in_use = None if version == SHARED_VERSION else lambda: owners_alive(str(root / "drafts")) > 0
-    return store_root.repair_marker(root / MARKER_NAME, partial(read_marker, root, version), content, is_in_use)
+    return store_root.repair_marker(root / MARKER_NAME, partial(read_marker, root, version), content)

@@ -4,12 +4,15 @@ import errno
 import fcntl
 import os
 import time
+from contextlib import suppress
 
 from kvtier.errors import TierError
 from kvtier.tier.safe_open import Descriptor, is_at, open_file
 
 RETRY_FIRST_S = 0.0001
 RETRY_LONGEST_S = 0.005
+REPAIR_WAIT_S = 1.0
+"""Longest wait for a repair, or of a repair for another one."""
 _BUSY = {errno.EWOULDBLOCK, errno.EACCES}
 
 
@@ -47,7 +50,7 @@ class StoreLock:
     def __init__(self, path: str, tier: str) -> None:
         self._path = path
         self._tier = tier
-        self._descriptor = _open(path)
+        self._descriptor, self._root = _open(path)
 
     def acquire(self, deadline_s: float) -> bool:
         """Lock the store. True when the lock is exclusive: no other process can open the store until `share`.
@@ -88,9 +91,9 @@ class StoreLock:
         Raises:
             OSError: there is no marker.
         """
-        descriptor = _open(self._path)
+        descriptor, root = _open(self._path)
         self.release()
-        self._descriptor = descriptor
+        self._descriptor, self._root = descriptor, root
 
     def is_current(self) -> bool:
         """Whether the locked file is still the one at the marker's path."""
@@ -99,7 +102,24 @@ class StoreLock:
     def release(self) -> None:
         """Release the lock. Idempotent."""
         self._descriptor.close()
+        self._root.close()
 
 
-def _open(path: str) -> Descriptor:
-    return Descriptor(open_file(path, os.O_RDWR)[0])  # NFS grants exclusive locks only on files open for writing
+def is_locked(marker: str) -> int | None:
+    """1 if a process has the store of this marker open, 0 if none has; None: unknown."""
+    with suppress(OSError):
+        descriptor, _ = open_file(marker, os.O_RDONLY)
+        try:
+            return int(not lock_file(descriptor, fcntl.LOCK_EX, 0.0))
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _open(path: str) -> tuple[Descriptor, Descriptor]:
+    """The marker, and its directory with a shared lock, which a repair of a lost marker finds."""
+    marker = Descriptor(open_file(path, os.O_RDWR)[0])  # NFS grants exclusive locks only on files open for writing
+    root = Descriptor(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # noqa: PTH120
+    with suppress(OSError):  # NFS locks no directory
+        lock_file(root.fileno(), fcntl.LOCK_SH, REPAIR_WAIT_S)
+    return marker, root

@@ -50,7 +50,6 @@ class ByteCap:
         effective_cap: the cap while the file system is full.
         cap_file: the byte count and the lock.
         index: indexed objects and their eviction order.
-        temp_files: this process's temporary files.
         on_replaced: called under the lock when the directory was replaced, as by a remount. Operations fail until it
             succeeds.
     """
@@ -62,7 +61,6 @@ class ByteCap:
         effective_cap: EffectiveCap,
         cap_file: CapFile,
         index: DirectoryIndex,
-        temp_files: TempFiles,
         on_replaced: Callable[[], None],
     ) -> None:
         self._paths = paths
@@ -70,7 +68,7 @@ class ByteCap:
         self._effective_cap = effective_cap
         self._cap_file = cap_file
         self._index = index
-        self._temp_files = temp_files
+        self._temp_files = TempFiles(paths.temp_files)
         self._on_replaced = on_replaced
         self._undeleted: list[TempFile] = []  # removal failed, to be retried
         self._is_replaced = False
@@ -79,14 +77,13 @@ class ByteCap:
         self.evictions = 0
 
     def attach(self, *, is_alone: bool, needs_index: bool) -> None:
-        """Remove temporary files of dead processes, lock this owner's lock file, and index the files if needed.
+        """Remove temporary files of dead writers, and index the files if needed.
 
         With the store to itself (`is_alone`), the process recounts: a killed one may have counted bytes that it never
         wrote.
         """
         with self._locked():
-            self._release(self._temp_files.clear_stale())
-            self._temp_files.attach()
+            self._release(self._temp_files.clear_stale(is_alone=is_alone))
             if is_alone:
                 self._recount()
         if needs_index and not is_alone:
@@ -182,10 +179,9 @@ class ByteCap:
         return None if status is None or charge_bytes(status.st_size) > self._capacity_bytes else status
 
     def close(self) -> None:
-        """Remove this process's temporary files and lock file, as far as possible. Raises nothing."""
+        """Remove this process's temporary files, as far as possible. Raises nothing."""
         with suppress(TierError, OSError), self._locked():
             self._retry_removal()
-            self._temp_files.detach()
 
     def _index_foreign_objects(self, charge: int) -> None:
         """Index objects of other processes when they hold much and space is needed; else only ours would be evicted.
@@ -344,7 +340,7 @@ class ByteCap:
 
     def _recount(self) -> int:
         """Index and count all files. Nothing appears meanwhile. Returns the bytes in use."""
-        self._temp_files.clear_stale()
+        self._temp_files.clear_stale(is_alone=False)
         used_bytes, oversized = self._index_files()
         for name in oversized:  # such as planted sparse files
             self._paths.remove_object(name)
@@ -353,7 +349,8 @@ class ByteCap:
                 "%d files in %s were larger than the cap of %d bytes and were removed, the first: %s",
                 len(oversized), self._paths.objects, self._capacity_bytes, oversized[0].hex(),
             )  # fmt: skip
-        used_bytes += sum(reserved(self._paths.temp_files))
+        # What reserves more than the cap was planted.
+        used_bytes += sum(it for it in reserved(self._paths.temp_files) if it <= self._capacity_bytes)
         self._cap_file.write(used_bytes)
         self._count_again_s = self._walk_again_s
         return used_bytes

@@ -37,7 +37,7 @@ from kvtier.tier.safe_open import MISSING, SuppressErrno, open_file
 from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, stat_in
 from kvtier.tier.store_tier import CLOSE_DEADLINE_S
-from kvtier.tier.temp_files import TempFile, TempFiles
+from kvtier.tier.temp_files import TempFile
 from kvtier.types import NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,6 @@ class DirectoryTier(FileTier):
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
-        self._temp_files = TempFiles(self._paths.temp_files)
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
         """(name, time) of reads that are not yet in the files' mtimes."""
         self._snapshot_lock = threading.Lock()
@@ -109,7 +108,6 @@ class DirectoryTier(FileTier):
                 self._effective_cap,
                 self._cap_file,
                 self._index,
-                self._temp_files,
                 self._on_replaced,
             )
             try:
@@ -237,10 +235,9 @@ class DirectoryTier(FileTier):
             )
 
     def _on_replaced(self) -> None:
-        """The directory was replaced: lock the new marker and the owner's lock file there."""
+        """The directory was replaced: lock the marker there."""
         self._store_lock.move()
         self._store_lock.share(self._lock_deadline_s)
-        self._temp_files.attach()
 
     def _publish_uses(self, most: int) -> None:
         """Write queued uses to the files' mtimes, which order eviction in other processes. Raises nothing.
@@ -275,7 +272,6 @@ class DirectoryTier(FileTier):
     def _release(self) -> None:
         self._byte_cap.close()
         self._store_lock.release()
-        self._temp_files.detach()
         self._cap_file.close()
 
 

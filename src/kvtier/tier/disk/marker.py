@@ -1,7 +1,6 @@
 """The marker of a disk store. Its lock restricts the store to one process."""
 
 import os
-import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvtier.tier.disk.format import (
     is_segment_size,
 )  # fmt: skip
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head
-from kvtier.tier.disk.status import SILENT_S, STATUS_NAME, TEMP_NAME, read_status
+from kvtier.tier.disk.status import STATUS_NAME, TEMP_NAME
 from kvtier.tier.safe_open import UnusableStoreError, folder_at
 from kvtier.tier.store_root import RANK, read_marker
 
@@ -93,24 +92,7 @@ def repair_marker(root: Path) -> list[str]:
         OSError: it cannot be read or written.
     """
     path = root / MARKER_NAME
-    return store_root.repair_marker(
-        path, partial(read_marker, path, parse_marker), lambda: _packed(_recovered(root)), lambda: _refuse_living(root)
-    )
-
-
-def _refuse_living(root: Path) -> bool:
-    """False unless the status is that of a process that has the store open.
-
-    Raises:
-        UnusableStoreError: it is.
-    """
-    status = read_status(root)
-    if status is not None and status.is_open and time.time() - status.time_s <= SILENT_S:
-        raise UnusableStoreError(
-            f"{root}: a running process has the store open, by its status; end it first. After a kill the status "
-            f"counts for {SILENT_S:g} s"
-        )
-    return False
+    return store_root.repair_marker(path, partial(read_marker, path, parse_marker), lambda: _packed(_recovered(root)))
 
 
 def _recovered(root: Path) -> DiskMarker:

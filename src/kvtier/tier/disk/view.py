@@ -23,6 +23,7 @@ from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head, segment_f
 from kvtier.tier.disk.status import SILENT_S, STATUS_NAME, TEMP_NAME, DiskStatus, read_status
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.safe_open import directory_at, folder_at, open_file
+from kvtier.tier.store_lock import is_locked
 from kvtier.tier.store_root import DamagedMarkerError, read_marker
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 
@@ -117,7 +118,7 @@ class DiskView:
             version=VERSION,
             created=marker.created,
             charged_bytes=sum(file.st_blocks * 512 for _, file in segments),
-            open_in=int(self._is_open()),
+            open_in=is_locked(str(self.root / MARKER_NAME)),
             capacity_bytes=status.capacity_bytes if status else None,
             free_bytes=disk_usage(self.root).free,
         )
@@ -147,7 +148,7 @@ class DiskView:
         """The store's health. Reads two small files."""
         status, state = read_status(self.root), "not open"
         age_s = None if status is None else max(time() - status.time_s, 0.0)
-        if self._is_open():
+        if is_locked(str(self.root / MARKER_NAME)):
             is_silent = status is None or age_s is None or not status.is_open or age_s > SILENT_S
             state = "silent" if is_silent else "backed off" if status and status.is_up is False else "in use"
         return StoreHealth(
@@ -193,14 +194,3 @@ class DiskView:
         """A descriptor of the segments' directory."""
         with folder_at(self.root) as top, directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
             yield folder
-
-    def _is_open(self) -> bool:
-        with folder_at(self.root) as top:
-            descriptor, _ = open_file(MARKER_NAME, os.O_RDONLY, top)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
