@@ -357,7 +357,6 @@ def test_no_link_below_a_store_is_followed(tmp_path):
         "segments/00000000.segment": elsewhere / "00000000.segment",
         "segments/00000007.segment": elsewhere / "photo.jpg",
         "kvtier-status.json": elsewhere / "kvtier-status.json",
-        ".kvtier-status.json.draft": elsewhere / "photo.jpg",
     }
     commands = ("ls", "stat", "health", "verify", "verify --repair", "purge --yes")
     for number, (name, target) in enumerate(links.items()):

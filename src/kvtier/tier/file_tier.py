@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.tier.base import Figures, OneByOneTier
+from kvtier.tier.base import OneByOneTier
 from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.directory_marker import ALLOWED, open_store
 from kvtier.tier.safe_open import check_private, directory_at
@@ -30,20 +30,6 @@ class FileTier(StoreTier, OneByOneTier):
     def __init__(self, root: str | Path, name: str, capacity_bytes: int, objects: str = "objects") -> None:
         super().__init__(root, name, capacity_bytes)
         self._paths = Paths(str(self.root), objects)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes counted against the cap, of all processes."""
-        raise NotImplementedError
-
-    @property
-    def evictions(self) -> int:
-        """Objects evicted by this process since it opened the store."""
-        raise NotImplementedError
-
-    def figures(self) -> Figures:
-        """See `Tier`."""
-        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) in the objects' directory, of all processes and nodes."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import About
+from kvtier.tier.base import About, Figures
 from kvtier.tier.cap_file import CapFile
 from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory.byte_cap import ByteCap
@@ -132,6 +132,10 @@ class DirectoryTier(FileTier):
     def evictions(self) -> int:
         """Objects evicted by this process since it opened the store."""
         return self._byte_cap.evictions
+
+    def figures(self) -> Figures:
+        """See `Tier`."""
+        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether the index has it or, in a shared store, the directory.

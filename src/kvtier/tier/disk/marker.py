@@ -1,6 +1,7 @@
 """The marker of a disk store. Its lock restricts the store to one process."""
 
 import os
+import re
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvtier.tier.disk.format import (
     is_segment_size,
 )  # fmt: skip
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head
-from kvtier.tier.disk.status import STATUS_NAME, TEMP_NAME
+from kvtier.tier.disk.status import FILES as STATUS_FILES
 from kvtier.tier.safe_open import UnusableStoreError, folder_at
 from kvtier.tier.store_root import RANK, read_marker
 
@@ -27,7 +28,7 @@ ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 ALLOWED_RANKS = "an empty or missing directory, or one with kvtier stores (rank-0 and so on)"
 
 _CREATED_LENGTH_MAX = 40
-_OURS = frozenset({MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, TEMP_NAME})
+_OURS = re.compile(rf"{re.escape(MARKER_NAME)}|{SEGMENTS_NAME}|{STATUS_FILES.pattern}")
 
 
 class DiskMarker(NamedTuple):
@@ -109,7 +110,7 @@ def _recovered(root: Path) -> DiskMarker:
         raise UnusableStoreError(
             f"root {str(root)!r} is not a kvtier store: {SEGMENTS_NAME}/{foreign} is not a segment; nothing was changed"
         )
-    store_root.refuse_foreign_files(root, _OURS.__contains__, "files of a kvtier store only")
+    store_root.refuse_foreign_files(root, lambda name: bool(_OURS.fullmatch(name)), "files of a kvtier store only")
     return new_marker(SEGMENT_BYTES_MAX)
 
 

@@ -98,7 +98,7 @@ class Pool:
         counts: Counts,
         on_turn: Callable[[], None],
     ) -> None:
-        self._files = files
+        self.files = files
         self._tier = tier
         self._store_id = store_id
         self._deadline_s = deadline_s
@@ -121,16 +121,6 @@ class Pool:
             raise
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of all files on the device."""
-        return self._files.used_bytes
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the directory of the segments is the one that was opened."""
-        return self._files.is_current
-
-    @property
     def object_count(self) -> int:
         """Objects held."""
         return len(self._table)
@@ -138,7 +128,7 @@ class Pool:
     @property
     def frame_bytes_max(self) -> int:
         """The largest frame that fits next to the header and two index blocks, of which one may be wasted."""
-        return self._files.segment_bytes - 3 * BLOCK_BYTES
+        return self.files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:
         """For each name, whether it is held."""
@@ -270,12 +260,12 @@ class Pool:
         if not self._turn.acquire(blocking=False):
             return  # the holder of the lock does it
         try:
-            while len(self._segments) > 1 and self._files.are_too_large():
+            while len(self._segments) > 1 and self.files.are_too_large():
                 if not self._spare and not self._evict_segment():
                     break
                 self._remove(self._spare[-1])
             is_due = len(self._segments) >= SPARE_SEGMENTS_MIN and not self._spare
-            if is_due and self._full and not self._files.may_grow():
+            if is_due and self._full and not self.files.may_grow():
                 if self._copy_survivors(self._full[0]):
                     self.sync()  # a crash must not lose both copies
                 self._evict_segment()
@@ -288,7 +278,7 @@ class Pool:
             segments, self._segments = list(self._segments.values()), {}
         for segment in segments:
             segment.close()
-        self._files.close()
+        self.files.close()
 
     # ---- under the lock, for microseconds ----------------------------------------------------------------------------
 
@@ -439,7 +429,7 @@ class Pool:
 
     def _grow(self) -> Segment | None:
         """A new segment; None when the cap or the file system has no space."""
-        segment = self._files.make()
+        segment = self.files.make()
         if segment is not None:
             with self._lock:
                 self._segments[segment.number] = segment
@@ -447,7 +437,7 @@ class Pool:
 
     def _remove(self, segment: Segment) -> None:
         """Remove the file of an empty segment."""
-        self._files.remove(segment)
+        self.files.remove(segment)
         self._spare.remove(segment)
         with self._lock:
             del self._segments[segment.number]
@@ -475,7 +465,7 @@ class Pool:
 
     def _load(self) -> None:
         """Load existing segments in order; writing continues in the newest."""
-        segments = self._files.load(self._store_id)
+        segments = self.files.load(self._store_id)
         self._segments = {segment.number: segment for segment in segments}
         for segment in segments:
             self._generation = max(self._generation, segment.generation)

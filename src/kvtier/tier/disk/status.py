@@ -5,16 +5,18 @@ device that hangs.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvtier.tier.checked_json import pack_json, read_json
-from kvtier.tier.safe_open import folder_at, read_file, set_aside, write_file
+from kvtier.tier.safe_open import folder_at, read_file, write_file
 
 STATUS_NAME = "kvtier-status.json"
-TEMP_NAME = f".{STATUS_NAME}.draft"
+FILES = re.compile(rf"\.?{re.escape(STATUS_NAME)}(\.[0-9a-f]+)?")
+"""Names of the status file and of its temporary files."""
 
 STATUS_INTERVAL_S = 10.0
 SILENT_S = 60.0
@@ -77,13 +79,8 @@ def write_status(root: Path, status: DiskStatus) -> None:
         OSError: it cannot be written.
     """
     with folder_at(root) as folder:
-        try:
-            os.unlink(TEMP_NAME, dir_fd=folder)
-        except FileNotFoundError:
-            pass
-        except IsADirectoryError:
-            set_aside(TEMP_NAME, folder)
-        write_file(STATUS_NAME, TEMP_NAME, pack_json({"about": _ABOUT, **asdict(status)}), folder)
+        draft = f".{STATUS_NAME}.{os.urandom(8).hex()}"
+        write_file(STATUS_NAME, draft, pack_json({"about": _ABOUT, **asdict(status)}), folder)
 
 
 def read_status(root: Path) -> DiskStatus | None:

@@ -111,7 +111,7 @@ class DiskTier(StoreTier):
     @property
     def used_bytes(self) -> int:
         """Bytes of all segments on the device, filled or not."""
-        return self._pool.used_bytes
+        return self._pool.files.used_bytes
 
     @property
     def object_count(self) -> int:
@@ -342,7 +342,7 @@ class DiskTier(StoreTier):
 
     def _is_current(self) -> bool:
         """Whether the marker and the segments are still at their paths."""
-        return self._store_lock.is_current() and self._pool.is_current
+        return self._store_lock.is_current() and self._pool.files.is_current
 
     def _check_store(self) -> None:
         """The store may be gone: continue with it, or open what is there now."""

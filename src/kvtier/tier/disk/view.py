@@ -20,7 +20,8 @@ from kvtier.tier.disk.format import VERSION, Entries, names_in
 from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, parse_marker
 from kvtier.tier.disk.segment import Segment, file_name
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head, segment_files
-from kvtier.tier.disk.status import SILENT_S, STATUS_NAME, TEMP_NAME, DiskStatus, read_status
+from kvtier.tier.disk.status import FILES as STATUS_FILES
+from kvtier.tier.disk.status import SILENT_S, DiskStatus, read_status
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.safe_open import directory_at, folder_at, open_file
 from kvtier.tier.store_lock import is_locked
@@ -28,7 +29,7 @@ from kvtier.tier.store_root import DamagedMarkerError, read_marker
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 
 _NEVER_S = 86400.0
-_FILES = re.compile(rf"{SEGMENTS_NAME}/[0-9]{{8}}\.segment|{re.escape(STATUS_NAME)}|{re.escape(TEMP_NAME)}")
+_FILES = re.compile(rf"{SEGMENTS_NAME}/[0-9]{{8}}\.segment|{STATUS_FILES.pattern}")
 _FOLDERS = re.compile(SEGMENTS_NAME)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.tier.base import About
+from kvtier.tier.base import About, Figures
 from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_marker import SHARED_VERSION
 from kvtier.tier.effective_cap import is_full_error
@@ -81,15 +81,9 @@ class SharedDirectoryTier(FileTier):
             self._choose_direct(self._paths.objects, direct_io)
         self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
 
-    @property
-    def used_bytes(self) -> int:
-        """Most bytes that the store held when this node last counted, of all nodes."""
-        return self._cap.used_bytes
-
-    @property
-    def evictions(self) -> int:
-        """Objects evicted by this process since it opened the store."""
-        return self._cap.evictions
+    def figures(self) -> Figures:
+        """See `Tier`. Used are the most bytes that the store held when this node last counted, of all nodes."""
+        return Figures(self._cap.used_bytes, self.limit_bytes, self._cap.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether its file exists: one round trip each.
