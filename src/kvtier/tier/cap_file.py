@@ -72,14 +72,14 @@ class CapFile:
 
     def read(self) -> int | None:
         """Bytes in use; None when the file is new or damaged. Only under the lock."""
-        used_bytes = _unpacked(os.pread(self._live(), _COUNT.size, 0))
+        used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
         return used_bytes
 
     def write(self, used_bytes: int) -> None:
         """Set the bytes in use. Only under the lock."""
-        os.pwrite(self._live(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
+        os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
         self._last_bytes = used_bytes
 
     def peek(self) -> int:
@@ -106,7 +106,7 @@ class CapFile:
         """Lock the file that is at the path now. True when it is not the file of the last time."""
         is_replaced = False
         for _ in range(_REPLACED_MAX):
-            descriptor = self._live()
+            descriptor = self._descriptor.fileno()
             if not lock_file(descriptor, fcntl.LOCK_EX, self.deadline_s):
                 raise TierError(self._tier, f"another process held the lock of {self._path} for {self.deadline_s} s")
             with suppress(FileNotFoundError):
@@ -133,11 +133,6 @@ class CapFile:
                 raise OSError(errno.EMLINK, "has another hard link", self._path)
         set_aside(self._path)
         return Descriptor(open_file(self._path, flags)[0])
-
-    def _live(self) -> int:
-        if not self._descriptor.is_open:
-            raise TierError(self._tier, "is closed")
-        return self._descriptor.fileno()
 
 
 def read_cap_file(path: str) -> int | None:

@@ -142,11 +142,6 @@ class SharedDirectoryTier(FileTier):
             if fan is not None:
                 os.unlink(name.hex(), dir_fd=fan)
 
-    def sweep(self) -> None:
-        """Sweep the store now, for tests and tools; usually the keeper thread does, when it is due."""
-        with self._operation("sweep"):
-            self._cap.sweep()
-
     def _end(self) -> None:
         self._cap.close()
 
