@@ -344,7 +344,7 @@ def works_and_goes_on(root, held, **settings):
     for number in (1000, 1001, 1002):
         tier = open_tier(root, **settings)
         assert {at for at in held if look(tier, at) == "right"} == held
-        assert tier._pool._files.segment_bytes == SEGMENT_BYTES
+        assert tier._pool.files.segment_bytes == SEGMENT_BYTES
         assert tier.write(object_name(number), sealed(number))
         assert [look(tier, at) for at in range(1000, number + 1)] == ["right"] * (number - 999)
         check_accounts(tier, root, settings.get("capacity_bytes", CAPACITY_BYTES))

@@ -430,7 +430,7 @@ def test_a_repaired_store_without_segments_gets_segments_of_the_usual_size(
     plain_marker("disk", tmp_path).write_bytes(b"damaged")
     assert run(["inspect", "repair", str(tmp_path)]) == 0
     tier = make("disk", tmp_path)
-    assert tier._pool._files.segment_bytes == segment_bytes_for(8 * MIB) < 4 * MIB
+    assert tier._pool.files.segment_bytes == segment_bytes_for(8 * MIB) < 4 * MIB
     tier.close()
 
 

@@ -260,6 +260,9 @@ class Pool:
         if not self._turn.acquire(blocking=False):
             return  # the holder of the lock does it
         try:
+            with self._lock:
+                segments = list(self._segments.values())
+            self.files.update(segments)
             while len(self._segments) > 1 and self.files.are_too_large():
                 if not self._spare and not self._evict_segment():
                     break

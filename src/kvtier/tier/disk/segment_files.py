@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,6 +82,15 @@ class SegmentFiles:
     def used_bytes(self) -> int:
         """Bytes of all files on the device."""
         return sum(self._charges.copy().values())
+
+    def update(self, segments: Iterable[Segment]) -> None:
+        """Count the bytes of `segments` again: the file system may add blocks while a file fills.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        for segment in segments:
+            self._charge(segment)
 
     def may_grow(self) -> bool:
         """Whether the cap and the reserve allow another file.
