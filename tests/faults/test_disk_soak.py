@@ -115,7 +115,7 @@ class SickDevice:
 class Soak:
     """A disk tier, a sick device, and what was seen of it."""
 
-    places = ("segments", MARKER_NAME, STATUS_NAME)
+    places = ("segments", STATUS_NAME)
     """What is removed under the tier in use; of a directory sometimes a part."""
     files = (MARKER_NAME, STATUS_NAME)
     """Structure that is damaged between two processes, beside that of the segments."""
