@@ -266,7 +266,7 @@ Event = LoadDone | StoreDone | ObjectsDone | TierNotice
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")
-"""Frames; the index, and copies during eviction and compaction; what the write budget refused."""
+"""Frames; the index, and copies during eviction; what the write budget refused."""
 
 
 class Figures(NamedTuple):

@@ -213,7 +213,7 @@ def test_an_open_tier_without_its_path_is_down_until_it_is_back(tmp_path: Path, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_store_opens_after_a_failed_attempt(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
-    place, call = {"directory": (file_tier, "open_store"), "disk": (disk, "DiskStoreLock")}[kind]
+    place, call = {"directory": (file_tier, "open_store"), "disk": (disk, "open_marker")}[kind]
     make, tries = getattr(place, call), iter([OSError(errno.ENOSPC, "planned")])
 
     def fail_once(*given: Any) -> Any:

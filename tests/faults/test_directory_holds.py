@@ -1,11 +1,11 @@
 """No lock of a directory tier is held for the whole store: not the index's, and not the cap file's of all processes."""
 
-import fcntl
 import os
 import random
 import threading
 import time
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from test_directory_every_step import drafted
@@ -207,8 +207,7 @@ def test_evictions_let_others_in_between(tmp_path, monkeypatch, by):
     tier.close()
 
 
-def test_a_recount_walks_without_the_lock_of_all_processes(tmp_path, monkeypatch):
-    """Others take it, read and look up; what they write is dropped in time, and written after the recount."""
+def test_a_recount_ends_other_writes_in_time_and_lets_reads_go_on(tmp_path, monkeypatch):
     root = tmp_path / "s"
     other = filled(root, 300)
     tier = DirectoryTier(root, capacity_bytes=1000 * BLOCK_BYTES, direct_io="off", lock_deadline_s=0.05)
@@ -224,145 +223,39 @@ def test_a_recount_walks_without_the_lock_of_all_processes(tmp_path, monkeypatch
 
     monkeypatch.setattr(byte_cap, "walk", slow)
     (root / "ledger").write_bytes(b"damaged")
-    assert not tier.write(object_name(1000), frame_of(1000))
-    assert walking.wait(DEADLINE_S)
-    with open(root / "ledger", "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    other._cap_file.deadline_s = 0.05
-    assert not other.write(object_name(1001), frame_of(1001))
-    assert other.contains([object_name(7), object_name(1001)]) == [True, False]
-    assert other.read(object_name(7), empty_frame(BLOCK_BYTES)) == BLOCK_BYTES
-    other.delete(object_name(299))
-    assert read_cap_file(str(root / "ledger")) is None
-    go_on.set()
-    tier._byte_cap.wait_idle(DEADLINE_S)
-    assert drafted(root) <= tier.used_bytes <= drafted(root) + BLOCK_BYTES
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(tier.write, object_name(1000), frame_of(1000))
+        assert walking.wait(DEADLINE_S)
+        for one in (other, tier):
+            one._cap_file.deadline_s = 0.05
+            with pytest.raises(TierError, match=r"lock"):
+                one.write(object_name(1001), frame_of(1001))
+            assert one.contains([object_name(7), object_name(1001)]) == [True, False]
+            assert one.read(object_name(7), empty_frame(BLOCK_BYTES)) == BLOCK_BYTES
+        go_on.set()
+        assert writing.result(DEADLINE_S)
+    assert tier.used_bytes == drafted(root)
     assert other.write(object_name(1001), frame_of(1001))
     tier.close()
     other.close()
 
 
-@pytest.mark.parametrize(
-    "owner", [b"0123456789abcdef", b"", b"../../../../../x", b"\0" * 16, b"\xff" * 16, b"0123456789abcdef" * 9]
-)
-def test_a_dead_recount_is_begun_again(tmp_path, owner):
+@pytest.mark.parametrize("content", [b"kvcounts0123456789abcdef", b"", b"../../../../../x", b"\0" * 24, b"\xff" * 24])
+def test_whatever_is_in_the_cap_file_the_store_is_counted(tmp_path, content):
     root = tmp_path / "s"
     tier = filled(root, 5)
-    (root / "ledger").write_bytes(b"kvcounts" + owner)
+    (root / "ledger").write_bytes(content)
     assert tier.write(object_name(7), frame_of(7))
     assert tier.used_bytes == drafted(root) == 7 * BLOCK_BYTES
     tier.close()
 
 
-@contextmanager
-def stopped_counter(monkeypatch, tier):
-    """`tier` counts, and its walk stops after some files."""
-    walking, go_on = threading.Event(), threading.Event()
-    walk = byte_cap.walk
-
-    def stopping(paths):
-        for number, found in enumerate(walk(paths)):
-            if paths is tier._paths and number == 3:
-                walking.set()
-                assert go_on.wait(DEADLINE_S)
-            yield found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(byte_cap, "walk", stopping)
-        with tier._cap_file.locked():
-            assert tier._byte_cap._start_walk(counts=True)
-        assert walking.wait(DEADLINE_S)
-        yield go_on
-        go_on.set()
-        tier._byte_cap.wait_idle(DEADLINE_S)
-
-
-def test_a_stopped_recount_is_taken_over_and_changes_nothing_when_it_goes_on(tmp_path, monkeypatch):
-    root = tmp_path / "s"
-    stopped = filled(root, 8)
-    other = filled(root, 0)
-    monkeypatch.setattr(byte_cap, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(other._byte_cap, "_patience_s", 0.3)
-    other._cap_file.deadline_s = 0.05
-    with stopped_counter(monkeypatch, stopped):
-        end_s = time.monotonic() + DEADLINE_S
-        while not other.write(object_name(100), frame_of(100, BLOCK_BYTES)):
-            assert time.monotonic() < end_s
-        for number in range(101, 110):
-            assert other.write(object_name(number), frame_of(number, BLOCK_BYTES))
-        assert other.used_bytes == drafted(root) == 18 * BLOCK_BYTES
-    assert other.used_bytes == drafted(root)
-    assert stopped.write(object_name(200), frame_of(200, BLOCK_BYTES))
-    assert other.used_bytes == stopped.used_bytes == drafted(root)
-    stopped.close()
-    other.close()
-
-
-def test_a_recount_that_goes_on_is_not_taken_over(tmp_path, monkeypatch):
-    counting = filled(tmp_path / "s", 8)
-    other = filled(tmp_path / "s", 0)
-    other._cap_file.deadline_s = 0.05
-    with stopped_counter(monkeypatch, counting):
-        assert not other.write(object_name(100), frame_of(100, BLOCK_BYTES))
-        with other._cap_file.locked():
-            assert other._cap_file.counted_by() == counting._temp_files.owner
-    assert other.write(object_name(100), frame_of(100, BLOCK_BYTES))
-    counting.close()
-    other.close()
-
-
-def test_what_is_published_during_a_recount_is_counted_once_in_one_walk(tmp_path, monkeypatch):
-    root = tmp_path / "s"
-    tier = filled(root, 100)
-    drafts = [tier._byte_cap.reserve(3 * BLOCK_BYTES, direct_io=False) for _ in range(20)]
-    walks = []
-    walk = byte_cap.walk
-
-    def publishing(paths):
-        walks.append(paths)
-        for number, found in enumerate(walk(paths)):
-            if number % 5 == 0 and len(drafts) > 5:
-                draft = drafts.pop()
-                os.write(draft.descriptor, frame_of(number, 3 * BLOCK_BYTES))
-                tier._byte_cap.publish(draft, os.fstat(draft.descriptor), object_name(1000 + number), UNKNOWN)
-                os.close(draft.descriptor)
-            yield found
-
-    monkeypatch.setattr(byte_cap, "walk", publishing)
-    with tier._cap_file.locked():
-        assert tier._byte_cap._start_walk(counts=True)
-    tier._byte_cap.wait_idle(DEADLINE_S)
-    assert (len(drafts), len(walks)) == (5, 1)
-    assert tier.used_bytes == (100 + 20 * 3) * BLOCK_BYTES
-    for draft in drafts:
-        os.close(draft.descriptor)
-        tier._byte_cap.discard(draft)
-    assert tier.used_bytes == drafted(root)
-    tier.close()
-
-
 def test_a_temporary_file_of_an_odd_size_does_not_end_the_counting(tmp_path):
     tier = filled(tmp_path / "s", 5)
-    (tmp_path / "s" / "drafts" / f"{tier._temp_files.owner}-77-123").touch()
+    (tmp_path / "s" / "drafts" / f"{tier._byte_cap._temp_files.owner}-77-123").touch()
     (tmp_path / "s" / "ledger").write_bytes(b"")
     assert tier.write(object_name(7), frame_of(7, BLOCK_BYTES))
     assert tier.used_bytes == 7 * BLOCK_BYTES
-    tier.close()
-
-
-def test_a_recount_without_a_thread_is_begun_again(tmp_path, monkeypatch):
-    tier = filled(tmp_path / "s", 5)
-
-    def broken(_):
-        raise RuntimeError("can't start new thread")
-
-    (tmp_path / "s" / "ledger").write_bytes(b"")
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", broken)
-        with pytest.raises((TierError, RuntimeError)):
-            tier.write(object_name(7), frame_of(7, BLOCK_BYTES))
-    assert tier.write(object_name(8), frame_of(8, BLOCK_BYTES))
-    assert tier.used_bytes == drafted(tmp_path / "s")
     tier.close()
 
 
@@ -377,96 +270,56 @@ def test_a_failed_recount_is_an_error_and_the_next_one_may_succeed(tmp_path, mon
         patch.setattr(byte_cap, "walk", broken)
         with pytest.raises(TierError, match="Input/output"):
             tier.write(object_name(7), frame_of(7))
-        with suppress(TierError, OSError):
-            tier._byte_cap.wait_idle(DEADLINE_S)
-    with suppress(TierError):
-        tier.write(object_name(8), frame_of(8))
     assert tier.write(object_name(9), frame_of(9))
-    tier._byte_cap.wait_idle(DEADLINE_S)
     assert tier.used_bytes == drafted(tmp_path / "s")
     tier.close()
 
 
-def as_an_older_version(tier, number):
-    """A process without recounts in the background counts under the lock, and adds an object at once."""
-    with tier._cap_file.locked():
-        used_bytes = tier._cap_file.read()
-        if used_bytes is None:
-            used_bytes = drafted(tier.root)
-        tier._cap_file.write(used_bytes + BLOCK_BYTES)
-        draft = tier._temp_files.create(BLOCK_BYTES, direct_io=False)
-    os.write(draft.descriptor, frame_of(number, BLOCK_BYTES))
-    os.close(draft.descriptor)
-    with tier._cap_file.locked(), tier._paths.fan(object_name(number)) as fan:
-        tier._temp_files.publish(draft, object_name(number).hex(), fan)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_a_recount_is_never_below_the_bytes_in_use(tmp_path, monkeypatch, seed):
-    """Whatever other processes do at any moment of its walk: reserve, publish, give up, delete, count as well."""
+@pytest.mark.parametrize("seed", range(8))
+def test_the_count_is_never_below_the_bytes_in_use(tmp_path, seed):
+    """Whatever processes do: reserve, publish, give up, delete, count again, and die in a write."""
     rng = random.Random(seed)
     root = tmp_path / "s"
     settings = {"capacity_bytes": 60 * BLOCK_BYTES, "direct_io": "off", "lock_deadline_s": DEADLINE_S}
-    counter, other, third = (DirectoryTier(root, **settings) for _ in range(3))
-    for number in range(40):
-        assert other.write(object_name(number), frame_of(number, BLOCK_BYTES))
-    other._cap_file.deadline_s = third._cap_file.deadline_s = 0.1
-    violations, ended = [], []
-    drafts = [(it, it._byte_cap.reserve(BLOCK_BYTES, direct_io=False)) for it in (other, third) for _ in range(4)]
-    walk = byte_cap.walk
+    tiers = [DirectoryTier(root, **settings) for _ in range(3)]
+    drafts = []
 
-    def act():
-        kind, tier, number = rng.randrange(9), rng.choice((other, third)), rng.randrange(200)
+    def ended():
+        tier, draft = drafts.pop(rng.randrange(len(drafts)))
+        os.close(draft.descriptor)
+        return tier._byte_cap, draft
+
+    for _ in range(300):
+        kind, number, tier = rng.randrange(8), rng.randrange(200), rng.choice(tiers)
         if kind == 0 and drafts:
-            owner, draft = drafts.pop()
-            os.write(draft.descriptor, frame_of(number, BLOCK_BYTES))
-            owner._byte_cap.publish(draft, os.fstat(draft.descriptor), object_name(number), UNKNOWN)
-            os.close(draft.descriptor)
+            cap, draft = ended()
+            path = root / "drafts" / draft.name
+            path.write_bytes(frame_of(number, BLOCK_BYTES))
+            cap.publish(draft, path.stat(), object_name(number), UNKNOWN)
         elif kind == 1 and drafts:
-            owner, draft = drafts.pop()
-            os.close(draft.descriptor)
-            owner._byte_cap.discard(draft)
-        elif kind == 2:
-            tier.delete(object_name(rng.randrange(40)))
+            cap, draft = ended()
+            cap.discard(draft)
+        elif kind == 2 and len(drafts) < 8:
+            draft = tier._byte_cap.reserve(BLOCK_BYTES, direct_io=False)
+            drafts += [] if draft is None else [(tier, draft)]
         elif kind == 3:
+            with tier._cap_file.locked():
+                tier._byte_cap._recount()
+        elif kind == 4:
+            (root / "drafts" / f"{rng.randrange(16**16):016x}-0-{BLOCK_BYTES}").touch()  # of a dead process
+            with tier._cap_file.locked():
+                tier._cap_file.write((tier._cap_file.read() or 0) + BLOCK_BYTES)
+            tier._byte_cap.attach(is_alone=False, needs_index=False)
+        elif kind == 5:
+            tier.delete(object_name(number))
+        else:
             tier.write(object_name(number), frame_of(number, BLOCK_BYTES))
-        elif kind == 4 and seed % 2 and rng.random() < 0.3:
-            as_an_older_version(tier, number + 1000)
-        elif kind == 5 and seed % 3 == 0 and rng.random() < 0.3:
-            with tier._cap_file.locked():  # finds a reason to count
-                tier._byte_cap._start_walk(counts=True)
-
-    def check():
-        used_bytes = read_cap_file(str(root / "ledger"))
-        if used_bytes is not None:
-            ended.append(used_bytes)
-            if used_bytes < drafted(root):
-                violations.append((used_bytes, drafted(root)))
-
-    def watched(paths):
-        for found in walk(paths):
-            if paths is counter._paths:
-                with suppress(TierError):  # the lock was not free
-                    act()
-                check()
-            yield found
-
-    monkeypatch.setattr(byte_cap, "walk", watched)
-    for _ in range(3):
-        with counter._cap_file.locked():
-            assert counter._byte_cap._start_walk(counts=True)
-        for tier in (counter, other, third):
-            tier._byte_cap.wait_idle(DEADLINE_S)
-        check()
-    assert ended
-    assert not violations
-    for tier in (counter, other, third):
-        tier.close()
+        assert read_cap_file(str(root / "ledger")) == drafted(root)
     while drafts:
-        os.close(drafts.pop()[1].descriptor)
-    alone = DirectoryTier(root, capacity_bytes=1000 * BLOCK_BYTES)
-    assert alone.used_bytes == drafted(root)
-    alone.close()
+        cap, draft = ended()
+        cap.discard(draft)
+    for tier in tiers:
+        tier.close()
 
 
 def test_a_snapshot_keeps_no_write_waiting(tmp_path, monkeypatch):

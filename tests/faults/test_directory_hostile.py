@@ -104,12 +104,10 @@ KINDS = (
 def places(root, chance):
     held, free = name_of(chance.randrange(8)).hex(), name_of(chance.randrange(100, 108)).hex()
     owner = chance.randbytes(8).hex()
-    locks = [path.relative_to(root) for path in root.glob("drafts/*.lock")]
     return [
         "kvtier-store.json", "ledger", "index", "drafts", "objects", "secret", f"index.17.{owner}",
         f".kvtier-store.json.{owner}", f"drafts/{owner}-0-{1 << 40}", f"drafts/{owner}.lock", f"drafts/probe_{owner}",
         f"objects/{held[:2]}", f"objects/{held[:2]}/{held}", f"objects/{free[:2]}", f"objects/{free[:2]}/{free}",
-        *map(str, locks),
     ]  # fmt: skip
 
 
@@ -383,7 +381,6 @@ def test_a_count_that_cannot_be_evicts_nothing(tmp_path, count):
     assert tier.used_bytes == charged(tier) == 9 * FRAME
     (root / "ledger").write_bytes(bytes(24))
     tier.delete(name_of(50))
-    tier._byte_cap.wait_idle(DEADLINE_S)
     assert tier.used_bytes == charged(tier) == 8 * FRAME
     tier.close()
 
@@ -581,9 +578,7 @@ def test_a_forked_child_changes_nothing_of_its_parents_store(tmp_path, fork):
     assert fork(tier, 30) == 0
     assert snapshot(root) == before
     assert tier.write(name_of(21), frame_of(21))
-    other = opened(root)  # sees that the first one lives
-    assert len(list((root / "drafts").glob("*.lock"))) == 2
-    other.close()
+    opened(root).close()
     tier.close()
     assert list((root / "drafts").iterdir()) == []
     again = opened(root)

@@ -61,7 +61,7 @@ def bytes_under(root):
 
 
 def used_exactly(root):
-    return sum(charge_bytes(size) for path, size in sizes_under(root).items() if not path.endswith(".lock"))
+    return sum(charge_bytes(size) for size in sizes_under(root).values())
 
 
 class Watcher:

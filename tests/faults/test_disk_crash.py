@@ -344,7 +344,7 @@ def works_and_goes_on(root, held, **settings):
     for number in (1000, 1001, 1002):
         tier = open_tier(root, **settings)
         assert {at for at in held if look(tier, at) == "right"} == held
-        assert tier._pool._files.segment_bytes == SEGMENT_BYTES
+        assert tier._pool.files.segment_bytes == SEGMENT_BYTES
         assert tier.write(object_name(number), sealed(number))
         assert [look(tier, at) for at in range(1000, number + 1)] == ["right"] * (number - 999)
         check_accounts(tier, root, settings.get("capacity_bytes", CAPACITY_BYTES))
@@ -429,7 +429,6 @@ def test_a_marker_of_garbage_is_repaired(tmp_path, content):
 def test_a_damaged_marker_of_an_empty_store_is_repaired(tmp_path, content):
     root = tmp_path / "store"
     root.mkdir(0o700)
-    (root / MARKER_NAME).touch()  # of a process that was killed
     open_tier(root).close()
     shutil.rmtree(root / "segments")
     (root / "segments").write_bytes(b"is renamed, and ours all the same")

@@ -115,7 +115,7 @@ class SickDevice:
 class Soak:
     """A disk tier, a sick device, and what was seen of it."""
 
-    places = ("segments", MARKER_NAME, STATUS_NAME)
+    places = ("segments", STATUS_NAME)
     """What is removed under the tier in use; of a directory sometimes a part."""
     files = (MARKER_NAME, STATUS_NAME)
     """Structure that is damaged between two processes, beside that of the segments."""
@@ -219,7 +219,8 @@ class Soak:
         """Something is removed or replaced under the tier; its next look around mends that."""
         path = self.root / self.chance.choice(self.places)
         if path.is_dir() and self.chance.random() < 0.5:
-            inside = [below for below in path.rglob("*") if below.is_file()]
+            # A single segment that is removed stays in use until the store is closed.
+            inside = [below for below in path.rglob("*") if below.is_file() and below.suffix != ".segment"]
             path = self.chance.choice(inside or [path])
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if self.chance.random() < 0.3:

@@ -49,8 +49,8 @@ from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk import marker as disk_marker
 from kvtier.tier.disk import tier as disk
+from kvtier.tier.disk.format import segment_bytes_for
 from kvtier.tier.disk.kind import DiskSettings
-from kvtier.tier.disk.settings import segment_bytes_for
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.registry import TierContext, TierSettings, kind_of
 from kvtier.tier.safe_open import folder_at
@@ -270,7 +270,7 @@ def test_a_store_that_a_process_has_open_is_not_repaired(
     plain_store(kind, root)
     tier = make(kind, root)
     if kind == "disk":
-        tier._write_status(is_last=False)
+        tier._write_status()
         tier._is_closing = True  # its keeper would mend a removed marker
         tier._wake.set()
         tier._keeper.join(DEADLINE_S)
@@ -430,7 +430,7 @@ def test_a_repaired_store_without_segments_gets_segments_of_the_usual_size(
     plain_marker("disk", tmp_path).write_bytes(b"damaged")
     assert run(["inspect", "repair", str(tmp_path)]) == 0
     tier = make("disk", tmp_path)
-    assert tier._pool._files.segment_bytes == segment_bytes_for(8 * MIB) < 4 * MIB
+    assert tier._pool.files.segment_bytes == segment_bytes_for(8 * MIB) < 4 * MIB
     tier.close()
 
 

@@ -13,6 +13,7 @@ from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.tier_list import is_spec
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory_marker import MARKER_NAME, open_store
+from kvtier.tier.disk.marker import open_marker
 
 SMALL = HostConfig(capacity_bytes=2**20)
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
@@ -110,7 +111,7 @@ def test_a_place_of_ranks_that_holds_other_things_is_an_error(tmp_path):
     (found,) = findings(*disk)
     assert found.startswith(f"error: tiers.disk.path = {tmp_path} (from flag --tier): root ")
     assert "holds other files ('mail')" in found
-    (tmp_path / "rank-3" / "kvtier-disk.json").touch()
+    open_marker(tmp_path / "rank-3", 1 << 20)
     assert findings(*disk) == []
     (tmp_path / "rank-3" / "kvtier-disk.json").write_text("garbage")
     (found,) = findings(*disk)

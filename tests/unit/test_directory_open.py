@@ -157,18 +157,6 @@ def test_files_that_are_not_ours_are_left_alone_and_not_counted(tmp_path):
     assert all(path.exists() for path in foreign)
 
 
-@pytest.mark.parametrize("settings", [{"capacity_bytes": 4095}, {"capacity_bytes": 0}, {"capacity_bytes": -1}])
-def test_an_impossible_capacity_is_refused(tmp_path, settings):
-    with pytest.raises(ConfigError, match=r"capacity_bytes must be at least 4096, got"):
-        DirectoryTier(tmp_path / "s", **settings)
-    assert not (tmp_path / "s").exists()
-
-
-def test_an_unknown_way_of_io_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"direct_io must be 'auto', 'on' or 'off', got 'yes'"):
-        DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, direct_io="yes")  # type: ignore[arg-type]
-
-
 def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     (tmp_path / "drafts").mkdir()  # a name that we use, too

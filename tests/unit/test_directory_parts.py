@@ -1,6 +1,5 @@
 """The parts of the directory tier one by one: hint, aligned I/O, counting, races that are forced instead of awaited."""
 
-import fcntl
 import os
 import random
 import threading
@@ -163,27 +162,20 @@ def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
     tier.close()
 
 
-@pytest.mark.parametrize("held_s", [0.05, DEADLINE_S])
-def test_a_look_at_a_lock_file_that_is_being_made_lets_no_owner_pass_for_dead(tmp_path, monkeypatch, held_s):
-    """`inspect` asks for the lock of each file for a moment; an owner without it would lose its drafts to others."""
+def test_temporary_files_of_dead_writers_are_removed_and_others_are_left(tmp_path):
+    """A writer that has the store to itself removes all; else those that were not written for long."""
     path = str(tmp_path / "drafts")
-    (tmp_path / "drafts").mkdir()
-    owner, other = TempFiles(path), TempFiles(path)
-    look = os.open(f"{path}/{owner.owner}.lock", os.O_CREAT | os.O_RDONLY, 0o600)
-    fcntl.flock(look, fcntl.LOCK_SH)
-    ending = threading.Timer(held_s, fcntl.flock, (look, fcntl.LOCK_UN))
-    ending.start()
-    monkeypatch.setattr(temp_files, "LOCK_DEADLINE_S", 0.05 if held_s == DEADLINE_S else DEADLINE_S, raising=False)
-    try:
-        if held_s == DEADLINE_S:  # an owner that has no lock makes no draft; the next time it makes another lock
-            with pytest.raises(OSError, match="locked"):
-                owner.create(4096, direct_io=False)
-        draft = owner.create(4096, direct_io=False)
-        assert not other.clear_stale()
-        assert (tmp_path / "drafts" / draft.name).exists()
-    finally:
-        ending.cancel()
-        os.close(look)
+    owner = TempFiles(path)
+    old, new = (owner.create(4096 * size, direct_io=False) for size in (1, 2))
+    for draft in (old, new):
+        os.close(draft.descriptor)
+    os.utime(tmp_path / "drafts" / old.name, (time.time() - temp_files.TEMP_AGE_S - 1,) * 2)
+    other = TempFiles(path)
+    assert other.clear_stale(is_alone=False) == 4096
+    assert os.listdir(path) == [new.name]
+    assert owner.remove(old) == 0
+    assert other.clear_stale(is_alone=True) == 8192
+    assert os.listdir(path) == []
 
 
 def test_victims_become_drafts_of_any_size(tmp_path):

@@ -20,13 +20,8 @@ from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.checked_json import pack_json
 from kvtier.tier.disk import view as disk_view
 from kvtier.tier.disk.status import (
-    CHANGED_S,
     STATUS_NAME,
-    TEMP_NAME,
-    UNCHANGED_S,
-    URGENT_S,
     DiskStatus,
-    StatusFile,
     read_status,
     write_status,
 )
@@ -71,8 +66,7 @@ def opened(root, **settings):
 
 
 def told_now(tier):
-    """Its status as of now, whatever the clock says."""
-    tier._status = StatusFile(tier.root)
+    """Its status as of now."""
     tier._write_status()
     return read_status(tier.root)
 
@@ -103,29 +97,6 @@ def test_it_tells_room_wear_faults_and_what_the_session_says(tmp_path, monkeypat
 
 def failing(*_given):
     raise OSError("planned")
-
-
-def test_a_status_is_written_rarely_and_an_alarm_soon(tmp_path, monkeypatch):
-    written = []
-    monkeypatch.setattr("kvtier.tier.disk.status.write_status", lambda _root, status: written.append(status))
-    file, now_s = StatusFile(tmp_path), 0.0
-
-    def tell(seconds, **changes):
-        nonlocal now_s
-        now_s += seconds
-        status = replace(STATUS, time_s=STATUS.time_s + now_s, **changes)
-        if file.is_due(now_s, faults=status.faults, is_up=status.is_up):
-            file.write(status, now_s)
-        return len(written)
-
-    assert tell(0.0) == 1
-    assert tell(0.9 * CHANGED_S, objects=4) == 1
-    assert tell(0.2 * CHANGED_S, objects=4) == 2
-    assert tell(0.9 * URGENT_S, objects=4, faults=1) == 2
-    assert tell(0.2 * URGENT_S, objects=4, faults=1) == 3
-    for _ in range(int(0.9 * UNCHANGED_S)):
-        assert tell(1.0, objects=4, faults=1) == 3, "nothing is new"
-    assert [tell(CHANGED_S, objects=4, faults=1) for _ in range(2)][-1] == 4, "somebody is alive"
 
 
 def test_the_file_is_whole_or_not_there_and_read_back_as_written(tmp_path):
@@ -171,10 +142,9 @@ def test_no_bit_of_a_status_changes_what_it_says(tmp_path):
         assert read_status(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", [STATUS_NAME, TEMP_NAME])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_something_else_in_its_place_holds_up_nothing_and_is_replaced(tmp_path, name, make):
-    make(tmp_path / name)
+def test_something_else_in_its_place_holds_up_nothing_and_is_replaced(tmp_path, make):
+    make(tmp_path / STATUS_NAME)
     assert read_status(tmp_path) is None
     write_status(tmp_path, STATUS)
     assert read_status(tmp_path) == STATUS
@@ -198,8 +168,7 @@ def test_a_store_with_a_status_that_makes_no_sense_is_as_good_as_any(tmp_path, c
 
 def test_a_status_that_cannot_be_written_is_no_fault(tmp_path, monkeypatch):
     tier = opened(tmp_path)
-    monkeypatch.setattr("kvtier.tier.disk.status.write_status", failing)
-    tier._status = StatusFile(tmp_path)
+    monkeypatch.setattr("kvtier.tier.disk.tier.write_status", failing)
     tier._write_status()
     assert tier.write(object_name(1), FRAME)
     assert tier._faults == 0

@@ -12,7 +12,6 @@ import pytest
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier import safe_open
-from kvtier.tier.cap_file import lock_file
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.safe_open import (
     Descriptor,
@@ -25,6 +24,7 @@ from kvtier.tier.safe_open import (
     set_aside,
     write_file,
 )
+from kvtier.tier.store_lock import lock_file
 
 
 def plant(kind, path, target):

@@ -406,7 +406,7 @@ def test_purge_of_a_store_in_use_is_refused_and_force_empties_it_under_its_users
         before = tree(store)
         code, told = inspect("purge", store, "--yes")
         assert code == 2
-        assert "1 tier(s) of running processes have it open" in told["error"]
+        assert "running processes have it open" in told["error"]
         assert tree(store) == before
         code, told = inspect("purge", store, "--yes", "--force")
         assert (code, told["objects"], told["is_emptied_only"]) == (0, 10, True)

@@ -8,10 +8,8 @@ from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, head_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
-from kvtier.errors import TierError
 from kvtier.layout import GroupLayout, History, Part
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.disk import view as disk_view
 from kvtier.tier.disk.tier import DiskTier
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/bytes")
@@ -112,71 +110,10 @@ def test_a_foreign_version_or_the_directory_above_is_an_error_and_no_crash(store
     assert "version 9, newer than the one known here, 1; nothing was changed" in capsys.readouterr().err
 
 
-@pytest.fixture
-def sparse(tmp_path):
-    """Four segments, of which all but the newest are mostly empty: the numbers that are left."""
-    tier = DiskTier(
-        tmp_path / "rank-0", capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0, direct_io="off"
-    )
-    tier._pool._on_turn = lambda: None
-    for number in range(70):
-        assert tier.write(object_name(number), sealed(number))
-    assert tier.object_count == 70
-    left = {number for number in range(70) if number % 5 == 0 or number > 65}
-    for number in set(range(70)) - left:
-        tier.delete(object_name(number))
-    assert tier.used_bytes == 4 << 18
-    tier.close()
-    return tmp_path / "rank-0", left
-
-
-def test_compact_gives_segments_back_and_keeps_every_object(sparse, capsys):
-    store, left = sparse
-    code, result = told(capsys, "compact", store)
-    assert (code, result["objects"], result["bytes_before"]) == (0, len(left), 4 << 18)
-    assert result["bytes_after"] < result["bytes_before"]
-    files = list((store / "segments").iterdir())
-    assert sum(file.stat().st_blocks * 512 for file in files) == result["bytes_after"]
-    assert 0 < result["copied_bytes"] < len(left) * (FRAME_BYTES + 4096)
-    code, checked = told(capsys, "verify", store)
-    assert (code, checked["checked"], checked["bad"]) == (0, len(left), 0)
-    code, again = told(capsys, "compact", store)
-    assert (again["copied_bytes"], again["objects"]) == (0, len(left))
-    tier = DiskTier(store, capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0)
-    into = empty_frame(FRAME_BYTES)
-    for number in left:
-        assert tier.read(object_name(number), into) == FRAME_BYTES
-        assert into == sealed(number)
-    assert tier.write(object_name(100), sealed(100))
-    tier.close()
-
-
-def test_a_compaction_that_is_cut_short_loses_nothing(sparse, monkeypatch):
-    """Power goes before the first file is removed: both copies are there, and one of them is found."""
-    store, left = sparse
-
-    def cut(_files, _segment):
-        raise OSError("planned")
-
-    monkeypatch.setattr("kvtier.tier.disk.segment_files.SegmentFiles.remove", cut)
-    with pytest.raises(TierError, match="planned"):
-        disk_view.DiskView(store).compact()
-    tier = DiskTier(store, capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0)
-    assert {number for number in range(70) if tier.contains([object_name(number)])[0]} == left
-    tier.close()
-
-
-def test_compact_leaves_full_segments_and_stores_in_use_alone(store, capsys):
-    code, result = told(capsys, "compact", store)
-    assert (code, result["copied_bytes"], result["objects"]) == (0, 0, COUNT)
-    tier = opened(store.parent)
-    assert run(["inspect", "compact", str(store)]) == 2
-    assert "in use by another process" in capsys.readouterr().err
-    tier.close()
-    assert run(["inspect", "compact", str(store.parent)]) == 2
+def test_health_is_of_one_store(store, capsys):
+    assert run(["inspect", "health", str(store.parent)]) == 2
     assert f"such as {store.parent / 'rank-0'}" in capsys.readouterr().err
-    for command in ("compact", "health"):
-        assert run(["inspect", command, str(store / "segments")]) == 2
-        message = capsys.readouterr().err
-        assert "is not a disk store" in message
-        assert "a directory with kvtier-disk.json" in message
+    assert run(["inspect", "health", str(store / "segments")]) == 2
+    message = capsys.readouterr().err
+    assert "is not a disk store" in message
+    assert "a directory with kvtier-disk.json" in message

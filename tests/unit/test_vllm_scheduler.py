@@ -25,7 +25,7 @@ from kvtier.core import probes
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
 from kvtier.keys.chain import Chain, Extra
-from kvtier.runtime import session as session_module
+from kvtier.runtime import locked_core
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Lookup, Presence
 
@@ -566,8 +566,8 @@ def test_a_change_that_is_found_after_a_reset_belongs_to_the_time_before_only_if
 
 def test_a_copy_that_outlives_its_load_writes_to_no_block_of_another_request(start, monkeypatch):
     """A mistake of ours ends the session while a copy hangs. Its load is answered in the end, and its blocks go on."""
-    monkeypatch.setattr(session_module, "MOVER_DEADLINE_S", 0.05)
-    monkeypatch.setattr(session_module, "COPY_DEADLINE_S", 0.05)
+    monkeypatch.setattr(locked_core, "MOVER_DEADLINE_S", 0.05)
+    monkeypatch.setattr(locked_core, "COPY_DEADLINE_S", 0.05)
     engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=True)
     prompt = [engine.draw.randrange(1000) for _ in range(1000)]
     engine.add(prompt, 1)

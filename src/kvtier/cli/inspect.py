@@ -1,4 +1,4 @@
-"""`kvtier inspect`: list, verify, repair, compact and purge stores."""
+"""`kvtier inspect`: list, verify, repair and purge stores."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, StoreSta
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk.status import DiskStatus
-from kvtier.tier.disk.view import Compaction, DiskView, StoreHealth
+from kvtier.tier.disk.view import DiskView, StoreHealth
 from kvtier.tier.registry import NAME, TierSettings, kind_of
 from kvtier.tier.store_view import Purge
 
@@ -68,11 +68,11 @@ def store_argument(command: Callable[..., int]) -> Callable[..., int]:
 
 @click.group()
 def inspect() -> None:
-    """List, count, verify, repair, compact and purge stores.
+    """List, count, verify, repair and purge stores.
 
     DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier.
     KIND:WHERE is a tier of any kind as --tier gives it, with the stores of all its ranks; NAME is a configured tier.
-    All commands but `repair`, `purge`, `compact` and `verify --repair` are read-only and may run while other processes
+    All commands but `repair`, `purge` and `verify --repair` are read-only and may run while other processes
     use the store.
 
     Kinds: directory, disk, mooncake, s3, shared_directory, valkey, and those of other packages.
@@ -208,18 +208,6 @@ def purge_command(where: Store, yes: bool, force: bool, as_json: bool) -> int:
     return 0
 
 
-@inspect.command()
-@store_argument
-@json_option
-def compact(where: Store, as_json: bool) -> int:
-    """Compact a disk store that no process has open.
-
-    Objects of mostly empty segments are copied together; empty segments are removed.
-    """
-    print_result(where.disk().compact(), _draw_compaction, as_json=as_json)
-    return 0
-
-
 def _confirmed(store: StoreInspector) -> bool:
     with progress("listing", None) as advance:
         sizes = [stored.size_bytes for stored in store.objects(advance)]
@@ -247,11 +235,6 @@ def _capacity_bytes(store: Store) -> int | None:
     return None
 
 
-def _draw_compaction(result: Compaction) -> None:
-    given = size_text(result.bytes_before - result.bytes_after)
-    click.echo(f"{result.objects} objects; {given} freed, {size_text(result.copied_bytes)} copied")
-
-
 def _draw_listing(result: Listing) -> None:
     columns = ("name", "fingerprint", "group", "part", "depth", "tokens", "used", "size")
     print_table(Table(columns, [_listed(row) for row in result.objects], numeric=6))
@@ -276,7 +259,7 @@ def _draw_stat(result: StoreStat) -> None:
         ("objects", f"{result.objects}, {size_text(result.bytes)}"),
         ("in use", f"{recorded} (files, in whole blocks: {size_text(result.charged_bytes)})"),
         ("temporary files", f"{result.temp_files}, {size_text(result.temp_bytes)} reserved"),
-        ("open in", "unknown" if result.open_in is None else f"{result.open_in} tier(s) of running processes"),
+        ("open", "unknown" if result.open_in is None else "in a running process" if result.open_in else "no"),
         ("disk free", "unknown" if result.free_bytes is None else size_text(result.free_bytes)),
         ("unreadable heads", str(result.unreadable)),
     ]

@@ -1,7 +1,7 @@
 """The operations of `kvtier inspect` on the stores of any kind of tier, through `tier.store_view.StoreView`.
 
 Inspection takes no lock and writes nothing, so it may run while other processes use the store. Objects that disappear
-meanwhile are left out. Only a repair, a purge and a compaction open the store.
+meanwhile are left out. Only a repair and a purge open the store.
 """
 
 import threading

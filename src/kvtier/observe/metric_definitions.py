@@ -164,7 +164,7 @@ WRITE_BYTES = Metric(
     MetricKind.COUNTER,
     "bytes",
     (_TIER, Label("what", WRITE_KINDS)),
-    "Bytes written to a tier's device: frames, and upkeep (index; copies during eviction and compaction); and bytes "
+    "Bytes written to a tier's device: frames, and upkeep (index; copies during eviction); and bytes "
     "refused by the write budget. Write amplification is (frames + upkeep) over frames.",
 )
 DROPS = Metric(

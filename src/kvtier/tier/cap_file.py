@@ -3,8 +3,6 @@
 Under the lock the count is at least the bytes of all objects and temporary files. It is exact unless a process was
 killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So a
 crash leaves the count too high at worst, and a recount corrects it.
-
-During a recount the file holds its owner instead of a count, and no process adds bytes.
 """
 
 import errno
@@ -12,47 +10,19 @@ import fcntl
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.safe_open import WRONG_KIND, Descriptor, open_file, read_file, set_aside
+from kvtier.tier.store_lock import lock_file
 
 _COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
 _MAGIC = b"kvledger"
-_COUNTING = b"kvcounts"  # and 16 characters: the owner of the recount
 _ALL_BITS = (1 << 64) - 1
 
-RETRY_FIRST_S = 0.0001
-RETRY_LONGEST_S = 0.005
 _REPLACED_MAX = 3
-_BUSY = {errno.EWOULDBLOCK, errno.EACCES}
-
-
-def lock_file(descriptor: int, mode: int, deadline_s: float) -> bool:
-    """Take the flock `mode` (LOCK_SH or LOCK_EX). False when it is not free within `deadline_s` seconds.
-
-    Polls instead of blocking in the kernel, because the holder may be a stopped process.
-
-    Raises:
-        OSError: the file system cannot lock.
-    """
-    end_s = time.monotonic() + deadline_s
-    pause_s = RETRY_FIRST_S
-    while True:
-        try:
-            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _BUSY:
-                raise
-        else:
-            return True
-        if time.monotonic() >= end_s:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, RETRY_LONGEST_S)
 
 
 class CapFile:
@@ -101,29 +71,19 @@ class CapFile:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Bytes in use; None when the file is new or damaged, or during a recount. Only under the lock."""
-        used_bytes = _unpacked(os.pread(self._live(), _COUNT.size, 0))
+        """Bytes in use; None when the file is new or damaged. Only under the lock."""
+        used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
         return used_bytes
 
     def write(self, used_bytes: int) -> None:
         """Set the bytes in use. Only under the lock."""
-        os.pwrite(self._live(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
+        os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
         self._last_bytes = used_bytes
 
-    def counted_by(self) -> str:
-        """The owner of the recount; empty without one. Only under the lock."""
-        content = os.pread(self._live(), _COUNT.size, 0)
-        return content[len(_COUNTING) :].decode("ascii", "replace") if content.startswith(_COUNTING) else ""
-
-    def start_count(self, owner: str) -> None:
-        """Replace the count by the `owner` of a recount, in 16 characters, or by none. Only under the lock."""
-        self.read()  # the last count, for `peek`
-        os.pwrite(self._live(), (_COUNTING + owner.encode()).ljust(_COUNT.size, b"\0"), 0)
-
     def peek(self) -> int:
-        """Bytes in use, possibly stale, and as of before a recount. Never waits."""
+        """Bytes in use, possibly stale. Never waits."""
         if self._threads.acquire(blocking=False):
             try:
                 if self._descriptor.is_open:
@@ -146,7 +106,7 @@ class CapFile:
         """Lock the file that is at the path now. True when it is not the file of the last time."""
         is_replaced = False
         for _ in range(_REPLACED_MAX):
-            descriptor = self._live()
+            descriptor = self._descriptor.fileno()
             if not lock_file(descriptor, fcntl.LOCK_EX, self.deadline_s):
                 raise TierError(self._tier, f"another process held the lock of {self._path} for {self.deadline_s} s")
             with suppress(FileNotFoundError):
@@ -173,11 +133,6 @@ class CapFile:
                 raise OSError(errno.EMLINK, "has another hard link", self._path)
         set_aside(self._path)
         return Descriptor(open_file(self._path, flags)[0])
-
-    def _live(self) -> int:
-        if not self._descriptor.is_open:
-            raise TierError(self._tier, "is closed")
-        return self._descriptor.fileno()
 
 
 def read_cap_file(path: str) -> int | None:

@@ -13,10 +13,9 @@ import xxhash
 
 from kvtier.errors import other_version
 from kvtier.tier import store_root
-from kvtier.tier.safe_open import UnusableStoreError, make_root
+from kvtier.tier.safe_open import UnusableStoreError
 from kvtier.tier.store_notes import NOTE
 from kvtier.tier.store_root import RANK, refuse_foreign_files
-from kvtier.tier.temp_files import owners_alive
 
 MARKER_NAME = "kvtier-store.json"
 STORE_VERSION = 1
@@ -56,32 +55,20 @@ class Marker:
 def open_store(root: Path, version: int = STORE_VERSION) -> Marker:
     """The marker of the store at `root`. A store of `version` is created (mode 0700) in a missing or empty directory.
 
-    Concurrent processes all get the same marker. No other directory gets one, and a damaged marker stays.
-
-    Raises:
-        UnusableStoreError: `root` has other files and no marker, or an unknown store. Nothing was changed.
-        OSError: it cannot be read or written.
+    See `store_root.open_marker` for errors.
     """
-    found = find_marker(root, version)
-    if found is None:
-        make_root(root)
-        store_root.write_marker(root / MARKER_NAME, _new_marker(version))
-        found = read_marker(root, version)  # ours, or that of a concurrent process
-    if found is None:
-        raise UnusableStoreError(
-            f"root {str(root)!r} lost its marker while it was created; another program may delete files there"
-        )
-    return found
+    path = root / MARKER_NAME
+    return store_root.open_marker(path, partial(_parse, expected=version), _is_new, ALLOWED, _new_marker(version))
 
 
 def find_marker(root: Path, version: int) -> Marker | None:
     """The marker of the store at `root`; None where `open_store` makes one. Read-only; see `open_store` for errors."""
+    return store_root.find_marker(root / MARKER_NAME, partial(_parse, expected=version), _is_new, ALLOWED)
 
-    def is_new(name: str) -> bool:
-        # Both tiers may share a root, and the disk tier may open first.
-        return name.startswith(_DRAFT_PREFIX) or bool(RANK.fullmatch(name))
 
-    return store_root.find_marker(root / MARKER_NAME, partial(_parse, expected=version), is_new, ALLOWED)
+def _is_new(name: str) -> bool:
+    # Both tiers may share a root, and the disk tier may open first.
+    return name.startswith(_DRAFT_PREFIX) or bool(RANK.fullmatch(name))
 
 
 def read_marker(root: Path, version: int = STORE_VERSION) -> Marker | None:
@@ -146,5 +133,4 @@ def repair_marker(root: Path, version: int) -> list[str]:
         refuse_foreign_files(root, lambda name: bool(_OURS[version].fullmatch(name)), "files of a kvtier store only")
         return _new_marker(version)
 
-    is_in_use = None if version == SHARED_VERSION else lambda: owners_alive(str(root / "drafts")) > 0
-    return store_root.repair_marker(root / MARKER_NAME, partial(read_marker, root, version), content, is_in_use)
+    return store_root.repair_marker(root / MARKER_NAME, partial(read_marker, root, version), content)

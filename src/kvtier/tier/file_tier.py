@@ -1,76 +1,35 @@
 """What `directory` and `shared_directory` share: a root, its marker, a file per object. They differ in the cap."""
 
 import logging
-import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.errors import ConfigError, TierError
-from kvtier.layout import ALIGNMENT
-from kvtier.tier.base import Figures, OneByOneTier
+from kvtier.tier.base import OneByOneTier
 from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.directory_marker import ALLOWED, open_store
-from kvtier.tier.effective_cap import EffectiveCap, with_cause
-from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.safe_open import check_private, directory_at
-from kvtier.tier.store_paths import NAME_BYTES, Paths, walk
+from kvtier.tier.store_paths import Paths, walk
 from kvtier.tier.store_root import opening
+from kvtier.tier.store_tier import CLOSE_DEADLINE_S, StoreTier
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
 
-CLOSE_DEADLINE_S = 10.0
 
-
-class FileTier(OneByOneTier):
+class FileTier(StoreTier, OneByOneTier):
     """Base of tiers that keep a file per object below `root`.
 
     Args:
         root: of the store.
         name: the tier's name in metrics and errors.
         capacity_bytes: the configured cap.
-        direct_io: see the tiers.
         objects: the directory of the objects, relative to `root`.
-
-    Raises:
-        ConfigError: a setting is invalid.
     """
 
-    def __init__(
-        self, root: str | Path, name: str, capacity_bytes: int, direct_io: DirectIo, objects: str = "objects"
-    ) -> None:
-        if capacity_bytes < ALIGNMENT:
-            raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {ALIGNMENT}, got {capacity_bytes}")
-        if direct_io not in {"auto", "on", "off"}:
-            raise ConfigError(f"tier {name!r}: direct_io must be 'auto', 'on' or 'off', got {direct_io!r}")
-        super().__init__(name)
-        self.capacity_bytes = capacity_bytes
-        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - does not follow links
-        self.direct_io = False
-        """Whether direct I/O is used for aligned buffers."""
+    def __init__(self, root: str | Path, name: str, capacity_bytes: int, objects: str = "objects") -> None:
+        super().__init__(root, name, capacity_bytes)
         self._paths = Paths(str(self.root), objects)
-        self._guard = OperationGuard(name)
-        self._effective_cap = EffectiveCap(name, capacity_bytes)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes counted against the cap, of all processes."""
-        raise NotImplementedError
-
-    @property
-    def evictions(self) -> int:
-        """Objects evicted by this process since it opened the store."""
-        raise NotImplementedError
-
-    @property
-    def limit_bytes(self) -> int:
-        """The cap now: below `capacity_bytes` after a write found the file system full."""
-        return self._effective_cap.now_bytes
-
-    def figures(self) -> Figures:
-        """See `Tier`."""
-        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) in the objects' directory, of all processes and nodes."""
@@ -102,14 +61,3 @@ class FileTier(OneByOneTier):
         """Try direct I/O out in `directory`, see `choose_direct`."""
         with directory_at(directory) as place:
             self.direct_io = choose_direct(self.name, directory, direct_io, place)
-
-    @contextmanager
-    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        with self._guard:
-            if name is not None and len(name) != NAME_BYTES:
-                raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
-            try:
-                yield
-            except OSError as error:
-                subject = "" if name is None else f" object {name.hex()[:12]}"
-                raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error

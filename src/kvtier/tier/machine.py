@@ -1,13 +1,12 @@
 """Read-only checks of a store's directory and its file system, for kinds of tier that keep files."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import disk_usage
 
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.tier.directory_marker import find_marker
 from kvtier.tier.registry import Problem
 from kvtier.tier.safe_open import refuse_public
 
@@ -34,14 +33,29 @@ def path_problem(path: Path, nearest: Path) -> str | None:
     return None
 
 
-def space_problems(capacity_bytes: int, nearest: Path, *, is_store: bool) -> Iterator[Problem]:
-    """Problems of a store of `capacity_bytes` on the file system of the directory `nearest`.
+def store_problems(
+    path: Path, capacity_bytes: int, holds_store: Callable[[Path], bool], reserve_bytes: int = 0
+) -> Iterator[Problem]:
+    """What is wrong with the root of a store.
 
     Args:
+        path: of the root.
         capacity_bytes: the store's cap.
-        nearest: the store, or its nearest existing parent.
-        is_store: whether the store exists, whose own bytes count as used.
+        holds_store: whether there is a store; raises ConfigError where the directory cannot be used.
+        reserve_bytes: free space that the store must leave.
     """
+    nearest = nearest_existing(path)
+    problem = path_problem(path, nearest)
+    if problem is not None:
+        yield Problem("error", "path", problem)
+        return
+    try:
+        if nearest == path:
+            refuse_public(path)
+        is_store = nearest == path and holds_store(path)
+    except ConfigError as error:
+        yield Problem("error", "path", str(error))
+        return
     usage = disk_usage(nearest)
     if usage.total == 0:
         yield Problem("error", "path", f"the file system of {nearest} has no space for files")
@@ -51,20 +65,6 @@ def space_problems(capacity_bytes: int, nearest: Path, *, is_store: bool) -> Ite
     if capacity_bytes > room:
         detail = f"more than the {'size' if is_store else 'free space'} of its file system, {size_text(room)}"
         yield Problem("warning", "capacity_bytes", detail)
-
-
-def store_problems(path: Path, capacity_bytes: int, version: int) -> Iterator[Problem]:
-    """What is wrong with the root of a store of files whose marker has this version."""
-    nearest = nearest_existing(path)
-    problem = path_problem(path, nearest)
-    if problem is not None:
-        yield Problem("error", "path", problem)
-        return
-    try:
-        if nearest == path:
-            refuse_public(path)
-        is_store = nearest == path and find_marker(path, version) is not None
-    except ConfigError as error:
-        yield Problem("error", "path", str(error))
-        return
-    yield from space_problems(capacity_bytes, nearest, is_store=is_store)
+    if reserve_bytes and reserve_bytes >= room:
+        detail = f"leaves no space for the store: its file system has {size_text(room)}{'' if is_store else ' free'}"
+        yield Problem("warning", "reserve_bytes", detail)

@@ -62,9 +62,9 @@ class SuppressErrno:
 
 
 class Descriptor:
-    """A long-lived descriptor. It is closed once, and a forked child closes its copy immediately.
+    """A long-lived descriptor. It is closed once, at the latest when nothing refers to it any more.
 
-    Otherwise a flock inherited by the child would outlive the parent.
+    A forked child closes its copy immediately. Otherwise a flock inherited by the child would outlive the parent.
     """
 
     __slots__ = ("__weakref__", "_number")
@@ -72,6 +72,9 @@ class Descriptor:
     def __init__(self, number: int) -> None:
         self._number: int | None = number
         _descriptors.add(self)
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def is_open(self) -> bool:

@@ -34,7 +34,6 @@ class Found(NamedTuple):
     name: bytes
     size_bytes: int
     mtime_ns: int
-    inode: int = 0
 
 
 class Paths:
@@ -248,4 +247,4 @@ def walk(paths: Paths) -> Iterator[Found]:
     """
     for prefix, _, spelled, status in paths.files():
         if OBJECT.fullmatch(spelled) and spelled.startswith(prefix):
-            yield Found(bytes.fromhex(spelled), status.st_size, status.st_mtime_ns, status.st_ino)
+            yield Found(bytes.fromhex(spelled), status.st_size, status.st_mtime_ns)

@@ -7,14 +7,22 @@ import re
 import shlex
 import stat
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.keys.secret import SECRET_BYTES, load
-from kvtier.tier.cap_file import lock_file
-from kvtier.tier.safe_open import MISSING, WRONG_KIND, UnusableStoreError, folder_at, open_file, read_file, set_aside
+from kvtier.tier.safe_open import (
+    WRONG_KIND,
+    UnusableStoreError,
+    folder_at,
+    make_root,
+    open_file,
+    read_file,
+    set_aside,
+)
+from kvtier.tier.store_lock import REPAIR_WAIT_S, lock_file
 from kvtier.tier.store_notes import NOTE
 
 MISTAKES = frozenset({
@@ -30,7 +38,6 @@ _DAMAGED = WRONG_KIND | {errno.EFBIG, errno.EACCES}
 
 _MARKER_BYTES_MAX = 4096
 _NAMED_MAX = 3
-_LOCK_DEADLINE_S = 1.0
 _EARLY = re.compile(r"secret|\.(secret|kvtier-disk\.json)\.[0-9a-f]+")
 _ASIDE = re.compile(r"\.aside-[0-9a-f]+$")
 _FILE_SYSTEMS = re.compile(r"lost\+found|\.snapshots?|\.nfs[0-9a-f]+|\.Trash-\d+")
@@ -101,8 +108,8 @@ def command(what: str, root: Path) -> str:
     return f"kvtier inspect {what} {shlex.quote(str(root))}"
 
 
-def read_marker(path: Path, parse: Callable[[bytes, Path], M | None]) -> M | None:
-    """The marker at `path`; None when it is missing, or `parse` gives None. Read-only.
+def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
+    """The marker at `path`; None when it is missing. Read-only.
 
     Args:
         path: of the marker.
@@ -129,9 +136,7 @@ def read_marker(path: Path, parse: Callable[[bytes, Path], M | None]) -> M | Non
     raise DamagedMarkerError(f"{path} is not a valid marker ({why}); nothing was changed; {how}")
 
 
-def find_marker(
-    path: Path, parse: Callable[[bytes, Path], M | None], is_new: Callable[[str], bool], allowed: str
-) -> M | None:
+def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str) -> M | None:
     """The marker at `path`; None where opening the store makes one. Read-only.
 
     Args:
@@ -154,6 +159,36 @@ def find_marker(
             found = read_marker(path, parse)  # another process may have created it meanwhile
             if found is None:
                 raise
+    return found
+
+
+def open_marker(
+    path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str, content: bytes
+) -> M:
+    """The marker at `path`. In a missing or empty directory it is made, with `content`.
+
+    Concurrent processes all get the same marker. No other directory gets one, and a damaged marker stays.
+
+    Args:
+        path: of the marker.
+        parse: see `read_marker`.
+        is_new: see `refuse_foreign_files`.
+        allowed: see `refuse_foreign_files`.
+        content: of a new marker.
+
+    Raises:
+        UnusableStoreError: see `find_marker`. Nothing was changed.
+        OSError: it cannot be read or written.
+    """
+    found = find_marker(path, parse, is_new, allowed)
+    if found is None:
+        make_root(path.parent)
+        write_marker(path, content)
+        found = read_marker(path, parse)  # ours, or that of a concurrent process
+    if found is None:
+        raise UnusableStoreError(
+            f"root {str(path.parent)!r} lost its marker while it was created; another program may delete files there"
+        )
     return found
 
 
@@ -189,17 +224,15 @@ def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
         draft.unlink(missing_ok=True)
 
 
-def repair_marker(
-    path: Path, read: Callable[[], object], content: Callable[[], bytes], is_in_use: Callable[[], bool] | None
-) -> list[str]:
+def repair_marker(path: Path, read: Callable[[], object], content: Callable[[], bytes]) -> list[str]:
     """Write the marker at `path` again if it is missing or damaged. What was done, in sentences.
+
+    Processes that have the store open share a lock of its directory (`StoreLock`), and repairs exclude each other.
 
     Args:
         path: of the marker.
         read: the marker, as `read_marker` gives it.
         content: bytes of a new marker; raises UnusableStoreError where the directory is not a store's.
-        is_in_use: whether a process has the store open, where no file can be locked that tells it. None: processes
-            that have the store open need no more than a marker, and hold no lock.
 
     Raises:
         UnusableStoreError: see `read` and `content`, or a process has the store open.
@@ -208,7 +241,12 @@ def repair_marker(
     if _is_valid(read):
         return []
     fresh = content()
-    with nullcontext() if is_in_use is None else _alone(path, is_in_use):
+    with folder_at(path.parent) as folder:
+        with suppress(OSError):  # NFS locks no directory
+            if not lock_file(folder, fcntl.LOCK_EX, REPAIR_WAIT_S):
+                raise UnusableStoreError(
+                    f"{path.parent}: a running process has the store open or repairs it; end it first"
+                )
         if _is_valid(read):  # of another repair, which a process may use already
             return []
         write_marker(path, fresh, replaces=True)
@@ -219,30 +257,6 @@ def _is_valid(read: Callable[[], object]) -> bool:
     with suppress(DamagedMarkerError):
         return read() is not None
     return False
-
-
-@contextmanager
-def _alone(path: Path, is_in_use: Callable[[], bool]) -> Generator[None]:
-    """Refuse a store that a process has open. No process opens it during the block, because its marker is damaged.
-
-    Repairs wait for each other at the directory, because a damaged marker may be no file that can be locked.
-    """
-    with ExitStack() as held:
-        is_used = False
-        with suppress(OSError):  # NFS locks no directory
-            is_used = not lock_file(held.enter_context(folder_at(path.parent)), fcntl.LOCK_EX, _LOCK_DEADLINE_S)
-        try:
-            old, _ = open_file(str(path), os.O_RDWR)
-        except OSError as error:
-            if error.errno not in MISSING | {errno.EACCES}:
-                raise
-            is_used = is_used or is_in_use()
-        else:
-            held.callback(os.close, old)
-            is_used = is_used or not lock_file(old, fcntl.LOCK_EX, _LOCK_DEADLINE_S)
-        if is_used:
-            raise UnusableStoreError(f"{path.parent}: a running process has the store open or repairs it; end it first")
-        yield
 
 
 def mend_secret(path: Path) -> list[str]:

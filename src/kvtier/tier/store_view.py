@@ -65,7 +65,7 @@ class Usage:
     temp_bytes: int = 0
     """Reserved by temporary files."""
     open_in: int | None = None
-    """Tiers of running processes that have the store open; None: unknown."""
+    """1 if a running process has the store open, 0 if none has; None: unknown. Of several stores the sum."""
     free_bytes: int | None = None
     """Free space of the file system; None: the store is in none."""
 

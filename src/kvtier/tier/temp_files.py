@@ -1,27 +1,24 @@
-"""Temporary files of a directory store: owner, reserved bytes, and removal of those of dead owners.
+"""Temporary files of a directory store: reserved bytes, and removal of those of dead writers.
 
-A temporary file is named `<owner>-<number>-<reserved bytes>`. Its owner holds a flock on `<owner>.lock`; the kernel
-releases it when the process dies. All operations run under the cap file's lock.
+A temporary file is named `<owner>-<number>-<reserved bytes>`, where the owner is one open store. A file that was not
+written for `TEMP_AGE_S` is of a dead writer. All operations run under the cap file's lock.
 """
 
 # Descriptors and plain strings: this code runs for every write.
 # ruff: noqa: PTH208
 
-import errno
-import fcntl
 import itertools
 import os
 import re
 import stat
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvtier.layout import align_up
-from kvtier.tier.cap_file import lock_file
 from kvtier.tier.safe_open import (
     MISSING,
-    Descriptor,
     SuppressErrno,
     directory_at,
     make_directory,
@@ -31,14 +28,9 @@ from kvtier.tier.safe_open import (
 )
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
-"""Names of files that a store creates there. Others are neither counted nor removed."""
+"""Names of files that a store creates there. Others are neither counted nor removed. Locks are of former versions."""
 
-LOCK_DEADLINE_S = 1.0
-"""Longest wait for the lock of a new lock file."""
-
-_OWNER_DIGITS = 16
-_LOCK_SUFFIX = ".lock"
-_PROBE_PREFIX = "probe_"
+TEMP_AGE_S = 900
 
 
 class TempFile(NamedTuple):
@@ -54,26 +46,8 @@ class TempFiles:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.owner = os.urandom(_OWNER_DIGITS // 2).hex()
+        self.owner = os.urandom(8).hex()
         self._numbers = itertools.count()
-        self._lock: Descriptor | None = None
-
-    def attach(self) -> None:
-        """Create and lock this owner's lock file; called again after the directory was replaced.
-
-        Raises:
-            OSError: the lock file cannot be created.
-        """
-        with self._directory():
-            pass
-
-    def detach(self) -> None:
-        """Remove this owner's lock file. Idempotent."""
-        if self._lock is not None:
-            with suppress(OSError), directory_at(self._path) as directory:
-                os.unlink(_lock_name(self.owner), dir_fd=directory)
-            self._lock.close()
-            self._lock = None
 
     def create(self, reserved_bytes: int, *, direct_io: bool) -> TempFile:
         """A new empty temporary file, mode 0600.
@@ -83,7 +57,7 @@ class TempFiles:
         """
         name = self._next_name(reserved_bytes)
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct_io else 0)
-        with self._directory() as directory:
+        with self._made() as directory:
             return TempFile(name, open_file(name, flags, directory)[0], reserved_bytes)
 
     def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
@@ -93,7 +67,8 @@ class TempFiles:
             OSError: it cannot be renamed.
         """
         draft = TempFile(self._next_name(reserved_bytes), descriptor, reserved_bytes)
-        with self._directory() as directory:
+        os.utime(descriptor)  # else it counts as old
+        with self._made() as directory:
             os.rename(name, draft.name, src_dir_fd=fan, dst_dir_fd=directory)
         return draft
 
@@ -117,115 +92,48 @@ class TempFiles:
             return draft.reserved_bytes
         return 0
 
-    def clear_stale(self) -> bool:
-        """Remove temporary files and lock files of dead owners. True when there were any.
+    def clear_stale(self, *, is_alone: bool) -> int:
+        """Remove temporary files of dead writers. Returns the bytes that were reserved by them.
+
+        Args:
+            is_alone: no other process has the store open, and this one writes nothing.
 
         Raises:
             OSError: one cannot be removed.
         """
+        freed_bytes = 0
         with _names_at(self._path) as (directory, names):
-            owners = {name[:_OWNER_DIGITS] for name in names if not name.startswith(_PROBE_PREFIX)}
-            gone = {owner for owner in owners if not self._is_alive(owner, directory)}
-            # Lock files last: while one exists, the next process repeats the removal.
-            for name in sorted(names, key=_is_lock):
-                if name[:_OWNER_DIGITS] in gone or name.startswith(_PROBE_PREFIX):
+            for name, written_s in names.items():
+                if is_alone or written_s < time.time() - TEMP_AGE_S or not _reserved_by(name):
                     with suppress(FileNotFoundError):  # an opening process removes its probe without the lock
                         os.unlink(name, dir_fd=directory)
-        return bool(gone)
-
-    def is_alive(self, owner: str) -> bool:
-        """Whether `owner` has the store open; False for what is no owner's name.
-
-        Raises:
-            OSError: the file system fails.
-        """
-        with directory_at(self._path) as directory:
-            return bool(NAMES.fullmatch(_lock_name(owner))) and self._is_alive(owner, directory)
+                        freed_bytes += _reserved_by(name)
+        return freed_bytes
 
     def _next_name(self, reserved_bytes: int) -> str:
         return f"{self.owner}-{next(self._numbers)}-{reserved_bytes}"
 
     @contextmanager
-    def _directory(self) -> Generator[int]:
-        """A descriptor of the directory, created when missing, with this owner's locked lock file in it."""
-        try:
-            directory = open_directory(self._path)
-        except OSError as error:
-            if error.errno not in MISSING:
-                raise
-            make_directory(self._path, replace=True)
-            directory = open_directory(self._path)
-        try:
-            name = _lock_name(self.owner)
-            try:
-                is_there = self._lock is not None and bool(os.stat(name, dir_fd=directory, follow_symlinks=False))
-            except FileNotFoundError:
-                is_there = False
-            if not is_there:
-                lock = Descriptor(open_file(name, os.O_CREAT | os.O_RDWR, directory)[0])
-                # Until it is locked the owner counts as dead. A check (`_is_locked`) locks it briefly.
-                is_locked = False
-                try:
-                    is_locked = lock_file(lock.fileno(), fcntl.LOCK_EX, LOCK_DEADLINE_S)
-                finally:
-                    if not is_locked:
-                        lock.close()
-                        os.unlink(name, dir_fd=directory)
-                if not is_locked:
-                    raise OSError(errno.EAGAIN, "is locked by another process", name)
-                if self._lock is not None:
-                    self._lock.close()
-                self._lock = lock
+    def _made(self) -> Generator[int]:
+        """A descriptor of the directory, which is created when it is missing."""
+        make_directory(self._path, replace=True)
+        with directory_at(self._path) as directory:
             yield directory
-        finally:
-            os.close(directory)
-
-    def _is_alive(self, owner: str, directory: int) -> bool:
-        """Whether the owner's lock is held. Lock files are created and locked under the cap file's lock."""
-        return self._lock is not None if owner == self.owner else _is_locked(_lock_name(owner), directory)
 
 
-def reserved(path: str) -> dict[int, int]:
-    """Bytes reserved by each temporary file of any owner in the directory `path`, by its inode.
+def reserved(path: str) -> list[int]:
+    """Bytes reserved by each temporary file of any owner in the directory `path`.
 
     Raises:
         OSError: the directory cannot be read.
     """
     with _names_at(path) as (_, names):
-        # Whole blocks, also when another program made the name.
-        return {inode: align_up(int(name.rpartition("-")[2])) for name, inode in names.items() if "-" in name}
-
-
-def owners_alive(path: str) -> int:
-    """Number of owners in the directory `path` that hold their locks.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    with _names_at(path) as (directory, names):
-        return sum(_is_locked(name, directory) for name in names if _is_lock(name))
-
-
-def _is_locked(name: str, directory: int) -> bool:
-    """Whether a process holds an exclusive flock on the file `name`; False when it is missing.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    with SuppressErrno(MISSING):
-        descriptor, _ = open_file(name, os.O_RDONLY, directory)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-    return False
+        return [_reserved_by(name) for name in names if "-" in name]
 
 
 @contextmanager
-def _names_at(path: str) -> Generator[tuple[int, dict[str, int]]]:
-    """A descriptor of the directory `path` and its files that match `NAMES`, with inodes; none when it is missing."""
+def _names_at(path: str) -> Generator[tuple[int, dict[str, float]]]:
+    """A descriptor of the directory `path`, and its files that match `NAMES` with mtimes; none when it is missing."""
     try:
         directory = open_directory(path, is_listed=True)
     except OSError as error:
@@ -234,20 +142,17 @@ def _names_at(path: str) -> Generator[tuple[int, dict[str, int]]]:
         yield -1, {}
         return
     try:
-        names: dict[str, int] = {}
+        names: dict[str, float] = {}
         for name in filter(NAMES.fullmatch, os.listdir(directory)):
             with suppress(FileNotFoundError):
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    names[name] = status.st_ino
+                    names[name] = status.st_mtime
         yield directory, names
     finally:
         os.close(directory)
 
 
-def _lock_name(owner: str) -> str:
-    return f"{owner}{_LOCK_SUFFIX}"
-
-
-def _is_lock(name: str) -> bool:
-    return name.endswith(_LOCK_SUFFIX)
+def _reserved_by(name: str) -> int:
+    """Bytes by the name of a temporary file, in whole blocks, also when another program made the name."""
+    return align_up(int(name.rpartition("-")[2])) if "-" in name else 0

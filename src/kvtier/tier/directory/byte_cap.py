@@ -3,14 +3,9 @@
 Every method takes the cap file's lock, for a bounded number of files. Only this module creates and removes files under
 objects' names.
 
-A recount walks through the store without the lock. Under the lock it first replaces the count by its owner, and lists
-the temporary files. From then on no process adds bytes: a write needs a count. So what exists at the end existed at
-the start: an object, which the walk has found, or one of the listed temporary files. Their sum is never below the bytes
-in use, and above them only by what was removed meanwhile. The recount writes it under the lock, if the cap file still
-has its owner: then no other process has counted meanwhile.
-
-When the owner of a recount is dead, another process counts, and also when it takes long, as when it is stopped. Each
-process waits ever longer before it takes over, so that one of them ends.
+The index is made from a walk through the files without the lock. A recount walks under the lock: nothing appears
+meanwhile. Recounts are rare: when a process opens the store as its only user, when the cap file is damaged, and when no
+victim is left. Other processes' writes fail in time during a recount. Reads go on.
 """
 
 import errno
@@ -38,11 +33,6 @@ _EXAMINED_MAX = 64
 """Victims examined per hold of the lock. Others get it between."""
 _EVICTED_MAX = 16
 """Files removed per hold of the lock."""
-OPEN_WAIT_S = 10.0
-"""An opening waits for its recount for this long. Then the store is open, and takes writes after the recount."""
-PATIENCE_S = 300.0
-"""Another process's recount takes long after this; twice as long after each time that this process takes it over."""
-_POLL_S = 0.005
 _UNLINK_FAILURES_MAX = 8
 _FOREIGN_SHARE = 16
 """The directory is walked when more than 1/16 of the cap is held by objects missing from the index."""
@@ -60,7 +50,6 @@ class ByteCap:
         effective_cap: the cap while the file system is full.
         cap_file: the byte count and the lock.
         index: indexed objects and their eviction order.
-        temp_files: this process's temporary files.
         on_replaced: called under the lock when the directory was replaced, as by a remount. Operations fail until it
             succeeds.
     """
@@ -72,7 +61,6 @@ class ByteCap:
         effective_cap: EffectiveCap,
         cap_file: CapFile,
         index: DirectoryIndex,
-        temp_files: TempFiles,
         on_replaced: Callable[[], None],
     ) -> None:
         self._paths = paths
@@ -80,74 +68,44 @@ class ByteCap:
         self._effective_cap = effective_cap
         self._cap_file = cap_file
         self._index = index
-        self._temp_files = temp_files
+        self._temp_files = TempFiles(paths.temp_files)
         self._on_replaced = on_replaced
         self._undeleted: list[TempFile] = []  # removal failed, to be retried
         self._is_replaced = False
-        self._walker = threading.Thread()  # alive during a walk
-        self._walk_error: Exception | None = None
+        self._walking = threading.Lock()
         self._walk_again_s = self._count_again_s = 0.0
-        self._unknown_s: float | None = None  # since when the count is unknown
-        self._counter = "", 0.0  # owner of another process's recount, and since when it is known
-        self._patience_s = PATIENCE_S
-        self._is_closing = False
         self.evictions = 0
 
-    def attach(self, *, is_alone: bool) -> None:
-        """Remove temporary files of dead processes, and lock this owner's lock file.
+    def attach(self, *, is_alone: bool, needs_index: bool) -> None:
+        """Remove temporary files of dead writers, and index the files if needed.
 
-        When there were any, or with the store to itself (`is_alone`), the process recounts in `recover`: a killed
-        process may have counted bytes that it never wrote.
+        With the store to itself (`is_alone`), the process recounts: a killed one may have counted bytes that it never
+        wrote.
         """
         with self._locked():
-            is_stale = self._temp_files.clear_stale()
-            self._temp_files.attach()
-            if is_alone or (is_stale and self._cap_file.read() is not None):
-                self._cap_file.start_count(self._temp_files.owner)
-
-    def recover(self, *, needs_index: bool) -> None:
-        """Walk through the store, to recount or because the index `needs_index`. Waits up to `OPEN_WAIT_S` seconds.
-
-        Raises:
-            TierError: the walk failed.
-            OSError: likewise.
-        """
-        with self._locked():
-            self._count()
-            if needs_index:
-                self._start_walk(counts=False)
-        self.wait_idle(OPEN_WAIT_S)
+            self._release(self._temp_files.clear_stale(is_alone=is_alone))
+            if is_alone:
+                self._recount()
+        if needs_index and not is_alone:
+            self._index_files()
         self._walk_again_s = self._count_again_s = 0.0
-
-    def wait_idle(self, deadline_s: float) -> None:
-        """Wait for a running walk, `deadline_s` seconds at most.
-
-        Raises:
-            TierError: the walk failed.
-            OSError: likewise.
-        """
-        if self._walker.is_alive():
-            self._walker.join(deadline_s)
-        error, self._walk_error = self._walk_error, None
-        if error is not None:
-            raise error
 
     def shrink(self) -> None:
         """Evict down to the cap, which may be lower than before. In steps, so that others get the lock between."""
         while True:
             with self._locked():
                 used_bytes = self._count()
-                if used_bytes is None or used_bytes <= self._capacity_bytes:
+                if used_bytes <= self._capacity_bytes:
                     return
                 used_bytes, _, has_victims = self._evict_down(used_bytes, self._capacity_bytes, None)
                 if not has_victims:
                     return  # the rest is being written, or not indexed: a write recounts
 
     def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
-        """A temporary file with `charge` bytes reserved; None when there is no space, or a recount takes long.
+        """A temporary file with `charge` bytes reserved; None when there is no space.
 
         Raises:
-            TierError: the lock is not free, or the recount failed.
+            TierError: the lock is not free.
             OSError: the file system fails.
         """
         self._index_foreign_objects(charge)
@@ -156,24 +114,23 @@ class ByteCap:
             with self._locked():
                 self._retry_removal()
                 used_bytes = self._count()
-                if used_bytes is not None:
-                    target_bytes = self._effective_cap.allows(used_bytes) - charge
-                    if target_bytes < 0:
-                        return None
-                    most = 1 if self._effective_cap.is_reduced else _EVICTED_MAX  # the next write may fail, too
-                    used_bytes, draft, has_victims = self._evict_down(
-                        used_bytes, target_bytes, (charge, direct_io), most
-                    )
-                    if draft is not None:
-                        return draft
-                    if used_bytes <= target_bytes:
-                        return self._create(used_bytes, charge, direct_io=direct_io)
-                    # Without victims, other processes wrote the rest, or a crash left the count too high.
-                    may_go_on = most > 1 if has_victims else self._recount()
-                    if not may_go_on:
-                        return None
-            if not self._await_count(end_s):
-                return None
+                target_bytes = self._effective_cap.allows(used_bytes) - charge
+                if target_bytes < 0:
+                    return None
+                most = 1 if self._effective_cap.is_reduced else _EVICTED_MAX  # the next write may fail, too
+                used_bytes, draft, has_victims = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
+                if draft is not None:
+                    return draft
+                if used_bytes <= target_bytes:
+                    return self._create(used_bytes, charge, direct_io=direct_io)
+                if has_victims:
+                    may_go_on = most > 1 and time.monotonic() < end_s
+                else:  # other processes wrote the rest, or a crash left the count too high
+                    may_go_on = self._may_recount()
+                    if may_go_on:
+                        self._recount()
+                if not may_go_on:
+                    return None
 
     def _create(self, used_bytes: int, charge: int, *, direct_io: bool) -> TempFile:
         self._cap_file.write(used_bytes + charge)
@@ -222,13 +179,9 @@ class ByteCap:
         return None if status is None or charge_bytes(status.st_size) > self._capacity_bytes else status
 
     def close(self) -> None:
-        """End a walk, and remove this process's temporary files and lock file, as far as possible. Raises nothing."""
-        self._is_closing = True
-        with suppress(TierError, OSError):
-            self.wait_idle(self._cap_file.deadline_s)
+        """Remove this process's temporary files, as far as possible. Raises nothing."""
         with suppress(TierError, OSError), self._locked():
             self._retry_removal()
-            self._temp_files.detach()
 
     def _index_foreign_objects(self, charge: int) -> None:
         """Index objects of other processes when they hold much and space is needed; else only ours would be evicted.
@@ -240,30 +193,15 @@ class ByteCap:
         limit_bytes = self._effective_cap.now_bytes
         if used_bytes + charge <= limit_bytes or foreign_bytes <= limit_bytes // _FOREIGN_SHARE:
             return
-        if time.monotonic() >= self._walk_again_s:
-            with self._locked():
-                is_started = self._start_walk(counts=False)
-            if is_started:
-                self.wait_idle(self._cap_file.deadline_s)
+        if time.monotonic() >= self._walk_again_s and not self._walking.locked():
+            self._index_files()
 
-    def _await_count(self, end_s: float) -> bool:
-        """Wait while the count is unknown. False at `end_s`, or when it has been for longer than an operation may wait.
+    def _index_files(self) -> tuple[int, list[bytes]]:
+        """Make the index what a walk finds. Returns the bytes of the objects, and names of files larger than the cap.
 
         Raises:
-            TierError: the recount failed.
-            OSError: likewise.
+            OSError: the file system fails, or another thread walks for longer than the deadline.
         """
-        now_s = time.monotonic()
-        if self._unknown_s is None:
-            return now_s < end_s
-        left_s = min(end_s, self._unknown_s + self._cap_file.deadline_s) - now_s
-        if left_s > 0 and not self._walker.is_alive():
-            time.sleep(_POLL_S)  # another process counts
-        self.wait_idle(max(left_s, 0.0))
-        return left_s > 0
-
-    def _walk(self, drafts: dict[int, int] | None) -> None:
-        """Index all files. With the temporary files from the start of a recount, set the count, and shrink."""
         start_s = time.monotonic()
         used_bytes = 0
         oversized: list[bytes] = []
@@ -271,45 +209,21 @@ class ByteCap:
         def usable() -> Iterator[Found]:
             nonlocal used_bytes
             for file in walk(self._paths):
-                if self._is_closing:
-                    raise InterruptedError(errno.EINTR, "the store is closing", self._paths.objects)
                 charge = charge_bytes(file.size_bytes)
                 if charge > self._capacity_bytes:
                     oversized.append(file.name)
                 else:
                     used_bytes += charge
-                    if drafts is not None:
-                        drafts.pop(file.inode, None)  # it has become this object
                     yield file
 
+        if not self._walking.acquire(timeout=self._cap_file.deadline_s):
+            raise OSError(errno.EAGAIN, "another thread walks through the store", self._paths.root)
         try:
             self._index.merge(usable())
-            if drafts is not None:
-                self._remove_oversized(oversized)
-                with self._locked():
-                    if self._cap_file.counted_by() == self._temp_files.owner:
-                        drafts.update(reserved(self._paths.temp_files))  # inodes may be used again
-                        self._cap_file.write(used_bytes + sum(drafts.values()))
-                self.shrink()
-        except (OSError, TierError) as error:
-            self._walk_error = error
+        finally:
+            self._walking.release()
         self._walk_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
-        if drafts is not None:
-            self._count_again_s = self._walk_again_s
-
-    def _remove_oversized(self, names: list[bytes]) -> None:
-        """Remove files larger than the cap, such as planted sparse files, during a recount."""
-        for name in names:
-            with self._locked():
-                there = self._paths.stat_object(name)
-                is_bad = there is not None and self.usable(there) is None
-                if is_bad and self._cap_file.counted_by() == self._temp_files.owner:  # else another cap may count it
-                    self._paths.remove_object(name)
-        if names:
-            logger.warning(
-                "%d files in %s were larger than the cap of %d bytes and were removed, the first: %s",
-                len(names), self._paths.objects, self._capacity_bytes, names[0].hex(),
-            )  # fmt: skip
+        return used_bytes, oversized
 
     @contextmanager
     def _locked(self) -> Generator[None]:
@@ -412,53 +326,44 @@ class ByteCap:
             raise
         return draft
 
-    def _count(self) -> int | None:
-        """The bytes in use; None during a recount, which is started if needed."""
+    def _count(self) -> int:
+        """The bytes in use."""
         used_bytes = self._cap_file.read()
-        if used_bytes is not None:
-            self._unknown_s, self._patience_s = None, PATIENCE_S
-            # A count above the cap is from a higher cap, or damaged: it alone evicts nothing.
-            return None if used_bytes > self._capacity_bytes and self._recount() else used_bytes
-        now_s = time.monotonic()
-        self._unknown_s = self._unknown_s or now_s
-        owner = self._cap_file.counted_by()
-        if owner != self._counter[0]:
-            self._counter = owner, now_s
-        is_late = now_s - self._counter[1] >= self._patience_s
-        if owner == self._temp_files.owner or is_late or not self._temp_files.is_alive(owner):
-            self._patience_s *= 1 + is_late
-            self._start_walk(counts=True)
-        return None
+        # A count above the cap is from a higher cap, or damaged: it alone evicts nothing.
+        if used_bytes is None or (used_bytes > self._capacity_bytes and self._may_recount()):
+            return self._recount()
+        return used_bytes
 
-    def _recount(self) -> bool:
-        """Start a recount, if the last one was long ago."""
-        return time.monotonic() >= self._count_again_s and self._start_walk(counts=True)
+    def _may_recount(self) -> bool:
+        """Whether the last recount was long ago."""
+        return time.monotonic() >= self._count_again_s
 
-    def _start_walk(self, *, counts: bool) -> bool:
-        """Index all files in a thread, and recount. False when a walk is running."""
-        if self._is_closing or self._walker.is_alive():
-            return False
-        drafts = None
-        if counts:
-            self._temp_files.clear_stale()
-            self._cap_file.start_count(self._temp_files.owner)
-            self._unknown_s = self._unknown_s or time.monotonic()
-            drafts = reserved(self._paths.temp_files)
-        self._walker = threading.Thread(target=self._walk, args=(drafts,), name="kvtier count", daemon=True)
-        self._walker.start()
-        return True
+    def _recount(self) -> int:
+        """Index and count all files. Nothing appears meanwhile. Returns the bytes in use."""
+        self._temp_files.clear_stale(is_alone=False)
+        used_bytes, oversized = self._index_files()
+        for name in oversized:  # such as planted sparse files
+            self._paths.remove_object(name)
+        if oversized:
+            logger.warning(
+                "%d files in %s were larger than the cap of %d bytes and were removed, the first: %s",
+                len(oversized), self._paths.objects, self._capacity_bytes, oversized[0].hex(),
+            )  # fmt: skip
+        # What reserves more than the cap was planted.
+        used_bytes += sum(it for it in reserved(self._paths.temp_files) if it <= self._capacity_bytes)
+        self._cap_file.write(used_bytes)
+        self._count_again_s = self._walk_again_s
+        return used_bytes
 
     def _release(self, freed_bytes: int) -> None:
         """Subtract `freed_bytes`, after the file was removed."""
         if freed_bytes == 0:
             return
         used_bytes = self._cap_file.read()
-        if used_bytes is not None and used_bytes >= freed_bytes:
+        if used_bytes is None or used_bytes < freed_bytes:  # changed by another program
+            self._recount()
+        else:
             self._cap_file.write(used_bytes - freed_bytes)
-            return
-        if used_bytes is not None:  # changed by another program
-            self._cap_file.start_count("")
-        self._count()
 
     def _retry_removal(self) -> None:
         while self._undeleted:

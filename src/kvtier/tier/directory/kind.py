@@ -11,7 +11,7 @@ from kvtier.config.value_types import Choice, Location, Size, Switch
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.directory.view import DirectoryView, view_at
-from kvtier.tier.directory_marker import STORE_VERSION, layout_of, repair_marker
+from kvtier.tier.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
 from kvtier.tier.machine import store_problems
 from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
@@ -63,7 +63,9 @@ def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _
 
 
 def _check(settings: DirectorySettings) -> Iterator[Problem]:
-    return store_problems(settings.path, settings.capacity_bytes, STORE_VERSION)
+    return store_problems(
+        settings.path, settings.capacity_bytes, lambda path: find_marker(path, STORE_VERSION) is not None
+    )
 
 
 def _repaired(root: Path) -> list[str] | None:

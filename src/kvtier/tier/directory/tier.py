@@ -2,8 +2,8 @@
 
 The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
 rebuilds the cap file's count. Names appear and disappear only under the cap file's lock. Bytes are written and read
-outside the lock. No lock is held for longer than it takes to handle a few hundred objects. Walks and index snapshots
-have threads of their own.
+outside the lock. No lock is held for longer than it takes to handle a few hundred objects, but in a rare recount. Index
+snapshots have a thread of their own.
 
 Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification makes either a
 miss.
@@ -25,18 +25,19 @@ from pathlib import Path
 
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import About
+from kvtier.tier.base import About, Figures
 from kvtier.tier.cap_file import CapFile
 from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory.byte_cap import ByteCap
 from kvtier.tier.directory.index import DirectoryIndex
 from kvtier.tier.directory.snapshot import load_snapshot, save_snapshot
-from kvtier.tier.directory.store_lock import StoreLock
 from kvtier.tier.directory_marker import STORE_VERSION
-from kvtier.tier.file_tier import CLOSE_DEADLINE_S, FileTier
+from kvtier.tier.file_tier import FileTier
 from kvtier.tier.safe_open import MISSING, SuppressErrno, open_file
+from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, stat_in
-from kvtier.tier.temp_files import TempFile, TempFiles
+from kvtier.tier.store_tier import CLOSE_DEADLINE_S
+from kvtier.tier.temp_files import TempFile
 from kvtier.types import NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class DirectoryTier(FileTier):
         shared: other processes may write to the store, so a name missing from the index is looked up on disk. When
             False a miss costs no system call.
         lock_deadline_s: longest wait for other processes in an operation.
-        open_deadline_s: longest wait for another process that is opening the store. An opening also waits up to 10 s
-            for its own recount. While a longer one goes on, reads and lookups work, and writes are refused.
+        open_deadline_s: longest wait for another process that is opening the store. A process that opens it as its only
+            user counts it meanwhile: a second for 100,000 objects.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -89,11 +90,10 @@ class DirectoryTier(FileTier):
         lock_deadline_s: float = 2.0,
         open_deadline_s: float = 60.0,
     ) -> None:
-        super().__init__(root, name, capacity_bytes, direct_io)
+        super().__init__(root, name, capacity_bytes)
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
-        self._temp_files = TempFiles(self._paths.temp_files)
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
         """(name, time) of reads that are not yet in the files' mtimes."""
         self._snapshot_lock = threading.Lock()
@@ -108,7 +108,6 @@ class DirectoryTier(FileTier):
                 self._effective_cap,
                 self._cap_file,
                 self._index,
-                self._temp_files,
                 self._on_replaced,
             )
             try:
@@ -133,6 +132,10 @@ class DirectoryTier(FileTier):
     def evictions(self) -> int:
         """Objects evicted by this process since it opened the store."""
         return self._byte_cap.evictions
+
+    def figures(self) -> Figures:
+        """See `Tier`."""
+        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether the index has it or, in a shared store, the directory.
@@ -221,14 +224,13 @@ class DirectoryTier(FileTier):
         is_alone = self._store_lock.acquire(deadline_s)
         if is_alone:
             _remove_unfinished_snapshots(self._paths.root)
-        self._byte_cap.attach(is_alone=is_alone)
-        if is_alone:
-            self._store_lock.share(deadline_s)
         with _collector_paused():
             rows = load_snapshot(self._paths.snapshot)
             if rows is not None:
                 self._index.load_snapshot(rows)
-            self._byte_cap.recover(needs_index=rows is None or not self._shared)
+            self._byte_cap.attach(is_alone=is_alone, needs_index=rows is None or not self._shared)
+        if is_alone:
+            self._store_lock.share(deadline_s)
         if rows is None and len(self._index):
             logger.info(
                 "tier %s: no usable index snapshot at %s: the index was rebuilt from the files",
@@ -237,9 +239,9 @@ class DirectoryTier(FileTier):
             )
 
     def _on_replaced(self) -> None:
-        """The directory was replaced: lock the new marker and the owner's lock file there."""
-        self._store_lock.reacquire(self._lock_deadline_s)
-        self._temp_files.attach()
+        """The directory was replaced: lock the marker there."""
+        self._store_lock.move()
+        self._store_lock.share(self._lock_deadline_s)
 
     def _publish_uses(self, most: int) -> None:
         """Write queued uses to the files' mtimes, which order eviction in other processes. Raises nothing.
@@ -274,7 +276,6 @@ class DirectoryTier(FileTier):
     def _release(self) -> None:
         self._byte_cap.close()
         self._store_lock.release()
-        self._temp_files.detach()
         self._cap_file.close()
 
 

@@ -10,14 +10,14 @@ from shutil import disk_usage
 
 from kvtier.errors import ConfigError
 from kvtier.tier.cap_file import read_cap_file
-from kvtier.tier.directory.store_lock import StoreLock
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, read_marker
 from kvtier.tier.safe_open import folder_at, open_file
+from kvtier.tier.store_lock import StoreLock, is_locked
 from kvtier.tier.store_paths import Paths, charge_bytes, walk
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 from kvtier.tier.temp_files import NAMES as TEMP_NAMES
-from kvtier.tier.temp_files import owners_alive, reserved
+from kvtier.tier.temp_files import reserved
 
 _FILES = re.compile(rf"objects/[0-9a-f]{{2}}/[0-9a-f]{{64}}|drafts/({TEMP_NAMES.pattern})|{BESIDE.pattern}")
 _FOLDERS = re.compile(r"objects(/[0-9a-f]{2})?|drafts")
@@ -48,13 +48,13 @@ class DirectoryView:
 
     def usage(self) -> Usage:
         """Usage from the marker, the cap file and the temporary files."""
-        temp_files = reserved(self._paths.temp_files).values()
+        temp_files = reserved(self._paths.temp_files)
         return Usage(
             store_id=self._marker.store_id,
             version=self._marker.version,
             created=self._marker.created,
             charged_bytes=sum(charge_bytes(it.size_bytes) for it in walk(self._paths)),
-            open_in=owners_alive(self._paths.temp_files),
+            open_in=is_locked(self._paths.marker),
             recorded_bytes=read_cap_file(self._paths.cap_file),
             temp_files=len(temp_files),
             temp_bytes=sum(temp_files),
@@ -89,10 +89,8 @@ class DirectoryView:
         finally:
             lock.release()
         if not force:
-            count = owners_alive(self._paths.temp_files)
             raise ConfigError(
-                f"{self.root}: {count} tier(s) of running processes have it open; end them, or remove its objects "
-                "with --force"
+                f"{self.root}: running processes have it open; end them, or remove its objects with --force"
             )
         result = Purge(directory=str(self.root), is_emptied_only=True)
         with self.opened_tier() as tier:

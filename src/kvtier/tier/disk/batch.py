@@ -3,26 +3,17 @@
 A failed call is repeated per frame, so that one bad block affects one frame, and its error names that frame.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk.pool import Extent, Pool
 
-ReadAlone = Callable[[Read, Extent], int | TierError | None]
-WriteAlone = Callable[[Write], bool | TierError]
 
-
-def read_many(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> list[int | TierError | None]:
-    """Read frames, adjacent ones together.
-
-    Args:
-        pool: of the store.
-        reads: names and buffers.
-        alone: reads one frame from its extent.
-    """
-    results: list[int | TierError | None] = [None] * len(reads)
+def read_many(pool: Pool, reads: Sequence[Read]) -> list[int | OSError | TierError | None]:
+    """Read frames, adjacent ones together. An error takes the place of its frame."""
+    results: list[int | OSError | TierError | None] = [None] * len(reads)
     found = {at: extent for at, extent in enumerate(pool.find([read.name for read in reads])) if extent is not None}
     try:
         for run in _runs(found, reads):
@@ -31,21 +22,20 @@ def read_many(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> list[int |
                 [reads[at].into[: found[at].size_bytes] for at in run], first.offset
             )
             for at in run:
-                results[at] = found[at].size_bytes if is_whole else alone(reads[at], found[at])
+                results[at] = found[at].size_bytes if is_whole else _read_alone(pool, reads[at], found[at])
     finally:
         pool.unpin(extent.segment for extent in found.values())
     return results
 
 
-def write_many(pool: Pool, writes: Sequence[Write], alone: WriteAlone) -> list[bool | TierError]:
+def write_many(pool: Pool, writes: Sequence[Write]) -> list[bool | OSError | TierError]:
     """Write frames adjacent to each other, as far as the current segment goes.
 
     Args:
         pool: of the store.
         writes: admitted frames that do not exist yet.
-        alone: writes one frame, into the next segment when the current one is full.
     """
-    results: list[bool | TierError] = []
+    results: list[bool | OSError | TierError] = []
     while len(results) < len(writes):
         rest = writes[len(results) :]
         is_run = len(rest) > 1 and all(write.frame.nbytes % ALIGNMENT == 0 for write in rest)
@@ -55,8 +45,36 @@ def write_many(pool: Pool, writes: Sequence[Write], alone: WriteAlone) -> list[b
             results += pool.put((extent, write.name) for extent, write in zip(extents, rest, strict=False))
         else:
             pool.abandon(extents)
-            results += [alone(write) for write in rest[: max(1, len(extents))]]
+            results += [_write_alone(pool, write) for write in rest[: max(1, len(extents))]]
     return results
+
+
+def _read_alone(pool: Pool, read: Read, extent: Extent) -> int | OSError | TierError | None:
+    wanted = read.into.cast("B")[: max(0, extent.size_bytes - read.offset)]
+    try:
+        count = extent.segment.read(wanted, extent.offset + read.offset) if wanted.nbytes else 0
+        if count == wanted.nbytes:
+            return count
+        pool.remove(read.name)  # the file was truncated
+    except (OSError, TierError) as error:
+        return error.with_traceback(None)  # its frames refer to the buffer
+    return None
+
+
+def _write_alone(pool: Pool, write: Write) -> bool | OSError | TierError:
+    """Write one frame, into the next segment when the current one is full."""
+    try:
+        extent = pool.take(write.frame.nbytes)
+        if extent is None:
+            return False
+        try:
+            extent.segment.write(write.frame.cast("B"), extent.offset)
+        except BaseException:
+            pool.abandon([extent])
+            raise
+        return pool.put([(extent, write.name)])[0]
+    except (OSError, TierError) as error:
+        return error.with_traceback(None)  # as in `_read_alone`
 
 
 def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:

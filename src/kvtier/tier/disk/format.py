@@ -69,6 +69,9 @@ SEGMENT_BYTES_MAX: Final = BLOCK_BYTES << 32
 """An entry counts blocks in 32 bits."""
 
 
+SEGMENTS_WANTED: Final = 64
+
+
 class Header(NamedTuple):
     """Content of a segment's first block."""
 
@@ -113,6 +116,14 @@ def is_foreign(block: bytes) -> bool:
 def is_segment_size(size_bytes: int) -> bool:
     """Whether `size_bytes` is a valid segment size."""
     return SEGMENT_BYTES_MIN <= size_bytes <= SEGMENT_BYTES_MAX and size_bytes % ALIGNMENT == 0
+
+
+def segment_bytes_for(capacity_bytes: int) -> int:
+    """Default segment size of a new store."""
+    least = min(64 << 20, capacity_bytes // 4)
+    # Slightly below an even share, so that file system blocks do not cost a segment.
+    wanted = min(max(capacity_bytes // SEGMENTS_WANTED, least), 1 << 30) * 1023 // 1024
+    return max(wanted // ALIGNMENT * ALIGNMENT, SEGMENT_BYTES_MIN)
 
 
 def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[bytes]:
@@ -160,6 +171,12 @@ def entries_in(blocks: Blocks) -> Entries:
         return blocks["entries"].reshape(-1)
     is_used = np.arange(ENTRIES_PER_BLOCK) < blocks["count"][:, np.newaxis]
     return blocks["entries"][is_used]
+
+
+def names_in(entries: Entries) -> list[bytes]:
+    """The name of each entry."""
+    packed = np.ascontiguousarray(entries["name"]).tobytes()
+    return [packed[at : at + 32] for at in range(0, len(packed), 32)]
 
 
 def blocks_for(entry_count: int) -> int:

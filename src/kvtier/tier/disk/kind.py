@@ -4,30 +4,27 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import disk_usage
 from typing import ClassVar, Literal
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Location, Seconds, Size, size_text
+from kvtier.config.value_types import Choice, Location, Seconds, Size
 from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.disk.format import SEGMENT_BYTES_MIN
+from kvtier.tier.disk.format import SEGMENT_BYTES_MIN, segment_bytes_for
 from kvtier.tier.disk.marker import (
     ALLOWED_RANKS,
-    MARKER_NAME,
     find_marker,
     holds_store,
     refuse_foreign_ranks,
     repair_marker,
 )
-from kvtier.tier.disk.settings import segment_bytes_for
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.disk.view import DiskView, is_disk, view_at
-from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.machine import store_problems
 from kvtier.tier.raw_files import RawSegment
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
-from kvtier.tier.safe_open import check_private, make_root, refuse_public
+from kvtier.tier.safe_open import check_private, make_root
 from kvtier.tier.store_root import RANK, command, mend_secret, opening
 
 TRIAL_LOCK_DEADLINE_S = 60.0
@@ -104,28 +101,12 @@ def _open_trial(settings: DiskSettings, place: Path, capacity_bytes: int, object
 
 
 def _check(settings: DiskSettings) -> Iterator[Problem]:
-    path = settings.path
-    nearest = nearest_existing(path)
-    problem = path_problem(path, nearest)
-    if problem is not None:
-        yield Problem("error", "path", problem)
-        return
-    try:
-        if nearest == path:
-            refuse_public(path)
+    def is_store(path: Path) -> bool:
         refuse_foreign_ranks(path)
-        for root in path.glob("rank-*"):
-            find_marker(root)
-    except ConfigError as error:
-        yield Problem("error", "path", str(error))
-        return
-    is_store = nearest == path and (path / "rank-0" / MARKER_NAME).exists()
-    yield from space_problems(settings.capacity_bytes, nearest, is_store=is_store)
-    usage = disk_usage(nearest)
-    room = usage.total if is_store else usage.free
-    if usage.total and settings.reserve_bytes >= room:
-        detail = f"leaves no space for the store: its file system has {size_text(room)}{'' if is_store else ' free'}"
-        yield Problem("warning", "reserve_bytes", detail)
+        found = [find_marker(root) for root in path.glob("rank-*")]  # any of them may be damaged
+        return any(found)
+
+    return store_problems(settings.path, settings.capacity_bytes, is_store, settings.reserve_bytes)
 
 
 def _repaired(root: Path) -> list[str] | None:

@@ -1,19 +1,14 @@
-"""The marker of a disk store, and its lock, which restricts the store to one process."""
+"""The marker of a disk store. Its lock restricts the store to one process."""
 
-# ruff: noqa: PTH116
-
-import fcntl
-import logging
 import os
-import time
+import re
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.errors import TierError, other_version
+from kvtier.errors import other_version
 from kvtier.tier import store_root
-from kvtier.tier.cap_file import lock_file
 from kvtier.tier.checked_json import pack_json, read_json
 from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.disk.format import (
@@ -23,8 +18,8 @@ from kvtier.tier.disk.format import (
     is_segment_size,
 )  # fmt: skip
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head
-from kvtier.tier.disk.status import SILENT_S, STATUS_NAME, TEMP_NAME, read_status
-from kvtier.tier.safe_open import Descriptor, UnusableStoreError, check_private, folder_at, is_at, make_root, open_file
+from kvtier.tier.disk.status import FILES as STATUS_FILES
+from kvtier.tier.safe_open import UnusableStoreError, folder_at
 from kvtier.tier.store_root import RANK, read_marker
 
 MARKER_NAME = "kvtier-disk.json"
@@ -33,9 +28,7 @@ ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 ALLOWED_RANKS = "an empty or missing directory, or one with kvtier stores (rank-0 and so on)"
 
 _CREATED_LENGTH_MAX = 40
-_OURS = frozenset({MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, TEMP_NAME})
-
-logger = logging.getLogger(__name__)
+_OURS = re.compile(rf"{re.escape(MARKER_NAME)}|{SEGMENTS_NAME}|{STATUS_FILES.pattern}")
 
 
 class DiskMarker(NamedTuple):
@@ -49,120 +42,45 @@ class DiskMarker(NamedTuple):
     """UTC time, ISO 8601."""
 
 
-class DiskStoreLock:
-    """Exclusive lock of the disk store at `root`, through its marker. Creates both when missing.
+def open_marker(root: Path, segment_bytes: int) -> DiskMarker:
+    """The marker of the disk store at `root`, which is made with `segment_bytes` in a missing or empty directory.
 
-    Args:
-        root: the directory; created when missing. One without a marker that is not empty is refused.
-        tier: name of the tier, for messages.
-        deadline_s: longest wait for another process that has the store open.
+    See `store_root.open_marker` for errors.
+    """
+    return store_root.open_marker(
+        root / MARKER_NAME, parse_marker, _is_new, ALLOWED, _packed(new_marker(segment_bytes))
+    )
+
+
+def replace_marker(root: Path, segment_bytes: int) -> DiskMarker:
+    """Make the store at `root` a new, empty one. Only under its exclusive lock, which is of the old file.
 
     Raises:
-        UnusableStoreError: `root` has files and no marker, is world-writable, or its marker is not a regular file.
-        TierError: another process has it open.
-        OSError: the file system fails.
+        OSError: the marker cannot be written.
     """
+    marker = new_marker(segment_bytes)
+    # A new file: the old one may have another hard link, outside the store, at any time.
+    store_root.write_marker(root / MARKER_NAME, _packed(marker), replaces=True)
+    return marker
 
-    def __init__(self, root: Path, tier: str, deadline_s: float) -> None:
-        self.path = root / MARKER_NAME
-        self._tier = tier
-        self._marker: DiskMarker | None = None
-        make_root(root)
-        check_private(tier, root)
-        self.folder = Descriptor(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        """The root."""
-        try:
-            find_marker(root)
-            self._file = self._locked(os.O_CREAT, deadline_s)
-        except BaseException:
-            self.folder.close()
-            raise
 
-    def read(self) -> DiskMarker | None:
-        """The marker's content; None when the store is new.
+def new_marker(segment_bytes: int) -> DiskMarker:
+    """The marker of a new store."""
+    return DiskMarker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
 
-        Raises:
-            UnusableStoreError: the version is unknown, or the marker is damaged. Nothing was changed.
-            OSError: the device fails.
-        """
-        self._marker = find_marker(self.path.parent)
-        return self._marker
 
-    def write(self, segment_bytes: int) -> DiskMarker:
-        """Write the marker of a new store.
-
-        Raises:
-            OSError: the device fails.
-            TierError: another process has replaced the marker and locked it.
-        """
-        marker = DiskMarker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
-        self._write(marker)
-        return marker
-
-    def is_current(self) -> bool:
-        """Whether the locked marker is still at its path. False after an unmount or a replacement."""
-        return self._file.is_open and is_at(self.path, self._file.fileno())
-
-    def restore(self) -> bool:
-        """Recreate a removed marker. False when the directory is gone or was replaced.
-
-        Raises:
-            OSError: the file system fails.
-        """
-        try:
-            is_home = os.path.samestat(os.stat(self.path.parent), os.fstat(self.folder.fileno()))
-        except FileNotFoundError:
-            return False
-        if not is_home or self._marker is None or os.path.lexists(self.path):
-            return False
-        old, self._file = self._file, self._locked(os.O_CREAT | os.O_EXCL, 0.0)
-        old.close()
-        self._write(self._marker)
-        logger.warning("tier %s: %s was removed and was recreated", self._tier, self.path)
-        return True
-
-    def release(self) -> None:
-        """Release the lock. Idempotent."""
-        self._file.close()
-        self.folder.close()
-
-    def _locked(self, flags: int, deadline_s: float) -> Descriptor:
-        """Open and lock the marker."""
-        number, _ = open_file(MARKER_NAME, flags | os.O_RDWR, self.folder.fileno())
-        file = Descriptor(number)
-        is_locked = False
-        try:
-            # A repair or a purge may have replaced it meanwhile, and then another process has that file.
-            is_locked = lock_file(number, fcntl.LOCK_EX, deadline_s) and is_at(self.path, number)
-        finally:
-            if not is_locked:
-                file.close()
-        if is_locked:
-            return file
-        raise TierError(
-            self._tier,
-            f"root {str(self.path.parent)!r} is in use by another process; "
-            "allowed: a separate directory for each process",
-        )
-
-    def _write(self, marker: DiskMarker) -> None:
-        # A new file: the locked one may have another hard link, outside the store, at any time.
-        store_root.write_marker(self.path, _packed(marker), replaces=True)
-        old, self._file = self._file, self._locked(0, 0.0)
-        old.close()
-        self._marker = marker
+def _is_new(_name: str) -> bool:
+    return False
 
 
 def find_marker(root: Path) -> DiskMarker | None:
-    """The marker of the disk store at `root`; None where `DiskStoreLock` makes one. Read-only.
-
-    An empty marker in an empty directory is that of a process that was killed while it made the store.
+    """The marker of the disk store at `root`; None where `open_marker` makes one. Read-only.
 
     Raises:
         UnusableStoreError: the marker is damaged or of an unknown version, or is missing next to other files.
         OSError: it cannot be read.
     """
-    return store_root.find_marker(root / MARKER_NAME, parse_marker, MARKER_NAME.__eq__, ALLOWED)
+    return store_root.find_marker(root / MARKER_NAME, parse_marker, _is_new, ALLOWED)
 
 
 def repair_marker(root: Path) -> list[str]:
@@ -175,24 +93,7 @@ def repair_marker(root: Path) -> list[str]:
         OSError: it cannot be read or written.
     """
     path = root / MARKER_NAME
-    return store_root.repair_marker(
-        path, partial(read_marker, path, parse_marker), lambda: _packed(_recovered(root)), lambda: _refuse_living(root)
-    )
-
-
-def _refuse_living(root: Path) -> bool:
-    """False unless the status is that of a process that has the store open.
-
-    Raises:
-        UnusableStoreError: it is.
-    """
-    status = read_status(root)
-    if status is not None and status.is_open and time.time() - status.time_s <= SILENT_S:
-        raise UnusableStoreError(
-            f"{root}: a running process has the store open, by its status; end it first. After a kill the status "
-            f"counts for {SILENT_S:g} s"
-        )
-    return False
+    return store_root.repair_marker(path, partial(read_marker, path, parse_marker), lambda: _packed(_recovered(root)))
 
 
 def _recovered(root: Path) -> DiskMarker:
@@ -209,8 +110,8 @@ def _recovered(root: Path) -> DiskMarker:
         raise UnusableStoreError(
             f"root {str(root)!r} is not a kvtier store: {SEGMENTS_NAME}/{foreign} is not a segment; nothing was changed"
         )
-    store_root.refuse_foreign_files(root, _OURS.__contains__, "files of a kvtier store only")
-    return DiskMarker(os.urandom(STORE_ID_BYTES), SEGMENT_BYTES_MAX, _now())
+    store_root.refuse_foreign_files(root, lambda name: bool(_OURS.fullmatch(name)), "files of a kvtier store only")
+    return new_marker(SEGMENT_BYTES_MAX)
 
 
 def _packed(marker: DiskMarker) -> bytes:
@@ -244,15 +145,13 @@ def refuse_foreign_ranks(path: Path) -> None:
             raise
 
 
-def parse_marker(text: bytes, path: Path) -> DiskMarker | None:
-    """The content of the marker at `path`; None when it is empty.
+def parse_marker(text: bytes, path: Path) -> DiskMarker:
+    """The content of the marker at `path`.
 
     Raises:
         UnusableStoreError: the version is unknown.
         ValueError: it is damaged.
     """
-    if not text:
-        return None
     members, is_sound = read_json(text)
     version, segment_bytes = members.get("version"), members.get("segment_bytes")
     # A version without checksums is possible; a wrong checksum means a flipped bit.

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT, align_up
 from kvtier.tier.direct import aligned_buffer
-from kvtier.tier.disk.format import BLOCK_BYTES, GENERATION_MAX
+from kvtier.tier.disk.format import BLOCK_BYTES, GENERATION_MAX, names_in
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.segment_files import SegmentFiles
 from kvtier.tier.disk.table import ObjectTable
@@ -38,9 +39,6 @@ SPARE_SEGMENTS_MIN = 4
 
 LEAVE_DEADLINE_S = 1.0
 """Longest wait for reads from a segment to be evicted, before another segment is tried."""
-
-COMPACT_SHARE = 0.5
-"""Only segments at most this full are compacted."""
 
 _REMOVED_AT_ONCE = 256
 _ROWS_AT_ONCE = 1 << 16
@@ -62,6 +60,17 @@ class Extent(NamedTuple):
         return self.block * ALIGNMENT
 
 
+@dataclass(slots=True)
+class Counts:
+    """Counters of a tier, whose store may be opened several times."""
+
+    evictions: int = 0
+    frame_bytes: int = 0
+    """Written by callers."""
+    upkeep_bytes: int = 0
+    """Written as copies and as index."""
+
+
 class Pool:
     """The segments and the table of their objects.
 
@@ -71,6 +80,7 @@ class Pool:
         store_id: 16 bytes; segments of another store count as empty.
         rows_max: most objects.
         deadline_s: longest wait for another operation that starts or evicts segments.
+        counts: increased by what is written and evicted.
         on_turn: called when a segment was started and `prepare` may be due. Must be quick.
 
     Raises:
@@ -85,12 +95,14 @@ class Pool:
         *,
         rows_max: int,
         deadline_s: float,
+        counts: Counts,
         on_turn: Callable[[], None],
     ) -> None:
-        self._files = files
+        self.files = files
         self._tier = tier
         self._store_id = store_id
         self._deadline_s = deadline_s
+        self._counts = counts
         self._on_turn = on_turn
         self._lock = threading.Lock()
         self._unpinned = threading.Condition(self._lock)
@@ -102,20 +114,11 @@ class Pool:
         self._full: deque[Segment] = deque()  # oldest first
         self._spare: list[Segment] = []
         self._generation = 0
-        self.evictions = 0
-        self.frame_bytes = 0
-        self.copied_bytes = 0
-        self.index_bytes = 0
         try:
             self._load()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all files on the device."""
-        return self._files.used_bytes
 
     @property
     def object_count(self) -> int:
@@ -125,7 +128,7 @@ class Pool:
     @property
     def frame_bytes_max(self) -> int:
         """The largest frame that fits next to the header and two index blocks, of which one may be wasted."""
-        return self._files.segment_bytes - 3 * BLOCK_BYTES
+        return self.files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:
         """For each name, whether it is held."""
@@ -229,13 +232,6 @@ class Pool:
         finally:
             self.unpin([segment])
 
-    def lose(self, extent: Extent, name: bytes) -> None:
-        """Delete `name`, whose bytes are missing from a truncated segment file."""
-        with self._lock:
-            row = self._table.find(name)
-            if row is not None and self._table.place(row) == (extent.segment.number, extent.block, extent.size_bytes):
-                self._table.remove(row)
-
     def sync(self) -> None:
         """Make all written frames and their index durable.
 
@@ -256,7 +252,7 @@ class Pool:
                 raise failure
 
     def prepare(self) -> None:
-        """Keep one segment empty, keep the reserve free, and drop segments whose files are gone.
+        """Keep one segment empty, and keep the reserve free.
 
         Raises:
             OSError: the device or the file system fails.
@@ -264,36 +260,20 @@ class Pool:
         if not self._turn.acquire(blocking=False):
             return  # the holder of the lock does it
         try:
-            self._forget_lost()
-            while len(self._segments) > 1 and self._files.are_too_large():
+            with self._lock:
+                segments = list(self._segments.values())
+            self.files.update(segments)
+            while len(self._segments) > 1 and self.files.are_too_large():
                 if not self._spare and not self._evict_segment():
                     break
                 self._remove(self._spare[-1])
             is_due = len(self._segments) >= SPARE_SEGMENTS_MIN and not self._spare
-            if is_due and self._full and not self._files.may_grow():
+            if is_due and self._full and not self.files.may_grow():
                 if self._copy_survivors(self._full[0]):
                     self.sync()  # a crash must not lose both copies
                 self._evict_segment()
         finally:
             self._turn.release()
-
-    def compact(self) -> None:
-        """Copy the objects of mostly empty segments together and remove empty segments. Allocates and evicts nothing.
-
-        Raises:
-            OSError: the device or the file system fails.
-            TierError: a lock was not free within the deadline.
-        """
-        with self._turning():
-            for segment in sorted(self._full, key=self._held_bytes):
-                if self._held_bytes(segment) > COMPACT_SHARE * segment.size_bytes or not self._copy_all(segment):
-                    break
-                self.sync()  # a crash must not lose both copies
-                if self._empty(segment):
-                    self._full.remove(segment)
-                    self._spare.append(segment)
-            while self._spare:
-                self._remove(self._spare[-1])
 
     def close(self) -> None:
         """Close all files, which must not be in use. Unsynced writes are lost. Idempotent."""
@@ -301,7 +281,7 @@ class Pool:
             segments, self._segments = list(self._segments.values()), {}
         for segment in segments:
             segment.close()
-        self._files.close()
+        self.files.close()
 
     # ---- under the lock, for microseconds ----------------------------------------------------------------------------
 
@@ -317,7 +297,7 @@ class Pool:
 
     def _put(self, extent: Extent, name: bytes) -> bool:
         self._end_write(extent.segment)
-        self.frame_bytes += extent.size_bytes
+        self._counts.frame_bytes += extent.size_bytes
         if self._table.find(name) is not None:
             return True  # a concurrent write was first
         if self._table.is_full:
@@ -353,7 +333,6 @@ class Pool:
             if error.errno == errno.EIO:
                 self._remove(segment)  # a new file gets other blocks of the device
             raise
-        self._files.charge(segment)  # the file system may allocate more blocks while the file fills
         self._spare.pop()
         return segment
 
@@ -372,24 +351,6 @@ class Pool:
                 return True
         return False
 
-    def _forget_lost(self) -> None:
-        """Drop segments whose files were removed or replaced."""
-        with self._lock:
-            segments = list(self._segments.values())
-        lost = self._files.lost(segments)
-        if lost:
-            logger.warning("tier %s: the files of %d of %d segments are gone", self._tier, len(lost), len(segments))
-        for segment in lost:
-            with self._lock:
-                if segment is self._filling:
-                    self._full.append(segment)
-                    self._filling = None
-            if segment in self._full and self._empty(segment):
-                self._full.remove(segment)
-                self._spare.append(segment)
-            if segment in self._spare:
-                self._remove(segment)
-
     def _empty(self, segment: Segment) -> bool:
         """Remove all objects of `segment` and wait until it is unused. False at the deadline; the objects are gone."""
         if not self._wait_until(segment, lambda: segment.writers == 0):
@@ -401,7 +362,7 @@ class Pool:
                 for row in rows[start : start + _REMOVED_AT_ONCE].tolist():
                     if self._table.place(row)[0] == segment.number:
                         self._table.remove(row)
-                        self.evictions += 1
+                        self._counts.evictions += 1
         # No lookup finds its objects any more. Wait for earlier ones.
         with self._lock:
             segment.pending = {}
@@ -437,25 +398,6 @@ class Pool:
         finally:
             self.unpin([segment])
 
-    def _copy_all(self, segment: Segment) -> bool:
-        """Copy forward all readable objects of `segment`. False when there is no space."""
-        with self._lock:
-            rows = self._table.rows_in(segment.number, segment.rows)
-            sizes = self._table.sizes(rows).tolist()
-        scratch = aligned_buffer(align_up(max(sizes, default=1)))
-        for row, size_bytes in zip(rows.tolist(), sizes, strict=True):
-            if self._filling is None or not self._filling.has_room(size_bytes):
-                spare = self._next() if self._spare else None
-                if spare is None:
-                    return False
-                self._fill(spare)
-            self._copy(row, segment, scratch)
-        return True
-
-    def _held_bytes(self, segment: Segment) -> int:
-        with self._lock:
-            return int(self._table.sizes(self._table.rows_in(segment.number, segment.rows)).sum(dtype=np.int64))
-
     def _copy(self, row: int, segment: Segment, scratch: memoryview) -> bool:
         """Copy the object in `row` forward. False when it is gone or there is no space."""
         with self._lock:
@@ -469,7 +411,7 @@ class Pool:
             is_whole = segment.read(frame, block * ALIGNMENT) == frame.nbytes
             if is_whole:
                 extent.segment.write(frame, extent.offset)
-                self.copied_bytes += frame.nbytes
+                self._counts.upkeep_bytes += frame.nbytes
         except BaseException:
             self.abandon(extents)
             raise
@@ -490,7 +432,7 @@ class Pool:
 
     def _grow(self) -> Segment | None:
         """A new segment; None when the cap or the file system has no space."""
-        segment = self._files.make()
+        segment = self.files.make()
         if segment is not None:
             with self._lock:
                 self._segments[segment.number] = segment
@@ -498,7 +440,7 @@ class Pool:
 
     def _remove(self, segment: Segment) -> None:
         """Remove the file of an empty segment."""
-        self._files.remove(segment)
+        self.files.remove(segment)
         self._spare.remove(segment)
         with self._lock:
             del self._segments[segment.number]
@@ -515,7 +457,7 @@ class Pool:
             segment.pins += 1
         try:
             segment.write_index(pending, stop_number)
-            self.index_bytes += (stop_number - before) * BLOCK_BYTES
+            self._counts.upkeep_bytes += (stop_number - before) * BLOCK_BYTES
         except BaseException:
             with self._lock:
                 segment.pending = pending | segment.pending
@@ -526,7 +468,7 @@ class Pool:
 
     def _load(self) -> None:
         """Load existing segments in order; writing continues in the newest."""
-        segments = self._files.load(self._store_id)
+        segments = self.files.load(self._store_id)
         self._segments = {segment.number: segment for segment in segments}
         for segment in segments:
             self._generation = max(self._generation, segment.generation)
@@ -534,9 +476,8 @@ class Pool:
             if not len(entries):
                 self._spare.append(segment)
                 continue
-            names = np.ascontiguousarray(entries["name"])
-            rows = self._table.put_many(names, segment.number, entries["block"], entries["size_bytes"])
-            segment.rows.frombytes(rows.astype(np.uint32).tobytes())
+            places = entries["block"].tolist(), entries["size_bytes"].tolist()
+            segment.rows.extend(self._table.put_many(names_in(entries), segment.number, *places))
             self._full.append(segment)
         if self._full:
             self._filling = self._full.pop()

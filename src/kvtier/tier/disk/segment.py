@@ -55,7 +55,6 @@ class Segment:
     """
 
     def __init__(self, folder: int, number: int, *, direct_io: bool, read_only: bool = False) -> None:
-        self._descriptor: Descriptor | None = None
         self.name = file_name(number)
         self.number = number
         self.direct_io = direct_io
@@ -75,21 +74,26 @@ class Segment:
         self.is_leaving = False
         """Whether the segment is being evicted: unpinning then notifies the pool."""
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
-        descriptor, self._status = open_file(self.name, flags, folder)
+        descriptor, status = open_file(self.name, flags, folder)
         self._descriptor = Descriptor(descriptor)
-        self.size_bytes = self._status.st_size
-
-    def __del__(self) -> None:
-        # After its pool was replaced: a thread that still uses the segment keeps its descriptor open.
-        self.close()
+        self.size_bytes = status.st_size
 
     @property
     def generation(self) -> int:
         """Generation in the header; 0 when the segment is empty."""
         return 0 if self.header is None else self.header.generation
 
-    def allocated_bytes(self, folder: int) -> int | None:
-        """Bytes on the device; None when the file is no longer the one of its name in `folder`.
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes on the device.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        return os.fstat(self._descriptor.fileno()).st_blocks * 512
+
+    def is_in(self, folder: int) -> bool:
+        """Whether the file is still the one of its name in `folder`.
 
         Raises:
             OSError: the file system fails.
@@ -97,8 +101,8 @@ class Segment:
         try:
             status = os.stat(self.name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
-            return None
-        return status.st_blocks * 512 if os.path.samestat(status, self._status) else None
+            return False
+        return os.path.samestat(status, os.fstat(self._descriptor.fileno()))
 
     def take(self, size_bytes: int) -> int | None:
         """The first block of an extent for a frame of `size_bytes`; None when it does not fit. Under the lock.
@@ -182,14 +186,14 @@ class Segment:
         The caller then reads each frame separately, which reports the reason.
         """
         try:
-            return os.preadv(self._live(), views, offset) == sum(view.nbytes for view in views)
+            return os.preadv(self._descriptor.fileno(), views, offset) == sum(view.nbytes for view in views)
         except OSError:
             return False
 
     def write_run(self, frames: Sequence[memoryview], offset: int) -> bool:
         """Write `frames` contiguously from `offset` in one call. False when not written whole."""
         try:
-            return os.pwritev(self._live(), frames, offset) == sum(frame.nbytes for frame in frames)
+            return os.pwritev(self._descriptor.fileno(), frames, offset) == sum(frame.nbytes for frame in frames)
         except OSError:
             return False
 
@@ -218,7 +222,7 @@ class Segment:
         Raises:
             OSError: the device fails.
         """
-        os.fdatasync(self._live())
+        os.fdatasync(self._descriptor.fileno())
 
     def load(self, store_id: bytes) -> Entries | str:
         """Read header and index. Returns the entries in writing order, or the reason why the segment is empty.
@@ -294,8 +298,7 @@ class Segment:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        if self._descriptor is not None:
-            self._descriptor.close()
+        self._descriptor.close()
 
     def _index(self) -> Iterator[Blocks]:
         """Valid index blocks, in pieces from the end of the file, until a piece has none."""
@@ -326,7 +329,7 @@ class Segment:
     def _read_whole(self, into: memoryview, offset: int) -> int:
         done = 0
         while done < into.nbytes:
-            count = os.preadv(self._live(), [into[done:]], offset + done)
+            count = os.preadv(self._descriptor.fileno(), [into[done:]], offset + done)
             done += count
             if count == 0 or done % ALIGNMENT:  # a truncated file
                 break
@@ -335,12 +338,7 @@ class Segment:
     def _write_file(self, frame: memoryview, offset: int) -> None:
         done = 0
         while done < frame.nbytes:
-            count = os.pwritev(self._live(), [frame[done:]], offset + done)
+            count = os.pwritev(self._descriptor.fileno(), [frame[done:]], offset + done)
             done += count
             if count == 0 or done % ALIGNMENT:
                 raise OSError(f"{done} of {frame.nbytes} bytes written")
-
-    def _live(self) -> int:
-        if self._descriptor is None:
-            raise OSError(errno.EBADF, "the segment is closed")
-        return self._descriptor.fileno()

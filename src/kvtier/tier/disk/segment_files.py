@@ -8,7 +8,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import count
+from pathlib import Path
 
 from kvtier.tier.disk.format import BLOCK_BYTES, Header, is_foreign, read_header
 from kvtier.tier.disk.segment import Segment, file_name
@@ -18,6 +18,7 @@ from kvtier.tier.safe_open import (
     Descriptor,
     SuppressErrno,
     directory_at,
+    is_at,
     make_directory,
     open_directory,
     open_file,
@@ -30,15 +31,14 @@ logger = logging.getLogger(__name__)
 _FULL_ERRNOS = FULL_ERRNOS | {errno.EFBIG}
 _FILE = re.compile(r"(\d{8})\.segment", re.ASCII)
 _TAKEN_MAX = 16
-"""Most occupied names skipped for a new file."""
+"""Names that are tried for a new file."""
 
 
 class SegmentFiles:
     """Files of equal size in a directory. Not thread-safe, except `used_bytes`.
 
     Args:
-        root: descriptor of the store's directory.
-        path: of the store's directory, for the log.
+        root: the store's directory.
         tier: name of the tier, for the log.
         capacity_bytes: the configured cap for all files on the device.
         effective_cap: the cap while the file system is full.
@@ -52,8 +52,7 @@ class SegmentFiles:
 
     def __init__(
         self,
-        root: int,
-        path: str,
+        root: Path,
         tier: str,
         *,
         capacity_bytes: int,
@@ -63,35 +62,35 @@ class SegmentFiles:
         direct_io: bool,
     ) -> None:
         self.segment_bytes = segment_bytes
-        self._path = path
+        self._path = str(root)
         self._tier = tier
         self._capacity_bytes = capacity_bytes
         self._effective_cap = effective_cap
         self._reserve_bytes = reserve_bytes
         self._direct_io = direct_io
         self._charges: dict[int, int] = {}
-        self._taken: set[int] = set()
-        """Numbers whose names something else occupies."""
-        self._folder: Descriptor | None = None
-        self._root = Descriptor(os.dup(root))
-        self._home()
+        folder = f"{root}/{SEGMENTS_NAME}"
+        make_directory(folder, replace=True)
+        self._folder = Descriptor(open_directory(folder, is_listed=True))
 
-    def __del__(self) -> None:
-        # After its pool was replaced a thread may still use it.
-        self.close()
+    @property
+    def is_current(self) -> bool:
+        """Whether the directory of the files is the one that was opened."""
+        return self._folder.is_open and is_at(f"{self._path}/{SEGMENTS_NAME}", self._folder.fileno())
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all files on the device."""
         return sum(self._charges.copy().values())
 
-    def charge(self, segment: Segment) -> None:
-        """Update the bytes of `segment`: the file system may add blocks while the file fills.
+    def update(self, segments: Iterable[Segment]) -> None:
+        """Count the bytes of `segments` again: the file system may add blocks while a file fills.
 
         Raises:
             OSError: the file system fails.
         """
-        self._count(segment, self._home())
+        for segment in segments:
+            self._charge(segment)
 
     def may_grow(self) -> bool:
         """Whether the cap and the reserve allow another file.
@@ -127,8 +126,8 @@ class SegmentFiles:
                 )
                 raise OSError(errno.ENOSPC, why, self._path)
             return None
-        folder = self._home()
-        number, descriptor = self._create(folder)
+        folder = self._folder.fileno()
+        number, descriptor = self._create()
         try:
             try:
                 os.posix_fallocate(descriptor, 0, self.segment_bytes)
@@ -142,7 +141,7 @@ class SegmentFiles:
                 raise
             self._effective_cap.record_full(self.used_bytes, error)
             return None
-        self.charge(segment)
+        self._charge(segment)
         if self.used_bytes > self._capacity_bytes:
             self.remove(segment)
             self._effective_cap.record_full(
@@ -157,20 +156,11 @@ class SegmentFiles:
         Raises:
             OSError: the unlink fails; nothing changed.
         """
-        folder = self._home()
-        if segment.allocated_bytes(folder) is not None:
+        folder = self._folder.fileno()
+        if segment.is_in(folder):
             os.unlink(segment.name, dir_fd=folder)
         segment.close()
         self._charges.pop(segment.number, None)
-
-    def lost(self, segments: Iterable[Segment]) -> list[Segment]:
-        """The subset of `segments` whose files were removed or replaced. Updates the bytes of the others.
-
-        Raises:
-            OSError: the file system fails.
-        """
-        folder = self._home()
-        return [segment for segment in segments if not self._count(segment, folder)]
 
     def load(self, store_id: bytes) -> list[Segment]:
         """Existing segments with their headers: empty ones first, then by generation.
@@ -182,12 +172,11 @@ class SegmentFiles:
         """
         found: list[Segment] = []
         rejected: Counter[str] = Counter()
-        folder = self._home()
+        folder = self._folder.fileno()
         try:
             for number, status in segment_files(folder):
                 if not stat.S_ISREG(status.st_mode):
                     rejected["no regular file"] += 1
-                    self._taken.add(number)
                     continue
                 is_linked = status.st_nlink > 1  # the other link may lie outside the store
                 if is_linked or status.st_size != self.segment_bytes:  # settings changed, or an unfinished file
@@ -198,7 +187,7 @@ class SegmentFiles:
                 found.append(Segment(folder, number, direct_io=self._direct_io))
                 reason = found[-1].load_header(store_id)
                 rejected[reason] += reason not in {"", "not begun"}
-                self.charge(found[-1])
+                self._charge(found[-1])
             for reason, times in (+rejected).items():
                 logger.warning("tier %s: %d segments in %s count as empty: %s", self._tier, times, self._path, reason)
             found.sort(key=lambda segment: segment.generation)
@@ -211,49 +200,23 @@ class SegmentFiles:
         return found
 
     def close(self) -> None:
-        """Close the directories. Idempotent."""
-        self._root.close()
-        if self._folder is not None:
-            self._folder.close()
+        """Close the directory. Idempotent."""
+        self._folder.close()
 
-    def _home(self) -> int:
-        """A descriptor of the segments' directory, created when missing or of another kind.
+    def _charge(self, segment: Segment) -> None:
+        self._charges[segment.number] = max(segment.allocated_bytes, segment.size_bytes)
 
-        Raises:
-            OSError: it cannot be created.
-        """
-        root = self._root.fileno()
-        with suppress(FileNotFoundError):
-            status = os.stat(SEGMENTS_NAME, dir_fd=root, follow_symlinks=False)
-            if self._folder is not None and os.path.samestat(status, os.fstat(self._folder.fileno())):
-                return self._folder.fileno()
-        make_directory(SEGMENTS_NAME, root, replace=True)
-        former, self._folder = self._folder, Descriptor(open_directory(SEGMENTS_NAME, root, is_listed=True))
-        if former is not None:
-            former.close()
-            logger.warning("tier %s: %s/%s was removed or replaced", self._tier, self._path, SEGMENTS_NAME)
-        self._taken.clear()
-        return self._folder.fileno()
-
-    def _count(self, segment: Segment, folder: int) -> bool:
-        """Update the bytes of `segment`. False when its file is not in `folder`."""
-        allocated_bytes = segment.allocated_bytes(folder)
-        self._charges[segment.number] = max(allocated_bytes or 0, segment.size_bytes)
-        return allocated_bytes is not None
-
-    def _create(self, folder: int) -> tuple[int, int]:
-        """Number and descriptor of a new empty file."""
-        while True:
-            number = next(number for number in count() if number not in self._charges and number not in self._taken)
-            try:
-                return number, open_file(file_name(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, folder)[0]
-            except FileExistsError:
-                if len(self._taken) >= _TAKEN_MAX:
-                    raise
-                self._taken.add(number)
+    def _create(self) -> tuple[int, int]:
+        """Number and descriptor of a new empty file. Names that something else has are left out."""
+        for number in range(len(self._charges) + _TAKEN_MAX):
+            if number not in self._charges:
+                with suppress(FileExistsError):
+                    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+                    return number, open_file(file_name(number), flags, self._folder.fileno())[0]
+        raise OSError(errno.EEXIST, "something else has the names of new segments", self._path)
 
     def _free_bytes(self) -> int:
-        status = os.statvfs(self._root.fileno())
+        status = os.statvfs(self._folder.fileno())
         return status.f_bavail * status.f_frsize
 
 

@@ -5,25 +5,22 @@ device that hangs.
 """
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvtier.tier.checked_json import pack_json, read_json
-from kvtier.tier.safe_open import folder_at, read_file, set_aside, write_file
+from kvtier.tier.safe_open import folder_at, read_file, write_file
 
 STATUS_NAME = "kvtier-status.json"
-TEMP_NAME = f".{STATUS_NAME}.draft"
+FILES = re.compile(rf"\.?{re.escape(STATUS_NAME)}(\.[0-9a-f]+)?")
+"""Names of the status file and of its temporary files."""
 
-UNCHANGED_S = 60.0
-"""Interval for an unchanged status, which shows that the process is alive."""
-SILENT_S = 3 * UNCHANGED_S
+STATUS_INTERVAL_S = 10.0
+SILENT_S = 60.0
 """A process whose status is older than this hangs in its device, or is stopped."""
-CHANGED_S = 10.0
-"""Interval for a changed status: a few megabytes per day at most."""
-URGENT_S = 1.0
-"""Interval for a new fault, or a change of `is_up`."""
 
 FAULT_LENGTH_MAX = 300
 _BYTES_MAX = 4096
@@ -75,36 +72,6 @@ class DiskStatus:
         return (self.frame_bytes + self.upkeep_bytes) / self.frame_bytes if self.frame_bytes else None
 
 
-class StatusFile:
-    """Writes the status of the store at `root` at limited rates. Not thread-safe."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._last: DiskStatus | None = None
-        self._next_s = 0.0
-        self._next_urgent_s = 0.0
-
-    def is_due(self, now_s: float, *, faults: int, is_up: bool | None) -> bool:
-        """Whether a status should be written; `now_s` is monotonic."""
-        if now_s >= self._next_s:
-            return True
-        is_urgent = self._last is None or (faults, is_up) != (self._last.faults, self._last.is_up)
-        return is_urgent and now_s >= self._next_urgent_s
-
-    def write(self, status: DiskStatus, now_s: float) -> None:
-        """Write `status` atomically. An unchanged one is written at longer intervals.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        is_new = self._last is None or replace(self._last, time_s=status.time_s) != status
-        is_stale = self._last is None or status.time_s - self._last.time_s >= UNCHANGED_S
-        self._next_s, self._next_urgent_s = now_s + CHANGED_S, now_s + URGENT_S
-        if is_new or is_stale:
-            write_status(self._root, status)
-            self._last = status
-
-
 def write_status(root: Path, status: DiskStatus) -> None:
     """Write the status of the store at `root` atomically.
 
@@ -112,13 +79,8 @@ def write_status(root: Path, status: DiskStatus) -> None:
         OSError: it cannot be written.
     """
     with folder_at(root) as folder:
-        try:
-            os.unlink(TEMP_NAME, dir_fd=folder)
-        except FileNotFoundError:
-            pass
-        except IsADirectoryError:
-            set_aside(TEMP_NAME, folder)
-        write_file(STATUS_NAME, TEMP_NAME, pack_json({"about": _ABOUT, **asdict(status)}), folder)
+        draft = f".{STATUS_NAME}.{os.urandom(8).hex()}"
+        write_file(STATUS_NAME, draft, pack_json({"about": _ABOUT, **asdict(status)}), folder)
 
 
 def read_status(root: Path) -> DiskStatus | None:

@@ -1,8 +1,7 @@
 """The disk tier: frames in preallocated segment files on a local drive, under a hard byte cap.
 
 Unlike the directory tier, which keeps a file per object for several processes, a store belongs to one process. In
-return an object costs one `pwritev` or `preadv`, a lookup no system call, and ten million objects less than 1 GB of
-memory.
+return an object costs one `pwritev` or `preadv`, a lookup no system call, and a million objects about 0.2 GB of memory.
 
 A written object is readable at once. Every `sync_interval_s` frames are made durable, then the index blocks that name
 them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
@@ -15,24 +14,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tier.base import Figures, Read, Tier, Write
+from kvtier.tier.base import Figures, Read, Write
 from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.disk import batch as disk_batch
-from kvtier.tier.disk.format import SEGMENT_BYTES_MAX
-from kvtier.tier.disk.marker import ALLOWED, DiskStoreLock
-from kvtier.tier.disk.pool import Extent, Pool
+from kvtier.tier.disk.format import SEGMENT_BYTES_MAX, segment_bytes_for
+from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, open_marker, replace_marker
+from kvtier.tier.disk.pool import Counts, Pool
 from kvtier.tier.disk.segment_files import SegmentFiles
-from kvtier.tier.disk.settings import check_settings, segment_bytes_for
-from kvtier.tier.disk.status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
+from kvtier.tier.disk.status import FAULT_LENGTH_MAX, STATUS_INTERVAL_S, DiskStatus, write_status
 from kvtier.tier.disk.write_budget import WriteBudget
-from kvtier.tier.effective_cap import EffectiveCap
-from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.safe_open import check_private, make_root
+from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_root import opening
+from kvtier.tier.store_tier import CLOSE_DEADLINE_S, StoreTier
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,8 @@ ROWS_MIN = 1 << 16
 ROWS_MAX = 1 << 24
 """Rows of the table: one per 16 KiB of capacity, within these bounds."""
 
-NAME_BYTES = 32
-CLOSE_DEADLINE_S = 10.0
-STATUS_INTERVAL_S = 5.0
-"""Longest time between two checks whether the status file is due."""
 
-
-class DiskTier(Tier):
+class DiskTier(StoreTier):
     """Frames in segment files under `root`, used by this process alone.
 
     Args:
@@ -89,10 +84,7 @@ class DiskTier(Tier):
         lock_deadline_s: float = 5.0,
         open_deadline_s: float = 5.0,
     ) -> None:
-        check_settings(name, capacity_bytes, segment_bytes, direct_io, sync_interval_s)
-        super().__init__(name)
-        self.capacity_bytes = capacity_bytes
-        self.root = Path(root).absolute()
+        super().__init__(root, name, capacity_bytes)
         self._segment_bytes = segment_bytes
         self._wants_direct = direct_io
         self._reserve_bytes = reserve_bytes
@@ -100,30 +92,18 @@ class DiskTier(Tier):
         self._sync_interval_s = sync_interval_s
         self._budget = WriteBudget(write_bytes_per_day, time.monotonic())
         self._write_bytes_per_day = write_bytes_per_day
-        self._effective_cap = EffectiveCap(name, capacity_bytes)
-        self._guard = OperationGuard(name)
         self._reopening = threading.Lock()
         self._is_suspect = False
         self._wake = threading.Event()
         self._is_closing = False
-        self.direct_io = False
-        """Whether direct I/O is used."""
         self._avoided_bytes = 0
-        self._frames_before = 0
-        self._upkeep_before = 0  # counters of pools before the store was reopened
-        self._evictions_before = 0
+        self._counts = Counts()
         self._faults = 0
         self._last_fault = ""
         self._last_fault_s: float | None = None
         self._is_up: bool | None = None
-        self._status = StatusFile(self.root)
         with opening(name, self.root, ALLOWED):
-            self._store_lock = DiskStoreLock(self.root, name, open_deadline_s)
-            try:
-                self._pool = self._open_pool()
-            except BaseException:
-                self._store_lock.release()
-                raise
+            self._store_lock, self._pool = self._open_store(open_deadline_s)
         self._write_status()
         self._keeper = threading.Thread(target=self._maintain, name=f"kvtier {name} keeper", daemon=True)
         self._keeper.start()
@@ -131,12 +111,7 @@ class DiskTier(Tier):
     @property
     def used_bytes(self) -> int:
         """Bytes of all segments on the device, filled or not."""
-        return self._pool.used_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        """The cap now: below `capacity_bytes` after the file system had no space for another segment."""
-        return self._effective_cap.now_bytes
+        return self._pool.files.used_bytes
 
     @property
     def object_count(self) -> int:
@@ -151,7 +126,7 @@ class DiskTier(Tier):
     @property
     def evictions(self) -> int:
         """Objects evicted since the start."""
-        return self._evictions_before + self._pool.evictions
+        return self._counts.evictions
 
     @property
     def write_bytes(self) -> dict[str, int]:
@@ -159,9 +134,8 @@ class DiskTier(Tier):
 
         Write amplification is (frames + upkeep) / frames.
         """
-        upkeep = self._upkeep_before + self._pool.copied_bytes + self._pool.index_bytes
-        frames = self._frames_before + self._pool.frame_bytes
-        return {"frames": frames, "upkeep": upkeep, "avoided": self._avoided_bytes}
+        counts = self._counts
+        return {"frames": counts.frame_bytes, "upkeep": counts.upkeep_bytes, "avoided": self._avoided_bytes}
 
     def figures(self) -> Figures:
         """See `Tier`."""
@@ -173,37 +147,45 @@ class DiskTier(Tier):
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether it is held. No system call."""
-        return self._run("look for objects", None, lambda: self._pool.contains(names))
+        with self._operation("look for objects"):
+            return self._pool.contains(names)
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """See `Tier`. Adjacent frames take one system call."""
-        _check_names(self.name, reads)
-        return self._run("read objects", None, lambda: self._read_many(reads))
+        with self._operation("read objects"):
+            answers = disk_batch.read_many(self._pool, reads)
+        return [self._told("read", read.name, answer) for read, answer in zip(reads, answers, strict=True)]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """See `Tier`. Frames lie adjacent to each other as far as a segment goes; the oldest segment is evicted.
 
         False when a frame is larger than a segment, the write budget is spent, or every segment is in use.
         """
-        _check_names(self.name, writes)
-        return self._run("write objects", None, lambda: self._write_many(writes))
+        with self._operation("write objects"):
+            pool = self._pool
+            results: list[bool | TierError] = [*pool.contains([write.name for write in writes])]
+            wanted = [
+                at for at, write in enumerate(writes) if not results[at] and self._admits(write.name, write.frame)
+            ]
+            answers = disk_batch.write_many(pool, [writes[at] for at in wanted])
+        for at, answer in zip(wanted, answers, strict=True):
+            results[at] = self._told("write", writes[at].name, answer)
+        return results
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name`, on the device too."""
-        self._run("delete", name, lambda: self._pool.remove(name))
+        with self._operation("delete", name):
+            self._pool.remove(name)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) held."""
-        held = self._run("scan", None, lambda: self._pool.everything())  # noqa: PLW0108 - another pool, perhaps
-        return iter([(ObjectName(name), size_bytes) for name, size_bytes in held])
+        with self._operation("scan"):
+            return iter([(ObjectName(name), size_bytes) for name, size_bytes in self._pool.everything()])
 
     def sync(self) -> None:
         """Make all writes so far durable now."""
-        self._run("sync", None, lambda: self._pool.sync())  # noqa: PLW0108 - another pool, perhaps
-
-    def compact(self) -> None:
-        """Free segments that are mostly empty, see `Pool.compact`. For an idle store."""
-        self._run("compact", None, lambda: self._pool.compact())  # noqa: PLW0108 - another pool, perhaps
+        with self._operation("sync"):
+            self._pool.sync()
 
     def close(self) -> None:
         """Wait for running operations, write the index and release the store. Idempotent."""
@@ -221,37 +203,9 @@ class DiskTier(Tier):
             self._pool.sync()
         except (OSError, TierError) as error:
             logger.warning("tier %s: the index could not be written, so the last writes are lost: %s", self.name, error)
-        self._write_status(is_last=True)
+        self._write_status(is_open=False)
         self._pool.close()
         self._store_lock.release()
-
-    def _read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        pool = self._pool
-
-        def alone(read: Read, extent: Extent) -> int | TierError | None:
-            return self._alone("read", read.name, lambda: self._read_extent(pool, extent, read))
-
-        return disk_batch.read_many(pool, reads, alone)
-
-    def _read_extent(self, pool: Pool, extent: Extent, read: Read) -> int | None:
-        wanted = read.into.cast("B")[: max(0, extent.size_bytes - read.offset)]
-        count = extent.segment.read(wanted, extent.offset + read.offset) if wanted.nbytes else 0
-        if count < wanted.nbytes:
-            pool.lose(extent, read.name)
-            return None
-        return count
-
-    def _write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        pool = self._pool
-
-        def alone(write: Write) -> bool | TierError:
-            return self._alone("write", write.name, lambda: self._write_admitted(pool, write.name, write.frame))
-
-        results: list[bool | TierError] = [*pool.contains([write.name for write in writes])]
-        wanted = [at for at, write in enumerate(writes) if not results[at] and self._admits(write.name, write.frame)]
-        for at, answer in zip(wanted, disk_batch.write_many(pool, [writes[at] for at in wanted], alone), strict=True):
-            results[at] = answer
-        return results
 
     def _admits(self, name: ObjectName, frame: memoryview) -> bool:
         """Whether a frame fits in a segment and the write budget; then its bytes are spent."""
@@ -262,26 +216,41 @@ class DiskTier(Tier):
             self._avoided_bytes += frame.nbytes
         return is_admitted
 
-    def _write_admitted(self, pool: Pool, name: ObjectName, frame: memoryview) -> bool:
-        extent = pool.take(frame.nbytes)
-        if extent is None:
-            return False
-        try:
-            extent.segment.write(frame.cast("B"), extent.offset)
-        except BaseException:
-            pool.abandon([extent])
-            raise
-        return pool.put([(extent, name)])[0]
+    def _open_store(self, deadline_s: float, lock: StoreLock | None = None) -> tuple[StoreLock, Pool]:
+        """Lock the store, which is made if there is none, and open its segments.
 
-    def _open_pool(self) -> Pool:
-        marker = self._store_lock.read()
+        Args:
+            deadline_s: longest wait for the lock.
+            lock: the lock that this process has, if it is still that of the store.
+
+        Raises:
+            UnusableStoreError: what is there cannot be used; nothing was changed.
+            TierError: another process has the store open.
+            OSError: the file system fails.
+        """
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
-        if marker is None or not self._may_keep(marker.segment_bytes):
-            marker = self._store_lock.write(wanted)
-        self.direct_io = choose_direct(self.name, str(self.root), self._wants_direct)
+        make_root(self.root)
+        check_private(self.name, self.root)
+        open_marker(self.root, wanted)
+        taken = lock or StoreLock(str(self.root / MARKER_NAME), self.name)
+        try:
+            taken.exclude(deadline_s)
+            marker = open_marker(self.root, wanted)
+            if not self._may_keep(marker.segment_bytes):
+                marker = replace_marker(self.root, wanted)
+                taken.move()
+                taken.exclude(0.0)
+            self.direct_io = choose_direct(self.name, str(self.root), self._wants_direct)
+            self._home = self.root.stat()
+            return taken, self._open_pool(marker)
+        except BaseException:
+            if taken is not lock:
+                taken.release()
+            raise
+
+    def _open_pool(self, marker: DiskMarker) -> Pool:
         files = SegmentFiles(
-            self._store_lock.folder.fileno(),
-            str(self.root),
+            self.root,
             self.name,
             capacity_bytes=self.capacity_bytes,
             effective_cap=self._effective_cap,
@@ -295,6 +264,7 @@ class DiskTier(Tier):
             marker.store_id,
             rows_max=min(max(self.capacity_bytes // ROW_SHARE_BYTES, ROWS_MIN), ROWS_MAX),
             deadline_s=self._lock_deadline_s,
+            counts=self._counts,
             on_turn=self._wake.set,
         )
 
@@ -306,16 +276,19 @@ class DiskTier(Tier):
         return is_real and segment_bytes <= self.capacity_bytes <= segment_bytes * SEGMENTS_MAX
 
     def _maintain(self) -> None:
-        """Maintenance thread: sync at intervals and keep a segment empty."""
-        synced_s, logged = time.monotonic(), ""
+        """Maintenance thread: sync at intervals, keep a segment empty, and write the status."""
+        synced_s = told_s = time.monotonic()
+        logged = ""
         while True:
-            next_s = min(synced_s + self._sync_interval_s, time.monotonic() + STATUS_INTERVAL_S)
+            next_s = min(synced_s + self._sync_interval_s, told_s + STATUS_INTERVAL_S)
             self._wake.wait(max(0.0, next_s - time.monotonic()))
             self._wake.clear()
             if self._is_closing:
                 return
             try:
-                self._write_status()
+                if time.monotonic() >= told_s + STATUS_INTERVAL_S:
+                    told_s = time.monotonic()
+                    self._write_status()
                 self._upkeep()
                 if time.monotonic() >= synced_s + self._sync_interval_s:
                     synced_s = time.monotonic()
@@ -330,18 +303,16 @@ class DiskTier(Tier):
 
     def _upkeep(self) -> None:
         """Check that the store was not replaced, and keep a segment empty."""
-        self._is_suspect |= not self._store_lock.is_current()
-        self._run("prepare a segment", None, lambda: self._pool.prepare())  # noqa: PLW0108 - another pool, perhaps
+        self._is_suspect |= not self._is_current()
+        with self._operation("prepare a segment"):
+            self._pool.prepare()
 
-    def _write_status(self, *, is_last: bool = False) -> None:
-        """Write the status file when it is due. A failure is logged only."""
-        now_s = time.monotonic()
-        if not is_last and not self._status.is_due(now_s, faults=self._faults, is_up=self._is_up):
-            return
+    def _write_status(self, *, is_open: bool = True) -> None:
+        """Write the status file. A failure is logged only."""
         try:
             # Without its disk mounted the path leads to another one.
             if self._store_lock.is_current():
-                self._status.write(self._current_status(is_open=not is_last), now_s)
+                write_status(self.root, self._current_status(is_open=is_open))
         except OSError as error:
             logger.debug("tier %s: its status cannot be written: %s", self.name, error)
 
@@ -369,80 +340,53 @@ class DiskTier(Tier):
             direct_io=self.direct_io,
         )
 
+    def _is_current(self) -> bool:
+        """Whether the marker and the segments are still at their paths."""
+        return self._store_lock.is_current() and self._pool.files.is_current
+
     def _check_store(self) -> None:
-        """Check the store after an I/O error: continue with it, or reopen it when it was replaced."""
+        """The store may be gone: continue with it, or open what is there now."""
         if not self._reopening.acquire(timeout=self._lock_deadline_s):
             raise TierError(self.name, "is being reopened")
         try:
-            if not self._is_suspect:
-                return
-            if not self._store_lock.is_current() and not self._store_lock.restore():
-                if not os.path.lexists(self._store_lock.path):
-                    # Not recreated: without its disk mounted, the path leads to another one.
-                    raise TierError(self.name, f"{self._store_lock.path} is gone")
+            if self._is_suspect and not self._is_current():
                 self._reopen()
             self._is_suspect = False
         finally:
             self._reopening.release()
 
     def _reopen(self) -> None:
+        """Open what is at the store's path now. The former pool's files are closed when no thread uses them."""
+        former = self._store_lock
         try:
-            lock = DiskStoreLock(self.root, self.name, 0.0)
+            is_home = os.path.samestat(self.root.stat(), self._home)
+        except FileNotFoundError:
+            is_home = False
+        if not is_home and not os.path.lexists(self.root / MARKER_NAME):
+            # Not recreated: without its disk mounted, the path leads to another one.
+            raise TierError(self.name, f"{self.root / MARKER_NAME} is gone")
+        try:
+            self._store_lock, self._pool = self._open_store(0.0, former if former.is_current() else None)
         except (ConfigError, OSError) as error:
             raise TierError(self.name, f"cannot be reopened: {error}") from error
-        old_lock, old_pool = self._store_lock, self._pool
-        self._store_lock = lock
-        try:
-            self._pool = self._open_pool()
-        except BaseException as error:
-            self._store_lock = old_lock
-            lock.release()
-            if isinstance(error, ConfigError):
-                raise TierError(self.name, f"cannot be reopened: {error}") from error
-            raise
-        self._frames_before += old_pool.frame_bytes
-        self._upkeep_before += old_pool.copied_bytes + old_pool.index_bytes
-        self._evictions_before += old_pool.evictions
-        old_lock.release()
+        if self._store_lock is not former:
+            former.release()
 
-    def _run(self, what: str, name: ObjectName | None, act: Callable[[], _Answer]) -> _Answer:
-        """Run `act` while the tier is open. An OSError becomes a TierError, and the next call checks the store.
-
-        `act` must look up the pool itself, because a reopened store has a new one.
-        """
-        if name is not None and len(name) != NAME_BYTES:
-            raise _wrong_name(self.name, name)
-        with self._guard:
-            try:
-                if self._is_suspect:
-                    self._check_store()
-                return act()
-            except OSError as error:
-                raise self._failed(what, name, error) from error
-
-    def _alone(self, what: str, name: ObjectName, act: Callable[[], _Answer]) -> _Answer | TierError:
-        """Run `act` for one object of a batch; an error becomes its result."""
-        try:
-            return act()
-        except TierError as error:
-            return error
-        except OSError as error:
-            return self._failed(what, name, error)
+    @contextmanager
+    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
+        """As in `StoreTier`. After an OSError the next operation checks the store first, and may find another pool."""
+        with super()._operation(what, name):
+            if self._is_suspect:
+                self._check_store()
+            yield
 
     def _failed(self, what: str, name: ObjectName | None, error: OSError) -> TierError:
         self._is_suspect = True
-        subject = "" if name is None else f" object {name.hex()[:12]}"
-        fault = f"cannot {what}{subject}: {error}"
+        failure = super()._failed(what, name, error)
         self._faults += 1
-        self._last_fault, self._last_fault_s = fault[:FAULT_LENGTH_MAX], time.time()
-        return TierError(self.name, fault)
+        self._last_fault, self._last_fault_s = failure.detail[:FAULT_LENGTH_MAX], time.time()
+        return failure
 
-
-def _wrong_name(tier: str, name: bytes) -> TierError:
-    return TierError(tier, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
-
-
-def _check_names(tier: str, batch: Sequence[Read | Write]) -> None:
-    for item in batch:
-        if len(item.name) != NAME_BYTES:
-            raise _wrong_name(tier, item.name)
+    def _told(self, what: str, name: ObjectName, answer: _Answer | OSError) -> _Answer | TierError:
+        """The answer for one object of a batch."""
+        return self._failed(what, name, answer) if isinstance(answer, OSError) else answer

@@ -14,22 +14,22 @@ from pathlib import Path
 from shutil import disk_usage
 from time import time
 
-import numpy as np
-
 from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.disk.format import VERSION, Entries
+from kvtier.tier.disk.format import VERSION, Entries, names_in
 from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, parse_marker
 from kvtier.tier.disk.segment import Segment, file_name
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head, segment_files
-from kvtier.tier.disk.status import SILENT_S, STATUS_NAME, TEMP_NAME, DiskStatus, read_status
+from kvtier.tier.disk.status import FILES as STATUS_FILES
+from kvtier.tier.disk.status import SILENT_S, DiskStatus, read_status
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.safe_open import directory_at, folder_at, open_file
+from kvtier.tier.store_lock import is_locked
 from kvtier.tier.store_root import DamagedMarkerError, read_marker
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 
 _NEVER_S = 86400.0
-_FILES = re.compile(rf"{SEGMENTS_NAME}/[0-9]{{8}}\.segment|{re.escape(STATUS_NAME)}|{re.escape(TEMP_NAME)}")
+_FILES = re.compile(rf"{SEGMENTS_NAME}/[0-9]{{8}}\.segment|{STATUS_FILES.pattern}")
 _FOLDERS = re.compile(SEGMENTS_NAME)
 
 
@@ -62,17 +62,6 @@ class StoreHealth:
     def is_well(self) -> bool:
         """Whether the store has no problem now."""
         return self.state in {"in use", "not open"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compaction:
-    """Bytes of a store on its device before and after compaction."""
-
-    directory: str
-    objects: int
-    bytes_before: int
-    bytes_after: int
-    copied_bytes: int
 
 
 class DiskView:
@@ -114,10 +103,8 @@ class DiskView:
         found: dict[bytes, ObjectFile] = {}
         for generation, number, entries in sorted(loaded, key=lambda item: item[0]):
             path = str(self.root / SEGMENTS_NAME / file_name(number))
-            packed = np.ascontiguousarray(entries["name"]).tobytes()
-            places = zip(entries["block"].tolist(), entries["size_bytes"].tolist(), strict=True)
-            for at, (block, size_bytes) in enumerate(places):
-                name = packed[32 * at : 32 * at + 32]
+            places = zip(names_in(entries), entries["block"].tolist(), entries["size_bytes"].tolist(), strict=True)
+            for name, block, size_bytes in places:
                 found[name] = ObjectFile(name, size_bytes, generation / 1e9, path, number, block * ALIGNMENT)
         return [found[name] for name in sorted(found)]
 
@@ -132,7 +119,7 @@ class DiskView:
             version=VERSION,
             created=marker.created,
             charged_bytes=sum(file.st_blocks * 512 for _, file in segments),
-            open_in=int(self._is_open()),
+            open_in=is_locked(str(self.root / MARKER_NAME)),
             capacity_bytes=status.capacity_bytes if status else None,
             free_bytes=disk_usage(self.root).free,
         )
@@ -162,7 +149,7 @@ class DiskView:
         """The store's health. Reads two small files."""
         status, state = read_status(self.root), "not open"
         age_s = None if status is None else max(time() - status.time_s, 0.0)
-        if self._is_open():
+        if is_locked(str(self.root / MARKER_NAME)):
             is_silent = status is None or age_s is None or not status.is_open or age_s > SILENT_S
             state = "silent" if is_silent else "backed off" if status and status.is_up is False else "in use"
         return StoreHealth(
@@ -172,23 +159,6 @@ class DiskView:
             amplification=None if status is None else status.amplification,
             status=status,
         )
-
-    def compact(self) -> Compaction:
-        """Copy the objects of mostly empty segments together and remove empty segments.
-
-        Raises:
-            TierError: another process has the store open.
-        """
-        with self.opened_tier() as tier:
-            before, copied = tier.used_bytes, tier.write_bytes["upkeep"]
-            tier.compact()
-            return Compaction(
-                directory=str(self.root),
-                objects=tier.object_count,
-                bytes_before=before,
-                bytes_after=tier.used_bytes,
-                copied_bytes=tier.write_bytes["upkeep"] - copied,
-            )
 
     def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - a disk store is never shared
         """Remove the store. `force` changes nothing: a process that has it open does not share it."""
@@ -225,14 +195,3 @@ class DiskView:
         """A descriptor of the segments' directory."""
         with folder_at(self.root) as top, directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
             yield folder
-
-    def _is_open(self) -> bool:
-        with folder_at(self.root) as top:
-            descriptor, _ = open_file(MARKER_NAME, os.O_RDONLY, top)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False

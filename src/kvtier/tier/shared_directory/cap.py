@@ -143,14 +143,6 @@ class SharedCap:
             if len(self._uses) < USES_MAX:
                 self._uses[name] = None
 
-    def sweep(self) -> None:
-        """Sweep now, in the caller's thread; only while the keeper is idle, as in tests.
-
-        Raises:
-            OSError: the file system fails.
-        """
-        self._sweep(self._claims.usage(), 0)
-
     def close(self) -> None:
         """Publish the last uses, lower the claim to what was written, and end the thread. Waits `JOIN_S` at most."""
         with self._changed:

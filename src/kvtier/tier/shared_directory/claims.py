@@ -15,15 +15,13 @@ by at most what is claimed within the caching time.
 # ruff: noqa: PTH118, PTH208
 
 import errno
-import json
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-import xxhash
-
+from kvtier.tier.checked_json import pack_json, read_json
 from kvtier.tier.directory_marker import MARKER_NAME
 from kvtier.tier.safe_open import VANISHED, directory_at, make_directory, open_file, read_file, write_file
 
@@ -137,32 +135,24 @@ class Claims:
                         os.unlink(name, dir_fd=directory)
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
-        body = json.dumps(fields, sort_keys=True)
-        content = json.dumps(fields | {"checksum": _checksum(body)}).encode()
         self._drafts += 1
         draft = f"draft_{self.owner}_{self._drafts}"
         os.lstat(self._marker)  # without its file system, the path leads to this machine's drive
         make_directory(self._path, replace=True)
         with directory_at(self._path) as directory:
-            write_file(name, draft, content, directory)
+            write_file(name, draft, pack_json(fields), directory)
 
 
 def _content(name: str, directory: int) -> tuple[dict[str, Any], int] | None:
     """Fields and mtime of a claim or record; None when it is damaged or gone."""
     try:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        fields: Any = json.loads(read_file(name, _BYTES_MAX, directory))
+        fields, is_sound = read_json(read_file(name, _BYTES_MAX, directory))
     except OSError as error:
         if error.errno not in VANISHED | {errno.EFBIG}:
             raise
         return None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(fields, dict):
-        return None
-    known = cast("dict[str, Any]", fields)
-    checksum = known.pop("checksum", None)
-    return (known, status.st_mtime_ns) if checksum == _checksum(json.dumps(known, sort_keys=True)) else None
+    return (fields, status.st_mtime_ns) if is_sound else None
 
 
 def _are_counts(fields: Mapping[str, Any], *keys: str) -> bool:
@@ -171,10 +161,6 @@ def _are_counts(fields: Mapping[str, Any], *keys: str) -> bool:
 
 def _counts(fields: Mapping[str, Any]) -> dict[str, int]:
     return {name: count for name, count in fields.items() if _are_counts(fields, name)}
-
-
-def _checksum(body: str) -> str:
-    return f"{xxhash.xxh3_64_intdigest(body.encode()):016x}"
 
 
 def _is_old(name: str, directory: int, expired_ns: int) -> bool:

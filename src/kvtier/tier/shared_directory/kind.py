@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size
 from kvtier.errors import ConfigError
-from kvtier.tier.directory_marker import SHARED_VERSION, layout_of, read_marker, repair_marker
+from kvtier.tier.directory_marker import SHARED_VERSION, find_marker, layout_of, read_marker, repair_marker
 from kvtier.tier.machine import nearest_existing, store_problems
 from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
@@ -64,7 +64,11 @@ def _open_trial(
 
 
 def _check(settings: SharedDirectorySettings) -> Iterator[Problem]:
-    problems = list(store_problems(settings.path, settings.capacity_bytes, SHARED_VERSION))
+    problems = list(
+        store_problems(
+            settings.path, settings.capacity_bytes, lambda path: find_marker(path, SHARED_VERSION) is not None
+        )
+    )
     nearest = nearest_existing(settings.path)
     if not any(problem.level == "error" for problem in problems) and is_on_drive(nearest):
         yield Problem("warning", "path", f"{nearest} is on a drive of this machine: is the file system mounted?")

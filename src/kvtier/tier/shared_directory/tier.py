@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.tier.base import About
+from kvtier.tier.base import About, Figures
 from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_marker import SHARED_VERSION
 from kvtier.tier.effective_cap import is_full_error
@@ -66,7 +66,7 @@ class SharedDirectoryTier(FileTier):
         wait_s: float = TAKE_WAIT_S,
     ) -> None:
         key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
-        super().__init__(root, name, capacity_bytes, direct_io, f"{key}/{model}")
+        super().__init__(root, name, capacity_bytes, f"{key}/{model}")
         self._owner = os.urandom(8).hex()
         self._numbers = itertools.count()
         with self._opening(SHARED_VERSION):
@@ -81,15 +81,9 @@ class SharedDirectoryTier(FileTier):
             self._choose_direct(self._paths.objects, direct_io)
         self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
 
-    @property
-    def used_bytes(self) -> int:
-        """Most bytes that the store held when this node last counted, of all nodes."""
-        return self._cap.used_bytes
-
-    @property
-    def evictions(self) -> int:
-        """Objects evicted by this process since it opened the store."""
-        return self._cap.evictions
+    def figures(self) -> Figures:
+        """See `Tier`. Used are the most bytes that the store held when this node last counted, of all nodes."""
+        return Figures(self._cap.used_bytes, self.limit_bytes, self._cap.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether its file exists: one round trip each.
@@ -147,11 +141,6 @@ class SharedDirectoryTier(FileTier):
         with self._operation("delete", name), self._paths.found_fan(name) as fan, SuppressErrno(VANISHED):
             if fan is not None:
                 os.unlink(name.hex(), dir_fd=fan)
-
-    def sweep(self) -> None:
-        """Sweep the store now, for tests and tools; usually the keeper thread does, when it is due."""
-        with self._operation("sweep"):
-            self._cap.sweep()
 
     def _end(self) -> None:
         self._cap.close()

@@ -1,0 +1,53 @@
+"""What tiers share that keep a store in a directory: its root, the cap now, and the frame of an operation."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.errors import TierError
+from kvtier.tier.base import Tier
+from kvtier.tier.effective_cap import EffectiveCap, with_cause
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.types import ObjectName
+
+CLOSE_DEADLINE_S = 10.0
+"""How long closing waits for running operations."""
+
+
+class StoreTier(Tier):
+    """Base of tiers of files.
+
+    Args:
+        root: of the store.
+        name: the tier's name in metrics and errors.
+        capacity_bytes: the configured cap.
+    """
+
+    def __init__(self, root: str | Path, name: str, capacity_bytes: int) -> None:
+        super().__init__(name)
+        self.capacity_bytes = capacity_bytes
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - does not follow links
+        self.direct_io = False
+        """Whether direct I/O is used for aligned buffers."""
+        self._guard = OperationGuard(name)
+        self._effective_cap = EffectiveCap(name, capacity_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The cap now: below `capacity_bytes` after the file system was full."""
+        return self._effective_cap.now_bytes
+
+    @contextmanager
+    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
+        """Run the block while the tier is open. An OSError becomes a TierError."""
+        with self._guard:
+            try:
+                yield
+            except OSError as error:
+                raise self._failed(what, name, error) from error
+
+    def _failed(self, what: str, name: ObjectName | None, error: OSError) -> TierError:
+        """The error of an operation."""
+        subject = "" if name is None else f" object {name.hex()[:12]}"
+        return TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}")
