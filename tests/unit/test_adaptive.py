@@ -252,7 +252,7 @@ def test_memory_stays_bounded_whatever_comes():
     runs.update({id(run): run for *_, run in queued})
     assert sum(len(run.entries) for run in runs.values()) <= 2 * len(ours) + (len(runs) + 1) * SLACK
     assert len(ours._entries) == len(entries_of(ours)) <= 2 * len(ours) + 1
-    assert len(ours._model) <= WATCHED_MAX
+    assert len(ours._model.watched) <= WATCHED_MAX
     assert len(ours._model._done[0]) <= WATCHED_MAX
     assert len(ours._ghosts) <= 4 * adaptive._GHOSTS * 100
 
