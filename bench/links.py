@@ -36,7 +36,7 @@ from bench.parts.models import check_device, device_name
 
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, tell_written
-from kvtier.device.page_lock import Lock, Registrar
+from kvtier.device.page_lock import CudaRegistrar, Lock
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, write_json
 from kvtier.runtime.arena import page_aligned
@@ -67,7 +67,7 @@ class CpuDevice:
     name = "cpu"
     chunks = CPU_CHUNKS
 
-    def registrar(self) -> Registrar:
+    def registrar(self) -> CudaRegistrar:
         """See `Device`."""
         return _Toucher()
 
@@ -82,7 +82,7 @@ class CpuDevice:
         return nullcontext()
 
 
-class _Toucher:
+class _Toucher(CudaRegistrar):
     """In place of the driver: touches each page."""
 
     def register(self, address: int, size_bytes: int) -> int:

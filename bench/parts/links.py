@@ -18,7 +18,7 @@ import torch
 from kvtier.connect.transformers.caches import CachedLayer, blank_spans, group_layers
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.device.copier import Fence
-from kvtier.device.page_lock import CudaRegistrar, Registrar, cuda_page_lock
+from kvtier.device.page_lock import CudaRegistrar, cuda_page_lock
 from kvtier.runtime.arena import page_aligned
 from kvtier.types import RequestId
 
@@ -57,7 +57,7 @@ class Device(Protocol):
     chunks: int
     """Of `CHUNK_BYTES`, for a copy."""
 
-    def registrar(self) -> Registrar:
+    def registrar(self) -> CudaRegistrar:
         """Page-locks memory."""
         ...
 
@@ -84,7 +84,7 @@ class CudaDevice:
         self._device = torch.device(name)
         self._others: list[Any] = [torch.cuda.Stream(self._device) for _ in range(2)]
 
-    def registrar(self) -> Registrar:
+    def registrar(self) -> CudaRegistrar:
         """See `Device`."""
         return CudaRegistrar()
 
