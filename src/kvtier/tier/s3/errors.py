@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 from typing import NamedTuple
 
 ATTEMPTS_MAX = 6
@@ -86,20 +85,12 @@ def refusal_of(error: BaseException) -> Refusal:
     return Refusal(f"the connection failed ({type(error).__name__})", 0, "", is_passing=True)
 
 
-class Attempts:
-    """How often one operation is tried within `deadline_s`."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self._last_start_s = time.monotonic() + deadline_s / 2
-        self._made = 0
-
-    def pause_s(self, refusal: Refusal) -> float | None:
-        """Seconds until the next attempt, drawn at random; None: give up."""
-        self._made += 1
-        longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**self._made)
-        pause_s = random.uniform(longest_s / 2, longest_s)  # noqa: S311 - no secret
-        is_late = time.monotonic() + pause_s > self._last_start_s
-        return None if not refusal.is_passing or is_late or self._made == ATTEMPTS_MAX else pause_s
+def pause_s(refusal: Refusal, attempts: int) -> float | None:
+    """Seconds until the next attempt after `attempts` of them, drawn at random; None: give up."""
+    if not refusal.is_passing or attempts == ATTEMPTS_MAX:
+        return None
+    longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**attempts)
+    return random.uniform(longest_s / 2, longest_s)  # noqa: S311 - no secret
 
 
 def hint(refusal: Refusal) -> str:
