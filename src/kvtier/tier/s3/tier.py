@@ -166,7 +166,10 @@ class S3Tier(OneByOneTier):
 
     def _look(self, keys: Sequence[str]) -> list[bool]:
         end_s = time.monotonic() + self._probe_deadline_s
-        asked = {key: self._lookups.submit(self._is_there, key) for key in keys}
+        try:
+            asked = {key: self._lookups.submit(self._is_there, key) for key in keys}
+        except RuntimeError:
+            raise TierError(self.name, "Python ends") from None
         found: dict[str, bool] = {}
         failure: TierError | None = None
         for key, answer in asked.items():
