@@ -19,14 +19,12 @@ from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.valkey.parts import FRAME_BYTES_MAX, Loading, frame_bytes, look, removal, storing
 from kvtier.tier.valkey.requests import MOVING, Request, Requests, Transaction
 from kvtier.tier.valkey.servers import ServerDownError, Servers, parse_addresses, slot_of
-from kvtier.tier.valkey.wire import Access, BrokenWireError, Node, RefusedError, cause_of, command
+from kvtier.tier.valkey.wire import Access, BrokenWireError, RefusedError, cause_of, command
 from kvtier.types import Figures, ObjectName
 
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 5.0
-FIGURES_INTERVAL_S = 10.0
-"""The servers' memory is asked for at most once in this time."""
 SCAN_COUNT = b"500"
 HEALTH_KEYS = 8
 """Keys that a health check asks for; they are on different servers of a cluster."""
@@ -81,8 +79,6 @@ class ValkeyTier(Tier):
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
-        self._figures_s = -math.inf
-        self._memory: tuple[int | None, int | None] = (None, None)
         nodes = parse_addresses(addresses)
         self.servers = Servers(name, nodes, access or Access(), time.monotonic() + deadline_s)
         """Also for tools."""
@@ -96,14 +92,8 @@ class ValkeyTier(Tier):
             raise
 
     def figures(self) -> Figures:
-        """Bytes written by this process; memory used by the servers, for whatever, and its limit if all have one."""
-        with self._guard:
-            now_s = time.monotonic()
-            if now_s - self._figures_s > FIGURES_INTERVAL_S:
-                self._figures_s = now_s
-                self._memory = self._measured_memory()
-            used, capacity = self._memory
-            return Figures(used, capacity, write_bytes={"frames": self._written_bytes})
+        """Bytes written by this process."""
+        return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether its first part exists: one pipeline for each server, all at once.
@@ -303,7 +293,13 @@ class ValkeyTier(Tier):
             )  # fmt: skip
 
     def _warn_without_eviction(self) -> None:
-        for node, facts in self._memory_facts():
+        for node in self.servers.masters:
+            facts: dict[str, str] = {}
+            with suppress(ServerDownError, BrokenWireError, RefusedError, OSError):
+                end_s = time.monotonic() + self._probe_deadline_s
+                reply = self.servers.ask(node, b"INFO", b"memory", end_s=end_s)
+                text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else ""
+                facts = dict(re.findall(r"(\w+):(\S+)", text))
             limit, policy = facts.get("maxmemory", ""), facts.get("maxmemory_policy", "")
             if limit == "0" or policy == "noeviction":
                 logger.warning(
@@ -312,30 +308,6 @@ class ValkeyTier(Tier):
                     self.name, node, limit, policy,
                 )  # fmt: skip
                 return
-
-    def _memory_facts(self) -> Iterator[tuple[Node, dict[str, str]]]:
-        """The lines of INFO of the masters that answer."""
-        end_s = self._end_s()
-        for node in self.servers.masters:
-            node_end_s = min(end_s, time.monotonic() + self._probe_deadline_s)
-            with suppress(ServerDownError, BrokenWireError, RefusedError, OSError):
-                reply = self.servers.ask(node, b"INFO", b"memory", end_s=node_end_s)
-                text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else ""
-                yield node, dict(re.findall(r"(\w+):(\S+)", text))
-
-    def _measured_memory(self) -> tuple[int | None, int | None]:
-        """Bytes used by all masters, and their limit."""
-        found = [
-            (int(facts["used_memory"]), int(facts["maxmemory"]))
-            for _, facts in self._memory_facts()
-            if facts.get("used_memory", "").isdecimal() and facts.get("maxmemory", "").isdecimal()
-        ]
-        if len(found) < len(self.servers.masters):
-            return None, None
-        limits = [limit for _, limit in found]
-        if 0 in limits:
-            return sum(used for used, _ in found), None
-        return sum(min(row) for row in found), sum(limits)
 
 
 def _exists(slot: int, key: bytes) -> Request:
