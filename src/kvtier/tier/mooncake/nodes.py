@@ -3,7 +3,7 @@
 The library reads the first copy of an object only, and waits a minute for a node that is silent. So copies are read
 here: each by the library's transfer engine, the next one when the first fails. A read ends only when the engine says
 that the transfer has ended, so that no byte of it can arrive any more. The library itself ends a transfer that makes no
-progress, see `mooncake_client.STALL_S`.
+progress, see `mooncake.client.STALL_S`.
 """
 
 import logging

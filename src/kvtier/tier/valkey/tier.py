@@ -1,8 +1,7 @@
 """Frames in a Valkey or Redis server, or in a cluster of them, that several nodes use.
 
 An object has the key ``PREFIX/KEY ID/FINGERPRINT/{NAME}``; the braces put all of its parts into one slot of a cluster.
-See `valkey_parts` for its values, `valkey_requests` for redirections and repetitions, `valkey_servers` for servers that
-fail.
+`valkey.parts` has its values, `valkey.requests` the repetitions, and `valkey.servers` the servers that fail.
 """
 
 import logging
