@@ -153,11 +153,11 @@ class SmallS3(http.server.ThreadingHTTPServer):
         pass  # a client that closes a connection is what tests are about
 
 
-def open_tier(endpoint: str, ca_file: Path | None = None, **settings) -> S3Tier:
+def open_tier(endpoint: str, ca_file: Path | None = None, name: str = "s3", **settings) -> S3Tier:
     """A tier with short deadlines."""
     deadlines = {"deadline_s": 4.0, "probe_deadline_s": 2.0} | settings
     bucket = connect(
-        "s3",
+        name,
         f"s3://{BUCKET}/kv",
         endpoint=endpoint,
         region="us-east-1",
@@ -166,7 +166,7 @@ def open_tier(endpoint: str, ca_file: Path | None = None, **settings) -> S3Tier:
         ca_file=ca_file,
         **deadlines,
     )
-    return S3Tier(bucket, key_id=KEY_ID, fingerprint=FINGERPRINT, **deadlines)
+    return S3Tier(bucket, key_id=KEY_ID, fingerprint=FINGERPRINT, name=name, **deadlines)
 
 
 def marker_key(key_id: bytes = KEY_ID) -> str:
