@@ -11,7 +11,7 @@ from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvtier.config.value_types import PrivateText
-from kvtier.tier.s3.bucket import Credentials
+from kvtier.tier.s3.bucket import Credentials, connect
 from kvtier.tier.s3.tier import S3Tier
 from kvtier.types import ObjectName
 
@@ -153,19 +153,20 @@ class SmallS3(http.server.ThreadingHTTPServer):
         pass  # a client that closes a connection is what tests are about
 
 
-def open_tier(endpoint: str, **settings) -> S3Tier:
+def open_tier(endpoint: str, ca_file: Path | None = None, name: str = "s3", **settings) -> S3Tier:
     """A tier with short deadlines."""
-    settings = {
-        "key_id": KEY_ID,
-        "fingerprint": FINGERPRINT,
-        "region": "us-east-1",
-        "credentials": Credentials(PrivateText("key"), PrivateText("secret")),
-        "allow_http": True,
-        "deadline_s": 4.0,
-        "probe_deadline_s": 2.0,
-        **settings,
-    }
-    return S3Tier(f"s3://{BUCKET}/kv", endpoint=endpoint, **settings)
+    deadlines = {"deadline_s": 4.0, "probe_deadline_s": 2.0} | settings
+    bucket = connect(
+        name,
+        f"s3://{BUCKET}/kv",
+        endpoint=endpoint,
+        region="us-east-1",
+        credentials=Credentials(PrivateText("key"), PrivateText("secret")),
+        allow_http=True,
+        ca_file=ca_file,
+        **deadlines,
+    )
+    return S3Tier(bucket, key_id=KEY_ID, fingerprint=FINGERPRINT, name=name, **deadlines)
 
 
 def marker_key(key_id: bytes = KEY_ID) -> str:

@@ -60,7 +60,7 @@ def nodes_of(mooncake, tier) -> dict[str, object]:
                 ports[int(fields[1].split(":")[1], 16)] = node
     return {
         endpoint: ports[int(endpoint.rpartition(":")[2])]
-        for endpoint in tier._nodes._nodes
+        for endpoint in tier._nodes._met_until
         if int(endpoint.rpartition(":")[2]) in ports
     }
 

@@ -378,6 +378,4 @@ def test_keys_carry_the_secret_and_the_model(mooncake):
     assert one._client.exist(
         [f"same/{KEY_ID.hex()}/{context().fingerprint.hex()[:32]}/{object_name(1).hex()}"], 1.0
     ) == [True]
-    KIND.discard(settings, context())
-    assert one.contains([object_name(1)]) == [False]
     one.close()

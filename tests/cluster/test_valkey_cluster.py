@@ -125,7 +125,6 @@ def test_an_interrupt_leaves_no_connection_with_replies_on_their_way(cluster, sp
     with pytest.raises(KeyboardInterrupt):
         spread.contains(names)
     monkeypatch.undo()
-    assert not spread.servers._busy
     assert spread.contains(names) == [False] * 30
 
 
@@ -219,9 +218,8 @@ def test_a_slot_that_stays_half_way_costs_misses_of_this_slot_only(cluster, spre
         assert spread.read(name_of(1), into) == frame.nbytes, "its keys are still here"
         key = key_of(spread, name_of(1))
         source.call("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", key, f"{key}/1")
-        assert spread.read(name_of(1), into) == frame.nbytes, "two parts there, one here"
-        assert into == frame
-        spread.delete(name_of(1))
+        assert spread.read(name_of(1), into) is None, "two parts there, one here"
+        assert spread.contains([name_of(1)]) == [False]
         answer = timed(lambda: spread.write(name_of(1), frame), DEADLINE_S)
         assert answer in (True, False)
         assert spread.write(name_of(2), frame)

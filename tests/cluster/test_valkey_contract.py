@@ -6,7 +6,7 @@ from tests.cluster.valkey_world import fresh_prefix, open_tier
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
-from kvtier.tier.valkey.parts import PART_BYTES, Storing
+from kvtier.tier.valkey.parts import PART_BYTES
 
 
 class Shared(TierContract):
@@ -73,8 +73,7 @@ class TestCluster(Shared):
 
 def test_the_suite_finds_a_wrong_tier(valkey, monkeypatch):
     """Its writes replace what is there."""
-    put = Storing._set
-    monkeypatch.setattr(Storing, "_set", lambda self, number, *_: put(self, number))
+    monkeypatch.setattr("kvtier.tier.valkey.parts.NEW_ONLY", b"KEEPTTL")
     tier = open_tier(valkey, prefix=fresh_prefix())
     with pytest.raises(AssertionError):
         TierContract().test_an_existing_name_is_not_overwritten(tier)

@@ -186,8 +186,6 @@ def test_a_full_server_refuses_writes_and_still_reads(valkey, tier, caplog):
         assert tier.write_many([Write(name_of(5), frame), Write(name_of(6), frame_of(6))])[0] is False
         assert valkey.call("EXISTS", *(key_of(tier, name_of(2)) + part for part in ("", "/1", "/2"))) == 0
         assert tier.read(name_of(1), into) == SIZE
-        figures = tier.figures()
-        assert figures.used_bytes <= figures.capacity_bytes
         assert [record.getMessage().count("is full") for record in caplog.records].count(1) == 1
         # With an eviction policy it takes new objects for old ones.
         valkey.call("CONFIG", "SET", "maxmemory", used + 8 * MIB, "maxmemory-policy", "allkeys-lru")

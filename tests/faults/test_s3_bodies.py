@@ -1,18 +1,15 @@
 """No answer of an S3 server makes the process's memory grow without end: bodies are read up to what was asked for."""
 
+import math
 import time
-from datetime import UTC, datetime
-from types import SimpleNamespace
 
 import pytest
-from tests.small_s3 import KEY_ID, MIB, SmallS3, key_of, marker_key, name_of, open_tier, peak_bytes
+from tests.small_s3 import KEY_ID, MIB, SmallS3, marker_key, name_of, open_tier, peak_bytes
 
 from kvtier.errors import DamagedStoreError, TierError
 from kvtier.tier.base import Read, Write
 from kvtier.tier.s3.errors import TEXT_MAX, refusal_of
-from kvtier.tier.s3.rewrite import S3Rewriter
 from kvtier.tier.s3.sweep import S3Sweeper
-from kvtier.tier.s3.upkeep import Upkeep
 
 GROWTH_MAX = 64 * MIB
 """Without a limit it is over a GB/s."""
@@ -91,26 +88,19 @@ def test_answers_without_end_to_writes_and_deletions(server, tier):
     assert peak_bytes(calls) < GROWTH_MAX
 
 
-def test_the_rewriter_and_the_sweeper(server, tier):
+def test_a_record_of_a_sweep_without_end(server, tier):
     def endless(request):
         if request.command == "GET":
             request.endless(200, Content_Length=SIZE)
         return request.command == "GET"
 
     server.answers.append(endless)
-    own = f"kv/{KEY_ID.hex()}/"
-    upkeep = Upkeep(lifetime_s=2.0, capacity_bytes=MIB)
-    rewriter = S3Rewriter("s3", tier._store, own, upkeep, lambda _: None)
-    sweeper = S3Sweeper("s3", tier._store, own, own, upkeep)
-    rewriter._clock = sweeper._clock = SimpleNamespace(age_s=lambda _: 10.0)
+    sweeper = S3Sweeper("s3", tier._store, f"kv/{KEY_ID.hex()}/", MIB, 600.0)
 
     def work():
-        rewriter.used(key_of(name_of(1)), {"size": SIZE, "last_modified": datetime.now(UTC)})
-        assert rewriter._work() is not None
-        assert sweeper._read_record() is None
+        assert sweeper._read_record() == math.inf
 
     assert peak_bytes(work) < GROWTH_MAX
-    assert key_of(name_of(1)) not in server.objects
 
 
 @pytest.mark.parametrize("status", [404, 500])

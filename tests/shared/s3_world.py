@@ -4,7 +4,7 @@ import hashlib
 import itertools
 
 from kvtier.config.value_types import PrivateText
-from kvtier.tier.s3.bucket import Credentials
+from kvtier.tier.s3.bucket import Credentials, connect
 from kvtier.tier.s3.tier import S3Tier
 from kvtier.types import ObjectName
 
@@ -23,18 +23,18 @@ def frame_of(number: int, byte_count: int = 4096) -> memoryview:
 
 def open_tier(access, prefix="kv", **settings) -> S3Tier:
     """A tier with short deadlines."""
-    settings = {
-        "key_id": KEY_ID,
-        "fingerprint": FINGERPRINT,
+    mine = {"key_id": KEY_ID, "fingerprint": FINGERPRINT, "deadline_s": 4.0, "probe_deadline_s": 1.0}
+    mine |= {key: settings.pop(key) for key in (*mine, "capacity_bytes", "sweep_interval_s") if key in settings}
+    client = {
         "endpoint": access.endpoint,
         "region": access.region,
         "credentials": Credentials(PrivateText(access.access_key), PrivateText(access.secret_key)),
         "allow_http": True,
-        "deadline_s": 4.0,
-        "probe_deadline_s": 1.0,
+        "deadline_s": mine["deadline_s"],
+        "probe_deadline_s": mine["probe_deadline_s"],
         **settings,
     }
-    return S3Tier(f"s3://{access.bucket}/{prefix}", **settings)
+    return S3Tier(connect("s3", f"s3://{access.bucket}/{prefix}", **client), **mine)
 
 
 def fresh_prefix() -> str:

@@ -12,7 +12,7 @@ from tests.shared.s3_world import frame_of, fresh_prefix, key_of, name_of, open_
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Write
-from kvtier.tier.s3.errors import Attempts
+from kvtier.tier.s3 import tier as s3_tier
 
 DEADLINE_S, PROBE_DEADLINE_S = 2.0, 0.5
 SLACK_S = 1.5
@@ -111,7 +111,7 @@ def test_a_short_outage_is_bridged(gateway, tier, monkeypatch):
     assert during_an_outage(lambda: tier.write(name_of(1), frame))
     assert during_an_outage(lambda: tier.read(name_of(1), into)) == 4096
     assert during_an_outage(lambda: tier.read_many([Read(name_of(1), into)] * 2)) == [4096] * 2
-    monkeypatch.setattr(Attempts, "pause_s", lambda *_: None)  # the control: without further attempts it fails
+    monkeypatch.setattr(s3_tier, "pause_s", lambda *_: None)  # the control: without further attempts it fails
     with pytest.raises(TierError):
         during_an_outage(lambda: tier.read(name_of(1), into))
 
@@ -165,7 +165,7 @@ def test_a_failed_write_lets_go_of_the_callers_memory(gateway, tier):
 
 @pytest.mark.shared_core
 def test_writers_of_one_name_at_once_leave_one_whole_object(gateway, tier):
-    other = open_tier(gateway.access, tier._parent.rstrip("/"))
+    other = open_tier(gateway.access, tier._bucket.prefix.rstrip("/"))
     for name in map(name_of, range(10)):
         frames = [frame_of(number, MIB) for number in range(6)]
         with ThreadPoolExecutor(6) as threads:

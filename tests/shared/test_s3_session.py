@@ -7,10 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-import obstore
 import pytest
 from tests.rig import Engine
-from tests.shared.ceph import wait_until
 from tests.shared.node_sessions import TOKENS, await_health, changes, load, load_until, opened, store
 from tests.shared.s3_world import fresh_prefix
 
@@ -29,31 +27,6 @@ def bucket(access, prefix, **settings) -> S3Settings:
         allow_http=True,
         **common | settings,
     )
-
-
-def test_an_object_that_a_session_loads_late_in_its_lifetime_is_rewritten(gateway):
-    """By real clocks, with the settings of the kind."""
-    prefix, here = fresh_prefix(), Engine(64, seed=1)
-    session = opened(here, bucket(gateway.access, prefix))
-    store(session)
-    session.close()
-
-    def times() -> dict[str, float]:
-        rows = obstore.list(gateway.raw, prefix).collect()
-        return {row["path"]: row["last_modified"].timestamp() for row in rows if len(row["path"].split("/")[-1]) == 64}
-
-    def rewritten() -> int:
-        return sum(when > before[key] for key, when in times().items())
-
-    before = times()
-    assert len(before) == 8
-    there = Engine(64)
-    session = opened(there, bucket(gateway.access, prefix, lifetime_s=8.0))
-    time.sleep(5.5)
-    assert load(session, there, here) == TOKENS
-    wait_until(lambda: rewritten() >= 6, "rewrites", 60.0)
-    session.close()
-    assert rewritten() == 6  # four of the full group, and the two that the window needs
 
 
 @pytest.mark.shared_core

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from kvtier.errors import TierError
 from kvtier.policy.base import Held
+from kvtier.tier.loan import clear_frames
 from kvtier.tier.refusal_log import RefusalLog
 from kvtier.types import Figures, NextTurn, ObjectName
 
@@ -162,7 +163,8 @@ class OneByOneTier(Tier):
             try:
                 answers.append(self.read_one(*each))
             except TierError as error:
-                answers.append(error.with_traceback(None))  # its frames refer to the buffers, and to `answers`
+                clear_frames(error)  # they refer to the buffers
+                answers.append(error.with_traceback(None))  # the frame of this method refers to `answers`
         return answers
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
@@ -172,7 +174,8 @@ class OneByOneTier(Tier):
             try:
                 answers.append(self.write_one(*each))
             except TierError as error:
-                answers.append(error.with_traceback(None))  # as in `read_many`
+                clear_frames(error)  # as in `read_many`
+                answers.append(error.with_traceback(None))
         return answers
 
 

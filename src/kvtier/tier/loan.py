@@ -84,9 +84,14 @@ class Loan:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the variables in the tracebacks of `error` and its causes, which would keep buffers in use."""
+    """Clear the variables in the tracebacks of `error` and its causes, which would keep buffers in use.
+
+    The causes lose their tracebacks: a frame refers to its callers, whose variables may be these buffers.
+    """
     errors = [error]
     for each in errors:
         traceback.clear_frames(each.__traceback__)
+        if each is not error:
+            each.__traceback__ = None
         grouped: Sequence[BaseException] = getattr(each, "exceptions", ())  # of a group
         errors += [it for it in (each.__cause__, each.__context__, *grouped) if it is not None and it not in errors]

@@ -20,16 +20,6 @@ class OperationGuard:
         self._is_closed = False
         self._changed = threading.Condition()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether operations are refused."""
-        return self._is_closed or self.is_forked
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that opened the tier."""
-        return self._process != os.getpid()
-
     def __enter__(self) -> None:
         if self._process != os.getpid():  # before any lock: a forked lock may be held for ever
             raise TierError(self._tier, f"is open in process {self._process}, of which this is a fork")
@@ -50,7 +40,7 @@ class OperationGuard:
 
     def close(self) -> bool:
         """Refuse further operations. True for the first call; always False in a forked child."""
-        if self.is_forked:
+        if self._process != os.getpid():
             return False
         with self._changed:
             is_first = not self._is_closed

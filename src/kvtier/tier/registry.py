@@ -175,9 +175,9 @@ class TierKind(Generic[S]):
     discard: Callable[[S, TierContext], None] | None = None
     """Removes all objects of such measurements, by their fingerprint, and the key id's traces if nothing else has it.
     None: measurements delete each of their objects."""
-    raw: Callable[[S, TierContext], RawClient] | None = None
-    """The client below the tier, for `kvtier bench tier`. Its objects go below the context's key id; where `open_trial`
-    is defined, the setting `where` is a directory of its own."""
+    raw: Callable[[S, TierContext], RawClient | None] | None = None
+    """The client below the tier, for `kvtier bench tier`; None: it is not measured. Its objects go below the context's
+    key id; where `open_trial` is defined, the setting `where` is a directory of its own."""
 
 
 def built_in() -> list[str]:

@@ -9,8 +9,9 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
@@ -115,7 +116,7 @@ class MooncakeClient:
             self._config.soft_pin_action = library.SoftPinAction.ENABLE
         self._memory: list[tuple[int, int]] = []
         """(address, bytes) that are registered until `close`."""
-        self._registered: dict[tuple[int, int], int] = {}
+        self._users: Counter[tuple[int, int]] = Counter()
         """How many running calls use a further (address, bytes)."""
         self._lock = threading.Lock()
         with _opening:  # so that each client finds its own sockets
@@ -175,8 +176,6 @@ class MooncakeClient:
         """
         self._calls.check()
         with self.registered(views) as places:
-            if len(keys) == 1:
-                return [self.store.put_from(keys[0], places[0], views[0].nbytes, self._config)]
             return self.store.batch_put_from(list(keys), places, [view.nbytes for view in views], self._config)
 
     @contextmanager
@@ -188,15 +187,11 @@ class MooncakeClient:
             for place, view in zip(places, views, strict=True)
             if view.nbytes and not self._holds(place, view)
         ]
-        taken = 0
-        try:
+        with ExitStack() as stack:
             for each in mine:
                 self._take(*each)
-                taken += 1
+                stack.callback(self._give_back, *each)
             yield places
-        finally:
-            for each in mine[:taken]:
-                self._give_back(*each)
 
     def register(self, view: memoryview) -> None:
         """Let the library transfer from and to this memory until `close`.
@@ -210,17 +205,15 @@ class MooncakeClient:
 
     def _take(self, address: int, size_bytes: int) -> None:
         with self._lock:
-            count = self._registered.get((address, size_bytes), 0)
-            if not count:
+            if not self._users[address, size_bytes]:
                 self._register(address, size_bytes)
-            self._registered[address, size_bytes] = count + 1
+            self._users[address, size_bytes] += 1
 
     def _give_back(self, address: int, size_bytes: int) -> None:
         with self._lock:
-            count = self._registered.pop((address, size_bytes))
-            if count > 1:
-                self._registered[address, size_bytes] = count - 1
-            else:
+            self._users[address, size_bytes] -= 1
+            if not self._users[address, size_bytes]:
+                del self._users[address, size_bytes]
                 self.store.unregister_buffer(address)
 
     def _register(self, address: int, size_bytes: int) -> None:

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Count, Switch, Text
-from kvtier.errors import ConfigError, TierError
-from kvtier.tier.mooncake.client import ABSENT, BAD_SIZE, OK, MooncakeClient, address_of
+from kvtier.errors import ConfigError
+from kvtier.tier.mooncake.client import BAD_SIZE, OK, MooncakeClient, address_of
 from kvtier.tier.mooncake.tier import MooncakeTier, root_of
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.store_view import StoreView
@@ -139,21 +139,6 @@ def _raw(settings: MooncakeSettings, context: TierContext) -> RawMooncake:
     return RawMooncake(_client(settings), root)
 
 
-def _discard(settings: MooncakeSettings, context: TierContext) -> None:
-    root = root_of(f"{settings.prefix}/", context.shared_key_id(settings.name), context.fingerprint)
-    client = _client(settings)
-    try:
-        pattern = f"^{re.escape(root)}"
-        code: int = client.ask(
-            lambda store: store.remove_by_regex(pattern, True),  # noqa: FBT003 - even what is in use
-            settings.transfer_deadline_s,
-        )
-    finally:
-        client.close()
-    if code < 0 and code != ABSENT:
-        raise TierError(settings.name, f"cannot remove what was measured ({code})")
-
-
 def _inspect(settings: MooncakeSettings) -> Sequence[StoreView]:
     raise ConfigError(f"{settings.label}: a Mooncake store lists no objects; its master's metrics count them")
 
@@ -168,6 +153,5 @@ KIND = TierKind(
     is_shared=lambda _settings: True,
     has_cap=False,
     inspect=_inspect,
-    discard=_discard,
     raw=_raw,
 )

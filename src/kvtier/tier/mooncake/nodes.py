@@ -3,7 +3,7 @@
 The library reads the first copy of an object only, and waits a minute for a node that is silent. So copies are read
 here: each by the library's transfer engine, the next one when the first fails. A read ends only when the engine says
 that the transfer has ended, so that no byte of it can arrive any more. The library itself ends a transfer that makes no
-progress, see `mooncake_client.STALL_S`.
+progress, see `mooncake.client.STALL_S`.
 """
 
 import logging
@@ -19,22 +19,14 @@ logger = logging.getLogger(__name__)
 
 CONTACT_DEADLINE_S = 1.0
 """How long a node may take to say where it transfers data."""
-SILENT_S, SILENT_MAX_S = 5.0, 60.0
-"""A node that failed is left alone for so long, which doubles."""
+SILENT_S = 10.0
+"""A node that failed is left alone for so long."""
 MET_S = 1.0
 """A node that has given a sign of life is not asked for another one for so long."""
 POLL_S, POLL_MAX_S = 30e-6, 500e-6
 NODES_MAX = 4096
 
 _DONE, _PENDING = 1, 0
-
-
-@dataclass(slots=True)
-class _Node:
-    met_until_s: float = 0.0
-    """It has given a sign of life."""
-    silent_until_s: float = 0.0
-    failures: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -60,18 +52,19 @@ class MooncakeNodes:
 
     def __init__(self, tier: str, engine: Any) -> None:  # noqa: ANN401 - of a library without types
         self._tier, self._engine = tier, engine
-        self._nodes: dict[str, _Node] = {}
+        self._met_until: dict[str, float] = {}
+        """By endpoint: nodes that have given a sign of life."""
+        self._silent_until: dict[str, float] = {}
+        """Nodes that are left alone."""
 
     @property
     def has_silent(self) -> bool:
         """Whether some node is left alone now."""
-        now_s = time.monotonic()
-        return any(node.silent_until_s > now_s for node in list(self._nodes.values()))
+        return any(map(self.is_silent, list(self._silent_until)))
 
     def is_silent(self, endpoint: str) -> bool:
         """Whether the node is left alone now."""
-        node = self._nodes.get(endpoint)
-        return node is not None and node.silent_until_s > time.monotonic()
+        return self._silent_until.get(endpoint, 0.0) > time.monotonic()
 
     def read(self, wants: Sequence[Want], deadline_s: float) -> None:
         """Fill the memory of `wants` from the first copy that can be read within about `deadline_s` seconds.
@@ -115,11 +108,11 @@ class MooncakeNodes:
                 status = self._engine.transfer_check_status(batch)
                 if status == _DONE:
                     want.is_done = True
-                    self._met(copy.endpoint).failures = 0
-                elif status != _PENDING:
-                    self._failed(copy.endpoint)
-                else:
+                    self._met_until[copy.endpoint] = time.monotonic() + MET_S
+                elif status == _PENDING:
                     still.append(each)
+                elif not self.is_silent(copy.endpoint):  # it is dead, or the object has just been evicted
+                    self._answers(copy.endpoint)
             pending = still
             if not pending:
                 return
@@ -133,17 +126,9 @@ class MooncakeNodes:
 
     def _contact(self, endpoint: str) -> bool:
         """Whether the node lives. Silent nodes would block the library's other reads."""
-        if len(self._nodes) >= NODES_MAX:
-            self._nodes = {}
-        return self._node(endpoint).met_until_s > time.monotonic() or self._answers(endpoint)
-
-    def _node(self, endpoint: str) -> _Node:
-        return self._nodes.setdefault(endpoint, _Node())
-
-    def _met(self, endpoint: str) -> _Node:
-        node = self._node(endpoint)
-        node.met_until_s = time.monotonic() + MET_S
-        return node
+        if len(self._met_until) + len(self._silent_until) >= NODES_MAX:
+            self._met_until, self._silent_until = {}, {}
+        return self._met_until.get(endpoint, 0.0) > time.monotonic() or self._answers(endpoint)
 
     def _answers(self, endpoint: str) -> bool:
         try:
@@ -151,19 +136,12 @@ class MooncakeNodes:
         except NodeError as error:
             self._leave_alone(endpoint, str(error))
             return False
-        self._met(endpoint)
+        self._met_until[endpoint] = time.monotonic() + MET_S
         return True
 
-    def _failed(self, endpoint: str) -> None:
-        """A transfer failed: the node is dead, or the object has just been evicted."""
-        if not self.is_silent(endpoint):
-            self._answers(endpoint)
-
     def _leave_alone(self, endpoint: str, why: str) -> None:
-        node, now_s = self._node(endpoint), time.monotonic()
-        node.met_until_s = 0.0
-        if node.silent_until_s > now_s:
+        self._met_until.pop(endpoint, None)
+        if self.is_silent(endpoint):
             return
-        pause_s = min(SILENT_MAX_S, SILENT_S * 2**node.failures)
-        node.silent_until_s, node.failures = now_s + pause_s, min(node.failures + 1, 16)
-        logger.warning("tier %s: node %s is left alone for %g s: %s", self._tier, endpoint, pause_s, why)
+        self._silent_until[endpoint] = time.monotonic() + SILENT_S
+        logger.warning("tier %s: node %s is left alone for %g s: %s", self._tier, endpoint, SILENT_S, why)

@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +29,7 @@ _METADATA = 1
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """A socket filter of one instruction: return 0, keep no byte of any packet."""
-_LISTENS = "0A"
+_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - what is looked for
 
 
 class NodeError(KvError):
@@ -61,20 +60,22 @@ def shut_out(handshakes: int) -> list[int]:
     ports = [handshakes]
     with suppress(NodeError):
         ports.append(data_port(f"127.0.0.1:{handshakes}", OWN_DEADLINE_S))
-    links = {f"socket:[{inode}]" for port, inode in _listening() if port in ports}
     program = ctypes.create_string_buffer(_DROP, len(_DROP))
     shut: list[int] = []
     for entry in list(Path("/proc/self/fd").iterdir()):
-        link = ""
+        is_socket = False
         with suppress(OSError):  # closed meanwhile
-            link = str(entry.readlink())
-        if link not in links:
+            is_socket = str(entry.readlink()).startswith("socket:")
+        if not is_socket:
             continue
         # Made as non-blocking, the object leaves the mode of the socket alone, whatever the default time-out is.
         kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
         with socket.socket(type=kind, fileno=os.dup(int(entry.name))) as mine:
-            mine.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
-            shut.append(mine.getsockname()[1])
+            host, port = [*mine.getsockname()[:2], 0][:2]
+            listens = mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and host in _EVERYWHERE and port in ports:
+                mine.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+                shut.append(port)
     return shut
 
 
@@ -97,16 +98,6 @@ def data_port(endpoint: str, deadline_s: float) -> int:
             return port
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise NodeError(f"{endpoint} does not answer as a storage node: {type(error).__name__}") from None
-
-
-def _listening() -> Iterator[tuple[int, str]]:
-    """Port and inode of each socket of this network namespace that listens on all addresses."""
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            host, _, port = fields[1].partition(":")
-            if fields[3] == _LISTENS and not host.strip("0"):
-                yield int(port, 16), fields[9]
 
 
 def _exactly(link: socket.socket, size: int, end_s: float) -> bytes:

@@ -3,7 +3,7 @@
 An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. Host memory is registered with Mooncake's client, which
 transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
 
-The library ends what makes no progress, see `mooncake_client.STALL_S`. The calling thread returns only when the memory
+The library ends what makes no progress, see `mooncake.client.STALL_S`. The calling thread returns only when the memory
 is free again: while a transfer runs, its memory belongs to the library.
 """
 

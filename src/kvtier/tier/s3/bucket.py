@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 MARKER_NAME = "kvtier"
 MARKER = b"kvtier objects, format 1\n"
-RECORD_NAME = "swept"
-"""The object of a sweep beside the marker."""
 
 _FORMAT = re.compile(rb"kvtier objects, format \d+\n?")
 KEY_ID = re.compile(r"[0-9a-f]{32}")
@@ -39,27 +37,55 @@ class Credentials(NamedTuple):
     session_token: PrivateText = PrivateText()
 
 
+class Bucket(NamedTuple):
+    """A bucket, a prefix in it, and its clients."""
+
+    store: S3Store
+    lookups: S3Store
+    """A client whose requests end with the probe's deadline."""
+    prefix: str
+    """Empty, or with a slash at its end."""
+    place: str
+    """Bucket and server, for messages."""
+
+
 def connect(
     name: str,
-    bucket: str,
+    url: str,
     *,
-    endpoint: str,
-    region: str,
-    credentials: Credentials | None,
-    allow_http: bool,
-    virtual_host: bool,
-    ca_file: Path | None,
-    deadline_s: float,
-    connect_deadline_s: float,
-) -> S3Store:
-    """The client of a bucket. Sends nothing.
+    endpoint: str = "",
+    region: str = "",
+    credentials: Credentials | None = None,
+    allow_http: bool = False,
+    virtual_host: bool = False,
+    ca_file: Path | None = None,
+    deadline_s: float = 10.0,
+    probe_deadline_s: float = 0.5,
+    connect_deadline_s: float = 2.0,
+) -> Bucket:
+    """The clients of a bucket. Sends nothing.
+
+    Args:
+        name: the tier's name, for errors.
+        url: ``bucket/prefix``, also with ``s3://`` before it; the prefix may be empty.
+        endpoint: URL of the server; empty: AWS.
+        region: empty: the environment's, or ``us-east-1``.
+        credentials: named keys.
+        allow_http: permit an endpoint without TLS.
+        virtual_host: the endpoint's host name begins with the bucket.
+        ca_file: PEM file of further trusted authorities.
+        deadline_s: longest time of an operation, all attempts together.
+        probe_deadline_s: longest time of a lookup.
+        connect_deadline_s: longest time to connect.
 
     Raises:
-        ConfigError: the client does not take the settings, or `ca_file` cannot be read.
+        ConfigError: the URL or the endpoint is wrong, the client does not take the settings, or `ca_file` cannot be
+            read.
         TierError: the process is a fork of one that used S3.
     """
+    bucket, prefix = parse_url(url)
+    check_endpoint(endpoint, allow_http=allow_http)
     _refuse_fork(name)
-    attempt = timedelta(seconds=deadline_s / 2)
     keys = credentials or Credentials()
     options: dict[str, Any] = {
         "access_key_id": keys.access_key_id.reveal(),
@@ -68,36 +94,40 @@ def connect(
         "endpoint": endpoint,
         "region": region,
     }
-    client: dict[str, Any] = {
-        "allow_http": allow_http,
-        "timeout": attempt,
-        "connect_timeout": timedelta(seconds=min(connect_deadline_s, deadline_s / 2)),
-    }
-    try:
-        if ca_file is not None:
-            client["root_certificate"] = ca_file.read_bytes()
+    client: dict[str, Any] = {"allow_http": allow_http}
+
+    def store(attempt_s: float) -> S3Store:
+        attempt = timedelta(seconds=attempt_s)
+        limits = {"timeout": attempt, "connect_timeout": timedelta(seconds=min(connect_deadline_s, attempt_s))}
         return S3Store(
             bucket,
             config=cast("Any", {key: value for key, value in options.items() if value}),
-            client_options=cast("Any", client),
+            client_options=cast("Any", client | limits),
             retry_config={"max_retries": 0, "retry_timeout": attempt},
             unsigned_payload=True,
             disable_bulk_delete=True,  # not every server has it
             virtual_hosted_style_request=virtual_host,
         )
+
+    try:
+        if ca_file is not None:
+            client["root_certificate"] = ca_file.read_bytes()
+        place = f"bucket {bucket!r} at {endpoint or 'AWS'}"
+        return Bucket(store(deadline_s / 2), store(probe_deadline_s), prefix, place)
     except OSError as error:
         raise ConfigError(f"tier {name!r}: ca_file {str(ca_file)!r}: {error.strerror}") from error
     except Exception:  # noqa: BLE001 - its text may have the options
         raise ConfigError(f"tier {name!r}: bucket {bucket!r}: the client refuses the settings; check ca_file") from None
 
 
-def stored_roots(store: S3Store, prefix: str) -> list[tuple[bytes, bytes]]:
-    """(key id, first 16 bytes of the fingerprint) of everything below `prefix`. Lists two levels.
+def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
+    """(key id, first 16 bytes of the fingerprint) of everything below the prefix. Lists two levels.
 
     Raises:
         OSError: the listing fails; the text has no secret.
     """
     try:
+        store, prefix = bucket.store, bucket.prefix
         ids = _folders(store, prefix)
         return [(id_, model) for id_ in ids for model in _folders(store, f"{prefix}{id_.hex()}/")]
     except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
@@ -120,59 +150,24 @@ def read_marker(store: S3Store, key: str) -> bytes | None:
         raise
 
 
-def flaw(found: bytes | None) -> str:
-    """What is wrong with a marker other than `MARKER`; None is a missing one."""
-    if found is None:
-        return "is missing"
+def flaw(found: bytes) -> str:
+    """What is wrong with a marker other than `MARKER`, and how to mend it."""
     if _FORMAT.fullmatch(found):
         return f"is of another version of kvtier ({found!r}); if you have none, remove the object and start again"
     what = "it is damaged, another program uses this prefix, or the server does not speak S3"
-    return f"has {found[:40]!r} and not {MARKER!r}: {what}"
+    return (
+        f"has {found[:40]!r} and not {MARKER!r}: {what}. If it is damaged, remove the object: the next start writes it "
+        "again"
+    )
 
 
-def foreign_key(store: S3Store, own: str) -> str | None:
-    """An object below `own`, the prefix of a key id, whose name kvtier does not give; None: there is none.
-
-    Looks at the first page.
-    """
-    for row in next(pages(store, own, 1000), ()):
-        first = row["path"].removeprefix(own).partition("/")[0]
-        if not KEY_ID.fullmatch(first) and first not in {MARKER_NAME, RECORD_NAME}:
-            return row["path"]
-    return None
-
-
-def repair_markers(store: S3Store, prefix: str) -> list[str]:
-    """Write the marker of each secret below `prefix` again where it is damaged or missing. Objects stay as they are.
-
-    A marker of another format stays, and so does what another program has in a place with the name of a key id.
-
-    Returns:
-        What was done, in sentences.
-
-    Raises:
-        OSError: a request fails; the text has no secret.
-    """
-    done: list[str] = []
+def is_there(store: S3Store, key: str) -> bool:
+    """Whether the bucket has an object at `key`."""
     try:
-        for id_ in _folders(store, prefix):
-            own = f"{prefix}{id_.hex()}/"
-            key = own + MARKER_NAME
-            found = read_marker(store, key)
-            if found == MARKER:
-                continue
-            foreign = foreign_key(store, own)
-            if foreign is not None:
-                done.append(f"{own!r} stays as it is: object {foreign!r} is not kvtier's.")
-            elif found is not None and _FORMAT.fullmatch(found):
-                done.append(f"The marker {key!r} stays: it {flaw(found)}.")
-            else:
-                obstore.put(store, key, MARKER, use_multipart=False)
-                done.append(f"The marker {key!r} {flaw(found)}. It was written again.")
-    except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
-        refusal = refusal_of(error)
-        raise OSError(None, f"cannot repair: {refusal.cause}: {hint(refusal)}") from None
-    return done
+        obstore.head(store, key)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:

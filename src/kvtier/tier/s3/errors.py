@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 from typing import NamedTuple
 
 ATTEMPTS_MAX = 6
@@ -43,13 +42,13 @@ class Refusal(NamedTuple):
     """Of HTTP; 0 without an answer."""
     code: str
     """Of S3, such as ``NoSuchBucket``; may be empty."""
-    is_slots_of_way: bool
+    is_passing: bool
     """Another attempt may succeed."""
 
     @property
     def is_mistake(self) -> bool:
         """Only other settings help. A full bucket or server may have room later."""
-        return not self.is_slots_of_way and self.status < 500 and not self.is_full
+        return not self.is_passing and self.status < 500 and not self.is_full
 
     @property
     def is_full(self) -> bool:
@@ -66,40 +65,32 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(f"HTTP {number} {name}".strip(), number, name, number in _PASSING)
     if any(part in text for part in _METADATA):
         cause = "no credentials in the settings, the environment or the machine's metadata"
-        return Refusal(cause, 0, "NoCredentials", is_slots_of_way=False)
+        return Refusal(cause, 0, "NoCredentials", is_passing=False)
     if (found := _CERTIFICATE.search(text)) is not None:
         cause = f"the server's certificate is not trusted ({found[1] or 'no reason'})"
-        return Refusal(cause, 0, "Certificate", is_slots_of_way=False)
+        return Refusal(cause, 0, "Certificate", is_passing=False)
     if "InvalidContentType" in text or "Parse(" in text or "InvalidMessage" in text:
-        return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_slots_of_way=False)
+        return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_passing=False)
     if "NotPartial" in text or "Header(" in text or "Metadata {" in text:
-        return Refusal("its answer lacks what S3 sends", 0, "Answer", is_slots_of_way=False)
+        return Refusal("its answer lacks what S3 sends", 0, "Answer", is_passing=False)
     if "redirect" in text.lower():
-        return Refusal("redirected, as from a wrong region", 0, "Region", is_slots_of_way=False)
+        return Refusal("redirected, as from a wrong region", 0, "Region", is_passing=False)
     io_error = _IO_ERROR.search(text)
     if io_error is not None:
-        return Refusal(io_error[1], 0, "", is_slots_of_way=True)
+        return Refusal(io_error[1], 0, "", is_passing=True)
     if "dns error" in text or "lookup address" in text:
-        return Refusal("the endpoint's name cannot be resolved", 0, "", is_slots_of_way=True)
+        return Refusal("the endpoint's name cannot be resolved", 0, "", is_passing=True)
     if isinstance(error, TimeoutError) or "TimedOut" in text or "Timeout" in text:
-        return Refusal("no answer in time", 0, "", is_slots_of_way=True)
-    return Refusal(f"the connection failed ({type(error).__name__})", 0, "", is_slots_of_way=True)
+        return Refusal("no answer in time", 0, "", is_passing=True)
+    return Refusal(f"the connection failed ({type(error).__name__})", 0, "", is_passing=True)
 
 
-class Attempts:
-    """How often one operation is tried within `deadline_s`."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self._last_start_s = time.monotonic() + deadline_s / 2
-        self._made = 0
-
-    def pause_s(self, refusal: Refusal) -> float | None:
-        """Seconds until the next attempt, drawn at random; None: give up."""
-        self._made += 1
-        longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**self._made)
-        pause_s = random.uniform(longest_s / 2, longest_s)  # noqa: S311 - no secret
-        is_late = time.monotonic() + pause_s > self._last_start_s
-        return None if not refusal.is_slots_of_way or is_late or self._made == ATTEMPTS_MAX else pause_s
+def pause_s(refusal: Refusal, attempts: int) -> float | None:
+    """Seconds until the next attempt after `attempts` of them, drawn at random; None: give up."""
+    if not refusal.is_passing or attempts == ATTEMPTS_MAX:
+        return None
+    longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**attempts)
+    return random.uniform(longest_s / 2, longest_s)  # noqa: S311 - no secret
 
 
 def hint(refusal: Refusal) -> str:

@@ -6,17 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+import obstore
 from obstore.store import S3Store
 
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Size, Switch, Text
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
-from kvtier.tier.s3.bucket import Credentials, check_endpoint, connect, parse_url, repair_markers, stored_roots
-from kvtier.tier.s3.raw import RawBucket, discard
-from kvtier.tier.s3.tier import S3Tier
-from kvtier.tier.s3.upkeep import NO_UPKEEP, Upkeep
+from kvtier.tier.s3.bucket import (
+    MARKER_NAME,
+    Bucket,
+    Credentials,
+    check_endpoint,
+    connect,
+    is_there,
+    pages,
+    parse_url,
+    stored_roots,
+)
+from kvtier.tier.s3.errors import hint, refusal_of
+from kvtier.tier.s3.tier import PART_BYTES, S3Tier
 from kvtier.tier.store_view import ScannedTier
+from kvtier.types import ObjectName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +53,12 @@ class S3Settings(TierSettings):
     )
     ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
     connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
-    lifetime_s: float = setting(
-        0.0, Seconds(0, 10 * 366 * 86400), "Age at which the bucket's lifecycle rule expires objects; 0: there is none."
-    )
-    rewrite_bytes_per_s: int = setting(
-        16 << 20,
-        Size(2**16),
-        "Budget per second and rank for rewriting objects that are read past half of `lifetime_s`.",
-    )
     capacity_bytes: int = setting(0, Size(0), "Cap of all objects of this secret; the oldest are deleted; 0: none.")
     sweep_interval_s: float = setting(
         3600.0, Seconds(1, 30 * 86400), "How often the objects are listed for `capacity_bytes`, by all nodes together."
     )
-    read_threads: int = setting(16, Count(1, 256), "Threads that read objects of more than 2 MiB.")
-    write_threads: int = setting(8, Count(1, 256), "Threads that write objects of more than 2 MiB.")
+    read_threads: int = setting(32, Count(1, 256), "Threads that read objects.")
+    write_threads: int = setting(16, Count(1, 256), "Threads that write objects.")
     loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
     writes_in_flight: int = setting(16, Count(1, 1024), "Concurrent demotions (host to tier).")
 
@@ -98,39 +102,10 @@ def _credentials(settings: S3Settings) -> Credentials:
     return Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
 
 
-def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerprint: bytes, upkeep: Upkeep) -> S3Tier:
-    return S3Tier(
-        settings.url,
-        key_id=key_id,
-        fingerprint=fingerprint,
-        name=settings.name,
-        endpoint=settings.endpoint,
-        region=settings.region,
-        credentials=credentials,
-        allow_http=settings.allow_http,
-        virtual_host=settings.virtual_host,
-        ca_file=settings.ca_file,
-        deadline_s=settings.transfer_deadline_s,
-        probe_deadline_s=settings.probe_deadline_s,
-        connect_deadline_s=settings.connect_deadline_s,
-        upkeep=upkeep,
-    )
-
-
-def _open(settings: S3Settings, context: TierContext) -> S3Tier:
-    key_id = context.shared_key_id(settings.name)
-    upkeep = Upkeep(
-        settings.lifetime_s, settings.rewrite_bytes_per_s, settings.capacity_bytes, settings.sweep_interval_s
-    )
-    return _tier(settings, _credentials(settings), key_id, context.fingerprint, upkeep)
-
-
-def _client(settings: S3Settings) -> tuple[S3Store, str]:
-    """The client of the bucket, and the prefix in it."""
-    bucket, prefix = parse_url(settings.url)
-    client = connect(
+def _bucket(settings: S3Settings) -> Bucket:
+    return connect(
         settings.name,
-        bucket,
+        settings.url,
         endpoint=settings.endpoint,
         region=settings.region,
         credentials=_credentials(settings),
@@ -138,35 +113,99 @@ def _client(settings: S3Settings) -> tuple[S3Store, str]:
         virtual_host=settings.virtual_host,
         ca_file=settings.ca_file,
         deadline_s=settings.transfer_deadline_s,
+        probe_deadline_s=settings.probe_deadline_s,
         connect_deadline_s=settings.connect_deadline_s,
     )
-    return client, prefix
 
 
-def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
-    client, prefix = _client(settings)
-    return RawBucket(client, f"{prefix}{context.shared_key_id(settings.name).hex()}/{context.fingerprint.hex()[:32]}/")
+def _tier(settings: S3Settings, bucket: Bucket, key_id: bytes, fingerprint: bytes, capacity_bytes: int = 0) -> S3Tier:
+    return S3Tier(
+        bucket,
+        key_id=key_id,
+        fingerprint=fingerprint,
+        name=settings.name,
+        deadline_s=settings.transfer_deadline_s,
+        probe_deadline_s=settings.probe_deadline_s,
+        capacity_bytes=capacity_bytes,
+        sweep_interval_s=settings.sweep_interval_s,
+    )
+
+
+def _open(settings: S3Settings, context: TierContext) -> S3Tier:
+    key_id = context.shared_key_id(settings.name)
+    return _tier(settings, _bucket(settings), key_id, context.fingerprint, settings.capacity_bytes)
 
 
 def _discard(settings: S3Settings, context: TierContext) -> None:
-    client, prefix = _client(settings)
-    discard(
-        settings.name, client, f"{prefix}{context.shared_key_id(settings.name).hex()}/", context.fingerprint.hex()[:32]
-    )
+    """Delete the fingerprint's objects, and the marker if nothing else is below the key id.
+
+    A node that uses the key id and has stored nothing yet works without the marker, and the next one writes it again.
+    """
+    bucket = _bucket(settings)
+    own = f"{bucket.prefix}{context.shared_key_id(settings.name).hex()}/"
+    try:
+        for page in pages(bucket.store, f"{own}{context.fingerprint.hex()[:32]}/", 1000):
+            obstore.delete(bucket.store, [row["path"] for row in page])
+        remaining = next(pages(bucket.store, own, 2), ())
+        if [row["path"] for row in remaining] == [own + MARKER_NAME]:
+            obstore.delete(bucket.store, own + MARKER_NAME)
+    except Exception as error:  # noqa: BLE001 - of the client; its text may have the request
+        refusal = refusal_of(error)
+        cause = f"{refusal.cause}: {hint(refusal)}"
+        raise TierError(settings.name, f"cannot remove what was measured: {cause}") from None
 
 
 def _inspect(settings: S3Settings) -> list[ScannedTier]:
     """A view for each secret and model below the prefix."""
-    credentials = _credentials(settings)
-    client, prefix = _client(settings)
+    bucket = _bucket(settings)
     return [
-        ScannedTier(
-            _tier(settings, credentials, key_id, model, NO_UPKEEP),
-            f"{settings.url}{key_id.hex()}/{model.hex()}",
-            model.hex(),
-        )
-        for key_id, model in stored_roots(client, prefix)
+        ScannedTier(_tier(settings, bucket, key_id, model), f"{settings.url}{key_id.hex()}/{model.hex()}", model.hex())
+        for key_id, model in stored_roots(bucket)
     ]
+
+
+class RawBucket:
+    """A `RawClient`: unsigned payloads in one request, and loads that copy parts, the fastest of its ways on loopback.
+
+    Args:
+        store: the client.
+        prefix: of the objects' keys.
+    """
+
+    def __init__(self, store: S3Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def put(self, name: ObjectName, frame: memoryview) -> None:
+        """See `RawClient`."""
+        obstore.put(self._store, self._key(name), frame, use_multipart=False, mode="create")
+
+    def get(self, name: ObjectName, into: memoryview) -> None:
+        """See `RawClient`."""
+        found, target, count = obstore.get(self._store, self._key(name)), np.frombuffer(into, np.uint8), 0
+        for part in found.stream(PART_BYTES):
+            np.copyto(target[count : count + len(part)], np.frombuffer(part, np.uint8))
+            count += len(part)
+        if count != into.nbytes:
+            raise OSError(None, f"{count} of {into.nbytes} bytes came")
+
+    def has(self, name: ObjectName) -> bool:
+        """See `RawClient`."""
+        return is_there(self._store, self._key(name))
+
+    def delete(self, name: ObjectName) -> None:
+        """See `RawClient`."""
+        obstore.delete(self._store, self._key(name))
+
+    def close(self) -> None:
+        """See `RawClient`."""
+
+    def _key(self, name: ObjectName) -> str:
+        return f"{self._prefix}raw/{name.hex()}"
+
+
+def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
+    bucket, key_id = _bucket(settings), context.shared_key_id(settings.name)
+    return RawBucket(bucket.store, f"{bucket.prefix}{key_id.hex()}/{context.fingerprint.hex()[:32]}/")
 
 
 KIND = TierKind(
@@ -181,5 +220,4 @@ KIND = TierKind(
     inspect=_inspect,
     discard=_discard,
     raw=_raw,
-    repair=lambda settings: repair_markers(*_client(settings)),
 )

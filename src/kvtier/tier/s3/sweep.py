@@ -4,12 +4,16 @@ A sweep lists every object below ``<prefix>/<key id>/``, of all models, because 
 retired model. Objects of other secrets have a cap of their own, and other keys belong to other programs; they stay.
 
 A sweep ends with a record, ``<prefix>/<key id>/swept``, that has the bytes in use. While the record is young other
-processes read it and do not list. Two sweeps at once are harmless: both choose the objects by the store's times.
+processes read it and do not list. A process whose clock is wrong lists too often at most. Two sweeps at once are
+harmless: both choose the objects by the store's times.
 """
 
 import heapq
+import logging
+import math
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,9 +21,12 @@ from typing import NamedTuple
 import obstore
 from obstore.store import S3Store
 
-from kvtier.tier.s3.bucket import RECORD_NAME, pages, read_body
-from kvtier.tier.s3.upkeep import BucketWork, StoreClock, Upkeep
+from kvtier.tier.s3.bucket import pages, read_body
+from kvtier.tier.s3.errors import refusal_of
 
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "swept"
 FREE_SHARE = 0.05
 """A sweep over the cap leaves this share of it free."""
 EVICTIONS_MAX = 1 << 16
@@ -32,9 +39,10 @@ AGAIN_S = 1.0
 """The next sweep begins after this when `EVICTIONS_MAX` were too few."""
 FIRST_WAIT_S = 60.0
 """The first look at the record is delayed by a random part of this, so that nodes do not start at once."""
+CLOSE_DEADLINE_S = 10.0
 
 _OBJECT = re.compile(r"[0-9a-f]{32}/(?:[0-9a-f]{64}|clock/[0-9a-f]{16})")
-"""An object below the key id, or the clock of a process, which also outlives a crash."""
+"""An object below the key id, or an empty one that earlier versions of kvtier wrote."""
 _RECORD = re.compile(rb"([0-9]{1,18})\n")
 
 
@@ -46,26 +54,35 @@ class Row(NamedTuple):
     byte_count: int
 
 
-class S3Sweeper(BucketWork):
-    """Sweeps the objects of one secret at most once per interval.
+class S3Sweeper:
+    """Sweeps the objects of one secret at most once per interval, in a thread. No read or write waits for it.
 
     Args:
-        tier: the tier's name.
+        tier: the tier's name, for the log.
         store: client of the bucket.
         own: prefix of the secret's objects, of all models; ends with a slash.
-        folder: where the clock's object is written; ends with a slash.
-        upkeep: the cap of all objects below `own`, and the interval.
+        capacity_bytes: the cap of all objects below `own`.
+        interval_s: between two sweeps of any node.
     """
 
-    def __init__(self, tier: str, store: S3Store, own: str, folder: str, upkeep: Upkeep) -> None:
-        super().__init__(tier, "sweeps", StoreClock(store, folder, upkeep.clock), upkeep.sweep_interval_s / 4)
-        self._store, self._own = store, own
-        self.capacity_bytes = upkeep.capacity_bytes
-        self._interval_s = upkeep.sweep_interval_s
+    def __init__(self, tier: str, store: S3Store, own: str, capacity_bytes: int, interval_s: float) -> None:
+        self._tier, self._store, self._own = tier, store, own
+        self.capacity_bytes = capacity_bytes
+        self._interval_s = interval_s
         self.used_bytes: int | None = None
         """After the last sweep of any node; None: not known yet."""
         self.evictions = 0
-        self._is_first = True
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"kvtier-{tier}-sweeps", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after the request that it has in flight."""
+        self._stopping.set()
+        self._thread.join(CLOSE_DEADLINE_S)
 
     def sweep(self) -> None:
         """List all objects and delete the oldest if they exceed the cap. Write the record unless they still do.
@@ -92,12 +109,24 @@ class S3Sweeper(BucketWork):
         if self.used_bytes <= self.capacity_bytes:
             obstore.put(self._store, self._own + RECORD_NAME, b"%d\n" % self.used_bytes, use_multipart=False)
 
+    def _run(self) -> None:
+        is_failing = False
+        pause_s = random.uniform(0, min(FIRST_WAIT_S, self._interval_s / 4))  # noqa: S311 - no secret
+        while not self._stopping.wait(pause_s):
+            try:
+                pause_s = self._work()
+                is_failing = False
+            except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+                if not is_failing:
+                    cause = refusal_of(error).cause
+                    logger.warning("tier %s: the bucket cannot be swept: %s", self._tier, cause)
+                is_failing = True
+                pause_s = self._interval_s / 4
+
     def _work(self) -> float:
-        if self._is_first:
-            self._is_first = False
-            return random.uniform(0, min(FIRST_WAIT_S, self._interval_s / 4))  # noqa: S311 - no secret
+        """Sweep, unless a node did so within the interval. Returns the seconds until the next look."""
         age_s = self._read_record()
-        if age_s is None or age_s >= self._interval_s:
+        if age_s >= self._interval_s:
             self.sweep()
             if (self.used_bytes or 0) > self.capacity_bytes:
                 return AGAIN_S
@@ -105,18 +134,17 @@ class S3Sweeper(BucketWork):
         jitter_s = random.uniform(0, self._interval_s / 4)  # noqa: S311 - no secret
         return self._interval_s - age_s + jitter_s
 
-    def _read_record(self) -> float | None:
-        """The age of the last sweep's record; None without a usable one. Takes over the bytes that it found."""
+    def _read_record(self) -> float:
+        """The age of the last sweep's record; infinite without a usable one. Takes over the bytes that it found."""
         try:
             found = obstore.get(self._store, self._own + RECORD_NAME)
-            content = read_body(found, 20)
+            used = _RECORD.fullmatch(read_body(found, 20))
         except FileNotFoundError:
-            return None
-        used, age_s = _RECORD.fullmatch(content), self._clock.age_s(found.meta["last_modified"])
-        if used is None or age_s is None:
-            return None
+            return math.inf
+        if used is None:
+            return math.inf
         self.used_bytes = int(used[1])
-        return max(0.0, age_s)
+        return abs(time.time() - found.meta["last_modified"].timestamp())  # a record of the future is no young one
 
     def _evict(self, oldest: list[Row], target_bytes: int, end_s: float) -> None:
         left_bytes = self.used_bytes or 0

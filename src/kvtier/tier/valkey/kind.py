@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import valkey as library
-from valkey.cluster import ClusterNode, ValkeyCluster
 
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
@@ -16,7 +15,7 @@ from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.store_view import ScannedTier
 from kvtier.tier.valkey.servers import parse_addresses
 from kvtier.tier.valkey.tier import ValkeyTier
-from kvtier.tier.valkey.wire import Access, tls_options
+from kvtier.tier.valkey.wire import Access
 from kvtier.types import ObjectName
 
 PASSWORD_BYTES_MAX = 4096
@@ -155,30 +154,12 @@ class RawValkey:
     """A `RawClient`: valkey-py alone, one value an object.
 
     Args:
-        settings: of the tier.
+        client: valkey-py's.
         prefix: of the keys.
     """
 
-    def __init__(self, settings: ValkeySettings, prefix: str) -> None:
-        access = _access(settings)
-        common: dict[str, Any] = {
-            "username": access.username or None,
-            "password": access.password.reveal() or None,
-            "socket_timeout": settings.transfer_deadline_s,
-        }
-        if access.tls:
-            common |= tls_options(access) | {"ssl": True}
-        nodes = parse_addresses(settings.addresses)
-        tier = _tier(settings, bytes(16), bytes(32), is_user=False)
-        is_cluster = tier.servers.is_cluster
-        tier.close()
-        if is_cluster:
-            starts = [ClusterNode(node.host, node.port) for node in nodes]
-            self._client: Any = ValkeyCluster(startup_nodes=starts, **common)
-        else:
-            host, port = nodes[0]
-            self._client = library.Valkey(host=host, port=port, db=access.database, **common)
-        self._prefix = prefix
+    def __init__(self, client: Any, prefix: str) -> None:  # noqa: ANN401 - its types do not fit its answers
+        self._client, self._prefix = client, prefix
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
         """See `RawClient`."""
@@ -204,9 +185,23 @@ class RawValkey:
         return f"{self._prefix}raw/{name.hex()}"
 
 
-def _raw(settings: ValkeySettings, context: TierContext) -> RawValkey:
+def _raw(settings: ValkeySettings, context: TierContext) -> RawValkey | None:
+    """None for a cluster and for TLS."""
+    access, (node, *others) = _access(settings), parse_addresses(settings.addresses)
+    if access.tls or others:
+        return None
+    client: Any = library.Valkey(
+        host=node.host,
+        port=node.port,
+        db=access.database,
+        username=access.username or None,
+        password=access.password.reveal() or None,
+        socket_timeout=settings.transfer_deadline_s,
+    )
+    if client.info("cluster")["cluster_enabled"]:
+        return None
     key_id = context.shared_key_id(settings.name).hex()
-    return RawValkey(settings, f"{settings.prefix}/{key_id}/{context.fingerprint.hex()[:32]}/")
+    return RawValkey(client, f"{settings.prefix}/{key_id}/{context.fingerprint.hex()[:32]}/")
 
 
 KIND = TierKind(

@@ -28,6 +28,9 @@ STAMPED_BYTES = 4096
 FOREIGN_BYTES_MAX = 1 << 22
 """A value of another writer is skipped up to this size; a larger one costs the connection."""
 
+NEW_ONLY = b"NX"
+"""Option of SET."""
+
 _TORN = b"torn"
 """Answer of a `Part` whose value is not what it should be."""
 
@@ -55,9 +58,36 @@ def frame_bytes(answer: Reply) -> int | None:
     return length if magic == MAGIC and length <= FRAME_BYTES_MAX else None
 
 
-def removals(slot: int, key: bytes, length: int) -> list[Request]:
-    """Remove an object of `length` bytes. Each part by itself: while a slot moves, they may be on two servers."""
-    return [Request(slot, [command(b"UNLINK", part_key(key, number))]) for number in range(part_count(length))]
+def removal(slot: int, key: bytes, length: int) -> Request:
+    """Remove an object of `length` bytes."""
+    return Request(slot, [command(b"UNLINK", *(part_key(key, number) for number in range(part_count(length))))])
+
+
+def storing(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> Request:
+    """Store `frame`. The answer is None when the object is one value and exists.
+
+    Several values replace what is there: parts that were left of an evicted object, which may have had other bytes.
+
+    Args:
+        slot: of the object.
+        key: of its first part.
+        frame: its bytes.
+        lifetime: milliseconds; empty: for ever.
+    """
+    count = part_count(frame.nbytes)
+    options = [] if count > 1 else [NEW_ONLY]
+    if lifetime:
+        options += [b"PX", lifetime]
+    end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in options)
+    stamp = xxhash.xxh3_64_intdigest(frame[:STAMPED_BYTES], seed=frame.nbytes) & 0xFFFFFFFF
+    header = HEADER.pack(MAGIC, stamp, frame.nbytes)
+    commands: list[Sequence[Buffer]] = []
+    for number in range(count):
+        name, content = part_key(key, number), frame[number * PART_BYTES : (number + 1) * PART_BYTES]
+        size = HEADER.size + content.nbytes
+        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(options), len(name), name)
+        commands.append((start + b"$%d\r\n%b" % (size, header), content, end))
+    return Transaction(slot, commands) if count > 1 else Request(slot, commands[0])
 
 
 class Part(Request):
@@ -130,20 +160,16 @@ class Loading:
     @property
     def is_torn(self) -> bool:
         """Whether parts are there that do not make an object."""
-        return self._is_there and self._whole() is None
+        return self._whole() is None and any(part.answer is not None for part in self.parts)
 
-    def removals(self) -> list[Request]:
+    def removal(self) -> Request:
         """Remove what is left of it."""
-        return removals(self.slot, self.key, max(part.header[1] for part in self.parts))
+        return removal(self.slot, self.key, max(part.header[1] for part in self.parts))
 
     def byte_count(self) -> int | None:
         """Bytes that are in memory; None when the object is absent or torn. Every part has an answer."""
         length = self._whole()
         return None if length is None else max(0, min(self._into.nbytes, length - self._offset))
-
-    @property
-    def _is_there(self) -> bool:
-        return any(part.answer is not None for part in self.parts)
 
     def _whole(self) -> int | None:
         """The frame's length, if the first part is there and its others fit it.
@@ -157,56 +183,6 @@ class Loading:
             if part.number < part_count(header[1]) and (part.answer != 1 or part.header != header):
                 return None
         return header[1]
-
-
-class Storing:
-    """One object on its way from memory to a server.
-
-    Args:
-        slot: of the object.
-        key: of its first part.
-        frame: its bytes.
-        lifetime: milliseconds; empty: for ever.
-    """
-
-    def __init__(self, slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> None:
-        self.slot, self.key, self.frame_bytes = slot, key, frame.nbytes
-        self._end = (b"PX", lifetime) if lifetime else ()
-        stamp = xxhash.xxh3_64_intdigest(frame[:STAMPED_BYTES], seed=frame.nbytes) & 0xFFFFFFFF
-        header = HEADER.pack(MAGIC, stamp, frame.nbytes)
-        self._values = [
-            (part_key(key, number), header, frame[number * PART_BYTES : (number + 1) * PART_BYTES])
-            for number in range(part_count(frame.nbytes))
-        ]
-        commands = [self._set(number, b"NX") for number in range(len(self._values))]
-        self.request = Transaction(slot, commands) if len(commands) > 1 else Request(slot, commands[0])
-
-    @property
-    def is_single(self) -> bool:
-        """Whether it is one value."""
-        return len(self._values) == 1
-
-    @property
-    def is_new(self) -> bool:
-        """Whether its first part was absent before."""
-        answer = self.request.answer
-        return (answer[0] if isinstance(answer, list) and answer else answer) == b"OK"
-
-    def repair(self) -> Transaction | None:
-        """Replaces parts that were left of an evicted object, which may have had other bytes."""
-        answer = self.request.answer
-        if not self.is_new or not isinstance(answer, list):
-            return None
-        left = [number for number, each in enumerate(answer) if each is None]
-        return Transaction(self.slot, [self._set(number) for number in left]) if left else None
-
-    def _set(self, number: int, *options: bytes) -> Sequence[Buffer]:
-        """SET as it is sent, with the caller's memory in its middle."""
-        key, header, content = self._values[number]
-        rest = (*options, *self._end)
-        count, size = 3 + len(rest), HEADER.size + content.nbytes
-        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (count, len(key), key, size, header)
-        return start, content, b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in rest)
 
 
 def _skipped(reader: Reader, byte_count: int) -> bytes:

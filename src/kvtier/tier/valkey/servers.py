@@ -2,7 +2,7 @@
 
 A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server answers that
 a slot has moved or when a server fails, but at most a few times a second. A server that failed is left alone for a
-moment: of the operations that need it only one a moment waits for it, the others fail at once.
+moment: of the operations that need it only one a moment waits for it, the others fail immediately.
 """
 
 import re
@@ -10,13 +10,11 @@ import ssl
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import cast
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.valkey.wire import (
-    LIST_BYTES_MAX,
     MANY_CLIENTS,
     Access,
     BrokenWireError,
@@ -25,13 +23,14 @@ from kvtier.tier.valkey.wire import (
     RefusedError,
     Reply,
     Wire,
+    cause_of,
     command,
+    printable,
 )
 
 SLOTS = 16384
 DEFAULT_PORT = 6379
 ADDRESSES_MAX = 64
-NODES_MAX = 1000
 IDLE_MAX = 64
 """Unused connections kept for each server."""
 REFRESH_INTERVAL_S = 0.25
@@ -43,11 +42,11 @@ REFRESH_SHARE = 0.3
 
 _NAME = r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 _ADDRESS = re.compile(rf"(?:\[(?P<v6>[0-9A-Fa-f:.]{{2,45}})\]|(?P<host>{_NAME}))(?::(?P<port>[0-9]{{1,5}}))?")
-_NAMED = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
+_MOVED = re.compile(r"MOVED ([0-9]{1,5}) (\S*):([0-9]{1,5})")
 _HINTS = {
     "WRONGPASS": "correct username and password",
     "NOAUTH": "set password or password_file",
-    "NOPERM": "the user needs the commands GET, GETEX, GETRANGE, SET, EXISTS, UNLINK, MULTI, EXEC, ASKING, SCAN, SADD, "
+    "NOPERM": "the user needs the commands GET, GETEX, GETRANGE, SET, EXISTS, UNLINK, MULTI, EXEC, SCAN, SADD, "
     "SMEMBERS, SREM, PING, INFO, CLUSTER SLOTS and the keys of the prefix",
     "DENIED": "the server accepts loopback only: its protected mode",
 }
@@ -76,11 +75,6 @@ def slot_of(tag: bytes) -> int:
     return crc_hqx(tag, 0) % SLOTS
 
 
-def hint(code: str) -> str:
-    """What to do about a refusal at the start."""
-    return _HINTS.get(code, "check the tier's settings")
-
-
 class ServerDownError(Exception):
     """A server failed a moment ago and is not asked again yet."""
 
@@ -103,7 +97,6 @@ class Servers:
         self._tier, self._addresses, self._access = tier, tuple(addresses), access
         self._lock = threading.Lock()
         self._idle: dict[Node, list[Wire]] = {}
-        self._busy: set[Wire] = set()
         self._down_until: dict[Node, float] = {}
         self._is_closed = False
         self._refreshed_s = 0.0
@@ -112,19 +105,26 @@ class Servers:
         self._slots: list[Node] = [self._addresses[0]] * SLOTS
         self.masters: tuple[Node, ...] = self._addresses[:1]
         """The servers that have slots; of a store without cluster mode the only one."""
-        self._open(end_s)
+        try:
+            self._open(end_s)
+        except BaseException:
+            self.close()
+            raise
 
     def node_of(self, slot: int) -> Node:
         """The server that had `slot` when last heard of."""
         return self._slots[slot]
 
-    def moved(self, slot: int, node: Node) -> None:
-        """A server says that `slot` is at `node` now."""
-        if self.is_cluster:
-            self._slots[slot] = node
+    def moved(self, refusal: RefusedError) -> None:
+        """Follow ``MOVED SLOT HOST:PORT``. Other refusals change nothing."""
+        match = _MOVED.fullmatch(refusal.text)
+        if match and self.is_cluster and int(match[1]) < SLOTS:
+            slot = int(match[1])
+            with suppress(NonsenseError):
+                self._slots[slot] = _named(match[2].strip("[]"), int(match[3]), self._slots[slot])
 
     def take(self, node: Node, end_s: float) -> Wire:
-        """A connection to `node`, for one thread until `give` or `drop`.
+        """A connection to `node`, for one thread until `give`, or until it is closed.
 
         Raises:
             ServerDownError: it failed a moment ago.
@@ -135,31 +135,22 @@ class Servers:
                 raise BrokenWireError("closed")
             idle = self._idle.get(node)
             if idle:
-                wire = idle.pop()
-                self._busy.add(wire)
-                return wire
+                return idle.pop()
             now_s = time.monotonic()
             if self._down_until.get(node, 0.0) > now_s:
                 raise ServerDownError(f"{node} does not answer")
             if node in self._down_until:
                 self._down_until[node] = max(end_s, now_s + DOWN_S)  # this thread tries it, and no other
         try:
-            wire = Wire(node, self._access, end_s)
-        except BaseException:
-            with self._lock:
-                self._leave_alone(node)
+            return Wire(node, self._access, end_s)
+        except (BrokenWireError, OSError):
+            self.failed(node)
             raise
-        with self._lock:
-            self._busy.add(wire)
-            if self._is_closed:
-                wire.close()
-        return wire
 
     def give(self, wire: Wire) -> None:
         """Give a connection back whose replies have all been read."""
         wire.is_used = True
         with self._lock:
-            self._busy.discard(wire)
             self._down_until.pop(wire.node, None)  # not before: the kernel of a stopped server takes connections
             idle = self._idle.setdefault(wire.node, [])
             if wire.reader.is_empty and len(idle) < IDLE_MAX and not self._is_closed:
@@ -167,33 +158,22 @@ class Servers:
                 return
         wire.close()
 
-    def drop(self, wire: Wire) -> None:
-        """Close a connection that failed, and the idle ones of its server: they may have failed, too."""
-        with self._lock:
-            self._busy.discard(wire)
-            self._leave_alone(wire.node)
-            closed = [wire, *self._idle.pop(wire.node, [])]
-        for each in closed:
-            each.close()
+    def failed(self, node: Node, *, is_down: bool = True) -> None:
+        """A connection to `node` failed, so its idle ones may have, too. One that `is_down` is left alone for a moment.
 
-    def failed(self, node: Node) -> None:
-        """`node` does not answer: in a cluster, leave it alone for a moment."""
+        A store of one server is never left alone: the tier's circuit breaker does that.
+        """
         with self._lock:
-            if self.is_cluster:
+            if self.is_cluster and is_down:
                 self._down_until[node] = time.monotonic() + DOWN_S
             closed = self._idle.pop(node, [])
         for each in closed:
             each.close()
 
-    def _leave_alone(self, node: Node) -> None:
-        """If `node` had failed, only for a moment from now on: the thread that tried it has ended."""
-        if node in self._down_until:
-            self._down_until[node] = time.monotonic() + DOWN_S
-
-    def has_other_than(self, node: Node) -> bool:
-        """Whether another server of the store has not failed."""
-        now_s = time.monotonic()
-        return any(each != node and self._down_until.get(each, 0.0) < now_s for each in self.masters)
+    @property
+    def has_live(self) -> bool:
+        """Whether a server of the store has not failed."""
+        return any(each not in self._down_until for each in self.masters)
 
     @property
     def has_failed(self) -> bool:
@@ -220,26 +200,29 @@ class Servers:
             self._refreshing.release()
 
     def ask(self, node: Node, *parts: bytes, end_s: float) -> Reply:
-        """One command to `node`; a refusal is returned.
+        """One command to `node`.
 
         Raises:
-            ServerDownError, BrokenWireError, RefusedError, OSError: the connection failed.
+            ServerDownError, BrokenWireError, OSError: the connection failed.
+            RefusedError: the server refuses.
         """
         wire = self.take(node, end_s)
         try:
             wire.send([command(*parts)], end_s)
-            reply = wire.reader.reply(LIST_BYTES_MAX)
+            reply = wire.reader.reply()
         except BaseException:
-            self.drop(wire)
+            wire.close()
             raise
         self.give(wire)
+        if isinstance(reply, RefusedError):
+            raise reply
         return reply
 
     def close(self) -> None:
-        """Close all connections. Threads that wait in them get errors."""
+        """Close idle connections now, and the others when they are given back."""
         with self._lock:
             self._is_closed = True
-            closed = [*self._busy, *(wire for idle in self._idle.values() for wire in idle)]
+            closed = [wire for idle in self._idle.values() for wire in idle]
             self._idle.clear()
         for each in closed:
             each.close()
@@ -250,114 +233,70 @@ class Servers:
             now_s = time.monotonic()
             try:
                 self._read_slots(node, now_s + max(0.0, end_s - now_s) / (len(self._addresses) - number))
-            except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-                causes.append(f"{node}: closes the connection in the TLS handshake")
-            except ssl.SSLError as error:
-                self.close()
-                raise ConfigError(f"tier {self._tier!r}: {node}: {_tls_cause(error)}") from None
-            except RefusedError as error:
-                if error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:
-                    self.close()
-                    raise ConfigError(
-                        f"tier {self._tier!r}: {node} refuses: {error.text}: {hint(error.code)}"
-                    ) from None
-                causes.append(f"{node}: {error.text}")
-            except NonsenseError as error:
-                self.close()
-                raise ConfigError(
-                    f"tier {self._tier!r}: {node}: {error}; this is not a Valkey server, or one that speaks TLS"
-                ) from None
-            except BrokenWireError as error:
-                causes.append(f"{node}: {error}")
-            except OSError as error:
-                causes.append(f"{node}: {error.strerror or error}")
+            except (BrokenWireError, RefusedError, OSError) as error:
+                if mistake := _mistake(error):
+                    raise ConfigError(f"tier {self._tier!r}: {node}{mistake}") from None
+                causes.append(f"{node}: {cause_of(error)}")
             else:
                 return
-        self.close()
         raise TierError(self._tier, f"no server answers: {'; '.join(causes)[:500]}")
 
     def _read_slots(self, node: Node, end_s: float) -> None:
-        reply = self.ask(node, b"CLUSTER", b"SLOTS", end_s=end_s)
-        if isinstance(reply, RefusedError):
-            if (
-                reply.code == "ERR" and reply.text != MANY_CLIENTS
-            ):  # not in cluster mode, or a server without the command
-                if self.is_cluster:
-                    raise BrokenWireError("a server of the cluster is in no cluster")
-                reply = self.ask(node, b"PING", end_s=end_s)
-                if isinstance(reply, RefusedError):
-                    raise reply
-                self._slots, self.masters = [node] * SLOTS, (node,)
-                return
-            raise reply
-        found = dict(_slot_ranges(reply, node))
-        if not found:
-            raise BrokenWireError("the cluster has no slots")
-        slots = self._slots if self.is_cluster else [next(iter(found.values()))] * SLOTS
-        slots = slots.copy()
-        for (first, last), master in found.items():
+        try:
+            rows = _slot_rows(self.ask(node, b"CLUSTER", b"SLOTS", end_s=end_s), node)
+        except RefusedError as error:
+            if error.code != "ERR" or error.text == MANY_CLIENTS or self.is_cluster:
+                raise
+            # Not in cluster mode, or a server without the command. A server that refuses the connection does so again.
+            self.ask(node, b"PING", end_s=end_s)
+            self._slots, self.masters = [node] * SLOTS, (node,)
+            return
+        slots = self._slots.copy()
+        for (first, last), master in rows.items():
             slots[first : last + 1] = [master] * (last + 1 - first)
-        masters = tuple(dict.fromkeys(found.values()))
+        masters = tuple(dict.fromkeys(rows.values()))
         self._slots, self.masters, self.is_cluster = slots, masters, True
         with self._lock:
-            for gone in set(self._down_until).difference(masters):
-                del self._down_until[gone]
-            closed = [wire for gone in set(self._idle).difference(masters) for wire in self._idle.pop(gone)]
-        for each in closed:
-            each.close()
+            left = {*self._down_until, *self._idle}.difference(masters)
+        for gone in left:
+            self.failed(gone, is_down=False)
+            self._down_until.pop(gone, None)
 
 
-def _slot_ranges(reply: Reply, asked: Node) -> Iterator[tuple[tuple[int, int], Node]]:
-    """(first slot, last slot), master; of the reply of CLUSTER SLOTS."""
-    if not isinstance(reply, list) or len(reply) > SLOTS:
+def _slot_rows(reply: Reply, asked: Node) -> dict[tuple[int, int], Node]:
+    """(first slot, last slot) and their master; of the reply of CLUSTER SLOTS."""
+    if not isinstance(reply, list) or not 0 < len(reply) <= SLOTS:
         raise NonsenseError("no list of slots")
-    seen: set[Node] = set()
+    found: dict[tuple[int, int], Node] = {}
     for row in reply:
         match row:
             case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
-                node = Node(_host((host or b"").decode("utf-8", "replace"), asked), port)
+                found[first, last] = _named(printable(host or b""), port, asked)
             case _:
                 raise NonsenseError("a row of slots of another form")
-        seen.add(node)
-        if len(seen) > NODES_MAX or not 0 < port < 65536:
-            raise NonsenseError("a list of slots with nonsense")
-        yield (first, last), node
+    return found
 
 
-def redirection(refusal: RefusedError, asked: Node) -> Node | None:
-    """The server that ``MOVED SLOT HOST:PORT`` or ``ASK SLOT HOST:PORT`` names; None when it names none."""
-    parts = refusal.text.split()
-    if len(parts) < 3:
-        return None
-    host, _, port = parts[2].rpartition(":")
-    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        return None
-    with suppress(NonsenseError):
-        return Node(_host(host.strip("[]"), asked), int(port))
-    return None
+def _named(host: str, port: int, asked: Node) -> Node:
+    """A server that `asked` names, by its own host when it does not know the other's."""
+    if not 0 < port < 65536:
+        raise NonsenseError(f"a server with the port {port}")
+    return Node(asked.host if host in ("", "?") else host, port)
 
 
-def _host(text: str, asked: Node) -> str:
-    """A host that a server names; the one of `asked` for an unknown one."""
-    if text in ("", "?"):
-        return asked.host
-    if not _NAMED.fullmatch(text):
-        raise NonsenseError("a name of a host with other characters")
-    return text
-
-
-def info(reply: Reply) -> Mapping[str, str]:
-    """The lines of INFO; empty for another reply."""
-    if not isinstance(reply, bytes):
-        return {}
-    lines = reply.decode("utf-8", "replace").splitlines()
-    return dict(cast("tuple[str, str]", tuple(line.split(":", 1))) for line in lines if ":" in line)
-
-
-def _tls_cause(error: ssl.SSLError) -> str:
+def _mistake(error: Exception) -> str:
+    """What is wrong in the settings, if `error` of the start says so; else empty."""
+    if isinstance(error, NonsenseError):
+        return f": {error}; this is not a Valkey server, or one that speaks TLS"
+    if isinstance(error, RefusedError) and error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:
+        return f" refuses: {error.text}: {_HINTS.get(error.code, 'check the settings of the tier')}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the server's certificate is not trusted ({error.verify_message}): set ca_file to the authority's"
-    return f"the TLS handshake failed ({error.reason or 'no reason'}): check tls, the port and the client's certificate"
+        why = error.verify_message
+        return f": the server's certificate is not trusted ({why}): set ca_file to the authority's"
+    if isinstance(error, ssl.SSLError):
+        why = error.reason or "no reason"
+        return f": the TLS handshake failed ({why}): check tls, the port and the client's certificate"
+    return ""
 
 
 def _shown(part: str) -> str:

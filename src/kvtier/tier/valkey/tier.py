@@ -1,36 +1,33 @@
 """Frames in a Valkey or Redis server, or in a cluster of them, that several nodes use.
 
 An object has the key ``PREFIX/KEY ID/FINGERPRINT/{NAME}``; the braces put all of its parts into one slot of a cluster.
-See `valkey_parts` for its values, `valkey_requests` for redirections and repetitions, `valkey_servers` for servers that
-fail.
+`valkey.parts` has its values, `valkey.requests` the repetitions, and `valkey.servers` the servers that fail.
 """
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from contextlib import suppress
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.valkey.parts import FRAME_BYTES_MAX, Loading, Storing, frame_bytes, look, removals
-from kvtier.tier.valkey.requests import MOVING, Failure, Request, Requests
-from kvtier.tier.valkey.servers import ServerDownError, Servers, info, parse_addresses, slot_of
-from kvtier.tier.valkey.wire import LIST_BYTES_MAX, Access, BrokenWireError, Node, RefusedError, Reply, command
+from kvtier.tier.valkey.parts import FRAME_BYTES_MAX, Loading, frame_bytes, look, removal, storing
+from kvtier.tier.valkey.requests import MOVING, Request, Requests, Transaction
+from kvtier.tier.valkey.servers import ServerDownError, Servers, parse_addresses, slot_of
+from kvtier.tier.valkey.wire import Access, BrokenWireError, RefusedError, cause_of, command
 from kvtier.types import Figures, ObjectName
 
 logger = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
-
 CLOSE_DEADLINE_S = 5.0
-FIGURES_INTERVAL_S = 10.0
-"""The servers' memory is asked for at most once in this time."""
 SCAN_COUNT = b"500"
 HEALTH_KEYS = 8
 """Keys that a health check asks for; they are on different servers of a cluster."""
+_TAG = re.compile(rb"[0-9a-f]{64}\}")
 REGISTRY = "kvtier"
 """Key, below the prefix, of a set of ``KEY ID/FINGERPRINT`` that use the store."""
 
@@ -73,14 +70,14 @@ class ValkeyTier(Tier):
         self._prefix = prefix
         self._own = f"{key_id.hex()}/{fingerprint.hex()[:32]}"
         self._root = f"{prefix}/{self._own}/{{".encode()
-        self._health_keys = [f"{prefix}/{key_id.hex()}/{{{n}}}".encode() for n in range(HEALTH_KEYS)]
+        self._health_keys = [
+            (slot_of(b"%d" % n), f"{prefix}/{key_id.hex()}/{{{n}}}".encode()) for n in range(HEALTH_KEYS)
+        ]
         self._lifetime = str(math.ceil(lifetime_s * 1000)).encode() if lifetime_s and is_user else b""
         self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
-        self._figures_s = -math.inf
-        self._memory: tuple[int | None, int | None] = (None, None)
         nodes = parse_addresses(addresses)
         self.servers = Servers(name, nodes, access or Access(), time.monotonic() + deadline_s)
         """Also for tools."""
@@ -94,14 +91,8 @@ class ValkeyTier(Tier):
             raise
 
     def figures(self) -> Figures:
-        """Bytes written by this process; memory used by the servers, for whatever, and its limit if all have one."""
-        with self._guard:
-            now_s = time.monotonic()
-            if now_s - self._figures_s > FIGURES_INTERVAL_S:
-                self._figures_s = now_s
-                self._memory = self._measured_memory()
-            used, capacity = self._memory
-            return Figures(used, capacity, write_bytes={"frames": self._written_bytes})
+        """Bytes written by this process."""
+        return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether its first part exists: one pipeline for each server, all at once.
@@ -110,18 +101,30 @@ class ValkeyTier(Tier):
         """
         with self._guard:
             asked = [self._key(each) for each in names]
-            requests = [Request(slot, [command(b"EXISTS", key)]) for slot, key in asked] or self._health_requests()
+            requests = [_exists(*each) for each in asked or self._health_keys]
             self._requests.run(requests, time.monotonic() + self._probe_deadline_s)
-            if all(each.has_failed for each in requests):
-                failed = next((each for each in requests if not self._is_at_rest(each)), None)
-                if failed is not None:
-                    raise self._error(failed, "look")
+            problems = [problem for each in requests if (problem := self._problem(each, "look"))]
+            if problems and all(each.has_failed for each in requests):
+                raise problems[0]
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """See `Tier`. One round trip. An object that is not whole is absent."""
         with self._guard:
-            return self._load([self._loading(*each) for each in reads])
+            loadings = [
+                Loading(*self._key(each.name), each.into.cast("B"), each.offset, self._lifetime) for each in reads
+            ]
+            self._requests.run([part for each in loadings for part in each.parts], self._end_s())
+            answers: list[int | TierError | None] = []
+            torn: list[Request] = []
+            for each in loadings:
+                failed = next((part for part in each.parts if part.has_failed), None)
+                answers.append(each.byte_count() if failed is None else self._problem(failed, "read"))
+                if failed is None and each.is_torn:
+                    torn.append(each.removal())
+            if torn:  # if it fails, the next reader tries again
+                self._requests.run(torn, time.monotonic() + self._probe_deadline_s)
+            return answers
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """See `Tier`. One round trip, or two when an object has several parts.
@@ -129,7 +132,25 @@ class ValkeyTier(Tier):
         False when a server has no memory, or its slot is moving.
         """
         with self._guard:
-            return self._store(writes)
+            answers: list[bool | TierError] = [False] * len(writes)
+            stores = {
+                number: storing(*self._key(each.name), each.frame.cast("B"), self._lifetime)
+                for number, each in enumerate(writes)
+                if each.frame.nbytes <= FRAME_BYTES_MAX
+            }
+            # Large objects are sent in vain when another node has written them.
+            large = [number for number, each in stores.items() if isinstance(each, Transaction)]
+            looks = {number: _exists(*self._key(writes[number].name)) for number in large}
+            end_s = self._end_s()
+            self._requests.run(list(looks.values()), end_s)
+            for number, each in looks.items():
+                if each.answer == 1:
+                    answers[number] = True
+                    del stores[number]
+            self._requests.run(list(stores.values()), end_s)
+            for number, each in stores.items():
+                answers[number] = self._stored(each, writes[number].frame.nbytes)
+            return answers
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name` and all of its parts, if it exists."""
@@ -138,7 +159,7 @@ class ValkeyTier(Tier):
             header = look(slot, key)
             end_s = self._end_s()
             self._run([header], "delete", end_s)
-            self._run(removals(slot, key, frame_bytes(header.answer) or 0), "delete", end_s)
+            self._run([removal(slot, key, frame_bytes(header.answer) or 0)], "delete", end_s)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) of this model and secret, in pages, one server after the other."""
@@ -151,8 +172,10 @@ class ValkeyTier(Tier):
         Raises:
             TierError: a server does not answer.
         """
-        for keys in self.pages(f"{self._prefix}/{self._own}/".encode()):
-            self._run([Request(_slot_of_key(key), [command(b"UNLINK", key)]) for key in keys], "remove")
+        for keys in self.pages(self._root):
+            tags = [key.removeprefix(self._root).partition(b"}")[0] for key in keys]
+            unlinks = [command(b"UNLINK", key) for key in keys]
+            self._run([Request(slot_of(tag), [each]) for tag, each in zip(tags, unlinks, strict=True)], "remove")
         registry = f"{self._prefix}/{REGISTRY}".encode()
         with self._guard:
             self._run([Request(slot_of(registry), [command(b"SREM", registry, self._own.encode())])], "remove")
@@ -170,65 +193,17 @@ class ValkeyTier(Tier):
         tag = name.hex().encode()
         return slot_of(tag), b"%b%b}" % (self._root, tag)
 
-    def _loading(self, name: ObjectName, into: memoryview, offset: int) -> Loading:
-        return Loading(*self._key(name), into.cast("B"), offset, self._lifetime)
-
-    def _load(self, loadings: Sequence[Loading]) -> list[int | TierError | None]:
-        self._requests.run([part for each in loadings for part in each.parts], self._end_s())
-        answers: list[int | TierError | None] = []
-        torn: list[Request] = []
-        for each in loadings:
-            failed = next((part for part in each.parts if part.has_failed), None)
-            answers.append(each.byte_count() if failed is None else self._lost(failed, "read", None))
-            if failed is None and each.is_torn:
-                torn += each.removals()
-        if torn:
-            self._requests.run(
-                torn, time.monotonic() + self._probe_deadline_s
-            )  # if it fails, the next reader tries again
-        return answers
-
-    def _store(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        answers: list[bool | TierError] = [False] * len(writes)
-        storings = {
-            number: Storing(*self._key(each.name), each.frame.cast("B"), self._lifetime)
-            for number, each in enumerate(writes)
-            if each.frame.nbytes <= FRAME_BYTES_MAX
-        }
-        # Large objects are sent in vain when another node has written them.
-        looks = {number: self._exists(each) for number, each in storings.items() if not each.is_single}
-        end_s = self._end_s()
-        self._requests.run(list(looks.values()), end_s)
-        for number, each in looks.items():
-            if each.has_failed:
-                answers[number] = self._lost(each, "write", default=False)
-            elif each.answer == 1:
-                answers[number] = True
-            else:
-                continue
-            del storings[number]
-        self._requests.run([each.request for each in storings.values()], end_s)
-        repairs = {number: repair for number, each in storings.items() if (repair := each.repair()) is not None}
-        self._requests.run(list(repairs.values()), end_s)
-        for number, each in storings.items():
-            answers[number] = self._stored(each, repairs.get(number))
-        return answers
-
-    def _stored(self, storing: Storing, repair: Request | None) -> bool | TierError:
-        request = storing.request if repair is None or storing.request.has_failed else repair
-        if not request.has_failed:
-            if storing.is_new:
-                with self._lock:
-                    self._written_bytes += storing.frame_bytes
-            return True
+    def _stored(self, request: Request, byte_count: int) -> bool | TierError:
         refusal = request.refusal
         if refusal is not None and refusal.code == "OOM":
             self.refusals.refused("a server is full (OOM); set its maxmemory-policy to allkeys-lru")
             return False
-        return self._lost(request, "write", default=False)
-
-    def _exists(self, storing: Storing) -> Request:
-        return Request(storing.slot, [command(b"EXISTS", storing.key)])
+        if request.has_failed:
+            return self._problem(request, "write") or False
+        if request.answer is not None:
+            with self._lock:
+                self._written_bytes += byte_count
+        return True
 
     def _end_s(self) -> float:
         """When an operation that begins now must have ended."""
@@ -242,28 +217,27 @@ class ValkeyTier(Tier):
                 raise self._error(each, what)
 
     def _error(self, request: Request, what: str) -> TierError:
-        cause = request.detail if request.failure is not None else f"refused: {request.refusal}"
-        return TierError(self.name, f"cannot {what}: {cause}")
+        return TierError(self.name, f"cannot {what}: {request.failure or f'refused: {request.answer}'}")
 
-    def _lost(self, request: Request, what: str, default: _Answer) -> _Answer | TierError:
-        """Of a request without an answer: `default` when only its server is down or its slot moves, else the error."""
+    def _problem(self, request: Request, what: str) -> TierError | None:
+        """Why `request` has no answer. None: it has one, or its object is a miss meanwhile.
+
+        An object is a miss while its slot moves, and while only its server is down: another server answers.
+        """
         refusal = request.refusal
         is_moving = refusal is not None and refusal.code in MOVING
-        return default if is_moving or self._is_at_rest(request) else self._error(request, what)
-
-    def _is_at_rest(self, request: Request) -> bool:
-        """Whether it was not sent, because its server failed a moment ago, and another server answers."""
-        return request.failure is Failure.DOWN and self.servers.has_other_than(self.servers.node_of(request.slot))
-
-    def _health_requests(self) -> list[Request]:
-        return [
-            Request(slot_of(b"%d" % number), [command(b"EXISTS", key)]) for number, key in enumerate(self._health_keys)
-        ]
+        is_at_rest = bool(request.failure) and request.is_down and self.servers.has_live
+        return None if is_moving or is_at_rest or not request.has_failed else self._error(request, what)
 
     def _scan(self) -> Iterator[tuple[ObjectName, int]]:
         seen: set[ObjectName] = set()
         for keys in self.pages(self._root):
-            names = {name for key in keys if (name := self._name_of(key)) is not None} - seen
+            names: set[ObjectName] = set()
+            for key in keys:
+                tag = key.removeprefix(self._root)
+                if _TAG.fullmatch(tag):
+                    names.add(ObjectName(bytes.fromhex(tag[:-1].decode())))
+            names -= seen
             seen |= names
             looks = {name: look(*self._key(name)) for name in names}
             with self._guard:
@@ -279,13 +253,16 @@ class ValkeyTier(Tier):
         Raises:
             TierError: a server does not answer.
         """
-        pattern = b"".join(b"\\" + bytes([each]) if each in b"*?[]\\^" else bytes([each]) for each in root) + b"*"
         self.servers.refresh(self._end_s())  # a server may have come
         for node in self.servers.masters:
             cursor = b"0"
             while True:
-                with self._guard:
-                    reply = self._ask(node, b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT)
+                scan = (b"SCAN", cursor, b"MATCH", root + b"*", b"COUNT", SCAN_COUNT)
+                try:
+                    with self._guard:
+                        reply = self.servers.ask(node, *scan, end_s=self._end_s())
+                except (ServerDownError, BrokenWireError, RefusedError, OSError) as error:
+                    raise TierError(self.name, f"{node} does not answer: {cause_of(error)}") from None
                 match reply:
                     case [bytes() as cursor, list() as found]:
                         yield [each for each in found if isinstance(each, bytes)]
@@ -294,27 +271,12 @@ class ValkeyTier(Tier):
                 if cursor == b"0":
                     break
 
-    def _name_of(self, key: bytes) -> ObjectName | None:
-        tag = key.removeprefix(self._root)
-        if len(tag) != 65 or tag[-1:] != b"}":
-            return None
-        try:
-            return ObjectName(bytes.fromhex(tag[:-1].decode()))
-        except ValueError:
-            return None
-
-    def _ask(self, node: Node, *parts: bytes) -> Reply:
-        try:
-            return self.servers.ask(node, *parts, end_s=self._end_s())
-        except (ServerDownError, BrokenWireError, RefusedError, OSError) as error:
-            raise TierError(self.name, f"{node} does not answer: {error}") from None
-
     def _register(self) -> None:
         """Add the secret and the model to the store's registry. Warn if it has entries of other secrets only."""
         key = f"{self._prefix}/{REGISTRY}".encode()
         slot = slot_of(key)
         add = Request(slot, [command(b"SADD", key, self._own.encode())])
-        look = Request(slot, [command(b"SMEMBERS", key)], LIST_BYTES_MAX)
+        look = Request(slot, [command(b"SMEMBERS", key)])
         self._run([look], "open")
         members = look.answer if isinstance(look.answer, list) else []
         known = sorted(
@@ -330,7 +292,13 @@ class ValkeyTier(Tier):
             )  # fmt: skip
 
     def _warn_without_eviction(self) -> None:
-        for node, facts in self._memory_facts():
+        for node in self.servers.masters:
+            facts: dict[str, str] = {}
+            with suppress(ServerDownError, BrokenWireError, RefusedError, OSError):
+                end_s = time.monotonic() + self._probe_deadline_s
+                reply = self.servers.ask(node, b"INFO", b"memory", end_s=end_s)
+                text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else ""
+                facts = dict(re.findall(r"(\w+):(\S+)", text))
             limit, policy = facts.get("maxmemory", ""), facts.get("maxmemory_policy", "")
             if limit == "0" or policy == "noeviction":
                 logger.warning(
@@ -340,34 +308,6 @@ class ValkeyTier(Tier):
                 )  # fmt: skip
                 return
 
-    def _memory_facts(self) -> Iterator[tuple[Node, dict[str, str]]]:
-        end_s = self._end_s()
-        for node in self.servers.masters:
-            node_end_s = min(end_s, time.monotonic() + self._probe_deadline_s)
-            try:
-                reply = self.servers.ask(node, b"INFO", b"memory", end_s=node_end_s)
-            except (ServerDownError, BrokenWireError, RefusedError, OSError):
-                continue
-            if facts := info(reply):
-                yield node, dict(facts)
 
-    def _measured_memory(self) -> tuple[int | None, int | None]:
-        """Bytes used by all masters, and their limit."""
-        found = [
-            (int(facts["used_memory"]), int(facts["maxmemory"]))
-            for _, facts in self._memory_facts()
-            if facts.get("used_memory", "").isdigit() and facts.get("maxmemory", "").isdigit()
-        ]
-        if len(found) < len(self.servers.masters):
-            return None, None
-        limits = [limit for _, limit in found]
-        if 0 in limits:
-            return sum(used for used, _ in found), None
-        return sum(min(row) for row in found), sum(limits)
-
-
-def _slot_of_key(key: bytes) -> int:
-    """By the rule of the servers: what is in the first pair of braces counts, if there is one and it is not empty."""
-    _, _, rest = key.partition(b"{")
-    tag, brace, _ = rest.partition(b"}")
-    return slot_of(tag if brace and tag else key)
+def _exists(slot: int, key: bytes) -> Request:
+    return Request(slot, [command(b"EXISTS", key)])

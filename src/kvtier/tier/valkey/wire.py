@@ -1,8 +1,7 @@
 """One connection to a Valkey server: commands out, replies in, all within a deadline and within limits.
 
-valkey-py connects, does TLS, authenticates and selects the database. `Reader` replaces its parser, which has no limit
-of a line, of a length and of the whole time. Payloads move between the socket and the caller's memory
-without copies.
+Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers have no
+limit of a line, of a length and of the whole time (`docs/adr/0016`).
 """
 
 import socket
@@ -10,22 +9,17 @@ import ssl
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
-
-from valkey.connection import Connection, SSLConnection
-from valkey.exceptions import ResponseError, ValkeyError
+from typing import NamedTuple, TypeAlias
 
 from kvtier.config.value_types import PrivateText
 from kvtier.tier.deadline_calls import connected, remaining_s
 
 BUFFER_BYTES = 4096
 """Small replies are read in blocks of this size; a line of a server is shorter."""
-REPLY_BYTES_MAX = 1 << 16
-"""The longest reply to a command on an object, but for payloads."""
-LIST_BYTES_MAX = 8 << 20
-"""The longest reply with a list of servers or keys. The one of a cluster in 16,384 pieces is half as long."""
-REPLY_ITEMS_MAX = 500_000
-"""The most items of one reply. A cluster in 16,384 pieces has fewer."""
+REPLY_COST_MAX = 8 << 20
+"""The most of one reply, but for payloads: its bytes, and `ITEM_COST` for each item. The list of slots of a cluster in
+16,384 pieces costs less."""
+ITEM_COST = 8
 REPLY_DEPTH_MAX = 6
 SEND_BUFFER_BYTES = 1 << 18
 """For a server on the same machine; Linux keeps twice as much. What waits there then stays in the processor's cache:
@@ -45,7 +39,7 @@ class NonsenseError(BrokenWireError):
     """What the server sends is not the protocol."""
 
 
-class RefusedError(ResponseError):
+class RefusedError(Exception):
     """A server's error reply. Some are values rather than exceptions.
 
     Args:
@@ -96,48 +90,29 @@ def command(*parts: bytes) -> bytes:
 
 
 class Reader:
-    """Reads replies. It is the parser of a connection of valkey-py, too.
+    """Reads replies from `line`.
 
     Every method raises `BrokenWireError` on nonsense and `OSError` (also `TimeoutError`) when the connection fails.
     """
 
-    def __init__(self, socket_read_size: int = 0) -> None:
-        del socket_read_size
-        self.end_s = 0.0
+    def __init__(self, line: socket.socket, end_s: float) -> None:
+        self.end_s = end_s
         """When the running operation must have ended, on the monotonic clock."""
-        self._socket: socket.socket | None = None
+        self._socket = line
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
-        self._bytes_left = self._items_left = 0
-        """Of the reply that is being read."""
+        self._left = 0
+        """Of `REPLY_COST_MAX`, for the reply that is being read."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has come that was not read."""
         return self._start == self._stop
 
-    def on_connect(self, connection: Any) -> None:  # noqa: ANN401 - of the library, without types
-        """See the library's parsers."""
-        self._socket = connection._sock  # noqa: SLF001 - as the library's parsers do
-        self._start = self._stop = 0
-
-    def on_disconnect(self) -> None:
-        """See the library's parsers."""
-        self._socket = None
-
-    def read_response(self, *, disable_decoding: bool = False) -> Reply:
-        """See the library's parsers."""
-        del disable_decoding
-        return self.reply()
-
-    def reply(self, most: int = REPLY_BYTES_MAX) -> Reply:
-        """The next reply, of strings and numbers.
-
-        Args:
-            most: a reply of more bytes breaks the connection.
-        """
-        self._bytes_left, self._items_left = most, REPLY_ITEMS_MAX
+    def reply(self) -> Reply:
+        """The next reply, of strings and numbers."""
+        self._left = REPLY_COST_MAX
         return self._reply(0)
 
     def bulk(self, most: int) -> int | RefusedError | None:
@@ -148,7 +123,7 @@ class Reader:
         """
         line = self._line()
         if line[:1] == b"-":
-            return RefusedError(_text(line[1:]))
+            return RefusedError(printable(line[1:]))
         if line[:1] != b"$":
             raise NonsenseError(f"a reply of type {line[:1]!r} came for a string")
         return _length(line[1:], most)
@@ -176,31 +151,28 @@ class Reader:
             raise NonsenseError("a string is longer than its length")
 
     def _reply(self, depth: int) -> Reply:
-        self._items_left -= 1
-        if depth > REPLY_DEPTH_MAX or self._items_left < 0:
-            raise NonsenseError("a reply has too many items")
         line = self._line()
-        self._bytes_left -= len(line)
-        if self._bytes_left < 0:
+        self._left -= len(line) + ITEM_COST
+        if depth > REPLY_DEPTH_MAX or self._left < 0:
             raise NonsenseError("a reply is too long")
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
         if kind == b"-":
-            return RefusedError(_text(rest))
+            return RefusedError(printable(rest))
         if kind == b":":
             return _number(rest)
         if kind == b"$":
-            length = _length(rest, self._bytes_left)
+            length = _length(rest, self._left)
             if length is None:
                 return None
-            self._bytes_left -= length
+            self._left -= length
             content = bytearray(length)
             self.take(memoryview(content))
             self.end()
             return bytes(content)
         if kind == b"*":
-            count = _length(rest, self._items_left)
+            count = _length(rest, self._left)
             return None if count is None else [self._reply(depth + 1) for _ in range(count)]
         raise NonsenseError(f"a reply begins with {kind!r}")
 
@@ -228,35 +200,15 @@ class Reader:
         self._stop += self._receive(self._view[self._stop :])
 
     def _receive(self, into: memoryview) -> int:
-        line = self._socket  # another thread may close the connection
-        if line is None:
-            raise BrokenWireError("closed")
         # After the deadline, what has come is still read: the thread may have waited for another server.
-        line.settimeout(max(0.0, self.end_s - time.monotonic()))
+        self._socket.settimeout(max(0.0, self.end_s - time.monotonic()))
         try:
-            count = line.recv_into(into)
+            count = self._socket.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError):
             raise TimeoutError("no answer in time") from None
-        except ValueError:  # of a TLS socket
-            raise BrokenWireError("closed") from None
         if count == 0:
             raise BrokenWireError("the server has closed the connection")
         return count
-
-
-class _Plain(Connection):
-    """Connects until the reader's deadline."""
-
-    def _connect(self) -> socket.socket:
-        end_s = cast("Reader", self._parser).end_s  # pyright: ignore[reportUnknownMemberType] - of the library
-        line = connected(self.host, self.port, end_s)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return line
-
-
-class _Tls(SSLConnection, _Plain):
-    """The same, and then the handshake."""
 
 
 class Wire:
@@ -268,49 +220,30 @@ class Wire:
         end_s: when the connection must be there, on the monotonic clock.
 
     Raises:
-        BrokenWireError: it cannot be made in time.
+        BrokenWireError: the server closes the connection, or does not speak the protocol.
         RefusedError: the server refuses the password or the database.
         ssl.SSLError: the TLS handshake failed.
-        OSError: the connection failed.
+        OSError: the connection failed, or not in time.
     """
 
     def __init__(self, node: Node, access: Access, end_s: float) -> None:
         self.node = node
-        end_s = min(end_s, time.monotonic() + access.connect_deadline_s)
-        common: dict[str, Any] = {
-            "host": node.host,
-            "port": node.port,
-            "db": access.database,
-            "username": access.username or None,
-            "password": access.password.reveal() or None,
-            "socket_timeout": remaining_s(end_s),
-            "parser_class": Reader,
-            "lib_name": None,
-            "lib_version": None,
-        }
-        if access.tls:
-            connection: Any = _Tls(**common, **tls_options(access))
-        else:
-            connection = _Plain(**common)
-        self._connection = connection
-        self._has_sendmsg = not access.tls
-        self.reader: Reader = connection._parser  # noqa: SLF001 - the one that it made of our class
-        self.reader.end_s = end_s
-        try:
-            connection.connect()
-        except RefusedError as error:  # a server that does not know AUTH repeats its arguments
-            text = error.text.partition(" with args")[0]
-            secret = access.password.reveal()
-            raise RefusedError(text.replace(secret, "***") if secret else text) from None
-        except ValkeyError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise BrokenWireError(f"{type(error).__name__} of the library") from None
-        self._socket: Any = connection._sock  # noqa: SLF001
-        if self._socket.getsockname()[0] == self._socket.getpeername()[0]:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.is_used = False
         """It has answered commands before, so that the server may have closed it since."""
+        end_s = min(end_s, time.monotonic() + access.connect_deadline_s)
+        self._socket = connected(node.host, node.port, end_s)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._socket.getsockname()[0] == self._socket.getpeername()[0]:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            if access.tls:
+                self._socket = _with_tls(self._socket, node.host, access)
+            self.reader = Reader(self._socket, end_s)
+            self._log_in(access, end_s)
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, buffers: Sequence[Buffer], end_s: float) -> None:
         """Send all of `buffers`, and set the deadline of the replies.
@@ -319,35 +252,57 @@ class Wire:
             OSError: the connection failed, or not in time.
         """
         self.reader.end_s = end_s
-        if not self._has_sendmsg:
+        if isinstance(self._socket, ssl.SSLSocket):  # it has no sendmsg
             for each in _joined(buffers):
                 self._socket.settimeout(remaining_s(end_s))
                 self._socket.sendall(each)
             return
-        for first in range(0, len(buffers), BUFFERS_PER_CALL):
-            self._send_some([memoryview(each) for each in buffers[first : first + BUFFERS_PER_CALL]], end_s)
-
-    def close(self) -> None:
-        """Idempotent. A thread that waits in it gets an error."""
-        self._connection.disconnect()
-
-    def _send_some(self, views: list[memoryview], end_s: float) -> None:
+        views = [memoryview(each) for each in buffers]
         first = 0
         while first < len(views):
             self._socket.settimeout(remaining_s(end_s))
-            sent = self._socket.sendmsg(views[first:] if first else views)
+            sent = self._socket.sendmsg(views[first : first + BUFFERS_PER_CALL])
             while first < len(views) and sent >= views[first].nbytes:
                 sent -= views[first].nbytes
                 first += 1
             if sent:
                 views[first] = views[first][sent:]
 
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
 
-def tls_options(access: Access) -> dict[str, Any]:
-    """For a connection of the library; a key with a pass phrase is an error, and nothing asks for it."""
-    paths = {"ca_certs": access.ca_file, "certfile": access.certificate_file, "keyfile": access.key_file}
-    files = {f"ssl_{key}": str(path) for key, path in paths.items() if path is not None}
-    return files | {"ssl_password": "", "ssl_check_hostname": True}
+    def _log_in(self, access: Access, end_s: float) -> None:
+        commands: list[bytes] = []
+        secret = access.password.reveal()
+        if secret:
+            commands.append(command(b"AUTH", *(each.encode() for each in (access.username, secret) if each)))
+        if access.database:
+            commands.append(command(b"SELECT", b"%d" % access.database))
+        self.send(commands, end_s)
+        for _ in commands:
+            reply = self.reader.reply()
+            if isinstance(reply, RefusedError):  # a server that does not know AUTH repeats its arguments
+                text = reply.text.partition(" with args")[0]
+                raise RefusedError(text.replace(secret, "***") if secret else text)
+
+
+def _with_tls(line: socket.socket, host: str, access: Access) -> ssl.SSLSocket:
+    context = ssl.create_default_context()
+    if access.ca_file is not None:
+        context.load_verify_locations(access.ca_file)
+    if access.certificate_file is not None:
+        # With an empty pass phrase, a key that has one is an error, and nothing asks for it.
+        context.load_cert_chain(access.certificate_file, access.key_file, password="")
+    try:
+        return context.wrap_socket(line, server_hostname=host)
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        raise BrokenWireError("the server closes the connection in the TLS handshake") from None
+
+
+def cause_of(error: Exception) -> str:
+    """Without what a server may have sent, but for a few characters."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)[:200] or type(error).__name__
 
 
 def _joined(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
@@ -365,7 +320,8 @@ def _joined(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
         yield bytes(small)
 
 
-def _text(line: bytes) -> str:
+def printable(line: bytes) -> str:
+    """The text of `line`, with question marks for what a terminal may not get."""
     return "".join(each if each.isprintable() else "?" for each in line.decode("utf-8", "replace"))
 
 
