@@ -18,7 +18,6 @@ from kvtier.connect.sglang.installed import Environment, look, read_extra, setti
 from kvtier.connect.sglang.server_arguments import FIELDS
 from kvtier.errors import ConfigError
 from kvtier.tier import machine as tier_machine
-from kvtier.tier.disk import kind as disk_kind
 
 SECRET = "5e" * 32
 
@@ -48,8 +47,7 @@ def no_settings(monkeypatch):
 @pytest.fixture(autouse=True)
 def large_machine(monkeypatch):
     """The default settings need more than a small machine has; `check` is tested elsewhere."""
-    for module in (tier_machine, disk_kind):
-        monkeypatch.setattr(module, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
+    monkeypatch.setattr(tier_machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
 
 

@@ -31,7 +31,6 @@ from kvtier.tier import machine as tier_machine
 from kvtier.tier.base import About
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.disk import kind as disk_kind
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/pages")
@@ -53,8 +52,7 @@ def no_settings(monkeypatch):
 @pytest.fixture(autouse=True)
 def large_machine(monkeypatch):
     """The default settings need more than a small machine has; `check` is tested elsewhere."""
-    for module in (tier_machine, disk_kind):
-        monkeypatch.setattr(module, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
+    monkeypatch.setattr(tier_machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
 
 
