@@ -374,8 +374,8 @@ class HostMemory:
             self.unkept.append(entry)
         pending = entry.pending + (state in UNWRITTEN) - (before in UNWRITTEN)
         if entry.residency is not READY or entry.pins or bool(pending) is bool(entry.pending):
-            entry.pending = pending  # no count changes
-            if not pending and entry.residency is LEAVING:
+            had_pending, entry.pending = entry.pending, pending  # no count changes
+            if had_pending and not pending and entry.residency is LEAVING:
                 self.leave_if_written(entry)
         else:
             self._count(entry, -1)

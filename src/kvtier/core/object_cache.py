@@ -15,7 +15,7 @@ from kvtier.core.limits import Limits, TierRules
 from kvtier.core.operations import LoadOperation, StoreOperation
 from kvtier.layout import KvLayout
 from kvtier.policy.fifo import Fifo
-from kvtier.types import ObjectId, Origin, Place, Prefix, RequestId
+from kvtier.types import ObjectId, Origin, Place, Prefix, RequestId, Transfer
 
 COPIES_MAX = 1 << 30
 """The slots limit the copies: callers execute them, and one that is slow must not delay others."""
@@ -75,6 +75,15 @@ class ObjectCache(Cache):
         self._operations.begin_store(store, places, now_s)
         self._transfers.advance(now_s)
         self._operations.end_if_settled(store)
+
+    def requests(self) -> list[RequestId]:
+        """Requests with an open operation."""
+        stores = [store.request for store in self._operations.stores]
+        return [*self._probes.finding(), *self._operations.loads, *stores]
+
+    def copies_of(self, request: RequestId) -> list[Transfer]:
+        """Gathers and scatters of `request` in flight."""
+        return [it.transfer for it in self._transfers.flights.values() if it.transfer.request == request]
 
     def stop(self, now_s: float) -> None:
         """End every operation."""

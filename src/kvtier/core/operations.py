@@ -131,6 +131,8 @@ class Operation:
     items: list[WorkItem] = field(default_factory=list[WorkItem])
     todo: deque[WorkItem] = field(default_factory=deque[WorkItem])
     """Items that are WANTED, in order."""
+    aside: dict[str, deque[WorkItem]] = field(default_factory=dict[str, deque[WorkItem]])
+    """Other items of a get that are WANTED, by the next tier, so that a tier without room holds up no other."""
     unsettled: int = 0
     """Items without a result."""
     is_over: bool = False
@@ -253,7 +255,7 @@ class OpenOperations:
         work.unsettled = len(places)
         for item in work.items:
             entry = self._host.find(item.key, item.place.group)
-            if entry is not None:
+            if entry is not None and not (entry.is_read and self.must_write(work)):
                 self.found(item, entry)
             elif isinstance(work, LoadOperation):
                 work.todo.append(item)
@@ -263,6 +265,10 @@ class OpenOperations:
         for item in reversed(work.items):
             if item.entry is not None:
                 self._pending_writes.use(item.entry, now_s, work.session)
+
+    def must_write(self, work: LoadOperation | StoreOperation) -> bool:
+        """Whether `work` is a put, which writes what a get has in a slot: the tier may have lost it since."""
+        return self._host.stages_only and isinstance(work, StoreOperation)
 
     # ---- steps of an item ------------------------------------------------------------------------------------------
 
@@ -298,8 +304,8 @@ class OpenOperations:
         """The object's transfer failed: a load tries the next tier, a store gathers the object itself."""
         for item in self.waiters.pop(entry, ()):
             work = item.work
-            item.outcome = max(item.outcome, outcome, key=SEVERITY.__getitem__)
             if isinstance(work, LoadOperation):
+                item.outcome = max(item.outcome, outcome, key=SEVERITY.__getitem__)
                 if failed_tier:
                     item.tried |= {failed_tier}
                 if item.place.chunk > work.cut:
@@ -394,13 +400,19 @@ class OpenOperations:
         result = DROPPED if is_store else FAILED
         self.wanted -= len(work.todo) * is_store
         work.todo.clear()
+        work.aside.clear()
         for item in work.items:
+            if item.state in (WAITING, WANTED) and not is_store and item.outcome is not Outcome.CORRUPT:
+                item.outcome = Outcome.CANCELLED  # a tier was still to be asked
             if item.state is WAITING and item.entry is not None:
                 self.waiters[item.entry].remove(item)
                 self._settle(item, result)
             elif item.state is KEEPING and item.entry is not None:
                 item.entry.awaited -= 1
                 self.keepers[item.entry].remove(item)
+                if not self.keepers[item.entry]:
+                    del self.keepers[item.entry]
+                    self._pending_writes.can_wait(item.entry)
                 self._settle(item, result)
             elif item.state is WANTED:
                 entry = self._host.find(item.key, item.place.group)
@@ -483,7 +495,8 @@ class OpenOperations:
             assert len(open_items) == work.unsettled, "items without a result miscounted"
             for item in open_items:
                 places[item.state].add(item)
-            assert set(work.todo) == {item for item in open_items if item.state is WANTED}, "todo misses an item"
+            todo = {*work.todo, *(item for items in work.aside.values() for item in items)}
+            assert todo == {item for item in open_items if item.state is WANTED}, "todo misses an item"
         for entry, items in self.waiters.items():
             assert not items or entry.residency in COMING, "an item waits for an object that is not in transfer"
             assert all(item.entry is entry for item in items), "an item waits for another entry"

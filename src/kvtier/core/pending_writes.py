@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvtier.core.host_memory import (
     HOST,
+    LEAVING,
     PENDING,
     QUEUED,
     READABLE,
@@ -38,6 +39,9 @@ PROMOTED_MAX = 1 << 16
 
 PUBLISHED_PART = 4
 """This part of host memory may hold objects that wait for a remote tier, when other engines wait for them."""
+
+PASSED_OVER_MAX = 16
+"""Objects that are looked at for one whose slot can be had."""
 
 RELAYS_MAX = 1 << 14
 """Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
@@ -74,6 +78,8 @@ class PendingWrites:
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self.queues = {it.name: WriteQueue() for it in tiers.all}
         """By tier."""
+        self._can_wait: list[dict[HostEntry, None]] = [{} for _ in host.slots]
+        """Objects of each group that pass through, and whose queued writes may be relayed instead, oldest first."""
 
     def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
         """Count a use by a request of `session`, which may make writes pending."""
@@ -93,8 +99,11 @@ class PendingWrites:
         if item in self._promoted:
             del self._promoted[item]
             entry.uses = max(entry.uses, FILL_USES)
-            if not self._host.stages_only or self._host.read_becomes_write(entry):
+            if not self._host.stages_only:
                 self.mark_pending(entry, now_s)
+            elif self._host.read_becomes_write(entry):
+                self.mark_pending(entry, now_s)
+                self.can_wait(entry)
         else:
             self._promoted[item] = None
             if len(self._promoted) > PROMOTED_MAX:
@@ -122,7 +131,7 @@ class PendingWrites:
 
     def put_again(self, entry: HostEntry, now_s: float) -> None:
         """Tiers that had an object that passes through may have lost it: writes that have ended begin anew."""
-        if entry.residency in READABLE:
+        if entry.residency in READABLE and not entry.is_read:
             entry.is_held, entry.kept_by = False, ""
             for tier in [tier for tier, state in entry.writes.items() if state is SETTLED]:
                 self._host.write_becomes(entry, tier, UNDECIDED)
@@ -210,6 +219,8 @@ class PendingWrites:
             return None
         current, faster = self._host.find(*item), self._tiers.by_name[source]
         if current is not None and current.residency in READABLE:
+            if self._host.stages_only and current.is_read and not self._host.read_becomes_write(current):
+                return None
             del queue.relays[item]
             self._begin(current, tier_state.name)
             return current, None
@@ -280,6 +291,11 @@ class PendingWrites:
             keeper = self._tiers.by_name.get(entry.kept_by)
             if tier_state.rules.persists and (keeper is None or tier_state.number < keeper.number):
                 entry.kept_by = tier_state.name
+            self.can_wait(entry)
+
+    def can_wait(self, entry: HostEntry) -> None:
+        """No put waits for an object that passes through: its queued writes give way to others."""
+        self._can_wait[entry.group][entry] = None
 
     def relay_missed(self, entry: HostEntry) -> None:
         """Once an object leaves that passes through: slower tiers that were away get it later, from its keeper."""
@@ -333,12 +349,24 @@ class PendingWrites:
         return slot
 
     def _relay_one(self, group: int) -> bool:
-        """Free the slot of an object that passes through, and whose queued writes can wait; whether there was one."""
-        queued = (entry for queue in self.queues.values() for entry in queue.queued)
-        entry = next((it for it in queued if it.group == group and not (it.pins or it.awaited)), None)
-        if entry is not None:
-            self._relay_later(entry)
-        return entry is not None
+        """Free the slot of an object whose queued writes can wait; whether there was one. Passes over a few at most."""
+        waiting = self._can_wait[group]
+        for _ in range(min(len(waiting), PASSED_OVER_MAX)):
+            entry = next(iter(waiting))
+            del waiting[entry]
+            if entry.residency is LEAVING and entry.pending:
+                if not (entry.pins or entry.awaited or self._owes_faster(entry)):
+                    self._relay_later(entry)
+                    return True
+                waiting[entry] = None
+        return False
+
+    def _owes_faster(self, entry: HostEntry) -> bool:
+        """Whether a tier that is faster than the keeper still gets a put object, which no relay brings there."""
+        keeper = self._tiers.by_name.get(entry.kept_by)
+        if keeper is None or entry.origin != HOST:
+            return False
+        return any(entry.writes.get(faster.name) is QUEUED for faster in self._tiers.all[: keeper.number])
 
     def _relay_later(self, entry: HostEntry) -> None:
         """Take an object that passes through from the queues; slower tiers get it from the tier that keeps it."""

@@ -32,6 +32,8 @@ from kvtier.layout import KvLayout
 from kvtier.types import ChunkKey, Link, ObjectsDone, Outcome, Prefix, Probe, RequestId
 
 NO_REQUEST = RequestId("")
+NO_PREFIX = Prefix((), 1)
+"""Of a search for a list of objects."""
 
 REQUESTS_MAX = 4096
 """Requests whose answers are kept; further ones are looked up in host memory only."""
@@ -89,6 +91,8 @@ class Search:
     """The objects of `find`, whose end is an event."""
     is_for_put: bool = False
     """Only the first tier is asked, and what may be bad counts as absent."""
+    run: list[Item] = field(default_factory=list[Item])
+    """Of a `find`: the objects that were missing when the tier was asked first. Each is a chunk of its own."""
     asks_all: bool = False
     """Remote tiers are asked for everything at once, too."""
 
@@ -245,8 +249,7 @@ class Probes:
         first = self._tiers.all[0]
         asked = [each for each in objects if not first.is_suspect(each)] if is_for_put else [*objects]
         answers = self._answers[request] = ProbeAnswers(compute_s=None)
-        prefix = Prefix(tuple([key for key, _ in asked]), 1)
-        search = Search(request, answers, prefix, asked, objects=objects, is_for_put=is_for_put, asks_all=not is_run)
+        search = Search(request, answers, NO_PREFIX, asked, objects=objects, is_for_put=is_for_put, asks_all=not is_run)
         answers.searches.add(search)
         self._ask_next_tier(search, now_s)
 
@@ -409,8 +412,12 @@ class Probes:
             return True
         if search.answers.waits_until_s is None:
             search.answers.waits_until_s = now_s + self._wait_s(search, tier_state, now_s)
-        missing = {key for key, group in search.missing if self._is_history[group]}
-        search.chunks = [chunk for chunk, key in enumerate(search.prefix.keys) if key in missing]
+        if search.objects is None:
+            missing = {key for key, group in search.missing if self._is_history[group]}
+            search.chunks = [chunk for chunk, key in enumerate(search.prefix.keys) if key in missing]
+        else:
+            search.run = search.missing
+            search.chunks = [*range(len(search.run))]
         search.low, search.high = -1, len(search.chunks)
         search.round = 1 if search.chunks else 4
         return self._ask_round(search, tier_state, now_s)
@@ -441,6 +448,8 @@ class Probes:
         missing = set(search.missing)
         if search.round == 1:
             search.sampled = [0]
+            if search.objects is not None:
+                return search.run[:1]
             key = search.prefix.keys[search.chunks[0]]
             return [(key, g) for g, is_history in enumerate(self._is_history) if is_history and (key, g) in missing]
         first, count = search.low + 1, search.high - search.low - 1
@@ -448,6 +457,8 @@ class Probes:
         search.sampled = [first + -(-(number + 1) * count // samples) - 1 for number in range(samples)]
         if search.round == 3 and search.answers.announced is not None:
             search.sampled = [*range(max(0, first - ROUND_NAMES), first), *search.sampled]
+        if search.objects is not None:
+            return [search.run[position] for position in search.sampled]
         names: list[Item] = []
         for position in search.sampled:
             key = search.prefix.keys[search.chunks[position]]
@@ -525,6 +536,9 @@ class Probes:
     def _take_run(self, search: Search, tier_state: TierState) -> None:
         """All missing history objects up to the last chunk of the run count as held by the tier."""
         if search.low < 0 or not search.chunks:
+            return
+        if search.objects is not None:
+            self._found(search, search.run[: search.low + 1], tier_state)
             return
         keys = {search.prefix.keys[chunk] for chunk in search.chunks[: search.low + 1]}
         self._found(search, [it for it in search.missing if self._is_history[it[1]] and it[0] in keys], tier_state)

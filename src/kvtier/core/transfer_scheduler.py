@@ -5,6 +5,7 @@ at once, in any order. A promotion needs one slot and frees it after its scatter
 not need, and wait for a bounded time. A relay has a slot of the staging area.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
@@ -311,6 +312,8 @@ class TransferScheduler:
 
     def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
         """Returns whether a load lacks a slot, and whether a promotion started."""
+        if self._host.stages_only:
+            return False, self._advance_gets(now_s)
         is_starving = has_promoted = False
         for load in list(self._operations.loads.values()):
             while load.todo:
@@ -335,6 +338,50 @@ class TransferScheduler:
                     self._operations.found(item, entry)
         return is_starving, has_promoted
 
+    def _advance_gets(self, now_s: float) -> bool:
+        """As `_advance_loads`, for gets: they take turns. Returns whether a promotion started."""
+        loads, by_name = self._operations.loads, self._tiers.by_name
+        has_promoted = False
+        full: set[int] = set()
+        for get in list(loads.values()):
+            for tier, items in get.aside.items():
+                if items and not by_name[tier].can_load():
+                    get.todo.extend(items)
+                    items.clear()
+            while get.todo:
+                item = get.todo.popleft()
+                entry = self._host.find(item.key, item.place.group)
+                tier_state = self._next_tier(item) if entry is None else None
+                if entry is not None:
+                    self._operations.found(item, entry)
+                elif tier_state is not None:
+                    get.aside.setdefault(tier_state.name, deque()).append(item)
+                else:
+                    self._operations.fail(item)
+            started = [self._promote_from(items, by_name[tier], full, now_s) for tier, items in get.aside.items()]
+            if any(started):
+                has_promoted = True
+                loads[get.request] = loads.pop(get.request)
+        return has_promoted
+
+    def _promote_from(self, items: deque[WorkItem], tier_state: TierState, full: set[int], now_s: float) -> bool:
+        """Promote objects of a get from one tier; `full` gets groups without a slot. Whether a promotion started."""
+        has_promoted = False
+        while items:
+            item, group = items[0], items[0].place.group
+            entry = self._host.find(item.key, group)
+            if entry is None:
+                if group in full or not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
+                    break
+                slot = self._pending_writes.slot_for_load(group, len(items))
+                if slot is None:
+                    full.add(group)
+                    break
+                entry = self._promote(item, slot, tier_state, now_s)
+                has_promoted = True
+            self._operations.found(items.popleft(), entry)
+        return has_promoted
+
     def first_tier(self, load: LoadOperation) -> str:
         """The first tier to try for the next promotion of `load`, which has one."""
         item = load.todo[0]
@@ -355,6 +402,8 @@ class TransferScheduler:
 
     def _advance_stores(self, now_s: float) -> bool:
         """Returns whether a gather started."""
+        if self._host.stages_only:
+            return self._advance_puts(now_s)
         has_gathered = False
         full: set[int] = set()
         for store in list(self._operations.stores):
@@ -373,16 +422,46 @@ class TransferScheduler:
                 if slot is None:
                     full.add(group)
                     break
-                entry = self._new_entry(item, slot)
-                self._host.enter(entry, Change.GATHER)
-                self._out[GATHER] += 1
-                self._send(GATHER, entry, now_s, item=self._operations.take(store))
+                self._gather(item, slot, now_s)
                 has_gathered = True
             if not store.todo:
                 self._operations.end_if_settled(store)
             elif len(full) == len(self._host.slots):
                 break
         return has_gathered
+
+    def _advance_puts(self, now_s: float) -> bool:
+        """As `_advance_stores`, for puts: they take turns, and wait for gets of their objects. The same return."""
+        stores = self._operations.stores
+        has_gathered = False
+        for put in list(stores):
+            passed_over: list[WorkItem] = []
+            while put.todo:
+                item = put.todo[0]
+                entry = self._host.find(item.key, item.place.group)
+                if entry is not None and entry.is_read:
+                    passed_over.append(put.todo.popleft())
+                elif entry is not None:
+                    self._operations.found(self._operations.take(put), entry)
+                else:
+                    slot = self._pending_writes.slot_for_store(item.place.group, self._operations.wanted)
+                    if slot is None:
+                        break
+                    self._gather(item, slot, now_s)
+                    has_gathered = True
+            put.todo.extend(passed_over)
+            if put.todo:
+                del stores[put]
+                stores[put] = None
+            else:
+                self._operations.end_if_settled(put)
+        return has_gathered
+
+    def _gather(self, item: WorkItem, slot: int, now_s: float) -> None:
+        entry = self._new_entry(item, slot)
+        self._host.enter(entry, Change.GATHER)
+        self._out[GATHER] += 1
+        self._send(GATHER, entry, now_s, item=self._operations.take(item.work))
 
     def _advance_demotions(self, now_s: float) -> bool:
         """Returns whether a pending write was dropped, which may free a slot."""
@@ -403,7 +482,7 @@ class TransferScheduler:
 
     def _advance_relays(self, now_s: float) -> None:
         """Write objects that a faster tier holds to slower ones."""
-        is_loading = any(load.todo for load in self._operations.loads.values())
+        is_loading = any(load.todo or any(load.aside.values()) for load in self._operations.loads.values())
         is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts want slots, too
         for tier_state in self._tiers.all:
             while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:

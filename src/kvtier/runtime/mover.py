@@ -384,14 +384,14 @@ class Mover:
             command, (outcome, size_bytes, present, detail) = job.command, result
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
             completions.append(Completion(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
-            if job.over is not None:
-                self._end_drop(job)
             is_bad = outcome is Outcome.CORRUPT or isinstance(it, UnreadableChunkError)
             if is_bad or (outcome is Outcome.FAILED and not detail.endswith(_UNLOGGED)):
                 faults.append((command, result))
         for job, completion in zip(jobs, completions, strict=True):
             self._put(completion)
             job.is_answered = True
+            if job.over is not None:  # a write that waits for a drop ends after it, for the core too
+                self._end_drop(job)
         first = jobs[0].command
         self._unready += len(jobs)
         has_more = False
@@ -419,11 +419,11 @@ class Mover:
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
         """Complete a job that has not begun."""
         waited_s = self._clock() - job.submitted_s
-        if job.over is not None:
-            self._end_drop(job)
         completion = Completion(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)
         self._put(completion)
         job.is_answered = True
+        if job.over is not None:
+            self._end_drop(job)
         self._ready()
 
     def _end_drop(self, job: Job) -> None:

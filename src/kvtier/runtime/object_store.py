@@ -72,7 +72,7 @@ DEADLINE_S_MAX = 86_400.0
 CLOSE_S_MIN = 1.0
 """Closing leaves threads and tiers at least this long, even if writes used up the deadline."""
 
-RELEASE_S = 1.0
+RELEASE_S = 0.25
 """How long a call waits for its end after its deadline. The lock is held for microseconds."""
 
 
@@ -103,15 +103,13 @@ _Memory = list[npt.NDArray[np.uint8]]
 class _Call:
     """One call in progress."""
 
-    __slots__ = ("held", "inbox", "memory", "outcomes", "request")
+    __slots__ = ("inbox", "memory", "outcomes", "request")
 
     def __init__(self, request: RequestId, objects: int, memory: Sequence[_Memory]) -> None:
         self.request = request
         self.memory = memory
         self.inbox: SimpleQueue[Transfer | ObjectsDone] = SimpleQueue()
         """Copies to execute, and the end, from the holder of the lock."""
-        self.held: list[Transfer] = []
-        """Copies that the calling thread has taken and not completed."""
         self.outcomes: Sequence[Outcome] = [Outcome.CANCELLED] * objects
 
 
@@ -123,6 +121,7 @@ class _CallersExecutor:
     def __init__(self, mover: Mover, calls: Mapping[RequestId, _Call]) -> None:
         self._mover = mover
         self._calls = calls
+        self._close_s_min = CLOSE_S_MIN
         self.flush = mover.flush
 
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
@@ -145,8 +144,9 @@ class _CallersExecutor:
         self._mover.submit(*of_tiers)
 
     def close(self, deadline_s: float) -> bool:
-        """See `Executor`."""
-        return self._mover.close(max(CLOSE_S_MIN, deadline_s))
+        """See `Executor`. The first call leaves its threads some time in any case."""
+        close_s_min, self._close_s_min = self._close_s_min, 0.0
+        return self._mover.close(max(close_s_min, deadline_s))
 
 
 class ObjectStore(LockedCore):
@@ -230,13 +230,14 @@ class ObjectStore(LockedCore):
             for way in get_args(Way):
                 metrics.set(table.TIER_UP, float(name not in down), tier=name, way=way)
         counters = CommandCounters(metrics, *(() if journal is None else (journal,)))
+        self._gauges = Gauges(metrics, self._objects, layout, [self._mover.views], counters)
         super().__init__(
             self._objects,
             _CallersExecutor(self._mover, self._calls),
             publish=self._answer,
             fail=self._miss,
             on_close=self._close_all,
-            on_second=Gauges(metrics, self._objects, layout, [self._mover.views], counters),
+            on_second=self._each_second,
             metrics=metrics,
             observer=counters,
             lines=deque[LogLine](),
@@ -391,8 +392,8 @@ class ObjectStore(LockedCore):
         left_s = until_s - self._clock()
         if not objects or left_s <= 0:
             return [*call.outcomes]
-        self._calls[call.request] = call
         try:
+            self._calls[call.request] = call
             self._uninterrupted(self._call, partial(begin, call.request), left_s)
             if not self._work_off(call, until_s):
                 self._uninterrupted(self._release, call)
@@ -404,7 +405,7 @@ class ObjectStore(LockedCore):
             self._uninterrupted(self._release, call)
             raise
         finally:
-            del self._calls[call.request]
+            self._calls.pop(call.request, None)
         return [*call.outcomes]
 
     def _work_off(self, call: _Call, until_s: float) -> bool:
@@ -412,34 +413,32 @@ class ObjectStore(LockedCore):
         while (left_s := until_s - self._clock()) > 0:
             with suppress(Empty):
                 each = call.inbox.get(timeout=left_s)
-                size_bytes = 0
+                copied: list[Transfer] = []
+                size_bytes, began_s = 0, self._clock()
                 while isinstance(each, Transfer):
-                    call.held.append(each)
                     (self._copy_out if each.link is Link.SCATTER else self._copy_in)(each, call.memory[each.blocks[0]])
+                    copied.append(each)
                     size_bytes += self._sizes[each.group]
                     if size_bytes >= COPY_BYTES or call.inbox.empty():
                         break
                     each = call.inbox.get_nowait()
-                self._complete(call, Outcome.DONE)
+                if copied:
+                    self._uninterrupted(self._complete, copied, (self._clock() - began_s) / len(copied))
                 if isinstance(each, ObjectsDone):
                     call.outcomes = each.outcomes or call.outcomes
                     return True
         return False
 
-    def _complete(self, call: _Call, outcome: Outcome) -> None:
-        """Complete the copies that the calling thread has taken."""
-        if call.held:
-            for transfer in call.held:
-                is_done = outcome is Outcome.DONE
-                size_bytes = sum(self._layers[transfer.group]) if is_done else 0
-                self._inbox.append(Completion(transfer, outcome, size_bytes=size_bytes))
-            call.held.clear()
-            self.ready()
+    def _complete(self, copied: Sequence[Transfer], seconds: float) -> None:
+        """Complete copies that took `seconds` each."""
+        for transfer in copied:
+            size_bytes = sum(self._layers[transfer.group])
+            self._inbox.append(Completion(transfer, Outcome.DONE, size_bytes=size_bytes, seconds=seconds))
+        self.ready()
 
     def _release(self, call: _Call) -> None:
-        """End an operation early. Copies that have not begun are not executed."""
-        self._complete(call, Outcome.CANCELLED)
-        self._wish(lambda now_s: self._objects.release(call.request, now_s))
+        """End an operation early, and take its outcomes. Its thread, which is this one, executes no copy any more."""
+        self._wish(lambda now_s: self._forget(call.request, now_s))
         self.ready()
         until_s = self._clock() + RELEASE_S
         with suppress(Empty):
@@ -448,8 +447,18 @@ class ObjectStore(LockedCore):
                 if isinstance(each, ObjectsDone):
                     call.outcomes = each.outcomes or call.outcomes
                     return
-                call.held.append(each)
-                self._complete(call, Outcome.CANCELLED)
+
+    def _forget(self, request: RequestId, now_s: float) -> None:
+        """Release an operation, and complete the copies that its thread will not execute. Under the lock."""
+        self._objects.release(request, now_s)
+        self._inbox.extend(Completion(it, Outcome.CANCELLED) for it in self._objects.copies_of(request))
+
+    def _each_second(self) -> None:
+        """Refresh gauges, and end operations whose threads have left in the middle of an interrupt. Under the lock."""
+        self._gauges()
+        for request in self._objects.requests():
+            if request not in self._calls:
+                self._forget(request, self._clock())
 
     def _copy_out(self, transfer: Transfer, memory: _Memory) -> None:
         payload = np.frombuffer(self._arena.payload(transfer.group, transfer.slot), np.uint8)
@@ -470,8 +479,10 @@ class ObjectStore(LockedCore):
 
     def _answer(self, event: Event) -> None:
         """Pass the end of an operation to its call."""
-        if isinstance(event, ObjectsDone) and event.request in self._calls:
-            self._calls[event.request].inbox.put(event)
+        if isinstance(event, ObjectsDone):
+            call = self._calls.get(event.request)
+            if call is not None:
+                call.inbox.put(event)
 
     def _miss(self, _copying: Collection[RequestId] = ()) -> None:
         """End all calls. A copy runs only in the thread of its call, so none goes on afterwards."""
