@@ -1,8 +1,10 @@
 """An object store whose tiers hang, fail, fill up, lose or change objects: misses in time, never other bytes."""
 
+import contextlib
 import itertools
 import logging
 import random
+import signal
 import subprocess
 import threading
 import time
@@ -701,6 +703,37 @@ def test_an_interrupted_call_gives_its_slots_back(monkeypatch):
                 call(reads, 5.0)
         until(lambda: not any(store._cache.host.used(group) for group in (0, 1)))
     assert put(store, range(40)) == got(store, range(40)) == [DONE] * 40
+    store.close()
+
+
+def test_ctrl_c_at_any_moment_leaves_no_slot_and_no_operation():
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    put(store, range(2 * STAGED))
+    interrupts, until_s = 0, time.monotonic() + 3.0
+    stop = threading.Event()
+
+    def interrupt():
+        chance = random.Random(1)
+        while not stop.wait(chance.uniform(0.0005, 0.01)):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    numbers = itertools.count(1000)
+    try:
+        thread.start()
+        while time.monotonic() < until_s:
+            try:
+                got(store, range(2 * STAGED), deadline_s=5.0)
+                put(store, [next(numbers) for _ in range(2 * STAGED)], deadline_s=5.0)
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        stop.set()
+        with contextlib.suppress(KeyboardInterrupt):
+            thread.join(PATIENCE_S)
+    assert interrupts > 20
+    until(lambda: not store._objects.requests() and not any(store._cache.host.used(group) for group in (0, 1)))
+    assert put(store, [9]) == got(store, [9]) == [DONE]
     store.close()
 
 

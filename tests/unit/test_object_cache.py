@@ -2,7 +2,9 @@
 
 import itertools
 import time
+from dataclasses import replace
 
+import pytest
 from tests.metric_values import values_of
 
 from kvtier.codec.frame import frame_bytes
@@ -13,7 +15,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
-from kvtier.types import Drop, Link, Origin, Outcome, RequestId, Transfer
+from kvtier.types import Drop, Link, ObjectId, Origin, Outcome, RequestId, Transfer
 
 
 def opened(tier):
@@ -108,6 +110,74 @@ def test_a_write_to_a_slower_tier_gives_its_slot_to_a_put_and_becomes_a_relay():
         assert core.outcomes(put) == [Outcome.DONE]
     assert core.cache.relays_waiting()["slow"] == 3
     core.cache.check()
+
+
+def test_a_write_to_a_tier_that_is_faster_than_the_keeper_keeps_its_slot():
+    core = Core("fast", "slow", slots=4)
+    core.cache._tiers["fast"].limit[Link.DEMOTE] = 1
+    for number in range(3):
+        put = core.begin("put", object_id(number))
+        core.complete(core.commands(Link.GATHER))
+        core.complete([it for it in core.commands(Link.DEMOTE) if it.tier == "slow"])
+        assert core.outcomes(put) == [Outcome.DONE]
+    core.begin("put", object_id(9))
+    assert core.commands(Link.GATHER) == [], "no slot until the fast tier has written"
+    assert core.cache.counters.relays_dropped == 0
+
+
+def test_a_tier_without_room_holds_up_no_object_of_another():
+    core = Core("fast", "slow", slots=16)
+    core.cache._tiers["slow"].limit[Link.PROMOTE] = 1
+    core.begin("get", *pages(8))
+    first = core.commands(Link.PROMOTE)
+    core.complete(first[:4], Outcome.ABSENT)
+    assert [it.tier for it in core.commands(Link.PROMOTE)] == ["slow"]
+    core.complete(first[4:])
+    assert len(core.commands(Link.SCATTER)) == len(first) - 4
+    core.cache.check()
+
+
+def test_puts_take_turns():
+    core = Core("memory", slots=4)
+    large = core.begin("put", *pages(30))
+    small = core.begin("put", object_id(99))
+    for _ in range(6):
+        core.complete(core.commands())
+    assert core.outcomes(small) == [Outcome.DONE]
+    assert core.cache.requests() == [large]
+
+
+def test_a_put_waits_for_the_get_that_has_its_object_in_a_slot():
+    """What the get has read may be gone from the tier by now, and its slot is one of reads."""
+    core, page = Core("memory"), object_id(1)
+    core.begin("get", page)
+    promotes = core.commands(Link.PROMOTE)
+    put = core.begin("put", page)
+    core.complete(promotes)
+    (scatter,) = core.commands()
+    assert core.outcomes(put) is None
+    core.complete([scatter])
+    core.complete(core.commands(Link.GATHER))
+    core.complete(core.commands(Link.DEMOTE))
+    assert core.outcomes(put) == [Outcome.DONE]
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_the_run_of_a_remote_tier_counts_objects_of_every_group(by_key):
+    """Forty pages in two groups; the second group has the first page only."""
+    core = Core("far")
+    core.cache._tiers["far"].rules = replace(core.cache._tiers["far"].rules, is_remote=True)
+    objects = [ObjectId(it.key, group) for it in pages(40) for group in (0, 1)]
+    objects = objects if by_key else sorted(objects, key=lambda it: it.group)
+    there = {each for each in objects if each.group == 0 or each == objects[1] or each.key == objects[0].key}
+    find = RequestId("find")
+    core.cache.find(find, objects, 0.0, is_run=True)
+    while probes := core.commands():
+        for probe in probes:
+            core.cache.probed(probe.id, [each in there for each in probe.objects], 0.0)
+    run = core.outcomes(find).index(Outcome.ABSENT)
+    exact = next(at for at, each in enumerate(objects) if each not in there)
+    assert exact <= run <= exact + 2 * by_key, "spaced names miss some holes"
 
 
 def test_what_is_corrupt_stays_suspect_until_it_is_written_again():

@@ -433,9 +433,9 @@ class TransferScheduler:
     def _advance_puts(self, now_s: float) -> bool:
         """As `_advance_stores`, for puts: they take turns, and wait for gets of their objects. The same return."""
         stores = self._operations.stores
-        has_gathered = False
+        gathered = 0
         for put in list(stores):
-            passed_over: list[WorkItem] = []
+            passed_over, before = list[WorkItem](), gathered
             while put.todo:
                 item = put.todo[0]
                 entry = self._host.find(item.key, item.place.group)
@@ -448,14 +448,14 @@ class TransferScheduler:
                     if slot is None:
                         break
                     self._gather(item, slot, now_s)
-                    has_gathered = True
+                    gathered += 1
             put.todo.extend(passed_over)
-            if put.todo:
+            if not put.todo:
+                self._operations.end_if_settled(put)
+            elif gathered > before:  # the others come first next time
                 del stores[put]
                 stores[put] = None
-            else:
-                self._operations.end_if_settled(put)
-        return has_gathered
+        return gathered > 0
 
     def _gather(self, item: WorkItem, slot: int, now_s: float) -> None:
         entry = self._new_entry(item, slot)
