@@ -188,7 +188,7 @@ class LoadOption(NamedTuple):
     wait_s: float
     """The longest time in it without a newly usable chunk."""
     is_known: bool
-    """Whether every link that it needs has a measurement or prior; otherwise the times are guesses."""
+    """Whether every link that it needs has a measurement; otherwise the times are guesses."""
     chunk_tokens: int = 0
     """A load may end earlier at any multiple of this; 0: it may not."""
 

@@ -1,6 +1,5 @@
 """`check` tells what will not work on this machine, and creates nothing while it looks."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -136,21 +135,6 @@ def test_a_place_for_recordings_that_is_a_file_is_an_error(tmp_path):
     assert "is not a directory" in found
     assert findings(kv, f"trace.path={tmp_path / 'traces'}") == []
     assert "has no effect: trace.path is not set" in findings(kv, "trace.capacity_bytes=1MiB")[0]
-
-
-def test_a_record_of_a_probe_that_cannot_be_read_is_an_error(tmp_path):
-    path = tmp_path / "probe.json"
-    given = [f"directory:{tmp_path / 'kv'}", f"planner.probe_file={path}"]
-    (found,) = findings(*given)
-    assert found == (
-        f"error: planner.probe_file = {path} (from flag --set planner.probe_file): No such file or directory; allowed: "
-        "a file that `kvtier probe --record` or `kvtier probe --json` wrote"
-    )
-    path.write_text("[]")
-    assert "not a probe record" in findings(*given)[0]
-    measure = {"op": "read", "bytes": 4096, "depth": 1, "gb_per_s": 1.0, "latency_us_p50": 9.0, "latency_us_p99": 9.0}
-    path.write_text(json.dumps({"links": [{"name": "disk", "measures": [measure]}]}))
-    assert findings(*given) == []
 
 
 def test_a_secret_that_others_can_read_is_told(tmp_path):

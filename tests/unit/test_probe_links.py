@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.config.probe_record import Speed, fastest, read_links
 from kvtier.errors import ConfigError
+from kvtier.plan.probe_record import Speed, fastest, read_links
 from kvtier.plan.read_inputs import load
 
 

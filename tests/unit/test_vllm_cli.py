@@ -202,9 +202,7 @@ def test_a_tier_that_cannot_be_opened_is_refused_where_the_server_needs_it(confi
     assert "is not a directory" in err
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"store.chunk_tokens": 100}, {"host.capacity_bytes": "1024TiB"}, {"planner.probe_file": "/nowhere"}]
-)
+@pytest.mark.parametrize("wrong", [{"store.chunk_tokens": 100}, {"host.capacity_bytes": "1024TiB"}])
 def test_the_engine_refuses_the_same_before_it_loads_weights(engine, wrong):
     there = vllm_config()
     there.kv_transfer_config.kv_connector_extra_config = wrong

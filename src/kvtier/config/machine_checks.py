@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvtier.config.probe_record import read_links
 from kvtier.config.sections import HOW_TO_SHARE, Config, all_settings, value_of
 from kvtier.config.tier_list import SettingOrigin
 from kvtier.config.value_types import size_text
@@ -54,7 +53,6 @@ def check(
         ("store.secret_file", _secret(config, origins, file)),
         ("trace.path", _lines("trace", config.trace.path, origins)),
         ("journal.path", _lines("journal", config.journal.path, origins)),
-        ("planner.probe_file", _probe(config.planner.probe_file)),
     )
     problems: list[Problem] = []
     for name, part in parts:
@@ -130,15 +128,6 @@ def _lines(section: str, path: Path | None, origins: Mapping[str, SettingOrigin]
             yield Problem("error", f"{section}.path", problem)
     elif origins.get(f"{section}.capacity_bytes", _DEFAULT).layer != "default":
         yield Problem("warning", f"{section}.capacity_bytes", f"has no effect: {section}.path is not set")
-
-
-def _probe(path: Path | None) -> Iterator[Problem]:
-    if path is None:
-        return
-    try:
-        read_links(path, "")
-    except ConfigError as error:
-        yield Problem("error", "planner.probe_file", str(error).partition(": ")[2])
 
 
 def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | None) -> Iterator[Problem]:

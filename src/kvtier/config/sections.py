@@ -111,9 +111,6 @@ class PlannerConfig(SettingsSection):
         kind=Switch(),
         help="Load only where it is faster than computing; false: load everything available.",
     )
-    probe_file: Path | None = setting(
-        None, Location(), "Record of `kvtier probe` with link speeds to assume before measurements; none: fast links."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

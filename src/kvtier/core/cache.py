@@ -9,15 +9,13 @@ tiers as hints.
 - Never stall: see `transfer_scheduler`. Every wait has a deadline, which `tick` checks.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from operator import itemgetter
-from types import MappingProxyType
-from typing import Final
 
 from kvtier.core.host_memory import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory
 from kvtier.core.limits import Limits, TierRules
-from kvtier.core.link_estimates import LinkEstimator, LinkPrior
+from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_options import CostModel, LookupQuery
 from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
@@ -53,8 +51,6 @@ _GROUP_AND_CHUNK = itemgetter(0, 1)
 TRANSFER_SHARE = 0.25
 """Most slots for promotions of all tiers, and most for demotions: half of host memory is usable if all tiers hang."""
 
-NO_PRIORS: Final[Mapping[str, LinkPrior]] = MappingProxyType({})
-
 
 class Cache:
     """Host memory of one engine, and the state of the lower tiers.
@@ -65,7 +61,6 @@ class Cache:
         tiers: the lower tiers, fastest first.
         evictor: makes the evictor of a group in host memory.
         down: tiers that are not open yet.
-        link_priors: estimates for links without measurements, by place.
         stages_only: host memory is a staging area only, see `ObjectCache`.
     """
 
@@ -78,7 +73,6 @@ class Cache:
         evictor: Callable[[], Evictor],
         limits: Limits | None = None,
         down: Collection[str] = (),
-        link_priors: Mapping[str, LinkPrior] = NO_PRIORS,
         stages_only: bool = False,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
@@ -97,7 +91,7 @@ class Cache:
         self.host = HostMemory(slots, evictor, layout, has_staging=has_staging, stages_only=stages_only)
         self._tiers = TierStates(tiers, int(min(slots) * _share(stages_only=stages_only)), self._output, down)
         order = [HOST, *self._tiers.by_name]
-        self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
+        self._estimators = {place: LinkEstimator() for place in order}
         self._probes = Probes(
             layout=layout,
             host=self.host,

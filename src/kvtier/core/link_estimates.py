@@ -10,13 +10,11 @@ The longest pause between arrivals is estimated as well; it decays with each bur
 link with a quota (a throttled control group, a cloud volume) passes some objects at once and then none until its next
 period. A pause that is longer than the estimate may be a single hiccup: it counts in the bandwidth from the second on.
 
-A link without measurements has the estimate of its prior, from a probe record. Without a prior it is assumed to be
-fast, since only a transfer can show otherwise.
+A link without measurements is assumed to be fast, since only a transfer can show otherwise.
 """
 
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import NamedTuple
 
 DEFAULT_BYTES_PER_S = 20e9
 DEFAULT_FIRST_S = 1e-3
@@ -27,14 +25,6 @@ PAUSE_KEPT = 0.9
 """Share of the estimated pause that is left when the next burst begins."""
 FIRST_BATCH_SHARE = 0.5
 """Objects that arrive within this share of the latency after the first one belong to the first batch."""
-
-
-class LinkPrior(NamedTuple):
-    """Estimate of a link before its first transfer; the fields are those of `LinkEstimator`."""
-
-    first_s: float
-    first_bytes: int
-    bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -74,15 +64,6 @@ class LinkEstimator:
     """The estimated pause when the burst began."""
     _is_sampled: bool = field(default=False, init=False)
     """The bandwidth of this burst was measured."""
-
-    @classmethod
-    def from_prior(cls, prior: LinkPrior | None) -> "LinkEstimator":
-        """An estimator that starts with `prior`, if there is one."""
-        if prior is None:
-            return cls()
-        estimator = cls(first_s=prior.first_s, first_bytes=prior.first_bytes, bytes_per_s=prior.bytes_per_s)
-        estimator.is_known = estimator._has_bandwidth = True
-        return estimator
 
     def began(self, size_bytes: int, now_s: float) -> None:
         """A transfer starts."""

@@ -6,11 +6,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from kvtier.config.probe_record import fastest, read_links
 from kvtier.config.schema import Setting, near, read, read_toml
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import split_count
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
+from kvtier.plan.probe_record import fastest, read_links
 from kvtier.tier import registry
 
 EXAMPLES = files("kvtier.plan") / "examples"

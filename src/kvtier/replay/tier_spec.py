@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier import size
-from kvtier.config.probe_record import fastest, read_links, round_trip
 from kvtier.config.schema import near
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import HardwareItem, catalogue, split_count
 from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
 from kvtier.plan.model_cost import model_cost
+from kvtier.plan.probe_record import fastest, read_links, round_trip
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import HOST, TierSpec
 from kvtier.size.check import parse_figure

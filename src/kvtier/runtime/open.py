@@ -24,7 +24,6 @@ from kvtier.runtime.arena import PageLock
 from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
 from kvtier.runtime.executor import Observer
 from kvtier.runtime.journal import Journal
-from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.secret import store_secret
@@ -133,7 +132,7 @@ def open_core(
         publishes: other engines wait for what this one stores, see `Limits.publishes`.
 
     Raises:
-        ConfigError: a setting is wrong, or the secret, the probe's record or the recording's path cannot be used.
+        ConfigError: a setting is wrong, or the secret or the recording's path cannot be used.
         TierError: the secret of a required tier could not be read in time.
     """
     metrics = Metrics()
@@ -150,7 +149,6 @@ def open_core(
         evictor=lambda: make_evictor(config.host.evictor),
         limits=_limits(config, publishes=publishes),
         down=ranks.down,
-        link_priors=link_priors(config, max(group.payload_bytes for group in layout.groups)),
     )
     recorder = None
     if config.trace.path is not None:
