@@ -13,7 +13,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
-from kvtier.types import Drop, Link, Origin, Outcome, RequestId, Transfer
+from kvtier.types import Direction, Drop, Origin, Outcome, RequestId, Transfer
 
 
 def opened(tier):
@@ -40,9 +40,13 @@ class Core:
         getattr(self.cache, call)(request, objects, [Origin()] * len(objects), now_s)
         return request
 
-    def commands(self, link=None):
+    def commands(self, direction=None):
         taken = self.cache.take_commands()
-        return taken if link is None else [it for it in taken if isinstance(it, Transfer) and it.link is link]
+        return (
+            taken
+            if direction is None
+            else [it for it in taken if isinstance(it, Transfer) and it.direction is direction]
+        )
 
     def complete(self, transfers, outcome=Outcome.DONE, now_s=0.0):
         for transfer in transfers:
@@ -61,9 +65,9 @@ def pages(count):
 def test_neither_reads_nor_writes_take_all_slots():
     core = Core("memory", slots=8)
     core.begin("get", *pages(20))
-    assert len(core.commands(Link.PROMOTE)) == 6
+    assert len(core.commands(Direction.PROMOTE)) == 6
     core.begin("put", *[object_id(number) for number in range(30, 50)])
-    assert len(core.commands(Link.GATHER)) == 2, "the free ones"
+    assert len(core.commands(Direction.GATHER)) == 2, "the free ones"
     assert core.cache.host.used(0) == 8
     core.cache.check()
 
@@ -71,8 +75,8 @@ def test_neither_reads_nor_writes_take_all_slots():
 def test_a_put_that_joins_an_overdue_write_is_answered():
     core, page = Core("memory"), object_id(1)
     first = core.begin("put", page)
-    core.complete(core.commands(Link.GATHER))
-    (demote,) = core.commands(Link.DEMOTE)
+    core.complete(core.commands(Direction.GATHER))
+    (demote,) = core.commands(Direction.DEMOTE)
     core.cache.release(first, 0.1)
     assert core.outcomes(first) == [Outcome.FAILED]
     before = core.begin("put", page, now_s=0.2)
@@ -88,8 +92,8 @@ def test_a_put_that_joins_an_overdue_write_is_answered():
 def test_a_put_ends_when_the_first_tier_that_persists_has_the_object():
     core, page = Core("fast", "slow"), object_id(1)
     put = core.begin("put", page)
-    core.complete(core.commands(Link.GATHER))
-    fast, slow = core.commands(Link.DEMOTE)
+    core.complete(core.commands(Direction.GATHER))
+    fast, slow = core.commands(Direction.DEMOTE)
     core.complete([fast])
     assert core.outcomes(put) == [Outcome.DONE]
     assert core.cache.host.used(0) == 1, "the slower tier reads its slot"
@@ -100,11 +104,11 @@ def test_a_put_ends_when_the_first_tier_that_persists_has_the_object():
 def test_a_write_to_a_slower_tier_gives_its_slot_to_a_put_and_becomes_a_relay():
     core = Core("fast", "slow", slots=4)
     slow = core.cache._tiers["slow"]
-    slow.limit[Link.DEMOTE] = 1
+    slow.limit[Direction.DEMOTE] = 1
     for number in range(6):
         put = core.begin("put", object_id(number))
-        core.complete(core.commands(Link.GATHER))
-        core.complete([it for it in core.commands(Link.DEMOTE) if it.tier == "fast"])
+        core.complete(core.commands(Direction.GATHER))
+        core.complete([it for it in core.commands(Direction.DEMOTE) if it.tier == "fast"])
         assert core.outcomes(put) == [Outcome.DONE]
     assert core.cache.relays_waiting()["slow"] == 3
     core.cache.check()
@@ -115,7 +119,7 @@ def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
     core, bad = Core("memory"), object_id(1)
     tier = core.cache._tiers["memory"]
     get = core.begin("get", bad)
-    core.complete(core.commands(Link.PROMOTE), Outcome.CORRUPT)
+    core.complete(core.commands(Direction.PROMOTE), Outcome.CORRUPT)
     (drop,) = core.commands()
     assert isinstance(drop, Drop)
     assert core.outcomes(get) == [Outcome.CORRUPT]
@@ -125,8 +129,8 @@ def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
     assert core.outcomes(find) == [Outcome.ABSENT]
     assert core.commands() == [], "no tier is asked"
     put = core.begin("put", bad)
-    core.complete(core.commands(Link.GATHER))
-    core.complete(core.commands(Link.DEMOTE))
+    core.complete(core.commands(Direction.GATHER))
+    core.complete(core.commands(Direction.DEMOTE))
     assert core.outcomes(put) == [Outcome.DONE]
     assert not tier.is_suspect(bad)
 
@@ -134,7 +138,7 @@ def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
 def test_a_put_is_not_done_if_the_bad_copy_cannot_be_dropped():
     core, bad = Core("memory"), object_id(1)
     core.begin("get", bad)
-    core.complete(core.commands(Link.PROMOTE), Outcome.CORRUPT)
+    core.complete(core.commands(Direction.PROMOTE), Outcome.CORRUPT)
     put = core.begin("put", bad)
     core.complete([it for it in core.commands() if isinstance(it, Transfer)])
     drop, demote = core.commands()
