@@ -10,9 +10,9 @@ from kvtier.policy.lru import Lru
 from kvtier.types import (
     Cancel,
     ChunkKey,
+    Direction,
     Drop,
     Event,
-    Link,
     LoadDone,
     Lookup,
     NextTurn,
@@ -152,9 +152,9 @@ class Driver:
 
     # ---- the mover -------------------------------------------------------------------------------------------------
 
-    def going(self, link: Link, tier: str = "") -> list[Transfer]:
-        """Transfers of `link` that are out, oldest first."""
-        return [one for one in self.out.values() if one.link is link and (not tier or one.tier == tier)]
+    def going(self, direction: Direction, tier: str = "") -> list[Transfer]:
+        """Transfers of `direction` that are out, oldest first."""
+        return [one for one in self.out.values() if one.direction is direction and (not tier or one.tier == tier)]
 
     def answer(self, transfer: Transfer, outcome: Outcome = Outcome.DONE, *, is_fault: bool = False) -> None:
         """Answer a transfer."""
@@ -170,12 +170,17 @@ class Driver:
         self.probes.pop(probe.id, None)
         self._take()
 
-    def run(self, *, links: Sequence[Link] = tuple(Link), keep: Callable[[Transfer], bool] = lambda one: False) -> None:
-        """Answer all probes, and all transfers on `links` that are not to `keep`, until nothing is left to answer."""
+    def run(
+        self,
+        *,
+        directions: Sequence[Direction] = tuple(Direction),
+        keep: Callable[[Transfer], bool] = lambda one: False,
+    ) -> None:
+        """Answer all probes, and transfers in `directions` that are not to `keep`, until nothing is left to answer."""
         while True:
             for probe in list(self.probes.values()):
                 self.tell(probe, [item in self.held[probe.tier] for item in probe.objects])
-            ready = [one for one in self.out.values() if one.link in links and not keep(one)]
+            ready = [one for one in self.out.values() if one.direction in directions and not keep(one)]
             if not ready and not self.probes:
                 return
             for transfer in ready:
@@ -184,9 +189,9 @@ class Driver:
     def _move(self, transfer: Transfer) -> None:
         item = (transfer.key, transfer.group)
         outcome = Outcome.DONE
-        if transfer.link is Link.DEMOTE:
+        if transfer.direction is Direction.DEMOTE:
             self.held[transfer.tier].add(item)
-        elif transfer.link is Link.PROMOTE and item not in self.held[transfer.tier]:
+        elif transfer.direction is Direction.PROMOTE and item not in self.held[transfer.tier]:
             outcome = Outcome.ABSENT
         self.answer(transfer, outcome)
 

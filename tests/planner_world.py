@@ -18,7 +18,19 @@ from kvtier.core.prefill_estimator import PrefillCosts
 from kvtier.core.prefix import needed_chunks
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
 from kvtier.policy.lru import Lru
-from kvtier.types import Cancel, ChunkKey, Link, LoadDone, Outcome, Place, Prefix, Presence, Probe, RequestId, Transfer
+from kvtier.types import (
+    Cancel,
+    ChunkKey,
+    Direction,
+    LoadDone,
+    Outcome,
+    Place,
+    Prefix,
+    Presence,
+    Probe,
+    RequestId,
+    Transfer,
+)
 
 CHUNK = 256
 CHUNK_BYTES = 1 << 20
@@ -265,7 +277,7 @@ class World:
                 self._ended(event)
 
     def _transfer(self, transfer: Transfer) -> None:
-        if transfer.link is Link.PROMOTE:
+        if transfer.direction is Direction.PROMOTE:
             self._begin_s[transfer.id], end_s = self.tier.read(self.now_s)
             self._later(end_s, transfer.id, Outcome.DONE)
         else:

@@ -25,9 +25,9 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.testing.host_copier import HostCopier
-from kvtier.types import Link, Outcome, Transfer
+from kvtier.types import Direction, Outcome, Transfer
 
-LINKS = {"read": Link.PROMOTE, "write": Link.DEMOTE}
+DIRECTIONS = {"read": Direction.PROMOTE, "write": Direction.DEMOTE}
 
 
 class TierBackend:
@@ -85,7 +85,7 @@ class TierBackend:
             slot = stream * WINDOW + at
             transfers.append(
                 Transfer(
-                    self._commands, LINKS[way], chunk_key(number), 0, slot, self._tier.name, None, (), None, at,
+                    self._commands, DIRECTIONS[way], chunk_key(number), 0, slot, self._tier.name, None, (), None, at,
                     deadline_s, None,
                 )
             )  # fmt: skip

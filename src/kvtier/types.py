@@ -50,7 +50,7 @@ SEVERITY = {
 """Severity of outcomes: when ranks disagree, the most severe outcome counts."""
 
 
-class Link(Enum):
+class Direction(Enum):
     """Direction of a transfer. One end is always a host slot."""
 
     GATHER = "gather"  # engine blocks -> slot
@@ -129,7 +129,7 @@ class Transfer(NamedTuple):
     """One movement of one object: decided by the core, executed by the mover, complete when every rank has answered."""
 
     id: int
-    link: Link
+    direction: Direction
     key: ChunkKey
     group: int
     slot: int

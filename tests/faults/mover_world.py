@@ -20,7 +20,7 @@ from kvtier.runtime.mover import Mover
 from kvtier.testing.host_copier import HostCopier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About, Figures, OneByOneTier, Tier
-from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
+from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, RequestId, Transfer
 
 WAIT_S = 20.0
 """How long a test waits for what must happen soon."""
@@ -115,7 +115,7 @@ class World:
 
     def transfer(
         self,
-        link: Link,
+        direction: Direction,
         chunk: int,
         slot: int,
         *,
@@ -125,10 +125,10 @@ class World:
         deadline_s: float = NEVER_S,
     ) -> Transfer:
         self._ids += 1
-        is_copy = link in (Link.GATHER, Link.SCATTER)
+        is_copy = direction in (Direction.GATHER, Direction.SCATTER)
         return Transfer(
             self._ids,
-            link,
+            direction,
             key_of(chunk),
             group,
             slot,
@@ -181,8 +181,8 @@ class World:
         for chunk in chunks:
             for group in range(len(self.layout.groups)):
                 self.done(
-                    self.transfer(Link.GATHER, chunk, 0, group=group),
-                    self.transfer(Link.DEMOTE, chunk, 0, group=group, tier=tier),
+                    self.transfer(Direction.GATHER, chunk, 0, group=group),
+                    self.transfer(Direction.DEMOTE, chunk, 0, group=group, tier=tier),
                 )
 
     # ---- looking at bytes

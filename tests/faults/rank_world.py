@@ -13,7 +13,7 @@ from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import decode
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
-from kvtier.types import ChunkKey, Link, RequestId, Transfer
+from kvtier.types import ChunkKey, Direction, RequestId, Transfer
 
 NEVER_S = float("inf")
 
@@ -35,11 +35,11 @@ def opened(directory, started, **options):
         kv.session.close(5.0)
 
 
-def a_transfer(link, number=1, slot=0, blocks=(0, 1, 2, 3)):
-    is_copy = link in (Link.GATHER, Link.SCATTER)
+def a_transfer(direction, number=1, slot=0, blocks=(0, 1, 2, 3)):
+    is_copy = direction in (Direction.GATHER, Direction.SCATTER)
     return Transfer(
         number,
-        link,
+        direction,
         ChunkKey(bytes(32)),
         0,
         slot,

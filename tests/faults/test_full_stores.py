@@ -7,7 +7,7 @@ from tests.small_s3 import SmallS3, open_tier
 from kvtier.runtime.command_runner import REFUSED_MIN
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier import refusal_log
-from kvtier.types import Link, Outcome
+from kvtier.types import Direction, Outcome
 
 WRITES = 3 * REFUSED_MIN
 
@@ -22,7 +22,7 @@ class Full(MemoryTier):
 
 
 def demoted(world: World, count: int) -> set[Outcome]:
-    writes = [world.transfer(Link.DEMOTE, 1, 0) for _ in range(count)]
+    writes = [world.transfer(Direction.DEMOTE, 1, 0) for _ in range(count)]
     return {world.run(write)[0].outcome for write in writes}
 
 
@@ -41,7 +41,7 @@ def _at_once(monkeypatch, caplog):
 def test_a_tier_without_a_reason(caplog):
     tier = Full(capacity_bytes=1 << 24)
     with World({"memory": tier}) as world:
-        world.done(world.transfer(Link.GATHER, 1, 0))
+        world.done(world.transfer(Direction.GATHER, 1, 0))
         assert demoted(world, REFUSED_MIN - 1) == {Outcome.FAILED}
         assert lines(caplog) == [], "a policy may refuse some"
         assert demoted(world, WRITES) == {Outcome.FAILED}
@@ -65,7 +65,7 @@ def test_a_bucket_over_its_quota(caplog, status, code):
     with SmallS3() as server:
         tier = open_tier(server.endpoint, name="memory")
         with World({"memory": tier}) as world:
-            world.done(world.transfer(Link.GATHER, 1, 0))
+            world.done(world.transfer(Direction.GATHER, 1, 0))
             server.answers.append(is_full)
             assert demoted(world, 5) == {Outcome.FAILED}
             ((level, text),) = lines(caplog)

@@ -19,7 +19,7 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About, Read, Tier, Write
-from kvtier.types import Link, ObjectName, Outcome, Prefix, RequestId
+from kvtier.types import Direction, ObjectName, Outcome, Prefix, RequestId
 
 ONE_THREAD = Threads(read=1, write=1)
 LATE_S = 0.3
@@ -157,15 +157,15 @@ def test_a_slot_has_no_other_object_before_the_tier_has_let_go(kind: type[Late],
         world.stored(1, 3)
         world.stored(2, tier="good")
         is_batch = kind is not Late
-        commands = [world.transfer(Link.PROMOTE, 1, 5), world.transfer(Link.PROMOTE, 3, 6)][: 1 + is_batch]
+        commands = [world.transfer(Direction.PROMOTE, 1, 5), world.transfer(Direction.PROMOTE, 3, 6)][: 1 + is_batch]
         world.mover.submit(*commands)
         early = _early(world, tier, len(commands))
-        world.done(world.transfer(Link.PROMOTE, 2, 3, tier="good"))  # other tiers go on
+        world.done(world.transfer(Direction.PROMOTE, 2, 3, tier="good"))  # other tiers go on
         if not early:
             tier.finish()
             early = world.take(len(commands))
         for slot in (5, 6):
-            world.done(world.transfer(Link.PROMOTE, 2, slot, tier="good"))
+            world.done(world.transfer(Direction.PROMOTE, 2, slot, tier="good"))
         tier.finish()
         assert tier.spoiled
         assert world.is_in_slot(2, 5), "a late write has spoiled the next object"
@@ -179,7 +179,7 @@ def test_also_behind_a_tier_that_opened_later(kind: type[Late]) -> None:
     tier = kind(MemoryTier(capacity_bytes=1 << 24), "slice", "error")
     with World({"memory": _deferred(tier)}, threads=ONE_THREAD) as world:
         world.stored(1)
-        world.mover.submit(world.transfer(Link.PROMOTE, 1, 5))
+        world.mover.submit(world.transfer(Direction.PROMOTE, 1, 5))
         assert not _early(world, tier, 1)
         tier.finish()
         assert world.take(1)[0].outcome is Outcome.FAILED
@@ -205,12 +205,14 @@ def test_a_tier_that_opens_later_keeps_its_batches() -> None:
 
     deferred = DeferredTier("memory", make, 0.01)
     with World({"memory": deferred}, threads=ONE_THREAD) as world:
-        (early,) = world.run(world.transfer(Link.PROMOTE, 1, 5))
+        (early,) = world.run(world.transfer(Direction.PROMOTE, 1, 5))
         assert early.outcome is Outcome.FAILED, "not open"
         go_on.set()
         deferred._thread.join(WAIT_S)
         world.stored(0, 1, 2, 3, 4)
-        for number, completion in enumerate(world.run(*(world.transfer(Link.PROMOTE, n, n + 1) for n in range(5)))):
+        for number, completion in enumerate(
+            world.run(*(world.transfer(Direction.PROMOTE, n, n + 1) for n in range(5)))
+        ):
             assert completion.outcome is Outcome.DONE
             assert world.is_in_slot(number, number + 1)
     assert max(sizes) > 1
@@ -232,7 +234,7 @@ def test_right_bytes_that_come_late_are_accepted() -> None:
     tier = Slow(MemoryTier(capacity_bytes=1 << 24), "slice", "count")
     with World({"memory": tier}, threads=ONE_THREAD) as world:
         world.stored(1)
-        world.mover.submit(world.transfer(Link.PROMOTE, 1, 5))
+        world.mover.submit(world.transfer(Direction.PROMOTE, 1, 5))
         _early(world, tier, 1)
         tier.finish()
         assert world.take(1)[0].outcome is Outcome.DONE
@@ -254,8 +256,8 @@ def test_a_view_that_nothing_uses_is_taken_back() -> None:
     tier.hold = Forgets.keep  # type: ignore[assignment]
     with World({"memory": tier}, threads=ONE_THREAD) as world:
         world.stored(1)
-        (failed,) = world.run(world.transfer(Link.PROMOTE, 1, 5))
-        world.done(world.transfer(Link.GATHER, 2, 5))
+        (failed,) = world.run(world.transfer(Direction.PROMOTE, 1, 5))
+        world.done(world.transfer(Direction.GATHER, 2, 5))
         tier.finish()
         assert failed.outcome is Outcome.FAILED
         assert world.is_in_slot(2, 5)
@@ -284,7 +286,7 @@ def test_an_error_that_refers_to_the_buffer_does_not_keep_the_slot(way: str) -> 
 
     tier = Raises(MemoryTier(capacity_bytes=1 << 24))
     with World({"memory": tier}, threads=ONE_THREAD) as world:
-        assert [it.outcome for it in world.run(world.transfer(Link.PROMOTE, 1, 5))] == [Outcome.FAILED]
+        assert [it.outcome for it in world.run(world.transfer(Direction.PROMOTE, 1, 5))] == [Outcome.FAILED]
 
 
 @pytest.mark.parametrize("kind", ["plain", "batch"])
@@ -306,15 +308,15 @@ def test_what_a_tier_sends_late_is_the_object(kind: str) -> None:
 
     tier = (Sends if kind == "plain" else SendsBatches)(MemoryTier(capacity_bytes=1 << 24), "slice", "count")
     with World({"memory": tier}, threads=ONE_THREAD) as world:
-        world.done(world.transfer(Link.GATHER, 1, 1), world.transfer(Link.GATHER, 2, 2))
-        world.mover.submit(world.transfer(Link.DEMOTE, 1, 1), world.transfer(Link.DEMOTE, 2, 2))
+        world.done(world.transfer(Direction.GATHER, 1, 1), world.transfer(Direction.GATHER, 2, 2))
+        world.mover.submit(world.transfer(Direction.DEMOTE, 1, 1), world.transfer(Direction.DEMOTE, 2, 2))
         early = _early(world, tier, 1)
         if early:
             world.spoil(1)
         tier.finish()
         assert {it.outcome for it in early or world.take(2)} == {Outcome.DONE}
         tier.hold = lambda *_: None  # type: ignore[assignment]
-        world.done(world.transfer(Link.PROMOTE, 1, 5))
+        world.done(world.transfer(Direction.PROMOTE, 1, 5))
         assert world.is_in_slot(1, 5)
 
 
@@ -324,7 +326,7 @@ def test_a_tier_that_never_lets_go_is_logged_once_and_does_not_hold_up_closing(
     tier = Late(MemoryTier(capacity_bytes=1 << 24), "slice", "error")
     world = World({"memory": tier}, threads=ONE_THREAD)
     world.stored(1)
-    world.mover.submit(world.transfer(Link.PROMOTE, 1, 5))
+    world.mover.submit(world.transfer(Direction.PROMOTE, 1, 5))
     end_s = time.monotonic() + WAIT_S
     while not (seen := [it for it in caplog.records if "uses its buffer" in it.getMessage()]):
         assert time.monotonic() < end_s, "nothing is logged"

@@ -13,7 +13,7 @@ from kvtier.runtime.mover import CANCELLED, TOO_LATE
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.disk.tier import DiskTier
-from kvtier.types import Cancel, Link, Outcome
+from kvtier.types import Cancel, Direction, Outcome
 
 ONE_THREAD = Threads(read=1, write=1)
 CHUNKS = (1, 2, 3, 4, 5)
@@ -53,13 +53,13 @@ class Held(HangingTier):
 
 def _gathered(world: World) -> None:
     for chunk in (0, *CHUNKS):
-        world.done(world.transfer(Link.GATHER, chunk, chunk))
+        world.done(world.transfer(Direction.GATHER, chunk, chunk))
 
 
-def _together(world: World, tier: Held, link: Link) -> list[Completion]:
+def _together(world: World, tier: Held, direction: Direction) -> list[Completion]:
     """Move chunk 0, and while that hangs ask for the others; the answers of those."""
     tier.release.clear()
-    commands = [world.transfer(link, chunk, chunk) for chunk in (0, *CHUNKS)]
+    commands = [world.transfer(direction, chunk, chunk) for chunk in (0, *CHUNKS)]
     world.mover.submit(commands[0])
     tier.wait_begun()
     for command in commands[1:]:
@@ -72,10 +72,10 @@ def _together(world: World, tier: Held, link: Link) -> list[Completion]:
 def _there_and_back(world: World, tier: Held) -> tuple[list[Completion], list[Completion]]:
     """Five chunks are demoted and promoted as batches; a chunk that is DONE has the right bytes."""
     _gathered(world)
-    down = _together(world, tier, Link.DEMOTE)
+    down = _together(world, tier, Direction.DEMOTE)
     for slot in (0, *CHUNKS):
         world.spoil(slot)
-    up = _together(world, tier, Link.PROMOTE)
+    up = _together(world, tier, Direction.PROMOTE)
     for chunk, completion in zip(CHUNKS, up, strict=True):
         assert completion.outcome is not Outcome.DONE or world.is_in_slot(chunk, chunk), "wrong bytes are DONE"
     return down, up
@@ -146,8 +146,8 @@ def test_what_is_late_or_cancelled_does_not_go_with_the_others() -> None:
     with World({"memory": tier}, threads=ONE_THREAD, clock=clock) as world:
         _gathered(world)
         deadlines = {1: 100.0, 2: 1.0, 3: 100.0, 4: 100.0, 5: 1.0}
-        commands = [world.transfer(Link.DEMOTE, chunk, chunk, deadline_s=at) for chunk, at in deadlines.items()]
-        world.mover.submit(world.transfer(Link.DEMOTE, 0, 0))
+        commands = [world.transfer(Direction.DEMOTE, chunk, chunk, deadline_s=at) for chunk, at in deadlines.items()]
+        world.mover.submit(world.transfer(Direction.DEMOTE, 0, 0))
         tier.wait_begun()
         for command in commands:
             world.mover.submit(command)
@@ -165,9 +165,9 @@ def test_a_drop_keeps_its_place_between_batches() -> None:
     tier = Held(inner, "write")
     with World({"memory": tier}, threads=ONE_THREAD) as world:
         _gathered(world)
-        world.mover.submit(world.transfer(Link.DEMOTE, 0, 0))
+        world.mover.submit(world.transfer(Direction.DEMOTE, 0, 0))
         tier.wait_begun()
-        demote = [world.transfer(Link.DEMOTE, chunk, chunk) for chunk in (1, 2, 1)]
+        demote = [world.transfer(Direction.DEMOTE, chunk, chunk) for chunk in (1, 2, 1)]
         for command in (*demote[:2], world.drop(1), demote[2]):
             world.mover.submit(command)
         tier.release.set()

@@ -6,7 +6,7 @@ from mover_world import WAIT_S, HangingTier, World
 from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import CLOSED
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import Cancel, Link, Outcome
+from kvtier.types import Cancel, Direction, Outcome
 
 
 def _world(*hanging: str) -> tuple[World, HangingTier]:
@@ -26,7 +26,7 @@ def test_unused() -> None:
 
 def test_submitted_but_not_begun() -> None:
     world, tier = _world("read")
-    first, *rest = (world.transfer(Link.PROMOTE, 1, slot) for slot in range(4))
+    first, *rest = (world.transfer(Direction.PROMOTE, 1, slot) for slot in range(4))
     world.mover.submit(first)
     tier.wait_begun()
     for command in rest:
@@ -42,7 +42,7 @@ def test_submitted_but_not_begun() -> None:
 
 def test_running_work_is_waited_for() -> None:
     world, tier = _world("read")
-    command = world.transfer(Link.PROMOTE, 1, 3)
+    command = world.transfer(Direction.PROMOTE, 1, 3)
     world.mover.submit(command)
     tier.wait_begun()
     tier.release.set()
@@ -54,7 +54,7 @@ def test_running_work_is_waited_for() -> None:
 
 def test_finished_but_not_taken() -> None:
     world, tier = _world("contains", "read")
-    promote, probe = world.transfer(Link.PROMOTE, 1, 3), world.probe([(1, 0)])
+    promote, probe = world.transfer(Direction.PROMOTE, 1, 3), world.probe([(1, 0)])
     world.mover.submit(promote)
     world.mover.submit(probe)
     tier.wait_begun(2)
@@ -73,10 +73,10 @@ def test_after_it_nothing_begins(closes: int) -> None:
         assert world.mover.close(WAIT_S)
     world.spoil(3)
     commands: list[Work] = [
-        world.transfer(Link.PROMOTE, 1, 3),
-        world.transfer(Link.GATHER, 1, 3),
-        world.transfer(Link.DEMOTE, 1, 3),
-        world.transfer(Link.SCATTER, 1, 3),
+        world.transfer(Direction.PROMOTE, 1, 3),
+        world.transfer(Direction.GATHER, 1, 3),
+        world.transfer(Direction.DEMOTE, 1, 3),
+        world.transfer(Direction.SCATTER, 1, 3),
         world.probe([(1, 0)]),
         world.drop(1),
     ]
@@ -89,10 +89,10 @@ def test_after_it_nothing_begins(closes: int) -> None:
 def test_nothing_that_was_answered_done_is_undone() -> None:
     world, _ = _world()
     for chunk in range(6):
-        world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
+        world.mover.submit(world.transfer(Direction.GATHER, chunk, chunk))
     gathered = {completion.command.slot for completion in world.take(6) if completion.outcome is Outcome.DONE}  # type: ignore[union-attr]
     for slot in gathered:
-        world.mover.submit(world.transfer(Link.DEMOTE, slot, slot))
+        world.mover.submit(world.transfer(Direction.DEMOTE, slot, slot))
     world.mover.close(WAIT_S)
     answers = world.take(6)
     held = world.tiers["memory"].contains([world.name(chunk) for chunk in range(6)])

@@ -12,7 +12,7 @@ from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import Link, Outcome, Transfer
+from kvtier.types import Direction, Outcome, Transfer
 
 CALLS_MAX = 60
 
@@ -23,21 +23,21 @@ def _there_and_back(world: World) -> list[Completion]:
     for chunk in (1, 2):
         for group in (0, 1):
             slot = chunk
-            answers += world.run(world.transfer(Link.GATHER, chunk, slot, group=group))
+            answers += world.run(world.transfer(Direction.GATHER, chunk, slot, group=group))
             if answers[-1].outcome is not Outcome.DONE:
                 continue  # the core would not demote it either
             assert world.is_in_slot(chunk, slot, group)
-            answers += world.run(world.transfer(Link.DEMOTE, chunk, slot, group=group))
+            answers += world.run(world.transfer(Direction.DEMOTE, chunk, slot, group=group))
             world.spoil(slot, group)
     answers += world.run(world.probe([(1, 0), (1, 1), (2, 0), (2, 1)]))
     for chunk in (1, 2):
         for group in (0, 1):
             slot, place = chunk + 4, CHUNKS + chunk
-            answers += world.run(world.transfer(Link.PROMOTE, chunk, slot, group=group))
+            answers += world.run(world.transfer(Direction.PROMOTE, chunk, slot, group=group))
             if answers[-1].outcome is not Outcome.DONE:
                 continue  # nor scatter it
             assert world.is_in_slot(chunk, slot, group), "wrong bytes are DONE"
-            answers += world.run(world.transfer(Link.SCATTER, chunk, slot, group=group, place=place))
+            answers += world.run(world.transfer(Direction.SCATTER, chunk, slot, group=group, place=place))
             if answers[-1].outcome is Outcome.DONE:
                 assert world.is_at(chunk, place, group)
     answers += world.run(world.drop(1))
@@ -65,7 +65,7 @@ def test_the_nth_call_of_a_tier_fails(way: str, codec: str) -> None:
             # Afterwards all is well again: the failure left nothing behind in the mover.
             tier.n = 0
             world.stored(3)
-            world.done(world.transfer(Link.PROMOTE, 3, 7))
+            world.done(world.transfer(Direction.PROMOTE, 3, 7))
             assert world.is_in_slot(3, 7)
         if tier.calls < n:
             assert not _failures(answers)
@@ -87,7 +87,7 @@ def test_the_nth_call_of_a_copier_fails(error: type[BaseException]) -> None:
             failed = [completion for completion in _failures(answers) if completion.outcome is Outcome.FAILED]
             for completion in failed:
                 assert isinstance(completion.command, Transfer)
-                assert completion.command.link in (Link.GATHER, Link.SCATTER)
+                assert completion.command.direction in (Direction.GATHER, Direction.SCATTER)
                 assert error.__name__ in completion.detail
                 assert not completion.is_tier_fault
             if copiers[0].calls < n:
@@ -103,7 +103,7 @@ def test_damage_is_corrupt_and_names_the_object() -> None:
         with World({"memory": tier}) as world:
             world.stored(1, 2)
             tier.n = tier.calls + 1
-            (completion,) = world.run(world.transfer(Link.PROMOTE, 1, 5))
+            (completion,) = world.run(world.transfer(Direction.PROMOTE, 1, 5))
             assert completion.outcome is Outcome.CORRUPT, way
             assert world.name(1).hex()[:12] in completion.detail
             assert completion.size_bytes == 0
@@ -114,25 +114,25 @@ def test_damage_that_was_written_is_corrupt_until_it_is_dropped() -> None:
     with World({"memory": tier}) as world:
         world.stored(1)
         for _ in range(2):
-            assert world.run(world.transfer(Link.PROMOTE, 1, 5))[0].outcome is Outcome.CORRUPT
+            assert world.run(world.transfer(Direction.PROMOTE, 1, 5))[0].outcome is Outcome.CORRUPT
         world.done(world.drop(1))
-        assert world.run(world.transfer(Link.PROMOTE, 1, 5))[0].outcome is Outcome.ABSENT
+        assert world.run(world.transfer(Direction.PROMOTE, 1, 5))[0].outcome is Outcome.ABSENT
         world.stored(1)
-        world.done(world.transfer(Link.PROMOTE, 1, 5))
+        world.done(world.transfer(Direction.PROMOTE, 1, 5))
         assert world.is_in_slot(1, 5)
 
 
 def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) -> None:
     tier = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": tier}) as world:
-        world.done(world.transfer(Link.GATHER, 1, 0))
+        world.done(world.transfer(Direction.GATHER, 1, 0))
         caplog.clear()
-        world.done(world.transfer(Link.DEMOTE, 1, 0))
-        assert world.run(world.transfer(Link.PROMOTE, 2, 1))[0].outcome is Outcome.ABSENT
+        world.done(world.transfer(Direction.DEMOTE, 1, 0))
+        assert world.run(world.transfer(Direction.PROMOTE, 2, 1))[0].outcome is Outcome.ABSENT
         assert not caplog.records, "what is usual is not logged"
         tier.close()
         for _ in range(20):
-            world.run(world.transfer(Link.PROMOTE, 1, 1))
+            world.run(world.transfer(Direction.PROMOTE, 1, 1))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "promote of tier 'memory' failed: tier 'memory': is closed"
@@ -158,11 +158,11 @@ def test_an_internal_error_of_the_mover_fails_its_commands_only(
             tier.close()
             (completion,) = world.run(world.probe([(1, 0)]))
         else:
-            (completion,) = world.run(world.transfer(Link.GATHER, 1, 0))
+            (completion,) = world.run(world.transfer(Direction.GATHER, 1, 0))
         assert completion.outcome is Outcome.FAILED
         assert world.mover.take() == []
         assert "KeyError: 'planted'" in completion.detail
-        world.done(world.transfer(Link.GATHER, 2, 1))
+        world.done(world.transfer(Direction.GATHER, 2, 1))
         assert world.mover.close(WAIT_S)
     assert [record.levelname for record in caplog.records if "internal error" in record.getMessage()] == ["ERROR"]
 
@@ -178,7 +178,7 @@ def test_an_answer_that_is_not_taken_is_given_once_more_as_failed() -> None:
     with World() as world:
         world.mover.complete_to(put)
         for chunk in (1, 2, 3):
-            world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
+            world.mover.submit(world.transfer(Direction.GATHER, chunk, chunk))
         until_s = time.monotonic() + WAIT_S
         while len(taken) < 3:
             assert time.monotonic() < until_s, "an answer is lost"

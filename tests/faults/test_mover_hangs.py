@@ -16,7 +16,7 @@ from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE, FiguresSampler
 from kvtier.runtime.worker_queues import STUCK_S
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import Figures
-from kvtier.types import Link, Outcome
+from kvtier.types import Direction, Outcome
 
 METHODS = ("read", "write", "contains", "delete")
 
@@ -33,25 +33,25 @@ def test_other_tiers_and_other_queues_go_on(method: str) -> None:
         world.stored(1, 2, tier="good")
         bad.hanging = {method}
         stuck = {
-            "read": world.transfer(Link.PROMOTE, 1, 6, tier="bad"),
-            "write": world.transfer(Link.DEMOTE, 2, 0, tier="bad"),
+            "read": world.transfer(Direction.PROMOTE, 1, 6, tier="bad"),
+            "write": world.transfer(Direction.DEMOTE, 2, 0, tier="bad"),
             "contains": world.probe([(1, 0)], tier="bad"),
             "delete": world.drop(2, tier="bad"),
         }
         world.mover.submit(stuck[method])
         bad.wait_begun()
-        world.done(world.transfer(Link.PROMOTE, 1, 3, tier="good"))
-        world.done(world.transfer(Link.SCATTER, 1, 3, place=CHUNKS))
-        world.done(world.transfer(Link.GATHER, 3, 4))
-        world.done(world.transfer(Link.DEMOTE, 3, 4, tier="good"), world.drop(3, tier="good"))
+        world.done(world.transfer(Direction.PROMOTE, 1, 3, tier="good"))
+        world.done(world.transfer(Direction.SCATTER, 1, 3, place=CHUNKS))
+        world.done(world.transfer(Direction.GATHER, 3, 4))
+        world.done(world.transfer(Direction.DEMOTE, 3, 4, tier="good"), world.drop(3, tier="good"))
         assert world.run(world.probe([(2, 0)], tier="good"))[0].present == (True,)
         # Nor do the other queues of the same tier; delete and write share one.
         if method != "read":
-            world.done(world.transfer(Link.PROMOTE, 1, 5, tier="bad"))
+            world.done(world.transfer(Direction.PROMOTE, 1, 5, tier="bad"))
         if method != "contains":
             assert world.run(world.probe([(1, 0)], tier="bad"))[0].present == (True,)
         if method in ("read", "contains"):
-            world.done(world.transfer(Link.DEMOTE, 3, 4, tier="bad"))
+            world.done(world.transfer(Direction.DEMOTE, 3, 4, tier="bad"))
         assert world.is_at(1, CHUNKS)
         bad.release.set()
         (completion,) = world.take(1)
@@ -69,8 +69,8 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
         stuck_queues = world.mover.views["memory"].stuck_queues
         tier.hanging = {method}
         commands = {
-            "read": [world.transfer(Link.PROMOTE, 1, 6), world.transfer(Link.PROMOTE, 2, 7)],
-            "write": [world.transfer(Link.DEMOTE, 1, 0), world.transfer(Link.DEMOTE, 2, 0)],
+            "read": [world.transfer(Direction.PROMOTE, 1, 6), world.transfer(Direction.PROMOTE, 2, 7)],
+            "write": [world.transfer(Direction.DEMOTE, 1, 0), world.transfer(Direction.DEMOTE, 2, 0)],
             "contains": [world.probe([(1, 0)]), world.probe([(2, 0)])],
         }[method]
         world.mover.submit(commands[0])
@@ -83,7 +83,7 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
         for _ in range(3):
             clock.now_s += STUCK_S
             assert stuck_queues() == 1
-            world.mover.submit(world.transfer(Link.GATHER, 3, 4))
+            world.mover.submit(world.transfer(Direction.GATHER, 3, 4))
             world.mover.flush()
         seen = [record.getMessage() for record in caplog.records if "stuck" in record.getMessage()]
         assert seen == [f"the memory {queue} queue is stuck: all of its threads have been in a call for {STUCK_S:g} s"]
@@ -120,7 +120,7 @@ def test_figures_are_left_by_the_tiers_threads_and_one_at_a_time() -> None:
             clock.now_s += 1.5
         assert view.figures.used_bytes is None
         go_on.set()
-        world.done(world.transfer(Link.PROMOTE, 1, 6))
+        world.done(world.transfer(Direction.PROMOTE, 1, 6))
         end_s = time.monotonic() + WAIT_S
         while view.figures.used_bytes is None:
             assert time.monotonic() < end_s
@@ -170,8 +170,8 @@ def test_a_hanging_device_does_not_hold_up_the_tiers() -> None:
 
     with World(wrap=wrap) as world:
         for chunk in range(3):
-            world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
-        world.done(world.transfer(Link.DEMOTE, 5, 5), world.transfer(Link.PROMOTE, 5, 6))
+            world.mover.submit(world.transfer(Direction.GATHER, chunk, chunk))
+        world.done(world.transfer(Direction.DEMOTE, 5, 5), world.transfer(Direction.PROMOTE, 5, 6))
         copiers[0].release.set()
         assert {completion.outcome for completion in world.take(3)} == {Outcome.DONE}
 
@@ -181,7 +181,7 @@ def test_what_waits_behind_a_hanging_tier_is_answered_once_it_is_late() -> None:
     tier = HangingTier(_memory(), "read")
     with World({"memory": tier}, threads=Threads(read=1), clock=clock) as world:
         stuck, waiting, later = (
-            world.transfer(Link.PROMOTE, chunk, chunk, deadline_s=deadline_s)
+            world.transfer(Direction.PROMOTE, chunk, chunk, deadline_s=deadline_s)
             for chunk, deadline_s in ((1, 1.0), (2, 2.0), (3, 30.0))
         )
         world.mover.submit(stuck)
@@ -217,8 +217,8 @@ def test_close_returns_by_its_deadline_and_a_late_thread_does_no_harm(method: st
     world.stored(1)
     tier.hanging = {method}
     commands = {
-        "read": [world.transfer(Link.PROMOTE, 1, slot) for slot in (1, 2)],
-        "write": [world.transfer(Link.DEMOTE, 2, slot) for slot in (1, 2)],
+        "read": [world.transfer(Direction.PROMOTE, 1, slot) for slot in (1, 2)],
+        "write": [world.transfer(Direction.DEMOTE, 2, slot) for slot in (1, 2)],
         "contains": [world.probe([(chunk, 0)]) for chunk in (1, 2)],
         "delete": [world.drop(chunk) for chunk in (1, 2)],
     }[method]
@@ -242,7 +242,7 @@ def test_close_returns_by_its_deadline_and_a_late_thread_does_no_harm(method: st
 def test_memory_stays_while_a_stuck_thread_has_it_and_goes_with_it() -> None:
     tier = HangingTier(_memory(), "read")
     world = World({"memory": tier}, threads=Threads(read=1))
-    world.mover.submit(world.transfer(Link.PROMOTE, 1, 1))
+    world.mover.submit(world.transfer(Direction.PROMOTE, 1, 1))
     tier.wait_begun()
     region = weakref.ref(world.arena._views[0].obj)
     assert not world.mover.close(0.01)
@@ -261,12 +261,12 @@ sys.path.insert(0, {folder!r})
 from mover_world import HangingTier, World
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import Figures
-from kvtier.types import Link
+from kvtier.types import Direction
 tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read", "contains", "write")
 world = World({{"memory": tier}})
 for slot in range(6):
-    world.mover.submit(world.transfer(Link.PROMOTE, 1, slot))
-    world.mover.submit(world.transfer(Link.DEMOTE, 1, slot, group=1))
+    world.mover.submit(world.transfer(Direction.PROMOTE, 1, slot))
+    world.mover.submit(world.transfer(Direction.DEMOTE, 1, slot, group=1))
 world.mover.submit(world.probe([(1, 0)]))
 tier.wait_begun(4 + 2 + 1)
 if {closes}:
@@ -297,11 +297,11 @@ def test_a_demotion_does_not_begin_before_an_earlier_drop_of_its_object_has_ende
     tier = HangingTier(_memory(), "delete")
     with World({"memory": tier}, threads=Threads(write=4)) as world:
         world.stored(1, 2)
-        world.done(world.transfer(Link.GATHER, 1, 1))
-        drop, demote = world.drop(1), world.transfer(Link.DEMOTE, 1, 1)
+        world.done(world.transfer(Direction.GATHER, 1, 1))
+        drop, demote = world.drop(1), world.transfer(Direction.DEMOTE, 1, 1)
         world.mover.submit(drop, demote)
         tier.wait_begun()
-        world.done(world.transfer(Link.DEMOTE, 2, 0))  # other objects do not wait
+        world.done(world.transfer(Direction.DEMOTE, 2, 0))  # other objects do not wait
         (again,) = world.run(world.drop(1))
         assert again.outcome is Outcome.CANCELLED
         assert not world.mover.take(0.1)
@@ -317,7 +317,7 @@ def test_a_demotion_waits_for_a_drop_that_hangs_until_its_own_deadline() -> None
         world.stored(1)
         world.mover.submit(world.drop(1))
         tier.wait_begun()
-        (completion,) = world.run(world.transfer(Link.DEMOTE, 1, 0, deadline_s=time.monotonic() + 0.05))
+        (completion,) = world.run(world.transfer(Direction.DEMOTE, 1, 0, deadline_s=time.monotonic() + 0.05))
         assert (completion.outcome, completion.detail, completion.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
         tier.release.set()
         world.take(1)

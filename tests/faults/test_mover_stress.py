@@ -12,7 +12,7 @@ from kvtier.errors import TierError
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About
-from kvtier.types import Cancel, Link, ObjectName, Outcome, Transfer
+from kvtier.types import Cancel, Direction, ObjectName, Outcome, Transfer
 
 COMMANDS = 5000
 IN_FLIGHT_MAX = 24
@@ -80,18 +80,18 @@ class Owner:
         if act < 0.5 and free:
             slot = free[0]
             self.free.remove((group, slot))
-            link = Link.GATHER if act < 0.15 else Link.PROMOTE
-            self._submit(self.world.transfer(link, chunk, slot, group=group, tier=tier))
+            direction = Direction.GATHER if act < 0.15 else Direction.PROMOTE
+            self._submit(self.world.transfer(direction, chunk, slot, group=group, tier=tier))
         elif act < 0.9 and whole:
             slot = self.rng.choice(whole)
             chunk = self.whole[group, slot]
             if act < 0.7:
                 self.readers[group, slot] += 1
-                self._submit(self.world.transfer(Link.DEMOTE, chunk, slot, group=group, tier=tier))
+                self._submit(self.world.transfer(Direction.DEMOTE, chunk, slot, group=group, tier=tier))
             elif self.places:
                 self.readers[group, slot] += 1
                 place = self.places.pop()
-                self._submit(self.world.transfer(Link.SCATTER, chunk, slot, group=group, place=place))
+                self._submit(self.world.transfer(Direction.SCATTER, chunk, slot, group=group, place=place))
         elif act < 0.93 and self.out:
             self.world.mover.submit(Cancel((self.rng.choice(sorted(self.out)),)))
         elif whole:
@@ -111,7 +111,7 @@ class Owner:
         assert self.out.pop(transfer.id) is transfer, "answered twice"
         self.outcomes[completion.outcome] += 1
         at, chunk = (transfer.group, transfer.slot), int(transfer.depth)
-        if transfer.link in (Link.GATHER, Link.PROMOTE):
+        if transfer.direction in (Direction.GATHER, Direction.PROMOTE):
             if completion.outcome is Outcome.DONE:
                 assert self.world.is_in_slot(chunk, transfer.slot, transfer.group), "wrong bytes are DONE"
                 self.whole[at] = chunk
@@ -120,7 +120,7 @@ class Owner:
             return
         self.readers[at] -= 1
         assert self.world.is_in_slot(chunk, transfer.slot, transfer.group), "a slot changed while it was read"
-        if transfer.link is Link.SCATTER:
+        if transfer.direction is Direction.SCATTER:
             place = transfer.blocks[0] // len(transfer.blocks)
             self.places.add(place)
             if completion.outcome is Outcome.DONE:

@@ -8,7 +8,7 @@ from mover_world import HangingTier, World
 from kvtier.runtime import mover as mover_module
 from kvtier.runtime.executor import Threads
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import Link, Outcome
+from kvtier.types import Direction, Outcome
 
 
 def _start_only(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -37,11 +37,11 @@ def test_commands_beyond_the_queue_bound_fail_and_raise(monkeypatch: pytest.Monk
     monkeypatch.setattr(mover_module, "QUEUE_BOUND", 2)
     tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read")
     with World({"memory": tier}, threads=Threads(read=1)) as world:
-        world.mover.submit(world.transfer(Link.PROMOTE, 1, 0))
+        world.mover.submit(world.transfer(Direction.PROMOTE, 1, 0))
         tier.wait_begun()
         for slot in (1, 2):
-            world.mover.submit(world.transfer(Link.PROMOTE, 1, slot))
-        too_many = world.transfer(Link.PROMOTE, 1, 3)
+            world.mover.submit(world.transfer(Direction.PROMOTE, 1, slot))
+        too_many = world.transfer(Direction.PROMOTE, 1, 3)
         with pytest.raises(AssertionError, match="the core has let 2 commands wait in the memory read queue"):
             world.mover.submit(too_many)
         (completion,) = world.take(1)

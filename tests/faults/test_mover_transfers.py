@@ -28,7 +28,7 @@ from kvtier.runtime.mover import TOO_LATE
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.types import Cancel, Link, NextTurn, ObjectName, Outcome, Tell
+from kvtier.types import Cancel, Direction, NextTurn, ObjectName, Outcome, Tell
 
 
 class RecordingTier(WrappedTier):
@@ -56,11 +56,13 @@ def _codecs() -> list[str]:
 def test_a_chunk_goes_down_and_comes_back_to_other_blocks(codec: str) -> None:
     with World(codec=registry.by_name(codec)) as world:
         for group in (0, 1):
-            world.done(world.transfer(Link.GATHER, 1, 2, group=group), world.transfer(Link.DEMOTE, 1, 2, group=group))
+            world.done(
+                world.transfer(Direction.GATHER, 1, 2, group=group), world.transfer(Direction.DEMOTE, 1, 2, group=group)
+            )
             world.spoil(2, group)
             world.done(
-                world.transfer(Link.PROMOTE, 1, 5, group=group),
-                world.transfer(Link.SCATTER, 1, 5, group=group, place=CHUNKS + 3),
+                world.transfer(Direction.PROMOTE, 1, 5, group=group),
+                world.transfer(Direction.SCATTER, 1, 5, group=group, place=CHUNKS + 3),
             )
             assert world.is_in_slot(1, 5, group)
             assert world.is_at(1, CHUNKS + 3, group)
@@ -79,11 +81,11 @@ def test_files_written_by_one_mover_are_read_by_the_next(tmp_path: Path, codec: 
         for chunk in (0, 1, 2):
             for group in (0, 1):
                 world.done(
-                    world.transfer(Link.PROMOTE, chunk, 5, group=group, tier="disk"),
-                    world.transfer(Link.SCATTER, chunk, 5, group=group, place=CHUNKS + chunk),
+                    world.transfer(Direction.PROMOTE, chunk, 5, group=group, tier="disk"),
+                    world.transfer(Direction.SCATTER, chunk, 5, group=group, place=CHUNKS + chunk),
                 )
                 assert world.is_at(chunk, CHUNKS + chunk, group)
-        assert world.run(world.transfer(Link.PROMOTE, 3, 5, tier="disk"))[0].outcome is Outcome.ABSENT
+        assert world.run(world.transfer(Direction.PROMOTE, 3, 5, tier="disk"))[0].outcome is Outcome.ABSENT
         (probed,) = world.run(world.probe([(0, 0), (3, 0), (2, 1)], tier="disk"))
         assert probed.present == (True, False, True)
 
@@ -92,16 +94,19 @@ def test_a_compressed_object_reports_fewer_bytes() -> None:
     if "zstd" not in _codecs():
         pytest.skip("zstandard is not installed")
     with World(codec=registry.by_name("zstd")) as world:
-        gather = world.transfer(Link.GATHER, 0, 0, place=CHUNKS)  # all zeros
+        gather = world.transfer(Direction.GATHER, 0, 0, place=CHUNKS)  # all zeros
         world.done(gather)
-        down, up = world.run(world.transfer(Link.DEMOTE, 0, 0))[0], world.run(world.transfer(Link.PROMOTE, 0, 0))[0]
+        down, up = (
+            world.run(world.transfer(Direction.DEMOTE, 0, 0))[0],
+            world.run(world.transfer(Direction.PROMOTE, 0, 0))[0],
+        )
         assert down.size_bytes == up.size_bytes < len(world.arena.frame(0, 0))
 
 
 def test_the_frame_carries_the_identity_of_the_object() -> None:
     tier = RecordingTier()
     with World({"memory": tier}, rank=3) as world:
-        world.done(world.transfer(Link.GATHER, 2, 0), world.transfer(Link.DEMOTE, 2, 0))
+        world.done(world.transfer(Direction.GATHER, 2, 0), world.transfer(Direction.DEMOTE, 2, 0))
         ((name, frame, about),) = tier.written
         identity = verify_frame(frame).identity
         assert name == identity.name == world.name(2)
@@ -115,9 +120,9 @@ def test_the_frame_carries_the_identity_of_the_object() -> None:
 
 def test_completions_have_bytes_and_times() -> None:
     with World() as world:
-        gathered, *_ = world.run(world.transfer(Link.GATHER, 0, 0))
-        demoted, *_ = world.run(world.transfer(Link.DEMOTE, 0, 0))
-        promoted, *_ = world.run(world.transfer(Link.PROMOTE, 0, 0))
+        gathered, *_ = world.run(world.transfer(Direction.GATHER, 0, 0))
+        demoted, *_ = world.run(world.transfer(Direction.DEMOTE, 0, 0))
+        promoted, *_ = world.run(world.transfer(Direction.PROMOTE, 0, 0))
         assert gathered.size_bytes == sum(world.layout.groups[0].layer_bytes)
         assert demoted.size_bytes == promoted.size_bytes == len(world.arena.frame(0, 0))
         for completion in (gathered, demoted, promoted):
@@ -130,8 +135,8 @@ def test_completions_have_bytes_and_times() -> None:
 def test_a_probe_answers_object_by_object_in_its_own_order() -> None:
     with World() as world:
         world.done(
-            world.transfer(Link.GATHER, 1, 0), world.transfer(Link.DEMOTE, 1, 0),
-            world.transfer(Link.GATHER, 2, 0, group=1), world.transfer(Link.DEMOTE, 2, 0, group=1),
+            world.transfer(Direction.GATHER, 1, 0), world.transfer(Direction.DEMOTE, 1, 0),
+            world.transfer(Direction.GATHER, 2, 0, group=1), world.transfer(Direction.DEMOTE, 2, 0, group=1),
         )  # fmt: skip
         (completion,) = world.run(world.probe([(2, 1), (1, 0), (1, 1), (2, 0), (1, 0)]))
         assert completion.outcome is Outcome.DONE
@@ -173,22 +178,22 @@ def test_what_a_session_expects_reaches_a_directorys_evictor_and_is_no_fault_of_
 
 def test_what_a_tier_does_not_have_is_absent_and_no_fault() -> None:
     with World() as world:
-        (completion,) = world.run(world.transfer(Link.PROMOTE, 1, 0))
+        (completion,) = world.run(world.transfer(Direction.PROMOTE, 1, 0))
         assert completion.outcome is Outcome.ABSENT
         assert not completion.is_tier_fault
 
 
 def test_a_refused_write_is_no_tier_fault() -> None:
     with World({"memory": MemoryTier(capacity_bytes=100)}) as world:
-        world.done(world.transfer(Link.GATHER, 1, 0))
-        (completion,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
+        world.done(world.transfer(Direction.GATHER, 1, 0))
+        (completion,) = world.run(world.transfer(Direction.DEMOTE, 1, 0))
         assert (completion.outcome, completion.detail, completion.is_tier_fault) == (
             Outcome.FAILED,
             NOT_ADMITTED,
             False,
         )
         world.tiers["memory"].close()
-        (completion,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
+        (completion,) = world.run(world.transfer(Direction.DEMOTE, 1, 0))
         assert (completion.outcome, completion.is_tier_fault) == (Outcome.FAILED, True)
         assert "closed" in completion.detail
 
@@ -199,7 +204,7 @@ def test_another_models_object_is_absent_not_served() -> None:
         world.stored(1)
         other.mover._transfers._fingerprint = bytes(32)  # the same names, as if the chain had forgotten the weights
         other.spoil(0)
-        (completion,) = other.run(other.transfer(Link.PROMOTE, 1, 0))
+        (completion,) = other.run(other.transfer(Direction.PROMOTE, 1, 0))
         assert completion.outcome is Outcome.ABSENT
         assert "fingerprint" in completion.detail
         assert not completion.is_tier_fault
@@ -208,13 +213,13 @@ def test_another_models_object_is_absent_not_served() -> None:
 def test_two_tiers_receive_one_slot_at_the_same_time_while_it_is_read() -> None:
     tiers = {"a": RecordingTier(), "b": RecordingTier()}
     with World(tiers, threads=Threads(write=1)) as world:
-        world.done(world.transfer(Link.GATHER, 2, 0))
+        world.done(world.transfer(Direction.GATHER, 2, 0))
         for _ in range(40):
             commands: list[Work] = [
-                world.transfer(Link.DEMOTE, 2, 0, tier="a"),
-                world.transfer(Link.SCATTER, 2, 0, place=CHUNKS),
-                world.transfer(Link.DEMOTE, 2, 0, tier="b"),
-                world.transfer(Link.SCATTER, 2, 0, place=CHUNKS + 1),
+                world.transfer(Direction.DEMOTE, 2, 0, tier="a"),
+                world.transfer(Direction.SCATTER, 2, 0, place=CHUNKS),
+                world.transfer(Direction.DEMOTE, 2, 0, tier="b"),
+                world.transfer(Direction.SCATTER, 2, 0, place=CHUNKS + 1),
             ]
             assert all(completion.outcome is Outcome.DONE for completion in world.run(*commands))
         frames = {frame for tier in tiers.values() for _, frame, _ in tier.written}
@@ -226,15 +231,15 @@ def test_two_tiers_receive_one_slot_at_the_same_time_while_it_is_read() -> None:
 
 def test_an_invalid_slot_group_or_block_fails_its_command_only() -> None:
     with World() as world:
-        world.done(world.transfer(Link.GATHER, 1, 0))
+        world.done(world.transfer(Direction.GATHER, 1, 0))
         wrong = [
-            world.transfer(Link.GATHER, 1, 8),
-            world.transfer(Link.GATHER, 1, -1),
-            world.transfer(Link.PROMOTE, 1, 8),
-            world.transfer(Link.DEMOTE, 1, -1),
-            world.transfer(Link.GATHER, 1, 0, group=0)._replace(group=2),
-            world.transfer(Link.GATHER, 1, 0)._replace(blocks=(1000, 1001, 1002, 1003)),
-            world.transfer(Link.DEMOTE, 1, 0)._replace(key=b"short"),
+            world.transfer(Direction.GATHER, 1, 8),
+            world.transfer(Direction.GATHER, 1, -1),
+            world.transfer(Direction.PROMOTE, 1, 8),
+            world.transfer(Direction.DEMOTE, 1, -1),
+            world.transfer(Direction.GATHER, 1, 0, group=0)._replace(group=2),
+            world.transfer(Direction.GATHER, 1, 0)._replace(blocks=(1000, 1001, 1002, 1003)),
+            world.transfer(Direction.DEMOTE, 1, 0)._replace(key=b"short"),
         ]
         for completion in world.run(*wrong):
             assert completion.outcome is Outcome.FAILED
@@ -246,7 +251,7 @@ def test_an_invalid_slot_group_or_block_fails_its_command_only() -> None:
 def test_an_unknown_tier_is_refused_at_once() -> None:
     with World() as world:
         with pytest.raises(ValueError, match="no tier 'tape'; there are memory"):
-            world.mover.submit(world.transfer(Link.DEMOTE, 1, 0, tier="tape"))
+            world.mover.submit(world.transfer(Direction.DEMOTE, 1, 0, tier="tape"))
         assert world.mover.take() == []
 
 
@@ -259,7 +264,7 @@ def test_a_transfer_is_not_done_before_its_fence() -> None:
 
     with World(wrap=wrap) as world:
         (copier,) = copiers
-        world.mover.submit(world.transfer(Link.GATHER, 1, 0))
+        world.mover.submit(world.transfer(Direction.GATHER, 1, 0))
         for _ in range(5):
             assert copier.asked.acquire(timeout=WAIT_S)
         assert world.mover.take() == []
@@ -279,7 +284,7 @@ def test_a_late_fence_is_waited_for_because_the_device_still_writes(caplog: pyte
 
     with World(wrap=wrap, clock=clock) as world:
         (copier,) = copiers
-        world.mover.submit(world.transfer(Link.GATHER, 1, 0, deadline_s=5.0))
+        world.mover.submit(world.transfer(Direction.GATHER, 1, 0, deadline_s=5.0))
         assert copier.asked.acquire(timeout=WAIT_S)
         clock.now_s = 6.0
         for _ in range(20):
@@ -298,18 +303,18 @@ def test_what_is_late_before_it_begins_does_not_begin() -> None:
         world.spoil(0)
         clock.now_s = 10.0
         late = [
-            (world.transfer(Link.PROMOTE, 1, 0, deadline_s=10.0), True),
-            (world.transfer(Link.DEMOTE, 1, 0, deadline_s=9.0), True),
+            (world.transfer(Direction.PROMOTE, 1, 0, deadline_s=10.0), True),
+            (world.transfer(Direction.DEMOTE, 1, 0, deadline_s=9.0), True),
             (world.probe([(1, 0)], deadline_s=9.0), True),
-            (world.transfer(Link.GATHER, 1, 0, deadline_s=9.0), False),
-            (world.transfer(Link.SCATTER, 1, 0, deadline_s=9.0), False),
+            (world.transfer(Direction.GATHER, 1, 0, deadline_s=9.0), False),
+            (world.transfer(Direction.SCATTER, 1, 0, deadline_s=9.0), False),
         ]
         for command, is_tier_fault in late:
             (completion,) = world.run(command)
             assert (completion.outcome, completion.detail) == (Outcome.FAILED, TOO_LATE)
             assert completion.is_tier_fault is is_tier_fault
         assert bytes(world.arena.frame(0, 0)) == b"\xee" * len(world.arena.frame(0, 0))
-        world.done(world.transfer(Link.PROMOTE, 1, 0, deadline_s=10.5))
+        world.done(world.transfer(Direction.PROMOTE, 1, 0, deadline_s=10.5))
 
 
 def test_loads_go_before_stores_on_the_device() -> None:
@@ -332,10 +337,15 @@ def test_loads_go_before_stores_on_the_device() -> None:
             return True
 
     with World(wrap=OrderedCopier, threads=Threads(device=1)) as world:  # type: ignore[arg-type]
-        world.mover.submit(world.transfer(Link.GATHER, 0, 0))
+        world.mover.submit(world.transfer(Direction.GATHER, 0, 0))
         assert begun.wait(WAIT_S)
-        for link, chunk in ((Link.GATHER, 1), (Link.SCATTER, 2), (Link.GATHER, 3), (Link.SCATTER, 4)):
-            world.mover.submit(world.transfer(link, chunk, chunk))
+        for direction, chunk in (
+            (Direction.GATHER, 1),
+            (Direction.SCATTER, 2),
+            (Direction.GATHER, 3),
+            (Direction.SCATTER, 4),
+        ):
+            world.mover.submit(world.transfer(direction, chunk, chunk))
         gate.set()
         world.take(5)
     assert order == ["gather 0", "scatter 8", "scatter 16", "gather 4", "gather 12"]
@@ -345,7 +355,7 @@ def test_what_has_not_begun_can_be_cancelled_and_what_has_goes_on() -> None:
     tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read")
     with World({"memory": tier}, threads=Threads(read=1)) as world:
         world.stored(1, 2, 3)
-        running, second, third = (world.transfer(Link.PROMOTE, chunk, chunk) for chunk in (1, 2, 3))
+        running, second, third = (world.transfer(Direction.PROMOTE, chunk, chunk) for chunk in (1, 2, 3))
         world.mover.submit(running)
         tier.wait_begun()
         world.mover.submit(second)

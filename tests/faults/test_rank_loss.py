@@ -20,7 +20,7 @@ from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import MESSAGE_BYTES_MAX, CompletionMessage, Note, Ping, encode
 from kvtier.runtime.rank_server import connect
 from kvtier.runtime.remote_rank import RemoteRank
-from kvtier.types import Cancel, ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId
+from kvtier.types import Cancel, ChunkKey, Direction, Drop, LoadDone, Outcome, Presence, Probe, RequestId
 
 __all__ = ["served"]
 
@@ -98,20 +98,20 @@ def test_a_stopped_worker_is_given_up_but_its_scatters_wait_for_its_end(tmp_path
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
         mover = taking(connect([worker.handshake for worker in started], hung_s=0.3).executor)
-        mover.submit(scatter := a_transfer(Link.SCATTER, 1))
+        mover.submit(scatter := a_transfer(Direction.SCATTER, 1))
         mover.flush()
         until(gate.with_suffix(".held").exists)
         started[0].stop()
         rest = [
-            a_transfer(Link.GATHER, 2, 1),
-            a_transfer(Link.PROMOTE, 3, 2),
+            a_transfer(Direction.GATHER, 2, 1),
+            a_transfer(Direction.PROMOTE, 3, 2),
             Drop("directory", ChunkKey(bytes(32)), 0),
         ]
         for command in rest:
             mover.submit(command)
         assert {id(completion.command) for completion in take(mover, 3)} == {id(command) for command in rest}
         assert "has not answered" in mover.lost
-        mover.submit(late := a_transfer(Link.GATHER, 4))
+        mover.submit(late := a_transfer(Direction.GATHER, 4))
         (completion,) = mover.take()
         assert (completion.command, completion.outcome) == (late, Outcome.FAILED)
         assert mover.take(0.5) == []  # it may wake up and go on writing to the engine's blocks
@@ -128,7 +128,7 @@ def test_a_stopped_worker_that_is_killed_then_frees_its_scatters(tmp_path):
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
         mover = taking(connect([worker.handshake for worker in started], hung_s=0.2).executor)
-        mover.submit(a_transfer(Link.SCATTER, 1))
+        mover.submit(a_transfer(Direction.SCATTER, 1))
         mover.flush()
         until(gate.with_suffix(".held").exists)
         started[0].stop()
@@ -172,7 +172,7 @@ def test_a_silent_worker_without_work_is_left_alone(tmp_path):
 def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(served):
     with greeted(served) as connection:
         for number in range(4):
-            connection.sendall(encode(rank_server.CommandMessage(number, a_transfer(Link.SCATTER, number))))
+            connection.sendall(encode(rank_server.CommandMessage(number, a_transfer(Direction.SCATTER, number))))
         for _ in range(2):
             assert served.gate.held.acquire(timeout=DEADLINE_S)
         connection.shutdown(socket.SHUT_WR)
@@ -242,7 +242,7 @@ def pair():
 def test_a_rank_is_lost_after_an_invalid_message(pair, garbage, caplog):
     mover, theirs = pair
     mover.submit(probe := Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2, NEVER_S))
-    mover.submit(a_transfer(Link.SCATTER, 2))
+    mover.submit(a_transfer(Direction.SCATTER, 2))
     mover.flush()
     theirs.sendall(garbage)
     (completion,) = take(mover, 1)
@@ -277,7 +277,7 @@ def test_the_outbox_has_an_end(pair, monkeypatch):
     monkeypatch.setattr(remote_rank, "OUTBOX_BYTES_MAX", 1000)
     mover, _ = pair
     for number in range(10):
-        mover.submit(a_transfer(Link.GATHER, number))
+        mover.submit(a_transfer(Direction.GATHER, number))
     answers = mover.take()
     assert 0 < len(answers) < 10
     assert {completion.outcome for completion in answers} == {Outcome.FAILED}
@@ -310,7 +310,7 @@ def test_an_internal_error_of_the_reader_loses_the_rank_and_leaves_nothing_open(
         mover = taking(RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S))
         connection.close()
         once(monkeypatch, owner, name)
-        mover.submit(scatter := a_transfer(Link.SCATTER, 1))
+        mover.submit(scatter := a_transfer(Direction.SCATTER, 1))
         mover.flush()
         assert served.gate.held.acquire(timeout=DEADLINE_S)
         mover.submit(probe := Probe(2, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
@@ -359,7 +359,7 @@ def test_an_internal_error_of_a_rank_disconnects_and_leaves_nothing_open(served,
         else:
             once(monkeypatch, Mover, "_settle")
         for number in range(3):
-            mover.submit(a_transfer(Link.SCATTER, number))
+            mover.submit(a_transfer(Direction.SCATTER, number))
         mover.flush()
         served.gate.hold.set()
         answers = take(mover, 3)

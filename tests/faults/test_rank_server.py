@@ -37,7 +37,7 @@ from kvtier.runtime.protocol import MessageReader, Note, Ping, ProtocolError, Ti
 from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import connect
 from kvtier.runtime.remote_rank import RemoteRank, set_timeout
-from kvtier.types import WRITE_KINDS, ChunkKey, Drop, Figures, Link, Outcome, Probe, RequestId
+from kvtier.types import WRITE_KINDS, ChunkKey, Direction, Drop, Figures, Outcome, Probe, RequestId
 
 __all__ = ["served"]
 
@@ -110,7 +110,7 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
     with workers(tmp_path / "kv", 1, gate=gate) as started:
         mover = taking(connect([worker.handshake for worker in started]).executor)
         for number in range(5):
-            mover.submit(a_transfer(Link.SCATTER, number))
+            mover.submit(a_transfer(Direction.SCATTER, number))
         mover.flush()
         held = gate.with_suffix(".held")
         until(lambda: held.exists() and held.stat().st_size == 2)

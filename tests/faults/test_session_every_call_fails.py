@@ -23,9 +23,9 @@ from kvtier.types import (
     Cancel,
     ChunkKey,
     Command,
+    Direction,
     Drop,
     Event,
-    Link,
     LoadDone,
     NextTurn,
     Outcome,
@@ -75,7 +75,7 @@ class Instant:
         self.held = held
         self.waiting: list[Any] = []
         self.running: list[Transfer] = []
-        self.fails: set[Link] = set()
+        self.fails: set[Direction] = set()
         self.is_driven = False
         """Whether `flush` makes a step, so that a session that waits in `close` gets on."""
         self.is_closed = False
@@ -92,10 +92,10 @@ class Instant:
     def step(self) -> None:
         """Complete what was submitted, and the copies that the last step has begun."""
         for copy in self.running:
-            self.put(Completion(copy, Outcome.FAILED if copy.link in self.fails else Outcome.DONE))
+            self.put(Completion(copy, Outcome.FAILED if copy.direction in self.fails else Outcome.DONE))
         waiting, self.waiting, self.running = self.waiting, [], []
         for command in waiting:
-            if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.SCATTER):
+            if isinstance(command, Transfer) and command.direction in (Direction.GATHER, Direction.SCATTER):
                 self.running.append(command)
             else:
                 self.put(self._below(command))
@@ -107,9 +107,9 @@ class Instant:
         if isinstance(command, Drop | Tell):
             return Completion(command, Outcome.DONE)
         item = (command.key, command.group)
-        if command.link in self.fails:
-            return Completion(command, Outcome.CORRUPT if command.link is Link.PROMOTE else Outcome.FAILED)
-        if command.link is Link.DEMOTE:
+        if command.direction in self.fails:
+            return Completion(command, Outcome.CORRUPT if command.direction is Direction.PROMOTE else Outcome.FAILED)
+        if command.direction is Direction.DEMOTE:
             self.held.add(item)
         return Completion(command, Outcome.DONE if item in self.held else Outcome.ABSENT)
 
@@ -215,7 +215,7 @@ class Recording:
         self.act(lambda: session.release(RequestId("s2")))
         self.act(lambda: session.expects("conversation", NextTurn.TOOL))
         self.poll(6)
-        self.mover.fails = {Link.PROMOTE, Link.GATHER, Link.DEMOTE}
+        self.mover.fails = {Direction.PROMOTE, Direction.GATHER, Direction.DEMOTE}
         self.store("s4", prefix_of("mnop"))
         self.load("l3", prefix_of("abc"), 3)
         self.poll(1)

@@ -30,7 +30,7 @@ from kvtier.tier.base import Tier
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
-from kvtier.types import Link, ObjectName, Outcome, RequestId
+from kvtier.types import Direction, ObjectName, Outcome, RequestId
 
 FINGERPRINT = bytes(range(32))
 CHUNKS = 4
@@ -220,11 +220,11 @@ def test_an_unreadable_object_is_left_alone_for_a_time_and_then_tried_again(capl
         world.stored(1, 2)
         before = rewritten(tier, KEPT["a codec of another package"])
         for _ in range(3):
-            completions = world.run(world.transfer(Link.PROMOTE, 1, 5), world.transfer(Link.PROMOTE, 2, 6))
+            completions = world.run(world.transfer(Direction.PROMOTE, 1, 5), world.transfer(Direction.PROMOTE, 2, 6))
             assert [it.outcome for it in completions] == [Outcome.ABSENT] * 2
             assert not any(it.is_tier_fault for it in completions)
         assert world.run(world.probe([(1, 0), (3, 0)]))[0].present == (False, False)
-        (written,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
+        (written,) = world.run(world.transfer(Direction.DEMOTE, 1, 0))
         assert (written.outcome, written.is_tier_fault) == (Outcome.FAILED, False)
         assert written.detail.endswith(NOT_ADMITTED)
         world.done(world.drop(1))  # of a command to all ranks, when another rank's object is damaged
@@ -237,7 +237,7 @@ def test_an_unreadable_object_is_left_alone_for_a_time_and_then_tried_again(capl
         assert world.run(world.probe([(1, 0)]))[0].present == (True,)
         world.done(world.drop(1))
         world.stored(1)
-        world.done(world.transfer(Link.PROMOTE, 1, 5))
+        world.done(world.transfer(Direction.PROMOTE, 1, 5))
         assert world.is_in_slot(1, 5)
 
 

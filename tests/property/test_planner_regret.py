@@ -25,7 +25,7 @@ from kvtier.core.planner import (
 from kvtier.core.prefill_estimator import Piece, PrefillCosts, PrefillEstimator
 from kvtier.core.prefix import needed_chunks
 from kvtier.layout import History, State, Validity, Window
-from kvtier.types import Link, LoadDone, LoadOption, Lookup, Place, Presence, RequestId
+from kvtier.types import Direction, LoadDone, LoadOption, Lookup, Place, Presence, RequestId
 
 EPSILON_S = 1e-6
 CUT_S = 0.003
@@ -95,8 +95,8 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
         assert cut_s is not None
         if due and due[0][0] < cut_s:
             core.now_s, key, chunk = due.pop(0)
-            core.answer(next(one for one in core.going(Link.PROMOTE) if one.key == key))
-            core.run(links=[Link.SCATTER])
+            core.answer(next(one for one in core.going(Direction.PROMOTE) if one.key == key))
+            core.run(directions=[Direction.SCATTER])
             here.add(chunk)
             reached = next(number for number in range(len(arrivals) + 1) if number not in here) * CHUNK
             best_s = min(best_s, max(core.now_s, free_s) + budget.saved_s(max(reached, resident), tokens))

@@ -26,9 +26,9 @@ from kvtier.types import (
     WRITE_KINDS,
     Cancel,
     ChunkKey,
+    Direction,
     Drop,
     Figures,
-    Link,
     NextTurn,
     Outcome,
     Probe,
@@ -45,7 +45,7 @@ seconds = st.floats(allow_nan=False)
 transfers = st.builds(
     Transfer,
     integers,
-    st.sampled_from(Link),
+    st.sampled_from(Direction),
     keys,
     small,
     small,
@@ -110,7 +110,7 @@ plain = st.recursive(
 word, number, count = (str, type(None)), (int, float), (int, type(None))
 FIELDS = {
     CommandMessage: (int, (Transfer, Probe, Drop, Tell)),
-    Transfer: (int, Link, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word),
+    Transfer: (int, Direction, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word),
     Probe: (int, str, tuple, number),
     Drop: (str, bytes, int),
     Tell: (str, str, (NextTurn, type(None))),

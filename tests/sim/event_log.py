@@ -17,8 +17,8 @@ from kvtier.types import (
     Cancel,
     ChunkKey,
     Command,
+    Direction,
     Drop,
-    Link,
     LoadDone,
     NextTurn,
     Outcome,
@@ -208,8 +208,8 @@ class EventLog:
             job = jobs.get(transfer.request)
             sent.operation = job.load if job is not None else None
             if job is None or job.released_s is not None:
-                raise Violation(f"{transfer.link.value} {transfer.id} begins after its request was released")
-        if transfer.link is Link.PROMOTE:
+                raise Violation(f"{transfer.direction.value} {transfer.id} begins after its request was released")
+        if transfer.direction is Direction.PROMOTE:
             item = (transfer.key, transfer.group)
             if any(entry.slot == transfer.slot for entry in self.cache.host.relayed if entry.group == transfer.group):
                 self._check_relay(transfer)
@@ -239,23 +239,23 @@ class EventLog:
         """Record an answer, before the core gets it."""
         sent = self.transfers.pop(transfer.id)
         item = (transfer.key, transfer.group)
-        if outcome is Outcome.CORRUPT and transfer.link is Link.PROMOTE:
+        if outcome is Outcome.CORRUPT and transfer.direction is Direction.PROMOTE:
             self._drops_due.append((transfer.tier, item))
             wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
             self._doubted.update((transfer.tier, other) for present in wanting for other in present)
-        elif transfer.link is Link.PROMOTE and outcome is not Outcome.DONE and is_fault:
+        elif transfer.direction is Direction.PROMOTE and outcome is not Outcome.DONE and is_fault:
             self._doubted.add((transfer.tier, item))
         if sent.replaces_since_s is not None and outcome is Outcome.DONE:
             is_harmed = self._harmed.get(item, -inf) >= sent.replaces_since_s
             if not is_harmed and not self._world.tiers[transfer.tier].holds(item):
                 raise Violation(f"demote {transfer.id} was to replace a bad copy in {transfer.tier!r} and did not")
             self._dropped.pop((transfer.tier, item), None)
-        if transfer.link is Link.SCATTER and outcome is Outcome.DONE and sent.operation in self.arrivals:
+        if transfer.direction is Direction.SCATTER and outcome is Outcome.DONE and sent.operation in self.arrivals:
             self.arrivals[sent.operation].append((self._world.now_s, item))
         if sent.only_load is not None and outcome not in (Outcome.DONE, Outcome.CANCELLED):
             self._refused.add((sent.only_load, transfer.tier, item))
         if transfer.tier and outcome is not Outcome.CANCELLED:
-            self._count_fault(transfer.tier, WAYS[transfer.link], is_fault, transfer.deadline_s)
+            self._count_fault(transfer.tier, WAYS[transfer.direction], is_fault, transfer.deadline_s)
 
     def _count_fault(self, tier: str, way: Way, is_fault: bool, deadline_s: float) -> None:
         is_in_time = self._world.now_s < deadline_s
@@ -291,7 +291,7 @@ class EventLog:
         else:
             self.down.add(which)
             for sent in self.transfers.values():
-                sent.is_given_up |= WAYS.get(sent.transfer.link) == "read" == notice.way and (
+                sent.is_given_up |= WAYS.get(sent.transfer.direction) == "read" == notice.way and (
                     sent.transfer.tier == notice.tier
                 )
         self._noticed_s[which] = self._world.now_s
@@ -398,8 +398,8 @@ class EventLog:
         for sent in self.transfers.values():
             transfer = sent.transfer
             if transfer.tier and now_s >= transfer.deadline_s:
-                self._troubled_s[transfer.tier, WAYS[transfer.link]] = now_s
-                if transfer.link is Link.PROMOTE:
+                self._troubled_s[transfer.tier, WAYS[transfer.direction]] = now_s
+                if transfer.direction is Direction.PROMOTE:
                     self._unusable_s[transfer.tier] = now_s
                 self._incidents[transfer.key, transfer.group] = now_s
             elif sent.is_given_up:  # its thread still counts against the limit of the tier
@@ -413,25 +413,25 @@ class EventLog:
         """Check budgets by an own count, and that bad copies are dropped at once."""
         self._note_late()
         now_s, limits = self._world.now_s, self._scenario.limits
-        out: defaultdict[tuple[Link, str], int] = defaultdict(int)
+        out: defaultdict[tuple[Direction, str], int] = defaultdict(int)
         for sent in self.transfers.values():
             transfer = sent.transfer
-            out[transfer.link, transfer.tier] += 1
+            out[transfer.direction, transfer.tier] += 1
             is_late = transfer.tier and now_s > transfer.deadline_s + TICK_LATENESS_S_MAX
             if is_late and not sent.is_cancelled:
-                raise Violation(f"{transfer.link.value} {transfer.id} is past its deadline and was not cancelled")
+                raise Violation(f"{transfer.direction.value} {transfer.id} is past its deadline and was not cancelled")
         by_name = {rules.name: rules for rules in self._scenario.rules}
-        for (link, tier), count in out.items():
+        for (direction, tier), count in out.items():
             rules = by_name.get(tier)
             small = rules.small_bytes // OBJECT_BYTES if rules else 0
             most = {
-                Link.GATHER: limits.gathers,
-                Link.SCATTER: limits.scatters,
-                Link.PROMOTE: min(max(rules.promotes if rules else 0, small), self._tier_most),
-                Link.DEMOTE: min(max(rules.demotes if rules else 0, small), self._tier_most),
-            }[link]
+                Direction.GATHER: limits.gathers,
+                Direction.SCATTER: limits.scatters,
+                Direction.PROMOTE: min(max(rules.promotes if rules else 0, small), self._tier_most),
+                Direction.DEMOTE: min(max(rules.demotes if rules else 0, small), self._tier_most),
+            }[direction]
             if count > most:
-                raise Violation(f"{count} {link.value}s {tier} in flight, {most} allowed")
+                raise Violation(f"{count} {direction.value}s {tier} in flight, {most} allowed")
         if len(self._answers) > self._scenario.requests:
             raise Violation(f"the answers of {len(self._answers)} requests are kept, {self._scenario.requests} allowed")
         if self._back_due:
@@ -445,4 +445,4 @@ class EventLog:
 
 def _demoted(transfer: Transfer) -> tuple[str, Item]:
     """(tier, object) of a demotion; the tier is empty for other transfers."""
-    return transfer.tier if transfer.link is Link.DEMOTE else "", (transfer.key, transfer.group)
+    return transfer.tier if transfer.direction is Direction.DEMOTE else "", (transfer.key, transfer.group)

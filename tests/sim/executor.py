@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from tests.sim.scenario import Outage
 from tests.sim.world import Condition, Content, Item, SimTier, SlotUse, StoredCopy, Violation, World
 
-from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Transfer
+from kvtier.types import Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Transfer
 
 DAMAGE = (Condition.FLIPPED, Condition.TRUNCATED, Condition.OTHER_KEY)
-WRITES_SLOT = (Link.GATHER, Link.PROMOTE)
+WRITES_SLOT = (Direction.GATHER, Direction.PROMOTE)
 CANCELLED_IN_TIME = 0.7
 
 
@@ -76,23 +76,23 @@ class SimExecutor:
         if task.is_cancelled:
             return
         transfer = task.transfer
-        if transfer.link is Link.DEMOTE and (transfer.tier, (transfer.key, transfer.group)) in self._dropping:
+        if transfer.direction is Direction.DEMOTE and (transfer.tier, (transfer.key, transfer.group)) in self._dropping:
             self._world.later(0.001, lambda: self._begin(task))
             return
         task.has_begun = True
         self._claim(task)
         duration_s = self._delay(transfer) * 0.7
-        if transfer.link in WRITES_SLOT:
+        if transfer.direction in WRITES_SLOT:
             self._write_slot(task, self._world.garbage())
-        if transfer.link is Link.GATHER:
+        if transfer.direction is Direction.GATHER:
             task.seen = self._world.blocks.content[transfer.blocks[0]]
-        elif transfer.link is Link.SCATTER:
+        elif transfer.direction is Direction.SCATTER:
             task.seen = self._read_slot(task)
             self._world.blocks.content[transfer.blocks[0]] = self._world.garbage()
-        elif transfer.link is Link.PROMOTE:
+        elif transfer.direction is Direction.PROMOTE:
             task.copy = self._world.tiers[transfer.tier].copies.get((transfer.key, transfer.group))
         if transfer.tier:
-            outage = self._outage(transfer.tier, is_read=transfer.link is Link.PROMOTE)
+            outage = self._outage(transfer.tier, is_read=transfer.direction is Direction.PROMOTE)
             if outage is not None:
                 self._fail_or_hang(task, outage)
                 return
@@ -114,14 +114,14 @@ class SimExecutor:
 
     def _end(self, task: RunningTransfer) -> None:
         transfer = task.transfer
-        chance = {Link.PROMOTE: self._faults.read_fails, Link.DEMOTE: self._faults.write_fails}
-        if self._world.dice.random() < chance.get(transfer.link, self._faults.copy_fails):
+        chance = {Direction.PROMOTE: self._faults.read_fails, Direction.DEMOTE: self._faults.write_fails}
+        if self._world.dice.random() < chance.get(transfer.direction, self._faults.copy_fails):
             self._answer(task, Outcome.FAILED, is_fault=bool(transfer.tier))
-        elif transfer.link is Link.PROMOTE:
+        elif transfer.direction is Direction.PROMOTE:
             self._end_promote(task)
-        elif transfer.link is Link.DEMOTE:
+        elif transfer.direction is Direction.DEMOTE:
             self._end_demote(task)
-        elif transfer.link is Link.GATHER:
+        elif transfer.direction is Direction.GATHER:
             now = self._world.blocks.content[transfer.blocks[0]]
             self._write_slot(task, self._world.dice.choice((task.seen, now)))
             self._answer(task, Outcome.DONE)
@@ -228,19 +228,23 @@ class SimExecutor:
 
     def _claim(self, task: RunningTransfer) -> None:
         transfer, use = task.transfer, self._use(task)
-        if transfer.link in WRITES_SLOT:
+        if transfer.direction in WRITES_SLOT:
             if use.readers or use.writers:
-                raise Violation(f"{transfer.link.value} {transfer.id} writes slot {transfer.slot}, which is in use")
+                raise Violation(
+                    f"{transfer.direction.value} {transfer.id} writes slot {transfer.slot}, which is in use"
+                )
             use.writers += 1
         else:
             if use.writers:
-                raise Violation(f"{transfer.link.value} {transfer.id} reads slot {transfer.slot}, which is written")
+                raise Violation(
+                    f"{transfer.direction.value} {transfer.id} reads slot {transfer.slot}, which is written"
+                )
             use.readers += 1
         self._check_blocks(transfer)
 
     def _unclaim(self, task: RunningTransfer) -> None:
         use = self._use(task)
-        if task.transfer.link in WRITES_SLOT:
+        if task.transfer.direction in WRITES_SLOT:
             use.writers -= 1
         else:
             use.readers -= 1
@@ -249,7 +253,7 @@ class SimExecutor:
     def _check_blocks(self, transfer: Transfer) -> None:
         for block in transfer.blocks:
             if block not in self._world.blocks.open:
-                raise Violation(f"{transfer.link.value} {transfer.id} touches block {block} after the end")
+                raise Violation(f"{transfer.direction.value} {transfer.id} touches block {block} after the end")
 
     def _read_slot(self, task: RunningTransfer) -> Content:
         return self._world.slots[task.transfer.group][task.transfer.slot]

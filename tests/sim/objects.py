@@ -25,9 +25,9 @@ from kvtier.core.object_cache import ObjectCache
 from kvtier.types import (
     ChunkKey,
     Command,
+    Direction,
     Drop,
     Event,
-    Link,
     ObjectId,
     ObjectsDone,
     Origin,
@@ -255,7 +255,7 @@ class ObjectSimulation:
                 self.world.trace.event(self.world.now_s, command)
                 if isinstance(command, Transfer):
                     self._flights[command.id] = command
-                    self.counts.relays += command.link is Link.PROMOTE and self._is_relay(command)
+                    self.counts.relays += command.direction is Direction.PROMOTE and self._is_relay(command)
                 elif isinstance(command, Probe):
                     self._probes.add(command.id)
                 elif isinstance(command, Drop) and self._is_storm and self._dice.random() < 0.5:

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvtier.types import (
     Cancel,
+    Direction,
     Drop,
-    Link,
     LoadDone,
     LoadOption,
     Lookup,
@@ -68,10 +68,10 @@ MEMBERS: dict[Enum, int] = {
     Presence.ARRIVING: 11,
     Presence.PROBING: 12,
     Presence.ABSENT: 13,
-    Link.GATHER: 20,
-    Link.SCATTER: 21,
-    Link.DEMOTE: 22,
-    Link.PROMOTE: 23,
+    Direction.GATHER: 20,
+    Direction.SCATTER: 21,
+    Direction.DEMOTE: 22,
+    Direction.PROMOTE: 23,
     NextTurn.TOOL: 30,
     NextTurn.USER: 31,
     NextTurn.NOBODY: 32,
@@ -86,7 +86,7 @@ FIELDS: dict[type, tuple[RecordKind | None, Callable[[Any], tuple[object, ...]]]
     TierNotice: (RecordKind.TIER_NOTICE, lambda a: (a.tier, a.way, a.is_up)),
     Transfer: (
         RecordKind.TRANSFER,
-        lambda a: (a.id, a.link, a.key, a.group, a.slot, a.tier, a.request, a.blocks, a.depth, a.deadline_s),
+        lambda a: (a.id, a.direction, a.key, a.group, a.slot, a.tier, a.request, a.blocks, a.depth, a.deadline_s),
     ),
     Probe: (RecordKind.PROBE, lambda a: (a.id, a.tier, a.objects, a.deadline_s)),
     Cancel: (RecordKind.CANCEL, lambda a: (a.ids,)),

@@ -17,7 +17,7 @@ from kvtier.bench.io_workloads import FullTier, IoSample, layout_of
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
 from kvtier.runtime.executor import Completion
-from kvtier.types import Link, Outcome
+from kvtier.types import Direction, Outcome
 
 
 def test_core_gives_its_three_figures(capsys):
@@ -124,7 +124,7 @@ class Mover:
 
     def move(self, command):
         frame = self.arena.frame(0, command.slot)
-        if command.link is Link.DEMOTE:
+        if command.direction is Direction.DEMOTE:
             self.kept[command.key] = bytes(frame)
         else:
             frame[:] = self.kept[command.key]

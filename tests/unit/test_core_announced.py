@@ -8,7 +8,7 @@ from tests.unit.test_core_hierarchy import long_prefix, near_and_far, rules, tel
 
 from kvtier.core.probes import ASK_AGAIN_S_MAX, ASK_AGAIN_S_MIN, ASKING_MAX, ROUND_NAMES, STALL_S
 from kvtier.layout import History, Window
-from kvtier.types import Link, Lookup, Prefix, Presence
+from kvtier.types import Direction, Lookup, Prefix, Presence
 
 TEXT = prefix_of("abcd")
 EVERYTHING = 4 * CHUNK
@@ -295,7 +295,7 @@ def publisher(slots: int = 64, *, publishes: bool = True) -> Driver:
 def published(core: Driver) -> list[int]:
     """The order in which the remote tier gets the chunks."""
     order: list[int] = []
-    while going := core.going(Link.DEMOTE, "far"):
+    while going := core.going(Direction.DEMOTE, "far"):
         order += [one.depth for one in going]
         for one in going:
             core.answer(one)

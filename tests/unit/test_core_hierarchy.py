@@ -6,7 +6,7 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 from kvtier.core import pending_writes, tier_state
 from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, State, Window
-from kvtier.types import ChunkKey, Link, Outcome, Prefix, Presence, RequestId
+from kvtier.types import ChunkKey, Direction, Outcome, Prefix, Presence, RequestId
 
 LONG_S = 1000.0
 
@@ -38,7 +38,7 @@ def tell(core: Driver) -> int:
 
 
 def demotions(core: Driver, tier: str) -> list[str]:
-    return [one.key.decode() for one in core.going(Link.DEMOTE) if one.tier == tier]
+    return [one.key.decode() for one in core.going(Direction.DEMOTE) if one.tier == tier]
 
 
 # ---- lookup --------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_relay_writes_from_host_memory_while_the_object_is_there() -> None:
     core = near_and_far(slots=32, demotes=1)
     core.store("a", long_prefix(4))
     core.run()
-    assert not [one for one in core.sent if one.link is Link.PROMOTE]
+    assert not [one for one in core.sent if one.direction is Direction.PROMOTE]
     assert len(core.held["far"]) == 4
 
 
@@ -277,9 +277,9 @@ def test_a_relay_reads_from_the_faster_tier_into_the_staging_area() -> None:
     core.run(keep=lambda one: one.tier == "far")
     core.store("b", long_prefix(31, "b"))
     core.run(keep=lambda one: one.tier == "far")
-    for hung in core.going(Link.DEMOTE):
+    for hung in core.going(Direction.DEMOTE):
         core.answer(hung)
-    staged = core.going(Link.PROMOTE)
+    staged = core.going(Direction.PROMOTE)
     assert staged
     assert len({one.slot for one in staged}) == 1, "the staging area is one slot of 32"
     core.run()
@@ -298,12 +298,12 @@ def test_a_relay_takes_no_slot_that_is_in_use() -> None:
     core.store("a", long_prefix(4, "a"))
     core.run(keep=lambda one: one.tier == "far")
     core.store("b", long_prefix(32, "b"))
-    core.run(keep=lambda one: one.link is Link.DEMOTE)  # the disk is slow: all objects wait for it
-    (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
+    core.run(keep=lambda one: one.direction is Direction.DEMOTE)  # the disk is slow: all objects wait for it
+    (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
     core.answer(hung)
-    core.run(keep=lambda one: one.link is not Link.GATHER)
+    core.run(keep=lambda one: one.direction is not Direction.GATHER)
     assert core.cache._pending_writes.queues["far"].relays
-    assert not core.going(Link.PROMOTE)
+    assert not core.going(Direction.PROMOTE)
     core.run()
     assert len(core.held["far"]) == 35, "all but the hung one"
 
@@ -327,9 +327,9 @@ def test_a_relay_waits_for_loads() -> None:
     core.run(keep=lambda one: one.tier == "far")
     core.fill("disk", long_prefix(30, "c"))
     core.load("c", long_prefix(30, "c"))
-    for hung in core.going(Link.DEMOTE):
+    for hung in core.going(Direction.DEMOTE):
         core.answer(hung)
-    assert all(one.key.startswith(b"c") for one in core.going(Link.PROMOTE))
+    assert all(one.key.startswith(b"c") for one in core.going(Direction.PROMOTE))
     core.run()
     assert core.loaded()[0].tokens == 30 * CHUNK
 
@@ -340,7 +340,7 @@ def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
     core.run(keep=lambda one: one.tier == "far")
     core.store("b", long_prefix(30, "b"))
     core.run(keep=lambda one: one.tier == "far")
-    (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
+    (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
     core.answer(hung, Outcome.FAILED, is_fault=True)
     core.run()
     assert len(core.cache._pending_writes.queues["far"].relays) == 33
@@ -357,7 +357,7 @@ def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time
     core = near_and_far(slots=32, demotes=1, failures=1, retry_s=5.0)
     core.store("a", long_prefix(3, "a"))
     core.run(keep=lambda one: one.tier == "far")
-    (hung,) = core.going(Link.DEMOTE)
+    (hung,) = core.going(Direction.DEMOTE)
     core.answer(hung, Outcome.FAILED, is_fault=True)
     core.store("b", long_prefix(32, "b"))
     core.run()
@@ -365,10 +365,10 @@ def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time
     core.run()
     core.wait(5.1)
     core.check_tiers()
-    core.run(keep=lambda one: one.link is Link.DEMOTE)
-    (trial,) = core.going(Link.DEMOTE)
+    core.run(keep=lambda one: one.direction is Direction.DEMOTE)
+    (trial,) = core.going(Direction.DEMOTE)
     core.answer(trial)
-    (relayed,) = core.going(Link.DEMOTE)
+    (relayed,) = core.going(Direction.DEMOTE)
     core.store("d", long_prefix(3, "a"))
     core.answer(relayed)
     core.run()
@@ -391,9 +391,9 @@ def test_a_staged_read_that_hangs_ties_its_slot_until_its_thread_ends() -> None:
     core.run(keep=lambda one: one.tier == "far")
     core.store("b", long_prefix(31, "b"))
     core.run(keep=lambda one: one.tier == "far")
-    (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
+    (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
     core.answer(hung)
-    staged = core.going(Link.PROMOTE)[0]
+    staged = core.going(Direction.PROMOTE)[0]
     core.wait(2.0)
     assert staged.slot in [entry.slot for entry in core.cache.host.lost]
     core.answer(staged)
@@ -423,7 +423,9 @@ def test_an_object_from_a_slower_tier_enters_the_faster_one_at_its_second_use() 
     core.load("s", prompt)
     core.run()
     assert core.held["disk"] == {(key("a"), 0)}
-    assert not [one for one in core.sent if (one.link, one.tier) == (Link.DEMOTE, "far")], "not sent where it came from"
+    assert not [one for one in core.sent if (one.direction, one.tier) == (Direction.DEMOTE, "far")], (
+        "not sent where it came from"
+    )
 
 
 def test_a_second_promotion_counts_as_a_second_use() -> None:
@@ -468,10 +470,10 @@ def test_a_suspect_copy_is_uploaded_again() -> None:
     core.lookup("r", prompt)
     core.run()
     core.load("r", prompt)
-    core.answer(core.going(Link.PROMOTE)[0], Outcome.CORRUPT)
+    core.answer(core.going(Direction.PROMOTE)[0], Outcome.CORRUPT)
     core.store("r", prompt)
     core.run()
-    assert [one.tier for one in core.sent if one.link is Link.DEMOTE] == ["disk", "far"]
+    assert [one.tier for one in core.sent if one.direction is Direction.DEMOTE] == ["disk", "far"]
 
 
 def test_what_can_not_be_staged_is_dropped_and_holds_up_no_other_relay() -> None:
@@ -496,7 +498,7 @@ def test_a_suspect_copy_that_a_probe_found_in_between_is_uploaded_again() -> Non
     core.lookup("r", prefix_of("a"))
     core.run()
     core.load("r", prefix_of("a"))
-    (promote,) = core.going(Link.PROMOTE)
+    (promote,) = core.going(Direction.PROMOTE)
     core.answer(promote, Outcome.FAILED, is_fault=True)
     core.release("r")
     core.lookup("other", prefix_of("a"))

@@ -5,7 +5,7 @@ from tests.core_driver import Driver, prefix_of
 from kvtier.layout import History
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
-from kvtier.types import Link, NextTurn, Tell
+from kvtier.types import Direction, NextTurn, Tell
 
 A, B = "a", "b"
 
@@ -60,7 +60,7 @@ def test_a_hint_follows_the_open_stores_of_its_session():
     core.expects("b", NextTurn.USER)  # which stores nothing
     core.expects("a", NextTurn.NOBODY)  # the last hint counts
     assert core.tells == [Tell("disk", "b", NextTurn.USER)]
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     assert evictor.heard == [
         *(("b", NextTurn.USER), ("added", "x", "a"), ("added", "xy", "a")),
         ("a", NextTurn.NOBODY),

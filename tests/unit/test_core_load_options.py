@@ -7,7 +7,7 @@ from kvtier.core.link_estimates import DEFAULT_BYTES_PER_S, PAUSE_KEPT, SAMPLE_S
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.prefix import needed_chunks
 from kvtier.layout import ALIGNMENT, History, State, Window
-from kvtier.types import Link, LoadDone, LoadOption, Outcome, Place, Prefix, Presence, RequestId
+from kvtier.types import Direction, LoadDone, LoadOption, Outcome, Place, Prefix, Presence, RequestId
 
 MB = 1 << 20
 
@@ -251,7 +251,7 @@ def test_copies_to_the_engine_that_wait_for_their_turn_come_first() -> None:
         core.run()
     paced(core, host_s=0.01)
     core.load("other", first)
-    assert len(core.going(Link.SCATTER)) == 2
+    assert len(core.going(Direction.SCATTER)) == 2
     assert options(core, "r", second) == [(3 * CHUNK, "host", 0.09)]
 
 
@@ -290,7 +290,7 @@ def test_a_load_of_a_shared_prefix_waits_for_the_open_load_only() -> None:
     paced(core, disk=0.1)
     options(core, "a", first)
     core.load("a", first)
-    assert len(core.going(Link.PROMOTE)) == 3  # the others wait for their turn
+    assert len(core.going(Direction.PROMOTE)) == 3  # the others wait for their turn
     assert options(core, "b", first) == [(6 * CHUNK, "disk", 0.7)]  # and the pace of the first, which is under way
     assert options(core, "c", second) == [(6 * CHUNK, "disk", 0.7)]
 
@@ -310,7 +310,7 @@ def test_every_promotion_and_scatter_is_measured() -> None:
     options(core, "r", prefix)
     core.load("r", prefix)
     core.wait(0.5)
-    core.run(links=[Link.PROMOTE])
+    core.run(directions=[Direction.PROMOTE])
     core.wait(0.25)
     core.run()
     estimators = core.cache._estimators
@@ -336,9 +336,9 @@ def load(core: Driver, prefix: Prefix, budget: LoadBudget, *, resident_tokens: i
 
 def promote(core: Driver, count: int) -> None:
     """The next `count` objects come, and are scattered."""
-    for transfer in core.going(Link.PROMOTE)[:count]:
+    for transfer in core.going(Direction.PROMOTE)[:count]:
         core.answer(transfer)
-    core.run(links=[Link.SCATTER])
+    core.run(directions=[Direction.SCATTER])
 
 
 def filled(text: str, **rest: object) -> tuple[Driver, Prefix]:
@@ -376,9 +376,9 @@ def test_a_chunk_behind_a_hole_is_worth_nothing_yet() -> None:
     core, prefix = filled("abcd")
     load(core, prefix, LoadBudget(1.0, 10.0))
     core.wait(0.5)
-    for transfer in core.going(Link.PROMOTE)[1:]:
+    for transfer in core.going(Direction.PROMOTE)[1:]:
         core.answer(transfer)
-    core.run(links=[Link.SCATTER])
+    core.run(directions=[Direction.SCATTER])
     assert core.cache.next_deadline() == pytest.approx(1.0)
     core.wait(0.5)
     assert core.loaded()[0].tokens == 0
@@ -407,9 +407,9 @@ def test_what_waiting_for_the_first_chunk_takes_is_remembered() -> None:
     core, prefix = filled("abcd")
     load(core, prefix, LoadBudget(1.0, 0.25))
     core.wait(0.3)
-    for transfer in core.going(Link.PROMOTE)[1:]:
+    for transfer in core.going(Direction.PROMOTE)[1:]:
         core.answer(transfer)
-    core.run(links=[Link.SCATTER])
+    core.run(directions=[Direction.SCATTER])
     core.wait(0.4)
     promote(core, 1)
     assert (core.cache._estimators["disk"].first_s, core.cache._estimators["disk"].lead_s) == (
@@ -459,10 +459,10 @@ def test_a_part_of_what_counts_as_a_whole_only_is_worth_nothing() -> None:
 def test_a_cut_waits_for_the_copies_into_the_engine() -> None:
     core, prefix = filled("ab")
     load(core, prefix, LoadBudget(1.0, 0.25))
-    core.answer(core.going(Link.PROMOTE)[0])
+    core.answer(core.going(Direction.PROMOTE)[0])
     core.wait(1.0)
     assert core.loaded() == []
-    core.run(links=[Link.SCATTER])
+    core.run(directions=[Direction.SCATTER])
     (done,) = core.loaded()
     assert (done.tokens, done.was_cut) == (CHUNK, True)
 
@@ -479,7 +479,7 @@ def test_what_arrives_after_a_cut_is_kept() -> None:
     core, prefix = filled("ab")
     load(core, prefix, LoadBudget(1.0, 0.25))
     core.wait(1.0)
-    for transfer in core.going(Link.PROMOTE):
+    for transfer in core.going(Direction.PROMOTE):
         core.answer(transfer, Outcome.DONE)
     assert core.lookup("again", prefix).ready_tokens == 2 * CHUNK
 

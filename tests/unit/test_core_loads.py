@@ -5,7 +5,7 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, State, Window
-from kvtier.types import Link, LoadDone, Outcome, Place, Presence, RequestId
+from kvtier.types import Direction, LoadDone, Outcome, Place, Presence, RequestId
 
 
 def test_what_is_in_host_memory_is_ready_and_scattered_at_once() -> None:
@@ -17,7 +17,7 @@ def test_what_is_in_host_memory_is_ready_and_scattered_at_once() -> None:
     assert (answer.tokens, answer.ready_tokens, answer.presence) == (12, 12, Presence.READY)
     assert answer.sources == (("host", 12),)
     core.load("b", prompt)
-    assert len(core.going(Link.SCATTER)) == 3
+    assert len(core.going(Direction.SCATTER)) == 3
     core.run()
     assert core.loaded() == [LoadDone(RequestId("b"), 12, 12, (), (("host", 12),))]
 
@@ -34,8 +34,8 @@ def test_one_promotion_serves_all_waiting_loads() -> None:
     for request in "xyz":
         core.load(request, prompt)
     core.run()
-    assert sum(one.link is Link.PROMOTE for one in core.sent) == 2
-    assert sum(one.link is Link.SCATTER for one in core.sent) == 6
+    assert sum(one.direction is Direction.PROMOTE for one in core.sent) == 2
+    assert sum(one.direction is Direction.SCATTER for one in core.sent) == 6
     done = core.loaded()
     assert [one.tokens for one in done] == [8, 8, 8]
     assert done[0].sources == (("disk", 8),)
@@ -48,7 +48,7 @@ def test_a_load_waits_for_what_another_request_is_storing() -> None:
     core.store("a", prompt)
     assert core.lookup("b", prompt).presence is Presence.ARRIVING
     core.load("b", prompt)
-    assert not core.going(Link.SCATTER)
+    assert not core.going(Direction.SCATTER)
     core.run()
     assert core.loaded()[0].tokens == 8
 
@@ -59,7 +59,7 @@ def test_a_load_whose_gather_fails_under_it_asks_the_tiers() -> None:
     core.fill("disk", prompt)
     core.store("a", prompt)
     core.load("b", prompt)
-    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    core.answer(core.going(Direction.GATHER)[0], Outcome.FAILED)
     core.run()
     assert core.stored()[0].dropped == 1
     assert core.loaded()[0].sources == (("disk", 4),)
@@ -83,7 +83,7 @@ def test_a_prefix_larger_than_host_memory_streams_through() -> None:
 def test_a_prefix_larger_than_host_memory_streams_despite_pending_writes(policy: WritePolicy) -> None:
     core = Driver(slots=4, write_policy=policy, selective_uses=1)
     core.store("a", prefix_of("0123"))
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     prompt = prefix_of("abcdefgh")
     core.fill("disk", prompt)
     core.load("b", prompt)
@@ -94,12 +94,14 @@ def test_a_prefix_larger_than_host_memory_streams_despite_pending_writes(policy:
 def test_loads_come_before_stores() -> None:
     core = Driver(slots=4, promotes=1)
     core.store("a", prefix_of("0123"))
-    core.run(links=[Link.GATHER])  # every slot is owed to the disk, or being written to it
+    core.run(directions=[Direction.GATHER])  # every slot is owed to the disk, or being written to it
     prompt = prefix_of("ab")
     core.fill("disk", prompt)
     core.load("b", prompt)
     core.store("c", prefix_of("wxyz"))
-    assert not [one for one in core.going(Link.GATHER) if one.request == "c"][1:], "the load has the first free slot"
+    assert not [one for one in core.going(Direction.GATHER) if one.request == "c"][1:], (
+        "the load has the first free slot"
+    )
     core.run()
     assert core.loaded()[0].tokens == 8
     assert [one.held for one in core.stored()] == [4, 4]
@@ -108,12 +110,12 @@ def test_loads_come_before_stores() -> None:
 def test_a_starving_load_holds_back_the_stores() -> None:
     core = Driver(slots=(2, 8), groups=(History(), Window(4)), gathers=8)
     core.store("a", prefix_of("01"), (0, 0), (0, 1))
-    assert len(core.going(Link.GATHER)) == 2  # group 0 has no slot to give while these are out
+    assert len(core.going(Direction.GATHER)) == 2  # group 0 has no slot to give while these are out
     prompt = prefix_of("ab")
     core.fill("disk", prompt)
     core.load("b", prompt)
     core.store("c", prefix_of("yz"), (1, 0))
-    assert len(core.going(Link.GATHER)) == 2
+    assert len(core.going(Direction.GATHER)) == 2
     core.run()
     assert core.loaded()[0].tokens == 8
     assert core.stored()[-1].held == 1
@@ -132,23 +134,23 @@ def test_a_chunk_that_no_tier_has_ends_the_load_short() -> None:
 def test_what_is_coming_past_a_hole_is_not_scattered() -> None:
     core = Driver(slots=16)
     core.load("r", prefix_of("abc"))
-    first, *others = core.going(Link.PROMOTE)
+    first, *others = core.going(Direction.PROMOTE)
     core.answer(first, Outcome.ABSENT)
     core.answer(others[0], Outcome.ABSENT)
     core.answer(others[1])
     assert core.loaded()[0].tokens == 0
-    assert not core.going(Link.SCATTER)
+    assert not core.going(Direction.SCATTER)
 
 
 def test_a_corrupt_copy_is_dropped_and_the_next_tier_tried() -> None:
     core = Driver(tiers=("disk", "shared"))
     prompt = prefix_of("a")
     core.load("r", prompt)
-    (first,) = core.going(Link.PROMOTE)
+    (first,) = core.going(Direction.PROMOTE)
     assert first.tier == "disk"
     core.answer(first, Outcome.CORRUPT)
     assert [(drop.tier, drop.key) for drop in core.drops] == [("disk", key("a"))]
-    (second,) = core.going(Link.PROMOTE)
+    (second,) = core.going(Direction.PROMOTE)
     assert second.tier == "shared"
     core.answer(second)
     core.run()
@@ -160,7 +162,7 @@ def test_no_tier_is_asked_twice_for_the_same_object_by_one_load() -> None:
     core = Driver(tiers=("disk", "shared"))
     core.load("r", prefix_of("a"))
     for tier in ("disk", "shared"):
-        (one,) = core.going(Link.PROMOTE)
+        (one,) = core.going(Direction.PROMOTE)
         assert one.tier == tier
         core.answer(one, Outcome.FAILED)
     assert core.loaded()[0].failed == ((0, 0),)
@@ -172,12 +174,12 @@ def test_a_promotion_that_was_cancelled_is_not_held_against_the_tier() -> None:
     prompt = prefix_of("a")
     core.fill("disk", prompt)
     core.load("x", prompt)
-    (one,) = core.going(Link.PROMOTE)
+    (one,) = core.going(Direction.PROMOTE)
     core.release("x")
     assert core.loaded()[0].tokens == 0
     assert core.cancelled == [one.id]
     core.load("y", prompt)  # before the cancellation is answered
-    assert core.going(Link.PROMOTE) == [one]
+    assert core.going(Direction.PROMOTE) == [one]
     core.answer(one, Outcome.CANCELLED)
     core.run()
     assert core.loaded()[0].tokens == 4
@@ -225,8 +227,8 @@ def test_a_load_past_its_deadline_ends_with_what_has_arrived() -> None:
     prompt = prefix_of("abc")
     core.fill("disk", prompt)
     core.load("r", prompt)
-    core.answer(core.going(Link.PROMOTE)[0])
-    core.answer(core.going(Link.SCATTER)[0])
+    core.answer(core.going(Direction.PROMOTE)[0])
+    core.answer(core.going(Direction.SCATTER)[0])
     assert core.cache.next_deadline() == 5.0
     core.wait(5.0)
     done = core.loaded()[0]
@@ -239,7 +241,7 @@ def test_a_load_past_its_deadline_waits_for_its_scatters() -> None:
     core.store("a", prompt)
     core.run()
     core.load("r", prompt)
-    (scatter,) = core.going(Link.SCATTER)
+    (scatter,) = core.going(Direction.SCATTER)
     core.wait(5.0)
     assert not core.loaded(), "its blocks are still being written"
     assert core.cancelled == [scatter.id]
@@ -266,7 +268,7 @@ def test_a_scatter_that_fails_is_a_hole() -> None:
     core.store("a", prompt)
     core.run()
     core.load("r", prompt)
-    first, second = core.going(Link.SCATTER)
+    first, second = core.going(Direction.SCATTER)
     core.answer(first, Outcome.FAILED)
     core.answer(second)
     assert core.loaded()[0].tokens == 0
@@ -281,7 +283,7 @@ def test_a_slot_is_not_evicted_while_it_is_scattered() -> None:
     core.run()
     core.load("r", prompt)
     core.store("b", prefix_of("yz"))
-    assert not core.going(Link.GATHER)
+    assert not core.going(Direction.GATHER)
     core.run()
     assert core.present() == {"y", "yz"}
 
@@ -292,7 +294,7 @@ def test_of_resident_tokens_nothing_is_asked() -> None:
     core.store("a", prompt)
     core.run()
     core.load("r", prompt, resident_tokens=5)
-    assert {one.key.decode() for one in core.going(Link.SCATTER)} == {"ab", "abc"}
+    assert {one.key.decode() for one in core.going(Direction.SCATTER)} == {"ab", "abc"}
     core.run()
     assert core.loaded()[0].sources == (("host", 7),)
 
@@ -313,7 +315,7 @@ def test_windows_and_states_are_loaded_by_their_own_rules() -> None:
     assert (answer.tokens, answer.presence) == (16, Presence.READY)
     core.load("b", prompt, 16)
     core.run()
-    moved = {(one.group, one.key.decode()) for one in core.sent if one.link is Link.SCATTER}
+    moved = {(one.group, one.key.decode()) for one in core.sent if one.direction is Direction.SCATTER}
     history = {(0, "a"), (0, "ab"), (0, "abc"), (0, "abcd")}
     assert moved == history | {(1, "abc"), (1, "abcd"), (2, "abcd")}
     assert core.loaded()[0].tokens == 16
@@ -325,7 +327,7 @@ def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
     core.store("a", prompt)
     core.run()
     core.load("r", prompt)
-    failing = next(one for one in core.going(Link.SCATTER) if one.group == 1)
+    failing = next(one for one in core.going(Direction.SCATTER) if one.group == 1)
     core.answer(failing, Outcome.FAILED)
     core.run()
     done = core.loaded()[0]
@@ -376,7 +378,7 @@ def test_stop_ends_everything_and_begins_nothing() -> None:
     begun = len(core.sent)
     core.cache.stop(0.0)
     core.run()
-    assert not [one for one in core.sent[begun:] if one.link is not Link.DEMOTE]
+    assert not [one for one in core.sent[begun:] if one.direction is not Direction.DEMOTE]
     assert len(core.loaded()) == 1
     assert len(core.stored()) == 2
     assert core.cache.in_flight == 0
@@ -391,12 +393,12 @@ def test_one_load_goes_on_with_what_another_one_promotes() -> None:
     core.run()
     core.load("p", prefix_of("b"))  # takes the disk's budget
     core.load("q", prefix_of("a"))  # without a lookup: tries the disk first, which is busy
-    assert len(core.going(Link.PROMOTE)) == 1
+    assert len(core.going(Direction.PROMOTE)) == 1
     core.load("x", prefix_of("a"))  # knows that it is on the shared tier
-    assert {one.tier for one in core.going(Link.PROMOTE)} == {"disk", "shared"}
+    assert {one.tier for one in core.going(Direction.PROMOTE)} == {"disk", "shared"}
     core.run()
     assert [one.tokens for one in core.loaded()] == [4, 4, 4]
-    assert len([one for one in core.sent if one.link is Link.PROMOTE]) == 2
+    assert len([one for one in core.sent if one.direction is Direction.PROMOTE]) == 2
 
 
 def test_a_load_comes_before_stores_that_wait_for_the_slot_of_what_it_loads() -> None:
@@ -406,7 +408,7 @@ def test_a_load_comes_before_stores_that_wait_for_the_slot_of_what_it_loads() ->
     core.run()
     core.load("first", prefix)
     core.store("other", prefix_of("c"))
-    for scatter in core.going(Link.SCATTER):
+    for scatter in core.going(Direction.SCATTER):
         core.cache.complete(scatter.id, Outcome.DONE, core.now_s)
     core.load("second", prefix)
     core.run()

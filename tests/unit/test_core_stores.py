@@ -6,13 +6,13 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 from kvtier.core import operations
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
-from kvtier.types import Link, Outcome, Place, Presence, RequestId, StoreDone
+from kvtier.types import Direction, Outcome, Place, Presence, RequestId, StoreDone
 
 
 def test_an_acknowledged_store_is_readable() -> None:
     core = Driver(tiers=())
     core.store("a", prefix_of("ab"))
-    first, second = core.going(Link.GATHER)
+    first, second = core.going(Direction.GATHER)
     core.answer(first)
     assert not core.stored(), "one of its gathers is still out"
     core.answer(second)
@@ -24,7 +24,7 @@ def test_what_is_there_already_is_held_without_moving() -> None:
     core = Driver()
     core.store("a", prefix_of("ab"))
     core.store("b", prefix_of("abc"))
-    assert len(core.going(Link.GATHER)) == 3, "two are on their way, one is new"
+    assert len(core.going(Direction.GATHER)) == 3, "two are on their way, one is new"
     core.run()
     core.store("c", prefix_of("abc"))
     assert [one.held for one in core.stored()] == [2, 3, 3]
@@ -50,7 +50,7 @@ def test_a_store_gathers_an_object_whose_promotion_failed() -> None:
     core = Driver()
     core.load("r", prefix_of("a"))
     core.store("a", prefix_of("a"))
-    core.answer(core.going(Link.PROMOTE)[0], Outcome.FAILED)
+    core.answer(core.going(Direction.PROMOTE)[0], Outcome.FAILED)
     core.run()
     assert core.stored() == [StoreDone(RequestId("a"), 1, 0)]
 
@@ -59,9 +59,9 @@ def test_after_a_failed_gather_another_store_gathers_the_object() -> None:
     core = Driver(tiers=())
     core.store("a", prefix_of("a"))
     core.store("b", prefix_of("a"))
-    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    core.answer(core.going(Direction.GATHER)[0], Outcome.FAILED)
     assert core.stored() == [StoreDone(RequestId("a"), 0, 1)]
-    (again,) = core.going(Link.GATHER)
+    (again,) = core.going(Direction.GATHER)
     assert again.request == "b"
     core.answer(again)
     assert core.stored() == [StoreDone(RequestId("b"), 1, 0)]
@@ -73,7 +73,7 @@ def test_a_joined_store_drops_the_object_when_the_queue_is_full(monkeypatch: pyt
     core.store("a", prefix_of("a"))
     core.store("b", prefix_of("a"))
     core.store("c", prefix_of("z"))  # waits for the gather's budget
-    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    core.answer(core.going(Direction.GATHER)[0], Outcome.FAILED)
     done = {one.request: (one.held, one.dropped) for one in core.stored()}
     assert done == {"a": (0, 1), "b": (0, 1)}
 
@@ -137,11 +137,11 @@ def test_an_object_that_another_operation_brought_is_held_at_the_deadline() -> N
     core = Driver(slots=2, store_deadline_s=10)
     core.store("m", prefix_of("m"))
     core.store("n", prefix_of("n"))
-    core.run(links=[Link.GATHER])  # both slots are kept by what the tier is still to receive
+    core.run(directions=[Direction.GATHER])  # both slots are kept by what the tier is still to receive
     core.store("a", prefix_of("xy"))
     core.store("b", prefix_of("x"))
-    core.answer(core.going(Link.DEMOTE)[0])
-    core.answer(core.going(Link.GATHER)[0])
+    core.answer(core.going(Direction.DEMOTE)[0])
+    core.answer(core.going(Direction.GATHER)[0])
     assert [one.request for one in core.stored()] == ["m", "n"]
     core.wait(10)
     assert core.stored() == [StoreDone(RequestId("a"), 1, 1), StoreDone(RequestId("b"), 1, 0)]
@@ -150,11 +150,11 @@ def test_an_object_that_another_operation_brought_is_held_at_the_deadline() -> N
 def test_a_group_without_room_does_not_keep_others_waiting() -> None:
     core = Driver(groups=(History(), History()), slots=(2, 3))
     core.store("m", prefix_of("mn"))
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     core.store("a", prefix_of("x"), (0, 0))
     core.store("b", prefix_of("y"), (0, 0))
     core.store("c", prefix_of("z"), (1, 0))
-    assert [one.request for one in core.going(Link.GATHER)] == ["c"]
+    assert [one.request for one in core.going(Direction.GATHER)] == ["c"]
 
 
 def test_the_deadline_also_ends_a_wait_for_another_promotion() -> None:
@@ -163,8 +163,8 @@ def test_the_deadline_also_ends_a_wait_for_another_promotion() -> None:
     core.store("a", prefix_of("a"))
     core.wait(3.0)
     assert core.stored() == [StoreDone(RequestId("a"), 0, 1)]
-    core.answer(core.going(Link.PROMOTE)[0], Outcome.FAILED)
-    assert not core.going(Link.GATHER)
+    core.answer(core.going(Direction.PROMOTE)[0], Outcome.FAILED)
+    assert not core.going(Direction.GATHER)
 
 
 def test_a_released_store_begins_nothing_more() -> None:
@@ -173,7 +173,7 @@ def test_a_released_store_begins_nothing_more() -> None:
     core.store("b", prefix_of("abc"))
     core.release("b")
     assert core.stored() == [StoreDone(RequestId("b"), 0, 3)]
-    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    core.answer(core.going(Direction.GATHER)[0], Outcome.FAILED)
     core.run()
     assert {one.request for one in core.sent} == {"a"}
 
@@ -198,14 +198,14 @@ def test_only_so_much_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_session_reaches_the_transfer() -> None:
     core = Driver(tiers=())
     core.store("a", prefix_of("a"), session="chat")
-    assert core.going(Link.GATHER)[0].session == "chat"
+    assert core.going(Direction.GATHER)[0].session == "chat"
 
 
 def test_gathers_stay_within_their_budget() -> None:
     core = Driver(gathers=2, tiers=())
     core.store("a", prefix_of("abcd"))
     core.store("b", prefix_of("wxyz"))
-    assert len(core.going(Link.GATHER)) == 2
+    assert len(core.going(Direction.GATHER)) == 2
     core.run()
     assert [one.held for one in core.stored()] == [4, 4]
 
@@ -215,7 +215,7 @@ def test_scatters_stay_within_their_budget() -> None:
     core.store("a", prefix_of("abcd"))
     core.run()
     core.load("b", prefix_of("abcd"))
-    assert len(core.going(Link.SCATTER)) == 2
+    assert len(core.going(Direction.SCATTER)) == 2
     core.run()
     assert core.loaded()[0].tokens == 16
 
@@ -223,11 +223,11 @@ def test_scatters_stay_within_their_budget() -> None:
 def test_promotions_and_demotions_stay_within_their_budgets() -> None:
     core = Driver(slots=16, promotes=2, demotes=3)
     core.store("a", prefix_of("abcdef"))
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     core.fill("disk", prefix_of("uvwxyz"))
     core.load("b", prefix_of("uvwxyz"))
-    assert len(core.going(Link.DEMOTE)) == 3
-    assert len(core.going(Link.PROMOTE)) == 2
+    assert len(core.going(Direction.DEMOTE)) == 3
+    assert len(core.going(Direction.PROMOTE)) == 2
     core.run()
     assert core.loaded()[0].tokens == 24
 
@@ -243,13 +243,13 @@ def test_small_objects_go_beyond_the_counts_within_their_bytes(
     core = Driver(slots=slots, promotes=2, demotes=3, small_bytes=small_objects * 4096)
     assert {group.payload_bytes for group in core.layout.groups} == {4096}
     core.store("a", prefix_of("abcdefghijkl"))
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     core.fill("disk", prefix_of("mnopqrstuvwxyz"))
     core.load("b", prefix_of("mnopqrstuvwxyz"))
-    assert len(core.going(Link.DEMOTE)) == demotions
-    assert len(core.going(Link.PROMOTE)) == promotions
-    core.answer(core.going(Link.PROMOTE)[0])
-    assert len(core.going(Link.PROMOTE)) == promotions, "what came makes room for as much"
+    assert len(core.going(Direction.DEMOTE)) == demotions
+    assert len(core.going(Direction.PROMOTE)) == promotions
+    core.answer(core.going(Direction.PROMOTE)[0])
+    assert len(core.going(Direction.PROMOTE)) == promotions, "what came makes room for as much"
     core.run()
     assert core.loaded()[0].tokens == 14 * CHUNK
 
@@ -257,12 +257,14 @@ def test_small_objects_go_beyond_the_counts_within_their_bytes(
 def test_a_large_object_does_not_go_beyond_the_counts() -> None:
     core = Driver(groups=(History(), Window(99)), payloads=(4096, 16384), slots=64, demotes=2, small_bytes=5 * 4096)
     core.store("a", prefix_of("abcd"), (0, 0), (0, 1), (0, 2), (1, 3), (0, 3))
-    core.run(links=[Link.GATHER])
-    assert [one.group for one in core.going(Link.DEMOTE)] == [0, 0, 0]
-    core.answer(core.going(Link.DEMOTE)[0])
-    assert [one.group for one in core.going(Link.DEMOTE)] == [0, 0], "a small one would fit, but none passes another"
-    core.answer(core.going(Link.DEMOTE)[0])
-    assert [one.group for one in core.going(Link.DEMOTE)] == [0, 1]
+    core.run(directions=[Direction.GATHER])
+    assert [one.group for one in core.going(Direction.DEMOTE)] == [0, 0, 0]
+    core.answer(core.going(Direction.DEMOTE)[0])
+    assert [one.group for one in core.going(Direction.DEMOTE)] == [0, 0], (
+        "a small one would fit, but none passes another"
+    )
+    core.answer(core.going(Direction.DEMOTE)[0])
+    assert [one.group for one in core.going(Direction.DEMOTE)] == [0, 1]
     core.run()
     assert core.cache.pending_count == 0
 
@@ -272,7 +274,7 @@ def test_write_back_lets_as_many_small_objects_leave_as_may_be_on_their_way() ->
     core.store("a", prefix_of("".join(chr(65 + n) for n in range(32))))
     core.run()
     core.store("b", prefix_of("0123456789"))
-    assert len(core.going(Link.DEMOTE)) == 6
+    assert len(core.going(Direction.DEMOTE)) == 6
     core.run()
     assert core.stored()[-1] == StoreDone(RequestId("b"), 10, 0)
 
@@ -283,13 +285,13 @@ def test_tiers_share_a_quarter_of_the_slots_for_promotions(slots: int, tiers: in
     core = Driver(slots=slots, tiers=names)
     core.fill("disk", prefix_of("abcdefgh"))
     core.load("r", prefix_of("abcdefgh"))
-    assert len(core.going(Link.PROMOTE)) == most
+    assert len(core.going(Direction.PROMOTE)) == most
     if tiers > 1:
         core.fill("shared", prefix_of("uv"))
         core.lookup("s", prefix_of("uv"))
-        core.run(links=[])
+        core.run(directions=[])
         core.load("s", prefix_of("uv"))
-        assert [one.tier for one in core.going(Link.PROMOTE)].count("shared") == 1, "its reserve"
+        assert [one.tier for one in core.going(Direction.PROMOTE)].count("shared") == 1, "its reserve"
 
 
 def test_a_store_that_makes_no_sense_is_refused() -> None:
@@ -301,9 +303,9 @@ def test_a_store_that_makes_no_sense_is_refused() -> None:
 def test_write_through_demotes_as_soon_as_the_copy_is_ready() -> None:
     core = Driver(tiers=("disk", "shared"))
     core.store("a", prefix_of("a"))
-    assert not core.going(Link.DEMOTE)
-    core.answer(core.going(Link.GATHER)[0])
-    assert [one.tier for one in core.going(Link.DEMOTE)] == ["disk", "shared"]
+    assert not core.going(Direction.DEMOTE)
+    core.answer(core.going(Direction.GATHER)[0])
+    assert [one.tier for one in core.going(Direction.DEMOTE)] == ["disk", "shared"]
     assert core.cache.pending_count == 1
     core.run()
     assert core.cache.pending_count == 0
@@ -316,7 +318,7 @@ def test_write_back_demotes_when_an_object_has_to_leave() -> None:
     assert not core.held["disk"]
     core.store("b", prefix_of("z"))
     assert core.cache.presence(key("ab"), 0) is Presence.READY, "a victim can be read until it is written"
-    (demotion,) = core.going(Link.DEMOTE)
+    (demotion,) = core.going(Direction.DEMOTE)
     assert demotion.key == key("ab")
     core.run()
     assert core.held["disk"] == {(key("ab"), 0)}
@@ -329,7 +331,7 @@ def test_write_back_keeps_a_victim_that_is_wanted_again() -> None:
     core.run()
     core.store("b", prefix_of("z"))
     core.load("c", prefix_of("ab"))
-    core.run(links=[Link.DEMOTE])
+    core.run(directions=[Direction.DEMOTE])
     assert core.present() == {"a", "ab"}, "it is being read"
     core.run()
     assert core.loaded()[0].tokens == 8
@@ -341,9 +343,9 @@ def test_write_back_lets_go_as_many_as_are_waited_for() -> None:
     core.store("a", prefix_of("abcdefghijklmnop"))
     core.run()
     core.store("b", prefix_of("yz"))
-    assert len(core.going(Link.DEMOTE)) == 2
+    assert len(core.going(Direction.DEMOTE)) == 2
     core.store("c", prefix_of("stuvw"))
-    assert len(core.going(Link.DEMOTE)) == 3, "as many as the budget allows"
+    assert len(core.going(Direction.DEMOTE)) == 3, "as many as the budget allows"
     core.run()
     assert core.stored()[-1].held == 5
 
@@ -353,9 +355,9 @@ def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
     core.store("a", prefix_of("ab"))
     core.run()
     core.store("b", prefix_of("yz"))
-    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     assert not core.notices()[0].is_up
-    assert len(core.going(Link.GATHER)) == 2
+    assert len(core.going(Direction.GATHER)) == 2
     assert core.cache.counters.demotions_dropped == 2
 
 
@@ -364,7 +366,7 @@ def test_a_victim_that_is_on_its_way_does_not_shield_its_parents() -> None:
     core.store("a", prefix_of("abcdefgh"))
     core.run()
     core.store("b", prefix_of("yz"))
-    assert {one.key.decode() for one in core.going(Link.DEMOTE)} == {"abcdefgh", "abcdefg"}
+    assert {one.key.decode() for one in core.going(Direction.DEMOTE)} == {"abcdefgh", "abcdefg"}
 
 
 def test_without_tiers_write_back_owes_nothing() -> None:
@@ -372,7 +374,7 @@ def test_without_tiers_write_back_owes_nothing() -> None:
     core.store("a", prefix_of("ab"))
     core.run()
     core.store("b", prefix_of("yz"))
-    assert len(core.going(Link.GATHER)) == 2
+    assert len(core.going(Direction.GATHER)) == 2
 
 
 @pytest.mark.parametrize("uses", [1, 2, 3])
@@ -403,7 +405,7 @@ def test_flush_demotes_pending_writes_parents_first() -> None:
     assert core.cache.pending_count == 3
     core.flush()
     core.run()
-    assert [one.key.decode() for one in core.sent if one.link is Link.DEMOTE] == ["a", "ab", "abc"]
+    assert [one.key.decode() for one in core.sent if one.direction is Direction.DEMOTE] == ["a", "ab", "abc"]
     assert core.cache.pending_count == 0
     core.flush()
     assert not core.out
@@ -412,11 +414,11 @@ def test_flush_demotes_pending_writes_parents_first() -> None:
 def test_a_load_does_not_wait_for_a_demotion() -> None:
     core = Driver(slots=8, demotes=1)
     core.store("a", prefix_of("abcdefgh"))
-    core.run(links=[Link.GATHER])
-    assert len(core.going(Link.DEMOTE)) == 1
+    core.run(directions=[Direction.GATHER])
+    assert len(core.going(Direction.DEMOTE)) == 1
     core.fill("disk", prefix_of("z"))
     core.load("r", prefix_of("z"))
-    assert core.going(Link.PROMOTE), "a pending write was dropped"
+    assert core.going(Direction.PROMOTE), "a pending write was dropped"
     assert core.cache.counters.demotions_dropped == 1
     core.run()
     assert len(core.held["disk"]) == 8
@@ -427,14 +429,14 @@ def test_a_copy_that_is_not_new_is_not_demoted_again() -> None:
     core.fill("disk", prefix_of("a"))
     core.load("r", prefix_of("a"))
     core.run()
-    assert not [one for one in core.sent if one.link is Link.DEMOTE]
+    assert not [one for one in core.sent if one.direction is Direction.DEMOTE]
 
 
 def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
     core = Driver(failures=1)
     core.store("a", prefix_of("a"))
-    core.run(links=[Link.GATHER])
-    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED)
+    core.run(directions=[Direction.GATHER])
+    core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED)
     assert not core.notices()
     assert core.cache.counters.demotions_dropped == 1
     assert core.cache.pending_count == 0

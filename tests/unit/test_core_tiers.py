@@ -6,7 +6,7 @@ from tests.core_driver import CHUNK, LONG_S, Driver, key, prefix_of
 from kvtier.core import probes, tier_state
 from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, Window
-from kvtier.types import Drop, Link, Outcome, Presence, RequestId, StoreDone
+from kvtier.types import Direction, Drop, Outcome, Presence, RequestId, StoreDone
 
 # ---- probes ----------------------------------------------------------------------------------------------------------
 
@@ -168,16 +168,16 @@ def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_store
     core.lookup("r", prompt)
     core.run()
     core.load("r", prompt)
-    first, second = core.going(Link.PROMOTE)
+    first, second = core.going(Direction.PROMOTE)
     core.answer(first, Outcome.CORRUPT)
     assert core.drops == [Drop("disk", key("a"), 0)]
     core.answer(second)
     core.run()
     core.drops.clear()
     core.store("r", prompt)
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     assert core.drops == [Drop("disk", key(text), 0) for text in ("abc", "abcd", "abcde", "abcdef")], "`ab` was good"
-    order = [one.key for one in core.sent if one.link is Link.DEMOTE]
+    order = [one.key for one in core.sent if one.direction is Direction.DEMOTE]
     assert order[0] == key("a"), "what was dropped already is only written"
     core.run()
     core.drops.clear()
@@ -192,7 +192,7 @@ def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatc
     core = Driver(slots=16, promotes=1)
     core.fill("disk", prefix_of("abcde"))
     core.load("r", prefix_of("abcde"))
-    core.answer(core.going(Link.PROMOTE)[0], Outcome.CORRUPT)  # `ab` and `abc` are trusted again at once
+    core.answer(core.going(Direction.PROMOTE)[0], Outcome.CORRUPT)  # `ab` and `abc` are trusted again at once
     core.load("d", prefix_of("abcd"), resident_tokens=3 * CHUNK)
     core.run()
     core.drops.clear()
@@ -209,9 +209,9 @@ def test_a_doubt_outlives_a_read_that_was_cancelled() -> None:
     core = Driver(slots=16, promotes=1)
     core.fill("disk", prefix_of("ab"))
     core.load("r", prefix_of("ab"))
-    core.answer(core.going(Link.PROMOTE)[0], Outcome.CORRUPT)
+    core.answer(core.going(Direction.PROMOTE)[0], Outcome.CORRUPT)
     core.load("s", prefix_of("ab"), resident_tokens=CHUNK)
-    (reading,) = core.going(Link.PROMOTE)
+    (reading,) = core.going(Direction.PROMOTE)
     core.cache.release(RequestId("s"), core.now_s)
     core.answer(reading, Outcome.CANCELLED)
     core.run()
@@ -227,7 +227,7 @@ def test_a_copy_that_cannot_be_read_is_replaced_when_it_is_stored() -> None:
     prompt = prefix_of("abc")
     core.fill("disk", prompt)
     core.load("r", prompt)
-    for one in core.going(Link.PROMOTE):
+    for one in core.going(Direction.PROMOTE):
         core.answer(one, Outcome.FAILED if one.key == key("ab") else Outcome.DONE, is_fault=one.key == key("ab"))
     core.run()
     assert not core.drops, "it may be read the next time"
@@ -242,14 +242,14 @@ def test_a_copy_that_cannot_be_read_is_replaced_when_it_is_stored() -> None:
 def fail_promotions(core: Driver, count: int) -> None:
     for number in range(count):
         core.load(f"f{number}", prefix_of(f"{number}"))
-        core.answer(core.going(Link.PROMOTE)[-1], Outcome.FAILED, is_fault=True)
+        core.answer(core.going(Direction.PROMOTE)[-1], Outcome.FAILED, is_fault=True)
 
 
 def fail_demotions(core: Driver, count: int) -> None:
     for _ in range(count):
         core.store("d", prefix_of(chr(0x391 + len(core.sent))))
-        core.run(links=[Link.GATHER])
-        core.answer(core.going(Link.DEMOTE)[-1], Outcome.FAILED, is_fault=True)
+        core.run(directions=[Direction.GATHER])
+        core.answer(core.going(Direction.DEMOTE)[-1], Outcome.FAILED, is_fault=True)
 
 
 def test_writes_that_fail_or_hang_do_not_stop_reads() -> None:
@@ -266,8 +266,8 @@ def test_writes_that_fail_or_hang_do_not_stop_reads() -> None:
         assert core.loaded()[-1].tokens == len(text) * CHUNK
     core.wait(5.0)
     core.store("x", prefix_of("xy"))
-    core.run(links=[Link.GATHER])
-    assert len(core.going(Link.DEMOTE)) == 1, "one trial at a time"
+    core.run(directions=[Direction.GATHER])
+    assert len(core.going(Direction.DEMOTE)) == 1, "one trial at a time"
     core.wait(2.0)
     core.lookup("z", prefix_of("z"))
     assert core.probes, "the trial hangs, and the tier is asked"
@@ -280,7 +280,7 @@ def test_reads_that_succeed_do_not_hide_writes_that_fail() -> None:
     for number in range(2):
         fail_demotions(core, 1)
         core.load(f"{number}", prefix_of("ab"))
-        core.run(links=[Link.PROMOTE, Link.SCATTER])
+        core.run(directions=[Direction.PROMOTE, Direction.SCATTER])
         assert core.loaded()[-1].tokens == 2 * CHUNK
         core.cache.release(RequestId(f"{number}"), core.now_s)
     assert [(notice.way, notice.is_up) for notice in core.notices()] == [("write", False)]
@@ -348,7 +348,7 @@ def test_a_failed_trial_makes_the_rest_longer() -> None:
 def test_a_read_that_began_before_the_breaker_opened_does_not_end_its_trial(outcome: Outcome) -> None:
     core = Driver(slots=16, failures=1, retry_s=5.0, transfer_deadline_s=60.0)
     core.load("old", prefix_of("o"))
-    (old,) = core.going(Link.PROMOTE)
+    (old,) = core.going(Direction.PROMOTE)
     fail_promotions(core, 1)
     core.wait(5.0)
     core.check_tiers()
@@ -385,8 +385,8 @@ def test_what_a_tier_missed_is_written_at_its_next_use_and_the_rest_at_a_flush()
 def test_writes_that_waited_when_the_breaker_opened_are_written_at_the_next_use() -> None:
     core = Driver(slots=16, failures=1, retry_s=5.0, demotes=1)
     core.store("a", prefix_of("abcd"))
-    core.run(links=[Link.GATHER])
-    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    core.run(directions=[Direction.GATHER])
+    core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     core.run()
     assert not core.held["disk"]
     core.wait(5.0)
@@ -398,8 +398,8 @@ def test_writes_that_waited_when_the_breaker_opened_are_written_at_the_next_use(
 def test_a_write_that_a_tier_refuses_is_not_repeated() -> None:
     core = Driver(slots=16)
     core.store("a", prefix_of("a"))
-    core.run(links=[Link.GATHER])
-    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED)
+    core.run(directions=[Direction.GATHER])
+    core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED)
     core.store("b", prefix_of("a"))
     core.flush()
     core.run()
@@ -430,7 +430,7 @@ def test_a_copy_found_bad_after_its_object_was_stored_again_is_written_at_the_ne
     core = Driver(slots=16, transfer_deadline_s=2.0)
     core.fill("disk", prefix_of("a"))
     core.load("r", prefix_of("a"))
-    (late,) = core.going(Link.PROMOTE)
+    (late,) = core.going(Direction.PROMOTE)
     core.wait(2.0)
     core.store("r", prefix_of("a"))
     core.run(keep=lambda one: one is late)
@@ -486,7 +486,7 @@ def test_a_load_goes_on_when_the_tier_that_it_waits_for_is_down() -> None:
     core = Driver(tiers=("disk", "shared"), promotes=2, slots=16)
     core.fill("shared", prefix_of("ab"))
     core.load("r", prefix_of("abc"))
-    stuck = core.going(Link.PROMOTE)
+    stuck = core.going(Direction.PROMOTE)
     assert [one.tier for one in stuck] == ["disk", "disk"], "and one object that waits for these"
     reads_stop(core, "disk")
     assert core.now_s == 3.0
@@ -507,7 +507,7 @@ def test_a_load_goes_on_when_the_tier_that_it_waits_for_is_down() -> None:
 def test_a_read_that_was_given_up_and_succeeds_before_its_deadline_ends_the_rest() -> None:
     core = Driver(slots=16)
     core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Link.PROMOTE)
+    (stuck,) = core.going(Direction.PROMOTE)
     reads_stop(core, "disk")
     assert core.loaded()[0].tokens == 0
     core.answer(stuck)
@@ -519,9 +519,9 @@ def test_a_store_does_not_wait_for_a_tier_that_is_down() -> None:
     core = Driver(slots=16)
     core.load("r", prefix_of("a"))
     core.store("s", prefix_of("a"))
-    assert not core.going(Link.GATHER), "it waits for the promotion"
+    assert not core.going(Direction.GATHER), "it waits for the promotion"
     reads_stop(core, "disk")
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     assert core.stored() == [StoreDone(RequestId("s"), 1, 0)]
 
 
@@ -532,9 +532,9 @@ def test_an_object_that_is_relayed_is_not_given_up() -> None:
     for text in "bcdefghijklmnopqrstuvwxyzABCDEFGHIJ":
         core.store(text, prefix_of(text))
         core.run(keep=lambda one: one.tier == "shared")
-    for one in core.going(Link.DEMOTE):
+    for one in core.going(Direction.DEMOTE):
         core.answer(one)
-    relays = core.going(Link.PROMOTE)
+    relays = core.going(Direction.PROMOTE)
     assert relays
     reads_stop(core, "disk")
     assert not core.cancelled
@@ -555,14 +555,14 @@ def test_a_probe_is_a_trial_too() -> None:
 def test_demotions_wait_for_the_answer_of_a_trial() -> None:
     core = Driver(slots=16, demotes=2, failures=1, retry_s=5.0)
     core.store("a", prefix_of("abcde"))
-    core.run(links=[Link.GATHER])
-    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
-    (before,) = core.going(Link.DEMOTE)
+    core.run(directions=[Direction.GATHER])
+    core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    (before,) = core.going(Direction.DEMOTE)
     assert core.cache.counters.demotions_dropped == 4, "what waited for a tier that takes no writes is not written"
     core.wait(5.0)
     core.store("b", prefix_of("xyz"))
-    core.run(links=[Link.GATHER])
-    assert len(core.going(Link.DEMOTE)) == 2, "the one sent before, and the trial"
+    core.run(directions=[Direction.GATHER])
+    assert len(core.going(Direction.DEMOTE)) == 2, "the one sent before, and the trial"
     core.answer(before)  # a success, too
     assert [notice.is_up for notice in core.notices()] == [False, True]
 
@@ -572,11 +572,11 @@ def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
     core.store("a", prefix_of("abcdefghijklmnop"))
     core.run()
     core.store("b", prefix_of("y"))
-    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     core.run()
     core.wait(5.0)
     core.store("c", prefix_of("uvw"))
-    assert len(core.going(Link.DEMOTE)) == 1
+    assert len(core.going(Direction.DEMOTE)) == 1
     core.run()
     assert len(core.held["disk"]) == 2
 
@@ -594,7 +594,7 @@ def test_a_hanging_tier_is_a_miss_and_the_next_tier_is_tried() -> None:
     core = Driver(tiers=("disk", "shared"), transfer_deadline_s=2.0)
     core.fill("shared", prefix_of("a"))
     core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Link.PROMOTE)
+    (stuck,) = core.going(Direction.PROMOTE)
     core.wait(2.0)
     assert core.cancelled == [stuck.id]
     core.run(keep=lambda one: one is stuck)
@@ -605,13 +605,13 @@ def test_a_hanging_tier_is_a_miss_and_the_next_tier_is_tried() -> None:
 def test_a_late_promotions_slot_is_not_reused_before_its_thread_answers() -> None:
     core = Driver(slots=4, transfer_deadline_s=2.0)
     core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Link.PROMOTE)
+    (stuck,) = core.going(Direction.PROMOTE)
     core.wait(2.0)
     assert core.loaded()[0].tokens == 0
     assert core.cache.presence(key("a"), 0) is Presence.ABSENT
     core.store("b", prefix_of("wxyz"))
     core.run(keep=lambda one: one is stuck)
-    assert stuck.slot not in {one.slot for one in core.sent if one.link is Link.GATHER}
+    assert stuck.slot not in {one.slot for one in core.sent if one.direction is Direction.GATHER}
     core.answer(stuck)
     assert core.present().isdisjoint({"a"}), "what came too late is not read"
     core.store("c", prefix_of("1"))
@@ -622,7 +622,7 @@ def test_a_late_promotions_slot_is_not_reused_before_its_thread_answers() -> Non
 def test_a_copy_that_is_found_corrupt_too_late_is_dropped_all_the_same() -> None:
     core = Driver(transfer_deadline_s=2.0)
     core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Link.PROMOTE)
+    (stuck,) = core.going(Direction.PROMOTE)
     core.wait(2.0)
     core.answer(stuck, Outcome.CORRUPT)
     assert [drop.key for drop in core.drops] == [key("a")]
@@ -663,13 +663,13 @@ def test_a_tier_with_only_stuck_transfers_is_not_probed() -> None:
 def test_stores_go_on_while_their_tier_hangs() -> None:
     core = Driver(slots=8, demotes=1, transfer_deadline_s=2.0, failures=9)
     core.store("a", prefix_of("abcdefgh"))
-    core.run(links=[Link.GATHER])
-    (stuck,) = core.going(Link.DEMOTE)
+    core.run(directions=[Direction.GATHER])
+    (stuck,) = core.going(Direction.DEMOTE)
     core.store("b", prefix_of("stuvwxyz"))
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     assert not core.stored()[1:], "everything is owed, and may yet be written"
     core.wait(2.0)
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     assert core.stored() == [StoreDone(RequestId("b"), 8, 0)]
     assert stuck.slot not in {one.slot for one in core.sent if one.request == "b"}, "it is still being read"
     core.answer(stuck)
@@ -679,9 +679,9 @@ def test_stores_go_on_while_their_tier_hangs() -> None:
 def test_a_leaf_that_hangs_does_not_shield_its_parents() -> None:
     core = Driver(tiers=("disk", "shared"), slots=8, demotes=1, transfer_deadline_s=2.0, failures=1)
     core.store("a", prefix_of("ab"))
-    core.run(keep=lambda one: one.link is Link.DEMOTE and one.key == key("ab"))
+    core.run(keep=lambda one: one.direction is Direction.DEMOTE and one.key == key("ab"))
     core.wait(2.0)
-    stuck = core.going(Link.DEMOTE)
+    stuck = core.going(Direction.DEMOTE)
     assert len(stuck) == 2
     core.store("b", prefix_of("1234567"))
     core.run(keep=lambda one: one in stuck)
@@ -703,7 +703,7 @@ def test_a_leaving_object_whose_demotion_is_late_stays_readable_until_it_ends() 
     core.store("a", prefix_of("ab"))
     core.run()
     core.store("b", prefix_of("z"))
-    (stuck,) = core.going(Link.DEMOTE)
+    (stuck,) = core.going(Direction.DEMOTE)
     core.wait(2.0)
     assert core.cache.presence(key("ab"), 0) is Presence.READY
     core.answer(stuck)
@@ -715,7 +715,7 @@ def test_a_leaving_object_whose_demotion_is_late_stays_readable_until_it_ends() 
 def test_a_hanging_tier_leaves_half_of_host_memory() -> None:
     core = Driver(slots=8, transfer_deadline_s=2.0, failures=1)
     core.store("a", prefix_of("abcd"))
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     core.load("r", prefix_of("uvwxyz"))
     core.wait(2.0)
     stuck = list(core.out.values())
@@ -730,7 +730,7 @@ def test_sources_of_a_load_name_the_slowest_group_of_each_chunk() -> None:
     prompt = prefix_of("abc")
     core.fill("disk", prompt)
     core.store("s", prompt, (0, 0), (0, 1), (0, 2))
-    core.run(links=[Link.GATHER])
+    core.run(directions=[Direction.GATHER])
     core.load("r", prompt)
     core.run()
     assert core.loaded()[0].sources == (("host", 2 * CHUNK), ("disk", CHUNK))

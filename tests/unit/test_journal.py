@@ -38,7 +38,7 @@ from kvtier.runtime.open import open_session
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import (
-    Link,
+    Direction,
     LoadDone,
     LoadOption,
     Lookup,
@@ -87,9 +87,9 @@ def served(kv, seeds) -> None:
             kv.session.release(RequestId(name))
 
 
-def transfer(number: int, link: Link = Link.DEMOTE, tier: str = "disk", group: int = 0) -> Completion:
+def transfer(number: int, direction: Direction = Direction.DEMOTE, tier: str = "disk", group: int = 0) -> Completion:
     key = number.to_bytes(32)
-    command = Transfer(number, link, key, group, 0, tier, None, (), None, 0, 1e9, None)
+    command = Transfer(number, direction, key, group, 0, tier, None, (), None, 0, 1e9, None)
     return Completion(command, Outcome.DONE, size_bytes=4096, seconds=0.5)
 
 
@@ -255,8 +255,8 @@ def test_an_item_without_a_line_costs_only_itself(tmp_path, caplog):
 
 def test_other_commands_have_no_line(tmp_path):
     journal = Journal(tmp_path, MIB, LAYOUT, ROOT, Metrics())
-    journal.completed(transfer(1, Link.SCATTER, tier=""))
-    journal.completed(transfer(2, Link.PROMOTE))
+    journal.completed(transfer(1, Direction.SCATTER, tier=""))
+    journal.completed(transfer(2, Direction.PROMOTE))
     journal.close(60)
     assert [line["way"] for line in lines_of(tmp_path, "object")] == ["read"]
 

@@ -20,7 +20,7 @@ from kvtier.observe.metric_definitions import (
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import CommandCounters
 from kvtier.runtime.executor import Completion
-from kvtier.types import ChunkKey, Link, Outcome, Transfer
+from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 
 BASE_UNITS = {"", "bytes", "seconds", "tokens", "chunks"}
 
@@ -50,8 +50,10 @@ def test_transfers_in_flight_are_counted_by_link_and_tier():
     metrics = Metrics()
     counters = CommandCounters(metrics)
     commands = [
-        Transfer(number, link, ChunkKey(bytes(32)), 0, 0, tier, None, (), None, 0, 9.0, None)
-        for number, (link, tier) in enumerate([(Link.DEMOTE, "disk"), (Link.DEMOTE, "disk"), (Link.SCATTER, "")])
+        Transfer(number, direction, ChunkKey(bytes(32)), 0, 0, tier, None, (), None, 0, 9.0, None)
+        for number, (direction, tier) in enumerate(
+            [(Direction.DEMOTE, "disk"), (Direction.DEMOTE, "disk"), (Direction.SCATTER, "")]
+        )
     ]
     for command in commands:
         counters.submitted(command)

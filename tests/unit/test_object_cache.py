@@ -15,7 +15,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
-from kvtier.types import Drop, Link, ObjectId, Origin, Outcome, RequestId, Transfer
+from kvtier.types import Direction, Drop, ObjectId, Origin, Outcome, RequestId, Transfer
 
 
 def opened(tier):
@@ -42,9 +42,13 @@ class Core:
         getattr(self.cache, call)(request, objects, [Origin()] * len(objects), now_s)
         return request
 
-    def commands(self, link=None):
+    def commands(self, direction=None):
         taken = self.cache.take_commands()
-        return taken if link is None else [it for it in taken if isinstance(it, Transfer) and it.link is link]
+        return (
+            taken
+            if direction is None
+            else [it for it in taken if isinstance(it, Transfer) and it.direction is direction]
+        )
 
     def complete(self, transfers, outcome=Outcome.DONE, now_s=0.0):
         for transfer in transfers:
@@ -63,9 +67,9 @@ def pages(count):
 def test_neither_reads_nor_writes_take_all_slots():
     core = Core("memory", slots=8)
     core.begin("get", *pages(20))
-    assert len(core.commands(Link.PROMOTE)) == 6
+    assert len(core.commands(Direction.PROMOTE)) == 6
     core.begin("put", *[object_id(number) for number in range(30, 50)])
-    assert len(core.commands(Link.GATHER)) == 2, "the free ones"
+    assert len(core.commands(Direction.GATHER)) == 2, "the free ones"
     assert core.cache.host.used(0) == 8
     core.cache.check()
 
@@ -73,8 +77,8 @@ def test_neither_reads_nor_writes_take_all_slots():
 def test_a_put_that_joins_an_overdue_write_is_answered():
     core, page = Core("memory"), object_id(1)
     first = core.begin("put", page)
-    core.complete(core.commands(Link.GATHER))
-    (demote,) = core.commands(Link.DEMOTE)
+    core.complete(core.commands(Direction.GATHER))
+    (demote,) = core.commands(Direction.DEMOTE)
     core.cache.release(first, 0.1)
     assert core.outcomes(first) == [Outcome.FAILED]
     before = core.begin("put", page, now_s=0.2)
@@ -90,8 +94,8 @@ def test_a_put_that_joins_an_overdue_write_is_answered():
 def test_a_put_ends_when_the_first_tier_that_persists_has_the_object():
     core, page = Core("fast", "slow"), object_id(1)
     put = core.begin("put", page)
-    core.complete(core.commands(Link.GATHER))
-    fast, slow = core.commands(Link.DEMOTE)
+    core.complete(core.commands(Direction.GATHER))
+    fast, slow = core.commands(Direction.DEMOTE)
     core.complete([fast])
     assert core.outcomes(put) == [Outcome.DONE]
     assert core.cache.host.used(0) == 1, "the slower tier reads its slot"
@@ -102,11 +106,11 @@ def test_a_put_ends_when_the_first_tier_that_persists_has_the_object():
 def test_a_write_to_a_slower_tier_gives_its_slot_to_a_put_and_becomes_a_relay():
     core = Core("fast", "slow", slots=4)
     slow = core.cache._tiers["slow"]
-    slow.limit[Link.DEMOTE] = 1
+    slow.limit[Direction.DEMOTE] = 1
     for number in range(6):
         put = core.begin("put", object_id(number))
-        core.complete(core.commands(Link.GATHER))
-        core.complete([it for it in core.commands(Link.DEMOTE) if it.tier == "fast"])
+        core.complete(core.commands(Direction.GATHER))
+        core.complete([it for it in core.commands(Direction.DEMOTE) if it.tier == "fast"])
         assert core.outcomes(put) == [Outcome.DONE]
     assert core.cache.relays_waiting()["slow"] == 3
     core.cache.check()
@@ -114,26 +118,26 @@ def test_a_write_to_a_slower_tier_gives_its_slot_to_a_put_and_becomes_a_relay():
 
 def test_a_write_to_a_tier_that_is_faster_than_the_keeper_keeps_its_slot():
     core = Core("fast", "slow", slots=4)
-    core.cache._tiers["fast"].limit[Link.DEMOTE] = 1
+    core.cache._tiers["fast"].limit[Direction.DEMOTE] = 1
     for number in range(3):
         put = core.begin("put", object_id(number))
-        core.complete(core.commands(Link.GATHER))
-        core.complete([it for it in core.commands(Link.DEMOTE) if it.tier == "slow"])
+        core.complete(core.commands(Direction.GATHER))
+        core.complete([it for it in core.commands(Direction.DEMOTE) if it.tier == "slow"])
         assert core.outcomes(put) == [Outcome.DONE]
     core.begin("put", object_id(9))
-    assert core.commands(Link.GATHER) == [], "no slot until the fast tier has written"
+    assert core.commands(Direction.GATHER) == [], "no slot until the fast tier has written"
     assert core.cache.counters.relays_dropped == 0
 
 
 def test_a_tier_without_room_holds_up_no_object_of_another():
     core = Core("fast", "slow", slots=16)
-    core.cache._tiers["slow"].limit[Link.PROMOTE] = 1
+    core.cache._tiers["slow"].limit[Direction.PROMOTE] = 1
     core.begin("get", *pages(8))
-    first = core.commands(Link.PROMOTE)
+    first = core.commands(Direction.PROMOTE)
     core.complete(first[:4], Outcome.ABSENT)
-    assert [it.tier for it in core.commands(Link.PROMOTE)] == ["slow"]
+    assert [it.tier for it in core.commands(Direction.PROMOTE)] == ["slow"]
     core.complete(first[4:])
-    assert len(core.commands(Link.SCATTER)) == len(first) - 4
+    assert len(core.commands(Direction.SCATTER)) == len(first) - 4
     core.cache.check()
 
 
@@ -151,14 +155,14 @@ def test_a_put_waits_for_the_get_that_has_its_object_in_a_slot():
     """What the get has read may be gone from the tier by now, and its slot is one of reads."""
     core, page = Core("memory"), object_id(1)
     core.begin("get", page)
-    promotes = core.commands(Link.PROMOTE)
+    promotes = core.commands(Direction.PROMOTE)
     put = core.begin("put", page)
     core.complete(promotes)
     (scatter,) = core.commands()
     assert core.outcomes(put) is None
     core.complete([scatter])
-    core.complete(core.commands(Link.GATHER))
-    core.complete(core.commands(Link.DEMOTE))
+    core.complete(core.commands(Direction.GATHER))
+    core.complete(core.commands(Direction.DEMOTE))
     assert core.outcomes(put) == [Outcome.DONE]
 
 
@@ -185,7 +189,7 @@ def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
     core, bad = Core("memory"), object_id(1)
     tier = core.cache._tiers["memory"]
     get = core.begin("get", bad)
-    core.complete(core.commands(Link.PROMOTE), Outcome.CORRUPT)
+    core.complete(core.commands(Direction.PROMOTE), Outcome.CORRUPT)
     (drop,) = core.commands()
     assert isinstance(drop, Drop)
     assert core.outcomes(get) == [Outcome.CORRUPT]
@@ -195,8 +199,8 @@ def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
     assert core.outcomes(find) == [Outcome.ABSENT]
     assert core.commands() == [], "no tier is asked"
     put = core.begin("put", bad)
-    core.complete(core.commands(Link.GATHER))
-    core.complete(core.commands(Link.DEMOTE))
+    core.complete(core.commands(Direction.GATHER))
+    core.complete(core.commands(Direction.DEMOTE))
     assert core.outcomes(put) == [Outcome.DONE]
     assert not tier.is_suspect(bad)
 
@@ -204,7 +208,7 @@ def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
 def test_a_put_is_not_done_if_the_bad_copy_cannot_be_dropped():
     core, bad = Core("memory"), object_id(1)
     core.begin("get", bad)
-    core.complete(core.commands(Link.PROMOTE), Outcome.CORRUPT)
+    core.complete(core.commands(Direction.PROMOTE), Outcome.CORRUPT)
     put = core.begin("put", bad)
     core.complete([it for it in core.commands() if isinstance(it, Transfer)])
     drop, demote = core.commands()

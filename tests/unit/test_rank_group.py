@@ -47,13 +47,25 @@ from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import Session
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Figures, Link, Outcome, Presence, Probe, RequestId, Transfer
+from kvtier.types import (
+    SEVERITY,
+    Cancel,
+    ChunkKey,
+    Direction,
+    Drop,
+    Figures,
+    Outcome,
+    Presence,
+    Probe,
+    RequestId,
+    Transfer,
+)
 
 SLOTS = 8
 
 
 class Wrapped:
-    """A copier in which `broken` links fail."""
+    """A copier in which `broken` directions fail."""
 
     def __init__(self, copier, broken=()):
         self._copier = copier
@@ -61,12 +73,12 @@ class Wrapped:
         self.done = copier.done
 
     def gather(self, *arguments):
-        if Link.GATHER in self._broken:
+        if Direction.GATHER in self._broken:
             raise OSError("this rank's device is broken")
         return self._copier.gather(*arguments)
 
     def scatter(self, *arguments):
-        if Link.SCATTER in self._broken:
+        if Direction.SCATTER in self._broken:
             raise OSError("this rank's device is broken")
         return self._copier.scatter(*arguments)
 
@@ -175,7 +187,7 @@ def test_each_rank_has_its_own_bytes(tmp_path):
 
 
 def test_a_rank_whose_gathers_fail_makes_the_store_fail_everywhere():
-    session = session_of(engines_of(1), memory_tiers(), broken=((), (Link.GATHER,)))
+    session = session_of(engines_of(1), memory_tiers(), broken=((), (Direction.GATHER,)))
     done = stored(session, "a", prefix_of(3), places_of(range(3)))
     assert (done.held, done.dropped) == (0, 6)
     assert looked_up(session, "b", prefix_of(3)).presence is Presence.ABSENT
@@ -189,7 +201,7 @@ def test_a_rank_whose_scatters_fail_makes_the_load_fail(rank):
     stored(first, "a", prefix_of(3), places_of(range(3)))
     first.close()
     broken = [(), ()]
-    broken[rank] = (Link.SCATTER,)
+    broken[rank] = (Direction.SCATTER,)
     second = session_of(engines_of(11), tiers, broken=broken)
     assert looked_up(second, "b", prefix_of(3)).tokens == 48
     assert loaded(second, "b", prefix_of(3), 48, load_places(48)).tokens == 0
@@ -291,7 +303,9 @@ class Scripted:
 
 
 def a_transfer(number=1):
-    return Transfer(number, Link.PROMOTE, ChunkKey(bytes(32)), 0, 0, "below", None, (), None, 0, float("inf"), None)
+    return Transfer(
+        number, Direction.PROMOTE, ChunkKey(bytes(32)), 0, 0, "below", None, (), None, 0, float("inf"), None
+    )
 
 
 @pytest.fixture

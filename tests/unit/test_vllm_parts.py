@@ -31,8 +31,8 @@ from kvtier.runtime.protocol import Note
 from kvtier.tier.registry import TierKind, TierSettings
 from kvtier.types import (
     ChunkKey,
+    Direction,
     Drop,
-    Link,
     LoadDone,
     Outcome,
     Place,
@@ -331,8 +331,8 @@ def test_a_clock_that_stands_still_while_the_engine_computes():
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-def transfer(link: Link, key: bytes, slot: int, group: int = 0) -> Transfer:
-    return Transfer(1, link, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, None)
+def transfer(direction: Direction, key: bytes, slot: int, group: int = 0) -> Transfer:
+    return Transfer(1, direction, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, None)
 
 
 def moves(events: Events, *commands) -> None:
@@ -354,7 +354,7 @@ def known_events() -> tuple[Events, Prefix]:
 def test_of_too_many_movements_the_oldest_are_dropped(monkeypatch):
     monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
     events, prefix = known_events()
-    moves(events, *(transfer(Link.GATHER, prefix.keys[number % 2], number) for number in range(5)))
+    moves(events, *(transfer(Direction.GATHER, prefix.keys[number % 2], number) for number in range(5)))
     assert [event.blocks.hashes[0] for event in events.take()] == [b"\x08" * 4, b"\0" * 4]
 
 
@@ -363,11 +363,11 @@ def test_routers_hear_what_came_and_what_left():
     one, two = prefix.keys
     moves(
         events,
-        transfer(Link.GATHER, two, 5),
-        transfer(Link.GATHER, two, 6, group=1),
-        transfer(Link.DEMOTE, two, 5),
-        transfer(Link.GATHER, one, 5),
-        transfer(Link.PROMOTE, b"unknown", 7),
+        transfer(Direction.GATHER, two, 5),
+        transfer(Direction.GATHER, two, 6, group=1),
+        transfer(Direction.DEMOTE, two, 5),
+        transfer(Direction.GATHER, one, 5),
+        transfer(Direction.PROMOTE, b"unknown", 7),
         Drop("directory", two, 0),
     )
     assert events.has_news
@@ -388,7 +388,7 @@ def test_routers_hear_what_came_and_what_left():
 
 def test_a_movement_that_failed_is_none():
     events, prefix = known_events()
-    command = transfer(Link.GATHER, prefix.keys[0], 1)
+    command = transfer(Direction.GATHER, prefix.keys[0], 1)
     events.submitted(command)
     events.completed(Completion(command, Outcome.FAILED))
     assert events.take() == []

@@ -31,8 +31,8 @@ from kvtier.tier.base import Tier
 from kvtier.tier.registry import SMALL_BYTES_IN_FLIGHT, TierSettings
 from kvtier.types import (
     ChunkKey,
+    Direction,
     Event,
-    Link,
     LoadDone,
     Outcome,
     Place,
@@ -148,13 +148,13 @@ class FullTier:
         self._round += 1
         first = self._round * self.count
         return self._run(
-            [(Link.DEMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)], replaces=True
+            [(Direction.DEMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)], replaces=True
         )
 
     def load(self) -> IoSample:
         """Load the objects of the last store, and compare them with what was stored."""
         first = min(self._kept)
-        return self._run([(Link.PROMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)])
+        return self._run([(Direction.PROMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)])
 
     def mix(self, read_percent: int) -> IoSample:
         """Load `read_percent` of `count` objects of the last store, and store new ones for the rest."""
@@ -164,7 +164,7 @@ class FullTier:
         stores = self.count * (100 - read_percent) // 100
         writes = set(self._random.sample(range(self.count), max(1, stores)))
         work = [
-            (Link.DEMOTE, new + place) if place in writes else (Link.PROMOTE, first + n)
+            (Direction.DEMOTE, new + place) if place in writes else (Direction.PROMOTE, first + n)
             for place, n in enumerate(interleaved(self.count, self.streams, self._random))
         ]
         return self._run(work)
@@ -175,7 +175,7 @@ class FullTier:
         self.arena.close()
         self.tier.close()
 
-    def _run(self, work: Sequence[tuple[Link, int]], *, replaces: bool = False) -> IoSample:
+    def _run(self, work: Sequence[tuple[Direction, int]], *, replaces: bool = False) -> IoSample:
         before = read_bytes()
         cpu_s, start_s = time.process_time(), time.perf_counter()
         used, latencies_s = self._move(work)
@@ -187,16 +187,18 @@ class FullTier:
             self._kept = {number: slot for (_, number), slot in zip(work, used, strict=True)}
         return IoSample(seconds, cpu_s, latencies_s, device_bytes)
 
-    def _check(self, work: Sequence[tuple[Link, int]], used: Sequence[int]) -> None:
+    def _check(self, work: Sequence[tuple[Direction, int]], used: Sequence[int]) -> None:
         """Compare the loaded slots with what was stored, and restore each slot's own bytes for the next store."""
-        last = {slot: number for (link, number), slot in zip(work, used, strict=True) if link is Link.PROMOTE}
+        last = {
+            slot: number for (direction, number), slot in zip(work, used, strict=True) if direction is Direction.PROMOTE
+        }
         for slot, number in last.items():
             payload = self.arena.payload(0, slot)
             if bytes(payload[:COMPARED_BYTES]) != self._own[self._kept[number]]:
                 raise KvError("the benchmark loaded other bytes than it stored")
             payload[:COMPARED_BYTES] = self._own[slot]
 
-    def _move(self, work: Sequence[tuple[Link, int]]) -> tuple[list[int], list[float]]:
+    def _move(self, work: Sequence[tuple[Direction, int]]) -> tuple[list[int], list[float]]:
         """Run all transfers; returns the slot of each and their seconds.
 
         Loads and stores use different slots, so that the stored bytes are known. In a mix only loads are timed.
@@ -204,10 +206,10 @@ class FullTier:
         Raises:
             KvError: a transfer failed or timed out.
         """
-        kinds = {link for link, _ in work}
+        kinds = {direction for direction, _ in work}
         free = {
-            link: list(range(number, self._in_flight * len(kinds), len(kinds)))
-            for number, link in enumerate(sorted(kinds, key=str))
+            direction: list(range(number, self._in_flight * len(kinds), len(kinds)))
+            for number, direction in enumerate(sorted(kinds, key=str))
         }
         used: list[int] = []
         latencies_s: list[float] = []
@@ -216,9 +218,9 @@ class FullTier:
         while len(used) < len(work) or out:
             transfers: list[Transfer] = []
             while len(used) < len(work) and free[work[len(used)][0]]:
-                link, number = work[len(used)]
-                slot = free[link].pop()
-                transfers.append(self._transfer(len(used), number, link, slot))
+                direction, number = work[len(used)]
+                slot = free[direction].pop()
+                transfers.append(self._transfer(len(used), number, direction, slot))
                 used.append(slot)
             self._mover.submit(*transfers)
             out += len(transfers)
@@ -226,18 +228,18 @@ class FullTier:
                 command = completion.command
                 assert isinstance(command, Transfer)
                 if completion.outcome is not Outcome.DONE:
-                    raise KvError(f"the benchmark's {command.link.value} failed: {completion.detail}")
-                free[command.link].append(command.slot)
+                    raise KvError(f"the benchmark's {command.direction.value} failed: {completion.detail}")
+                free[command.direction].append(command.slot)
                 out -= 1
-                if len(kinds) == 1 or command.link is Link.PROMOTE:
+                if len(kinds) == 1 or command.direction is Direction.PROMOTE:
                     latencies_s.append(completion.seconds)
             if time.monotonic() > until:
                 raise KvError(f"the benchmark's transfers took longer than {DEADLINE_S:g} s")
         return used, latencies_s
 
-    def _transfer(self, number: int, key: int, link: Link, slot: int) -> Transfer:
+    def _transfer(self, number: int, key: int, direction: Direction, slot: int) -> Transfer:
         deadline_s = time.monotonic() + DEADLINE_S
-        return Transfer(number, link, chunk_key(key), 0, slot, self.name, None, (), None, number, deadline_s, None)
+        return Transfer(number, direction, chunk_key(key), 0, slot, self.name, None, (), None, number, deadline_s, None)
 
 
 def taken(completions: SimpleQueue[Completion], wait_s: float) -> list[Completion]:

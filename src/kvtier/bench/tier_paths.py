@@ -36,7 +36,7 @@ from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import RawClient, Tier
 from kvtier.types import (
     ChunkKey,
-    Link,
+    Direction,
     ObjectName,
     Outcome,
     Place,
@@ -302,7 +302,7 @@ class _Written:
     def completed(self, completion: Completion) -> None:
         """See `Observer`."""
         command = completion.command
-        if not isinstance(command, Transfer) or command.link is not Link.DEMOTE:
+        if not isinstance(command, Transfer) or command.direction is not Direction.DEMOTE:
             return
         self._left -= 1
         if completion.outcome is not Outcome.DONE:

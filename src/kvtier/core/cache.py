@@ -31,9 +31,9 @@ from kvtier.policy.base import Evictor
 from kvtier.types import (
     ChunkKey,
     Command,
+    Direction,
     Drop,
     Event,
-    Link,
     LoadOption,
     Lookup,
     NextTurn,
@@ -232,9 +232,9 @@ class Cache:
             if flight.transfer.request is not None
         }
 
-    def is_up(self, tier: str, link: Link = Link.PROMOTE) -> bool:
-        """Whether reads of `tier` (writes, if `link` is DEMOTE) are allowed, rather than stopped after failures."""
-        return self._tiers.by_name[tier].breakers[link].is_up()
+    def is_up(self, tier: str, direction: Direction = Direction.PROMOTE) -> bool:
+        """Whether reads of `tier` (writes, if `direction` is DEMOTE) are allowed, not stopped after failures."""
+        return self._tiers.by_name[tier].breakers[direction].is_up()
 
     def check_tiers(self, now_s: float) -> None:
         """Send health checks to the tiers; call it about once a second."""
@@ -417,7 +417,7 @@ class Cache:
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
         tier = known.held_by.get((key, group)) if known is not None else None
-        return tier if tier is not None and self._tiers.by_name[tier].breakers[Link.PROMOTE].is_up() else None
+        return tier if tier is not None and self._tiers.by_name[tier].breakers[Direction.PROMOTE].is_up() else None
 
     def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
         chunks = len(prefix.keys)

@@ -29,7 +29,7 @@ from kvtier.core.host_memory import (
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.output import Output
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.types import Link
+from kvtier.types import Direction
 
 FILL_USES = 2
 """Uses after which an object from a slower tier enters the faster ones."""
@@ -47,7 +47,7 @@ RELAYS_MAX = 1 << 14
 """Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
 
 # Constants for hot paths, as in `host_memory`.
-DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
+DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from kvtier.core.output import Output
 from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.layout import KvLayout
-from kvtier.types import ChunkKey, Link, ObjectsDone, Outcome, Prefix, Probe, RequestId
+from kvtier.types import ChunkKey, Direction, ObjectsDone, Outcome, Prefix, Probe, RequestId
 
 NO_REQUEST = RequestId("")
 NO_PREFIX = Prefix((), 1)
@@ -550,7 +550,7 @@ class Probes:
 
     def _send(self, tier_state: TierState, search: Search | None, objects: tuple[Item, ...], now_s: float) -> None:
         probe = Probe(self._output.new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
-        tier_state.breakers[Link.PROMOTE].attempted(probe.id)
+        tier_state.breakers[Direction.PROMOTE].attempted(probe.id)
         self._open[probe.id] = OpenProbe(tier_state.name, search, objects, probe.deadline_s)
         heappush(self._deadlines, (probe.deadline_s, probe.id))
         until_s = search.answers.waits_until_s if search is not None and tier_state.rules.is_remote else None
@@ -560,7 +560,7 @@ class Probes:
 
     def _close(self, probe_id: int, open_probe: OpenProbe, present: Sequence[bool] | None, now_s: float) -> None:
         tier_state, search, objects = self._tiers.by_name[open_probe.tier], open_probe.search, open_probe.objects
-        tier_state.record(Link.PROMOTE, probe_id, now_s, is_fault=present is None)
+        tier_state.record(Direction.PROMOTE, probe_id, now_s, is_fault=present is None)
         if present is not None and tier_state.rules.is_remote:
             for item, is_there in zip(objects, present, strict=True):
                 tier_state.remember(item, now_s, is_present=is_there)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from kvtier.core.host_memory import Item
 from kvtier.core.limits import TierRules
 from kvtier.core.output import Output
-from kvtier.types import Link, TierNotice, Transfer, Way
+from kvtier.types import Direction, TierNotice, Transfer, Way
 
 # Constants for hot paths, as in `transfer_scheduler`.
-DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
-WAYS: dict[Link, Way] = {PROMOTE: "read", DEMOTE: "write"}
+DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
+WAYS: dict[Direction, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
 SUSPECT_MAX = 1 << 16
 """Suspect objects per tier; of more, the oldest are trusted again."""
@@ -114,7 +114,7 @@ class TierState:
         self.name = rules.name
         self.rules = rules
         self.number = number
-        self.breakers = {link: CircuitBreaker(rules.failures, rules.retry_s) for link in WAYS}
+        self.breakers = {direction: CircuitBreaker(rules.failures, rules.retry_s) for direction in WAYS}
         """PROMOTE: for promotions and probes. DEMOTE: for demotions. A tier on a full disk can still be read."""
         self.out = {PROMOTE: 0, DEMOTE: 0}
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
@@ -133,16 +133,16 @@ class TierState:
         self._pool = pool
         self._output = output
 
-    def has_room(self, link: Link, size_bytes: int) -> bool:
+    def has_room(self, direction: Direction, size_bytes: int) -> bool:
         """Whether one more transfer of `size_bytes` may start."""
-        out = self.out[link]
-        if out >= self.limit[link] and self.out_bytes[link] + size_bytes > self.rules.small_bytes:
+        out = self.out[direction]
+        if out >= self.limit[direction] and self.out_bytes[direction] + size_bytes > self.rules.small_bytes:
             return False
-        return out < self._pool.share if self._pool.is_single else self._pool.has_slot(self, link)
+        return out < self._pool.share if self._pool.is_single else self._pool.has_slot(self, direction)
 
-    def limit_for(self, link: Link, size_bytes: int) -> int:
+    def limit_for(self, direction: Direction, size_bytes: int) -> int:
         """How many transfers of `size_bytes` each may be in flight."""
-        return max(self.limit[link], min(self._pool.share, self.rules.small_bytes // size_bytes))
+        return max(self.limit[direction], min(self._pool.share, self.rules.small_bytes // size_bytes))
 
     def can_read(self, now_s: float) -> bool:
         """Whether to start a read: the breaker allows it, and not all reads in flight are stuck."""
@@ -205,44 +205,44 @@ class TierState:
 
     def began(self, transfer: Transfer, size_bytes: int) -> None:
         """A transfer of `size_bytes` starts."""
-        link = transfer.link
-        breaker = self.breakers[link]
+        direction = transfer.direction
+        breaker = self.breakers[direction]
         if breaker.retry_delay_s != 0.0:
             breaker.attempted(transfer.id)
-        self.out[link] += 1
-        self.out_bytes[link] += size_bytes
+        self.out[direction] += 1
+        self.out_bytes[direction] += size_bytes
 
     def overdue(self, transfer: Transfer, now_s: float) -> None:
         """A transfer is overdue, which counts as a fault."""
-        self.late[transfer.link] += 1
-        self.record(transfer.link, transfer.id, now_s, is_fault=True)
+        self.late[transfer.direction] += 1
+        self.record(transfer.direction, transfer.id, now_s, is_fault=True)
 
     def ended(self, transfer: Transfer, size_bytes: int, now_s: float, *, is_late: bool, is_fault: bool | None) -> None:
         """A transfer of `size_bytes` has ended; `is_fault` is None if it was cancelled, which proves nothing.
 
         After its deadline it proves nothing more: it was recorded then.
         """
-        link = transfer.link
-        self.out[link] -= 1
-        self.out_bytes[link] -= size_bytes
-        self.late[link] -= is_late
+        direction = transfer.direction
+        self.out[direction] -= 1
+        self.out_bytes[direction] -= size_bytes
+        self.late[direction] -= is_late
         if is_late and now_s >= transfer.deadline_s:
             return
         if is_fault is None:
-            self.breakers[link].inconclusive(transfer.id)
+            self.breakers[direction].inconclusive(transfer.id)
         else:
-            self.record(link, transfer.id, now_s, is_fault=is_fault)
+            self.record(direction, transfer.id, now_s, is_fault=is_fault)
 
-    def record(self, link: Link, operation: int, now_s: float, *, is_fault: bool) -> None:
-        """Record the result of a read (`link` PROMOTE) or write (DEMOTE); a change of the breaker gives a notice."""
-        breaker, way = self.breakers[link], WAYS[link]
+    def record(self, direction: Direction, operation: int, now_s: float, *, is_fault: bool) -> None:
+        """Record the result of a read (PROMOTE) or write (DEMOTE); a change of the breaker gives a notice."""
+        breaker, way = self.breakers[direction], WAYS[direction]
         if is_fault:
             if breaker.failed(now_s, operation):
                 detail = (
                     f"{way}s failed {breaker.failures} times in a row; the next try is in {breaker.retry_delay_s:g} s"
                 )
                 self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail))
-                self._pool.has_stopped |= link is PROMOTE
+                self._pool.has_stopped |= direction is PROMOTE
         elif breaker.succeeded():
             self._output.events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))
             self._remembered.clear()  # it may have come back empty
@@ -263,12 +263,14 @@ class TierState:
         Raises:
             AssertionError: they do not, which is a bug in the core.
         """
-        for link, limit in self.limit.items():
-            out, out_bytes = self.out[link], self.out_bytes[link]
-            assert self.late[link] <= out, f"more {link.value}s are late than in flight"
-            assert out <= limit or out_bytes <= self.rules.small_bytes, f"more {link.value}s in flight than allowed"
-            assert out <= self._pool.share, f"{link.value}s use more than their share of host memory"
-            assert bool(out) == bool(out_bytes), f"bytes of {link.value}s miscounted"
+        for direction, limit in self.limit.items():
+            out, out_bytes = self.out[direction], self.out_bytes[direction]
+            assert self.late[direction] <= out, f"more {direction.value}s are late than in flight"
+            assert out <= limit or out_bytes <= self.rules.small_bytes, (
+                f"more {direction.value}s in flight than allowed"
+            )
+            assert out <= self._pool.share, f"{direction.value}s use more than their share of host memory"
+            assert bool(out) == bool(out_bytes), f"bytes of {direction.value}s miscounted"
 
 
 class TierStates:
@@ -305,21 +307,23 @@ class TierStates:
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def has_slot(self, tier_state: TierState, link: Link) -> bool:
+    def has_slot(self, tier_state: TierState, direction: Direction) -> bool:
         """Whether one more slot for a transfer of this tier leaves the other tiers their reserve."""
-        taken = tier_state.out[link]
+        taken = tier_state.out[direction]
         for other in self.all:
             if other is not tier_state:
-                taken += max(other.out[link], self._reserved)
+                taken += max(other.out[direction], self._reserved)
         return taken < self._slots
 
-    def check(self, out: dict[Link, int]) -> None:
-        """Assert that the limits hold; `out` counts transfers in flight by link.
+    def check(self, out: dict[Direction, int]) -> None:
+        """Assert that the limits hold; `out` counts transfers in flight by direction.
 
         Raises:
             AssertionError: they do not, which is a bug in the core.
         """
-        for link in (PROMOTE, DEMOTE):
-            assert out[link] == sum([tier_state.out[link] for tier_state in self.all]), f"{link.value}s miscounted"
+        for direction in (PROMOTE, DEMOTE):
+            assert out[direction] == sum([tier_state.out[direction] for tier_state in self.all]), (
+                f"{direction.value}s miscounted"
+            )
         for tier_state in self.all:
             tier_state.check()

@@ -18,10 +18,10 @@ from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.types import Cancel, Drop, Link, Outcome, Transfer
+from kvtier.types import Cancel, Direction, Drop, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
-GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
+GATHER, SCATTER, DEMOTE, PROMOTE = Direction.GATHER, Direction.SCATTER, Direction.DEMOTE, Direction.PROMOTE
 PROMOTING = Residency.PROMOTING
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 
@@ -84,7 +84,7 @@ class TransferScheduler:
             flight
             for flight in self.flights.values()
             if (flight.item is not None and flight.item.work is work)
-            or (flight.transfer.link is PROMOTE and not flight.entry.is_staged and not waiters.get(flight.entry))
+            or (flight.transfer.direction is PROMOTE and not flight.entry.is_staged and not waiters.get(flight.entry))
         ]
         self._cancel([flight for flight in unwanted if not flight.is_cancelled])
 
@@ -130,17 +130,17 @@ class TransferScheduler:
         if flight is None:
             return False
         flight.outcome, flight.is_fault = outcome, is_fault
-        link = flight.transfer.link
-        if link is GATHER:
+        direction = flight.transfer.direction
+        if direction is GATHER:
             self._gathered(flight, now_s)
-        elif link is SCATTER:
+        elif direction is SCATTER:
             self._scattered(flight, now_s)
-        elif link is DEMOTE:
+        elif direction is DEMOTE:
             self._demoted(flight, now_s)
         else:
             self._promoted(flight, now_s)
         if self._host.stages_only:
-            if link is DEMOTE:
+            if direction is DEMOTE:
                 self._pending_writes.relay_missed(flight.entry)
             self._host.leave_if_written(flight.entry)
             if self._host.unkept:
@@ -260,9 +260,9 @@ class TransferScheduler:
         transfer, entry = flight.transfer, flight.entry
         self._tiers.by_name[transfer.tier].overdue(transfer, now_s)
         if entry.is_staged:
-            if transfer.link is PROMOTE:
+            if transfer.direction is PROMOTE:
                 self._pending_writes.unstaged(entry, Change.LATE)
-        elif transfer.link is PROMOTE:
+        elif transfer.direction is PROMOTE:
             self._host.late(entry)
             self._operations.retry(entry, transfer.tier)
         else:
@@ -505,7 +505,7 @@ class TransferScheduler:
 
     def _send(
         self,
-        link: Link,
+        direction: Direction,
         entry: HostEntry,
         now_s: float,
         *,
@@ -520,7 +520,7 @@ class TransferScheduler:
         limit_s = COPY_DEADLINE_S if tier_state is None else tier_state.rules.transfer_deadline_s
         transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
             output.new_id(),
-            link,
+            direction,
             entry.key,
             entry.group,
             entry.slot,
@@ -550,16 +550,16 @@ class TransferScheduler:
         for item in self._operations.scatters:
             if item.entry is not None:
                 pins[item.entry] = pins.get(item.entry, 0) + 1
-        out = dict.fromkeys(Link, 0)
+        out = dict.fromkeys(Direction, 0)
         for flight in self.flights.values():
-            link, entry = flight.transfer.link, flight.entry
-            out[link] += 1
+            direction, entry = flight.transfer.direction, flight.entry
+            out[direction] += 1
             if entry.is_staged:
-                assert link is PROMOTE or entry in self._host.relayed, (
+                assert direction is PROMOTE or entry in self._host.relayed, (
                     "a slot of the staging area is read after its end"
                 )
-            elif link is SCATTER or link is DEMOTE:
-                if link is DEMOTE:
+            elif direction is SCATTER or direction is DEMOTE:
+                if direction is DEMOTE:
                     assert (entry, flight.transfer.tier) not in writing, "an object is written twice at once"
                     writing.add((entry, flight.transfer.tier))
                 pins[entry] = pins.get(entry, 0) + 1

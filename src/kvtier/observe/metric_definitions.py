@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import get_args
 
-from kvtier.types import WRITE_KINDS, Link, Outcome, Presence, Way
+from kvtier.types import WRITE_KINDS, Direction, Outcome, Presence, Way
 
 
 class MetricKind(Enum):
@@ -42,7 +42,7 @@ class Metric:
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-_LINK = Label("link", tuple(link.value for link in Link))
+_LINK = Label("link", tuple(direction.value for direction in Direction))
 _OUTCOME = Label("outcome", tuple(outcome.value for outcome in Outcome))
 _TIER = Label("tier")
 _PLACE = Label("place")  # "host" or a tier

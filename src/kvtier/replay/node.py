@@ -21,6 +21,7 @@ from kvtier.replay.virtual_tiers import EventQueue, ReplayLink, ReplayTier
 from kvtier.types import (
     ChunkKey,
     Command,
+    Direction,
     Drop,
     LoadDone,
     Lookup,
@@ -33,7 +34,6 @@ from kvtier.types import (
     StoreDone,
     Transfer,
 )
-from kvtier.types import Link as LinkKind
 
 
 @dataclass(slots=True, eq=False)
@@ -313,11 +313,11 @@ class ReplayNode:
             self._drain()
 
         held = Held(transfer.key, transfer.parent, transfer.session)
-        if transfer.link is LinkKind.GATHER:
+        if transfer.direction is Direction.GATHER:
             self._due_s[transfer.key] = self.down.send(self._object_bytes, lambda: complete(Outcome.DONE))
-        elif transfer.link is LinkKind.SCATTER:
+        elif transfer.direction is Direction.SCATTER:
             self.up.send(self._object_bytes, lambda: complete(Outcome.DONE))
-        elif transfer.link is LinkKind.DEMOTE:
+        elif transfer.direction is Direction.DEMOTE:
             self.tiers[transfer.tier].write(held, lambda: complete(Outcome.DONE))
         else:
             self._due_s[transfer.key] = self.tiers[transfer.tier].read(held, complete)

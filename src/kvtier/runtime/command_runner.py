@@ -23,7 +23,7 @@ from kvtier.runtime.executor import Job, Work
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write
 from kvtier.tier.loan import Loan, clear_frames
-from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Tell, Transfer
+from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, RequestId, Tell, Transfer
 
 BATCH_BYTES = 2 << 20
 """Approximate size of a batch of small objects. Larger batches are not faster and delay their first object."""
@@ -128,9 +128,9 @@ class CommandRunner:
         command = jobs[0].command
         if not isinstance(command, Transfer):
             return [self._ask(jobs[0], command)]
-        if command.link is Link.PROMOTE:
+        if command.direction is Direction.PROMOTE:
             return self._promote(jobs, scratch)
-        if command.link is not Link.DEMOTE:
+        if command.direction is not Direction.DEMOTE:
             return [self._copy(command)]
         if self._kept_elsewhere and self._is_elsewhere(command):
             return [_ELSEWHERE]
@@ -160,12 +160,12 @@ class CommandRunner:
         A command of all ranks is done when every rank has done it, so the outcome is that of the rank that writes. One
         rank drops and writes an object, so its writes stay behind its drops.
         """
-        if isinstance(command, Drop) or (isinstance(command, Transfer) and command.link is Link.DEMOTE):
+        if isinstance(command, Drop) or (isinstance(command, Transfer) and command.direction is Direction.DEMOTE):
             return (command.tier, command.group) in self._kept_elsewhere
         return False
 
     def _copy(self, transfer: Transfer) -> Result:
-        start = self._copier.gather if transfer.link is Link.GATHER else self._copier.scatter
+        start = self._copier.gather if transfer.direction is Direction.GATHER else self._copier.scatter
         payload = self._arena.payload(transfer.group, transfer.slot)
         fence = start(transfer.request or RequestId(""), transfer.group, transfer.blocks, payload)
         if fence is not None:
@@ -186,7 +186,7 @@ class CommandRunner:
             if not is_logged and self._clock() > transfer.deadline_s:
                 _log.warning(
                     "a %s of slot %d is past its deadline; kvtier waits until the device has finished it",
-                    transfer.link.value,
+                    transfer.direction.value,
                     transfer.slot,
                 )
                 is_logged = True

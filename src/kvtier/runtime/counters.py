@@ -9,7 +9,7 @@ from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime.executor import Completion, Observer, TierView, Work
-from kvtier.types import Drop, Link, Outcome, Probe, Transfer
+from kvtier.types import Direction, Drop, Outcome, Probe, Transfer
 
 
 def start_at_zero(metrics: Metrics, tiers: Iterable[str]) -> None:
@@ -37,19 +37,21 @@ class CommandCounters:
     def __init__(self, metrics: Metrics, *others: Observer) -> None:
         self._metrics = metrics
         self._others = others
-        self.in_flight: dict[tuple[Link, str], int] = {}
-        """Transfers in flight by link and tier, for `gauge`."""
+        self.in_flight: dict[tuple[Direction, str], int] = {}
+        """Transfers in flight by direction and tier, for `gauge`."""
         self._outcomes = {
-            link: {each: metrics.bind(table.TRANSFERS, link=link.value, outcome=each.value) for each in Outcome}
-            for link in Link
+            direction: {
+                each: metrics.bind(table.TRANSFERS, link=direction.value, outcome=each.value) for each in Outcome
+            }
+            for direction in Direction
         }
-        self._moved: dict[tuple[Link, str], tuple[Bound, Bound, Bound]] = {}
-        """Bytes, duration and wait of the transfers of a link, by tier."""
+        self._moved: dict[tuple[Direction, str], tuple[Bound, Bound, Bound]] = {}
+        """Bytes, duration and wait of the transfers of a direction, by tier."""
 
     def submitted(self, command: Work) -> None:
         """See `Observer`."""
         if isinstance(command, Transfer):
-            way = command.link, command.tier
+            way = command.direction, command.tier
             self.in_flight[way] = self.in_flight.get(way, 0) + 1
         for other in self._others:
             other.submitted(command)
@@ -62,11 +64,11 @@ class CommandCounters:
         if completion.is_tier_fault:
             self._metrics.add(table.TIER_FAILURES, tier=command.tier)
         if isinstance(command, Transfer):
-            link = command.link
-            self.in_flight[link, command.tier] -= 1
-            counts = [(self._outcomes[link][outcome], 1.0)]
+            direction = command.direction
+            self.in_flight[direction, command.tier] -= 1
+            counts = [(self._outcomes[direction][outcome], 1.0)]
             if outcome is Outcome.DONE:
-                moved = self._moved.get((link, command.tier)) or self._bind(link, command.tier)
+                moved = self._moved.get((direction, command.tier)) or self._bind(direction, command.tier)
                 counts += zip(moved, (completion.size_bytes, completion.seconds, completion.waited_s), strict=True)
             self._metrics.count(counts)
         elif isinstance(command, Probe):
@@ -80,17 +82,17 @@ class CommandCounters:
 
     def gauge(self) -> None:
         """Refresh the gauge of transfers in flight."""
-        for (link, tier), count in self.in_flight.items():
-            self._metrics.set(table.TRANSFERS_IN_FLIGHT, count, link=link.value, tier=tier or HOST)
+        for (direction, tier), count in self.in_flight.items():
+            self._metrics.set(table.TRANSFERS_IN_FLIGHT, count, link=direction.value, tier=tier or HOST)
 
-    def _bind(self, link: Link, tier: str) -> tuple[Bound, Bound, Bound]:
-        place = {"link": link.value, "tier": tier or HOST}
+    def _bind(self, direction: Direction, tier: str) -> tuple[Bound, Bound, Bound]:
+        place = {"link": direction.value, "tier": tier or HOST}
         bound = (
             self._metrics.bind(table.TRANSFER_BYTES, **place),
             self._metrics.bind(table.TRANSFER_SECONDS, **place),
             self._metrics.bind(table.TRANSFER_WAIT_SECONDS, **place),
         )
-        self._moved[link, tier] = bound
+        self._moved[direction, tier] = bound
         return bound
 
 

@@ -19,7 +19,7 @@ from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Work
 from kvtier.runtime.line_file import SUFFIX, LineFile, new_path
-from kvtier.types import Link, Outcome, Transfer
+from kvtier.types import Direction, Outcome, Transfer
 
 VERSION: Final = 1
 """Of the lines; in the first line of each file."""
@@ -31,7 +31,7 @@ WAITING_MAX: Final = 1 << 14
 ID_CHARACTERS: Final = 256
 """A longer request id is cut."""
 
-_WAYS: Final = {Link.PROMOTE: "read", Link.DEMOTE: "write"}
+_WAYS: Final = {Direction.PROMOTE: "read", Direction.DEMOTE: "write"}
 
 
 class Planned(NamedTuple):
@@ -148,7 +148,7 @@ class Journal:
         return {
             "seconds": completion.seconds,
             "waited_s": completion.waited_s,
-            "way": _WAYS[command.link],
+            "way": _WAYS[command.direction],
             "tier": command.tier,
             "outcome": completion.outcome.value,
             "bytes": completion.size_bytes,

@@ -34,7 +34,7 @@ from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, Tier
 from kvtier.tier.effective_cap import FULL
 from kvtier.tier.refusal_log import NO_ROOM
-from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
+from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
 """Most jobs that may wait in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
@@ -199,14 +199,14 @@ class Mover:
         self._samplers = {name: FiguresSampler(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
             view.stuck_queues = partial(_stuck, (reads[name], writes[name], probes[name]))
-        self._routes: dict[tuple[Link | type, str], _Route] = {
-            (Link.GATHER, ""): _Route(device, QUEUE_BOUND),
-            (Link.SCATTER, ""): _Route(device, QUEUE_BOUND, is_urgent=True),
+        self._routes: dict[tuple[Direction | type, str], _Route] = {
+            (Direction.GATHER, ""): _Route(device, QUEUE_BOUND),
+            (Direction.SCATTER, ""): _Route(device, QUEUE_BOUND, is_urgent=True),
         }
-        """Of transfers by link and tier, of other commands by type and tier."""
+        """Of transfers by direction and tier, of other commands by type and tier."""
         for name in tiers:
-            self._routes[Link.PROMOTE, name] = _Route(reads[name], QUEUE_BOUND)
-            self._routes[Link.DEMOTE, name] = _Route(writes[name], QUEUE_BOUND)
+            self._routes[Direction.PROMOTE, name] = _Route(reads[name], QUEUE_BOUND)
+            self._routes[Direction.DEMOTE, name] = _Route(writes[name], QUEUE_BOUND)
             self._routes[Probe, name] = _Route(probes[name], QUEUE_BOUND)
             self._routes[Drop, name] = self._routes[Tell, name] = _Route(writes[name], DROPS_BOUND)
         try:
@@ -230,10 +230,10 @@ class Mover:
                 if isinstance(command, Transfer | Probe):
                     is_batched = command.tier in tiers and tiers[command.tier].takes_batches
                     job = Job(command, now_s, together(command) if is_batched else 1)
-                    if self._dropping and isinstance(command, Transfer) and command.link is Link.DEMOTE:
+                    if self._dropping and isinstance(command, Transfer) and command.direction is Direction.DEMOTE:
                         drop = self._dropping.get((command.tier, command.key, command.group))
                         job.after = None if drop is None else drop.over
-                    what = command.link if isinstance(command, Transfer) else Probe
+                    what = command.direction if isinstance(command, Transfer) else Probe
                     route = self._routes.get((what, command.tier)) or self._route(command)  # inline: it runs per object
                     bursts.setdefault(route, []).append(job)
                     continue
@@ -311,7 +311,7 @@ class Mover:
 
     def _route(self, command: Work) -> "_Route":
         try:
-            return self._routes[command.link if isinstance(command, Transfer) else type(command), command.tier]
+            return self._routes[command.direction if isinstance(command, Transfer) else type(command), command.tier]
         except KeyError:
             raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._tiers) or 'none'}") from None
 
@@ -396,7 +396,7 @@ class Mover:
         self._unready += len(jobs)
         has_more = False
         if seconds < SHORT_S and self._unready < READY_MOST and isinstance(first, Transfer):
-            queue = self._routes[first.link, first.tier].queue
+            queue = self._routes[first.direction, first.tier].queue
             has_more = bool(queue.jobs or queue.urgent_jobs)
         if not has_more:
             self._unready = 0
@@ -443,7 +443,7 @@ def _judged(job: Job, error: Exception) -> Result:
     """The outcome of an exception."""
     if isinstance(error, CorruptChunkError):
         # Only a promote reads stored bytes.
-        is_promote = isinstance(job.command, Transfer) and job.command.link is Link.PROMOTE
+        is_promote = isinstance(job.command, Transfer) and job.command.direction is Direction.PROMOTE
         return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
     if isinstance(error, UnreadableChunkError):  # only a promote opens frames
         return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept")
@@ -457,5 +457,5 @@ def _stuck(queues: Sequence[WorkerQueue]) -> int:
 
 def _kind(command: Work, outcome: Outcome) -> str:
     """The kind of a fault in the log."""
-    act = command.link.value if isinstance(command, Transfer) else type(command).__name__.lower()
+    act = command.direction.value if isinstance(command, Transfer) else type(command).__name__.lower()
     return f"{act}{f' of tier {command.tier!r}' if command.tier else ''} {outcome.value}"

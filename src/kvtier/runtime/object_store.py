@@ -41,8 +41,8 @@ from kvtier.runtime.session_events import LogLine
 from kvtier.tier.base import Figures, Tier
 from kvtier.types import (
     Command,
+    Direction,
     Event,
-    Link,
     ObjectBytes,
     ObjectId,
     ObjectsDone,
@@ -335,7 +335,7 @@ class ObjectStore(LockedCore):
         """The state of each tier, by name, fastest first. Does no I/O."""
         is_up = self._objects.is_up
         return {
-            name: TierHealth(is_up(name), is_up(name, Link.DEMOTE), view.figures)
+            name: TierHealth(is_up(name), is_up(name, Direction.DEMOTE), view.figures)
             for name, view in self._mover.views.items()
         }
 
@@ -416,7 +416,9 @@ class ObjectStore(LockedCore):
                 copied: list[Transfer] = []
                 size_bytes, began_s = 0, self._clock()
                 while isinstance(each, Transfer):
-                    (self._copy_out if each.link is Link.SCATTER else self._copy_in)(each, call.memory[each.blocks[0]])
+                    (self._copy_out if each.direction is Direction.SCATTER else self._copy_in)(
+                        each, call.memory[each.blocks[0]]
+                    )
                     copied.append(each)
                     size_bytes += self._sizes[each.group]
                     if size_bytes >= COPY_BYTES or call.inbox.empty():

@@ -1,6 +1,6 @@
 """Messages between the core's process and a rank's: a little-endian 32-bit length, then JSON.
 
-    ["Transfer", number of the command, [id, link, key, ...]]       the fields in the order of the type
+    ["Transfer", number of the command, [id, direction, key, ...]]  the fields in the order of the type
     ["Ping", 0, []]                                                 not a command: no number
 
 Both ends are the same kvtier on one machine and have authenticated each other. Input is checked all the same: a message
@@ -24,9 +24,9 @@ from kvtier.types import (
     WRITE_KINDS,
     Cancel,
     ChunkKey,
+    Direction,
     Drop,
     Figures,
-    Link,
     NextTurn,
     Outcome,
     Probe,
@@ -221,7 +221,7 @@ def _figures(values: list[Any]) -> Figures:
 
 _FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     Transfer: (
-        *(_whole, Link, _key, _whole, _whole, _word, _maybe(_word), _wholes),
+        *(_whole, Direction, _key, _whole, _whole, _word, _maybe(_word), _wholes),
         *(_maybe(_key), _whole, _number, _maybe(_word)),
     ),
     Probe: (_whole, _word, _many(_object), _number),

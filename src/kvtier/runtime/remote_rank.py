@@ -36,7 +36,7 @@ from kvtier.runtime.protocol import (
     decode,
     encode,
 )
-from kvtier.types import Cancel, Command, Link, Outcome, Probe, Transfer
+from kvtier.types import Cancel, Command, Direction, Outcome, Probe, Transfer
 
 SILENCE_S = 1.0
 """Time without a message after which the rank is checked."""
@@ -291,7 +291,7 @@ class RemoteRank:
 
 
 def _writes_to_blocks(command: Work) -> bool:
-    return isinstance(command, Transfer) and command.link is Link.SCATTER
+    return isinstance(command, Transfer) and command.direction is Direction.SCATTER
 
 
 def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvtier.connect.vllm.vllm_types import Request
 from kvtier.runtime.executor import Completion, Work
-from kvtier.types import ChunkKey, Drop, Link, Outcome, Prefix, Transfer
+from kvtier.types import ChunkKey, Direction, Drop, Outcome, Prefix, Transfer
 
 CPU, STORAGE = "CPU", "STORAGE"
 """Media as vLLM names them (`vllm.distributed.kv_events`)."""
@@ -62,7 +62,7 @@ class Events:
         """Note the eviction of a slot's former object."""
         if (
             isinstance(command, Transfer)
-            and command.link in (Link.GATHER, Link.PROMOTE)
+            and command.direction in (Direction.GATHER, Direction.PROMOTE)
             and command.group == self._group
         ):
             evicted = self._slots.pop(command.slot, None)
@@ -78,10 +78,10 @@ class Events:
             return
         if isinstance(command, Drop):
             self._moved.append((command.key, STORAGE, False))
-        elif command.link in (Link.GATHER, Link.PROMOTE):
+        elif command.direction in (Direction.GATHER, Direction.PROMOTE):
             self._slots[command.slot] = command.key
             self._moved.append((command.key, CPU, True))
-        elif command.link is Link.DEMOTE:
+        elif command.direction is Direction.DEMOTE:
             self._moved.append((command.key, STORAGE, True))
 
     def learn(self, request: Request, prefix: Prefix, first: int = 0) -> None:
