@@ -416,9 +416,8 @@ class ObjectStore(LockedCore):
                 copied: list[Transfer] = []
                 size_bytes, began_s = 0, self._clock()
                 while isinstance(each, Transfer):
-                    (self._copy_out if each.direction is Direction.SCATTER else self._copy_in)(
-                        each, call.memory[each.blocks[0]]
-                    )
+                    copy = self._copy_out if each.direction is Direction.SCATTER else self._copy_in
+                    copy(each, call.memory[each.blocks[0]])
                     copied.append(each)
                     size_bytes += self._sizes[each.group]
                     if size_bytes >= COPY_BYTES or call.inbox.empty():
