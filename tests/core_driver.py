@@ -103,7 +103,7 @@ class Driver:
         *,
         resident_tokens: int = 0,
         chunks: object = None,
-        session: str | None = None,
+        conversation: str | None = None,
     ) -> None:
         """Load everything that `tokens` (default: all full chunks) need, or only `chunks`."""
         from kvtier.core.prefix import needed_chunks
@@ -116,23 +116,29 @@ class Driver:
             if (chunk + 1) * CHUNK > resident_tokens and (chunks is None or chunk in chunks)
         ]
         self.cache.load(
-            RequestId(request), prefix, tokens, places, self.now_s, resident_tokens=resident_tokens, session=session
+            RequestId(request),
+            prefix,
+            tokens,
+            places,
+            self.now_s,
+            resident_tokens=resident_tokens,
+            conversation=conversation,
         )
         self._take()
 
-    def store(self, request: str, prefix: Prefix, *places: tuple[int, int], session: str | None = None) -> None:
+    def store(self, request: str, prefix: Prefix, *places: tuple[int, int], conversation: str | None = None) -> None:
         """Store the objects at `places` (group, chunk); by default all."""
         everything = [(group, chunk) for chunk in range(len(prefix.keys)) for group in range(len(self.layout.groups))]
         asked = [Place(group, chunk, (chunk,)) for group, chunk in places or everything]
-        self.cache.store(RequestId(request), prefix, asked, self.now_s, session)
+        self.cache.store(RequestId(request), prefix, asked, self.now_s, conversation)
         self._take()
 
     def release(self, request: str) -> None:
         self.cache.release(RequestId(request), self.now_s)
         self._take()
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        self.cache.expects(session, next_turn)
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        self.cache.expects(conversation, next_turn)
         self.cache.tick(self.now_s)
         self._take()
 

@@ -102,7 +102,7 @@ class Origin(NamedTuple):
     """Key of the page before it; None at the start of a prefix, and for groups without history."""
     depth: int = 0
     """How many pages come before it."""
-    session: str | None = None
+    conversation: str | None = None
     """The conversation."""
 
 
@@ -139,7 +139,7 @@ class Transfer(NamedTuple):
     parent: ChunkKey | None
     depth: int  # number of chunks before this one
     deadline_s: float  # on the session's clock; later completions do not count
-    session: str | None  # the conversation, for eviction policies
+    conversation: str | None  # the conversation, for eviction policies
 
 
 class Probe(NamedTuple):
@@ -160,10 +160,10 @@ class Drop(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """Passes a hint about the next turn of `session` to a lower tier's evictor."""
+    """Passes a hint about the next turn of `conversation` to a lower tier's evictor."""
 
     tier: str
-    session: str
+    conversation: str
     next_turn: NextTurn | None
 
 

@@ -429,8 +429,8 @@ def test_hints_reach_a_tier_that_has_come_in() -> None:
     received: list[tuple[str, NextTurn | None]] = []
 
     class Listening(MemoryTier):
-        def expects(self, session: str, next_turn: NextTurn | None) -> None:
-            received.append((session, next_turn))
+        def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+            received.append((conversation, next_turn))
 
     for make in (Listening, MemoryTier):  # one that takes hints, one that does not
         tier = DeferredTier("memory", partial(make, capacity_bytes=MIB), 5.0)

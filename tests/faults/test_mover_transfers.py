@@ -161,8 +161,8 @@ class Heard(Lru):
         super().__init__()
         self.said: list[tuple[str, NextTurn | None]] = []
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        self.said.append((session, next_turn))
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        self.said.append((conversation, next_turn))
 
 
 def test_what_a_session_expects_reaches_a_directorys_evictor_and_is_no_fault_of_others(tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ class Driver:
             self.names += 1
             path.append(self.names)
         self.prompts = [*self.prompts[-20:], path]
-        session = chance.choice(["a", "b", "c", None])
+        conversation = chance.choice(["a", "b", "c", None])
         entries = list(enumerate(path))
         for depth, name in entries if chance.random() < 0.4 else reversed(entries):
             parent = path[depth - 1] if depth and chance.random() < 0.97 else None
             if self.with_rings and chance.random() < 0.05:
                 parent = chance.choice(path)
-            self.use(name, parent, session)
+            self.use(name, parent, conversation)
             if chance.random() < 0.03:
                 self.remove(chance.choice(path))
             if chance.random() < 0.2:
@@ -51,8 +51,8 @@ class Driver:
                 self.policy.expects(chance.choice("abc"), chance.choice(HINTS))
         return len(path)
 
-    def use(self, name: int, parent: int | None, session: str | None) -> None:
-        event = held(name, parent)._replace(session=session)
+    def use(self, name: int, parent: int | None, conversation: str | None) -> None:
+        event = held(name, parent)._replace(conversation=conversation)
         if name in self.parents and self.chance.random() < 0.8:
             self.policy.touched(event)
             return

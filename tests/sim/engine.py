@@ -44,7 +44,7 @@ class SimJob:
 
     request: RequestId
     prefix: Prefix
-    session: str | None = None
+    conversation: str | None = None
     announced_tokens: int = 0
     began_s: float = 0.0
     lookups: int = 0
@@ -238,7 +238,7 @@ class SimEngine:
             now_s,
             resident_tokens=resident,
             budget=budget,
-            session=job.session,
+            conversation=job.conversation,
         )
 
     def _compute(self, job: SimJob) -> None:
@@ -265,7 +265,7 @@ class SimEngine:
         operation = Operation(job.prefix, self._world.now_s, blocks)
         job.stores.append(operation)
         self._world.note(RecordKind.STORE, job.request, sorted(blocks))
-        self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s, job.session)
+        self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s, job.conversation)
         self._conversations.append(job.prefix.keys)
         if len(self._conversations) > CONVERSATIONS_MAX:
             del self._conversations[dice.randrange(CONVERSATIONS_MAX)]
@@ -288,11 +288,11 @@ class SimEngine:
 
     def _expect(self, job: SimJob) -> None:
         """Sometimes give a next-turn hint, true or not."""
-        if job.session is not None and self._session_dice.random() < HINTS:
+        if job.conversation is not None and self._session_dice.random() < HINTS:
             next_turn = self._session_dice.choice((*NextTurn, None))
-            self._world.note(RecordKind.EXPECTS, job.session, next_turn)
-            self._expected(job.session, next_turn)
-            self._cache.expects(job.session, next_turn)
+            self._world.note(RecordKind.EXPECTS, job.conversation, next_turn)
+            self._expected(job.conversation, next_turn)
+            self._cache.expects(job.conversation, next_turn)
             self._settle()
 
     def _forget_if_over(self, job: SimJob) -> None:

@@ -111,7 +111,7 @@ class EventLog:
         self._harmed: dict[Item, float] = {}
         """Object -> time at which a tier's copy was last removed or damaged, other than by the core."""
         self._hints_due: dict[tuple[str, str], NextTurn | None] = {}
-        """(host or tier, session) -> hint that its evictor has not received yet."""
+        """(host or tier, conversation) -> hint that its evictor has not received yet."""
         self._back_due: set[tuple[str, Way]] = set()
         self._faults_in_a_row: defaultdict[tuple[str, Way], int] = defaultdict(int)
         self._troubled_s: dict[tuple[str, Way], float] = {}
@@ -176,25 +176,25 @@ class EventLog:
             if _demoted(sent.transfer) == which:
                 sent.replaces_since_s = None
 
-    def expected(self, session: str, next_turn: NextTurn | None) -> None:
-        """The engine gives a next-turn hint for a session."""
+    def expected(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """The engine gives a next-turn hint for a conversation."""
         for place in (_HOST, *self._scenario.tiers):
-            self._hints_due[place, session] = next_turn
+            self._hints_due[place, conversation] = next_turn
 
-    def hint_to_host(self, session: str, next_turn: NextTurn | None) -> None:
+    def hint_to_host(self, conversation: str, next_turn: NextTurn | None) -> None:
         """The evictor of host memory's first group received a hint."""
-        self._hinted(_HOST, session, next_turn)
+        self._hinted(_HOST, conversation, next_turn)
 
     def _hint_to_tier(self, tell: Tell, jobs: dict[RequestId, SimJob]) -> None:
-        self._hinted(tell.tier, tell.session, tell.next_turn)
+        self._hinted(tell.tier, tell.conversation, tell.next_turn)
         # A store that begins at this moment may have come after the hint.
-        stores = [store for job in jobs.values() if job.session == tell.session for store in job.stores]
+        stores = [store for job in jobs.values() if job.conversation == tell.conversation for store in job.stores]
         if any(store.start_s < self._world.now_s for store in stores):
-            raise Violation(f"{tell} while the session still stores")
+            raise Violation(f"{tell} while the conversation still stores")
 
-    def _hinted(self, place: str, session: str, next_turn: NextTurn | None) -> None:
-        if self._hints_due.pop((place, session), _NO_HINT) is not next_turn:
-            raise Violation(f"{place} got the hint {next_turn} for {session}, which is not the last one given")
+    def _hinted(self, place: str, conversation: str, next_turn: NextTurn | None) -> None:
+        if self._hints_due.pop((place, conversation), _NO_HINT) is not next_turn:
+            raise Violation(f"{place} got the hint {next_turn} for {conversation}, which is not the last one given")
 
     def at_end(self) -> None:
         """Every hint has been delivered."""

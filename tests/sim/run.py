@@ -109,11 +109,11 @@ class _ObservedEvictor:
         self._log.evicted(name, self._group)
         self._inner.removed(name)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
         if not self._group:
-            self._log.hint_to_host(session, next_turn)
+            self._log.hint_to_host(conversation, next_turn)
         if isinstance(self._inner, Hinted):
-            self._inner.expects(session, next_turn)
+            self._inner.expects(conversation, next_turn)
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         return self._inner.victim(is_pinned)

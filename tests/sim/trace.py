@@ -1,7 +1,7 @@
 """The trace of a run, and a digest of it that no rename changes.
 
 The digest covers numbers alone. Each kind of record and each enum member has a fixed number in this file. Keys,
-requests, tiers and sessions count by order of first appearance. A rename of a class, field or member in the core
+requests, tiers and conversations count by order of first appearance. A rename of a class, field or member in the core
 is made here too; the numbers stay. Fields without effect on behaviour (texts, hints) are left out.
 """
 
@@ -91,7 +91,7 @@ FIELDS: dict[type, tuple[RecordKind | None, Callable[[Any], tuple[object, ...]]]
     Probe: (RecordKind.PROBE, lambda a: (a.id, a.tier, a.objects, a.deadline_s)),
     Cancel: (RecordKind.CANCEL, lambda a: (a.ids,)),
     Drop: (RecordKind.DROP, lambda a: (a.tier, a.key, a.group)),
-    Tell: (RecordKind.TELL, lambda a: (a.tier, a.session, a.next_turn)),
+    Tell: (RecordKind.TELL, lambda a: (a.tier, a.conversation, a.next_turn)),
 }
 
 

@@ -145,9 +145,9 @@ def test_where_kinds_do_not_differ_the_oldest_goes_first():
 def test_sessions_without_names_are_forgotten():
     ours = Adaptive()
     for number in range(100):
-        ours.added(held(number)._replace(session=f"session {number}"))
+        ours.added(held(number)._replace(conversation=f"session {number}"))
         ours.removed(name_of(number))
-    assert len(ours._sessions) <= 2
+    assert len(ours._conversations) <= 2
 
 
 NUMBERS = st.integers(0, 11)

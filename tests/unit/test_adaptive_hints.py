@@ -1,4 +1,4 @@
-"""Hints: what sessions say of their next turn makes room for others, and lies cost little."""
+"""Hints: what conversations say of their next turn makes room for others, and lies cost little."""
 
 import gc
 import random
@@ -18,41 +18,45 @@ from kvtier.types import NextTurn
 NOBODY = NextTurn.NOBODY
 
 
-def sessions_that_end(seed: int) -> Iterator[tuple[str, Prompt, bool]]:
+def conversations_that_end(seed: int) -> Iterator[tuple[str, Prompt, bool]]:
     """Twelve agents at a time grow by three names a turn, until each ends at a random turn."""
     chance, fresh = random.Random(seed), iter(range(1, 1 << 30))
     agents: dict[str, Prompt] = {}
     for _ in range(2500):
         if len(agents) < 12:
             agents[f"session {next(fresh)}"] = []
-        session = chance.choice(list(agents))
-        agents[session] += [next(fresh) for _ in range(3)]
+        conversation = chance.choice(list(agents))
+        agents[conversation] += [next(fresh) for _ in range(3)]
         ends = chance.random() < 0.1
-        yield session, list(agents[session]), ends
+        yield conversation, list(agents[conversation]), ends
         if ends:
-            del agents[session]
+            del agents[conversation]
 
 
-def hits_of_sessions(tell_end: Callable[[Adaptive, str, bool], None], slots: int = 260) -> int:
+def hits_of_conversations(tell_end: Callable[[Adaptive, str, bool], None], slots: int = 260) -> int:
     evictor, present, found = Adaptive(), set[int](), 0
-    for session, prompt, ends in sessions_that_end(4):
+    for conversation, prompt, ends in conversations_that_end(4):
         found += next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
         for depth in reversed(range(len(prompt))):
-            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(session=session)
+            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(conversation=conversation)
             use(evictor, present, slots, event)
-        tell_end(evictor, session, ends)
+        tell_end(evictor, conversation, ends)
     return found
 
 
 def test_names_of_sessions_that_have_ended_make_room():
-    hinted = hits_of_sessions(lambda evictor, session, ends: evictor.expects(session, NOBODY) if ends else None)
-    plain = hits_of_sessions(lambda *_: None)
+    hinted = hits_of_conversations(
+        lambda evictor, conversation, ends: evictor.expects(conversation, NOBODY) if ends else None
+    )
+    plain = hits_of_conversations(lambda *_: None)
     assert hinted > 1.05 * plain
 
 
 def test_ends_that_are_told_wrongly_do_little_harm():
-    plain = hits_of_sessions(lambda *_: None)
-    wrong = hits_of_sessions(lambda evictor, session, ends: None if ends else evictor.expects(session, NOBODY))
+    plain = hits_of_conversations(lambda *_: None)
+    wrong = hits_of_conversations(
+        lambda evictor, conversation, ends: None if ends else evictor.expects(conversation, NOBODY)
+    )
     assert wrong > 0.9 * plain
 
 
@@ -69,14 +73,14 @@ def agents_and_people(seed: int) -> Iterator[Turn]:
     for _ in range(2500):
         if len(prompts) < 10:
             prompts[f"session {next(fresh)}"] = []
-        session = chance.choice(list(prompts))
-        prompts[session] += [next(fresh) for _ in range(3)]
+        conversation = chance.choice(list(prompts))
+        prompts[conversation] += [next(fresh) for _ in range(3)]
         is_for_user = chance.random() < 0.25
-        yield session, list(prompts[session]), NextTurn.USER if is_for_user else NextTurn.TOOL
+        yield conversation, list(prompts[conversation]), NextTurn.USER if is_for_user else NextTurn.TOOL
         if is_for_user:  # one in ten comes back, under the same name
-            away = prompts.pop(session)
+            away = prompts.pop(conversation)
             if chance.random() < 0.1:
-                prompts[session] = away
+                prompts[conversation] = away
 
 
 Teller = Callable[[Adaptive, str, NextTurn], None]
@@ -84,12 +88,12 @@ Teller = Callable[[Adaptive, str, NextTurn], None]
 
 def hits_of_turns(tell: Teller, slots: int = 160) -> int:
     evictor, present, found = Adaptive(), set[int](), 0
-    for session, prompt, next_turn in agents_and_people(5):
+    for conversation, prompt, next_turn in agents_and_people(5):
         found += next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
         for depth in reversed(range(len(prompt))):
-            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(session=session)
+            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(conversation=conversation)
             use(evictor, present, slots, event)
-        tell(evictor, session, next_turn)
+        tell(evictor, conversation, next_turn)
     return found
 
 
@@ -100,12 +104,14 @@ def unsaid():
 
 
 def test_who_has_the_next_turn_decides_who_stays(unsaid):
-    assert hits_of_turns(lambda evictor, session, next_turn: evictor.expects(session, next_turn)) > 1.05 * unsaid
+    assert (
+        hits_of_turns(lambda evictor, conversation, next_turn: evictor.expects(conversation, next_turn)) > 1.05 * unsaid
+    )
 
 
 def drawn(seed: int) -> Teller:
     chance = random.Random(seed)
-    return lambda evictor, session, _: evictor.expects(session, chance.choice(list(NextTurn)))
+    return lambda evictor, conversation, _: evictor.expects(conversation, chance.choice(list(NextTurn)))
 
 
 SWAPPED = {NextTurn.TOOL: NextTurn.USER, NextTurn.USER: NextTurn.TOOL}
@@ -115,10 +121,10 @@ SWAPPED = {NextTurn.TOOL: NextTurn.USER, NextTurn.USER: NextTurn.TOOL}
     "lie",
     [
         drawn(1),
-        lambda evictor, session, _: evictor.expects(session, NOBODY),
-        lambda evictor, session, _: evictor.expects(session, NextTurn.TOOL),
-        lambda evictor, session, next_turn: evictor.expects(session, SWAPPED[next_turn]),
-        lambda evictor, session, next_turn: evictor.expects(f"{session}?", next_turn),
+        lambda evictor, conversation, _: evictor.expects(conversation, NOBODY),
+        lambda evictor, conversation, _: evictor.expects(conversation, NextTurn.TOOL),
+        lambda evictor, conversation, next_turn: evictor.expects(conversation, SWAPPED[next_turn]),
+        lambda evictor, conversation, next_turn: evictor.expects(f"{conversation}?", next_turn),
     ],
     ids=["at random", "all over", "all tools", "the wrong way round", "unknown session"],
 )
@@ -137,8 +143,8 @@ def test_who_is_told_too_late_or_in_pieces_is_sorted_all_the_same():
     ours = Adaptive()
     for number in range(6):
         parent = number - 1 if number else None
-        ours.added(held(number, parent)._replace(session="a"))
-        ours.added(held(100 + number)._replace(session="b"))  # each name of a's prompt arrives alone
+        ours.added(held(number, parent)._replace(conversation="a"))
+        ours.added(held(100 + number)._replace(conversation="b"))  # each name of a's prompt arrives alone
     ours.expects("a", NextTurn.USER)
     assert [hint_of(ours, number) for number in range(6)] == [2] * 6
     assert [hint_of(ours, 100 + number) for number in range(5)] == [0] * 5
@@ -148,12 +154,12 @@ def test_who_is_told_too_late_or_in_pieces_is_sorted_all_the_same():
 
 def test_names_that_others_used_too_are_nobodys():
     ours = Adaptive()
-    for session, last in (("a", 2), ("b", 3)):
+    for conversation, last in (("a", 2), ("b", 3)):
         for number in (last, 1, 0):
-            event = held(number, {0: None, 1: 0, 2: 1, 3: 1}[number])._replace(session=session)
-            (ours.touched if number in (0, 1) and session == "b" else ours.added)(event)
-    for session in "ab":
-        ours.expects(session, NOBODY)
+            event = held(number, {0: None, 1: 0, 2: 1, 3: 1}[number])._replace(conversation=conversation)
+            (ours.touched if number in (0, 1) and conversation == "b" else ours.added)(event)
+    for conversation in "ab":
+        ours.expects(conversation, NOBODY)
     assert [hint_of(ours, number) for number in range(4)] == [0, 0, 3, 3]
 
 
@@ -161,12 +167,12 @@ def test_names_that_others_used_too_are_nobodys():
 def test_hints_keep_the_books(slots):
     """With any hints, a victim is a present leaf, and every run stays reachable."""
     chance, present, ours = random.Random(slots), set[int](), Adaptive()
-    for session, prompt, next_turn in agents_and_people(6):
+    for conversation, prompt, next_turn in agents_and_people(6):
         for depth in reversed(range(len(prompt))):
-            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(session=session)
+            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(conversation=conversation)
             use(ours, present, slots, event)
             if chance.random() < 0.1:
-                ours.expects(session, chance.choice([next_turn, NOBODY, None]))
+                ours.expects(conversation, chance.choice([next_turn, NOBODY, None]))
     while present:
         victim = ours.victim(_nobody)
         assert victim is not None
@@ -213,7 +219,7 @@ def test_a_replay_tells_after_each_request_who_goes_on(monkeypatch, policy, expe
 def test_a_session_that_nobody_knows_may_end():
     ours = Adaptive()
     ours.expects("unknown", NOBODY)
-    ours.added(held(1)._replace(session="a"))
+    ours.added(held(1)._replace(conversation="a"))
     ours.expects("a", NOBODY)
     ours.expects("a", NOBODY)
     assert ours.victim(_nobody) == name_of(1)
@@ -258,7 +264,7 @@ def _nobody(name: bytes) -> bool:
 def test_hints_come_to_an_end_where_parents_form_a_ring(next_turn: NextTurn | None):
     evictor = Adaptive()
     for name in range(3):
-        evictor.added(held(name, (name + 1) % 3)._replace(session="a"))
+        evictor.added(held(name, (name + 1) % 3)._replace(conversation="a"))
     evictor.expects("a", next_turn)
     assert evictor.victim(lambda _name: False) is not None
 
@@ -270,10 +276,10 @@ def test_sessions_without_names_are_forgotten_at_once_whoever_left_first():
     gc.disable()
     try:
         before = _sessions_in_memory()
-        for session in range(1000):
-            parent, child = 2 * session, 2 * session + 1
+        for conversation in range(1000):
+            parent, child = 2 * conversation, 2 * conversation + 1
             for event in held(child, parent), held(parent):
-                evictor.added(event._replace(session=f"session {session}"))
+                evictor.added(event._replace(conversation=f"session {conversation}"))
             evictor.victim(lambda _name: False)
             evictor.removed(name_of(parent))
             evictor.removed(name_of(child))

@@ -20,8 +20,10 @@ PREFIX = prefix_of("a")
 SEEDS = 60
 """Enough for every step."""
 
-LOAD = LoadOperation(request=RequestId("r"), prefix=PREFIX, session=None, deadline_s=1.0, tokens=2, resident_tokens=0)
-STORE = StoreOperation(request=RequestId("r"), prefix=PREFIX, session=None, deadline_s=1.0)
+LOAD = LoadOperation(
+    request=RequestId("r"), prefix=PREFIX, conversation=None, deadline_s=1.0, tokens=2, resident_tokens=0
+)
+STORE = StoreOperation(request=RequestId("r"), prefix=PREFIX, conversation=None, deadline_s=1.0)
 
 
 @pytest.mark.parametrize("after", ItemState)

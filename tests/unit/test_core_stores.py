@@ -197,8 +197,8 @@ def test_only_so_much_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_session_reaches_the_transfer() -> None:
     core = Driver(tiers=())
-    core.store("a", prefix_of("a"), session="chat")
-    assert core.going(Direction.GATHER)[0].session == "chat"
+    core.store("a", prefix_of("a"), conversation="chat")
+    assert core.going(Direction.GATHER)[0].conversation == "chat"
 
 
 def test_gathers_stay_within_their_budget() -> None:

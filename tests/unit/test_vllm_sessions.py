@@ -94,19 +94,19 @@ def test_parameters_of_other_connectors_are_ignored(params):
 
 
 class Heard(Lru):
-    """An evictor that records sessions and hints."""
+    """An evictor that records conversations and hints."""
 
     owners: ClassVar[list[str | None]] = []
     said: ClassVar[list[tuple[str, NextTurn | None]]] = []
 
     def added(self, held: Held) -> None:
-        self.owners.append(held.session)
+        self.owners.append(held.conversation)
         super().added(held)
 
     touched = added
 
-    def expects(self, session, next_turn) -> None:
-        self.said.append((session, next_turn))
+    def expects(self, conversation, next_turn) -> None:
+        self.said.append((conversation, next_turn))
 
 
 def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(monkeypatch):

@@ -80,7 +80,7 @@ class Cache:
         self._layout = layout
         self._limits = limits or Limits()
         self._next_turns: dict[str, NextTurn | None] = {}
-        """Next turns of sessions with open stores: evictors see the stores first."""
+        """Next turns of conversations with open stores: evictors see the stores first."""
         self._may_move = False
         """An operation has ended since the last `advance`."""
         self._output = Output()
@@ -257,7 +257,7 @@ class Cache:
         *,
         resident_tokens: int = 0,
         budget: LoadBudget | None = None,
-        session: str | None = None,
+        conversation: str | None = None,
     ) -> None:
         """Load the leading `tokens` to `places`. One LoadDone follows, early if the load exceeds its `budget`.
 
@@ -272,7 +272,7 @@ class Cache:
         load = LoadOperation(
             request=request,
             prefix=prefix,
-            session=session,
+            conversation=conversation,
             deadline_s=now_s + self._limits.load_deadline_s,
             tokens=tokens,
             resident_tokens=resident_tokens,
@@ -282,7 +282,7 @@ class Cache:
         self._transfers.advance(now_s)
 
     def store(
-        self, request: RequestId, prefix: Prefix, places: Sequence[Place], now_s: float, session: str | None = None
+        self, request: RequestId, prefix: Prefix, places: Sequence[Place], now_s: float, conversation: str | None = None
     ) -> None:
         """Store the chunks at `places`. One StoreDone follows.
 
@@ -292,7 +292,7 @@ class Cache:
         self.tick(now_s)
         self._check_places(prefix, places)
         deadline_s = now_s + self._limits.store_deadline_s
-        store = StoreOperation(request=request, prefix=prefix, session=session, deadline_s=deadline_s)
+        store = StoreOperation(request=request, prefix=prefix, conversation=conversation, deadline_s=deadline_s)
         self._operations.begin_store(store, places, now_s)
         self._transfers.advance(now_s)
         self._operations.end_if_settled(store)
@@ -302,13 +302,13 @@ class Cache:
         self._stop(request)
         self._transfers.advance(now_s)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Pass on the kind of the next turn of `session`, to evictors of host memory and tiers, with `advance`.
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """Pass on the kind of the next turn of `conversation`, to evictors of host memory and tiers, with `advance`.
 
-        Objects that the session is storing reach the evictors first.
+        Objects that the conversation is storing reach the evictors first.
         """
-        self._next_turns.pop(session, None)
-        self._next_turns[session] = next_turn
+        self._next_turns.pop(conversation, None)
+        self._next_turns[conversation] = next_turn
 
     def stop(self, now_s: float) -> None:
         """Release every request with an open load or store."""
@@ -380,11 +380,11 @@ class Cache:
         self._transfers.check()
 
     def _pass_next_turns(self) -> None:
-        storing = {store.session for store in self._operations.stores}
-        for session in [session for session in self._next_turns if session not in storing]:
-            next_turn = self._next_turns.pop(session)
-            self.host.expects(session, next_turn)
-            self._output.commands += [Tell(tier_state.name, session, next_turn) for tier_state in self._tiers.all]
+        storing = {store.conversation for store in self._operations.stores}
+        for conversation in [conversation for conversation in self._next_turns if conversation not in storing]:
+            next_turn = self._next_turns.pop(conversation)
+            self.host.expects(conversation, next_turn)
+            self._output.commands += [Tell(tier_state.name, conversation, next_turn) for tier_state in self._tiers.all]
 
     def _stop(self, request: RequestId) -> None:
         self._probes.forget(request)

@@ -180,7 +180,7 @@ class HostEntry:
     slot: int
     parent: ChunkKey | None
     depth: int
-    session: str | None
+    conversation: str | None
     residency: Residency = Residency.ABSENT
     source: str = HOST
     origin: str = HOST
@@ -286,7 +286,7 @@ class HostMemory:
             self.leaving[entry.group] += 1
             return
         self._count(entry, 1)
-        self._evictors[entry.group].added(Held(entry.key, entry.parent, entry.session))
+        self._evictors[entry.group].added(Held(entry.key, entry.parent, entry.conversation))
 
     def failed(self, entry: HostEntry) -> None:
         """The transfer into the slot failed; the slot is free."""
@@ -328,8 +328,8 @@ class HostMemory:
             self._give_back(entry)
             self.staging[entry.group] += 1
 
-    def touch(self, entry: HostEntry, session: str | None) -> None:
-        """A request of `session` uses the object."""
+    def touch(self, entry: HostEntry, conversation: str | None) -> None:
+        """A request of `conversation` uses the object."""
         entry.uses += 1
         if self.stages_only:
             return
@@ -337,9 +337,9 @@ class HostMemory:
             entry.residency = after(entry.residency, Change.WANTED)
             self.leaving[entry.group] -= 1
             self._count(entry, 1)
-            self._add_candidate(entry, session)
+            self._add_candidate(entry, conversation)
         elif entry.residency is READY:
-            self._evictors[entry.group].touched(Held(entry.key, entry.parent, session))
+            self._evictors[entry.group].touched(Held(entry.key, entry.parent, conversation))
 
     def pin(self, entry: HostEntry) -> None:
         """Add a pin, which prevents eviction."""
@@ -454,13 +454,13 @@ class HostMemory:
         """The thread of an overdue demotion has ended."""
         entry.stuck -= 1
         if entry.residency is READY:
-            self._add_candidate(entry, entry.session)
+            self._add_candidate(entry, entry.conversation)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Pass the kind of the session's next turn to evictors that use it."""
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """Pass the kind of the conversation's next turn to evictors that use it."""
         for evictor in self._evictors:
             if isinstance(evictor, Hinted):
-                evictor.expects(session, next_turn)
+                evictor.expects(conversation, next_turn)
 
     def used(self, group: int) -> int:
         """Slots of `group` in use."""
@@ -536,11 +536,11 @@ class HostMemory:
         self._give_back(entry)
         self.evictions += not self.stages_only
 
-    def _add_candidate(self, entry: HostEntry, session: str | None) -> None:
+    def _add_candidate(self, entry: HostEntry, conversation: str | None) -> None:
         """Make `entry` a candidate for eviction."""
         if not entry.stuck:
             self._is_searched[entry.group] = False
-            self._evictors[entry.group].added(Held(entry.key, entry.parent, session))
+            self._evictors[entry.group].added(Held(entry.key, entry.parent, conversation))
 
     def _remove(self, entry: HostEntry) -> None:
         del self.entries[entry.group][entry.key]

@@ -55,7 +55,7 @@ class ObjectCache(Cache):
         load = LoadOperation(
             request=request,
             prefix=prefix,
-            session=None,
+            conversation=None,
             deadline_s=inf,
             tokens=0,
             resident_tokens=0,
@@ -71,7 +71,7 @@ class ObjectCache(Cache):
             entry = self.host.find(*each)
             if entry is not None:  # on its way already, and the first tier lacks it, perhaps again
                 self._pending_writes.put_again(entry, now_s)
-        store = StoreOperation(request=request, prefix=prefix, session=None, deadline_s=inf, origins=origins)
+        store = StoreOperation(request=request, prefix=prefix, conversation=None, deadline_s=inf, origins=origins)
         self._operations.begin_store(store, places, now_s)
         self._transfers.advance(now_s)
         self._operations.end_if_settled(store)

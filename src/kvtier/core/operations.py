@@ -126,7 +126,7 @@ class Operation:
     STEPS: ClassVar[Steps]
     request: RequestId
     prefix: Prefix
-    session: str | None
+    conversation: str | None
     deadline_s: float
     items: list[WorkItem] = field(default_factory=list[WorkItem])
     todo: deque[WorkItem] = field(default_factory=deque[WorkItem])
@@ -264,7 +264,7 @@ class OpenOperations:
         # Deepest first, so that by recency alone a child is evicted before its parent.
         for item in reversed(work.items):
             if item.entry is not None:
-                self._pending_writes.use(item.entry, now_s, work.session)
+                self._pending_writes.use(item.entry, now_s, work.conversation)
 
     def must_write(self, work: LoadOperation | StoreOperation) -> bool:
         """Whether `work` is a put, which writes what a get has in a slot: the tier may have lost it since."""

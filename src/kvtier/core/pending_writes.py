@@ -81,9 +81,9 @@ class PendingWrites:
         self._can_wait: list[dict[HostEntry, None]] = [{} for _ in host.slots]
         """Objects of each group that pass through, and whose queued writes may be relayed instead, oldest first."""
 
-    def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
-        """Count a use by a request of `session`, which may make writes pending."""
-        self._host.touch(entry, session)
+    def use(self, entry: HostEntry, now_s: float, conversation: str | None) -> None:
+        """Count a use by a request of `conversation`, which may make writes pending."""
+        self._host.touch(entry, conversation)
         if entry.residency is READY:
             self.mark_pending(entry, now_s)
 
@@ -230,7 +230,7 @@ class PendingWrites:
         if slot is None:
             return None
         del queue.relays[item]
-        staged = HostEntry(entry.key, entry.group, slot, entry.parent, entry.depth, entry.session)
+        staged = HostEntry(entry.key, entry.group, slot, entry.parent, entry.depth, entry.conversation)
         staged.origin = source
         self._host.stage(staged)
         return staged, faster

@@ -501,7 +501,7 @@ class TransferScheduler:
         if work.origins:
             return HostEntry(item.key, group, slot, *work.origins[depth])
         parent = work.prefix.keys[depth - 1] if depth and self._host.is_history[group] else None
-        return HostEntry(item.key, group, slot, parent, depth, work.session)
+        return HostEntry(item.key, group, slot, parent, depth, work.conversation)
 
     def _send(
         self,
@@ -530,7 +530,7 @@ class TransferScheduler:
             entry.parent,
             entry.depth,
             now_s + limit_s,
-            entry.session,
+            entry.conversation,
         )
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, item, relay_to)
         if tier_state is not None:

@@ -8,8 +8,8 @@ If all kinds behave alike, that is LRU. Measurements: docs/eviction-study.md.
 
 As in `Lru`, a name with a present child is never the victim.
 
-Hints about a session's next turn change the kind of names that only this session used. Their effect is learned like
-everything else, so a wrong hint loses its effect.
+Hints about a conversation's next turn change the kind of names that only this conversation used. Their effect is
+learned like everything else, so a wrong hint loses its effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ SLACK = 64
 
 
 class Owner:
-    """A session that used names."""
+    """A conversation that used names."""
 
     __slots__ = ("__weakref__", "is_over", "tip")
 
@@ -86,7 +86,7 @@ class Owner:
 
 
 SHARED = Owner()
-"""Several sessions, or none."""
+"""Several conversations, or none."""
 
 
 class KeyNode:
@@ -104,7 +104,7 @@ class KeyNode:
         self.parent: KeyNode | None = None
         self.children = 0  # present ones
         self.run: KeyRun | None = None  # of the last use; None when not present
-        self.owner: Owner | None = None  # the session that used it
+        self.owner: Owner | None = None  # the conversation that used it
 
 
 NO_NODE = KeyNode(b"")
@@ -174,7 +174,7 @@ _PAUSE_BITS_MIN = 6
 _KIND_OF_USES = tuple(min(max(0, uses - 1).bit_length(), _USE_KINDS - 1) for uses in range(USES_MAX + 1))
 """Kind of each number of uses, which includes the current use."""
 _HINTS: dict[NextTurn | None, int] = {None: 0} | {it: place for place, it in enumerate(NextTurn, 1)}
-"""Kind of the session's last hint, for names that only this session used."""
+"""Kind of the conversation's last hint, for names that only this conversation used."""
 _OVER = _HINTS[NextTurn.NOBODY]
 
 
@@ -212,9 +212,9 @@ class Adaptive:
         self._heap: list[_Ranked] = []
         self._aged: list[_Ranked] = []  # to be revalued
         self._number = 0  # number of the latest run
-        self._sessions: WeakValueDictionary[str, Owner] = WeakValueDictionary()  # sessions with names in use
-        self._session: Owner | None = None  # of the current prompt
-        self._session_name: str | None = None
+        self._conversations: WeakValueDictionary[str, Owner] = WeakValueDictionary()  # conversations with names in use
+        self._owner: Owner | None = None  # of the current prompt
+        self._conversation: str | None = None
         self._training: Iterator[None] | None = None
         self._trainings = 0
         self._work_at = 0  # earliest time of the next background step
@@ -241,13 +241,13 @@ class Adaptive:
                 self._entries[parent_name] = parent = KeyNode(parent_name)
             entry.parent = parent
             parent.children += 1
-        self._use(entry, held.session)
+        self._use(entry, held.conversation)
 
     def touched(self, held: Held) -> None:
         """`held` was used. Unknown names are ignored."""
         entry = self._entries.get(held.name)
         if entry is not None and entry.run is not None:
-            self._use(entry, held.session)
+            self._use(entry, held.conversation)
 
     def removed(self, name: bytes) -> None:
         """`name` was removed, for whatever reason. Unknown names are ignored."""
@@ -277,28 +277,28 @@ class Adaptive:
             if not parent.children:
                 self._became_leaf(parent)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Use a hint: `next_turn` is the kind of the next turn of `session`.
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """Use a hint: `next_turn` is the kind of the next turn of `conversation`.
 
-        The session's last prompt changes its kinds, except names that others used too. When the session is over, all
-        names that only it used do, as soon as they are revalued or become leaves.
+        The conversation's last prompt changes its kinds, except names that others used too. When the conversation is
+        over, all names that only it used do, as soon as they are revalued or become leaves.
         """
-        session_owner = self._sessions.get(session)
-        if session_owner is None:
+        conversation_owner = self._conversations.get(conversation)
+        if conversation_owner is None:
             return
         hint = _HINTS[next_turn]
-        if session_owner is self._session and self._prompt:
+        if conversation_owner is self._owner and self._prompt:
             self._sort_prompt(hint)
         if hint == _OVER:
-            session_owner.is_over = True
-            del self._sessions[session]
-            if session_owner is self._session:
-                self._session_name = self._session = None
+            conversation_owner.is_over = True
+            del self._conversations[conversation]
+            if conversation_owner is self._owner:
+                self._conversation = self._owner = None
             self._rank_now = len(self._heap) + len(self._aged)
             self._work_at = 0
-        entry, before = session_owner.tip, None
+        entry, before = conversation_owner.tip, None
         for _ in range(self._held):  # bounded, because parents may form a cycle
-            if entry is None or entry.owner is not session_owner:
+            if entry is None or entry.owner is not conversation_owner:
                 return
             run = entry.run
             if run is not None and run is not before and self._apply_hint(run, hint) and run.number:
@@ -332,9 +332,9 @@ class Adaptive:
                 return tail.name
         return least[3].entries[-1].name
 
-    def _use(self, entry: KeyNode, session: str | None) -> None:
-        if session != self._session_name or entry.run is CURRENT:
-            self._begin_prompt(session)
+    def _use(self, entry: KeyNode, conversation: str | None) -> None:
+        if conversation != self._conversation or entry.run is CURRENT:
+            self._begin_prompt(conversation)
         if entry is self._above:
             self._above, self._below = entry.parent, NO_NODE
         elif entry.parent is self._below:
@@ -355,10 +355,10 @@ class Adaptive:
                 self._tail_worth = None  # the kind of new prompts has changed
         run = entry.run
         if run is None:
-            entry.owner = self._session
+            entry.owner = self._owner
         else:
             run.drop_one()
-            if entry.owner is not self._session:
+            if entry.owner is not self._owner:
                 entry.owner = SHARED
         entry.run = CURRENT
         entry.time = now
@@ -373,19 +373,19 @@ class Adaptive:
             self._tail_worth = None
         self._prompt_pauses = first or pause, pause
 
-    def _begin_prompt(self, session: str | None) -> None:
-        """A prompt of `session` begins."""
+    def _begin_prompt(self, conversation: str | None) -> None:
+        """A prompt of `conversation` begins."""
         if self._prompt:
             self._sort_prompt()
-        if session == self._session_name:
+        if conversation == self._conversation:
             return
-        self._session_name = session
-        if session is None:
-            self._session = None
+        self._conversation = conversation
+        if conversation is None:
+            self._owner = None
         else:
             # not setdefault: the dictionary holds weak references only
-            self._session = self._sessions.get(session) or Owner()
-            self._sessions[session] = self._session
+            self._owner = self._conversations.get(conversation) or Owner()
+            self._conversations[conversation] = self._owner
 
     def _sort_prompt(self, hint: int = 0) -> None:
         """The prompt is complete: give each of its names a kind."""
@@ -400,9 +400,9 @@ class Adaptive:
         self._prompt_new = self._tail = 0
         self._prompt_pauses = 0, 0
         self._tail_worth = None
-        session_owner = self._session
-        if session_owner is not None:
-            session_owner.tip = next((entry for entry in reversed(path) if entry.run), None)
+        conversation_owner = self._owner
+        if conversation_owner is not None:
+            conversation_owner.tip = next((entry for entry in reversed(path) if entry.run), None)
         is_last, before = 1, -1
         end = len(path)
         while end:
@@ -414,7 +414,7 @@ class Adaptive:
                 if _KIND_OF_USES[entry.uses] != uses_kind or entry.owner is not owner:
                     break
                 start -= 1
-            kind = self._model.kind(uses_kind * 2 + is_last, first, second, hint if owner is session_owner else 0)
+            kind = self._model.kind(uses_kind * 2 + is_last, first, second, hint if owner is conversation_owner else 0)
             run = KeyRun(kind, owner, time, path[start:end])
             if kind != before:
                 # The names of a run have the same outcome, so the model watches one of them.
@@ -523,13 +523,13 @@ class Adaptive:
             self._rank(_TIDY_AT_ONCE)
 
     def _retire(self, run: KeyRun) -> None:
-        """Give `run` the kind of ended sessions, if its only session has ended."""
+        """Give `run` the kind of ended conversations, if its only conversation has ended."""
         if run.owner is not None and run.owner.is_over:
             self._apply_hint(run, _OVER)
             run.owner = None
 
     def _apply_hint(self, run: KeyRun, hint: int) -> bool:
-        """Give `run` the kind of a hint by its only session. Returns whether that changed it."""
+        """Give `run` the kind of a hint by its only conversation. Returns whether that changed it."""
         if run is CURRENT or (kind := self._model.hinted(run.kind, hint)) == run.kind:
             return False
         watch = self._model.watch if self._model.is_hinted(run.kind) else self._model.watch_hinted

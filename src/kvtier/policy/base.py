@@ -13,7 +13,7 @@ class Held(NamedTuple):
     """The key in host memory, the object name in a lower tier; unique within the evictor."""
     parent: bytes | None = None
     """Name of the preceding object of the prefix; None at the start, for groups without history, or if unknown."""
-    session: str | None = None
+    conversation: str | None = None
     """The conversation that uses the object, where the engine knows it."""
 
 
@@ -47,11 +47,11 @@ class Evictor(Protocol):
 
 @runtime_checkable
 class Hinted(Protocol):
-    """An evictor that uses hints about the next turn of a session. A wrong hint costs hits only."""
+    """An evictor that uses hints about the next turn of a conversation. A wrong hint costs hits only."""
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """`next_turn` is the kind of the next turn of `session`; None withdraws the last hint.
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """`next_turn` is the kind of the next turn of `conversation`; None withdraws the last hint.
 
-        Unknown sessions are ignored.
+        Unknown conversations are ignored.
         """
         ...

@@ -154,7 +154,7 @@ class ReplayNode:
             _engine_places(chunks),
             self._events.now_s,
             budget=plan.budget,
-            session=request.session,
+            conversation=request.session,
         )
         self._schedule_tick()
 
@@ -312,7 +312,7 @@ class ReplayNode:
             self.cache.advance(self._events.now_s)
             self._drain()
 
-        held = Held(transfer.key, transfer.parent, transfer.session)
+        held = Held(transfer.key, transfer.parent, transfer.conversation)
         if transfer.direction is Direction.GATHER:
             self._due_s[transfer.key] = self.down.send(self._object_bytes, lambda: complete(Outcome.DONE))
         elif transfer.direction is Direction.SCATTER:

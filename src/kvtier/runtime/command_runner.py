@@ -146,7 +146,7 @@ class CommandRunner:
         if isinstance(command, Probe):
             present = self._probe(tier, command)
         elif isinstance(command, Tell):
-            tier.expects(command.session, command.next_turn)
+            tier.expects(command.conversation, command.next_turn)
         else:
             (name,) = names_of([(command.key, command.group)], self._name_heads)
             if not self._is_left_alone(command.tier, name):  # another rank's object is bad, not this one
@@ -219,7 +219,7 @@ class CommandRunner:
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
         frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch)
-        about = About(identity.parent, transfer.depth, group, transfer.session)
+        about = About(identity.parent, transfer.depth, group, transfer.conversation)
         return Write(identity.name, frame, about)
 
     def _promote(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:

@@ -105,10 +105,10 @@ class DeferredTier(Tier):
         if self._tier is not None:
             self._tier.note_use(is_up=is_up)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
         """See `Tier`. Without effect until the tier is open, which costs hits only."""
         if self._tier is not None:
-            self._tier.expects(session, next_turn)
+            self._tier.expects(conversation, next_turn)
 
     def close(self) -> None:
         """See `Tier`. A tier that opens after this is closed at once."""

@@ -133,7 +133,7 @@ class Session(LockedCore):
         *,
         resident_tokens: int = 0,
         budget: LoadBudget | None = None,
-        session: str | None = None,
+        conversation: str | None = None,
     ) -> None:
         """Load the leading `tokens` into `places`. Exactly one `LoadDone` follows, also after errors.
 
@@ -144,7 +144,7 @@ class Session(LockedCore):
             places: the engine's blocks of each chunk and group.
             resident_tokens: leading tokens that the engine holds for every group; they are not loaded.
             budget: ends the load early, with the tokens loaded so far, once waiting costs more than computing.
-            session: conversation of the request, for eviction.
+            conversation: name of the conversation, for eviction.
 
         Raises:
             BadCallError: the arguments do not fit. No `LoadDone` follows.
@@ -159,14 +159,16 @@ class Session(LockedCore):
                 now_s,
                 resident_tokens=resident_tokens,
                 budget=budget,
-                session=session,
+                conversation=conversation,
             )
             if budget is not None:  # it may end earlier than any transfer
                 self._plan_tick(self._cache.next_deadline() or now_s + TICK_S)
 
         self._uninterrupted(self._begin, begin, self._events.begin_load, request, tokens, places)
 
-    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
+    def store(
+        self, request: RequestId, prefix: Prefix, places: Sequence[Place], conversation: str | None = None
+    ) -> None:
         """Store the chunks at `places`. Exactly one `StoreDone` follows; until then the engine keeps the blocks.
 
         Raises:
@@ -174,7 +176,7 @@ class Session(LockedCore):
         """
 
         def begin(now_s: float) -> None:
-            self._cache.store(request, prefix, places, now_s, session)
+            self._cache.store(request, prefix, places, now_s, conversation)
 
         self._uninterrupted(self._begin, begin, self._events.begin_store, request, places)
 
@@ -190,12 +192,12 @@ class Session(LockedCore):
 
         self._wish(release)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Declare what continues conversation `session` after a response; None withdraws it.
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """Declare what continues `conversation` after a response; None withdraws it.
 
         Eviction policies use it. A wrong declaration costs hits only.
         """
-        self._wish(lambda _now_s: self._cache.expects(session, next_turn))
+        self._wish(lambda _now_s: self._cache.expects(conversation, next_turn))
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""

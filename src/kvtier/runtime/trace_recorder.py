@@ -41,7 +41,7 @@ class Served(NamedTuple):
     """Keys of the prompt's full chunks."""
     input_tokens: int
     output_tokens: int
-    session: str | None = None
+    conversation: str | None = None
     """Name of the conversation; a digest of it is recorded."""
     next_turn: NextTurn | None = None
     """What continues the conversation, if declared."""
@@ -131,8 +131,8 @@ class Recorder:
             "input_length": request.input_tokens,
             "output_length": request.output_tokens,
         }
-        if request.session is not None:
-            line["session_id"] = self._named(b"session" + request.session.encode("utf-8", "surrogatepass"))
+        if request.conversation is not None:
+            line["session_id"] = self._named(b"session" + request.conversation.encode("utf-8", "surrogatepass"))
         if request.next_turn is not None:
             line["next_turn"] = request.next_turn.value
         line["hash_ids"] = [self._named(key) for key in request.keys]

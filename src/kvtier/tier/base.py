@@ -20,11 +20,11 @@ class About(NamedTuple):
     """The preceding object of the prefix, same group and rank. None at the start and for groups without history."""
     depth: int = 0
     group: int = 0
-    session: str | None = None
+    conversation: str | None = None
 
     def held(self, name: ObjectName) -> Held:
         """The policy's event: `name` entered a tier or was used there."""
-        return Held(name, self.parent, self.session)
+        return Held(name, self.parent, self.conversation)
 
 
 UNKNOWN = About()
@@ -121,7 +121,7 @@ class Tier(ABC):
     def note_use(self, *, is_up: bool) -> None:  # noqa: B027 - most kinds have no use for it
         """The session uses the tier, or it backs off. A kind may record it for people."""
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:  # noqa: B027 - as above
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:  # noqa: B027 - as above
         """A hint for the tier's eviction policy, see `policy.base.Hinted`. Without effect in most kinds."""
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:

@@ -68,7 +68,7 @@ class OpenRequests:
         boundary = max(place.chunk for place in places) + 1
         tokens = boundary * row.prefix.chunk_tokens
         try:
-            self._session.load(row.request, row.prefix, tokens, places, session=row.conversation)
+            self._session.load(row.request, row.prefix, tokens, places, conversation=row.conversation)
         except BaseException:
             self._copier.forget(row.request)  # no LoadDone will come
             raise

@@ -113,7 +113,7 @@ class Loads:
             load.places,
             resident_tokens=plan.resident_tokens,
             budget=plan.budget,
-            session=load.tracked.hint.conversation,
+            conversation=load.tracked.hint.conversation,
         )
 
     def drop(self, name: RequestId) -> OpenLoad:

@@ -107,11 +107,11 @@ class DirectoryIndex:
             name = self._evictor.victim(never_pinned)
             return None if name is None else ObjectName(name)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Pass a session's expected next turn to an evictor that takes hints."""
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """Pass a conversation's expected next turn to an evictor that takes hints."""
         if isinstance(self._evictor, Hinted):
             with self._lock:
-                self._evictor.expects(session, next_turn)
+                self._evictor.expects(conversation, next_turn)
 
     def load_snapshot(self, rows: Iterable[SnapshotRow]) -> None:
         """Add the rows of an index snapshot, oldest use first. Stale ones are corrected on use, or by `merge`."""

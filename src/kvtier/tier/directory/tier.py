@@ -208,10 +208,10 @@ class DirectoryTier(FileTier):
         with self._operation("delete", name):
             self._byte_cap.remove(name)
 
-    def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Pass a session's expected next turn to an evictor that takes hints (`Hinted`)."""
+    def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
+        """Pass a conversation's expected next turn to an evictor that takes hints (`Hinted`)."""
         with self._guard:
-            self._index.expects(session, next_turn)
+            self._index.expects(conversation, next_turn)
 
     def _end(self) -> None:
         self._publish_uses(USES_MAX)
