@@ -181,8 +181,8 @@ class LoadOption(NamedTuple):
 
     tokens: int
     """Leading tokens that it loads: a valid boundary for every KV group."""
-    place: str
-    """The slowest place that the load needs."""
+    source: str
+    """The slowest source (host memory or a tier) that the load needs."""
     seconds: float
     """Expected time from start to end, including transfers queued before it."""
     wait_s: float
@@ -207,9 +207,9 @@ class Lookup:
     """Leading tokens that host memory can serve now, at most `tokens`."""
     presence: Presence
     sources: tuple[tuple[str, int], ...] = ()
-    """(place, tokens) of such a load, "host" first."""
+    """(source, tokens) of such a load, "host" first."""
     options: tuple[LoadOption, ...] = ()
-    """Loads up to `tokens`, and up to shorter boundaries that need no slower places. Empty while PROBING."""
+    """Loads up to `tokens`, and up to shorter boundaries that need no slower sources. Empty while PROBING."""
     history_tokens: int = 0
     """Leading tokens whose chunks every history group has; `tokens` without history groups. It exceeds `tokens` where a
     window or state is missing at the boundary, because another prompt diverged there.

@@ -79,7 +79,7 @@ MEMBERS: dict[Enum, int] = {
 
 FIELDS: dict[type, tuple[RecordKind | None, Callable[[Any], tuple[object, ...]]]] = {
     Lookup: (None, lambda a: (a.tokens, a.ready_tokens, a.presence, a.sources, a.options, a.history_tokens)),
-    LoadOption: (None, lambda a: (a.tokens, a.place, a.seconds)),
+    LoadOption: (None, lambda a: (a.tokens, a.source, a.seconds)),
     LoadDone: (RecordKind.LOAD_DONE, lambda a: (a.request, a.tokens, a.failed, a.sources, a.was_cut)),
     StoreDone: (RecordKind.STORE_DONE, lambda a: (a.request, a.held, a.dropped)),
     ObjectsDone: (RecordKind.OBJECTS_DONE, lambda a: (a.request, a.outcomes)),

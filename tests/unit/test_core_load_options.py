@@ -123,7 +123,7 @@ def options(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0
         core.tell(probe, [item in core.held[probe.tier] for item in probe.objects])
     found = core.cache.lookup(RequestId(request), prefix, core.now_s, resident_tokens=resident_tokens)
     assert found.presence is not Presence.PROBING
-    return [(option.tokens, option.place, round(option.seconds, 4)) for option in found.options]
+    return [(option.tokens, option.source, round(option.seconds, 4)) for option in found.options]
 
 
 @pytest.mark.parametrize("count", range(8, 30))

@@ -1,4 +1,4 @@
-"""Load or compute: what is chosen, how patient a load is, when a place is left alone, and what is learned."""
+"""Load or compute: what is chosen, how patient a load is, when a source is left alone, and what is learned."""
 
 import pytest
 
@@ -28,11 +28,11 @@ def option(
     seconds: float,
     *,
     wait_s: float = 0.001,
-    place: str = "disk",
+    source: str = "disk",
     is_known: bool = True,
     chunk_tokens: int = 0,
 ) -> LoadOption:
-    return LoadOption(tokens, place, seconds, wait_s, is_known, chunk_tokens)
+    return LoadOption(tokens, source, seconds, wait_s, is_known, chunk_tokens)
 
 
 def lookup_of(*options: LoadOption) -> Lookup:
@@ -69,7 +69,7 @@ def test_nothing_is_loaded_when_nothing_is_offered() -> None:
 
 
 def test_the_offer_that_saves_most_is_taken() -> None:
-    lookup = lookup_of(option(300, 0.01, place="host"), option(900, 0.01), option(920, 0.5, place="far"))
+    lookup = lookup_of(option(300, 0.01, source="host"), option(900, 0.01), option(920, 0.5, source="far"))
     plan = taught().plan(lookup, TOTAL, now_s=0.0)
     assert plan.tokens == 900
     assert plan.saved_s == pytest.approx(0.89, rel=0.01)
@@ -78,7 +78,7 @@ def test_the_offer_that_saves_most_is_taken() -> None:
 
 def test_offers_are_what_each_load_would_take_with_computing_the_rest() -> None:
     planner = taught()
-    lookup = lookup_of(option(300, 0.01, place="host"), option(900, 0.01), option(920, 0.5, place="far"))
+    lookup = lookup_of(option(300, 0.01, source="host"), option(900, 0.01), option(920, 0.5, source="far"))
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
     offers = planner.offers(lookup, plan)
     assert offers == [
@@ -166,7 +166,7 @@ def test_the_time_in_which_the_engine_computes_for_others_is_given_to_a_load_tha
     before_s = planner.snapshot()["loss_budget_s"]
     end(planner, plan, tokens=0, seconds=5.0, now_s=5.0)  # later than expected, but nothing was lost
     assert planner.snapshot()["loss_budget_s"] == before_s
-    assert planner.plan(lookup, TOTAL, now_s=5.0).tokens == 900  # so the place does not rest
+    assert planner.plan(lookup, TOTAL, now_s=5.0).tokens == 900  # so the source does not rest
 
 
 def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for_it() -> None:
@@ -307,8 +307,8 @@ def test_who_can_afford_what_was_lost_is_not_kept_from_it() -> None:
 def test_other_places_are_used_meanwhile() -> None:
     planner = taught()
     lose(planner, planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=0.0), 0.0)
-    plan = planner.plan(lookup_of(option(300, 0.01, place="host"), option(900, 0.1)), TOTAL, now_s=0.1)
-    assert (plan.tokens, plan.place) == (300, "host")
+    plan = planner.plan(lookup_of(option(300, 0.01, source="host"), option(900, 0.1)), TOTAL, now_s=0.1)
+    assert (plan.tokens, plan.source) == (300, "host")
 
 
 def test_a_hole_in_what_was_stored_says_nothing_about_the_link() -> None:
@@ -318,7 +318,7 @@ def test_a_hole_in_what_was_stored_says_nothing_about_the_link() -> None:
 
 
 def test_a_link_that_is_believed_slow_is_tried_now_and_then_within_the_slack() -> None:
-    planner, lookup = taught(), lookup_of(option(300, 0.01, place="host"), option(900, 5.0))
+    planner, lookup = taught(), lookup_of(option(300, 0.01, source="host"), option(900, 5.0))
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
     assert (plan.tokens, plan.is_trial) == (900, True)
     assert plan.load_s == pytest.approx(0.01 + SLACK, rel=0.01)
@@ -347,7 +347,7 @@ def test_no_trial_may_lose_more_than_its_share_of_the_time_so_far() -> None:
 
 
 def test_a_trial_pays_for_what_it_loses() -> None:
-    planner, lookup = taught(), lookup_of(option(300, 0.01, place="host"), option(900, 5.0))
+    planner, lookup = taught(), lookup_of(option(300, 0.01, source="host"), option(900, 5.0))
     before_s = planner.snapshot()["trial_budget_s"]
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
     end(planner, plan, tokens=300, seconds=0.03, now_s=0.03, was_cut=True)  # 20 ms later than from host memory
@@ -357,7 +357,7 @@ def test_a_trial_pays_for_what_it_loses() -> None:
 
 def test_trials_grow_while_they_arrive_and_shrink_when_they_do_not() -> None:
     planner = taught()
-    lookup = lookup_of(option(300, 0.01, place="host"), option(900, 5.0, chunk_tokens=100))
+    lookup = lookup_of(option(300, 0.01, source="host"), option(900, 5.0, chunk_tokens=100))
     lengths = []
     for number, comes in enumerate([True, True, True, False, False, False, False]):
         _earn(planner, SLACK)
@@ -369,16 +369,16 @@ def test_trials_grow_while_they_arrive_and_shrink_when_they_do_not() -> None:
     assert lengths == [100, 200, 400, 600, 400, 200, 100]
 
 
-def test_a_slower_place_is_not_tried_in_place_of_a_faster_one() -> None:
-    """Its load needs the faster place too, and its failure would be taken for one of the slower place."""
+def test_a_slower_source_is_not_tried_in_place_of_a_faster_one() -> None:
+    """Its load needs the faster source too, and its failure would be taken for one of the slower source."""
     planner = taught()
-    lookup = lookup_of(option(300, 5.0), option(900, 9.0, place="far"))
+    lookup = lookup_of(option(300, 5.0), option(900, 9.0, source="far"))
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
-    assert (plan.tokens, plan.place, plan.is_trial) == (300, "disk", True)
+    assert (plan.tokens, plan.source, plan.is_trial) == (300, "disk", True)
     end(planner, plan, tokens=0, seconds=0.03, now_s=0.03, was_cut=True)
     _earn(planner, SLACK)
     assert not planner.plan(lookup, TOTAL, now_s=0.1).tokens
-    assert planner.plan(lookup, TOTAL, now_s=10.0).place == "disk"
+    assert planner.plan(lookup, TOTAL, now_s=10.0).source == "disk"
 
 
 def test_a_try_that_fails_keeps_nobody_from_what_pays() -> None:
@@ -389,7 +389,7 @@ def test_a_try_that_fails_keeps_nobody_from_what_pays() -> None:
 
 def test_nothing_is_tried_where_even_a_fast_link_would_hardly_help() -> None:
     planner = taught()
-    assert planner.plan(lookup_of(option(880, 0.05, place="host"), option(900, 0.1)), TOTAL, now_s=0.0).tokens == 880
+    assert planner.plan(lookup_of(option(880, 0.05, source="host"), option(900, 0.1)), TOTAL, now_s=0.0).tokens == 880
     planner.record_overhead(2.0)
     assert planner.plan(lookup_of(option(900, 0.0)), TOTAL, now_s=0.0).tokens == 0
 

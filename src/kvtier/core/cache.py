@@ -91,7 +91,7 @@ class Cache:
         self.host = HostMemory(slots, evictor, layout, has_staging=has_staging, stages_only=stages_only)
         self._tiers = TierStates(tiers, int(min(slots) * _share(stages_only=stages_only)), self._output, down)
         order = [HOST, *self._tiers.by_name]
-        self._estimators = {place: LinkEstimator() for place in order}
+        self._estimators = {source: LinkEstimator() for source in order}
         self._probes = Probes(
             layout=layout,
             host=self.host,
@@ -167,11 +167,11 @@ class Cache:
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # used for the boundary, the sources and the options
-        def place_of(group: int, chunk: int) -> str | None:
-            return self._place_of(known, prefix.keys[chunk], group)
+        def source_of(group: int, chunk: int) -> str | None:
+            return self._source_of(known, prefix.keys[chunk], group)
 
         def is_available(group: int, chunk: int) -> bool:
-            return place_of(group, chunk) is not None
+            return source_of(group, chunk) is not None
 
         tokens = longest_boundary(self._layout.groups, prefix, is_available, runs)
         waits = False
@@ -195,11 +195,11 @@ class Cache:
         else:
             presence = Presence.READY if tokens else Presence.ABSENT
         order = [HOST, *self._tiers.by_name]
-        sources = lookup_sources(self._layout.groups, prefix, tokens, lambda g, c: place_of(g, c) or HOST, order)
+        sources = lookup_sources(self._layout.groups, prefix, tokens, lambda g, c: source_of(g, c) or HOST, order)
         options: tuple[LoadOption, ...] = ()
         if presence is not Presence.PROBING:
             options = self._cost_model.options(
-                LookupQuery(prefix, resident_tokens, place_of, runs), ready, tokens, now_s
+                LookupQuery(prefix, resident_tokens, source_of, runs), ready, tokens, now_s
             )
         return Lookup(
             tokens, ready, presence, sources, options, self._history_tokens(prefix, tokens, is_available, runs)
@@ -404,15 +404,15 @@ class Cache:
 
     def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
         readable = self.host.readable[group]
-        for place, key in enumerate(keys):
+        for position, key in enumerate(keys):
             if key not in readable:
-                return place
+                return position
         return len(keys)
 
     def _is_ready(self, prefix: Prefix) -> Callable[[int, int], bool]:
         return lambda group, chunk: prefix.keys[chunk] in self.host.readable[group]
 
-    def _place_of(self, known: ProbeAnswers | None, key: ChunkKey, group: int) -> str | None:
+    def _source_of(self, known: ProbeAnswers | None, key: ChunkKey, group: int) -> str | None:
         entry = self.host.find(key, group)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source

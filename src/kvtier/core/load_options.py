@@ -1,7 +1,7 @@
-"""Load options: load everything, everything except the slowest place, except the two slowest, and so on.
+"""Load options: load everything, everything except the slowest source, except the two slowest, and so on.
 
-Optimal cut points lie only at boundaries between places. Within one place the time of a load grows linearly with its
-tokens, while later tokens cost more to compute. So if the first chunk of a place pays, all of its chunks do.
+Optimal cut points lie only at boundaries between sources. Within one source the time of a load grows linearly with its
+tokens, while later tokens cost more to compute. So if the first chunk of a source pays, all of its chunks do.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,8 +21,8 @@ class LookupQuery(NamedTuple):
     prefix: Prefix
     resident_tokens: int
     """Leading tokens that the engine holds."""
-    place_of: Callable[[int, int], str | None]
-    """(group, chunk) -> the place of that object; None when it is not available."""
+    source_of: Callable[[int, int], str | None]
+    """(group, chunk) -> the source of that object; None when it is not available."""
     runs: Sequence[int]
     """Leading chunks of each group that are readable in host memory."""
 
@@ -33,7 +33,7 @@ class CostModel:
     Args:
         layout: the model's KV groups.
         host: host memory.
-        estimators: one for each place, fastest first; host memory's is of the link from there to the engine.
+        estimators: one for each source, fastest first; host memory's is of the link from there to the engine.
         loads: a live view of the open loads.
         scatters: returns how many objects wait for their scatter.
         first_tier: returns the first tier to try for the next promotion of an open load.
@@ -74,7 +74,7 @@ class CostModel:
     def _without_slowest(self, query: LookupQuery, count: int) -> int:
         allowed = list(self._estimators)[:-count]
         return longest_boundary(
-            self._groups, query.prefix, lambda group, chunk: query.place_of(group, chunk) in allowed, query.runs
+            self._groups, query.prefix, lambda group, chunk: query.source_of(group, chunk) in allowed, query.runs
         )
 
     def _option(self, query: LookupQuery, end: int, now_s: float) -> LoadOption:
@@ -84,12 +84,12 @@ class CostModel:
         scatter_first_s, scatter_s = scatter.seconds(total_bytes, queues[HOST], now_s)
         promote_s, wait_s = 0.0, scatter_first_s
         slowest, is_known = HOST, scatter.is_known
-        for place, estimator in self._estimators.items():
-            if place in added:
-                first_s, all_s = estimator.seconds(added[place], queues[place], now_s)
+        for source, estimator in self._estimators.items():
+            if source in added:
+                first_s, all_s = estimator.seconds(added[source], queues[source], now_s)
                 promote_s += all_s
                 wait_s = max(wait_s, first_s, min(estimator.pause_s, all_s))
-                slowest, is_known = place, is_known and estimator.is_known
+                slowest, is_known = source, is_known and estimator.is_known
         # Scatters overlap with promotions, except for the last scatter.
         seconds = max(scatter_s, promote_s + scatter_first_s)
         if not self._has_history_only:
@@ -117,16 +117,16 @@ class CostModel:
             for chunk in chunks:
                 entry = entries.get(prefix.keys[chunk])
                 if entry is None:
-                    place, is_queued = query.place_of(index, chunk) or HOST, chunk < shared
+                    source, is_queued = query.source_of(index, chunk) or HOST, chunk < shared
                 else:
-                    place, is_queued = HOST if entry.residency in READABLE else entry.source, True
-                if place != HOST:
-                    added[place] = added.get(place, 0) + (0 if is_queued else size)
+                    source, is_queued = HOST if entry.residency in READABLE else entry.source, True
+                if source != HOST:
+                    added[source] = added.get(source, 0) + (0 if is_queued else size)
         return total, added
 
     def _queues(self) -> dict[str, int]:
-        """Bytes that open loads still have to transfer from each place."""
-        queues = {place: estimator.out_bytes for place, estimator in self._estimators.items()}
+        """Bytes that open loads still have to transfer from each source."""
+        queues = {source: estimator.out_bytes for source, estimator in self._estimators.items()}
         mean = sum(group.payload_bytes for group in self._groups) // len(self._groups)
         queues[HOST] += self._scatters() * mean
         for load in self._loads:

@@ -203,7 +203,7 @@ class OpenOperations:
     """The open loads and stores.
 
     Args:
-        order: places from fastest to slowest, host memory first.
+        order: sources from fastest to slowest, host memory first.
     """
 
     def __init__(
@@ -488,25 +488,29 @@ class OpenOperations:
         Raises:
             AssertionError: one is not, which is a bug in the core.
         """
-        places: dict[ItemState, set[WorkItem]] = {state: set() for state in (WANTED, WAITING, QUEUED, COPYING, KEEPING)}
+        by_state: dict[ItemState, set[WorkItem]] = {
+            state: set() for state in (WANTED, WAITING, QUEUED, COPYING, KEEPING)
+        }
         for work in (*self.loads.values(), *self.stores):
             assert work.unsettled > 0, "a load or store ended without an event"
-            open_items = [item for item in work.items if item.state in places]
+            open_items = [item for item in work.items if item.state in by_state]
             assert len(open_items) == work.unsettled, "items without a result miscounted"
             for item in open_items:
-                places[item.state].add(item)
+                by_state[item.state].add(item)
             todo = {*work.todo, *(item for items in work.aside.values() for item in items)}
             assert todo == {item for item in open_items if item.state is WANTED}, "todo misses an item"
         for entry, items in self.waiters.items():
             assert not items or entry.residency in COMING, "an item waits for an object that is not in transfer"
             assert all(item.entry is entry for item in items), "an item waits for another entry"
-        assert places[WAITING] == {item for items in self.waiters.values() for item in items}, "a waiting item is lost"
-        assert places[KEEPING] == {item for items in self.keepers.values() for item in items}, "a kept item is lost"
+        assert by_state[WAITING] == {item for items in self.waiters.values() for item in items}, (
+            "a waiting item is lost"
+        )
+        assert by_state[KEEPING] == {item for items in self.keepers.values() for item in items}, "a kept item is lost"
         for entry, items in self.keepers.items():
             assert entry.awaited == len(items), "puts that wait for an object miscounted"
             assert not items or _has_tier(entry) is None, "a put waits for a write that has ended"
-        assert places[QUEUED] == set(self.scatters), "a queued item is lost"
-        assert places[COPYING] == copying, "an item is copied without a transfer"
+        assert by_state[QUEUED] == set(self.scatters), "a queued item is lost"
+        assert by_state[COPYING] == copying, "an item is copied without a transfer"
         wanted = sum([len(store.todo) for store in self.stores])
         assert wanted == self.wanted, "wanted objects miscounted"
         assert wanted <= WAITING_MAX or self._host.stages_only, "too many wanted objects"

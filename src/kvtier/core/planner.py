@@ -83,8 +83,8 @@ class LoadPlan:
     """Budget of the load; without one it runs to its end."""
     is_trial: bool = False
     """The load tries a slow link and is not expected to pay."""
-    place: str = ""
-    """The slowest place that the load needs."""
+    source: str = ""
+    """The slowest source (host memory or a tier) that the load needs."""
     risk_s: float = 0.0
     """Expected loss of the load at its worst moment."""
     ahead_s: float = 0.0
@@ -102,12 +102,12 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Backoff:
-    """A place that is not loaded from for a while."""
+    """A source that is not loaded from for a while."""
 
     until_s: float = 0.0
     seconds: float = BACKOFF_S_MIN
     lost_s: float = 0.0
-    """Loss of the last load from it. Only loads that can afford it again may use the place during the back-off."""
+    """Loss of the last load from it. Only loads that can afford it again may use the source during the back-off."""
     trial_chunks: int = 1
     """Length of the next trial: twice that of the last one if all of it came, else half."""
 
@@ -224,7 +224,7 @@ class Planner:
         self._saved_by_loads_s += plan.recompute_s - plan.compute_s
         self._counts["trials"] += plan.is_trial
         if plan.is_trial:
-            backoff = self._backoffs.setdefault(plan.place, _Backoff())
+            backoff = self._backoffs.setdefault(plan.source, _Backoff())
             backoff.until_s, backoff.lost_s = now_s + backoff.seconds, 0.0
 
     def ended(self, plan: LoadPlan, done: LoadDone, seconds: float, now_s: float) -> None:
@@ -244,7 +244,7 @@ class Planner:
         if done.was_cut or lost_s:
             self._failed(plan, regret_s, now_s)
         elif done.tokens >= plan.tokens and not plan.is_trial:
-            self._backoffs.pop(plan.place, None)
+            self._backoffs.pop(plan.source, None)
 
     def dropped(self, plan: LoadPlan) -> None:
         """The load of `plan` was abandoned; nothing is learned from it."""
@@ -273,7 +273,7 @@ class Planner:
     def _loading(self, nothing: LoadPlan, option: LoadOption) -> LoadPlan:
         compute_s = self.seconds(nothing.total_tokens - option.tokens, option.tokens)
         load_s = max(0.0, option.seconds - nothing.ahead_s) + self._overhead_s
-        return replace(nothing, tokens=option.tokens, compute_s=compute_s, load_s=load_s, place=option.place)
+        return replace(nothing, tokens=option.tokens, compute_s=compute_s, load_s=load_s, source=option.source)
 
     def _with_budget(self, plan: LoadPlan, option: LoadOption) -> LoadPlan:
         """`plan` with a budget for its risk, if the loss budget allows it."""
@@ -299,8 +299,8 @@ class Planner:
         return LoadBudget(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)
 
     def _is_acceptable(self, plan: LoadPlan, now_s: float) -> bool:
-        """Whether the load pays, its place is not in back-off, and its budget covers its expected loss."""
-        backoff = self._backoffs.get(plan.place)
+        """Whether the load pays, its source is not in back-off, and its budget covers its expected loss."""
+        backoff = self._backoffs.get(plan.source)
         is_backed_off = backoff is not None and now_s < backoff.until_s and _slack_s(plan) <= backoff.lost_s
         return not is_backed_off and plan.budget is not None and plan.risk_s <= plan.budget.cut_s(0.0, 0.0)
 
@@ -314,9 +314,9 @@ class Planner:
     def _trial(
         self, plans: Sequence[LoadPlan], options: Sequence[LoadOption], best: LoadPlan, now_s: float
     ) -> LoadPlan | None:
-        """A trial of the fastest place past `best`, if no load is open and the trial budget covers its possible loss.
+        """A trial of the fastest source past `best`, if no load is open and the trial budget covers its possible loss.
 
-        A place in back-off is not tried, nor are slower ones: their loads may need it too.
+        A source in back-off is not tried, nor are slower ones: their loads may need it too.
         """
         slack_s = _slack_s(best)
         if self._open or slack_s > self._trial_budget_s:
@@ -324,10 +324,10 @@ class Planner:
         for plan, option in zip(plans, options, strict=True):
             if plan.tokens <= best.tokens:
                 continue
-            backoff = self._backoffs.get(plan.place, NO_BACKOFF)
+            backoff = self._backoffs.get(plan.source, NO_BACKOFF)
             if now_s < backoff.until_s:
                 return None
-            # However fast the place is, the faster places before it take their time too.
+            # However fast the source is, the faster sources before it take their time too.
             gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
             if gain_s > slack_s:
                 tokens = plan.tokens
@@ -351,7 +351,7 @@ class Planner:
         loaded_s = max(0.0, seconds - plan.ahead_s)
         lost_s = loaded_s + self.seconds(plan.total_tokens - done.tokens, done.tokens) - plan.best_s
         self._trial_budget_s -= max(0.0, lost_s)
-        backoff = self._backoffs.setdefault(plan.place, _Backoff())  # another load may have ended it
+        backoff = self._backoffs.setdefault(plan.source, _Backoff())  # another load may have ended it
         if done.tokens < plan.tokens:
             backoff.trial_chunks = max(1, backoff.trial_chunks // 2)
         else:
@@ -360,9 +360,9 @@ class Planner:
                 backoff.until_s, backoff.seconds = 0.0, BACKOFF_S_MIN
 
     def _failed(self, plan: LoadPlan, regret_s: float, now_s: float) -> None:
-        backoff = self._backoffs.get(plan.place)
+        backoff = self._backoffs.get(plan.source)
         if backoff is None:
-            backoff = self._backoffs[plan.place] = _Backoff()
+            backoff = self._backoffs[plan.source] = _Backoff()
         elif plan.is_trial or now_s >= backoff.until_s:
             backoff.seconds = min(BACKOFF_GROWTH * backoff.seconds, BACKOFF_S_MAX)
         backoff.until_s = max(backoff.until_s, now_s + backoff.seconds)

@@ -1,4 +1,4 @@
-"""Arithmetic over the chunks and groups of a prefix: how many leading tokens can be restored, and from which places.
+"""Arithmetic over the chunks and groups of a prefix: how many leading tokens can be restored, and from which sources.
 
 A boundary is a token count at which the engine may resume: a multiple of the chunk at which every group is valid.
 History needs all chunks before it, a window the chunks over its last tokens, a state the chunk that ends there.
@@ -14,7 +14,7 @@ Present = Callable[[int, int], bool]
 """(group, chunk) -> whether that object is available."""
 
 Sources = tuple[tuple[str, int], ...]
-"""(place, tokens), host first; places without tokens are left out."""
+"""(source, tokens), host first; sources without tokens are left out."""
 
 
 def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
@@ -74,38 +74,38 @@ def lookup_sources(
     groups: Sequence[GroupLayout],
     prefix: Prefix,
     tokens: int,
-    place_of: Callable[[int, int], str],
+    source_of: Callable[[int, int], str],
     order: Sequence[str],
 ) -> Sources:
-    """Sources of a load of the leading `tokens`; `place_of` takes (group, chunk)."""
+    """Sources of a load of the leading `tokens`; `source_of` takes (group, chunk)."""
     items = [(index, chunk) for index, group in enumerate(groups) for chunk in needed_chunks(group, prefix, tokens)]
-    return load_sources(prefix, tokens, {item: place_of(*item) for item in items}, order)
+    return load_sources(prefix, tokens, {item: source_of(*item) for item in items}, order)
 
 
 def load_sources(
     prefix: Prefix,
     tokens: int,
-    places: Mapping[tuple[int, int], str],
+    sources: Mapping[tuple[int, int], str],
     order: Sequence[str],
     resident_tokens: int = 0,
 ) -> Sources:
-    """Split the leading `tokens` past `resident_tokens` by place; `places` maps (group, chunk) to its place.
+    """Split the leading `tokens` past `resident_tokens` by source; `sources` maps (group, chunk) to its source.
 
-    A chunk counts for the slowest place among its groups. A chunk that no group moves (before a sliding window) counts
+    A chunk counts for the slowest source among its groups. A chunk that no group moves (before a sliding window) counts
     like the next chunk that is moved.
     """
-    slowness = {place: number for number, place in enumerate(order)}
+    slowness = {source: number for number, source in enumerate(order)}
     by_chunk: dict[int, str] = {}
-    for (_, chunk), place in places.items():
+    for (_, chunk), source in sources.items():
         known = by_chunk.get(chunk)
-        if known is None or slowness[place] > slowness[known]:
-            by_chunk[chunk] = place
+        if known is None or slowness[source] > slowness[known]:
+            by_chunk[chunk] = source
     total = dict.fromkeys(order, 0)
-    end, place = tokens, HOST
+    end, source = tokens, HOST
     while end > resident_tokens:
         chunk = (end - 1) // prefix.chunk_tokens
         start = max(resident_tokens, chunk * prefix.chunk_tokens)
-        place = by_chunk.get(chunk, place)
-        total[place] += end - start
+        source = by_chunk.get(chunk, source)
+        total[source] += end - start
         end = start
     return tuple((name, count) for name, count in total.items() if count)

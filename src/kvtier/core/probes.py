@@ -1,6 +1,6 @@
 """Probes of lower tiers and their answers. An answer is only a hint: promotions verify the bytes.
 
-A search asks tier by tier, each for what faster places lack. A tier with an index is asked for all of it at once. A
+A search asks tier by tier, each for what faster sources lack. A tier with an index is asked for all of it at once. A
 remote tier is asked for few names, in rounds, because each name costs a request:
 
     1. the first missing chunk, of every history group
@@ -68,7 +68,7 @@ class Search:
     answers: "ProbeAnswers"
     prefix: Prefix
     missing: list[Item]
-    """Objects that no place has reported yet."""
+    """Objects that no source has reported yet."""
     tier: int = 0
     """Position of the tier that is asked."""
     round: int = 0

@@ -108,7 +108,7 @@ class TransferScheduler:
             if isinstance(work, LoadOperation):
                 work.was_cut = now_s < work.deadline_s
                 if not work.has_led:
-                    self._record_lead(work, self._leading_place(work), now_s)
+                    self._record_lead(work, self._leading_source(work), now_s)
             self.stop(work)
             changed = True
         return changed
@@ -236,17 +236,17 @@ class TransferScheduler:
             entry, tier_state, now_s, is_done=is_done, is_late=flight.is_late, is_fault=is_fault and not is_done
         )
 
-    def _record_transfer(self, place: str, flight: InFlightTransfer, now_s: float) -> None:
+    def _record_transfer(self, source: str, flight: InFlightTransfer, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
-        self._estimators[place].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
+        self._estimators[source].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
-    def _record_lead(self, load: LoadOperation, place: str, now_s: float) -> None:
+    def _record_lead(self, load: LoadOperation, source: str, now_s: float) -> None:
         """Record how long `load` took to its first usable chunk, or how long it ran without one."""
         if load.is_alone and self._host.has_history_only and (load.has_led or load.was_cut):
-            self._estimators[place].record_lead(now_s - load.begun_s, has_come=load.has_led)
+            self._estimators[source].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
-    def _leading_place(self, load: LoadOperation) -> str:
-        """The place of the first chunk that `load` still needs."""
+    def _leading_source(self, load: LoadOperation) -> str:
+        """The source of the first chunk that `load` still needs."""
         key = load.prefix.keys[load.run]
         entry = self._host.find(key, 0)
         if entry is not None:

@@ -143,8 +143,8 @@ class ReplayNode:
         )
         self.planning.loads += 1
         self.planning.trials += plan.is_trial
-        self.loads_of[plan.place] += 1
-        self.trials_of[plan.place] += plan.is_trial
+        self.loads_of[plan.source] += 1
+        self.trials_of[plan.source] += plan.is_trial
         self._loading[request.id] = request
         self._planners[request.planner].begun(plan, self._events.now_s)
         self.cache.load(

@@ -66,7 +66,7 @@ class RequestAccount:
             plan.recompute_s,
             min(offers, default=None),
             plan.ahead_s,
-            plan.place,
+            plan.source,
             plan.is_trial,
         )
 
