@@ -5,26 +5,24 @@ import pytest
 
 from kvtier.layout import GroupLayout, History, KvLayout, State
 from kvtier.testing.copier import CopierContract, CopierWorld
-from kvtier.testing.host_copier import KEEP_LOCK_BYTES_MAX, HostCopier
+from kvtier.testing.host_copier import HostCopier
 from kvtier.types import RequestId
 
 BLOCKS = 40
 CHUNK_BLOCKS = 6
 
 
-def _layout(scale: int = 1) -> KvLayout:
+def _layout() -> KvLayout:
     # Layers of different sizes, none a multiple of the alignment, and a second group of one layer.
-    history = GroupLayout(History(), tuple(CHUNK_BLOCKS * size * scale for size in (1000, 4096, 24)), "test")
-    state = GroupLayout(State(), (CHUNK_BLOCKS * 5001 * scale,), "test")
+    history = GroupLayout(History(), tuple(CHUNK_BLOCKS * size for size in (1000, 4096, 24)), "test")
+    state = GroupLayout(State(), (CHUNK_BLOCKS * 5001,), "test")
     return KvLayout(CHUNK_BLOCKS * 16, (history, state))
 
 
 class HostWorld(CopierWorld):
-    """Small chunks and large ones are copied in different ways; `scale` makes them larger."""
-
-    def __init__(self, scale: int = 1) -> None:
+    def __init__(self) -> None:
         draw = np.random.default_rng(1)
-        layout = _layout(scale)
+        layout = _layout()
         self.views = [
             [draw.integers(1, 256, (BLOCKS, size // CHUNK_BLOCKS), np.uint8) for size in group.layer_bytes]
             for group in layout.groups
@@ -61,17 +59,9 @@ class TestHostCopier(CopierContract):
         return HostWorld()
 
 
-class TestHostCopierOfLargeChunks(CopierContract):
-    def make(self) -> CopierWorld:
-        world = HostWorld(scale=20)
-        assert all(sum(group.layer_bytes) > KEEP_LOCK_BYTES_MAX for group in world.layout.groups)
-        return world
-
-
-@pytest.mark.parametrize("scale", [1, 50])
 @pytest.mark.parametrize("blocks", [(3, 4), (9, 2, 5)], ids=["run", "scattered"])
-def test_a_short_chunk_carries_nothing_of_the_one_before(blocks: tuple[int, ...], scale: int) -> None:
-    world = HostWorld(scale=scale)
+def test_a_short_chunk_carries_nothing_of_the_one_before(blocks: tuple[int, ...]) -> None:
+    world = HostWorld()
     group = world.layout.groups[0]
     payload = memoryview(bytearray(b"\xa5" * group.payload_bytes))
     world.copier.gather(RequestId("r"), 0, blocks, payload)

@@ -67,14 +67,17 @@ class CopierContract:
         raise NotImplementedError
 
     def test_gather_puts_each_layer_at_its_offset(self) -> None:
-        """The payload is layer-major, as in the layout. No byte of a slot's previous chunk remains."""
+        """The payload is layer-major, as in the layout. No byte of a slot's previous chunk remains.
+
+        The frame owns the padding, which stays as it is.
+        """
         world = self.make()
         before = world.everything()
         for number, group in enumerate(world.layout.groups):
             payload = _payload(group)
             for blocks in world.chunks(number):
                 _gather(world, number, blocks, payload)
-                assert _layers(group, payload) == world.read(number, blocks)
+                assert payload == _payload(group, world.read(number, blocks))
         assert world.everything() == before, "gather only reads the engine's memory"
 
     def test_scatter_gives_the_engine_each_layer(self) -> None:
@@ -99,19 +102,6 @@ class CopierContract:
                 _scatter(world, number, blocks, _payload(group, [bytes(size) for size in group.layer_bytes]))
                 world.fill(number, blocks, old)
                 assert world.everything() == before
-
-    def test_padding_stays_as_it_is(self) -> None:
-        """The frame owns the padding."""
-        world = self.make()
-        for number, group in enumerate(world.layout.groups):
-            first, second, *_ = world.chunks(number)
-            payload = _payload(group)
-            _gather(world, number, first, payload)
-            _scatter(world, number, second, payload)
-            covered = bytearray(payload)
-            for offset, size in zip(group.layer_offsets, group.layer_bytes, strict=True):
-                covered[offset : offset + size] = bytes([_FILLER]) * size
-            assert covered == bytes([_FILLER]) * group.payload_bytes
 
     def test_different_slots_at_the_same_time(self) -> None:
         """Mover threads share one copier."""

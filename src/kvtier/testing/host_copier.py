@@ -13,10 +13,6 @@ from kvtier.types import RequestId
 Blocks = npt.NDArray[np.uint8]
 """One layer's blocks: uint8 [blocks, block_bytes], contiguous."""
 
-KEEP_LOCK_BYTES_MAX = 1 << 19
-"""Chunks up to this size are copied with the interpreter's lock held. That takes about 40 us, less than releasing and
-reacquiring the lock for each layer."""
-
 
 class _Group(NamedTuple):
     layers: Sequence[tuple[int, int, memoryview]]
@@ -26,7 +22,6 @@ class _Group(NamedTuple):
     blocks: int
     """Number of blocks of a full chunk."""
     payload_bytes: int
-    is_small: bool
 
 
 class HostCopier:
@@ -50,7 +45,6 @@ class HostCopier:
                 ids=range(min(len(layer) for layer in layers)),
                 blocks=group.layer_bytes[0] // layers[0].shape[1],
                 payload_bytes=group.layer_offsets[-1] + group.layer_bytes[-1],
-                is_small=sum(group.layer_bytes) <= KEEP_LOCK_BYTES_MAX,
             )
             for group, layers in zip(layout.groups, groups, strict=True)
         ]
@@ -63,7 +57,7 @@ class HostCopier:
         """
         known = self._groups[group]
         for slot, engine in _runs(known, blocks, payload):
-            _copy(slot, engine, is_small=known.is_small)
+            _copy(slot, engine)
         if missing := known.blocks - len(blocks):
             for offset, size, _ in known.layers:
                 payload[offset + len(blocks) * size : offset + known.blocks * size] = bytes(missing * size)
@@ -73,7 +67,7 @@ class HostCopier:
         """Copy `payload` into engine blocks; complete on return. Raises like `gather`."""
         known = self._groups[group]
         for slot, engine in _runs(known, blocks, payload):
-            _copy(engine, slot, is_small=known.is_small)
+            _copy(engine, slot)
         return None
 
     def done(self, fence: Fence) -> bool:  # noqa: ARG002
@@ -103,8 +97,6 @@ def _runs(group: _Group, blocks: tuple[int, ...], payload: memoryview) -> list[t
     ]
 
 
-def _copy(target: memoryview, source: memoryview, *, is_small: bool) -> None:
-    if is_small:
-        target[:] = source
-    else:  # numpy releases the interpreter's lock
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+def _copy(target: memoryview, source: memoryview) -> None:
+    # numpy releases the interpreter's lock
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

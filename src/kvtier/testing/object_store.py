@@ -150,12 +150,6 @@ class ObjectStoreContract:
         assert store.leading_run([], DEADLINE_S) == 0
         assert store.contains([], DEADLINE_S) == store.get_into([], DEADLINE_S) == store.put_from([], DEADLINE_S) == []
 
-    def test_groups_are_separate(self, store: KeepsObjects) -> None:
-        """A key names an object of each group."""
-        assert put(store, [1]) == [Outcome.DONE]
-        assert store.contains([object_id(1, 1), object_id(1)], DEADLINE_S) == [False, True]
-        assert got(store, [1], group=1) == [Outcome.ABSENT]
-
     def test_a_run_ends_at_a_hole(self, store: KeepsObjects) -> None:
         """What follows a hole is no leading run."""
         put(store, [0, 1, 3, 4])

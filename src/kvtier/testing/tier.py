@@ -251,15 +251,6 @@ class TierContract:
         shown = {object_name(number): size for number, size in enumerate(self.odd_sizes)}
         assert dict(tier.scan()) == (shown if self.lists else {})
 
-    def test_what_is_deleted_is_gone_and_may_come_back(self, tier: Tier) -> None:
-        """A corrupt copy is dropped; the next write, with other bytes, replaces it."""
-        assert tier.write(object_name(1), frame_of(1))
-        tier.delete(object_name(1))
-        assert tier.contains([object_name(1)]) == [False]
-        assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) is None
-        assert tier.write(object_name(1), frame_of(2))
-        check_held(tier, object_name(1), frame_of(2))
-
     def test_keeps_to_its_capacity_and_keeps_the_newest(self, make: MakeTier) -> None:
         """The tier evicts on demand; the capacity holds after every write."""
         self._needs_cap()
