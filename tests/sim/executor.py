@@ -221,6 +221,10 @@ class SimExecutor:
         """Record that a copy was damaged."""
         self._incident(item, "damaged")
 
+    def is_dropping(self, tier: str, item: Item) -> bool:
+        """Whether a drop of the object waits."""
+        return (tier, item) in self._dropping
+
     # ---- slots and blocks ------------------------------------------------------------------------------------------
 
     def _use(self, task: RunningTransfer) -> SlotUse:

@@ -258,12 +258,18 @@ class ObjectSimulation:
                     self.counts.relays += command.direction is Direction.PROMOTE and self._is_relay(command)
                 elif isinstance(command, Probe):
                     self._probes.add(command.id)
-                elif isinstance(command, Drop) and self._is_storm and self._dice.random() < 0.5:
+                elif isinstance(command, Drop) and self._drop_fails(command):
                     dropped = ObjectId(command.key, command.group)
                     self._undropped.add((command.tier, dropped))
                     self.cache.dropped(command, Outcome.FAILED)
                     commands = [each for each in commands if each is not command]
             self.executor.execute([self._with_block(command) for command in commands])
+
+    def _drop_fails(self, drop: Drop) -> bool:
+        """Whether the tier cannot remove the bad copy. A mover has one drop of an object at a time."""
+        item = ObjectId(drop.key, drop.group)
+        is_there = item in self.world.tiers[drop.tier].copies and not self.executor.is_dropping(drop.tier, item)
+        return self._is_storm and is_there and self._dice.random() < 0.5
 
     def _with_block(self, command: Command) -> Command:
         """A copy names the position of its object in the call."""
@@ -324,6 +330,8 @@ class ObjectSimulation:
 
     def _complete(self, transfer: Transfer, outcome: Outcome, is_fault: bool) -> None:
         del self._flights[transfer.id]
+        if transfer.direction is Direction.PROMOTE and outcome is Outcome.DONE:  # so the copy is good, or was just now
+            self._undropped.discard((transfer.tier, ObjectId(transfer.key, transfer.group)))
         self.world.note(RecordKind.ANSWER, transfer.id, outcome, is_fault)
         self.cache.complete(transfer.id, outcome, self.world.now_s, is_fault=is_fault)
 

@@ -286,9 +286,11 @@ class TransferScheduler:
             may_gather = bool(self._operations.stores) and (not is_starving or self._host.stages_only)
             has_gathered = may_gather and self._advance_stores(now_s)
             has_dropped = self._advance_demotions(now_s)
-            if self._host.has_staging:
-                self._advance_relays(now_s)
-            may_start_more = has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
+            has_relayed = self._host.has_staging and self._advance_relays(now_s)
+            # A get may name an object twice, in the queues of two tiers. A relay may take the slot of a get.
+            is_again = self._host.stages_only and (has_promoted or has_relayed)
+            is_again |= has_dropped or (has_promoted and len(loads) > 1)
+            may_start_more = is_again or (has_gathered and bool(loads))
         if self._operations.scatters:
             self._advance_scatters(now_s)
 
@@ -480,17 +482,20 @@ class TransferScheduler:
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
         self._send(DEMOTE, entry, now_s, tier=tier_state.name)
 
-    def _advance_relays(self, now_s: float) -> None:
-        """Write objects that a faster tier holds to slower ones."""
+    def _advance_relays(self, now_s: float) -> bool:
+        """Write objects that a faster tier holds to slower ones. Returns whether a relay started."""
+        has_started = False
         is_loading = any(load.todo or any(load.aside.values()) for load in self._operations.loads.values())
         is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts want slots, too
         for tier_state in self._tiers.all:
             while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
+                has_started = True
                 entry, source = relay
                 if source is None:
                     self._demote(entry, tier_state, now_s)
                 else:
                     self._read(entry, source, now_s, relay_to=tier_state.name)
+        return has_started
 
     def _read(self, entry: HostEntry, source: TierState, now_s: float, *, relay_to: str = "") -> None:
         self._estimators[source.name].began(self._host.object_bytes[entry.group], now_s)
