@@ -76,8 +76,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("prints", "src/kvtier/connect/sglang/server_arguments.py"): "a process that sends one JSON line to its parent",
     ("environment", "src/kvtier/bench/serve/request_stats.py"): "vLLM makes the plug-in, without settings of ours",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
-    ("endless_waits", "src/kvtier/runtime/locked_core.py"): "one wake-up, or a few if threads race",
-    ("endless_waits", "src/kvtier/runtime/object_store.py"): "at most the copies of one call, and its end",
     ("endless_waits", "src/kvtier/runtime/worker_queues.py"): "one wake-up for each idle thread",
     ("endless_waits", "src/kvtier/runtime/session_events.py"): "drops the oldest beyond `EVENTS_MAX`",
     (

@@ -333,7 +333,7 @@ class TransferScheduler:
                         break
                     entry = self._promote(item, slot, tier_state, now_s)
                     has_promoted = True
-                self._operations.take(load)
+                load.todo.popleft()
                 if entry is None:
                     self._operations.fail(item)
                 else:
@@ -399,7 +399,8 @@ class TransferScheduler:
         entry = self._new_entry(item, slot)
         entry.source = entry.origin = tier_state.name
         self._host.enter(entry, Change.PROMOTE)
-        self._read(entry, tier_state, now_s)
+        self._estimators[tier_state.name].began(self._host.object_bytes[entry.group], now_s)
+        self._send(PROMOTE, entry, now_s, tier=tier_state.name)
         return entry
 
     def _advance_stores(self, now_s: float) -> bool:
@@ -494,12 +495,9 @@ class TransferScheduler:
                 if source is None:
                     self._demote(entry, tier_state, now_s)
                 else:
-                    self._read(entry, source, now_s, relay_to=tier_state.name)
+                    self._estimators[source.name].began(self._host.object_bytes[entry.group], now_s)
+                    self._send(PROMOTE, entry, now_s, tier=source.name, relay_to=tier_state.name)
         return has_started
-
-    def _read(self, entry: HostEntry, source: TierState, now_s: float, *, relay_to: str = "") -> None:
-        self._estimators[source.name].began(self._host.object_bytes[entry.group], now_s)
-        self._send(PROMOTE, entry, now_s, tier=source.name, relay_to=relay_to)
 
     def _new_entry(self, item: WorkItem, slot: int) -> HostEntry:
         work, (group, depth, _) = item.work, item.place

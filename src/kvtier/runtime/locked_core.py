@@ -16,10 +16,8 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from queue import Empty, SimpleQueue
 from threading import get_ident
 from typing import Any, ClassVar
 
@@ -30,6 +28,7 @@ from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
+from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.session_events import LogLine
 from kvtier.types import Cancel, Command, Drop, Event, Outcome, Probe, RequestId, TierNotice, Transfer
 
@@ -141,7 +140,7 @@ class LockedCore:
         """Threads that wait for `_settles` to change."""
         self._next_second_s, self._due_s = clock(), 0.0
         """Times of the next health check and of the next tick."""
-        self._alarm: SimpleQueue[None] = SimpleQueue()
+        self._alarm: Mailbox[str] = Mailbox()
         """Wakes the thread. At most a few entries, see `_wake`."""
         self._has_sent = False
         """Whether commands were submitted since the last `flush`."""
@@ -442,8 +441,7 @@ class LockedCore:
     def _run(self) -> None:
         wait_s = 0.0
         while not self._over.is_set():
-            with suppress(Empty):
-                self._alarm.get(timeout=wait_s)
+            self._alarm.get(wait_s)
             wait_s = COPY_STEP_S
             try:
                 wait_s = self.tick()
@@ -452,8 +450,8 @@ class LockedCore:
 
     def _wake(self) -> None:
         """Wake the session's thread. A finalizer or signal handler may call it anywhere."""
-        if not self._alarm.qsize():
-            self._alarm.put(None)
+        if not len(self._alarm):
+            self._alarm.put("wake")
 
     def _end(self, until_s: float) -> None:
         """Close: flush, end the executor, answer what is open, close the tiers."""

@@ -13,10 +13,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import count
-from queue import Empty, SimpleQueue
 from typing import NamedTuple, cast, get_args
 
 import numpy as np
@@ -36,6 +34,7 @@ from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.locked_core import Closed, LockedCore, SessionError
+from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.session_events import LogLine
 from kvtier.tier.base import Figures, Tier
@@ -108,7 +107,7 @@ class _Call:
     def __init__(self, request: RequestId, objects: int, memory: Sequence[_Memory]) -> None:
         self.request = request
         self.memory = memory
-        self.inbox: SimpleQueue[Transfer | ObjectsDone] = SimpleQueue()
+        self.inbox: Mailbox[Transfer | ObjectsDone] = Mailbox()
         """Copies to execute, and the end, from the holder of the lock."""
         self.outcomes: Sequence[Outcome] = [Outcome.CANCELLED] * objects
 
@@ -411,23 +410,20 @@ class ObjectStore(LockedCore):
     def _work_off(self, call: _Call, until_s: float) -> bool:
         """Execute copies until the operation ends; False if the deadline comes first."""
         while (left_s := until_s - self._clock()) > 0:
-            with suppress(Empty):
-                each = call.inbox.get(timeout=left_s)
-                copied: list[Transfer] = []
-                size_bytes, began_s = 0, self._clock()
-                while isinstance(each, Transfer):
-                    copy = self._copy_out if each.direction is Direction.SCATTER else self._copy_in
-                    copy(each, call.memory[each.blocks[0]])
-                    copied.append(each)
-                    size_bytes += self._sizes[each.group]
-                    if size_bytes >= COPY_BYTES or call.inbox.empty():
-                        break
-                    each = call.inbox.get_nowait()
-                if copied:
-                    self._uninterrupted(self._complete, copied, (self._clock() - began_s) / len(copied))
-                if isinstance(each, ObjectsDone):
-                    call.outcomes = each.outcomes or call.outcomes
-                    return True
+            each = call.inbox.get(left_s)
+            copied: list[Transfer] = []
+            size_bytes, began_s = 0, self._clock()
+            while isinstance(each, Transfer):
+                copy = self._copy_out if each.direction is Direction.SCATTER else self._copy_in
+                copy(each, call.memory[each.blocks[0]])
+                copied.append(each)
+                size_bytes += self._sizes[each.group]
+                each = call.inbox.get(0.0) if size_bytes < COPY_BYTES else None
+            if copied:
+                self._uninterrupted(self._complete, copied, (self._clock() - began_s) / len(copied))
+            if isinstance(each, ObjectsDone):
+                call.outcomes = each.outcomes or call.outcomes
+                return True
         return False
 
     def _complete(self, copied: Sequence[Transfer], seconds: float) -> None:
@@ -442,12 +438,11 @@ class ObjectStore(LockedCore):
         self._wish(lambda now_s: self._forget(call.request, now_s))
         self.ready()
         until_s = self._clock() + RELEASE_S
-        with suppress(Empty):
-            while True:
-                each = call.inbox.get(timeout=max(0.0, until_s - self._clock()))
-                if isinstance(each, ObjectsDone):
-                    call.outcomes = each.outcomes or call.outcomes
-                    return
+        while (left_s := until_s - self._clock()) > 0:
+            each = call.inbox.get(left_s)
+            if isinstance(each, ObjectsDone):
+                call.outcomes = each.outcomes or call.outcomes
+                return
 
     def _forget(self, request: RequestId, now_s: float) -> None:
         """Release an operation, and complete the copies that its thread will not execute. Under the lock."""

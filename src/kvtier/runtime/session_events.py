@@ -4,12 +4,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from kvtier.errors import BadCallError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Bound, Metrics
+from kvtier.runtime.mailbox import Mailbox
 from kvtier.types import Event, LoadDone, Place, RequestId, StoreDone
 
 EVENTS_MAX = 65_536
@@ -55,7 +55,7 @@ class SessionEvents:
         self._clock = clock
         self._loads: dict[RequestId, OpenCall] = {}
         self._stores: list[OpenCall] = []
-        self._queue: SimpleQueue[Event] = SimpleQueue()
+        self._queue: Mailbox[Event] = Mailbox()
         """A queue that a finalizer may use in the middle of a call."""
         self._has_dropped = False
         self._loaded = {share: metrics.bind(table.LOADS, result=share) for share in ("none", "part", "whole")}
@@ -93,19 +93,17 @@ class SessionEvents:
     def poll(self, wait_s: float) -> list[Event]:
         """The events since the last call; waits up to `wait_s` seconds for the first."""
         events: list[Event] = []
-        try:
-            if wait_s > 0:
-                events.append(self._queue.get(timeout=wait_s))
-            while True:
-                events.append(self._queue.get_nowait())
-        except Empty:
-            return events
+        event = self._queue.get(wait_s)
+        while event is not None:
+            events.append(event)
+            event = self._queue.get()
+        return events
 
     def publish(self, event: Event) -> None:
         """Queue an event, and count it. Its call is removed first, so that no error repeats it."""
         if isinstance(event, LoadDone):
             call = self._loads.pop(event.request)
-            self._queue.put(event)
+            waiting = self._queue.put(event)
             share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
             counts = [(self._loaded[share], 1.0), (self._load_seconds, self._clock() - call.time_s)]
             for place, tokens in event.sources:
@@ -116,14 +114,14 @@ class SessionEvents:
         elif isinstance(event, StoreDone):
             call = next(call for call in list(self._stores) if call.request == event.request)
             self._stores.remove(call)  # not by its position: `withdraw` may remove another one meanwhile
-            self._queue.put(event)
+            waiting = self._queue.put(event)
             self._metrics.add(table.STORES)
             self._metrics.add(table.STORE_CHUNKS, event.held, result="held")
             self._metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")
             self._metrics.observe(table.STORE_SECONDS, self._clock() - call.time_s)
         else:
-            self._queue.put(event)
-        while self._queue.qsize() > EVENTS_MAX:
+            waiting = self._queue.put(event)
+        if waiting > EVENTS_MAX:
             self._drop_oldest()
 
     def fail(self, copying: Collection[RequestId] = ()) -> None:
@@ -137,9 +135,7 @@ class SessionEvents:
                 self._queue.put(StoreDone(store.request, 0, len(store.places)))
 
     def _drop_oldest(self) -> None:
-        try:
-            self._queue.get_nowait()
-        except Empty:
+        if self._queue.get() is None:
             return
         if not self._has_dropped:
             self._has_dropped = True
