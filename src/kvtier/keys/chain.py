@@ -30,7 +30,7 @@ class Extra:
     """Something besides tokens that changes the numbers of a request.
 
     Args:
-        kind: such as ``adapter``, ``image``, ``salt`` or ``embeddings``; not empty.
+        kind: such as ``adapter``, ``image`` or ``salt``; not empty.
         value: identity of the extra, such as an adapter's name and digest, or a digest of an image's pixels.
         offset: its first token position in the prompt. It enters the key of the chunk with this position; later chunks
             inherit it through the chain.

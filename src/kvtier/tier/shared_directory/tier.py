@@ -1,7 +1,7 @@
 """One file per object in a directory that many nodes share, on a network file system. No operation takes a lock.
 
 root/kvtier-store.json                       marker, of another version than a store of one machine
-root/usage/                                  claims and the record of the last sweep, see `shared_claims`
+root/usage/                                  claims and the record of the last sweep, see `claims`
 root/<key id>/<fingerprint>/<2 hex>/<64 hex> one object; temporary files lie in the same directory
 
 An object is written under a temporary name, synced and renamed. So a reader sees a whole object or none; frame
@@ -43,7 +43,7 @@ class SharedDirectoryTier(FileTier):
         key_id: 16 bytes that identify the secret, `keys.secret.key_id`.
         fingerprint: `Fingerprint.digest`; its first 16 bytes name a directory.
         capacity_bytes: cap for the objects of all key ids and fingerprints and for temporary files, each rounded up to
-            4 KiB. With different caps on different nodes the lowest one holds. See `shared_claims` for its exactness.
+            4 KiB. With different caps on different nodes the lowest one holds. See `claims` for its exactness.
         name: the tier's name in metrics and errors.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
         wait_s: how long a write waits for room before it is dropped.
