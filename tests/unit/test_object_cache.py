@@ -141,6 +141,17 @@ def test_a_tier_without_room_holds_up_no_object_of_another():
     core.cache.check()
 
 
+def test_objects_that_have_left_are_not_kept():
+    core = Core("fast", "slow")
+    for number in range(50):
+        core.begin("put", object_id(number))
+        while commands := core.commands():
+            core.complete([it for it in commands if isinstance(it, Transfer)])
+    assert core.cache.pending_count == 0
+    assert not any(core.cache._pending_writes._can_wait)
+    assert not core.cache._operations.keepers
+
+
 def test_puts_take_turns():
     core = Core("memory", slots=4)
     large = core.begin("put", *pages(30))

@@ -239,9 +239,9 @@ class HostMemory:
             min(STAGING_SLOTS_MAX, max(1, count // STAGING_SHARE)) if has_staging and count >= STAGING_SLOTS_MIN else 0
             for count in slots
         ]
+        """How many more slots of each group the staging area may take."""
         if stages_only and has_staging:
             self.staging = [RELAY_SLOTS] * len(slots)
-        """How many more slots of each group the staging area may take."""
         self.staging_slots = tuple(self.staging)
         """Most slots of the staging area of each group."""
         self.relayed: dict[HostEntry, None] = {}

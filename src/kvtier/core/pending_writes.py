@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from kvtier.core.host_memory import (
     HOST,
-    LEAVING,
     PENDING,
     QUEUED,
     READABLE,
@@ -39,9 +38,6 @@ PROMOTED_MAX = 1 << 16
 
 PUBLISHED_PART = 4
 """This part of host memory may hold objects that wait for a remote tier, when other engines wait for them."""
-
-PASSED_OVER_MAX = 16
-"""Objects that are looked at for one whose slot can be had."""
 
 RELAYS_MAX = 1 << 14
 """Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
@@ -79,7 +75,7 @@ class PendingWrites:
         self.queues = {it.name: WriteQueue() for it in tiers.all}
         """By tier."""
         self._can_wait: list[dict[HostEntry, None]] = [{} for _ in host.slots]
-        """Objects of each group that pass through, and whose queued writes may be relayed instead, oldest first."""
+        """Objects of each group that pass through, with queued writes only, which no put waits for; oldest first."""
 
     def use(self, entry: HostEntry, now_s: float, conversation: str | None) -> None:
         """Count a use by a request of `conversation`, which may make writes pending."""
@@ -99,11 +95,8 @@ class PendingWrites:
         if item in self._promoted:
             del self._promoted[item]
             entry.uses = max(entry.uses, FILL_USES)
-            if not self._host.stages_only:
+            if not self._host.stages_only or self._host.read_becomes_write(entry):
                 self.mark_pending(entry, now_s)
-            elif self._host.read_becomes_write(entry):
-                self.mark_pending(entry, now_s)
-                self.can_wait(entry)
         else:
             self._promoted[item] = None
             if len(self._promoted) > PROMOTED_MAX:
@@ -173,8 +166,9 @@ class PendingWrites:
             while queued:
                 entry, _ = queued.popitem(last=False)
                 self._host.write_becomes(entry, tier_state.name, UNDECIDED)
-                if entry.kept_by:
+                if self._host.stages_only:
                     self.relay_missed(entry)
+                    self.can_wait(entry)
             return None
         entry = next(iter(queued))
         if not tier_state.has_room(DEMOTE, self._host.object_bytes[entry.group]):
@@ -184,6 +178,7 @@ class PendingWrites:
         return entry
 
     def _begin(self, entry: HostEntry, tier: str) -> None:
+        self._can_wait[entry.group].pop(entry, None)
         self._host.pin(entry)
         self._host.write_becomes(entry, tier, WRITING)
 
@@ -291,11 +286,12 @@ class PendingWrites:
             keeper = self._tiers.by_name.get(entry.kept_by)
             if tier_state.rules.persists and (keeper is None or tier_state.number < keeper.number):
                 entry.kept_by = tier_state.name
-            self.can_wait(entry)
 
     def can_wait(self, entry: HostEntry) -> None:
-        """No put waits for an object that passes through: its queued writes give way to others."""
-        self._can_wait[entry.group][entry] = None
+        """A transfer or put of an object that passes through has ended: see whether its queued writes can wait."""
+        self._can_wait[entry.group].pop(entry, None)
+        if entry.pending and not (entry.pins or entry.awaited):
+            self._can_wait[entry.group][entry] = None
 
     def relay_missed(self, entry: HostEntry) -> None:
         """Once an object leaves that passes through: slower tiers that were away get it later, from its keeper."""
@@ -349,16 +345,14 @@ class PendingWrites:
         return slot
 
     def _relay_one(self, group: int) -> bool:
-        """Free the slot of an object whose queued writes can wait; whether there was one. Passes over a few at most."""
+        """Free the slot of an object whose queued writes can wait; whether there was one."""
         waiting = self._can_wait[group]
-        for _ in range(min(len(waiting), PASSED_OVER_MAX)):
+        while waiting:
             entry = next(iter(waiting))
             del waiting[entry]
-            if entry.residency is LEAVING and entry.pending:
-                if not (entry.pins or entry.awaited or self._owes_faster(entry)):
-                    self._relay_later(entry)
-                    return True
-                waiting[entry] = None
+            if not (entry.pins or entry.awaited or self._owes_faster(entry)):  # else it is back after its next transfer
+                self._relay_later(entry)
+                return True
         return False
 
     def _owes_faster(self, entry: HostEntry) -> bool:
@@ -429,3 +423,8 @@ class PendingWrites:
                 entry.writes.get(name) not in UNWRITTEN for entry in entries if (entry.key, entry.group) in queue.relays
             ), "an object is relayed and written"
             assert len(queue.relays) <= RELAYS_MAX, "too many objects wait to be relayed"
+        waiting = {entry for waiting in self._can_wait for entry in waiting}
+        assert waiting <= {entry for entry in entries if entry.pending}, "an object that has left is kept"
+        if self._host.stages_only:
+            idle = {entry for entry in entries if entry.pending and not (entry.pins or entry.awaited)}
+            assert {entry for entry in idle if not self._owes_faster(entry)} <= waiting, "a slot cannot be had"

@@ -145,6 +145,7 @@ class TransferScheduler:
             self._host.leave_if_written(flight.entry)
             if self._host.unkept:
                 self._end_puts()
+            self._pending_writes.can_wait(flight.entry)
         return True
 
     def _end_puts(self) -> None:
