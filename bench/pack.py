@@ -33,7 +33,7 @@ from kvtier.cli.options import Bytes
 from kvtier.errors import ConfigError
 from kvtier.report.table import Table, print_table
 
-NEEDED = ("torch>=2.11", "transformers>=5.23", "triton>=3.6", "numpy>=1.26", "xxhash>=3.4", "click>=8.1", "rich>=13.7")
+NEEDED = ("torch>=2.11", "transformers>=5.17", "triton>=3.6", "numpy>=1.26", "xxhash>=3.4", "click>=8.1", "rich>=13.7")
 """By every slice."""
 FIXED = ("torch", "triton")
 """Packages that are not replaced unless the caller asks: the installed ones fit the machine's driver."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationConfig
@@ -230,6 +231,12 @@ _OFF: dict[str, tuple[object, ...]] = {
 """Options that the cache cannot serve, with the values that turn them off."""
 
 
+_IN_PIECES_SINCE = (5, 23)
+"""First release whose chunked prefill continues a filled cache correctly; 5.17 generates wrong tokens."""
+
+CONTINUES_IN_PIECES = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= _IN_PIECES_SINCE
+
+
 def reason_against(model: Model, options: Options) -> str:
     """Why a call with these options is computed without the cache; empty if it can be cached."""
     return _reason_in_options(options) or _reason_around(model)
@@ -246,6 +253,12 @@ def _reason_in_options(options: Options) -> str:
         if not any(value is item or (isinstance(item, (int, float, str)) and value == item) for item in allowed):
             shown = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
             return f"{name} is {shown}; allowed: {' or '.join(map(repr, allowed))}"
+    pieces = options.get("prefill_chunk_size")
+    if pieces is not None and not CONTINUES_IN_PIECES:
+        return (
+            f"prefill_chunk_size is {pieces}, with which this release of transformers starts at the first token "
+            f"whatever is cached; allowed: None, or transformers {'.'.join(map(str, _IN_PIECES_SINCE))}"
+        )
     for name, value in arguments.items():
         if value is not None and name not in _GENERATE_ARGUMENTS and not hasattr(options.own, name):
             return f"the model input {name!r} was given, on which KV may depend; allowed: input_ids and attention_mask"
