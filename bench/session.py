@@ -8,13 +8,18 @@ Everything is in memory, so this is the time of kvtier's own code. ADR 12 quotes
 import argparse
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import numpy as np
+from tests.memory_tier import MemoryTier
 
 from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.config.sections import Config
@@ -28,7 +33,6 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import Tier
 from kvtier.types import LoadDone, Place, Prefix, RequestId, StoreDone
 

@@ -10,13 +10,18 @@ tier has: the slow tier is asked for it, and the request waits at most a share o
 import argparse
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import numpy as np
+from tests.memory_tier import MemoryTier
 
 from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.core.cache import Cache
@@ -29,7 +34,6 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About, Tier
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import ChunkKey, LoadDone, ObjectName, Place, Prefix, Presence, RequestId, StoreDone

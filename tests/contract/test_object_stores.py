@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from tests.memory_tier import MemoryTier
+from tests.object_store_contract import LAYOUT, STAGED, STAGING_BYTES, ObjectStoreContract
 
 from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config, HostConfig
@@ -11,8 +13,6 @@ from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
-from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.object_store import LAYOUT, STAGED, STAGING_BYTES, ObjectStoreContract
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import Outcome

@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.shelf_tier import Shelf
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.tier import DirectoryTier

@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 from tests.completions import taking
+from tests.memory_tier import MemoryTier
 
 from kvtier.codec.base import Codec
 from kvtier.device.copier import Copier, Fence
@@ -18,7 +19,6 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
 from kvtier.testing.host_copier import HostCopier
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About, Figures, OneByOneTier, Tier
 from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, RequestId, Transfer
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.metric_values import values_of
 from tests.rig import (
     DEADLINE_S,
@@ -39,7 +40,6 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier import file_tier
 from kvtier.tier.base import Figures, Tier
 from kvtier.tier.directory import kind as directory_kind

@@ -2,10 +2,10 @@
 
 import pytest
 from mover_world import World
+from tests.memory_tier import MemoryTier
 from tests.small_s3 import SmallS3, open_tier
 
 from kvtier.runtime.command_runner import REFUSED_MIN
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier import refusal_log
 from kvtier.types import Direction, Outcome
 

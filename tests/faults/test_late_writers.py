@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from mover_world import WAIT_S, World, WrappedTier
+from tests.memory_tier import MemoryTier
 from tests.rig import CHUNK_TOKENS, Engine, loaded, local, looked_up, places_of, prefix_of, stored
 
 from kvtier.errors import TierError
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.executor import Completion, Threads
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About, Read, Tier, Write
 from kvtier.types import Direction, ObjectName, Outcome, Prefix, RequestId
 

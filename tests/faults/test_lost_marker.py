@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.rig import (
     DEADLINE_S,
     FINGERPRINT,
@@ -43,7 +44,6 @@ from kvtier.observe import metric_definitions as table
 from kvtier.runtime import secret
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTier
+from tests.memory_tier import MemoryTier
 
 from kvtier.codec import registry
 from kvtier.errors import TierError
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import Cancel, Direction, Outcome

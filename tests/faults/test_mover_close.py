@@ -2,10 +2,10 @@
 
 import pytest
 from mover_world import WAIT_S, HangingTier, World
+from tests.memory_tier import MemoryTier
 
 from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import CLOSED
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Cancel, Direction, Outcome
 
 

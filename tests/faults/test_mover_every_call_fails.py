@@ -5,13 +5,13 @@ import time
 
 import pytest
 from mover_world import CHUNKS, WAIT_S, NthCallCopier, NthCallTier, World
+from tests.memory_tier import MemoryTier
 
 from kvtier.codec import registry
 from kvtier.runtime import mover as module
 from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Direction, Outcome, Transfer
 
 CALLS_MAX = 60

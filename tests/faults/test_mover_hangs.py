@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, World
+from tests.memory_tier import MemoryTier
 
 from kvtier.runtime.executor import Threads, TierView
 from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE, FiguresSampler
 from kvtier.runtime.worker_queues import STUCK_S
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import Figures
 from kvtier.types import Direction, Outcome
 
@@ -257,9 +257,9 @@ def test_memory_stays_while_a_stuck_thread_has_it_and_goes_with_it() -> None:
 
 _PROCESS = """
 import sys, threading
-sys.path.insert(0, {folder!r})
+sys.path[:0] = [{folder!r}, {top!r}]
 from mover_world import HangingTier, World
-from kvtier.testing.memory_tier import MemoryTier
+from tests.memory_tier import MemoryTier
 from kvtier.tier.base import Figures
 from kvtier.types import Direction
 tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read", "contains", "write")
@@ -278,7 +278,8 @@ print("over", flush=True)
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_the_process_ends_while_a_tier_hangs(closes: bool) -> None:
-    script = _PROCESS.format(folder=str(Path(__file__).parent), closes=closes)
+    folder = Path(__file__).parent
+    script = _PROCESS.format(folder=str(folder), top=str(folder.parents[1]), closes=closes)
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False
     )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 from mover_world import CHUNKS, World, WrappedTier
+from tests.memory_tier import MemoryTier
 
 from kvtier.errors import TierError
 from kvtier.runtime.executor import Completion, Threads
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About
 from kvtier.types import Cancel, Direction, ObjectName, Outcome, Transfer
 

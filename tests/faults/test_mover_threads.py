@@ -4,10 +4,10 @@ import threading
 
 import pytest
 from mover_world import HangingTier, World
+from tests.memory_tier import MemoryTier
 
 from kvtier.runtime import mover as mover_module
 from kvtier.runtime.executor import Threads
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Direction, Outcome
 
 

@@ -15,6 +15,7 @@ from mover_world import (
     World,
     WrappedTier,
 )
+from tests.memory_tier import MemoryTier
 
 from kvtier.codec import registry
 from kvtier.codec.frame import verify_frame
@@ -25,7 +26,6 @@ from kvtier.policy.lru import Lru
 from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import TOO_LATE
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.types import Cancel, Direction, NextTurn, ObjectName, Outcome, Tell

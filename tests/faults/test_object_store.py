@@ -13,6 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hanging_fs import hanging_fs, missing
+from tests.memory_tier import MemoryTier
+from tests.object_store_contract import LAYOUT, STAGED, STAGING_BYTES, empty_pieces, got, object_id, pieces_of, put
 
 from kvtier.config.sections import Config, HostConfig
 from kvtier.core.limits import TierRules
@@ -22,8 +24,6 @@ from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
-from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.object_store import LAYOUT, STAGED, STAGING_BYTES, empty_pieces, got, object_id, pieces_of, put
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import Outcome

@@ -3,13 +3,13 @@
 import logging
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.rig import CHUNK_TOKENS, Engine, load_places, local, looked_up, places_of, prefix_of, stored
 
 from kvtier.core.limits import Limits
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
 from kvtier.runtime.mover import Threads
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import LoadDone, Presence, RequestId
 
 TOKENS = 3 * CHUNK_TOKENS

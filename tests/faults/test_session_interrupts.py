@@ -11,11 +11,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, local, places_of, prefix_of
 
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import LoadDone, RequestId, StoreDone
 
 CHUNKS = 2

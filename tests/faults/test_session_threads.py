@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.rig import CHUNK_TOKENS, Engine, load_places, local, places_of, prefix_of
 
 from kvtier.core.limits import Limits, WritePolicy
@@ -18,7 +19,6 @@ from kvtier.runtime import locked_core as module
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.session import Closed, Session, SessionError
 from kvtier.runtime.session_events import LogLine
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Command, LoadDone, Outcome, Presence, RequestId, StoreDone, Tell, Transfer
 
 PATIENCE_S = 60.0

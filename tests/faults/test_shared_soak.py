@@ -8,12 +8,12 @@ import threading
 import pytest
 from tests import tier_soak
 from tests.faults.disk_world import group_of, identity
+from tests.memory_tier import MemoryTier
 from tests.tier_soak import TierSoak, flip_a_bit, stop_this_process
 
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import empty_frame
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import xxhash
 from mover_world import ManualClock, World
+from tests.memory_tier import MemoryTier
+from tests.object_store_contract import LAYOUT, STAGED, got, object_id, put
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, local, looked_up, places_of, prefix_of, stored
 
 from kvtier.codec.head import RAW_ID, pack_head, read_head
@@ -23,8 +25,6 @@ from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, UNREADABLE_S
 from kvtier.runtime.object_store import ObjectStore
-from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.object_store import LAYOUT, STAGED, got, object_id, put
 from kvtier.testing.tier import empty_frame
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.tier import DirectoryTier

@@ -8,6 +8,7 @@ from types import FrameType
 
 import pytest
 from tests import rig
+from tests.memory_tier import MemoryTier
 from tests.rig import CHUNK_TOKENS, Engine, local, looked_up, places_of, prefix_of, stored
 
 from kvtier.config.sections import Config
@@ -16,7 +17,6 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import CommandCounters
 from kvtier.runtime.executor import Threads
 from kvtier.testing.host_copier import HostCopier
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import RequestId
 
 CALLS_MAX = 190

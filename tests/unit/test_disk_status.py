@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from tests.core_driver import Driver, prefix_of
+from tests.memory_tier import MemoryTier
 
 from kvtier.cli.main import run
 from kvtier.errors import TierError
@@ -15,7 +16,6 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
 from kvtier.runtime.executor import COUNT_MAX, TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.checked_json import pack_json
 from kvtier.tier.disk import view as disk_view

@@ -5,7 +5,9 @@ import time
 from dataclasses import replace
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.metric_values import values_of
+from tests.object_store_contract import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
@@ -13,8 +15,6 @@ from kvtier.core.object_cache import ObjectCache
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectStore
-from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
 from kvtier.types import Direction, Drop, ObjectId, Origin, Outcome, RequestId, Transfer
 
 

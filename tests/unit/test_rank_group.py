@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.completions import taking
+from tests.memory_tier import MemoryTier
 from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
@@ -46,7 +47,6 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import Session
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import (
     SEVERITY,
     Cancel,

@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 import pytest
+from tests.memory_tier import MemoryTier
 from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
@@ -34,7 +35,6 @@ from kvtier.runtime.executor import Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import SessionError
 from kvtier.runtime.session_events import SessionEvents
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import LoadDone, Presence, Probe, RequestId, StoreDone
 
 

@@ -1,7 +1,4 @@
-"""Contract tests for object stores. Subclass `ObjectStoreContract` in a pytest module, with a `make_store` fixture.
-
-The suite needs pytest.
-"""
+"""What every configuration of an object store must pass: `ObjectStoreContract`, with a `make_store` fixture."""
 
 import hashlib
 import itertools
@@ -11,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +15,7 @@ import pytest
 
 from kvtier.errors import BadCallError
 from kvtier.layout import GroupLayout, History, KvLayout, State
+from kvtier.runtime.object_store import ObjectStore
 from kvtier.types import ChunkKey, ObjectBytes, ObjectId, Origin, Outcome
 
 LAYOUT = KvLayout(
@@ -38,31 +35,7 @@ STAGING_BYTES = STAGED * (4 * 4_096 + 4_096 + 5 * 4_096 + 4_096)
 DEADLINE_S = 30.0
 
 
-class KeepsObjects(Protocol):
-    """An object store, as `kvtier.runtime.object_store.ObjectStore` documents it."""
-
-    def leading_run(self, objects: Sequence[ObjectId], deadline_s: float) -> int:
-        """How many of the leading objects it holds."""
-        ...
-
-    def contains(self, objects: Sequence[ObjectId], deadline_s: float) -> list[bool]:
-        """Whether it holds each object."""
-        ...
-
-    def get_into(self, reads: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
-        """Fill the caller's memory."""
-        ...
-
-    def put_from(self, writes: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
-        """Keep what is in the caller's memory."""
-        ...
-
-    def close(self) -> object:
-        """End everything."""
-        ...
-
-
-MakeStore = Callable[[], KeepsObjects]
+MakeStore = Callable[[], ObjectStore]
 """Opens the store of a test, with `LAYOUT` and `STAGING_BYTES`. After `close` it opens the same store again."""
 
 Pieces = tuple[npt.NDArray[np.uint8], ...]
@@ -84,7 +57,7 @@ def empty_pieces(group: int = 0, fill: int = 0x5A) -> Pieces:
     return tuple(np.full(size, fill, np.uint8) for size in LAYOUT.groups[group].layer_bytes)
 
 
-def put(store: KeepsObjects, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
+def put(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
     """Put objects, each with the one before it as its parent."""
     writes = [
         ObjectBytes(
@@ -97,7 +70,7 @@ def put(store: KeepsObjects, numbers: Sequence[int], group: int = 0, deadline_s:
     return store.put_from(writes, deadline_s)
 
 
-def got(store: KeepsObjects, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
+def got(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
     """Get objects, and check every byte: those that were put, or, where it is not DONE, those that were there."""
     memory = [empty_pieces(group) for _ in numbers]
     reads = [ObjectBytes(object_id(number, group), it) for number, it in zip(numbers, memory, strict=True)]
@@ -110,27 +83,19 @@ def got(store: KeepsObjects, numbers: Sequence[int], group: int = 0, deadline_s:
 
 
 class ObjectStoreContract:
-    """A store may forget, but it fills a caller's memory with the bytes that were put, or leaves it alone.
-
-    Test your store with::
-
-        class TestMine(ObjectStoreContract):
-            @pytest.fixture
-            def make_store(self, tmp_path):
-                return lambda: Mine(tmp_path, LAYOUT, STAGING_BYTES)
-    """
+    """A store may forget, but it fills a caller's memory with the bytes that were put, or leaves it alone."""
 
     persists = True
     """Whether objects survive `close`."""
 
     @pytest.fixture
-    def store(self, make_store: MakeStore) -> Generator[KeepsObjects]:
+    def store(self, make_store: MakeStore) -> Generator[ObjectStore]:
         """A store that is closed after the test."""
         store = make_store()
         yield store
         store.close()
 
-    def test_what_is_put_is_found_and_returned(self, store: KeepsObjects) -> None:
+    def test_what_is_put_is_found_and_returned(self, store: ObjectStore) -> None:
         """Byte for byte, in every group."""
         for group in (0, 1):
             assert put(store, range(3), group) == [Outcome.DONE] * 3
@@ -142,7 +107,7 @@ class ObjectStoreContract:
             ]
             assert got(store, [2, 0, 4, 1], group) == [Outcome.DONE, Outcome.DONE, Outcome.ABSENT, Outcome.DONE]
 
-    def test_nothing_is_found_in_an_empty_store(self, store: KeepsObjects) -> None:
+    def test_nothing_is_found_in_an_empty_store(self, store: ObjectStore) -> None:
         """A miss is a value, and so is an empty call."""
         assert store.leading_run([object_id(1)], DEADLINE_S) == 0
         assert store.contains([object_id(1)], DEADLINE_S) == [False]
@@ -150,14 +115,14 @@ class ObjectStoreContract:
         assert store.leading_run([], DEADLINE_S) == 0
         assert store.contains([], DEADLINE_S) == store.get_into([], DEADLINE_S) == store.put_from([], DEADLINE_S) == []
 
-    def test_a_run_ends_at_a_hole(self, store: KeepsObjects) -> None:
+    def test_a_run_ends_at_a_hole(self, store: ObjectStore) -> None:
         """What follows a hole is no leading run."""
         put(store, [0, 1, 3, 4])
         objects = [object_id(number) for number in range(5)]
         assert store.leading_run(objects, DEADLINE_S) == 2
         assert store.contains(objects, DEADLINE_S) == [True, True, False, True, True]
 
-    def test_the_callers_memory_is_free_after_a_put(self, store: KeepsObjects) -> None:
+    def test_the_callers_memory_is_free_after_a_put(self, store: ObjectStore) -> None:
         """The engine writes other pages there at once."""
         pieces = pieces_of(1)
         assert store.put_from([ObjectBytes(object_id(1), pieces)], DEADLINE_S) == [Outcome.DONE]
@@ -165,24 +130,24 @@ class ObjectStoreContract:
             piece[:] = 0
         assert got(store, [1]) == [Outcome.DONE]
 
-    def test_an_object_that_is_there_is_not_replaced(self, store: KeepsObjects) -> None:
+    def test_an_object_that_is_there_is_not_replaced(self, store: ObjectStore) -> None:
         """A key names one content."""
         assert put(store, [1]) == [Outcome.DONE]
         assert store.put_from([ObjectBytes(object_id(1), empty_pieces())], DEADLINE_S) == [Outcome.DONE]
         assert got(store, [1]) == [Outcome.DONE]
 
-    def test_an_object_may_occur_twice_in_a_call(self, store: KeepsObjects) -> None:
+    def test_an_object_may_occur_twice_in_a_call(self, store: ObjectStore) -> None:
         """Two requests may want one page."""
         assert put(store, [1, 2, 1, 1]) == [Outcome.DONE] * 4
         assert got(store, [1, 2, 1, 1]) == [Outcome.DONE] * 4
 
-    def test_a_call_may_have_more_objects_than_staging_memory(self, store: KeepsObjects) -> None:
+    def test_a_call_may_have_more_objects_than_staging_memory(self, store: ObjectStore) -> None:
         """They pass through it."""
         numbers = range(6 * STAGED)
         assert put(store, numbers) == [Outcome.DONE] * len(numbers)
         assert got(store, numbers) == [Outcome.DONE] * len(numbers)
 
-    def test_pieces_may_be_any_contiguous_memory(self, store: KeepsObjects) -> None:
+    def test_pieces_may_be_any_contiguous_memory(self, store: ObjectStore) -> None:
         """Bytes, views and typed arrays, aligned or not."""
         whole = np.concatenate(pieces_of(1))
         stops = np.cumsum([0, *LAYOUT.groups[0].layer_bytes])
@@ -209,7 +174,7 @@ class ObjectStoreContract:
             (object_id(1), (*pieces_of(1)[:2], "text")),
         ],
     )
-    def test_wrong_arguments_are_errors(self, store: KeepsObjects, wrong: tuple[ObjectId, Sequence[object]]) -> None:
+    def test_wrong_arguments_are_errors(self, store: ObjectStore, wrong: tuple[ObjectId, Sequence[object]]) -> None:
         """An engine that mixes up its pages must hear of it, and nothing is stored."""
         call = [ObjectBytes(object_id(2), pieces_of(2)), ObjectBytes(*wrong)]
         for method in (store.put_from, store.get_into):
@@ -217,7 +182,7 @@ class ObjectStoreContract:
                 method(call, DEADLINE_S)
         assert store.contains([object_id(2)], DEADLINE_S) == [False]
 
-    def test_memory_that_cannot_be_written_to_is_an_error(self, store: KeepsObjects) -> None:
+    def test_memory_that_cannot_be_written_to_is_an_error(self, store: ObjectStore) -> None:
         """Of a get; a put only reads."""
         frozen = tuple(piece.tobytes() for piece in pieces_of(1))
         assert store.put_from([ObjectBytes(object_id(1), frozen)], DEADLINE_S) == [Outcome.DONE]
@@ -225,7 +190,7 @@ class ObjectStoreContract:
             store.get_into([ObjectBytes(object_id(1), frozen)], DEADLINE_S)
 
     @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
-    def test_without_time_every_answer_is_a_miss(self, store: KeepsObjects, deadline_s: float) -> None:
+    def test_without_time_every_answer_is_a_miss(self, store: ObjectStore, deadline_s: float) -> None:
         """A deadline that is over is not an error."""
         put(store, [1])
         assert store.leading_run([object_id(1)], deadline_s) == 0
@@ -233,7 +198,7 @@ class ObjectStoreContract:
         assert Outcome.DONE not in got(store, [1, 2], deadline_s=deadline_s)
         assert Outcome.DONE not in put(store, [3], deadline_s=deadline_s)
 
-    def test_after_close_every_answer_is_a_miss(self, store: KeepsObjects) -> None:
+    def test_after_close_every_answer_is_a_miss(self, store: ObjectStore) -> None:
         """An engine that ends in the wrong order must not crash."""
         put(store, [1])
         store.close()
@@ -252,7 +217,7 @@ class ObjectStoreContract:
         assert got(again, range(5)) == [Outcome.DONE if self.persists else Outcome.ABSENT] * 5
         again.close()
 
-    def test_a_forked_child_misses_and_the_parent_goes_on(self, store: KeepsObjects) -> None:
+    def test_a_forked_child_misses_and_the_parent_goes_on(self, store: ObjectStore) -> None:
         """The child has neither the threads nor the right to write."""
         put(store, [1])
         child = os.fork()
@@ -268,7 +233,7 @@ class ObjectStoreContract:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert got(store, [1, 2]) == [Outcome.DONE, Outcome.ABSENT]
 
-    def test_many_threads_get_what_was_put(self, store: KeepsObjects) -> None:
+    def test_many_threads_get_what_was_put(self, store: ObjectStore) -> None:
         """Together they need far more staging memory than there is, and put the same objects at the same time."""
         groups = 2
 
@@ -289,7 +254,7 @@ class ObjectStoreContract:
             assert all(threads.map(work, range(6)))
         assert put(store, range(24)) == got(store, range(24)) == [Outcome.DONE] * 24
 
-    def test_closing_ends_calls_in_progress(self, store: KeepsObjects) -> None:
+    def test_closing_ends_calls_in_progress(self, store: ObjectStore) -> None:
         """Soon, and without a wrong byte."""
         put(store, range(4 * STAGED))
         began = threading.Barrier(4)
