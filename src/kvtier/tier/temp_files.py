@@ -116,9 +116,17 @@ class TempFiles:
     @contextmanager
     def _made(self) -> Generator[int]:
         """A descriptor of the directory, which is created when it is missing."""
-        make_directory(self._path, replace=True)
-        with directory_at(self._path) as directory:
+        try:
+            directory = open_directory(self._path)
+        except OSError as error:
+            if error.errno not in MISSING:
+                raise
+            make_directory(self._path, replace=True)
+            directory = open_directory(self._path)
+        try:
             yield directory
+        finally:
+            os.close(directory)
 
 
 def reserved(path: str) -> list[int]:
