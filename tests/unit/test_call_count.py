@@ -84,7 +84,7 @@ def test_a_chunks_promotion_and_scatter_take_few_calls(monkeypatch, calls):
         calls.is_on = True
         session.load(request, prefix, CHUNK_TOKENS, places)
         until_s = time.monotonic() + 20
-        while not session._events._queue and time.monotonic() < until_s:
+        while not session._events._queue._items and time.monotonic() < until_s:
             time.sleep(0.001)
         time.sleep(0.02)
         calls.is_on = False
