@@ -3,8 +3,7 @@
     python bench/batches.py --before 880d00b --dir DIR --record bench/records/batches.json
 
 Each side is a process with a full disk store of its own. A round asks both for a store and a load; who begins changes
-with the round. The ratio is the median of the rounds' ratios, because other programs may use the machine. ADR 22 quotes
-the record.
+with the round. ADR 22 quotes the record.
 """
 
 import argparse
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.bench.io_workloads import FullTier
+from kvtier.bench.ratio import ratio
 from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.report.output import write_json
 
@@ -92,7 +92,7 @@ def measure(
         row: dict[str, object] = {"op": op, "object_bytes": size, "threads": threads, "objects": count}
         for at, what in enumerate(("seconds", "cpu_s")):
             # Above 1 now is faster, or takes less CPU time.
-            row[f"{what}_ratio"] = round(statistics.median(b[at] / n[at] for b, n in zip(before, now, strict=True)), 3)
+            row[f"{what}_ratio"], row[f"{what}_ratio_span"] = ratio([it[at] for it in before], [it[at] for it in now])
             for name in SIDES:
                 row[f"{what}_{name}"] = round(statistics.median(each[at] for each in taken[op, name]), 5)
         row["samples"] = {name: [[round(it, 5) for it in each] for each in taken[op, name]] for name in SIDES}

@@ -30,6 +30,7 @@ from bench.peer import bench_l2, durations_ms, rates, run_lmcache
 from tests.cluster.mooncake_store import MooncakeStore
 from tests.cluster.valkey_bed import Server, install
 
+from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
 from kvtier.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
 from kvtier.cli.options import Bytes
@@ -64,7 +65,8 @@ class ClusterRow:
     ms: float | None
     """Median of a lookup; None for the others."""
     ratio: float | None
-    """Median of the ratios to the socket, each within one repeat; None for a lookup."""
+    """To the socket; None for a lookup."""
+    ratio_span: Span | None
     samples: tuple[float, ...]
     """GB/s or ms of each repeat."""
 
@@ -184,7 +186,8 @@ def _speeds(
             in_flight=in_flight,
             gb_per_s=round(statistics.median(samples), 3),
             ms=None,
-            ratio=round(statistics.median(it / top for it, top in zip(samples, found[SOCKET, op], strict=True)), 3),
+            ratio=ratio(samples, found[SOCKET, op]).value,
+            ratio_span=ratio(samples, found[SOCKET, op]).span,
             samples=_rounded(samples),
         )
         for (name, op), samples in found.items()
@@ -250,7 +253,7 @@ def _table(kind: str, rows: Sequence[ClusterRow], repeats: int) -> Table:
             str(row.in_flight),
             row.path,
             f"{row.gb_per_s:.2f} GB/s",
-            f"{row.ratio:.2f}",
+            ratio_text(row.ratio, row.ratio_span),
         )
         if row.ms is None
         else (row.op, "", str(row.in_flight), row.path, f"{row.ms:.2f} ms", "")

@@ -26,6 +26,7 @@ from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
 from kvtier.bench.fio import Fio, has_fio
+from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
@@ -56,7 +57,8 @@ class ObjectsRow:
     """``put``, ``get``, ``memcpy``, ``leading_run`` or ``contains``."""
     gb_per_s: float | None
     ratio: float | None
-    """Median of the ratios to fio, each within one repeat."""
+    """To fio."""
+    ratio_span: Span | None
     ms: float
     """Time of a call."""
     samples: tuple[float, ...]
@@ -164,11 +166,12 @@ def _call(call: Callable[[Sequence[ObjectBytes], float], list[Outcome]], ids: li
 
 def _rate_row(op: str, rates: dict[str, list[float]], seconds: dict[str, list[float]]) -> ObjectsRow:
     tops = rates.get(f"fio {op}")
-    ratio = None if tops is None else statistics.median(it / top for it, top in zip(rates[op], tops, strict=True))
+    against = None if tops is None else ratio(rates[op], tops)
     return ObjectsRow(
         op,
         round(statistics.median(rates[op]), 3),
-        None if ratio is None else round(ratio, 3),
+        None if against is None else against.value,
+        None if against is None else against.span,
         round(1e3 * statistics.median(seconds[op]), 1) if op in seconds else 0.0,
         tuple(round(rate, 3) for rate in rates[op]),
     )
@@ -199,7 +202,7 @@ def objects(directory: Path, record: Path | None, as_json: bool, **given: Any) -
         (
             row.op,
             "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
-            "" if row.ratio is None else f"{row.ratio:.2f}",
+            ratio_text(row.ratio, row.ratio_span),
             f"{row.ms:.2f}" if row.ms else "",
         )
         for row in rows

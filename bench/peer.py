@@ -29,6 +29,7 @@ from bench.parts.command import run as run_script
 
 from kvtier.bench.fio import Fio, has_fio
 from kvtier.bench.io_workloads import FullTier
+from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
@@ -53,7 +54,8 @@ class PeerRow:
     chunk_bytes: int
     gb_per_s: float
     ratio: float
-    """Median of the ratios to fio, each within one repeat."""
+    """To fio."""
+    ratio_span: Span
     samples: tuple[float, ...]
     """GB/s of each repeat."""
 
@@ -138,7 +140,8 @@ def _rows(
             op=op,
             chunk_bytes=size,
             gb_per_s=round(statistics.median(rates), 3),
-            ratio=round(statistics.median(it / top for it, top in zip(rates, found["fio", op], strict=True)), 3),
+            ratio=ratio(rates, found["fio", op]).value,
+            ratio_span=ratio(rates, found["fio", op]).span,
             samples=tuple(round(rate, 3) for rate in rates),
         )
         for (system, op), rates in found.items()
@@ -238,7 +241,8 @@ def peer(directory: Path, record: Path | None, as_json: bool, **given: Any) -> N
         print_json(results)
         return
     lines = [
-        (row.system, row.op, size_text(row.chunk_bytes), f"{row.gb_per_s:.2f}", f"{row.ratio:.2f}") for row in rows
+        (row.system, row.op, size_text(row.chunk_bytes), f"{row.gb_per_s:.2f}", ratio_text(row.ratio, row.ratio_span))
+        for row in rows
     ]
     print_table(
         Table(("system", "op", "object", "GB/s", "of fio"), lines, title=f"Medians of {given['repeats']}", numeric=3)

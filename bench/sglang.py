@@ -33,6 +33,7 @@ from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
 from kvtier.bench.fio import Fio, has_fio
+from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
 from kvtier.cli.options import WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
@@ -81,7 +82,8 @@ class SglangRow:
     gb_per_s: float
     """Median."""
     ratio: float
-    """Median of the ratios to fio, each within one repeat."""
+    """To fio."""
+    ratio_span: Span
     samples: tuple[float, ...]
 
 
@@ -404,7 +406,8 @@ def speeds(
             system=system,
             op=op,
             gb_per_s=round(statistics.median(samples), 3),
-            ratio=round(statistics.median(it / top for it, top in zip(samples, rates["fio", op], strict=True)), 3),
+            ratio=ratio(samples, rates["fio", op]).value,
+            ratio_span=ratio(samples, rates["fio", op]).span,
             samples=tuple(round(it, 3) for it in samples),
         )
         for (system, op), samples in rates.items()
@@ -501,7 +504,7 @@ def sglang(
     if as_json:
         print_json(results)
     else:
-        lines = [(it.system, it.op, f"{it.gb_per_s:.2f}", f"{it.ratio:.2f}") for it in rows]
+        lines = [(it.system, it.op, f"{it.gb_per_s:.2f}", ratio_text(it.ratio, it.ratio_span)) for it in rows]
         print_table(Table(("system", "operation", "GB/s", "of fio"), lines))
         answers = [(it.system, str(it.pages), f"{it.ms:.2f}", f"{it.query_ms:.2f}") for it in asked]
         print_table(Table(("system", "pages", "batch_exists, ms", "query, ms"), answers))

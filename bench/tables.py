@@ -18,6 +18,7 @@ if __name__ == "__main__":
 from bench.parts.compared import COMPARED, compared
 from bench.parts.seen_table import seen_table
 
+from kvtier.bench.ratio import ratio, ratio_text
 from kvtier.bench.serve.answer import ServeRecord, answer
 from kvtier.bench.serve.report import write_picture
 from kvtier.bench.serve.tables import arms_table, work_table
@@ -118,10 +119,10 @@ def disk(record: dict[str, Any]) -> str:
             continue
         target = TARGETS.get(op, {}).get(size)
         other = rows.get(("directory", size, op))
-        beside = f"{other['ratio']:.2f} | {other['cpu_s_per_gb']:.3f}" if other else "- | -"
+        beside = f"{_of_ceiling(other)} | {other['cpu_s_per_gb']:.3f}" if other else "- | -"
         lines.append(
             f"| {size_text(size)} | {op if op != 'mix' else row['mix']} | {row['threads']} | {row['gb_per_s']:.2f} "
-            f"| {row['ratio']:.2f} | {target or '-'} | {row['cpu_s_per_gb']:.3f} | {_ms(row['latency_us'])} "
+            f"| {_of_ceiling(row)} | {target or '-'} | {row['cpu_s_per_gb']:.3f} | {_ms(row['latency_us'])} "
             f"| {_ms(row['ceiling_latency_us'])} | {beside} |"
         )
     return "\n".join(lines)
@@ -143,7 +144,7 @@ def peer(record: dict[str, Any]) -> str:
     ]
     for system in dict.fromkeys(system for system, _, _ in rows):
         cells = [rows[system, size, op] for size in sizes for op in ("store", "load")]
-        joined = " | ".join(f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in cells)
+        joined = " | ".join(_speed(row, rows["fio", row["chunk_bytes"], row["op"]]) for row in cells)
         lines.append(f"| {system} | {joined} |")
     return "\n".join(lines)
 
@@ -283,7 +284,7 @@ def shared(record: dict[str, Any]) -> str:
     ]
     for op, size, in_flight in points:
         raw, tier, session = (found[op, size, in_flight, path] for path in ("raw", "tier", "session"))
-        cells = [f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in (tier, session)]
+        cells = [_speed(row, raw) for row in (tier, session)]
         lines.append(f"| {op} | {size_text(size)} | {in_flight} | {raw['gb_per_s']:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -308,7 +309,9 @@ def sglang(record: dict[str, Any]) -> str:
     ]
     for system in dict.fromkeys(system for system, _ in rows):
         found = [rows.get((system, op)) for op in ops]
-        cells = ["-" if row is None else f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in found]
+        cells = [
+            "-" if row is None else _speed(row, rows.get(("fio", row["op"])) or rows["fio", "backup"]) for row in found
+        ]
         times = ("ms", "query_ms")
         cells += [f"{asked[system][name]:.2f} ms" if system in asked else "-" for name in times]
         lines.append(f"| {system} | {' | '.join(cells)} |")
@@ -357,13 +360,11 @@ def cluster(record: dict[str, Any]) -> str:
     ]
     for op, size, at_once in points:
         rows = {path: found[op, size, at_once, path] for path in ("socket", "raw", "lmcache", "tier", "session")}
-        of_client = statistics.median(
-            tier / raw for tier, raw in zip(rows["tier"]["samples"], rows["raw"]["samples"], strict=True)
-        )
-        cells = {path: f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for path, row in rows.items()}
+        of_client = ratio_text(*ratio(rows["tier"]["samples"], rows["raw"]["samples"]))
+        cells = {path: _speed(row, rows["socket"]) for path, row in rows.items()}
         lines.append(
             f"| {op} | {size_text(size)} | {at_once} | {rows['socket']['gb_per_s']:.2f} | {cells['raw']} "
-            f"| {cells['lmcache']} | {cells['tier']} | {of_client:.2f} | {cells['session']} |"
+            f"| {cells['lmcache']} | {cells['tier']} | {of_client} | {cells['session']} |"
         )
     return "\n".join(lines)
 
@@ -446,7 +447,14 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _link(name: str) -> str:
-    return f"Record: [bench/records/{name}.json]({UP}bench/records/{name}.json)."
+    """The record, and where and when it was made."""
+    record = _read(name)
+    machine, made = record["machine"], record["commit"]
+    of = f"of {record['time'][:10]}, commit {made['id'][:7]}{' with changes' if made['is_modified'] else ''}"
+    return (
+        f"Record: [bench/records/{name}.json]({UP}bench/records/{name}.json), {of}, on {machine['cores']} cores of "
+        f"{machine['processor']}, {machine['system']}."
+    )
 
 
 def _machine(record: dict[str, Any]) -> str:
@@ -459,7 +467,18 @@ def _conditions(record: dict[str, Any]) -> str:
 
 
 def _shares(row: dict[str, Any] | None) -> str:
-    return f"{row['gb_per_s']:.2f} | {row['ratio']:.2f} | {row['cpu_s_per_gb']:.3f}" if row else "- | - | -"
+    return f"{row['gb_per_s']:.2f} | {_of_ceiling(row)} | {row['cpu_s_per_gb']:.3f}" if row else "- | - | -"
+
+
+def _of_ceiling(row: dict[str, Any]) -> str:
+    ours, ceilings, _ = zip(*row["samples"], strict=True)
+    return ratio_text(*ratio(ours, ceilings))
+
+
+def _speed(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """The speed, and its ratio to another row's."""
+    against = ratio(row["samples"], base["samples"])
+    return f"{row['gb_per_s']:.2f}: {ratio_text(*against)}"
 
 
 def _ms(latency: dict[str, float] | None) -> str:

@@ -2,14 +2,18 @@
 
 from typing import Any
 
+from kvtier.bench.ratio import ratio
 from kvtier.bench.serve.answer import ServeRecord, p50_ms
+from kvtier.config.value_types import size_text
 
+SIZES = (512 << 10, 4 << 20, 32 << 20)
+AT_ONCE = 4
 COMPARED = ("vllm", "peer", "cluster_mooncake")
 """Records of the comparison, beside that of the served conversations."""
 
 
 def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
-    """Five rows beside native tiering, LMCache and Mooncake: measured, or read in source and documents, in italics.
+    """Rows beside native tiering, LMCache and Mooncake: measured, or read in source and documents, in italics.
 
     Args:
         served_record: of `kvtier bench serve`.
@@ -17,17 +21,30 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
     """
     served = ServeRecord.of(served_record)
     vllm, peer, mooncake = (record["results"] for record in records)
-    files = {(it["system"], it["op"]): it for it in peer["results"] if it["chunk_bytes"] == 4 << 20}
+    files = {(it["system"], it["op"], it["chunk_bytes"]): it["samples"] for it in peer["results"]}
     wire = {
-        (it["path"], it["op"]): it for it in mooncake["results"] if (it["chunk_bytes"], it["in_flight"]) == (4 << 20, 4)
+        (it["path"], it["op"], it["chunk_bytes"]): it["samples"]
+        for it in mooncake["results"]
+        if it["in_flight"] == AT_ONCE
     }
 
     def first_token(name: str) -> str:
         p50, p95 = (served.at(name, served.top, figure) for figure in (p50_ms, lambda run: run.ttft_ms["p95"]))
         return "-" if p50 is None or p95 is None else f"{p50.median:,.0f} / {p95.median:,.0f} ms"
 
-    def shares(rows: dict[tuple[str, str], dict[str, Any]], system: str) -> str:
-        return " / ".join(f"{rows[system, op]['ratio']:.2f}" for op in ("store", "load"))
+    def shares(rows: dict[tuple[str, str, int], list[float]], system: str, base: str, size: int) -> str:
+        found = (ratio(rows[system, op, size], rows[base, op, size]) for op in ("store", "load"))
+        return " / ".join(f"{it.value:.2f}" for it in found)
+
+    def speeds(size: int) -> tuple[str, ...]:
+        disk = shares(files, "kvtier disk", "fio", size)
+        return (
+            f"store / load of {size_text(size)}, as a share of fio or of a plain socket",
+            "-",
+            f"{shares(files, 'lmcache fs_native', 'fio', size)} of fio",
+            f"{shares(wire, 'lmcache', 'socket', size)} of a socket, by LMCache's client, no checksums",
+            f"{disk} of fio; {shares(wire, 'session', 'socket', size)} of a socket, by Mooncake; with checksums",
+        )
 
     def restored(part: str, name: str) -> str:
         return f"{vllm[part][name]['restored']:,} of {vllm[part][name]['of']:,} tokens"
@@ -41,13 +58,7 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
             f"served conversations, {load:g} requests/s: time to first token, median / p95",
             *(first_token("native"), "not measured", "not measured", first_token("kvtier")),
         ),
-        (
-            "store / load of 4 MiB, as a share of fio or of a plain socket",
-            "-",
-            f"{shares(files, 'lmcache fs_native')} of fio",
-            f"{shares(wire, 'lmcache')} of a socket, by LMCache's client",
-            f"{shares(files, 'kvtier disk')} of fio; {shares(wire, 'tier')} of a socket, by Mooncake",
-        ),
+        *map(speeds, SIZES),
         (
             "restored of a prompt larger than host memory",
             restored("large", "native"),

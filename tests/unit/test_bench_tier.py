@@ -17,7 +17,7 @@ from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.raw_files import RawFiles
 
 FEW = ["--size", "64KiB", "--in-flight", "1", "--in-flight", "3", "--repeats", "2", "--sample", "256KiB"]
-ROW = {"tier", "kind", "op", "chunk_bytes", "in_flight", "path", "gb_per_s", "ms", "ratio", "samples"}
+ROW = {"tier", "kind", "op", "chunk_bytes", "in_flight", "path", "gb_per_s", "ms", "ratio", "ratio_span", "samples"}
 
 
 def bench(tmp_path, kind="directory", **given) -> TierBench:

@@ -26,6 +26,8 @@ def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
     assert read["samples"] == [1, 2]
     assert read["machine"]["cores"] >= 1
     assert read["machine"]["file_system"] not in ("", "unknown")
+    assert len(read["machine"]["load_average"]) == 3
+    assert isinstance(read["machine"]["drive"], str)
     assert read["software"]["python"].endswith(platform.python_version())
     assert "kvtier" in read["software"]
     assert [it.name for it in tmp_path.iterdir()] == ["io.json"]

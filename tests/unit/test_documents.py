@@ -3,11 +3,14 @@
 import json
 import pkgutil
 import re
+import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
 from bench import tables
 
+from kvtier.bench.ratio import ratio, ratio_text
 from kvtier.cli.main import COMMANDS
 
 TOP = Path(__file__).parents[2]
@@ -106,3 +109,32 @@ def test_every_file_that_the_architecture_names_exists():
 @pytest.mark.parametrize("path", sorted(tables.RECORDS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_record_names_no_file_of_the_machine_that_made_it(path: Path) -> None:
     assert not re.findall(r'"/[^"/]+/[^"]*"', path.read_text(encoding="utf-8"))
+
+
+BEFORE_THE_RULE = frozenset({
+    "batches", "core", "demo", "directory_victims", "index", "io", "peer", "slow_tier", "tier_shared_directory",
+})  # fmt: skip
+"""Records of modified trees, or of commits that are not in the history. Each leaves this list when it is made again."""
+
+
+@pytest.mark.parametrize("path", sorted(tables.RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_is_of_a_clean_tree_in_the_history(path: Path) -> None:
+    if _git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("no history here")
+    made = json.loads(path.read_text(encoding="utf-8"))["commit"]
+    is_right = _git("merge-base", "--is-ancestor", made["id"], "HEAD") is not None and not made["is_modified"]
+    assert is_right != (path.stem in BEFORE_THE_RULE), made
+
+
+def test_the_ratio_of_a_table_is_the_quotient_of_what_it_prints() -> None:
+    # The median of the pairs is 1.2: a table that prints it next to 0.82 and 1.17 contradicts itself.
+    ours, theirs = [0.66, 0.82, 1.99], [1.17, 0.68, 1.66]
+    assert statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) == pytest.approx(1.2, abs=0.01)
+    found = ratio(ours, theirs)
+    assert found == (pytest.approx(0.82 / 1.17, abs=1e-3), (0.564, 1.206))
+    assert ratio_text(*found) == "0.70 (0.56 to 1.21)"
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(["git", *arguments], cwd=TOP, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

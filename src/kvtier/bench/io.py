@@ -25,6 +25,7 @@ import numpy as np
 
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
 from kvtier.bench.io_workloads import FullTier, IoSample, engine_blocks, host_sample, memcpy, trial_settings
+from kvtier.bench.ratio import Span, ratio
 from kvtier.config import tier_list
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
@@ -56,7 +57,8 @@ class IoRow:
     gb_per_s: float
     ceiling_gb_per_s: float
     ratio: float
-    """Median of the ratios of neighbouring samples."""
+    """Of the two before."""
+    ratio_span: Span
     plain_gb_per_s: float
     """fio without huge pages; on host rows the ceiling again."""
     cpu_s_per_gb: float
@@ -110,13 +112,15 @@ class IoRepeats:
         device = [sample.device_bytes for sample in self.taken if sample.device_bytes is not None]
         has_share = op != "store" and latencies_s and len(device) == len(self.taken)
         share = reads if reads is not None else 0 if op == "store" else 100
+        found = ratio([ours for ours, _, _ in self.samples], [ceiling for _, ceiling, _ in self.samples])
         return IoRow(
             tier=tier,
             op=op,
             chunk_bytes=size,
             gb_per_s=round(statistics.median(ours for ours, _, _ in self.samples), 3),
             ceiling_gb_per_s=round(statistics.median(ceiling for _, ceiling, _ in self.samples), 3),
-            ratio=round(statistics.median(ours / ceiling for ours, ceiling, _ in self.samples), 3),
+            ratio=found.value,
+            ratio_span=found.span,
             plain_gb_per_s=round(statistics.median(plain for _, _, plain in self.samples), 3),
             cpu_s_per_gb=round(statistics.median(sample.cpu_s for sample in self.taken) / self.gigabytes, 4),
             threads=threads,

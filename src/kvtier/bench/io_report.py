@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.bench.io import IoResult, IoRow
+from kvtier.bench.ratio import ratio_text
 from kvtier.bench.record import machine
 from kvtier.config.value_types import size_text
 from kvtier.report.chart import Chart, Colours, figures_html
@@ -96,7 +97,7 @@ def _cells(row: IoRow) -> tuple[str, ...]:
         str(row.threads),
         f"{row.gb_per_s:.2f}",
         f"{row.ceiling_gb_per_s:.2f}",
-        f"{row.ratio:.2f}",
+        ratio_text(row.ratio, row.ratio_span),
         f"{row.plain_gb_per_s:.2f}",
         f"{row.cpu_s_per_gb:.3f}",
         NONE if row.latency_us is None else time_text(row.latency_us.p50 / 1e6),

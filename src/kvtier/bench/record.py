@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from kvtier.probe.facts import mount_of, read_mounts
+from kvtier.probe.facts import mount_of, read_mounts, whole_drive
 
 VERSION = 1
 
@@ -84,18 +84,20 @@ def make_record(
 
 
 def machine(directory: Path | None = None) -> dict[str, object]:
-    """Processor, cores, memory, GPUs, kernel and file system; no host name."""
+    """Processor, cores, memory, load average, GPUs, kernel, file system and drive; no host name."""
     facts: dict[str, object] = {
         "processor": processor(),
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
+        "load_average": [round(it, 2) for it in os.getloadavg()],
     }
     if found := gpus():
         facts["gpus"] = found
     if directory is not None:
         facts["file_system"] = file_system(directory)
+        facts["drive"] = drive(directory)
     return facts
 
 
@@ -144,6 +146,19 @@ def file_system(directory: Path) -> str:
     """The kind of file system of `directory`, which need not exist yet, such as ``"ext4"``."""
     mount = mount_of(directory.resolve(), read_mounts())
     return mount.kind if mount else "unknown"
+
+
+def drive(directory: Path) -> str:
+    """The model of the drive below `directory`, or the name of its device; empty for file systems without one."""
+    mount = mount_of(directory.resolve(), read_mounts())
+    device = whole_drive(mount.device) if mount else "0:0"
+    if device.startswith("0:"):
+        return ""
+    place = (Path("/sys/dev/block") / device).resolve()
+    try:
+        return (place / "device" / "model").read_text(encoding="utf-8").strip()
+    except OSError:
+        return place.name
 
 
 def commit() -> dict[str, object] | None:

@@ -1,8 +1,7 @@
 """`kvtier bench tier`: store, load and lookup through a tier's raw client, the tier and a session, in turn.
 
 Every sample stores new objects, loads them, compares bytes and deletes them. The paths of a repeat follow each other in
-an order that turns, because machines drift. A ratio is the median over the repeats of one path's speed over the raw
-client's in the same repeat.
+an order that turns, because machines drift. Ratios are to the raw client (`bench.ratio`).
 """
 
 import statistics
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from kvtier.bench.ratio import Ratio, Span, ratio, ratio_text
 from kvtier.bench.tier_paths import (
     SESSION_NAMES,
     SMALL_BYTES,
@@ -28,7 +28,6 @@ from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError, KvError
 from kvtier.probe.tiers import ProbeTarget, Trial, choose_parent, open_trial, trial_place
-from kvtier.report.format import digits
 from kvtier.report.table import Table
 from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.registry import TierSettings, kind_of
@@ -68,6 +67,7 @@ class TierRow:
     ratio: float | None = None
     """Speed over the raw client's; None without a raw client. For a lookup: duration of one request of the raw client
     over the lookup's."""
+    ratio_span: Span | None = None
     samples: tuple[float, ...] = ()
     """GB/s or ms of each repeat."""
 
@@ -189,7 +189,7 @@ class TierBench:
                             rates[op].setdefault(name, []).append(count * size / took_s / 1e9)
                 advance(1)
         return [
-            self._row(op, size, in_flight, name, gb_per_s=found[name], ratios=_ratios(found[name], found.get(RAW)))
+            self._row(op, size, in_flight, name, gb_per_s=found[name], against=_against(found[name], found.get(RAW)))
             for op, found in rates.items()
             for name in found
         ]
@@ -218,7 +218,7 @@ class TierBench:
         asked = {RAW: 1, TIER: TIER_NAMES, SESSION: SESSION_NAMES}
         return [
             self._row(
-                "lookup", SMALL_BYTES, asked[name], name, ms=found[name], ratios=_ratios(found.get(RAW), found[name])
+                "lookup", SMALL_BYTES, asked[name], name, ms=found[name], against=_against(found.get(RAW), found[name])
             )
             for name in asked
             if name in found
@@ -233,7 +233,7 @@ class TierBench:
         *,
         gb_per_s: list[float] | None = None,
         ms: list[float] | None = None,
-        ratios: list[float] | None,
+        against: Ratio | None,
     ) -> TierRow:
         samples = gb_per_s or ms or []
         return TierRow(
@@ -245,7 +245,8 @@ class TierBench:
             path=path,
             gb_per_s=_median(gb_per_s),
             ms=_median(ms),
-            ratio=_median(ratios),
+            ratio=None if against is None else against.value,
+            ratio_span=None if against is None else against.span,
             samples=tuple(round(sample, 4) for sample in samples),
         )
 
@@ -277,7 +278,7 @@ def table(result: TierBenchResult) -> Table:
             f"{row.in_flight} names" if row.op == "lookup" else str(row.in_flight),
             row.path,
             f"{row.ms:.3f} ms" if row.ms is not None else f"{row.gb_per_s:.3f} GB/s",
-            "" if row.ratio is None else digits(row.ratio, 2),
+            ratio_text(row.ratio, row.ratio_span),
         )
         for row in result.results
     ]
@@ -321,8 +322,8 @@ def _timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def _ratios(mine: Sequence[float] | None, others: Sequence[float] | None) -> list[float] | None:
-    return [a / b for a, b in zip(mine, others, strict=True)] if mine and others else None
+def _against(mine: Sequence[float] | None, others: Sequence[float] | None) -> Ratio | None:
+    return ratio(mine, others) if mine and others else None
 
 
 def _median(values: Sequence[float] | None) -> float | None:
