@@ -4,10 +4,28 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 *settings* and *calls* reach the user.
 """
 
+from shlex import quote
+
 
 def other_version(found: int, known: int) -> str:
     """Words for a version other than the one `known` here. Such bytes are old or new, and not damaged."""
     return f"version {found}, {'older' if found < known else 'newer'} than the one known here, {known}"
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs the packages of an extra of kvtier, by the metadata of the installed version.
+
+    The packages are named rather than ``kvtier[EXTRA]``, which pip can resolve only where an index has kvtier.
+    """
+    from importlib.metadata import PackageNotFoundError, requires  # noqa: PLC0415 - slow, and only for this message
+
+    try:
+        wanted = requires("kvtier") or []
+    except PackageNotFoundError:
+        return f"pip install '.[{extra}]' in a checkout of kvtier"
+    marked = f"extra == '{extra}'"
+    found = [it.partition(";")[0].strip() for it in wanted if it.replace('"', "'").endswith(marked)]
+    return f"pip install {' '.join(map(quote, found))}"
 
 
 class KvError(Exception):

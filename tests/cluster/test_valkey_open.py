@@ -296,7 +296,7 @@ except ConfigError as error:
 
 def test_without_the_package_only_this_kind_is_missing():
     done = subprocess.run([sys.executable, "-c", WITHOUT], timeout=60, check=True, capture_output=True, text=True)
-    assert done.stdout.strip().endswith("pip install 'kvtier[valkey]'")
+    assert done.stdout.strip().endswith("pip install 'valkey>=6.1'")
 
 
 def test_objects_of_other_models_secrets_databases_and_prefixes_are_not_seen(valkey):

@@ -78,7 +78,7 @@ def test_charts_without_matplotlib_are_refused_before_planning(capsys, monkeypat
         "kvtier.report.output.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
     assert run(["plan", MODEL, option, str(tmp_path / "plan.svg")]) == 2
-    assert "needs matplotlib, which is not installed; allowed: pip install 'kvtier[plots]'" in capsys.readouterr().err
+    assert "needs matplotlib, which is not installed; allowed: pip install 'matplotlib>=3.9'" in capsys.readouterr().err
 
 
 def test_json_is_the_whole_plan(capsys):

@@ -172,4 +172,4 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
 def test_the_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "msgpack", None)
     assert run(["replay", "describe", str(REAL)]) == 2
-    assert "pip install 'kvtier[events]'" in capsys.readouterr().err
+    assert "pip install 'msgpack>=1.0.5'" in capsys.readouterr().err

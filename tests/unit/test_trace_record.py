@@ -189,6 +189,14 @@ def test_the_command_runs_a_program_with_recording_on(tmp_path):
     assert folder.is_dir()
     apart = subprocess.run([*command, "--", sys.executable, "-c", "print(5)"], timeout=250, check=False, **options)
     assert (apart.returncode, apart.stdout) == (0, "5\n"), apart.stderr
+    assert "nothing was recorded" in apart.stderr
+    writing = f"open({str(folder)!r} + '/requests-1.jsonl', 'w'); raise SystemExit(3)"
+    some = subprocess.run([*command, sys.executable, "-c", writing], timeout=250, check=False, **options)
+    assert (some.returncode, some.stderr) == (3, "")
+    killed = subprocess.run([*command, "sh", "-c", "kill -9 $$"], timeout=250, check=False, **options)
+    assert killed.returncode == 128 + 9
+    missing = subprocess.run([*command, "no-such-program"], timeout=250, check=False, **options)
+    assert (missing.returncode, "no-such-program" in missing.stderr) == (127, True)
     nothing = subprocess.run([*command, "--"], timeout=250, check=False, **options)
     assert (nothing.returncode, "PROGRAM is missing" in nothing.stderr) == (2, True)
     (tmp_path / "file").write_text("")

@@ -1,6 +1,7 @@
 """`kvtier trace`: record, convert, anonymize and synthesize request traces."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _STEP = 4096
 """Lines between two updates of the progress bar."""
+_WAIT_S = 60.0
 _STATISTICS = (
     ("requests-per-s", float, "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
     ("turns", float, "Mean requests of a session.  [4]"),
@@ -118,6 +120,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     from kvtier.config.loader import load
     from kvtier.errors import ConfigError
+    from kvtier.runtime.line_file import SUFFIX
     from kvtier.tier.safe_open import make_root
 
     command = program[1:] if program[0] == "--" else program
@@ -131,7 +134,28 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be made: {error.strerror or error}; allowed: a directory") from error
     settings = (f"KVTIER_TRACE__PATH={config.path}", f"KVTIER_TRACE__CAPACITY_BYTES={config.capacity_bytes}")
-    os.execvp("env", ["env", *settings, *command])  # noqa: S606  PROGRAM gets signals and terminal
+    before = set(config.path.glob(f"*{SUFFIX}"))
+    code = _run_program(["env", *settings, *command])
+    if set(config.path.glob(f"*{SUFFIX}")) <= before:
+        click.echo(
+            f"trace record: nothing was recorded in {folder}: no engine of PROGRAM started with kvtier", err=True
+        )
+    raise SystemExit(code)
+
+
+def _run_program(command: Sequence[str]) -> int:
+    """The exit code of a program, which gets the terminal and our signals; of a signal 128 plus its number."""
+    import signal
+    import subprocess
+
+    child = subprocess.Popen(command)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to PROGRAM as well
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _frame: child.send_signal(received))
+    while (code := child.poll()) is None:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_WAIT_S)
+    return 128 - code if code < 0 else code
 
 
 def _statistics_options(command: Callable[..., Any]) -> Callable[..., Any]:

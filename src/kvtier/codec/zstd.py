@@ -2,13 +2,13 @@
 
 import threading
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_hint
 from kvtier.layout import SECTION_BYTES_MAX
 
 try:
     import zstandard
 except ImportError as error:
-    raise ConfigError("codec 'zstd' needs the package zstandard: pip install 'kvtier[zstd]'") from error
+    raise ConfigError(f"codec 'zstd' needs the package zstandard: {install_hint('zstd')}") from error
 
 LEVEL = 1
 """Higher levels are slower than a link that would need them."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.demo.result import DemoResult
 from kvtier.demo.trace import TRACE_NAME
+from kvtier.errors import install_hint
 from kvtier.report.chart import Chart, Charts, Colours, figures_html
 from kvtier.report.format import NONE, bytes_text, time_text
 from kvtier.report.output import has_matplotlib, write_file
@@ -72,7 +73,7 @@ def render_report(result: DemoResult, made: datetime | None = None) -> str:
         tiles_html(tiles),
         figures_html(CHARTS, result)
         if has_matplotlib()
-        else paragraphs_html(["Charts need matplotlib: pip install 'kvtier[plots]'"]),
+        else paragraphs_html([f"Charts need matplotlib: {install_hint('plots')}"]),
         table_html(table(result)),
         definitions_html((it.name, PASSES[it.name]) for it in result.passes),
         section_html("Conditions", definitions_html(conditions(result))),

@@ -25,7 +25,7 @@ from kvtier.demo.restorable import EarlierRun, StoredPrefixes, add_to_history, d
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
 from kvtier.demo.trace import RequestPlan, build_prompt, plan_requests, read_trace
 from kvtier.demo.worker import PassJob, pass_events
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_hint
 from kvtier.report.output import write_json
 from kvtier.tier.directory_marker import ALLOWED, open_store, read_marker
 from kvtier.tier.store_root import opening
@@ -85,9 +85,7 @@ def check_libraries() -> None:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"the demo needs {', '.join(missing)}, not installed here; `pip install 'kvtier[transformers]'` installs it"
-        )
+        raise ConfigError(f"the demo needs {', '.join(missing)}, not installed here: {install_hint('transformers')}")
 
 
 def run_demo(settings: DemoSettings, progress: DemoProgress) -> DemoResult:

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
@@ -14,9 +15,12 @@ from typing import TypeVar
 
 import click
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_hint
 
 Shown = TypeVar("Shown")
+
+LINE_S = 10.0
+"""Time between two lines of progress in a log."""
 
 CHART_SUFFIXES = (".svg", ".png")
 
@@ -33,9 +37,9 @@ def print_result(result: Shown, draw: Callable[[Shown], None], *, as_json: bool)
 
 @contextmanager
 def progress(label: str, total: float | None) -> Generator[Callable[[float], None]]:
-    """Show progress on stderr when it is a terminal; yields the function that advances it."""
+    """Show progress on stderr: a bar on a terminal, elsewhere a line every `LINE_S`. Yields what advances it."""
     if not sys.stderr.isatty():
-        yield lambda _advance: None
+        yield _ProgressLines(label, total).advance
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -43,6 +47,22 @@ def progress(label: str, total: float | None) -> Generator[Callable[[float], Non
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda advance: bar.advance(task, advance)
+
+
+class _ProgressLines:
+    """Progress for a log."""
+
+    def __init__(self, label: str, total: float | None) -> None:
+        self._label, self._total = label, total
+        self._done = 0.0
+        self._next_s = time.monotonic() + LINE_S
+
+    def advance(self, amount: float) -> None:
+        self._done += amount
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + LINE_S
+            share = f"{self._done / self._total:.0%}" if self._total else f"{self._done:,.0f}"
+            click.echo(f"{self._label}: {share}", err=True)
 
 
 def write_json(option: str, path: Path, result: object) -> None:
@@ -104,7 +124,7 @@ def check_matplotlib(option: str) -> None:
         ConfigError: it is not installed.
     """
     if not has_matplotlib():
-        raise ConfigError(f"{option} needs matplotlib, which is not installed; allowed: pip install 'kvtier[plots]'")
+        raise ConfigError(f"{option} needs matplotlib, which is not installed; allowed: {install_hint('plots')}")
 
 
 def has_matplotlib() -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
 
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
 from kvtier.config.value_types import Count, Seconds, Size, Switch
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_hint
 from kvtier.layout import KvLayout
 from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.store_view import StoreView
@@ -206,9 +206,7 @@ def by_name(name: str, origin: str = "") -> TierKind[Any]:
         try:
             return cast("TierKind[Any]", import_module(_BUILT_IN[name]).KIND)
         except ImportError as error:
-            raise ConfigError(
-                f"tier kind {name!r}{source} needs a package: {error}; pip install 'kvtier[{name}]'"
-            ) from error
+            raise ConfigError(f"tier kind {name!r}{source} needs a package: {error}; {install_hint(name)}") from error
     points = _outside_points().get(name)
     if points is None:
         raise ConfigError(f"tier kind {name!r}{source}: unknown kind{near(name, names())}")

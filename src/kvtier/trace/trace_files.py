@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_hint
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -174,7 +174,7 @@ def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
         import zstandard  # noqa: PLC0415  an extra
     except ImportError:
         raise ConfigError(
-            f"trace {path} is zstd, and zstandard is not installed; allowed: pip install 'kvtier[zstd]'"
+            f"trace {path} is zstd, and zstandard is not installed; allowed: {install_hint('zstd')}"
         ) from None
     decoder: Any = None
     while packed := stream.read(_ZSTD_INPUT_BYTES):

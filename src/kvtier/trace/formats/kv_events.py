@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_hint
 from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, merge_factor
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merge_blocks
 from kvtier.trace.trace_files import (
@@ -266,7 +266,7 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
         import msgpack as package  # noqa: PLC0415  an extra
     except ImportError:
         raise ConfigError(
-            f"trace {path} is msgpack, whose package is not installed; allowed: pip install 'kvtier[events]', or JSON"
+            f"trace {path} is msgpack, whose package is not installed; allowed: {install_hint('events')}, or JSON"
         ) from None
     msgpack: Any = package
     count = 0

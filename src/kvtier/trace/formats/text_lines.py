@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_hint
 from kvtier.trace.formats.base import (
     UNITS_S,
     Ids,
@@ -106,7 +106,7 @@ def _load(path: Path) -> Tokenize:
         from tokenizers import Tokenizer  # noqa: PLC0415  an extra
     except ImportError:
         raise ConfigError(
-            "--tokenizer needs tokenizers, which is not installed; allowed: pip install 'kvtier[transformers]'"
+            f"--tokenizer needs tokenizers, which is not installed; allowed: {install_hint('transformers')}"
         ) from None
     if not path.is_file():
         raise ConfigError(f"--tokenizer {str(path)!r} is not a file; allowed: a tokenizer.json")
