@@ -81,6 +81,11 @@ class CallEvents:
                 instance.enable("io_uring/io_uring_complete", ("req", "res")),
             )
 
+    @property
+    def sees_uring(self) -> bool:
+        """Whether the kernel names requests of io_uring."""
+        return self._uring is not None
+
     def add(self, batch: PageEvents, since_ns: int) -> None:  # noqa: ARG002 - a thread has one call at a time
         """Keep the events of a batch of pages."""
         for position, wanted, is_write in self._enter:

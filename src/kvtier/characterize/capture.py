@@ -225,6 +225,8 @@ class _Run:
             rows, more = self._calls.requests(began_ns)
             parts = [made.device, self._calls.whole_requests(made.file_system, made.thread, began_ns), rows]
             counts |= more
+            if not self._calls.sees_uring:
+                self._remarks.append("This kernel has no events of io_uring's requests: the application's lack them.")
             roots = [*self._settings.pids, *([process.pid] if process is not None else [])]
             chosen = self._tree.with_children(roots)
         requests = by_time(*parts)
