@@ -240,6 +240,19 @@ def test_a_request_that_the_driver_hands_back_goes_on(write: Write) -> None:
     assert (it.latency_us["p50"], it.latency_us["max"]) == pytest.approx((4e6, 5e6))
 
 
+def test_two_requests_for_one_sector_that_are_both_handed_back_are_two(write: Write) -> None:
+    """And a third one of another size, at the same first sector, that the driver keeps."""
+    text = "".join(line(0, "Q", "R", f"0 + {size} [fio]") for size in (2048, 2048, 16))
+    for time_s, action, size in (
+        (1, "D", 2048), (2, "D", 2048), (2.5, "D", 16), (3, "R", 2048), (4, "R", 2048), (5, "D", 2048), (6, "D", 2048),
+        (7, "C", 2048), (8, "C", 2048), (9, "C", 16),
+    ):  # fmt: skip
+        text += line(time_s, action, "R", f"0 + {size} [0]")
+    rows = device_rows(read_blkparse(write(text)))
+    assert sorted(rows["bytes"].tolist()) == [16 * 512, 1 << 20, 1 << 20]
+    assert not np.isnan(rows["completed_s"]).any()
+
+
 def test_a_later_request_for_the_sectors_of_one_that_was_handed_back_begins_anew(write: Write) -> None:
     """The first was merged to another after it came back, and was never issued from its own sector again."""
     text = line(0, "Q", "R", "8 + 8 [a]") + line(1, "D", "R", "8 + 8 [a]") + line(2, "R", "R", "8 + 8 [0]")

@@ -27,6 +27,8 @@ NEW_TASK = "task/task_newtask"
 _WHERE = ("common_pid", "dev", "sector", "nr_sector", "rwbs")
 _DEVICE_SHIFT = np.uint64(48)
 """Bits of a sector's number, below that of its device."""
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
+"""An odd factor that spreads sizes over all bits of a key."""
 _WRITE_SHIFT = np.uint64(47)
 """Above the sectors of 64 PiB."""
 
@@ -165,7 +167,7 @@ def join(
     found = _pair(bios, bio_ends, gaps, is_end=True)
     file_system = _rows(bios, bio_ends, found, began_ns, IoLayer.FILE_SYSTEM)
     file_system["process"] = bios["process"]
-    issues, first_ns = _issued_again(issues, requeues)
+    issues, first_ns = _issued_again(issues, requeues, 1 if len(gaps) else NESTED_MAX)
     device = _rows(issues, ends, _pair(issues, ends, gaps), began_ns, IoLayer.DEVICE)
     last_s = device["issued_s"].copy()
     maker = _maker(bios, issues, began_ns)
@@ -223,13 +225,14 @@ def way_of(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
     return _place(seen, sector) | seen["is_write"].astype(np.uint64) << _WRITE_SHIFT
 
 
-def _issued_again(issues: np.ndarray, requeues: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _issued_again(issues: np.ndarray, requeues: np.ndarray, nested: int) -> tuple[np.ndarray, np.ndarray]:
     """The last issue of each request, and when the driver got the request first, in ns.
 
     A driver with a full queue hands a request back; the block layer issues it again.
     """
-    key = _key(issues)
-    handed_back = pair(issues["time_ns"], key, requeues["time_ns"], _key(requeues), nested_max=1) >= 0
+    # Two requests that begin at one sector, such as the second parts of two splits, are told apart by their sizes.
+    key, back = (_key(it) ^ it["bytes"] * _MIX for it in (issues, requeues))
+    handed_back = pair(issues["time_ns"], key, requeues["time_ns"], back, nested_max=nested) >= 0
     order = np.lexsort((issues["time_ns"], key))
     goes_on = np.zeros(len(issues), bool)
     goes_on[1:] = (key[order][1:] == key[order][:-1]) & handed_back[order][:-1]
