@@ -29,6 +29,7 @@ import numpy as np
 from bench.parts.command import picture_option, record_option, recorded_settings
 from bench.parts.command import run as run_script
 from bench.parts.object_load import ObjectLoad
+from bench.parts.samsung_io import paper_table
 
 from kvtier.bench.fio import HUGE_PAGES
 from kvtier.bench.record import make_record
@@ -337,6 +338,9 @@ def characterize(directory: Path, record: Path | None, picture: Path | None, as_
         print_json(results)
     else:
         print_table(table(rows))
+        for row in rows:
+            if row.repetition == given["repeats"] - 1:
+                print_table(paper_table(row.device, f"{row.arm}, {size_text(row.chunk_bytes)}, beside Samsung's paper"))
 
 
 if __name__ == "__main__":

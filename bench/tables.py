@@ -379,7 +379,7 @@ def serve(record: dict[str, Any], name: str) -> str:
     speed, work = arms_table(served), work_table(served)
     # A record of one load says it in its conditions.
     begin = 1 if len({load for load, _ in served.points}) > 1 else 2
-    columns = [*speed.columns[begin:8], work.columns[3], work.columns[5], work.columns[8]]
+    columns = [*speed.columns[begin:9], work.columns[3], work.columns[5], work.columns[8]]
     lines = [
         f"{answer(served)} {speed.note} {work.note} {_link(name)}",
         "",
@@ -387,7 +387,7 @@ def serve(record: dict[str, Any], name: str) -> str:
         f"| --- |{' ---: |' * len(columns)}",
     ]
     for fast, done in zip(speed.rows, work.rows, strict=True):
-        cells = [*fast[begin:8], done[3], done[5], done[8]]
+        cells = [*fast[begin:9], done[3], done[5], done[8]]
         lines.append(f"| {served.label(fast[0])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -108,6 +108,7 @@ def write_run(
         "arm": arm, "repetition": repetition, "tier_ratio": tier_ratio, "load": load or {}, "began_s": BEGAN_S,
         "tier_bytes_per_s": None if tier_ratio is None else tier_bytes_per_s, "measured_from_s": BEGAN_S + 1,
         "ended_s": ended_s, "status": "ok", "error": None, "command": [], "settings": {},
+        "load_average": [0.5, 1.5],
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
     return folder

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from bench.characterize import arm_row, without_gaps
 from bench.parts.object_load import WINDOW, ObjectLoad, drive
+from bench.parts.samsung_io import ComparedFigure, compare
 from bench.parts.seen_table import median_rows
 from bench.parts.tier_objects import TierBackend
 
 from kvtier.characterize.events import IoLayer, IoTrace, by_time, rows_of
+from kvtier.characterize.measures import IoMeasures, measure
 from kvtier.characterize.objects import read_objects
 from kvtier.codec.frame import frame_bytes
 from kvtier.errors import KvError
@@ -136,3 +138,50 @@ def test_the_table_shows_the_median_repetition_and_the_range() -> None:
     ]
     found = [(row["arm"], row["repetition"], row["range"]) for row in median_rows(rows)]
     assert found == [("a", 0, (1.0, 3.0)), ("b", 2, (1.0, 9.0))]
+
+
+TICK = 1 / 128
+
+
+def steady(count: int, *, size: int = 1 << 20, took: float = TICK) -> np.ndarray:
+    """`count` requests that follow each other, one each tick."""
+    number = np.arange(count)
+    return rows_of(
+        count, issued_s=number * TICK, completed_s=number * TICK + took, position=number * size, bytes=size,
+        layer=IoLayer.DEVICE, place=1, process=7,
+    )  # fmt: skip
+
+
+def verdicts(it: IoMeasures) -> dict[str, ComparedFigure]:
+    return {row.what: row for row in compare(it)}
+
+
+def test_a_load_like_the_papers_agrees() -> None:
+    """Requests of 1 MiB, one in thirteen a write, 160 in flight; a tenth begins elsewhere."""
+    rows = steady(4000, took=160 * TICK)
+    rows["is_write"][::13] = True
+    rows["position"] += (np.arange(4000) // 10 * (1 << 30)).astype(np.uint64)
+    it = measure(IoTrace("block", rows, 4160 * TICK, device_facts={"nvme0n1": {"max_sectors_kb": 1280}}))
+    found = verdicts(it)
+    agree = {"reads, of all bytes", "requests over 1 MB", "queue depth, mean", "sequential, per process"}
+    assert {what for what, row in found.items() if row.verdict == "agrees"} == agree
+    assert {row.why for what, row in found.items() if what in agree} == {""}
+    assert all(row.why for row in found.values() if row.verdict == "differs")
+
+
+def test_a_figure_that_differs_names_the_measured_cause() -> None:
+    rows = steady(100, size=512 << 10)
+    capped = verdicts(
+        measure(IoTrace("block", rows, 1.0, device_facts={"sda": {"max_sectors_kb": 512, "nr_requests": 64}}))
+    )
+    assert capped["requests over 1 MB"].verdict == "differs"
+    assert "sda's max_sectors_kb is 512" in capped["requests over 1 MB"].why
+    assert "nr_requests is 64" in capped["queue depth, mean"].why
+    assert "one process" in capped["sequential, whole device"].why
+    assert (
+        "nothing was written" in capped["reads, of all bytes"].why or capped["reads, of all bytes"].verdict == "agrees"
+    )
+    mixed = verdicts(measure(IoTrace("block", by_time(steady(60), steady(60, size=4096)), 1.0)))
+    assert "99.6% of the bytes are in larger ones" in mixed["requests over 1 MB"].why
+    free = verdicts(measure(IoTrace("block", rows, 1.0, device_facts={"sda": {"max_sectors_kb": 4096}})))
+    assert "max_sectors_kb is" not in free["requests over 1 MB"].why

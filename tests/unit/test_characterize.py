@@ -8,11 +8,11 @@ import pytest
 from tests import browser
 from tests.unit.test_report import check_page
 
-from kvtier.characterize.block_events import SEEN, _carrier, _issuer, _pair
+from kvtier.characterize.block_events import SEEN, _carrier, _maker, _pair
+from kvtier.characterize.calls import joined
 from kvtier.characterize.events import REQUEST, IoKind, IoLayer, IoTrace, by_time, kinds_of, rows_of, transfers
 from kvtier.characterize.measures import is_sequential, measure
 from kvtier.characterize.pairing import covering, pair
-from kvtier.characterize.published import compare
 from kvtier.characterize.report import render_report
 from kvtier.characterize.ring_buffer import PAGE_BYTES, PageEvents, event_format
 from kvtier.characterize.steps import Steps
@@ -52,7 +52,7 @@ def test_a_steady_sequential_reader_has_exactly_its_depth_rate_and_sizes():
     it = measure(trace(requests(128)))
     assert (it.requests, it.read_share_bytes, it.read_share_requests) == (128, 1.0, 1.0)
     assert it.request_bytes == {"p50": MIB, "p99": MIB, "share_over_1mb": 1.0, "share_of_bytes_over_1mb": 1.0}
-    assert it.queue_depth == pytest.approx({"mean": 1.0, "peak": 1.0, "busy_mean": 1.0})
+    assert it.queue_depth == pytest.approx({"mean": 1.0, "peak": 1.0, "busy_mean": 1.0, "submitted": 1.0})
     assert it.gb_per_s["mean"] == pytest.approx(128 * MIB / 1e9)
     assert it.peak_gb_per_s == pytest.approx(dict.fromkeys(("1ms", "100ms", "1s"), 128 * MIB / 1e9), rel=1e-6)
     assert it.burst_factor == pytest.approx(1.0)
@@ -64,7 +64,7 @@ def test_a_steady_sequential_reader_has_exactly_its_depth_rate_and_sizes():
 def test_a_burst_has_the_depth_of_its_overlap_and_twice_the_mean():
     """Eight at once, for half of the second."""
     it = measure(trace(*(requests(64) for _ in range(8))))
-    assert it.queue_depth == pytest.approx({"mean": 4.0, "peak": 8.0, "busy_mean": 8.0})
+    assert it.queue_depth == pytest.approx({"mean": 4.0, "peak": 8.0, "busy_mean": 8.0, "submitted": 4.0})
     assert it.busy_share == pytest.approx(0.5)
     assert it.burst_factor == pytest.approx(2.0)
     assert it.over_time.queue_depth[:60] == pytest.approx([8.0] * 60)
@@ -75,7 +75,7 @@ def test_a_burst_has_the_depth_of_its_overlap_and_twice_the_mean():
 def test_what_waits_above_the_driver_is_in_the_submitted_depth_alone():
     bios = requests(64, took=4 * TICK, layer=IoLayer.FILE_SYSTEM)
     it = measure(trace(requests(64), bios))
-    assert it.queue_depth["peak"] == 1
+    assert (it.queue_depth["peak"], it.queue_depth["submitted"]) == (1, 2.0)
     assert it.submitted_depth == pytest.approx({"mean": 2.0, "peak": 4.0, "busy_mean": 4 * 64 / 67})
     assert measure(trace(bios)).submitted_depth is None
 
@@ -170,50 +170,13 @@ def test_a_request_without_completion_is_said_and_left_out():
 def test_no_requests_are_an_answer_too():
     it = measure(trace(np.zeros(0, REQUEST), chosen=frozenset({7})))
     assert (it.requests, it.read_share_bytes, it.sequential_share) == (0, None, {"device": None, "per_process": None})
-    assert next(tables(it, compare(it))).title.startswith("No request")
-    assert {row.verdict for row in compare(it)} == {"not measured"}
-    check_page(render_report(trace(np.zeros(0, REQUEST)), it, compare(it)))
+    assert next(tables(it)).title.startswith("No request")
+    check_page(render_report(trace(np.zeros(0, REQUEST)), it))
 
 
 def test_rows_of_another_type_are_refused():
     with pytest.raises(BadCallError, match="dtype"):
         IoTrace("block", np.zeros(3), 1.0)
-
-
-# -- the paper's figures ---------------------------------------------------------------------------------------------
-
-
-def verdicts(it):
-    return {row.what: row for row in compare(it)}
-
-
-def test_a_load_like_the_papers_agrees():
-    """Requests of 1 MiB, one in thirteen a write, 160 in flight; a tenth begins elsewhere."""
-    rows = requests(4000, took=160 * TICK)
-    rows["is_write"][::13] = True
-    rows["position"] += (np.arange(4000) // 10 * (1 << 30)).astype(np.uint64)
-    it = measure(trace(rows, seconds=4160 * TICK, device_facts={"nvme0n1": {"max_sectors_kb": 1280}}))
-    found = verdicts(it)
-    agree = {"reads, of all bytes", "requests over 1 MB", "queue depth, mean", "sequential, per process"}
-    assert {what for what, row in found.items() if row.verdict == "agrees"} == agree
-    assert {row.why for what, row in found.items() if what in agree} == {""}
-    assert all(row.why for row in found.values() if row.verdict == "differs")
-
-
-def test_a_figure_that_differs_names_the_measured_cause():
-    rows = requests(100, size=512 << 10)
-    capped = verdicts(measure(trace(rows, device_facts={"sda": {"max_sectors_kb": 512, "nr_requests": 64}})))
-    assert capped["requests over 1 MB"].verdict == "differs"
-    assert "sda's max_sectors_kb is 512" in capped["requests over 1 MB"].why
-    assert "nr_requests is 64" in capped["queue depth, mean"].why
-    assert "one process" in capped["sequential, whole device"].why
-    assert (
-        "nothing was written" in capped["reads, of all bytes"].why or capped["reads, of all bytes"].verdict == "agrees"
-    )
-    mixed = verdicts(measure(trace(requests(60), requests(60, size=4096))))
-    assert "99.6% of the bytes are in larger ones" in mixed["requests over 1 MB"].why
-    free = verdicts(measure(trace(rows, device_facts={"sda": {"max_sectors_kb": 4096}})))
-    assert "max_sectors_kb is" not in free["requests over 1 MB"].why
 
 
 # -- report ----------------------------------------------------------------------------------------------------------
@@ -232,8 +195,9 @@ def test_json_has_the_keys_of_the_contract_and_the_report_is_whole():
     assert {"device", "per_process"} == set(made["sequential_share"])
     assert {"p50", "p99", "share_over_1mb"} <= set(made["request_bytes"])
     assert {"mean", "peak"} <= set(made["queue_depth"]) & set(made["gb_per_s"])
+    assert "submitted" in made["queue_depth"]
     assert {"p50", "p99"} <= set(made["latency_us"])
-    page = render_report(seen, it, compare(it))
+    page = render_report(seen, it)
     check_page(page)
     assert page.count("<svg") == 6
     assert "3 events were lost" in page
@@ -249,7 +213,7 @@ def test_the_report_in_a_browser_shows_every_chart_and_fits_a_phone(tmp_path):
     )
     it = measure(seen)
     page = tmp_path / "io.html"
-    page.write_text(render_report(seen, it, compare(it)))
+    page.write_text(render_report(seen, it))
     dom = browser.rendered(page)
     for heading in (
         "Request sizes",
@@ -260,7 +224,6 @@ def test_the_report_in_a_browser_shows_every_chart_and_fits_a_phone(tmp_path):
         "Addresses over time",
     ):
         assert f"<h3>{heading}</h3>" in dom
-    assert "Beside Samsung" in dom
     assert browser.overflow(page, width=390) == 0
 
 
@@ -310,12 +273,12 @@ def test_an_older_interval_that_begins_nearer_does_not_hide_the_newest():
     """A large read, and before or after it small ones and a write of the same sectors."""
 
     def seen(*rows):
-        return np.array([(time_us * 1000, sector, size, 1, process, is_write, 0)
+        return np.array([(time_us * 1000, sector, size, 1, process, process, is_write, 0)
                          for time_us, sector, size, process, is_write in rows], SEEN)  # fmt: skip
 
     bios = seen((10, 1024, 4096, 7, False), (20, 1024, MIB, 9, True), (30, 0, MIB, 8, False))
     halves = seen((31, 0, MIB // 2, 0, False), (32, 1024, MIB // 2, 0, False), (90, 2040, 4096, 0, False))
-    assert _issuer(bios, halves, 0).tolist() == [8, 8, 8]
+    assert _maker(bios, halves, 0).tolist() == [2, 2, 2]
     assert _carrier(bios, halves, 0).tolist() == [1, -1, 1]  # not the small read that is issued much later
     generator = np.random.default_rng(1)
     start, when = generator.integers(0, 2000, 3000), generator.permutation(3000)
@@ -325,6 +288,20 @@ def test_an_older_interval_that_begins_nearer_does_not_hide_the_newest():
     fits = (start <= wanted[:, None]) & (end > wanted[:, None]) & (when <= 2000)
     newest = np.where(fits, when, -1)
     assert found.tolist() == np.where(fits.any(axis=1), newest.argmax(axis=1), -1).tolist()
+
+
+def test_bios_of_one_call_that_follow_each_other_are_one_request():
+    """Thread 5 reads 3 MiB in one call, then 1 MiB in each of two; thread 6 queues between."""
+    bios = requests(6, every=1.0, took=0.5, layer=IoLayer.FILE_SYSTEM)
+    bios["position"][2] = 100 * MIB
+    bios["position"][3] = 2 * MIB
+    thread = np.array([5, 5, 6, 5, 5, 5])
+    bound_s, owner = np.array([0.0, 3.5, 3.6, 4.0, 5.0]), np.array([5, 5, 5, 5, 5])
+    whole = by_time(joined(bios, thread, bound_s, owner, np.array([True, False, True, True, True])))
+    assert whole["bytes"].tolist() == [3 * MIB, MIB, MIB, MIB]
+    assert (whole["issued_s"][0], whole["completed_s"][0]) == (0.0, 3.5)
+    assert len(joined(bios, thread, bound_s, owner, np.zeros(5, bool))) == 6
+    assert len(joined(bios, thread, bound_s[:0], owner[:0], np.zeros(0, bool))) == 6
 
 
 def test_a_recording_of_one_moment_has_sizes_and_no_rates():

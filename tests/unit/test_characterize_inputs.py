@@ -1,4 +1,4 @@
-"""Recordings of blkparse and fio, against their own account and against the kernel's events of the same run.
+"""Recordings of blkparse, against their own account and against the kernel's events of the same run.
 
 The recordings in `tests/golden/characterize` are real. blkparse.txt.gz and tracefs.txt.gz saw one run of fio on the two
 partitions of a loop device; the first is from the kernel's `blk` tracer. Stacked devices are by hand.
@@ -11,14 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvtier.characterize.blktrace import line_pattern, read_blkparse
 from kvtier.characterize.events import IoKind, IoLayer, IoTrace
-from kvtier.characterize.fio_log import read_fio_logs
+from kvtier.characterize.measures import measure
 from kvtier.characterize.recordings import read_recordings
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
@@ -184,11 +183,85 @@ def test_kinds_owners_and_what_is_no_request(write: Write) -> None:
         (4096, IoKind.DISCARD, 7),
         (300, IoKind.DATA, 7),
     ]
-    assert rows[4]["completed_s"] - rows[4]["issued_s"] == pytest.approx(0.02)
+    assert rows[4]["completed_s"] - rows[4]["issued_s"] == pytest.approx(0.04)  # from the first issue
     assert rows[2]["completed_s"] == pytest.approx(0.075)
     assert trace.counts == {"merges": 1, "requeues": 1, "commands without data": 1, "failed": 1}
     assert trace.lost_events == 1234
     assert trace.seconds == pytest.approx(0.17)
+
+
+def test_a_request_that_is_split_counts_once(write: Write) -> None:
+    """Four random reads of 1 MiB; the device takes 2,032 sectors, so that each has a second part of 16."""
+    text = ""
+    for number, sector in enumerate((80_000, 40_000, 120_000, 0)):
+        text += line(number, "Q", "R", f"{sector} + 2048 [fio]") + line(
+            number, "X", "R", f"{sector} / {sector + 2032} [fio]"
+        )
+        for part, size in ((sector, 2032), (sector + 2032, 16)):
+            text += line(number + 0.1, "D", "R", f"{part} + {size} [fio]")
+            text += line(number + 0.3, "C", "R", f"{part} + {size} [0]", process=0)
+    it = measure(read_blkparse(write(text)))
+    assert (it.requests, it.layers["device"].requests) == (4, 8)
+    assert it.sequential_share == {"device": 0.0, "per_process": 0.0}
+    assert (it.request_bytes["p50"], it.request_bytes["share_over_1mb"]) == (1 << 20, 1.0)
+    assert it.layers["device"].share_over_1mb == 0.5
+
+
+def test_requests_that_are_merged_count_each(write: Write) -> None:
+    text = (
+        line(0, "Q", "R", "8192 + 2048 [a]")
+        + line(1, "Q", "R", "6144 + 2048 [a]")
+        + line(1, "F", "R", "6144 + 2048 [a]")
+    )
+    text += line(2, "D", "R", "6144 + 4096 [a]") + line(4, "C", "R", "6144 + 4096 [0]", process=0)
+    it = measure(read_blkparse(write(text)))
+    assert (it.requests, it.request_bytes["p50"], it.layers["device"].p50) == (2, 1 << 20, 2 << 20)
+    assert it.submitted_depth == {"mean": 7 / 4, "peak": 2.0, "busy_mean": 7 / 4}  # 4 s and 3 s in flight, of 4
+
+
+def test_a_request_that_the_driver_hands_back_goes_on(write: Write) -> None:
+    """Two requests at 0 s; the driver takes the first at 1 s, hands it back at 2 s, and takes the other at 6 s."""
+    text = line(0, "Q", "R", "0 + 2048 [fio]") + line(0, "Q", "R", "90000 + 2048 [fio]")
+    for time_s, action, sector in (
+        (1, "D", 0),
+        (2, "R", 0),
+        (4, "D", 0),
+        (6, "C", 0),
+        (6, "D", 90000),
+        (10, "C", 90000),
+    ):
+        text += line(time_s, action, "R", f"{sector} + 2048 [0]")
+    it = measure(read_blkparse(write(text)))
+    assert it.queue_depth == pytest.approx(
+        {"mean": 0.9, "peak": 1, "busy_mean": 1.0, "submitted": 1.6}
+    )  # (6 + 10) / 10
+    assert it.queue_to_driver_us is not None
+    assert (it.queue_to_driver_us["p50"], it.queue_to_driver_us["max"]) == pytest.approx((1e6, 6e6))
+    assert (it.latency_us["p50"], it.latency_us["max"]) == pytest.approx((4e6, 5e6))
+
+
+def test_two_requests_for_one_sector_that_are_both_handed_back_are_two(write: Write) -> None:
+    """And a third one of another size, at the same first sector, that the driver keeps."""
+    text = "".join(line(0, "Q", "R", f"0 + {size} [fio]") for size in (2048, 2048, 16))
+    for time_s, action, size in (
+        (1, "D", 2048), (2, "D", 2048), (2.5, "D", 16), (3, "R", 2048), (4, "R", 2048), (5, "D", 2048), (6, "D", 2048),
+        (7, "C", 2048), (8, "C", 2048), (9, "C", 16),
+    ):  # fmt: skip
+        text += line(time_s, action, "R", f"0 + {size} [0]")
+    rows = device_rows(read_blkparse(write(text)))
+    assert sorted(rows["bytes"].tolist()) == [16 * 512, 1 << 20, 1 << 20]
+    assert not np.isnan(rows["completed_s"]).any()
+
+
+def test_a_later_request_for_the_sectors_of_one_that_was_handed_back_begins_anew(write: Write) -> None:
+    """The first was merged to another after it came back, and was never issued from its own sector again."""
+    text = line(0, "Q", "R", "8 + 8 [a]") + line(1, "D", "R", "8 + 8 [a]") + line(2, "R", "R", "8 + 8 [0]")
+    text += line(3, "Q", "R", "0 + 8 [a]") + line(4, "D", "R", "0 + 16 [a]") + line(5, "C", "R", "0 + 16 [0]")
+    text += line(50, "Q", "R", "8 + 8 [b]") + line(51, "D", "R", "8 + 8 [b]") + line(52, "C", "R", "8 + 8 [0]")
+    trace = read_blkparse(write(text))
+    rows, bios = device_rows(trace), trace.at(IoLayer.FILE_SYSTEM)
+    assert (rows["completed_s"] - rows["issued_s"]).tolist() == [1.0, 1.0]
+    assert bios["driver_s"].tolist() == [4.0, 4.0, 51.0]
 
 
 def test_a_last_line_that_is_cut_off_is_not_counted(write: Write) -> None:
@@ -213,7 +286,7 @@ def test_a_last_line_that_is_cut_off_is_not_counted(write: Write) -> None:
         ("time,value\n1,2\n", "line 1: .*unknown format; allowed: the text of blkparse"),
         (line(0, "D", "R", "296960 1024 524288 0 (null)"), "unknown format"),  # of `blkparse -f`
         (STACKED + line(2, "D", "R", "296960 1024 524288 0 (null)"), "line 9: "),
-        ("fio version 4 iolog\n", "iolog of version 4"),
+        ("fio version 3 iolog\n", "unknown format"),
         ("Input file sda.blktrace.0 added\n", "has no event"),
         (line(0, "C", "R", "8 + 8 [0]") + line(1, "U", "N", "[reader] 1"), "has no event Q or D"),
     ],
@@ -236,113 +309,18 @@ def test_a_format_without_what_is_needed_is_refused(form: str, message: str) -> 
         line_pattern(form)
 
 
-def summary(run: str, job: str) -> dict[str, Any]:
-    return json.loads((SAMPLES / "fio_summary.json").read_text())[run][job]
-
-
-def logs(kind: str) -> list[Path]:
-    return [SAMPLES / f"fio_{kind}.{number}.log.gz" for number in (1, 2)]
-
-
-@pytest.mark.parametrize(("kind", "field"), [("lat", "lat_ns_mean"), ("bw", "clat_ns_mean")])
-def test_fios_logs_agree_with_its_own_summary(kind: str, field: str) -> None:
-    trace = read_recordings(logs(kind))
-    assert (trace.source, trace.layers, trace.processes) == ("file", [IoLayer.APPLICATION], {1: "job 1", 2: "job 2"})
-    for number, job in enumerate(("mix", "scan"), 1):
-        for way, is_write in (("read", False), ("write", True)):
-            wanted = summary("logs", job)[way]
-            mine = trace.requests[(trace.requests["process"] == number) & (trace.requests["is_write"] == is_write)]
-            assert (len(mine), int(mine["bytes"].sum())) == (wanted["total_ios"], wanted["io_bytes"])
-            if len(mine):
-                # The bandwidth of a request is a whole number: its latency is exact to its last digit.
-                taken_ns = (mine["completed_s"] - mine["issued_s"]).mean() * 1e9
-                assert taken_ns == pytest.approx(wanted[field], rel=1e-9 if kind == "lat" else 1e-4)
-
-
-def test_offsets_of_a_scan_follow_each_other() -> None:
-    trace = read_fio_logs(logs("lat"))
-    scan = trace.requests[trace.requests["process"] == 2]
-    assert sorted(scan["position"].tolist()) == [number << 20 for number in range(48)]
-
-
-def test_an_iolog_agrees_with_fios_summary() -> None:
-    trace = read_recordings([SAMPLES / "fio.iolog.gz"])
-    for way, is_write in (("read", False), ("write", True)):
-        wanted = summary("iolog", "big")[way]
-        mine = trace.requests[trace.requests["is_write"] == is_write]
-        assert (len(mine), int(mine["bytes"].sum())) == (wanted["total_ios"], wanted["io_bytes"])
-    assert trace.seconds == pytest.approx(0.0469, abs=1e-4)  # from its first request to its last
-    assert list(trace.places.values()) == ["/dev/loop0p1"]
-
-
-def test_an_iolog_of_version_2_has_waits_in_place_of_times(write: Write) -> None:
-    text = "fio version 2 iolog\n/x y add\n/x y open\n/x y write 0 4096\n/x y wait 500000 0\n/x y read 4096 512\n"
-    trace = read_recordings([write(text + "/x y trim 0 4096\n/x y sync 0 0\n/x y close\n")])
-    assert trace.requests["issued_s"].tolist() == [0.0, 0.5, 0.5, 0.5]
-    assert trace.requests["kind"].tolist() == [IoKind.DATA, IoKind.DATA, IoKind.DISCARD, IoKind.FLUSH]
-    assert np.isnan(trace.requests["completed_s"]).all()
-
-
-def test_times_of_a_log_may_count_from_1970(write: Write) -> None:
-    text = "1795394472500, 250000000, 0, 4096, 0, 0\n1795394473500, 500000000, 1, 4096, 4096, 0\n"
-    trace = read_fio_logs([write(text, "run_lat.1.log")])
-    assert trace.began_s == pytest.approx(1795394472.25)
-    assert trace.requests["issued_s"].tolist() == pytest.approx([0.0, 0.75])
-    assert trace.seconds == pytest.approx(1.25)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("run.log", "1, 2, 0, 4096, 0, 0\n", "the name says what the values are"),
-        ("run_iops.1.log", "1, 1, 0, 4096, 0, 0\n", "the name says what the values are"),
-        ("run_lat.1.log", "1, 2, 0, 4096\n", "line 1: no offset"),
-        ("run_lat.1.log", "1, 2, 0, 4096, 0\n2, 2, 0, 4096, 0\n", "no offset"),
-        ("run_lat.1.log", "1, 2, 0, 4096, 0x4001\n", "line 1: no offset"),
-        ("run_lat.1.log", "500, 2, 0, 0, 0, 0\n", "line 1: 0 bytes: an average"),
-        ("run_bw.1.log", "500, 0, 0, 4096, 0, 0\n", "out of range"),
-        ("run_lat.1.log", "1, 2, 0, 4096, 0, 0\n1, 2, 7, 4096, 0, 0\n", "line 2: "),
-        ("run_lat.1.log", "1, 2, 0, 4096, 9, 0\n" + "1" * 9000 + "\n", "line 2: 9001 characters"),
-        ("run_lat.1.log", f"1, 2, 0, 4096, {'9' * 19}, 0\n", "line 1: .* bytes; allowed"),
-        ("io", "fio version 3 iolog\n", "no request"),
-        ("io", "fio version 3 iolog\n5 /x wait 3 0\n", "line 2: "),
-        ("io", "fio version 3 iolog\n/x read 3 0\n", "line 2: .*time in us"),
-        ("io", "fio version 2 iolog\n/x steal 3 0\n", "line 2: "),
-    ],
-)
-def test_logs_that_would_mislead_are_refused(write: Write, name: str, content: str, message: str) -> None:
-    path = write(content, name)
-    with pytest.raises(ConfigError, match=message) as failed:
-        read_recordings([path])
-    assert str(path) in str(failed.value)
-
-
-def test_offsets_without_priorities_are_those_of_old_versions(write: Write) -> None:
-    trace = read_fio_logs([write("1, 2, 0, 4096, 0\n2, 2, 0, 4096, 4096\n", "run_clat.log")])
-    assert trace.requests["position"].tolist() == [0, 4096]
-
-
 def test_recordings_that_count_the_same_requests_twice_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match="several kinds"):
-        read_recordings([logs("lat")[0], logs("bw")[0]])
     with pytest.raises(ConfigError, match="allowed: one text of blkparse, or"):
-        read_recordings([SAMPLES / "blkparse.txt.gz", logs("bw")[0]])
+        read_recordings([SAMPLES / "blkparse.txt.gz", SAMPLES / "blkparse.txt.gz"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "source", "requests", "read_share"),
-    [
-        (["blkparse.txt.gz"], "file", 192, 75776 / (75776 + 7168)),
-        (["fio_lat.1.log.gz", "fio_lat.2.log.gz"], "file", 304, 111411200 / 117440512),
-    ],
-)
-def test_the_command_measures_a_recording(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], source: str, requests: int, read_share: float
-) -> None:
-    files = [word for name in arguments for word in ("--input", str(SAMPLES / name))]
+def test_the_command_measures_a_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--input", str(SAMPLES / "blkparse.txt.gz")]
     assert run(["characterize", "--json", *files]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["source"], found["requests"]) == (source, requests)
-    assert found["read_share_bytes"] == pytest.approx(read_share)
+    # 74 + 6 requests of 1 MiB were submitted and split in half each, and 256 of 4 KiB of which 224 were merged.
+    assert (found["source"], found["requests"], found["layers"]["device"]["requests"]) == ("file", 336, 192)
+    assert found["read_share_bytes"] == pytest.approx(75776 / (75776 + 7168))
+    assert (found["request_bytes"]["p99"], found["layers"]["device"]["p99"]) == (1 << 20, 512 << 10)
     assert run(["characterize", *files, "--seconds", "3"]) == 2
     assert "--input is a recording" in capsys.readouterr().err

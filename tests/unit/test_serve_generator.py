@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.bench.serve import generator
 from kvtier.bench.serve.generator import REQUESTS_FILE, GeneratorSettings, _EndedRequests, find_generator, run
 from kvtier.bench.serve.generator import served_model as ask_for_model
 from kvtier.bench.serve.workload import PRESETS, draw
@@ -65,6 +66,17 @@ def test_a_generator_that_does_not_run_says_how_to_install_it(command):
         find_generator(command)
 
 
+def test_the_generator_beside_the_checkout_is_found_as_vllm_is(tmp_path, monkeypatch):
+    beside = tmp_path / "aiperf"
+    beside.write_text("#!/bin/sh\n")
+    beside.chmod(0o755)
+    monkeypatch.setattr(generator, "BESIDE", beside)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert find_generator() == (str(beside),)
+    with pytest.raises(ConfigError, match="'other' does not run"):
+        find_generator("other")
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [("file:///etc/hostname", "allowed: a URL such as"), ("http://127.0.0.1:9", "does not answer")],
@@ -92,3 +104,18 @@ def test_paths_from_here_reach_aiperf_which_starts_elsewhere(tmp_path, monkeypat
     ended = run(draw(PRESETS["dell"].here, seed=1, number=0), settings, Path("run"))
     assert ended.error is not None
     assert "aiperf ended with 7" in ended.error
+
+
+def test_a_run_whose_requests_all_failed_says_how_many_and_the_first_error(tmp_path):
+    """aiperf ends with 1 and "Unknown Reason" as its last line."""
+    lines = b"".join(record(f"user.{n}.0", 0, error={"type": "E", "message": f"refused {n}"}) for n in range(18))
+    (tmp_path / "records").write_bytes(lines)
+    command = tmp_path / "aiperf"
+    copied = f"cp {tmp_path}/records profile_export.jsonl; echo Unknown Reason; exit 1"
+    command.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\n{copied}\n")
+    command.chmod(0o755)
+    (tmp_path / "run").mkdir()
+    settings = GeneratorSettings(url="http://127.0.0.1:9", model="m", command=str(command), seconds=1.0)
+    ended = run(draw(PRESETS["dell"].here, seed=1, number=0), settings, tmp_path / "run")
+    assert (ended.requests, ended.failed) == (18, 18)
+    assert ended.error == "0 of 18 requests completed; the first error: E: refused 0"

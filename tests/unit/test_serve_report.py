@@ -14,7 +14,7 @@ from tests.unit.test_report import check_page
 from kvtier.bench.serve.answer import ServeRecord, answer, headline, p50_ms
 from kvtier.bench.serve.regret import join_runs
 from kvtier.bench.serve.report import charts_of, render_report, write_picture, write_report
-from kvtier.bench.serve.results import Prices, serve_record
+from kvtier.bench.serve.results import Prices, arm_result, serve_record
 from kvtier.bench.serve.tables import arms_table, conditions, cost_table, notes, runs_table, work_table
 
 CONDITIONS = {
@@ -57,13 +57,12 @@ def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
     assert served.top == ((), 0.1)
     ours, theirs = served.at("kvtier", served.top, p50_ms), served.at("none", served.top, p50_ms)
     text = answer(served)
-    assert f"against {theirs.median:.3g} ms without ({theirs.median / ours.median:.2g} times as fast)" in text
+    assert f"against {theirs.median:.3g} ms without ({theirs.median / ours.median:.2g} times as fast; " in text
+    assert "over the runs, n = 48 in 2 runs each, load average 0.5 to 1.5)" in text
     assert "native (memcpy stand-in)" in text
-    assert "With a throttled drive kvtier is faster at R = 0.1 and 1 and is slower at R = 20." in text
-    assert (
-        headline(served)
-        == f"With kvtier the first token comes {theirs.median / ours.median:.2g} times as fast as without"
-    )
+    assert "With a throttled drive kvtier is faster at R = 0.1 and 1 and is slower at R = 20 (n = 48 or more)." in text
+    heading = f"With kvtier the first token comes {theirs.median / ours.median:.2g} times as fast as without ("
+    assert headline(served).startswith(heading)
 
 
 def test_a_faster_arm_is_in_the_heading(swept):
@@ -112,7 +111,7 @@ def test_the_table_of_the_documents_has_a_line_for_each_arm_and_ratio(swept):
     assert "bench/records/serve_dell.json" in lines[0]
     assert {line.count("|") for line in lines[2:]} == {lines[2].count("|")}
     middle = served.at("kvtier", ((), 20.0), p50_ms).text()
-    assert [line for line in lines if line.startswith("| kvtier | 20 |")][0].split(" | ")[3] == middle  # noqa: RUF015
+    assert [line for line in lines if line.startswith("| kvtier | 20 |")][0].split(" | ")[4] == middle  # noqa: RUF015
 
 
 def test_conditions_are_printed(swept):
@@ -180,26 +179,79 @@ def with_p50(served, name, ms, **other):
     ],
 )
 def test_the_heading_for_each_outcome(loaded, ours_ms, words):
-    served = with_p50(with_p50(ServeRecord.of(loaded), "none", 1000), "kvtier", ours_ms)
-    assert headline(served) == f"With kvtier the first token comes {words}"
-    assert f"({words.removesuffix(' as without')})" in answer(served)
+    served = with_p50(with_p50(ServeRecord.of(loaded), "none", 1000, requests=30), "kvtier", ours_ms, requests=30)
+    assert headline(served).startswith(f"With kvtier the first token comes {words} (n = 30 in 1 run each, load")
+    assert f"({words.removesuffix(' as without')}; n = 30 in 1 run each, load average 0.5 to 1.5)" in answer(served)
+
+
+def test_few_requests_have_no_verdict(loaded):
+    """1.24 times as slow, of six requests in one run of each."""
+    served = with_p50(with_p50(ServeRecord.of(loaded), "none", 1000, requests=40), "kvtier", 1240, requests=6)
+    assert headline(served) == "With kvtier and without: too few requests for a verdict (n = 6)"
+    assert "times as" not in answer(served)
+    assert "(too few requests for a verdict (n = 6))" in answer(served)
+    swept_few = replace(served, results=[replace(it, tier_ratio=1.0) for it in served.results])
+    assert "kvtier has too few requests for a verdict (n = 6) at R = 1" in answer(swept_few)
+
+
+def test_a_verdict_says_what_it_rests_on(swept):
+    """100 and 120 ms against 150 and 300 ms: 225/110 = 2 times as fast, and 150/120 = 1.25 to 300/100 = 3 times."""
+    served = ServeRecord.of(swept)
+    times = {"kvtier": (100, 120), "none": (150, 300)}
+    results = [
+        replace(it, ttft_ms={"p50": times[it.name][it.repetition], "p95": 0}, load_average=[0.1, 2.0 + it.repetition],
+                loaded_bytes=0 if it.name == "kvtier" else None)
+        for it in served.results if it.name in times
+    ]  # fmt: skip
+    rests = "1.25 to 3 over the runs, n = 48 in 2 runs each, load average 0.1 to 3, kvtier loaded nothing"
+    assert headline(replace(served, results=results)) == f"With kvtier the first token comes 2 times as fast as without ({rests})"  # fmt: skip  # noqa: E501
+    overlapping = [replace(it, ttft_ms={"p50": 110 + 100 * it.repetition, "p95": 0}) if it.name == "none" else it for it in results]  # fmt: skip  # noqa: E501
+    assert "comes about as fast as without (0.917 to 2.1 over" in headline(replace(served, results=overlapping))
+
+
+def test_the_conditions_name_the_rate_that_ran(loaded):
+    """Asked for 1 and 2 a second; the preset's 4 did not run, and is not shown."""
+    changed = CONDITIONS | {"workload": {"sizes": {"users": 4, "requests_per_s": 4.0}, "seconds": 30}}
+    served = replace(ServeRecord.of(loaded), conditions=changed)
+    found = dict(conditions(served))
+    assert found["workload"] == "sizes users 4, seconds 30"
+    ran = {it.load["requests_per_s"]: f"{it.requests_per_s:.3g}" for it in served.results if it.name == "kvtier"}
+    assert found["requests a second"].startswith("1 asked for, ran at without ")
+    assert f", kvtier {ran[1]}; 2 asked for" in found["requests a second"]
+    fixed = replace(served, results=[replace(it, load={}) for it in served.results])
+    assert "requests per s 4.0" in dict(conditions(fixed))["workload"]
+    assert dict(conditions(fixed))["requests a second"].startswith("4 asked for, ran at")
+
+
+def test_goodput_is_of_requests_within_the_limit(tmp_path):
+    """Of 16 requests the first of each of 4 users computes 832 tokens, in 174 ms; later ones load and take less."""
+    (run,) = join_runs([write_run(tmp_path, "kvtier")])
+    late = sum((it.ttft_s or 0) > 0.1 for it in run.requests)
+    assert late == 4
+    result = arm_result(run, 0.1)
+    assert result.goodput_per_s == pytest.approx((16 - late) / result.seconds)
+    assert arm_result(run).goodput_per_s == result.requests_per_s
+    made = serve_record([run], settings={}, seed=1, conditions={}, ttft_limit_s=0.1)
+    table = arms_table(ServeRecord.of(json.loads(json.dumps(made, default=asdict))))
+    assert table.columns[-1] == "goodput"
+    assert "within 0.1 s" in table.note
 
 
 def test_the_heading_names_what_it_compares_with(swept):
     served = ServeRecord.of(swept)
     served = replace(served, results=[it for it in served.results if it.name != "none"])
     served = with_p50(with_p50(served, "native", 1000), "kvtier", 500)
-    assert headline(served).endswith("2 times as fast as with native (memcpy stand-in)")
+    assert "2 times as fast as with native (memcpy stand-in) (" in headline(served)
 
 
 def test_a_sweep_tells_noise_from_a_difference(swept):
     served = with_p50(with_p50(ServeRecord.of(swept), "none", 1000), "kvtier", 999)
-    assert "kvtier is as fast at R = 0.1, 1 and 20." in answer(served)
+    assert "kvtier is as fast at R = 0.1, 1 and 20 (" in answer(served)
     spread_out = [
         replace(it, ttft_ms={"p50": 200 + 1000 * it.repetition, "p95": 0}) if it.name == "kvtier" else it
         for it in served.results
     ]
-    assert "kvtier differs by less than its runs do at R = 0.1, 1 and 20." in answer(
+    assert "kvtier differs by less than its runs do at R = 0.1, 1 and 20 (" in answer(
         replace(served, results=spread_out)
     )
 
@@ -224,6 +276,10 @@ def test_failed_requests_are_beside_the_answer(loaded):
     assert "no figure" not in answer(ServeRecord.of(loaded))
     assert any("none (repetition 1, 2 requests/s) 48" in note for note in notes(served))
     nothing = replace(served.results[0], requests=0)
+    broken = replace(served.results[0], status="failed", requests=0, failed=18, error="Unknown Reason")
+    assert any(
+        "failed: 0 of 18 requests completed; Unknown" in note for note in notes(replace(served, results=[broken]))
+    )
     assert any("no request ended well" in note for note in notes(replace(served, results=[nothing])))
 
 

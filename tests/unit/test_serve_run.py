@@ -128,6 +128,7 @@ def test_a_failed_run_leaves_the_others_and_is_repeated(url: str, tmp_path: Path
     result = json.loads((record.runs / "s1-0" / "run.json").read_text())
     assert result["error"] == "the server has ended by signal 9"
     assert result["measured_from_s"] == 12.5
+    assert len(result["load_average"]) == 2
     assert (record.runs / "s1-0" / "requests.jsonl").exists(), "what was measured is kept"
     assert len(record.done()) == 4
     again = Record(settings(url, url, repeats=3), TwoRequests(), tmp_path)
@@ -139,7 +140,7 @@ def test_a_failed_run_leaves_the_others_and_is_repeated(url: str, tmp_path: Path
 def test_a_run_without_a_good_request_has_failed_and_is_repeated(url: str, tmp_path: Path) -> None:
     assert run_all(Record(settings(url, repeats=1), TwoRequests(failed=1), tmp_path)) == {"s0-0": "failed"}
     result = json.loads((tmp_path / "runs" / "s0-0" / "run.json").read_text())
-    assert result["error"].startswith("all 1 requests failed; errors are in ")
+    assert result["error"].startswith("0 of 1 requests completed; errors are in ")
     assert run_all(Record(settings(url, repeats=1), TwoRequests(), tmp_path)) == {"s0-0": "ok"}
 
 

@@ -8,11 +8,11 @@ Formats: the manual page blkparse(1) of blktrace 1.2.0.
 import re
 from array import array
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoLayer, IoTrace, by_time, kinds_of, rows_of
+from kvtier.characterize.block_events import SEEN, join, way_of
+from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoTrace, by_time, kinds_of
 from kvtier.characterize.pairing import pair
 from kvtier.errors import ConfigError
 from kvtier.trace.trace_files import LineErrors, short, text_lines
@@ -193,7 +193,8 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
         form: what `blkparse -f` was given; None is the default format.
 
     Returns:
-        Bios at `IoLayer.FILE_SYSTEM`, without completion, and requests at `IoLayer.DEVICE`.
+        Bios at `IoLayer.FILE_SYSTEM`, and requests at `IoLayer.DEVICE`. A bio ends with the request that has its last
+        sector; of stacked devices only with an event of its own.
 
     Raises:
         ConfigError: it cannot be read, a line is not blkparse's, or there is no event or more than `EVENTS_MAX`.
@@ -231,75 +232,53 @@ def _add_line(events: _Events, pattern: re.Pattern[str], line: str, allowed: str
         raise ConfigError(f"more events; allowed: {EVENTS_MAX} in a recording")
 
 
-class _Columns(NamedTuple):
-    """Events of some actions."""
-
-    time_s: np.ndarray
-    key: np.ndarray
-    """One number for each device, sector and direction."""
-    at: np.ndarray
-    """Their indices."""
-
-
 def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
     first_ns = events.first_ns or 0
     order = np.argsort(np.frombuffer(events.time_ns, np.int64), kind="stable")
-    time_s = (np.frombuffer(events.time_ns, np.int64)[order] - first_ns) / 1e9
-    device = np.frombuffer(events.device, np.uint32)[order]
-    sector = np.frombuffer(events.sector, np.uint64)[order]
-    sectors = np.frombuffer(events.sectors, np.uint64)[order]
-    process = np.frombuffer(events.process, np.int32)[order]
-    action = np.frombuffer(events.action, np.uint8)[order]
-    letters = np.frombuffer(events.letters, np.uint8)[order]
-    source = np.frombuffer(events.source, np.uint32)[order]
-    is_write, kind = (of_letters[letters] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
-    key = np.unique(np.stack([device.astype(np.uint64), sector], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
-
-    def of(actions: str) -> _Columns:
-        at = np.flatnonzero(np.isin(action, [ord(each) for each in actions]))
-        return _Columns(time_s[at], key[at] * 2 + is_write[at], at)
-
-    def rows(at: np.ndarray, layer: IoLayer, owner: np.ndarray) -> np.ndarray:
-        return rows_of(
-            len(at),
-            issued_s=time_s[at],
-            position=sector[at] * SECTOR_BYTES,
-            bytes=sectors[at] * SECTOR_BYTES,
-            place=device[at],
-            process=owner,
-            is_write=is_write[at],
-            kind=kind[at],
-            layer=layer,
-        )
-
+    is_write, kind = (of_letters[events.letters] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
     threads = [number for number, name in events.commands.items() if _KERNEL_THREAD.match(name)]
-    owners = np.where(np.isin(process, threads), NO_PROCESS, process)
-    nested = 1 if lost else 256
+    process = np.frombuffer(events.process, np.int32)
+    seen = np.zeros(len(order), SEEN)
+    for name, values in (
+        ("time_ns", events.time_ns), ("sector", events.sector), ("device", events.device), ("is_write", is_write),
+        ("kind", kind), ("process", np.where(np.isin(process, threads), NO_PROCESS, process)),
+        ("bytes", np.frombuffer(events.sectors, np.uint64) * np.uint64(SECTOR_BYTES)),
+    ):  # fmt: skip
+        seen[name] = np.asarray(values)[order]
+    action = np.frombuffer(events.action, np.uint8)[order]
+    source = np.frombuffer(events.source, np.uint32)[order]
+    device = seen["device"]
 
-    bios, remaps, issues, ends = of("Q"), of("A"), of("D"), of("CR")
-    sources = np.unique(source[remaps.at])
-    remapped = pair(remaps.time_s, remaps.key, bios.time_s, bios.key)
-    is_lower = np.zeros(len(bios.at), bool)
-    is_stacked = np.isin(source[remaps.at], device[bios.at]) & (source[remaps.at] != device[remaps.at])
-    is_lower[remapped[is_stacked & (remapped >= 0)]] = True
+    def at(actions: str) -> np.ndarray:
+        return np.flatnonzero(np.isin(action, [ord(each) for each in actions]))
 
-    found = pair(issues.time_s, issues.key, ends.time_s, ends.key, nested_max=nested)
-    end = np.where(found >= 0, ends.at[found] if len(ends.at) else -1, -1)
-    is_upper = np.isin(device[issues.at], sources) & _has_lower(device, issues.at, remaps.at, source)
-    is_kept = ~is_upper & ~((end >= 0) & (action[end] == ord("R")))
-    requests = rows(issues.at, IoLayer.DEVICE, _owner(of("QG"), issues, owners))
-    requests["completed_s"] = np.where(end >= 0, time_s[end], np.nan)
-    above = rows(bios.at, IoLayer.FILE_SYSTEM, owners[bios.at])
-    if is_lower.any() or is_upper.any():
+    remaps, makers, issues = at("A"), at("QG"), at("D")
+    bios = makers[action[makers] == ord("Q")]
+    key = way_of(seen, seen["sector"])
+    time_ns = seen["time_ns"]
+    remapped = pair(time_ns[remaps], key[remaps], time_ns[bios], key[bios])
+    is_stacked = np.isin(source[remaps], device[bios]) & (source[remaps] != device[remaps])
+    lower = bios[remapped[is_stacked & (remapped >= 0)]]
+
+    ends = at("C")
+    # A device without requests ends bios.
+    is_bio_end = ~np.isin(device[ends], device[issues])
+    gaps = np.zeros((min(lost, 1), 2), np.uint64)  # where events were lost is unknown: no request is paired across
+    bio_ends, request_ends = seen[ends[is_bio_end]], seen[ends[~is_bio_end]]
+    requests, above = join(seen[makers], bio_ends, seen[issues], request_ends, seen[at("R")], gaps, first_ns)
+    uppers = _with_lower(device[issues], device[remaps], source[remaps])
+    is_upper = np.isin(requests["place"], uppers)
+    above = above[(action[makers] == ord("Q")) & ~np.isin(makers, lower)]
+    if len(lower) or is_upper.any():
         remarks.append("Devices are stacked: bios are counted at the upper one, requests at the lower one.")
-    elif len(remaps.at) and not len(sources[sources > 0]) and len(np.unique(device)) > 1:
+    elif len(remaps) and not source[remaps].any() and len(np.unique(device)) > 1:
         remarks.append("This format has no source of a remap: bios of stacked devices are counted at each of them.")
     if lost:
         remarks.append(f"The summary of blkparse has {lost} skipped events.")
     used = set(requests["process"].tolist()) | set(above["process"].tolist())
     return IoTrace(
         "file",
-        by_time(requests[is_kept], above[~is_lower]),
+        by_time(requests[~is_upper], above),
         (events.last_ns - first_ns) / 1e9,
         processes={number: name for number, name in events.commands.items() if number in used},
         places={int(each): f"{each >> 20},{each & 0xFFFFF}" for each in np.unique(device).tolist()},
@@ -309,28 +288,11 @@ def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
     )
 
 
-def _has_lower(device: np.ndarray, issues: np.ndarray, remaps: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """For each issue whether its device was remapped to another one that has issues of its own."""
-    pairs = {(int(upper), int(lower)) for upper, lower in zip(source[remaps], device[remaps], strict=True)}
-    with_issues = set(np.unique(device[issues]).tolist())
-    uppers = [upper for upper, lower in pairs if upper != lower and lower in with_issues]
-    return np.isin(device[issues], uppers)
-
-
-def _owner(makers: _Columns, issues: _Columns, owners: np.ndarray) -> np.ndarray:
-    """The process that queued each request: of the newest Q or G at its first sector; else the one that issued it."""
-    if not len(issues.at):
-        return np.zeros(0, np.int32)
-    key = np.concatenate([makers.key, issues.key])
-    number = np.concatenate([makers.at, issues.at])
-    order = np.lexsort((number, key))
-    is_maker = order < len(makers.at)
-    newest = np.maximum.accumulate(np.where(is_maker, np.arange(len(order)), -1))
-    fits = (newest >= 0) & (key[order[newest]] == key[order])
-    chosen = np.where(fits, number[order[newest]], number[order])
-    result = np.empty(len(order), np.int64)
-    result[order] = chosen
-    return owners[result[len(makers.at) :]]
+def _with_lower(issued: np.ndarray, remapped: np.ndarray, source: np.ndarray) -> list[int]:
+    """Devices that are remapped to another one that has issues of its own."""
+    pairs = {(int(upper), int(lower)) for upper, lower in zip(source, remapped, strict=True)}
+    with_issues = set(np.unique(issued).tolist())
+    return [upper for upper, lower in pairs if upper != lower and lower in with_issues]
 
 
 def _device(major: str, minor: str) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.characterize.block_devices import BlockDevice
-from kvtier.characterize.events import NO_PROCESS, SECTOR_BYTES, IoKind, IoLayer, kinds_of, rows_of
+from kvtier.characterize.events import SECTOR_BYTES, IoKind, IoLayer, kinds_of, rows_of
 from kvtier.characterize.pairing import NESTED_MAX, TIME_BITS, covering, pair
 from kvtier.characterize.processes import ProcessTree
 from kvtier.characterize.ring_buffer import PageEvents
@@ -14,11 +14,11 @@ from kvtier.characterize.tracefs import TraceInstance
 
 SEEN = np.dtype(
     [
-        ("time_ns", "u8"), ("sector", "u8"), ("bytes", "u4"), ("device", "u4"), ("process", "i4"), ("is_write", "?"),
-        ("kind", "u1"),
+        ("time_ns", "u8"), ("sector", "u8"), ("bytes", "u8"), ("device", "u4"), ("process", "i4"), ("thread", "i4"),
+        ("is_write", "?"), ("kind", "u1"),
     ]
 )  # fmt: skip
-"""What is kept of one event."""
+"""What is kept of one event. `process` and `thread` are those that queued a bio; of other events they are 0."""
 
 BIO_QUEUE, BIO_END = "block_bio_queue", "block_bio_complete"
 ISSUE, END, REQUEUE = "block_rq_issue", "block_rq_complete", "block_rq_requeue"
@@ -27,6 +27,8 @@ NEW_TASK = "task/task_newtask"
 _WHERE = ("common_pid", "dev", "sector", "nr_sector", "rwbs")
 _DEVICE_SHIFT = np.uint64(48)
 """Bits of a sector's number, below that of its device."""
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
+"""An odd factor that spreads sizes over all bits of a key."""
 _WRITE_SHIFT = np.uint64(47)
 """Above the sectors of 64 PiB."""
 
@@ -38,6 +40,8 @@ class BlockRequests(NamedTuple):
     """Requests that the driver issued."""
     file_system: np.ndarray
     """Bios, as the file system or the application submitted them."""
+    thread: np.ndarray
+    """The thread that queued each bio of `file_system`."""
     counts: dict[str, int]
 
 
@@ -92,40 +96,31 @@ class BlockEvents:
         seen["time_ns"] = time_ns
         seen["sector"] = fields["sector"]
         seen["device"] = fields["dev"]
-        seen["bytes"] = fields["bytes"] if name == ISSUE else fields["nr_sector"] * np.uint32(SECTOR_BYTES)
+        seen["bytes"] = fields["bytes"] if name == ISSUE else fields["nr_sector"] * np.uint64(SECTOR_BYTES)
         seen["is_write"], seen["kind"] = kinds_of(fields["rwbs"])
         if name == BIO_QUEUE:
             threads, first, which = np.unique(fields["common_pid"], return_index=True, return_inverse=True)
             processes = [self._tree.process_of(int(it)) for it in threads]
             for process, comm in zip(processes, fields["comm"][first].tolist(), strict=True):
                 self._tree.name(process, comm.decode("utf-8", "replace"))
-            seen["process"] = np.array(processes, np.int32)[which]
+            seen["process"], seen["thread"] = np.array(processes, np.int32)[which], fields["common_pid"]
         return seen
 
     def requests(self, began_ns: int) -> BlockRequests:
         """Join the events to requests; `began_ns` is time 0."""
         gaps = np.concatenate([np.zeros((0, 2), np.uint64), *self._gaps])
         seen = {name: self._sorted(name) for name in self._kept}
-        bios, ends = seen[BIO_QUEUE], seen[BIO_END]
-        # Only devices without requests (dm, md, zram) end bios. A bio's sector may have advanced by then, its end not.
-        found = _pair(bios, ends, gaps, is_end=True)
-        file_system = _rows(bios, ends, found, began_ns, IoLayer.FILE_SYSTEM)
-        file_system["process"] = bios["process"]
-        issues, ends = _without_requeued(seen[ISSUE], seen[REQUEUE]), seen[END]
-        found = _pair(issues, ends, gaps)
-        device = _rows(issues, ends, found, began_ns, IoLayer.DEVICE)
-        device["process"] = _issuer(bios, issues, began_ns)
-        carrier = _carrier(bios, issues, began_ns)
-        is_carried = np.isnan(file_system["completed_s"]) & (carrier >= 0)
-        file_system["completed_s"][is_carried] = device["completed_s"][carrier[is_carried]]
+        device, file_system = join(
+            seen[BIO_QUEUE], seen[BIO_END], seen[ISSUE], seen[END], seen[REQUEUE], gaps, began_ns
+        )
         counts = {
             "bio_merges": sum(self._counts[it] for it in BIO_MERGES),
             "request_merges": self._counts["block_rq_merge"],
             "splits": self._counts["block_split"],
             "requeues": len(seen[REQUEUE]),
-            "begun_before": len(ends) - int(np.count_nonzero(found >= 0)),
+            "begun_before": len(seen[END]) - int(np.count_nonzero(~np.isnan(device["completed_s"]))),
         }
-        return BlockRequests(device, file_system, counts)
+        return BlockRequests(device, file_system, seen[BIO_QUEUE]["thread"], counts)
 
     def _sorted(self, name: str) -> np.ndarray:
         """All events of this name by time; a partition's count as those of its disk."""
@@ -143,6 +138,55 @@ def _request_condition(device: BlockDevice) -> str:
         return f"dev == {device.disk_number}"
     end = device.first_sector + device.sectors
     return f"(dev == {device.disk_number} && sector >= {device.first_sector} && sector < {end})"
+
+
+def join(
+    bios: np.ndarray,
+    bio_ends: np.ndarray,
+    issues: np.ndarray,
+    ends: np.ndarray,
+    requeues: np.ndarray,
+    gaps: np.ndarray,
+    began_ns: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Join events to requests of the device and to bios.
+
+    Args:
+        bios: bios that were queued; rows of `SEEN` in the order of time, as all events here.
+        bio_ends: completions of bios. Only devices without requests (dm, md, zram) have them.
+        issues: requests that the driver got; `process` is taken for a request that no bio covers.
+        ends: completions of requests.
+        requeues: requests that the driver handed back.
+        gaps: rows of begin and end, in ns, in which events may be lost.
+        began_ns: time 0.
+
+    Returns:
+        Rows of `events.REQUEST` for requests (of each the last issue, in that order), and for `bios`.
+    """
+    # A bio's sector may have advanced when it ends, its end has not.
+    found = _pair(bios, bio_ends, gaps, is_end=True)
+    file_system = _rows(bios, bio_ends, found, began_ns, IoLayer.FILE_SYSTEM)
+    file_system["process"] = bios["process"]
+    issues, first_ns = _issued_again(issues, requeues, 1 if len(gaps) else NESTED_MAX)
+    device = _rows(issues, ends, _pair(issues, ends, gaps), began_ns, IoLayer.DEVICE)
+    last_s = device["issued_s"].copy()
+    maker = _maker(bios, issues, began_ns)
+    is_made = maker >= 0
+    device["process"] = issues["process"]
+    device["process"][is_made] = bios["process"][maker[is_made]]
+    # A bio that was queued after the first issue is another request for the same sector.
+    is_same = ~is_made
+    is_same[is_made] = bios["time_ns"][maker[is_made]] <= first_ns[is_made]
+    device["issued_s"] = np.where(is_same, _seconds(first_ns, began_ns), last_s)
+    device["driver_s"] = device["issued_s"]
+    carrier = _carrier(bios, issues, began_ns)
+    carried, by = np.flatnonzero(carrier >= 0), carrier[carrier >= 0]
+    driver_s = device["issued_s"][by]
+    # A bio may be merged into a request that the driver has handed back.
+    file_system["driver_s"][carried] = np.where(driver_s >= file_system["issued_s"][carried], driver_s, last_s[by])
+    is_open = np.isnan(file_system["completed_s"][carried])
+    file_system["completed_s"][carried[is_open]] = device["completed_s"][by[is_open]]
+    return device, file_system
 
 
 def _pair(issues: np.ndarray, ends: np.ndarray, gaps: np.ndarray, *, is_end: bool = False) -> np.ndarray:
@@ -176,17 +220,26 @@ def _place(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
     return ((device >> np.uint64(20)) * np.uint64(31) + device & np.uint64(0x3FFF)) << _DEVICE_SHIFT | sector
 
 
-def _way(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
+def way_of(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
     """A number for device, direction and sector: a write carries nothing of a read of the same sectors."""
     return _place(seen, sector) | seen["is_write"].astype(np.uint64) << _WRITE_SHIFT
 
 
-def _without_requeued(issues: np.ndarray, requeued: np.ndarray) -> np.ndarray:
-    """Issues that the driver did not hand back; those are issued again."""
-    if not len(requeued):
-        return issues
-    handed_back = pair(issues["time_ns"], _key(issues), requeued["time_ns"], _key(requeued), nested_max=1)
-    return issues[handed_back < 0]
+def _issued_again(issues: np.ndarray, requeues: np.ndarray, nested: int) -> tuple[np.ndarray, np.ndarray]:
+    """The last issue of each request, and when the driver got the request first, in ns.
+
+    A driver with a full queue hands a request back; the block layer issues it again.
+    """
+    # Two requests that begin at one sector, such as the second parts of two splits, are told apart by their sizes.
+    key, back = (_key(it) ^ it["bytes"] * _MIX for it in (issues, requeues))
+    handed_back = pair(issues["time_ns"], key, requeues["time_ns"], back, nested_max=nested) >= 0
+    order = np.lexsort((issues["time_ns"], key))
+    goes_on = np.zeros(len(issues), bool)
+    goes_on[1:] = (key[order][1:] == key[order][:-1]) & handed_back[order][:-1]
+    begin = np.maximum.accumulate(np.where(goes_on, 0, np.arange(len(issues))))
+    first_ns = np.empty(len(issues), np.uint64)
+    first_ns[order] = issues["time_ns"][order][begin]
+    return issues[~handed_back], first_ns[~handed_back]
 
 
 def _rows(issued: np.ndarray, ends: np.ndarray, found: np.ndarray, began_ns: int, layer: IoLayer) -> np.ndarray:
@@ -205,31 +258,28 @@ def _rows(issued: np.ndarray, ends: np.ndarray, found: np.ndarray, began_ns: int
     return rows
 
 
-def _issuer(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
-    """The process of each device request: that of the newest bio that covers its first sector, in its direction."""
-    start = _way(bios, bios["sector"])
-    found = covering(
+def _maker(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
+    """For each device request the newest bio that covers its first sector, in its direction; or -1."""
+    start = way_of(bios, bios["sector"])
+    return covering(
         start,
         start + bios["bytes"] // np.uint32(SECTOR_BYTES),
         _microseconds(bios["time_ns"], began_ns),
-        _way(issues, issues["sector"]),
+        way_of(issues, issues["sector"]),
         _microseconds(issues["time_ns"], began_ns),
     )
-    issuer = np.full(len(issues), NO_PROCESS, np.int32)
-    issuer[found >= 0] = bios["process"][found[found >= 0]]
-    return issuer
 
 
 def _carrier(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
     """For each bio the device request that transfers its last sector: the first one issued after it; or -1."""
-    start = _way(issues, issues["sector"])
+    start = way_of(issues, issues["sector"])
     last = np.uint64((1 << TIME_BITS) - 1)  # times run backwards, so that the newest is the first
     end = bios["sector"] + bios["bytes"] // np.uint32(SECTOR_BYTES)
     found = covering(
         start,
         start + issues["bytes"] // np.uint32(SECTOR_BYTES),
         last - _microseconds(issues["time_ns"], began_ns).astype(np.uint64),
-        _way(bios, np.maximum(end, 1) - np.uint64(1)),
+        way_of(bios, np.maximum(end, 1) - np.uint64(1)),
         last - _microseconds(bios["time_ns"], began_ns).astype(np.uint64),
     )
     return np.where(bios["bytes"] > 0, found, -1)

@@ -3,6 +3,9 @@
 The kernel's events name a descriptor, not a file. Its file is looked up soon after; a descriptor that is closed by then
 counts as a file, because sockets and pipes live longer. Sizes are what the calls returned. The events of `io_submit`
 have no sizes, so its requests are only counted; kvtier's own log has those of its tiers.
+
+The bios that a thread queues in one call are parts of one request where they follow each other on the device: a bio
+holds at most 256 pieces of memory, and large direct I/O needs several.
 """
 
 import os
@@ -28,9 +31,13 @@ URING_READS, URING_WRITES = (1, 4, 22), (2, 5, 23)
 NO_STORAGE = {"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "tracefs", "cgroup", "cgroup2", "hugetlbfs", "mqueue"}
 
 _BEGUN = np.dtype(
-    [("time_ns", "u8"), ("key", "u8"), ("position", "u8"), ("process", "i4"), ("is_write", "?"), ("is_closed", "?")]
-)
-_ENDED = np.dtype([("time_ns", "u8"), ("key", "u8"), ("bytes", "i8")])
+    [
+        ("time_ns", "u8"), ("key", "u8"), ("position", "u8"), ("process", "i4"), ("thread", "i4"), ("is_write", "?"),
+        ("is_closed", "?"),
+    ]
+)  # fmt: skip
+_ENDED = np.dtype([("time_ns", "u8"), ("key", "u8"), ("bytes", "i8"), ("thread", "i4")])
+_SUBMIT = np.dtype([("time_ns", "u8"), ("thread", "i4"), ("is_one", "?")])
 
 
 class CallEvents:
@@ -47,6 +54,7 @@ class CallEvents:
         self._tree = tree
         self._begun: list[np.ndarray] = []
         self._ended: list[np.ndarray] = []
+        self._submits: list[np.ndarray] = []
         self.count = 0
         """Events kept."""
         self._counts: Counter[str] = Counter()
@@ -62,14 +70,21 @@ class CallEvents:
                     enter = instance.enable(f"syscalls/sys_enter_{name}", fields)
                     self._enter.append((position, enter, is_write))
                     self._leave.append(instance.enable(f"syscalls/sys_exit_{name}", ("common_pid", "ret")))
-        self._submit = self._uring = None
+        self._submit: list[EventFormat] = []
+        self._uring = None
         if instance.has("syscalls/sys_enter_io_submit"):
-            self._submit = instance.enable("syscalls/sys_enter_io_submit", ("common_pid", "nr"))
+            self._submit.append(instance.enable("syscalls/sys_enter_io_submit", ("common_pid", "nr")))
+            self._submit.append(instance.enable("syscalls/sys_exit_io_submit", ("common_pid",)))
         if instance.has("io_uring/io_uring_submit_req") and instance.has("io_uring/io_uring_complete"):
             self._uring = (
                 instance.enable("io_uring/io_uring_submit_req", ("common_pid", "req", "opcode")),
                 instance.enable("io_uring/io_uring_complete", ("req", "res")),
             )
+
+    @property
+    def sees_uring(self) -> bool:
+        """Whether the kernel names requests of io_uring."""
+        return self._uring is not None
 
     def add(self, batch: PageEvents, since_ns: int) -> None:  # noqa: ARG002 - a thread has one call at a time
         """Keep the events of a batch of pages."""
@@ -82,9 +97,16 @@ class CallEvents:
                 begun["is_closed"] = is_closed[kept]
         for wanted in self._leave:
             time_ns, fields = batch.of(*wanted)
-            self._end(time_ns, fields["common_pid"], fields["ret"])
-        if self._submit is not None:
-            self._counts["aio_requests"] += int(batch.of(*self._submit)[1]["nr"].sum())
+            self._end(time_ns, fields["common_pid"], fields["ret"], fields["common_pid"])
+        for wanted in self._submit:
+            time_ns, fields = batch.of(*wanted)
+            rows = np.zeros(len(fields), _SUBMIT)
+            rows["time_ns"], rows["thread"] = time_ns, fields["common_pid"]
+            if "nr" in (fields.dtype.names or ()):
+                rows["is_one"] = fields["nr"] == 1
+                self._counts["aio_requests"] += int(fields["nr"].sum())
+            self._submits.append(rows)
+            self.count += len(rows)
         if self._uring is not None:
             time_ns, fields = batch.of(*self._uring[0])
             for codes, is_write in ((URING_READS, False), (URING_WRITES, True)):
@@ -92,7 +114,7 @@ class CallEvents:
                 where = np.zeros(int(kept.sum()), np.uint64)
                 self._begin(time_ns[kept], fields["common_pid"][kept], fields["req"][kept], where, is_write=is_write)
             time_ns, fields = batch.of(*self._uring[1])
-            self._end(time_ns, fields["req"], fields["res"])
+            self._end(time_ns, fields["req"], fields["res"], 0)
 
     def _begin(
         self, time_ns: np.ndarray, thread: np.ndarray, key: np.ndarray | None, position: np.ndarray, *, is_write: bool
@@ -101,17 +123,31 @@ class CallEvents:
         threads, which = np.unique(thread, return_inverse=True)
         rows["time_ns"], rows["position"], rows["is_write"] = time_ns, position, is_write
         rows["key"] = thread if key is None else key
+        rows["thread"] = thread
         rows["process"] = np.array([self._tree.process_of(int(it)) for it in threads], np.int32)[which]
         self._begun.append(rows)
         self.count += len(rows)
         return rows
 
-    def _end(self, time_ns: np.ndarray, key: np.ndarray, returned: np.ndarray) -> None:
+    def _end(self, time_ns: np.ndarray, key: np.ndarray, returned: np.ndarray, thread: np.ndarray | int) -> None:
         if len(time_ns):
             rows = np.zeros(len(time_ns), _ENDED)
-            rows["time_ns"], rows["key"], rows["bytes"] = time_ns, key, returned
+            rows["time_ns"], rows["key"], rows["bytes"], rows["thread"] = time_ns, key, returned, thread
             self._ended.append(rows)
             self.count += len(rows)
+
+    def whole_requests(self, bios: np.ndarray, thread: np.ndarray, began_ns: int) -> np.ndarray:
+        """The requests that bios are parts of, see `joined`; `thread` queued each, and `began_ns` is time 0.
+
+        Bios of an `io_submit` of several requests stay apart: its event does not say where a request ends.
+        """
+        begun = np.concatenate([np.zeros(0, _BEGUN), *self._begun])
+        ended = np.concatenate([np.zeros(0, _ENDED), *self._ended])
+        submits = np.concatenate([np.zeros(0, _SUBMIT), *self._submits])
+        bound_ns = np.concatenate([begun["time_ns"], ended["time_ns"], submits["time_ns"]]).astype(np.int64)
+        is_begin = np.concatenate([np.ones(len(begun), bool), np.zeros(len(ended), bool), submits["is_one"]])
+        owner = np.concatenate([begun["thread"], ended["thread"], submits["thread"]])
+        return joined(bios, thread, (bound_ns - began_ns) / 1e9, owner, is_begin)
 
     def requests(self, began_ns: int) -> tuple[np.ndarray, dict[str, int]]:
         """The calls that transferred bytes, as rows of `events.REQUEST`, and counts of what has no size."""
@@ -137,6 +173,44 @@ class CallEvents:
             kind=IoKind.DATA,
             layer=IoLayer.APPLICATION,
         ), counts
+
+
+def joined(
+    bios: np.ndarray, thread: np.ndarray, bound_s: np.ndarray, bound_thread: np.ndarray, is_begin: np.ndarray
+) -> np.ndarray:
+    """Count the bios that a thread queued next to each other in one call as one request.
+
+    Args:
+        bios: rows of `events.REQUEST` in the order of time.
+        thread: the thread that queued each.
+        bound_s: when a call of one request began, or any call began or ended.
+        bound_thread: the thread of each of these.
+        is_begin: whether it is the begin of a call of one request.
+
+    Returns:
+        Rows with the first part's beginning, the last one's times of driver and completion, and all bytes.
+    """
+    bounds = len(bound_s)
+    owner = np.concatenate([bound_thread, thread])
+    order = np.lexsort((np.concatenate([bound_s, bios["issued_s"]]), owner))  # stable: a call comes before its bios
+    newest = np.maximum.accumulate(np.where(order < bounds, np.arange(len(order)), -1))
+    of_bio = order >= bounds
+    at, call = order[of_bio] - bounds, order[newest[of_bio]]
+    in_call = (newest[of_bio] >= 0) & (owner[call] == thread[at])
+    in_call[in_call] = is_begin[call[in_call]]
+    rows = bios[at]
+    goes_on = np.zeros(len(rows), bool)
+    goes_on[1:] = in_call[1:] & (call[1:] == call[:-1])
+    goes_on[1:] &= rows["position"][1:] == rows["position"][:-1] + rows["bytes"][:-1]
+    for name in ("place", "is_write", "kind"):
+        goes_on[1:] &= rows[name][1:] == rows[name][:-1]
+    first = np.flatnonzero(~goes_on)
+    whole = rows[first]
+    if len(whole):
+        whole["bytes"] = np.add.reduceat(rows["bytes"], first)
+        for name in ("driver_s", "completed_s"):
+            whole[name] = np.maximum.reduceat(rows[name], first)
+    return whole
 
 
 class _Files:

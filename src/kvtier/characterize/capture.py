@@ -25,7 +25,7 @@ BUFFER_BYTES = 16 << 20
 BUFFERS_BYTES_MAX = 512 << 20
 """Of all ring buffers together."""
 EVENTS_MAX = 8_000_000
-"""Events kept, of 31 bytes each; a capture ends there. A request has three, so this is 2.6 million requests."""
+"""Events kept, of 39 bytes each; a capture ends there. A request has three, so this is 2.6 million requests."""
 END_S = 10.0
 """How long a command has to end after it is asked to."""
 CHILDREN_END_S = 1.0
@@ -213,7 +213,6 @@ class _Run:
         parts, counts = [made.device, made.file_system], dict(made.counts)
         devices = self._settings.devices
         if not len(made.device) and len(made.file_system):
-            parts = [made.file_system]
             made.file_system["layer"] = IoLayer.DEVICE
             below = ", ".join(sorted({name for it in devices for name in it.below}))
             stacked = f" and is stacked on {below}" if below else ""
@@ -224,8 +223,10 @@ class _Run:
         chosen = None
         if self._calls is not None:
             rows, more = self._calls.requests(began_ns)
-            parts.append(rows)
+            parts = [made.device, self._calls.whole_requests(made.file_system, made.thread, began_ns), rows]
             counts |= more
+            if not self._calls.sees_uring:
+                self._remarks.append("This kernel has no events of io_uring's requests: the application's lack them.")
             roots = [*self._settings.pids, *([process.pid] if process is not None else [])]
             chosen = self._tree.with_children(roots)
         requests = by_time(*parts)

@@ -1,4 +1,4 @@
-"""Requests to storage as one array, from whatever source: the kernel, blktrace's text, fio's logs or kvtier's own log.
+"""Requests to storage as one array, from whatever source: the kernel, blktrace's text or kvtier's own log.
 
 One row is one request at one layer. The same bytes appear once per layer: as a system call, as a bio that the file
 system submits, and as a request that the driver issues to the device. `IoTrace.at` selects a layer.
@@ -40,6 +40,7 @@ class IoKind(IntEnum):
 REQUEST = np.dtype(
     [
         ("issued_s", "f8"),
+        ("driver_s", "f8"),
         ("completed_s", "f8"),
         ("position", "u8"),
         ("bytes", "u8"),
@@ -54,6 +55,7 @@ REQUEST = np.dtype(
 
 Fields:
     issued_s, completed_s: seconds after `IoTrace.began_s`; `completed_s` is NaN if no completion was seen.
+    driver_s: when the driver got it first, or, of a bio, the request with its last sector; NaN if that was not seen.
     position: first byte on the device, or in the file for `IoLayer.APPLICATION`.
     bytes: length.
     place: a key of `IoTrace.places`: a device, or a file.
@@ -143,9 +145,9 @@ def transfers(rows: np.ndarray) -> np.ndarray:
 
 
 def rows_of(count: int, **columns: Any) -> np.ndarray:  # noqa: ANN401 - arrays and scalars of the columns' types
-    """`count` rows of `REQUEST` with these columns; the others are 0, and `completed_s` NaN."""
+    """`count` rows of `REQUEST` with these columns; the others are 0, and `driver_s` and `completed_s` NaN."""
     rows = np.zeros(count, REQUEST)
-    rows["completed_s"] = np.nan
+    rows["driver_s"] = rows["completed_s"] = np.nan
     for name, values in columns.items():
         rows[name] = values
     return rows

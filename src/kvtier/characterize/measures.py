@@ -48,7 +48,7 @@ class LayerMeasures:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMeasures:
-    """The requests of one process at the lowest layer."""
+    """The requests of one process, as it submitted them."""
 
     process: int
     name: str
@@ -60,7 +60,7 @@ class ProcessMeasures:
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """Means of equal intervals."""
+    """Means of equal intervals; the depth is that of what was submitted, if that was seen."""
 
     interval_s: float
     queue_depth: list[float]
@@ -73,6 +73,8 @@ class IoMeasures:
     """All measures; the fields are the keys of the command's JSON. Shares are of 1, or None without requests.
 
     Unless a name says otherwise they are those of the chosen processes' requests at the lowest layer that was seen.
+    Requests, their sizes and what is sequential are those that were submitted, if bios were seen: the block layer
+    splits and merges them on their way to the device.
     """
 
     source: str
@@ -90,9 +92,11 @@ class IoMeasures:
     request_bytes: dict[str, float]
     layers: dict[str, LayerMeasures]
     queue_depth: dict[str, float]
-    """``mean`` over all seconds, ``peak``, and ``busy_mean`` over those with a request in flight."""
+    """Of the device: ``mean`` over all seconds, ``peak``, and ``busy_mean`` over those with a request in flight.
+    ``submitted``: the mean of requests from submission to completion; that of the device if nothing above was seen."""
     submitted_depth: dict[str, float] | None
-    """The same of bios from submission to completion: with those that wait in the scheduler, or for a full driver."""
+    """``mean``, ``peak`` and ``busy_mean`` of bios from submission to completion: with those that wait in the
+    scheduler, or for a full driver. None if no completed bio was seen."""
     busy_share: float
     """Share of the time with at least one request in flight."""
     gb_per_s: dict[str, float]
@@ -101,7 +105,10 @@ class IoMeasures:
     """Of windows of each length; None if less was observed."""
     burst_factor: float | None
     """Peak over mean."""
+    queue_to_driver_us: dict[str, float] | None
+    """From submission until the driver gets the request, or the last part of it; None if bios were not seen."""
     latency_us: dict[str, float]
+    """From the driver to completion. A driver that hands a request back has it from the first time on."""
     read_latency_us: dict[str, float]
     write_latency_us: dict[str, float]
     bytes: dict[str, int]
@@ -133,7 +140,13 @@ def measure(trace: IoTrace) -> IoMeasures:
     rows = transfers(chosen)
     all_rows = transfers(every)
     timed = rows if trace.seconds > 0 else rows[:0]
+    asked_of_all = submitted_rows(trace)
+    asked = trace.of_chosen(asked_of_all)
+    is_above = len(asked_of_all) > 0 and asked_of_all["layer"][0] != lowest
     depth, rate = Steps.depth(timed), Steps.rate(timed)
+    submitted = Steps.depth(asked if trace.seconds > 0 else asked[:0])
+    has_submitted = is_above and submitted.total > 0
+    depths = _depth(depth, trace.seconds)
     peaks = {name: _peak(rate, window, trace.seconds) for name, window in WINDOWS_S.items()}
     moved = int(rows["bytes"].sum())
     mean = _per(moved, trace.seconds) / 1e9
@@ -142,26 +155,27 @@ def measure(trace: IoTrace) -> IoMeasures:
     peak = peaks[PEAK]
     peak = busy_mean if peak is None else peak
     reads, writes = rows[~rows["is_write"]], rows[rows["is_write"]]
-    by_last = {str(last): _sequential_shares(all_rows, rows, last) for last in LASTS}
+    by_last = {str(last): _sequential_shares(asked_of_all, asked, last) for last in LASTS}
     unowned = all_rows[all_rows["process"] == NO_PROCESS]
     return IoMeasures(
         source=trace.source,
         layer=lowest.name.lower(),
         seconds=trace.seconds,
-        requests=len(rows),
+        requests=len(asked),
         read_share_bytes=_share(int(reads["bytes"].sum()), moved),
-        read_share_requests=_share(len(reads), len(rows)),
+        read_share_requests=_share(int(np.count_nonzero(~asked["is_write"])), len(asked)),
         sequential_share=by_last[str(LAST)],
         sequential_by_last=by_last,
         sequential_definition=SEQUENTIAL,
-        request_bytes=_sizes(rows),
+        request_bytes=_sizes(asked),
         layers={layer.name.lower(): _layer(transfers(trace.of_chosen(trace.at(layer)))) for layer in trace.layers},
-        queue_depth=_depth(depth, trace.seconds),
-        submitted_depth=_submitted(trace),
+        queue_depth=depths | {"submitted": _per(submitted.total, trace.seconds) if has_submitted else depths["mean"]},
+        submitted_depth=_depth(submitted, trace.seconds) if has_submitted else None,
         busy_share=min(1.0, _per(depth.busy_s, trace.seconds)),
         gb_per_s={"mean": mean, "peak": peak, "busy_mean": busy_mean},
         peak_gb_per_s=peaks,
         burst_factor=peak / mean if mean else None,
+        queue_to_driver_us=_percentiles(asked["driver_s"] - asked["issued_s"]) if is_above else None,
         latency_us=_latency(rows),
         read_latency_us=_latency(reads),
         write_latency_us=_latency(writes),
@@ -182,11 +196,20 @@ def measure(trace: IoTrace) -> IoMeasures:
         unfinished=int(np.count_nonzero(np.isnan(rows["completed_s"]))),
         counts=dict(trace.counts),
         lost_events=trace.lost_events,
-        processes=_processes(trace, rows),
+        processes=_processes(trace, asked),
         device_facts={name: dict(facts) for name, facts in trace.device_facts.items()},
-        over_time=_over_time(timed, depth, trace.seconds),
+        over_time=_over_time(timed, submitted if has_submitted else depth, trace.seconds),
         remarks=[*trace.remarks, *([] if trace.seconds > 0 else [NO_TIMES])],
     )
+
+
+def submitted_rows(trace: IoTrace) -> np.ndarray:
+    """The requests of all processes as they were submitted, before the block layer split and merged them.
+
+    Bios above the device; without any the requests of the lowest layer.
+    """
+    bios = transfers(trace.at(IoLayer.FILE_SYSTEM)) if trace.lowest is IoLayer.DEVICE else trace.requests[:0]
+    return bios if len(bios) else transfers(trace.at(trace.lowest))
 
 
 def is_sequential(rows: np.ndarray, last: int = LAST, *, per_process: bool, within: int = WITHIN_BYTES) -> np.ndarray:
@@ -249,14 +272,13 @@ def _depth(depth: Steps, seconds: float) -> dict[str, float]:
     return {"mean": _per(depth.total, seconds), "peak": depth.peak, "busy_mean": depth.total / max(depth.busy_s, 1e-9)}
 
 
-def _submitted(trace: IoTrace) -> dict[str, float] | None:
-    rows = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
-    is_above = trace.lowest is IoLayer.DEVICE and len(rows) > 0
-    return _depth(Steps.depth(rows), trace.seconds) if is_above else None
-
-
 def _latency(rows: np.ndarray) -> dict[str, float]:
-    took = (rows["completed_s"] - rows["issued_s"])[~np.isnan(rows["completed_s"])] * 1e6
+    return _percentiles(rows["completed_s"] - rows["issued_s"])
+
+
+def _percentiles(took_s: np.ndarray) -> dict[str, float]:
+    """Of the times that are known, in us."""
+    took = took_s[~np.isnan(took_s)] * 1e6
     return {name: _percentile(took, of) for name, of in (("p50", 50), ("p99", 99), ("p999", 99.9), ("max", 100))}
 
 

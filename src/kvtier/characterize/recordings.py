@@ -5,22 +5,18 @@ from pathlib import Path
 
 from kvtier.characterize.blktrace import looks_like_blkparse, read_blkparse
 from kvtier.characterize.events import IoTrace
-from kvtier.characterize.fio_log import looks_like_fio_log, read_fio_logs
 from kvtier.characterize.objects import looks_like_journal, read_objects
 from kvtier.errors import ConfigError
 from kvtier.trace.trace_files import short, text_lines
 
-ALLOWED = (
-    "the text of blkparse (with --blkparse-format if it was given -f), fio's latency, bandwidth and io logs, and "
-    "kvtier's journal"
-)
+ALLOWED = "the text of blkparse (with --blkparse-format if it was given -f), and kvtier's journal"
 
 
 def read_recordings(paths: Sequence[Path], *, blkparse_form: str | None = None) -> IoTrace:
     """Read recordings of one run.
 
     Args:
-        paths: one text of blkparse, fio's logs of all jobs, or kvtier's journals; plain, gzip or zstd.
+        paths: one text of blkparse, or kvtier's journals; plain, gzip or zstd.
         blkparse_form: what `blkparse -f` was given, if it was.
 
     Raises:
@@ -30,10 +26,8 @@ def read_recordings(paths: Sequence[Path], *, blkparse_form: str | None = None) 
     if len(tools) != 1 or (len(paths) > 1 and tools == {"blkparse"}):
         raise ConfigError(
             f"{len(paths)} recordings ({', '.join(sorted(tools)) or 'none'}); allowed: one text of blkparse, or "
-            "several logs of fio, or journals"
+            "journals"
         )
-    if tools == {"fio"}:
-        return read_fio_logs(paths)
     return read_objects(paths).trace if tools == {"journal"} else read_blkparse(paths[0], blkparse_form)
 
 
@@ -43,8 +37,6 @@ def _tool(path: Path, blkparse_form: str | None) -> str:
         raise ConfigError(f"trace {path} is empty; allowed: {ALLOWED}")
     if blkparse_form is not None or looks_like_blkparse(first):
         return "blkparse"
-    if looks_like_fio_log(first):
-        return "fio"
     if looks_like_journal(first):
         return "journal"
     raise ConfigError(f"trace {path}, line {number}: {short(first.strip())}: unknown format; allowed: {ALLOWED}")

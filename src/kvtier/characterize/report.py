@@ -2,7 +2,6 @@
 # matplotlib's own stubs leave keyword arguments without a type:
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvtier.characterize.events import IoTrace, transfers
-from kvtier.characterize.measures import IoMeasures
-from kvtier.characterize.published import ComparedFigure
+from kvtier.characterize.measures import IoMeasures, submitted_rows
 from kvtier.characterize.tables import headline, notes, tables
 from kvtier.config.value_types import size_text
 from kvtier.report.chart import Chart, Charts, Colours, figures_html
@@ -31,23 +29,23 @@ READ, WRITE = "disk", "tiered"
 class _Drawn(NamedTuple):
     rows: np.ndarray
     """Of the lowest layer."""
+    submitted: np.ndarray
+    """As they were submitted, if that was seen."""
     measures: IoMeasures
     sizes: dict[str, np.ndarray]
     """Sizes of the requests of each layer in bytes, sorted."""
 
 
-def write_report(path: Path, trace: IoTrace, measures: IoMeasures, published: Sequence[ComparedFigure]) -> None:
+def write_report(path: Path, trace: IoTrace, measures: IoMeasures) -> None:
     """Write the HTML report.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_file("--report", path, render_report(trace, measures, published))
+    write_file("--report", path, render_report(trace, measures))
 
 
-def render_report(
-    trace: IoTrace, measures: IoMeasures, published: Sequence[ComparedFigure], made: datetime | None = None
-) -> str:
+def render_report(trace: IoTrace, measures: IoMeasures, made: datetime | None = None) -> str:
     """The HTML of the report."""
     rows = transfers(trace.of_chosen(trace.at(trace.lowest)))
     sizes = {
@@ -55,10 +53,11 @@ def render_report(
         for layer in trace.layers
     }
     it = measures
+    submitted = it.submitted_depth or it.queue_depth
     tiles = [
         (share_text(it.sequential_share["per_process"]), "sequential per process"),
         (bytes_text(it.request_bytes["p50"]), "median request"),
-        (digits(it.queue_depth["mean"]), f"requests in flight; {it.queue_depth['peak']:.0f} at most"),
+        (digits(it.queue_depth["submitted"]), f"requests in flight; {submitted['peak']:.0f} at most"),
         (rate_text(it.gb_per_s["mean"] * 1e9), f"on average; {rate_text(it.gb_per_s['peak'] * 1e9)} at most"),
         (time_text(it.latency_us["p99"] / 1e6), "99th percentile of latency"),
     ]
@@ -66,10 +65,12 @@ def render_report(
         "kvtier characterize",
         headline(measures),
         tiles_html(tiles) if len(rows) else "",
-        figures_html(_charts(), _Drawn(rows, measures, sizes)) if len(rows) else "",
+        figures_html(_charts(), _Drawn(rows, trace.of_chosen(submitted_rows(trace)), measures, sizes))
+        if len(rows)
+        else "",
         list_html(notes(measures)),
-        *(table_html(table) for table in tables(measures, published)),
-        remark=f"{it.requests:,} requests at layer {it.layer.replace('_', ' ')}; source: {it.source}.",
+        *(table_html(table) for table in tables(measures)),
+        remark=f"{it.requests:,} requests; the lowest layer: {it.layer.replace('_', ' ')}; source: {it.source}.",
         made=made,
     )
 
@@ -86,10 +87,10 @@ def _charts() -> "Charts[_Drawn]":
 
 
 def _draw_sizes(axes: "Axes", it: _Drawn, colours: Colours) -> None:
-    sizes = it.rows["bytes"].astype(float)
+    sizes = it.submitted["bytes"].astype(float)
     edges = np.exp2(np.arange(np.floor(np.log2(sizes.min())), np.ceil(np.log2(sizes.max() + 1)) + 0.5, 0.5))
     for is_write, name, colour in ((False, "reads", READ), (True, "writes", WRITE)):
-        of = sizes[it.rows["is_write"] == is_write]
+        of = sizes[it.submitted["is_write"] == is_write]
         if len(of):
             axes.hist(of, bins=edges.tolist(), weights=np.full(len(of), 1 / len(sizes)), color=colours[colour], alpha=0.75, label=name)  # fmt: skip  # noqa: E501
     axes.set(ylabel="share of requests")
@@ -121,7 +122,7 @@ def _size_axis(axes: "Axes", least: float, most: float) -> None:
 def _draw_depth(axes: "Axes", it: _Drawn, colours: Colours) -> None:
     over = it.measures.over_time
     axes.stairs(over.queue_depth, _edges(it), color=colours["gpu"], linewidth=1.6)
-    axes.axhline(it.measures.queue_depth["mean"], color=colours["soft"], linewidth=1.2, linestyle=(0, (5, 3)))
+    axes.axhline(it.measures.queue_depth["submitted"], color=colours["soft"], linewidth=1.2, linestyle=(0, (5, 3)))
     axes.set(ylim=(0, None), xlabel="s", ylabel="requests in flight")
 
 

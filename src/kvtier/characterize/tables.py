@@ -1,9 +1,8 @@
 """The tables of `kvtier characterize`, for the terminal and for its report."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvtier.characterize.measures import LASTS, IoMeasures
-from kvtier.characterize.published import DRIVES, ComparedFigure
 from kvtier.report.format import NONE, bytes_text, digits, rate_text, share_text, time_text
 from kvtier.report.table import Table
 
@@ -20,19 +19,17 @@ def headline(it: IoMeasures) -> str:
     return (
         f"{share_text(it.read_share_bytes)} reads; median request {bytes_text(it.request_bytes['p50'])}; "
         f"{share_text(sequential)} sequential; "
-        f"{rate_text(it.gb_per_s['mean'] * 1e9)}, {digits(it.queue_depth['mean'])} in flight"
+        f"{rate_text(it.gb_per_s['mean'] * 1e9)}, {digits(it.queue_depth['submitted'])} in flight"
     )
 
 
-def tables(it: IoMeasures, published: Sequence[ComparedFigure]) -> Iterator[Table]:
+def tables(it: IoMeasures) -> Iterator[Table]:
     """All tables, the answer first."""
     yield main_table(it)
     if it.layers:
         yield layers_table(it)
     if len(it.processes) > 1:
         yield processes_table(it)
-    if it.requests:
-        yield published_table(published)
 
 
 def main_table(it: IoMeasures) -> Table:
@@ -47,6 +44,8 @@ def main_table(it: IoMeasures) -> Table:
         f"{share_text(it.sequential_by_last[str(last)]['per_process'])}"
         for last in LASTS
     )
+    back = f"; {it.counts['requeues']:,} times handed back" if it.counts.get("requeues") else ""
+    waited = it.queue_to_driver_us
     rows = [
         ("requests", f"{it.requests:,} in {time_text(it.seconds)}; {share_text(it.busy_share)} of it busy"),
         ("reads", f"{share_text(it.read_share_bytes)} of bytes, {share_text(it.read_share_requests)} of requests"),
@@ -69,13 +68,12 @@ def main_table(it: IoMeasures) -> Table:
                 f"{share_text(it.request_bytes['share_over_1mb'])} over 1 MB"
             ),
         ),
-        (
-            "queue depth",
-            f"mean {digits(depth['mean'])} ({digits(depth['busy_mean'])} while busy), peak {depth['peak']:.0f}",
-        ),
+        ("queue depth", _depth(it.submitted_depth or depth)),
+        *([] if it.submitted_depth is None else [("  at the driver", _depth(depth) + back)]),
         ("throughput", f"mean {rate_text(rate['mean'] * 1e9)} ({rate_text(rate['busy_mean'] * 1e9)} while busy)"),
         ("  peaks", f"{peaks or NONE}; {NONE if it.burst_factor is None else digits(it.burst_factor)} times the mean"),
-        ("latency", _latency(it.latency_us)),
+        *([] if waited is None else [("queue to driver", _latency(waited))]),
+        ("latency" if waited is None else "driver to end", _latency(it.latency_us)),
         ("  reads", _latency(it.read_latency_us)),
         ("  writes", _latency(it.write_latency_us)),
         (
@@ -88,11 +86,6 @@ def main_table(it: IoMeasures) -> Table:
     ]
     if it.write_amplification is not None:
         rows.append(("amplification", f"{it.write_amplification:.2f} bytes reach the device for each byte written"))
-    if it.submitted_depth is not None:
-        above = it.submitted_depth
-        place = next(place for place, row in enumerate(rows) if row[0] == "queue depth")
-        text = f"mean {digits(above['mean'])} ({digits(above['busy_mean'])} while busy), peak {above['peak']:.0f}"
-        rows.insert(place + 1, ("  submitted", f"{text}: bios, with those that wait above the driver"))
     for device, facts in it.device_facts.items():
         rows.append((device, ", ".join(f"{name} {value}" for name, value in facts.items())))
     if not it.requests:
@@ -115,7 +108,11 @@ def layers_table(it: IoMeasures) -> Table:
         )
         for name, layer in it.layers.items()
     ]
-    merged = "; ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in it.counts.items() if count)
+    if it.counts.get("aio_requests"):
+        unseen = "not seen"
+        rows.insert(0, ("io_submit", f"{it.counts['aio_requests']:,}", unseen, unseen, unseen, unseen, unseen))
+    others = {name: count for name, count in it.counts.items() if count and name != "aio_requests"}
+    merged = "; ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in others.items())
     columns = ("layer", "requests", "bytes", "reads", "p50", "p99", "over 1 MB")
     return Table(columns, rows, numeric=6, title="Request sizes", note=merged)
 
@@ -138,17 +135,6 @@ def processes_table(it: IoMeasures) -> Table:
     return Table(columns, rows, numeric=5, title="Processes", note=f"and {left} more" if left > 0 else "")
 
 
-def published_table(published: Sequence[ComparedFigure]) -> Table:
-    """The paper's figures beside."""
-    return Table(
-        ("figure", "paper", "here", "", "why"),
-        [(it.what, it.published, it.measured, it.verdict, it.why) for it in published],
-        title="Beside Samsung's PM1753 paper",
-        note=f"The paper: eight engines with LMCache on {DRIVES} drives as RAID-0. Its depths are those of all drives, "
-        "and it does not define sequential. Here depth is the mean while busy.",
-    )
-
-
 def notes(it: IoMeasures) -> Iterator[str]:
     """What limits the figures."""
     yield from it.remarks
@@ -167,14 +153,18 @@ def notes(it: IoMeasures) -> Iterator[str]:
         )
     if it.counts.get("aio_requests"):
         yield (
-            f"{it.counts['aio_requests']:,} asynchronous requests (io_submit) are not among the application's sizes: "
-            "the kernel's event has none."
+            f"{it.counts['aio_requests']:,} requests of io_submit are not among the application's: the kernel's event "
+            "has no sizes. The row of the file system has them."
         )
     if it.counts.get("calls_on_closed_files"):
         yield (
             f"{it.counts['calls_on_closed_files']:,} calls were on files that were closed at once, or whose process "
             "had ended; they count as calls on this device, though they may be on a pipe or another device."
         )
+
+
+def _depth(it: dict[str, float]) -> str:
+    return f"mean {digits(it['mean'])} ({digits(it['busy_mean'])} while busy), peak {it['peak']:.0f}"
 
 
 def _latency(it: dict[str, float]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import Bytes, OutputFile, Quantity, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, WorkDirectory, origin, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.replay import load_trace, reading_options
 from kvtier.errors import ConfigError
@@ -123,9 +123,8 @@ def _conversation_options(command: Any) -> Any:  # noqa: ANN401 - click's decora
 @click.option(
     "--generator",
     default="aiperf",
-    show_default=True,
     metavar="COMMAND",
-    help="aiperf's command, or the Python of an environment that has it.",
+    help="aiperf's command, or the Python of an environment that has it.  [aiperf, else .venv-aiperf of a checkout]",
 )
 @click.option(
     "--memory", type=Bytes(), help="Memory of a server with its page cache.  [3GiB, --host and --device-kv together]"
@@ -135,6 +134,14 @@ def _conversation_options(command: Any) -> Any:  # noqa: ANN401 - click's decora
 @click.option("--device-kv", type=Bytes(), default="1GiB", show_default=True, help="KV memory of the device.")
 @click.option("--store", type=Bytes(), default="8GiB", show_default=True, help="Capacity on the drive.")
 @click.option("--running", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest batch.")
+@click.option(
+    "--ttft",
+    "ttft_limit_s",
+    type=Duration(),
+    default="1s",
+    show_default=True,
+    help="Limit of goodput: time to first token.",
+)
 @click.option("--hour-price", type=click.FloatRange(0), help="Price of an hour of the machine, in any currency.")
 @click.option("--kwh-price", type=click.FloatRange(0), help="Price of a kilowatt-hour.")
 @click.option("--report", type=OutputFile(), metavar="FILE.html", help="Also write an HTML report.")
@@ -146,6 +153,7 @@ def serve(
     report: Path | None,
     record_file: Path | None,
     directory: Path,
+    ttft_limit_s: float,
     hour_price: float | None,
     kwh_price: float | None,
     **given: Any,  # noqa: ANN401 - the options above
@@ -177,7 +185,14 @@ def serve(
         name: RecordedSetting(value.name if isinstance(value, Path) else value, origin(name))
         for name, value in given.items()
     }
-    made = serve_record(runs, settings=settings, seed=given["seed"], conditions=_conditions(it), directory=directory)
+    made = serve_record(
+        runs,
+        settings=settings,
+        seed=given["seed"],
+        conditions=_conditions(it),
+        directory=directory,
+        ttft_limit_s=ttft_limit_s,
+    )
     prices = Prices(machine_hour=hour_price, kwh=kwh_price)
     if record_file is not None:
         write_json("--record", record_file, made)

@@ -48,7 +48,7 @@ STDERR = 2
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Measure a recording instead: a text of blkparse, or fio's logs of requests or kvtier's journals, repeatable.",
+    help="Measure a recording instead: a text of blkparse, or kvtier's journals, repeatable.",
 )
 @click.option("--blkparse-format", "form", metavar="TEXT", help="What `blkparse -f` was given, for --input.")
 @click.option(
@@ -151,22 +151,20 @@ def _joined(trace: "IoTrace", journals: tuple[Path, ...]) -> dict[str, object]:
 
 def _show(trace: "IoTrace", command: dict[str, object], report: Path | None, *, as_json: bool) -> None:
     from kvtier.characterize.measures import measure
-    from kvtier.characterize.published import compare
 
     measures = measure(trace)
-    published = compare(measures)
     if report is not None:
         from kvtier.characterize.report import write_report
 
-        write_report(report, trace, measures, published)
+        write_report(report, trace, measures)
     tell_written(report)
     if as_json:
-        print_json(asdict(measures) | {"published": [it._asdict() for it in published], **command})
+        print_json(asdict(measures) | command)
         return
     from kvtier.characterize.tables import notes, tables
     from kvtier.report.table import print_table
 
-    for table in tables(measures, published):
+    for table in tables(measures):
         print_table(table)
         click.echo()
     for note in notes(measures):

@@ -1,5 +1,6 @@
 """What a record of `kvtier bench serve` says, in figures for its charts and in one sentence."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from kvtier.report.format import NONE, digits, share_text
 OWN = "kvtier"
 SAME = 1.03
 """Times that differ by less are called the same."""
+REQUESTS_LEAST = 30
+"""Of an arm, over its runs, for a verdict. The 95 % interval of a median goes from the 10th to the 21st of 30 requests;
+of 6 it is their whole range (ranks from the binomial distribution)."""
 Point = tuple[tuple[tuple[str, float], ...], float]
 """Load and R, see `ArmResult.point`."""
 Figure = Callable[[ArmResult], float | None]
@@ -77,15 +81,23 @@ class ServeRecord:
             return "native (memcpy stand-in)" if stand_in else "native tiering"
         return "without" if name == NO_CONNECTOR else name
 
-    def at(self, name: str, point: Point, figure: Figure) -> Spread | None:
-        """A figure of an arm over its repetitions. An arm that no drive slows down has one for every R."""
+    def runs_at(self, name: str, point: Point) -> list[ArmResult]:
+        """The complete runs of an arm. An arm that no drive slows down has the same for every R."""
         grouped = repetitions(self.results)
         runs = grouped.get((name, point))
         if runs is None:
             others = [own for (arm, (load, _)), own in grouped.items() if arm == name and load == point[0]]
             throttled = any(run.tier_ratio for own in grouped.values() for run in own if run.name == name)
             runs = others[0] if len(others) == 1 and not throttled else []
-        return spread(runs, figure)
+        return runs
+
+    def at(self, name: str, point: Point, figure: Figure) -> Spread | None:
+        """A figure of an arm over its runs, see `runs_at`."""
+        return spread(self.runs_at(name, point), figure)
+
+    def requests(self, names: Sequence[str], point: Point) -> int:
+        """Requests that ended well, of the arm of `names` that has fewest, over its runs."""
+        return min(sum(run.requests for run in self.runs_at(name, point)) for name in names)
 
 
 def p50_ms(run: ArmResult) -> float | None:
@@ -107,11 +119,15 @@ def headline(served: ServeRecord) -> str:
     if ours is None or theirs is None:
         return "Served conversations"
     against = "without" if plain == NO_CONNECTOR else f"with {served.label(plain)}"
-    text = f"With {own} the first token comes {_times(theirs.median, ours.median)} as {against}"
+    if few := _too_few(served, own, plain):
+        return f"With {own} and {against}: {few}"
+    text = f"With {own} the first token comes {_times(theirs, ours)} as {against}"
     others = {name: served.at(name, served.top, p50_ms) for name in served.names if name not in (own, plain)}
-    best, name = min(((it.median, name) for name, it in others.items() if it), default=(ours.median, ""))
-    is_behind = best * SAME < ours.median
-    return text + (f", with {served.label(name)} {_times(theirs.median, best)}" if is_behind else "")
+    found = [(it.median, name) for name, it in others.items() if it and not _too_few(served, name, plain)]
+    best, name = min(found, default=(ours.median, ""))
+    if best * SAME < ours.median and (behind := others[name]):
+        text += f", with {served.label(name)} {_times(theirs, behind)}"
+    return f"{text} ({_evidence(served, own, plain)})"
 
 
 def answer(served: ServeRecord) -> str:
@@ -128,7 +144,8 @@ def answer(served: ServeRecord) -> str:
     if len({load for load, _ in served.points}) > 1:
         place.insert(0, load_text(dict(point[0])))
     start = f"At {joined(place)}, with {own}" if place else f"With {own}"
-    text = f"{start} the median time to first token is {times} ({_times(theirs.median, ours.median)})"
+    verdict = _too_few(served, own, plain) or f"{_times(theirs, ours)}; {_evidence(served, own, plain)}"
+    text = f"{start} the median time to first token is {times} ({verdict})"
     rates = [served.at(name, point, tokens_per_s) for name in (own, plain)]
     if rates[0] and rates[1]:
         text += f", at {digits(rates[0].median)} against {digits(rates[1].median)} output tokens/s"
@@ -137,6 +154,31 @@ def answer(served: ServeRecord) -> str:
     if beside:
         text += "; " + ", ".join(f"{served.label(name)} {ms_text(it.median)}" for name, it in beside)
     return " ".join(filter(None, (f"{text}.", _failed_text(served), sweep_text(served, own, plain))))
+
+
+def _too_few(served: ServeRecord, own: str, plain: str) -> str:
+    """Why there is no verdict; empty if there are requests enough."""
+    count = served.requests((own, plain), served.top)
+    return f"too few requests for a verdict (n = {count})" if count < REQUESTS_LEAST else ""
+
+
+def _evidence(served: ServeRecord, own: str, plain: str) -> str:
+    """What a verdict rests on: the ratio's interval over the runs, requests, load average, whether KV was loaded."""
+    ours, theirs = (served.runs_at(name, served.top) for name in (own, plain))
+    mine, other = spread(ours, p50_ms), spread(theirs, p50_ms)
+    parts: list[str] = []
+    if mine and other and min(len(ours), len(theirs)) > 1:
+        ends = [other.low / mine.high, other.high / mine.low]
+        if _times(other, mine).endswith("slow"):
+            ends = [1 / ends[1], 1 / ends[0]]
+        parts.append(f"{_ratio_text(ends[0])} to {_ratio_text(ends[1])} over the runs")
+    runs = min(len(ours), len(theirs))
+    parts.append(f"n = {served.requests((own, plain), served.top):,} in {runs} run{'' if runs == 1 else 's'} each")
+    loads = [value for run in (*ours, *theirs) for value in run.load_average or ()]
+    parts.append(f"load average {digits(min(loads))} to {digits(max(loads))}" if loads else "load average not recorded")
+    if all(run.loaded_bytes == 0 for run in ours):
+        parts.append(f"{own} loaded nothing")
+    return ", ".join(parts)
 
 
 def _failed_text(served: ServeRecord) -> str:
@@ -156,14 +198,18 @@ def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
     """Where loading wins and where not, over the ratios; empty without a sweep."""
     load = served.top[0]
     verdicts: dict[str, list[float]] = {}
+    least = math.inf
     for ratio in served.ratios:
         ours, theirs = served.at(own, (load, ratio), p50_ms), served.at(plain, (load, ratio), p50_ms)
         if ours and theirs and ratio:
-            verdicts.setdefault(_verdict(ours, theirs), []).append(ratio)
+            count = served.requests((own, plain), (load, ratio))
+            few = f"has too few requests for a verdict (n = {count})"
+            verdicts.setdefault(few if count < REQUESTS_LEAST else _verdict(ours, theirs), []).append(ratio)
+            least = min(least, count)
     if not verdicts:
         return ""
     said = [f"{verdict} at R = {joined([f'{ratio:g}' for ratio in ratios])}" for verdict, ratios in verdicts.items()]
-    return f"With a throttled drive {own} {joined(said)}."
+    return f"With a throttled drive {own} {joined(said)} (n = {least:.0f} or more)."
 
 
 def _verdict(ours: Spread, theirs: Spread) -> str:
@@ -187,13 +233,19 @@ def ms_text(value: float | None) -> str:
     return f"{digits(value)} ms" if value < 2000 else f"{value / 1e3:.3g} s"
 
 
-def _times(before: float, after: float) -> str:
-    if not after or not before:
+def _times(before: Spread, after: Spread) -> str:
+    if not after.median or not before.median:
         return NONE
-    if 1 / SAME < before / after < SAME:
+    if 1 / SAME < before.median / after.median < SAME:
         return "as fast"
-    ratio = max(before / after, after / before)
-    return f"{digits(ratio, 2 if ratio >= 2 else 3)} times as {'fast' if before > after else 'slow'}"
+    if before.low <= after.high and after.low <= before.high and before.low < before.high:
+        return "about as fast"  # the runs of an arm differ by more
+    ratio = max(before.median / after.median, after.median / before.median)
+    return f"{_ratio_text(ratio)} times as {'fast' if before.median > after.median else 'slow'}"
+
+
+def _ratio_text(ratio: float) -> str:
+    return digits(ratio, 2 if ratio >= 2 else 3)
 
 
 def joined(texts: Sequence[str]) -> str:

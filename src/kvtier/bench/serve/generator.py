@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
+import kvtier
 from kvtier.bench.serve.workload import Conversation, Pace, ServeWorkload, text_of
 from kvtier.errors import ConfigError
 
 AIPERF = "aiperf"
 VERSION = "0.13.0"
+BESIDE = Path(kvtier.__file__).parents[2] / ".venv-aiperf" / "bin" / AIPERF
+"""In the environment that `make` builds beside the checkout."""
 INSTALL = f"python -m venv aiperf && aiperf/bin/pip install aiperf=={VERSION}"
 REQUESTS_FILE = "requests.jsonl"
 _POLL_S = 0.1
@@ -100,12 +103,14 @@ def find_generator(command: str = AIPERF) -> tuple[str, ...]:
     """The command that starts aiperf.
 
     Args:
-        command: as in `GeneratorSettings`.
+        command: as in `GeneratorSettings`. The default is aiperf on the path, else in ``.venv-aiperf`` beside the
+            checkout.
 
     Raises:
         ConfigError: it does not run; the message has the command that installs it.
     """
-    parts = tuple(shlex.split(command))
+    is_beside = command == AIPERF and shutil.which(AIPERF) is None and BESIDE.exists()
+    parts = (str(BESIDE),) if is_beside else tuple(shlex.split(command))
     if parts and Path(parts[-1]).name.startswith("python"):
         parts = (*parts, "-m", "aiperf")
     if parts and (found := shutil.which(parts[0])):
@@ -219,8 +224,11 @@ def run(
         finally:
             _end(process)
         requests.read()
+    completed = f"{requests.count - requests.failed} of {requests.count} requests completed"
+    if error is None and requests.count and requests.failed == requests.count:
+        error = f"{completed}; the first error: {requests.first_error}"
     if error is None and process.returncode:
-        error = f"aiperf ended with {process.returncode}: {_last_lines(room / 'log.txt')}"
+        error = f"aiperf ended with {process.returncode} after {completed}: {_last_lines(room / 'log.txt')}"
     if error is None and not requests.count:
         error = f"no request was counted: {_last_lines(room / 'log.txt')}"
     return GeneratorResult(
@@ -430,6 +438,8 @@ class _EndedRequests:
     failed: int = 0
     first_sent_s: float | None = None
     is_last_failed: bool = False
+    first_error: str | None = None
+    """Of a counted one."""
     _torn: bytes = field(default=b"", init=False)
     _read_bytes: int = field(default=0, init=False)
 
@@ -469,6 +479,7 @@ class _EndedRequests:
         if not is_warm_up:
             self.count += 1
             self.failed += error is not None
+            self.first_error = self.first_error or error
             self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
 
 

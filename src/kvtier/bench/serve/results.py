@@ -30,6 +30,8 @@ SERIES_POINTS = 120
 """Of one series in a record; `seconds.json` of a run has all."""
 TURNS_MAX = 64
 JOULES_PER_KWH = 3.6e6
+TTFT_LIMIT_S = 1.0
+"""Of goodput; the limit of `kvtier plan`."""
 
 Percentiles = dict[str, float | None]
 
@@ -87,6 +89,11 @@ class ArmResult:
     regret_ms: dict[str, float | None]
     """`requests` with a known regret, their `mean` and `p95`, and `share` of their time to first token."""
     by_turn: list[dict[str, Any]]
+    load_average: list[float] | None = None
+    """Of the machine, of one minute, before the run's server started and after it ended."""
+    ttft_limit_s: float | None = None
+    goodput_per_s: float | None = None
+    """Requests a second whose first token came within `ttft_limit_s`."""
     series: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
     """Of the first repetition at one load and R; see `keep_series`."""
 
@@ -130,8 +137,8 @@ class UnitCost:
     """Prompt and output."""
 
 
-def arm_result(run: JoinedRun) -> ArmResult:
-    """The figures of one run."""
+def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
+    """The figures of one run; `ttft_limit_s` is that of goodput."""
     facts, samples = run.files.run, run.files.samples
     counted = [it for it in run.requests if it.error is None and it.first_s is not None and it.ended_s is not None]
     until_s = max((it.ended_s for it in run.requests if it.ended_s is not None), default=run.until_s)
@@ -185,6 +192,11 @@ def arm_result(run: JoinedRun) -> ArmResult:
         energy_source=source,
         regret_ms=_regret(counted),
         by_turn=_by_turn(counted),
+        load_average=facts.get("load_average"),
+        ttft_limit_s=ttft_limit_s,
+        goodput_per_s=sum((it.ttft_s or 0.0) <= ttft_limit_s for it in counted) / seconds
+        if counted and seconds
+        else None,
         series=_thinned(run.seconds),
     )
 
@@ -205,6 +217,7 @@ def serve_record(
     seed: int | None,
     conditions: dict[str, object],
     directory: Path | None = None,
+    ttft_limit_s: float = TTFT_LIMIT_S,
 ) -> dict[str, object]:
     """The record of a benchmark.
 
@@ -214,11 +227,12 @@ def serve_record(
         seed: of the workload.
         conditions: what the report prints about model, workload, limits and arms: a text, or an object of texts.
         directory: on the drive of the tiers.
+        ttft_limit_s: of goodput.
     """
     results = {
         "conditions": conditions,
         "definitions": {"places": PLACES, "regret": REGRET},
-        "arms": keep_series([arm_result(it) for it in runs]),
+        "arms": keep_series([arm_result(it, ttft_limit_s) for it in runs]),
     }
     return make_record("serve", settings=settings, seed=seed, results=results, directory=directory)
 

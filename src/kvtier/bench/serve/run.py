@@ -266,6 +266,7 @@ class Record:
             "began_s": began_s,
             "load": {} if key.requests_per_s is None else {"requests_per_s": key.requests_per_s},
             "measured_from_s": None,
+            "load_average": [os.getloadavg()[0]],
             "status": "failed",
             "error": None,
             "command": None,
@@ -301,11 +302,12 @@ class Record:
                 if problem := sent.error or server.why_over():
                     raise ServerError(problem)
                 if sent.failed == sent.requests:
-                    raise ServerError(f"all {sent.requests} requests failed; errors are in {place / REQUESTS_FILE}")
+                    raise ServerError(f"0 of {sent.requests} requests completed; errors are in {place / REQUESTS_FILE}")
             result["status"] = "ok"
         except KvError as error:
             result["error"] = str(error)
         _gather_journal(place)
+        result["load_average"].append(os.getloadavg()[0])
         result.setdefault("ended_s", time.time())
         write_json(_OPTION, place / "run.json", result)
         return result

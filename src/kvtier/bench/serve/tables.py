@@ -12,12 +12,34 @@ from kvtier.report.table import Table
 def conditions(served: ServeRecord) -> list[tuple[str, str]]:
     """The circumstances of the figures, as name and text."""
     found: list[tuple[str, str]] = []
-    for name, text in served.conditions.items():
-        found.append((name.replace("_", " "), _flat(text)))
+    varied = {name for it in served.results for name in it.load}
+    for name, value in served.conditions.items():
+        inner = as_row(value)
+        if "sizes" in inner:  # what was varied did not run with the preset's value
+            inner = inner | {"sizes": {size: it for size, it in as_row(inner["sizes"]).items() if size not in varied}}
+        found.append((name.replace("_", " "), _flat(inner or value)))
+    found.append(("requests a second", "; ".join(_rates(served))))
     facts = served.machine
     memory = bytes_text(facts["memory_bytes"]) if "memory_bytes" in facts else "?"
     machine = f"{facts.get('processor', '?')}, {facts.get('cores', '?')} cores, {memory} of memory, "
     return [*found, ("machine", machine + f"{facts.get('system', '?')}, {facts.get('file_system', '?')}")]
+
+
+def _rates(served: ServeRecord) -> Iterator[str]:
+    """What was asked for and what each arm ran at, of each load."""
+    preset = as_row(as_row(served.conditions.get("workload")).get("sizes")).get("requests_per_s")
+    for load in sorted({load for load, _ in served.points}):
+        asked = dict(load).get("requests_per_s", preset)
+        ran = [
+            f"{served.label(name)} {found.text()}"
+            for name in served.names
+            if (found := spread((it for it in served.results if it.name == name and it.point[0] == load), _rate))
+        ]
+        yield f"{'as recorded' if asked is None else f'{asked:g} asked for'}, ran at {', '.join(ran) or NONE}"
+
+
+def _rate(run: ArmResult) -> float | None:
+    return run.requests_per_s
 
 
 def _flat(value: object) -> str:
@@ -30,7 +52,8 @@ def notes(served: ServeRecord) -> Iterator[str]:
     """What limits the figures."""
     for it in served.results:
         if it.status != "ok":
-            yield f"{run_name(it)} failed: {it.error or 'unknown error'}. Its figures are left out."
+            done = f"{it.requests} of {it.requests + it.failed} requests completed; " if it.failed else ""
+            yield f"{run_name(it)} failed: {done}{it.error or 'unknown error'}. Its figures are left out."
         elif not it.requests:
             yield f"{run_name(it)}: no request ended well. It has no figures."
     wrong = sum(it.wrong_sums for it in served.results)
@@ -52,21 +75,26 @@ def arms_table(served: ServeRecord) -> Table:
     """Speed: a line for each arm, load and R."""
     rows = [
         (
-            *_point(runs), str(len(runs)), _cell(runs, p50_ms), _cell(runs, lambda it: it.ttft_ms["p95"]),
+            *_point(runs), str(len(runs)), f"{sum(it.requests for it in runs):,}",
+            _cell(runs, p50_ms), _cell(runs, lambda it: it.ttft_ms["p95"]),
             _cell(runs, lambda it: it.tpot_ms["p50"]), _cell(runs, tokens_per_s),
-            _cell(runs, lambda it: it.requests_per_s),
+            _cell(runs, _rate), _cell(runs, lambda it: it.goodput_per_s),
         )
         for runs in _rows(served)
     ]  # fmt: skip
+    limits = {it.ttft_limit_s for it in served.results} - {None}
+    goodput = "".join(f" Goodput: requests a second whose first token came within {limit:g} s." for limit in limits)
     return Table(
         title=answer(served),
-        columns=("arm", "load", "R", "runs", "TTFT p50, ms", "p95, ms", "TPOT, ms", "tokens/s", "requests/s"),
+        columns=(
+            "arm", "load", "R", "runs", "n", "TTFT p50, ms", "p95, ms", "TPOT, ms", "tokens/s", "requests/s", "goodput",
+        ),
         rows=rows,
-        numeric=6,
-        note="Medians of the runs, with the smallest and the largest. R is the KV that the engine computes in a second "
-        "over what the drive moves in one. Tokens are output tokens. Rates are of requests that ended well, over the "
-        "time until the last request ended.",
-    )
+        numeric=8,
+        note="n: requests of all runs that ended well. Medians of the runs, with the smallest and the largest. R is "
+        "the KV that the engine computes in a second over what the drive moves in one. Tokens are output tokens. Rates "
+        "are of requests that ended well, over the time until the last request ended." + goodput,
+    )  # fmt: skip
 
 
 def work_table(served: ServeRecord) -> Table:

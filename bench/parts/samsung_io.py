@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kvtier.characterize.measures import MB, IoMeasures
 from kvtier.report.format import NONE, bytes_text, digits, share_text
+from kvtier.report.table import Table
 
 SHARE_TOLERANCE = 0.10
 """Shares agree within ten points of a hundred."""
@@ -47,6 +48,17 @@ def compare(it: IoMeasures) -> list[ComparedFigure]:
         _factor("queue depth, peak", 800, depth["peak"], it, _why_depth),
         _factor("peak over mean throughput", 2, it.burst_factor, it, _why_burst),
     ]
+
+
+def paper_table(it: IoMeasures, title: str) -> Table:
+    """The comparison for a terminal."""
+    return Table(
+        ("figure", "paper", "here", "", "why"),
+        [(row.what, row.published, row.measured, row.verdict, row.why) for row in compare(it)],
+        title=title,
+        note=f"The paper: eight engines with LMCache on {DRIVES} drives as RAID-0. Its depths are those of all drives, "
+        "and it does not define sequential. Here depth is the mean while busy.",
+    )
 
 
 Why = Callable[[IoMeasures], Iterator[str]]
