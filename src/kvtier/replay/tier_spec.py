@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kvtier import size
 from kvtier.config.schema import near
+from kvtier.config.value_types import parse_size, within
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import HardwareItem, catalogue, split_count
 from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
@@ -17,7 +18,6 @@ from kvtier.plan.model_cost import model_cost
 from kvtier.plan.probe_record import fastest, read_links, round_trip
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import HOST, TierSpec
-from kvtier.size.check import parse_figure
 from kvtier.tier import registry
 
 _TIME = re.compile(r"([0-9]{0,12}\.?[0-9]{1,12}) ?(us|ms|s)", re.ASCII)
@@ -253,10 +253,9 @@ def _parse_words(option: str, words: Sequence[str]) -> _Words:
 
 def _bytes(option: str, text: str) -> float:
     try:
-        figure = parse_figure(text)
+        return within(parse_size(text), 1, 2**70)
     except ValueError as error:
-        raise ConfigError(f"{option}: {text!r} is {error}") from None
-    return figure.bytes(1024 if figure.is_binary else 1000)
+        raise ConfigError(f"{option}: {text!r} is {error}; allowed: a size such as 64GiB, 7.68TB or 25GB") from None
 
 
 def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | None = None) -> PrefillSpeed:
