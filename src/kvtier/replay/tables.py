@@ -217,7 +217,8 @@ def planning_table(result: "TieredResult") -> Table:
     )
     note = (
         "The time of a request is that of its load, or of the prompts before it if that is longer, and of computing "
-        "the rest. The best split is found by trying every one, with the true speeds and queues of the links."
+        "the rest. The best split is found by trying every one, with the true speeds and queues of the links, after "
+        "the loads that are running."
     )
     return Table(title="Load or compute", columns=("", "value"), rows=rows, numeric=1, note=note)
 
