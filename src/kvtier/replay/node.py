@@ -233,11 +233,13 @@ class ReplayNode:
         self.busy_s += took_s
         if request.found:
             taken_s = max(now_s - request.planned_s, request.ahead_s) + took_s
-            regret_s = max(0.0, taken_s - request.best_s)
+            # What was taken is an alternative too: the core may interleave loads, and a running load may be cut.
+            best_s = min(request.best_s, taken_s)
+            regret_s = taken_s - best_s
             planning.requests += 1
             planning.recompute_s += request.ahead_s + self._prefill.seconds(0, request.input_tokens)
             planning.taken_s += taken_s
-            planning.best_s += request.best_s
+            planning.best_s += best_s
             planning.regret_s += regret_s
             planning.regret_most_s = max(planning.regret_most_s, regret_s)
         self._events.at(begun_s + took_s, lambda: self._computed(request, took_s))
@@ -329,8 +331,8 @@ class ReplayNode:
         if transfer.direction is Direction.GATHER:
             self._due_s[transfer.key] = self.down.send(self._object_bytes, lambda: complete(Outcome.DONE))
         elif transfer.direction is Direction.SCATTER:
-            if transfer.request in self._loading:
-                self._loading[transfer.request].sent += 1
+            if (load := self._loading.get(transfer.request or RequestId(""))) is not None:
+                load.sent += 1
             self.up.send(self._object_bytes, lambda: complete(Outcome.DONE))
         elif transfer.direction is Direction.DEMOTE:
             self.tiers[transfer.tier].write(held, lambda: complete(Outcome.DONE))
