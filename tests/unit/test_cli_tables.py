@@ -59,8 +59,7 @@ def store(tmp_path: Path) -> Path:
 
 COMMANDS = [
     "size llama-3.3-70b --users 1000 --tokens 128k --tp 8",
-    "size gpt-oss-120b --check 150KB",
-    "size --published",
+    "size gpt-oss-120b",
     "size --list",
     "config show",
     "plan llama-3.1-8b",

@@ -2,6 +2,11 @@
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +75,61 @@ def test_options_of_the_session_format(capsys):
     defaults, stated, crowded, _ = rates.values()
     assert defaults == stated
     assert crowded < defaults  # more concurrent sessions in the same capacity
+
+
+def test_start_times_are_drawn_several_times_and_the_spread_is_shown(capsys):
+    path = str(TRACES / "claude_code_17sessions.jsonl.gz")
+    common = (path, "--capacity-tokens", "3%", "--policy", "lru", "--jobs", "1")
+    drawn = json.loads(replay(capsys, *common, "--json")[1])
+    single = [
+        json.loads(replay(capsys, *common, "--seed", seed, "--draws", "1", "--json")[1])["results"][0] for seed in "123"
+    ]
+    rates = [it["hit_rate"] for it in single]
+    assert max(rates) - min(rates) > 0.02
+    assert drawn["seeds"] == [1, 2, 3]
+    (row,) = drawn["results"]
+    assert row["hit_rates"] == rates
+    assert row["hit_rate"] == pytest.approx(sum(rates) / 3)
+    assert row["evictions"] == round(sum(it["evictions"] for it in single) / 3)
+    assert row["cpu_s"] > 0
+    assert f"{min(rates):.4f} to {max(rates):.4f}" in replay(capsys, *common)[1]
+
+
+def test_a_trace_with_start_times_of_its_own_is_replayed_once(capsys):
+    found = json.loads(replay(capsys, MINISWE, "--policy", "lru", "--jobs", "1", "--json")[1])
+    assert (found["seeds"], found["results"][0]["hit_rates"]) == ([], [])
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_ends_at_once_with_the_finished_replays(tmp_path, jobs):
+    """The prompts are so long that one replay of `default` takes many seconds."""
+    lines = [
+        {
+            "timestamp": 1000 * turn,
+            "input_length": 3000 * 16,
+            "output_length": 1,
+            "hash_ids": [*range(7 * turn, 7 * turn + 3000)],
+        }
+        for turn in range(500)
+    ]
+    path, journal = tmp_path / "long.jsonl", tmp_path / "journal"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, "-m", "kvtier.cli.main", "replay", str(path), "--policy", "lru,default"]
+    command += ["--capacity-tokens", "50%", "--jobs", jobs, "--keep", str(journal), "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        while process.poll() is None and not (journal.exists() and journal.read_text().endswith("\n")):
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes of the command
+        begun_s = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        took_s = time.monotonic() - begun_s
+    assert (process.returncode, took_s < 3) == (130, True), (took_s, err)
+    found = json.loads(out)
+    assert found["is_complete"] is False
+    assert [it["policy"] for it in found["results"]] == ["lru"]
+    assert "Interrupted: 1 of 2 replays" in err
 
 
 def test_tables_and_describe(capsys):

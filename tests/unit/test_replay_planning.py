@@ -57,6 +57,21 @@ def test_plans_are_close_to_the_best_split_on_steady_links():
     assert result.predicted_load_s == pytest.approx(result.load_s, rel=0.1)
 
 
+def test_a_load_that_waits_for_an_earlier_load_has_no_regret():
+    # The link to the engine moves a chunk in 10 ms; computing a chunk takes 100 ms, so loading all 40 is always best.
+    ids = [list(range(100 * turn, 100 * turn + 40)) for turn in range(2)]
+    rows = [(1000.0 * turn, ids[turn], None) for turn in range(2)] + [(2000.0, it, None) for it in ids]
+    prefill = PrefillSpeed(tokens_per_s=10 * BLOCK, attention_tokens=float("inf"))
+    host = tier("host", 100, bytes_per_s=CHUNK / 0.01)
+    it = replayed(rows, host, servers=2, prefill=prefill, is_planned=False).planning
+    assert (it.requests, it.loaded_tokens) == (2, 2 * 40 * BLOCK)
+    # The first load ends after 40 chunks, the second after 80; then each computes the one token that is left.
+    last_token_s, latency_s = 1 / (10 * BLOCK), 1e-4
+    assert it.best_s == pytest.approx((40 + 80) * 0.01 + 2 * (last_token_s + latency_s))
+    assert it.taken_s == pytest.approx(it.best_s)
+    assert it.regret_s == pytest.approx(0, abs=1e-9)
+
+
 def test_loads_that_would_queue_too_long_are_computed():
     # Twelve loads queue on one known link, which is faster than computing for the first of them only.
     ids = [list(range(100 * turn, 100 * turn + 8)) for turn in range(12)]

@@ -60,15 +60,9 @@ def test_a_local_config(capsys, tmp_path):
     assert output(capsys, str(tmp_path / "config.json"))["model"] == tmp_path.name
 
 
-def test_checks_in_json(capsys):
-    yes, no = output(capsys, "qwen3-8b", "--check", "150 KB", "--check", "77 MB")["checks"]
-    assert (yes["is_explained"], no["is_explained"], no["matches"]) == (True, False, [])
-    assert yes["matches"][0]["bytes"] == 147_456
-
-
 def test_the_text(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert run(["size", "deepseek-v3.2", "--tp", "8", "--check", "85.9 KB"]) == 0
+    assert run(["size", "deepseek-v3.2", "--tp", "8"]) == 0
     page = capsys.readouterr().out
     for part in (
         "deepseek-ai/DeepSeek-V3.2",
@@ -78,15 +72,6 @@ def test_the_text(capsys, monkeypatch):
     ):
         assert part in page
     assert max(len(line) for line in page.splitlines()) <= 100
-
-
-def test_the_published_figures(capsys):
-    assert run(["size", "--published"]) == 0
-    page = " ".join(capsys.readouterr().out.split())
-    assert "3,270 GB, divided by 1,024" in page
-    found = output(capsys, "--published")["cells"]
-    assert len(found) == 61
-    assert {cell["verdict"] for cell in found} == {"exact", "cut", "rounded", "other unit", "bound", "wrong"}
 
 
 def test_the_list(capsys):
@@ -111,8 +96,7 @@ def test_the_list(capsys):
         (["qwen3-8b", "--users", "many"], "'many' is not a whole number"),
         (["qwen3-8b", "--users", "0"], "users: 0 is not allowed"),
         (["qwen3-8b", "--chunk-tokens", "0"], "chunk-tokens: 0 is not allowed"),
-        (["qwen3-8b", "--check", "large"], "'large' is not a size"),
-        (["qwen3-8b", "--published"], "take no model"),
+        (["qwen3-8b", "--list"], "--list takes no model"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(capsys, arguments, named):

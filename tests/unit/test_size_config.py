@@ -241,3 +241,111 @@ def test_too_large_a_chunk_for_a_frame():
 def test_numbers_of_sessions_that_are_refused(tokens, users):
     with pytest.raises(ConfigError, match="must be from 1 to 1000000000000"):
         of(LLAMA).total(tokens, users)
+
+
+HARMLESS = {
+    # field: (value, the configuration that it is added to)
+    "lm_head": (True, {**LLAMA, "model_type": "deepseek_v2"}),
+    "global_view_pos": ("head", LLAMA),
+    "is_moe_layer": ([False, True, True, True], LLAMA),
+    "num_expert_groups": (1, {**LLAMA, "model_type": "afmoe"}),
+    "num_limited_groups": (1, {**LLAMA, "model_type": "afmoe"}),
+    "use_flash_attention": (True, LLAMA),
+    "_flash_attn_2_enabled": (True, LLAMA),
+    "is_decoder": (True, LLAMA),
+    "pre_allocate_kv_cache": (True, {**LLAMA, "model_type": "gpt_bigcode"}),
+    "use_cache_kernel": (True, LLAMA),
+    "headwise_attn_output_gate": (True, LLAMA),
+    "max_attn_value": (30.0, LLAMA),
+    "num_ln_in_parallel_attn": (2, {**LLAMA, "model_type": "falcon"}),
+    "order_of_interleaved_layers": ("local_attn_first", {**LLAMA, "model_type": "cohere2", "sliding_window": 8}),
+    "num_attention_heads_per_layer": ([4, 8, 4, 8], {**LLAMA, "model_type": "laguna", "sliding_window": None}),
+    "keep_window_size": (2048, {**LLAMA, "model_type": "doge"}),
+    "select_layer": (-1, LLAMA),
+    "query_num": (64, {**LLAMA, "model_type": "minicpmv"}),
+    "use_decoder_only_language_model": (True, LLAMA),
+    "prefix_dense_sliding_window_pattern": (
+        1,
+        {**LLAMA, "model_type": "cohere2_moe", "layer_types": ["full_attention"] * 4, "sliding_window": 8},
+    ),
+    "qformer_config": ({"num_hidden_layers": 12, "num_attention_heads": 12}, LLAMA),
+    "no_repeat_ngram_size": (3, LLAMA),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_field_that_only_sounds_like_a_cache_changes_no_size(name):
+    value, config = HARMLESS[name]
+    assert of({**config, name: value}).layers == of(config).layers
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        (LLAMA, "use_flash_attention", {"window": 128}),
+        (LLAMA, "lm_head", 8),
+        ({**LLAMA, "model_type": "cohere2", "sliding_window": 8}, "prefix_dense_sliding_window_pattern", 2),
+        (LLAMA, "is_decoder", [1, 0]),
+        (LLAMA, "num_attention_heads_per_layer", [4, 8, 4, 8]),
+        (LLAMA, "keep_window_size", 64),
+        (LLAMA, "query_num", 64),
+        (LLAMA, "num_ln_in_parallel_attn", 2),
+        ({**LLAMA, "model_type": "cohere2", "sliding_window": 8}, "order_of_interleaved_layers", "global_attn_first"),
+        (LLAMA, "kv_heads_per_layer", [2, 1, 2, 1]),
+        (LLAMA, "n_key_value_heads", 1),
+        (LLAMA, "local_attention_pattern", "LG"),
+        (LLAMA, "attention_window_layers", [0, 2]),
+        (LLAMA, "use_kv_sharing", True),
+        (LLAMA, "kv_source_layers", [0, 0, 2, 2]),
+        (LLAMA, "cross_layer_attention", True),
+        (LLAMA, "latent_kv_rank", 64),
+        (LLAMA, "num_moe_attention_heads", 2),
+        (LLAMA, "expert_kv_groups", 2),
+    ],
+)
+def test_a_field_that_may_change_a_size_is_refused_by_name(config, name, value):
+    with pytest.raises(ConfigError, match=f"not understood .*'{name}"):
+        of({**config, name: value})
+
+
+NEO = {
+    "model_type": "gpt_neo", "num_layers": 2, "num_heads": 4, "hidden_size": 64,
+    "attention_layers": ["global", "local"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "beyond"),
+    [
+        ({**LLAMA, "sliding_window": 64}, 64, "refused"),  # no rule for the layers is needed
+        ({**LLAMA, "model_type": "gemma2", "sliding_window": 64}, 64, "window"),
+        ({**NEO, "window_size": 64}, 64, "window"),
+        ({**LLAMA, "model_type": "llama4_text", "attention_chunk_size": 64}, 64, "chunked"),
+        ({**LLAMA, "model_type": "recurrent_gemma", "attention_window_size": 64, "conv1d_width": 4}, 64, "window"),
+    ],
+)
+def test_a_window_as_long_as_the_context_is_full_attention(config, context, beyond):
+    def kinds(most):
+        found = size.from_config({**config, "max_position_embeddings": most}, "mine")
+        return {cache.kind for layer in found.layers for cache in layer} - {"rg_lru"}
+
+    assert kinds(context) == kinds(context - 1) == {"full"}
+    if beyond == "refused":
+        with pytest.raises(ConfigError, match="layer_types or sliding_window_pattern must say"):
+            kinds(context + 1)
+    else:
+        assert beyond in kinds(context + 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "xlstm", "num_blocks": 3, "hidden_size": 8, "num_heads": 2}, "model_type is 'xlstm'"),
+        ({"model_type": "gla", "num_hidden_layers": 24, "hidden_size": 2048, "num_heads": 4}, "model_type is 'gla'"),
+        ({"model_type": "rwkv7", "num_hidden_layers": 24}, "model_type is 'rwkv7'"),
+        ({"d_model": 2560, "n_layer": 64, "ssm_cfg": {}, "vocab_size": 50277}, "a model of package mamba_ssm"),
+    ],
+)
+def test_a_model_of_states_alone_is_named_and_not_a_missing_field(config, named):
+    with pytest.raises(ConfigError, match=f"mine: {named}.* state and no KV"):
+        size.from_config(config, "mine")

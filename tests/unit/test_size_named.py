@@ -370,8 +370,8 @@ def test_draft_layers_and_images_are_noted():
         ({**LLAMA, "model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder reads"),
         (T5, "two lengths"),
         ({"model_type": "whisper", "is_encoder_decoder": True, "d_model": 512, "encoder_layers": 6}, "two lengths"),
-        (RWKV4, "RWKV keeps a state"),
-        ({"model_type": "rwkv6", "num_hidden_layers": 32, "hidden_size": 4096}, "RWKV keeps a state"),
+        (RWKV4, "keep a state and no KV"),
+        ({"model_type": "rwkv6", "num_hidden_layers": 32, "hidden_size": 4096}, "keep a state and no KV"),
     ],
 )  # fmt: skip
 def test_models_without_kv_are_refused_with_the_reason(config, reason):

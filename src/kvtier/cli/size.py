@@ -1,4 +1,4 @@
-"""`kvtier size`: KV size of a model, with formulas, and the conventions behind other people's figures."""
+"""`kvtier size`: KV size of a model, with formulas."""
 
 import shutil
 import sys
@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import product
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import click
 
@@ -20,14 +20,10 @@ from kvtier.size.capacity import WEIGHT_BYTES, GpuCapacity, TierCapacity, gpu_ca
 from kvtier.size.catalogue import entries
 from kvtier.size.sizes import reasons
 
-if TYPE_CHECKING:
-    from kvtier.size.check import Verdict
-
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
 
 GPU_SIZES = ("memory_bytes", "weight_bytes", "kv_bytes")
-CHECKS_SHOWN = 3
 FIELD_ENTRIES_SHOWN = 6
 WIDTH_MAX = 100
 
@@ -56,10 +52,6 @@ WIDTH_MAX = 100
 @click.option(
     "--tier", metavar="[NAME=]SIZE", help="Show what a tier holds: 10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue."
 )
-@click.option(
-    "--check", "figures", multiple=True, metavar="SIZE", help='Explain a figure such as "150 KB"; may be repeated.'
-)
-@click.option("--published", is_flag=True, help="Check published figures, cell by cell.")
 @click.option("--list", "is_list", is_flag=True, help="List the models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def size(
@@ -75,8 +67,6 @@ def size(
     memory: int | None,
     weights: str,
     tier: str | None,
-    figures: tuple[str, ...],
-    published: bool,
     is_list: bool,
     as_json: bool,
 ) -> int:
@@ -85,14 +75,13 @@ def size(
     MODEL is a config.json, its folder, or a name from --list. Numbers may be written 131,072, 128k (128,000) or 128Ki
     (131,072). Several --tokens and --users give one row for each pair.
     """
-    if published or is_list:
+    if is_list:
         if model is not None:
-            raise click.UsageError(f"--published and --list take no model, got {model!r}")
-        emit = _emit_published if published else _emit_list
-        emit(as_json=as_json)
+            raise click.UsageError(f"--list takes no model, got {model!r}")
+        _emit_list(as_json=as_json)
         return 0
     if model is None:
-        raise click.UsageError("name a MODEL, or use --list or --published")
+        raise click.UsageError("name a MODEL, or use --list")
     if gpu is not None and memory is not None:
         raise click.UsageError("--gpu and --memory exclude each other")
     gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((tp or 1) * pp, memory)
@@ -101,15 +90,10 @@ def size(
     on_gpus = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights)) if memory_bytes is not None else None
     on_tier = TierCapacity(kv=kv, capacity_bytes=_tier_bytes(tier)) if tier is not None else None
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
-    verdicts: list[Verdict] = []
-    if figures:
-        from kvtier.size.check import check
-
-        verdicts = [check(kv, figure, [(total.tokens, total.users) for total in totals]) for figure in figures]
     if as_json:
-        _print_json(_as_json(kv, totals, verdicts) | _fits_as_json(totals, on_gpus, on_tier))
+        _print_json(_as_json(kv, totals) | _fits_as_json(totals, on_gpus, on_tier))
     else:
-        _print(kv, totals, verdicts, _fits(totals, on_gpus, on_tier))
+        _print(kv, totals, _fits(totals, on_gpus, on_tier))
     return 0
 
 
@@ -186,9 +170,9 @@ def _fits(totals: list[Total], on_gpus: GpuCapacity | None, on_tier: TierCapacit
     return Table(("tokens", *columns), rows, numeric=1 + len(columns), title="; ".join(titles))
 
 
-def _as_json(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> dict[str, object]:
+def _as_json(kv: KvSize, totals: list[Total]) -> dict[str, object]:
     """The JSON document. Members may be added; these stay."""
-    document: dict[str, object] = {
+    return {
         "model": kv.model.name,
         "source": kv.model.source,
         "date": kv.model.date,
@@ -220,23 +204,9 @@ def _as_json(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> dict
         "totals": [asdict(total) for total in totals],
         "reasons": _reasons(kv, totals),
     }
-    if verdicts:
-        document["checks"] = [
-            {
-                "figure": verdict.figure.text,
-                "is_explained": bool(verdict.matches),
-                "text": verdict.text,
-                "matches": [
-                    {"text": match.text, "bytes": match.candidate.bytes, "agreement": match.agreement}
-                    for match in verdict.matches
-                ],
-            }
-            for verdict in verdicts
-        ]
-    return document
 
 
-def _print(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]", fits: Table | None) -> None:
+def _print(kv: KvSize, totals: list[Total], fits: Table | None) -> None:
     model = kv.model
     ranks = "".join(f", {name} {count}" for name, count in (("TP", kv.tp), ("PP", kv.pp)) if count > 1)
     _wrap(f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}", bold=True)
@@ -288,10 +258,6 @@ def _print(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]", fits: Tab
     if fits is not None:
         print_table(fits)
         _gap()
-    for verdict in verdicts:
-        alternatives = (f"  or {match.text}" for match in verdict.matches[1:CHECKS_SHOWN])
-        _wrap_all((verdict.text, *alternatives))
-        click.echo()
     _wrap("Why", bold=True)
     _wrap_all(
         f"- {layer.cache.kind}: {layer.cache.expression}; {layer.formula}. {layer.cache.source}." for layer in kv.layers
@@ -325,30 +291,6 @@ def _sizes(kv: KvSize) -> list[tuple[str, float]]:
         group = f" ({each.rule})" if len(kv.objects) > 1 and each.rule != "state" else ""
         rows += [(f"{part}{group}", each.bytes), (f"  as stored, {each.overhead:+.2%}", each.frame_bytes)]
     return rows
-
-
-def _emit_published(*, as_json: bool) -> None:
-    from kvtier.size.check import published_cells
-
-    cells = published_cells()
-    if as_json:
-        _print_json({"cells": [asdict(cell) for cell in cells]})
-        return
-    for document in dict.fromkeys(cell.document for cell in cells):
-        _wrap(document, bold=True)
-        own = [cell for cell in cells if cell.document == document]
-        rows = [
-            (cell.row, cell.column, cell.printed, decimal(cell.bytes), binary(cell.bytes), cell.verdict) for cell in own
-        ]
-        print_table(Table(("row", "column", "printed", "exact", "", "verdict"), rows))
-        _wrap_all(f"- {cell.row}, {cell.column}, {cell.printed}: {cell.because}" for cell in own if cell.because)
-        click.echo()
-    _wrap(
-        "exact: right to the digits printed (kB = 1,000 B, 4K = 4,096 tokens). cut: the same digits, cut off instead "
-        "of rounded. rounded: right to fewer digits. other unit: right in other conventions, named below the table. "
-        "bound: a number of modules that is enough. wrong: right in no convention. "
-        "All values count every layer in 16 bits, one copy; with its windows GPT-OSS needs half of it."
-    )
 
 
 def _emit_list(*, as_json: bool) -> None:

@@ -171,6 +171,8 @@ _USE_KINDS = 4
 _PAUSE_KINDS = 20
 _PAUSE_BITS_MIN = 6
 """Pauses shorter than this power of two are one kind."""
+_PAUSE_OF_BITS = tuple(min(max(bits - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1) for bits in range(65))
+"""Kind of each pause, by its number of bits."""
 _KIND_OF_USES = tuple(min(max(0, uses - 1).bit_length(), _USE_KINDS - 1) for uses in range(USES_MAX + 1))
 """Kind of each number of uses, which includes the current use."""
 _HINTS: dict[NextTurn | None, int] = {None: 0} | {it: place for place, it in enumerate(NextTurn, 1)}
@@ -366,8 +368,9 @@ class Adaptive:
 
     def _remembered(self, entry: KeyNode, now: int) -> None:
         """A name was used again."""
-        entry.uses = min(entry.uses + 1, USES_MAX)
-        pause = min(max((now - entry.time).bit_length() - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1)
+        if entry.uses < USES_MAX:
+            entry.uses += 1
+        pause = _PAUSE_OF_BITS[(now - entry.time).bit_length()]
         first, _ = self._prompt_pauses
         if not first:
             self._tail_worth = None

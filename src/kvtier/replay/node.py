@@ -56,6 +56,8 @@ class NodeRequest:
     """Backlog of the engine when it was planned."""
     best_s: float = 0.0
     """Time of the best split from then on."""
+    sent: int = 0
+    """Chunks of its load that were handed to the link to the engine."""
     delivered: int = 0
     sources: tuple[tuple[str, int], ...] = ()
     """(tier, tokens) of what was delivered."""
@@ -180,23 +182,34 @@ class ReplayNode:
         )[1]
 
     def _arrivals_s(self, prefix: Prefix, chunks: int) -> Iterator[float]:
-        """Seconds until each leading chunk would arrive in the engine if all were loaded now."""
+        """Seconds until each leading chunk would arrive in the engine if all were loaded now.
+
+        The links are FIFO queues. The chunks that running loads have not sent yet come first: the core hands the links
+        a few transfers at a time, so `ReplayLink.free_s` does not contain them.
+        """
         now_s, entries = self._events.now_s, self.cache.host.entries[0]
         up_s = self.up.free_s
         queues_s = {name: tier.reads.free_s for name, tier in self.tiers.items()}
-        for key in prefix.keys[:chunks]:
+        due_s = dict(self._due_s)
+        before = [key for it in self._loading.values() for key in _planned_keys(it)[it.sent :]]
+        for place, key in enumerate([*before, *prefix.keys[:chunks]], -len(before)):
             entry = entries.get(key)
-            if entry is not None:
-                here_s = now_s if entry.residency in READABLE else self._due_s.get(key, now_s)
+            if entry is not None and entry.residency in READABLE:
+                here_s = now_s
+            elif entry is not None or key in due_s:
+                here_s = due_s.get(key, now_s)
             else:
                 name = next((name for name, tier in self.tiers.items() if key in tier), None)
                 if name is None:
-                    return
+                    if place >= 0:
+                        return
+                    continue
                 reads = self.tiers[name].reads
                 queues_s[name] = max(now_s, queues_s[name]) + self._object_bytes / reads.bytes_per_s
-                here_s = queues_s[name] + reads.latency_s
+                due_s[key] = here_s = queues_s[name] + reads.latency_s
             up_s = max(up_s, here_s) + self._object_bytes / self.up.bytes_per_s
-            yield up_s + self.up.latency_s - now_s
+            if place >= 0:
+                yield up_s + self.up.latency_s - now_s
 
     def _loaded(self, done: LoadDone) -> None:
         request = self._loading.pop(done.request)
@@ -220,11 +233,13 @@ class ReplayNode:
         self.busy_s += took_s
         if request.found:
             taken_s = max(now_s - request.planned_s, request.ahead_s) + took_s
-            regret_s = max(0.0, taken_s - request.best_s)
+            # What was taken is an alternative too: the core may interleave loads, and a running load may be cut.
+            best_s = min(request.best_s, taken_s)
+            regret_s = taken_s - best_s
             planning.requests += 1
             planning.recompute_s += request.ahead_s + self._prefill.seconds(0, request.input_tokens)
             planning.taken_s += taken_s
-            planning.best_s += request.best_s
+            planning.best_s += best_s
             planning.regret_s += regret_s
             planning.regret_most_s = max(planning.regret_most_s, regret_s)
         self._events.at(begun_s + took_s, lambda: self._computed(request, took_s))
@@ -316,11 +331,18 @@ class ReplayNode:
         if transfer.direction is Direction.GATHER:
             self._due_s[transfer.key] = self.down.send(self._object_bytes, lambda: complete(Outcome.DONE))
         elif transfer.direction is Direction.SCATTER:
+            if (load := self._loading.get(transfer.request or RequestId(""))) is not None:
+                load.sent += 1
             self.up.send(self._object_bytes, lambda: complete(Outcome.DONE))
         elif transfer.direction is Direction.DEMOTE:
             self.tiers[transfer.tier].write(held, lambda: complete(Outcome.DONE))
         else:
             self._due_s[transfer.key] = self.tiers[transfer.tier].read(held, complete)
+
+
+def _planned_keys(request: NodeRequest) -> Sequence[ChunkKey]:
+    """The chunks that the request's load delivers."""
+    return request.prefix.keys[: request.plan.tokens // request.prefix.chunk_tokens] if request.plan else ()
 
 
 def _engine_places(chunks: int) -> Sequence[Place]:

@@ -128,9 +128,9 @@ class TierResult:
 class PlanningStats:
     """Decisions of the planner, and their cost against the best split of each request.
 
-    The best split is found by trying every number of leading chunks, with the true speeds and queues of the links, and
-    without later requests. The time of a split is that of its load, or of the prompts before it if that is longer, and
-    of computing the rest. Only requests with a hit count.
+    The best split is found by trying every number of leading chunks, with the true speeds and queues of the links,
+    after what running loads still have to move, and without later requests. The time of a split is that of its load, or
+    of the prompts before it if that is longer, and of computing the rest. Only requests with a hit count.
     """
 
     requests: int = 0

@@ -17,6 +17,7 @@ CONVENTION = (
     "tokens; prompts only. A prompt's last block is accessed first. Capacity and written tokens count whole blocks. "
     "Of unique: capacity, as a share of the trace's unique tokens."
 )
+DRAWS = "Means over several draws of the sessions' start times; least to most: the hit rates of single draws."
 PLANNER_SLACK = 1.01
 """The planner loses if it makes the mean time to first token longer than this many times."""
 
@@ -47,30 +48,28 @@ def results_table(bound: float, unique_tokens: int | None, results: "Sequence[Ca
         unique_tokens: what an infinite cache holds at the end.
         results: the rows.
     """
+    is_drawn = any(it.hit_rates for it in results)
     rows = tuple(
         (
             it.policy,
             short_count(it.capacity_tokens),
             f"{it.capacity_tokens / unique_tokens:.1%}" if it.capacity_tokens and unique_tokens else NONE,
             f"{it.hit_rate:.4f}",
+            *([f"{min(it.hit_rates):.4f} to {max(it.hit_rates):.4f}" if it.hit_rates else NONE] * is_drawn),
             f"{it.hit_rate / bound:.1%}" if bound else NONE,
             short_count(it.hit_tokens),
             short_count(it.written_tokens),
             f"{it.evictions:,}",
+            f"{it.cpu_s:,.2f}",
         )
         for it in results
     )
     columns = (
-        "policy",
-        "capacity",
-        "of unique",
-        "hit rate",
-        "of possible",
-        "hit tokens",
-        "written tokens",
-        "evictions",
+        *("policy", "capacity", "of unique", "hit rate", *(["least to most"] * is_drawn)),
+        *("of possible", "hit tokens", "written tokens", "evictions", "CPU, s"),
     )
-    return Table(title="Hit rates", columns=columns, rows=rows, numeric=7, note=CONVENTION)
+    note = f"{CONVENTION} {DRAWS}" if is_drawn else CONVENTION
+    return Table(title="Hit rates", columns=columns, rows=rows, numeric=len(columns) - 1, note=note)
 
 
 def stats_table(stats: TraceStats) -> Table:
@@ -217,7 +216,8 @@ def planning_table(result: "TieredResult") -> Table:
     )
     note = (
         "The time of a request is that of its load, or of the prompts before it if that is longer, and of computing "
-        "the rest. The best split is found by trying every one, with the true speeds and queues of the links."
+        "the rest. The best split is found by trying every one, with the true speeds and queues of the links, after "
+        "the loads that are running."
     )
     return Table(title="Load or compute", columns=("", "value"), rows=rows, numeric=1, note=note)
 

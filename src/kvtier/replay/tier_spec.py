@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kvtier import size
 from kvtier.config.schema import near
+from kvtier.config.value_types import parse_seconds, parse_size, within
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import HardwareItem, catalogue, split_count
 from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
@@ -17,11 +18,8 @@ from kvtier.plan.model_cost import model_cost
 from kvtier.plan.probe_record import fastest, read_links, round_trip
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import HOST, TierSpec
-from kvtier.size.check import parse_figure
 from kvtier.tier import registry
 
-_TIME = re.compile(r"([0-9]{0,12}\.?[0-9]{1,12}) ?(us|ms|s)", re.ASCII)
-_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us, disk=4x7.68TB, disk=4xpm1753 or pool=40TiB,shared,remote"
 _FLOPS_SHARE = GpuInputs().flops_share
 _SHARES = {"gpu": SoftwareInputs().link_share, "memory": HostInputs().share}
@@ -233,14 +231,14 @@ def _parse_words(option: str, words: Sequence[str]) -> _Words:
         elif key == "write":
             speed = speed._replace(write_bytes_per_s=_bytes(option, value.removesuffix("/s")))
         elif key == "latency":
-            time = _TIME.fullmatch(value.strip())
-            if time is None:
-                raise ConfigError(f"{option}: latency {value!r}; allowed: such as 100us, 2ms or 1s")
-            speed = speed._replace(latency_s=float(time[1]) * _TIME_UNITS[time[2]])
+            try:
+                speed = speed._replace(latency_s=parse_seconds(value))
+            except ValueError:
+                raise ConfigError(f"{option}: latency {value!r}; allowed: such as 100us, 2ms or 1s") from None
         elif key == "part":
             found = found._replace(parts=find_parts(value, option))
         elif key == "drives":
-            found = found._replace(drive_bytes=round(_bytes(option, value)))
+            found = found._replace(drive_bytes=_bytes(option, value))
         elif key == "kind":
             found = found._replace(kind=value)
         elif word in _FLAGS:
@@ -251,12 +249,11 @@ def _parse_words(option: str, words: Sequence[str]) -> _Words:
     return found._replace(speed=speed)
 
 
-def _bytes(option: str, text: str) -> float:
+def _bytes(option: str, text: str) -> int:
     try:
-        figure = parse_figure(text)
+        return within(parse_size(text), 1, 2**70)
     except ValueError as error:
-        raise ConfigError(f"{option}: {text!r} is {error}") from None
-    return figure.bytes(1024 if figure.is_binary else 1000)
+        raise ConfigError(f"{option}: {text!r} is {error}; allowed: a size such as 64GiB, 7.68TB or 25GB") from None
 
 
 def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | None = None) -> PrefillSpeed:

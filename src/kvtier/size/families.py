@@ -28,6 +28,7 @@ from kvtier.size.layers import (
     read_plain,
     with_kind,
     with_shared,
+    with_window,
 )
 from kvtier.size.model_config import LAYERS_MAX, ModelConfig
 
@@ -38,6 +39,12 @@ _ENCODERS = {
     "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
 """Model types that read all tokens at once and keep no KV."""
+
+_STATE_ONLY = {
+    "comba", "delta_net", "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "lightnet",
+    "linear_attn", "log_linear_mamba2", "mesa_net", "mlstm", "retnet", "xlstm",
+}  # fmt: skip
+"""Model types whose layers keep a state: those of flash-linear-attention, and xLSTM of Transformers."""
 
 _DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Numbers of draft layers."""
@@ -91,8 +98,15 @@ def all_class_defaults() -> Mapping[str, Mapping[str, object]]:
 def _refuse_other_kinds(config: ModelConfig, model_type: str) -> None:
     """Refuse models that keep no KV for each token, with the reason."""
     names = config.texts("architectures") or []
-    if model_type.startswith("rwkv"):
-        raise config.wrong("model_type", "RWKV keeps a state and no KV, and its states are not known here")
+    if model_type in _STATE_ONLY or model_type.startswith("rwkv"):
+        raise config.wrong(
+            "model_type", "its layers keep a state and no KV, and the size of that state is not known here"
+        )
+    if not model_type and "ssm_cfg" in config.values:
+        raise ConfigError(
+            f"{config.origin}: a model of package mamba_ssm (ssm_cfg), which keeps a state and no KV; its file has not "
+            "the state's shape, which the conversion for Transformers (model_type mamba or mamba2) has"
+        )
     if config.flag("is_encoder_decoder"):
         raise config.wrong("is_encoder_decoder", "the KV of encoder-decoders depends on two lengths; not supported")
     is_encoder = any(name.endswith(("ForMaskedLM", "EncoderModel")) for name in names)
@@ -147,7 +161,7 @@ def _mimo_v2(config: ModelConfig) -> Layers:
     narrow = caches.full(
         config.integer("swa_num_key_value_heads"), config.integer("swa_head_dim"), config.integer("swa_v_head_dim")
     )
-    windowed = caches.window(narrow, config.integer("sliding_window"))
+    windowed = with_kind(config, narrow, "sliding_attention")
     config.know("attention_chunk_size", "swa_num_attention_heads")
     pattern = config.integers("hybrid_layer_pattern")
     return [
@@ -282,7 +296,7 @@ def _gpt_neo(config: ModelConfig) -> Layers:
             "attention_layers", "it must be a list of global and local, and num_heads divide hidden_size"
         )
     cache = caches.full(heads, hidden // heads)
-    windowed = caches.window(cache, config.integer("window_size"))
+    windowed = with_window(config, cache, "window_size")
     return [(cache if kind == "global" else windowed,) for kind in types]
 
 

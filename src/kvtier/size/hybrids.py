@@ -13,6 +13,7 @@ from kvtier.size.layers import (
     read_kv_heads,
     read_layer_count,
     read_mla,
+    with_window,
 )
 from kvtier.size.model_config import LAYERS_MAX, ModelConfig
 
@@ -199,7 +200,7 @@ def _recurrent_gemma(config: ModelConfig) -> Layers:
     pattern, count = config.texts("block_types") or ["recurrent", "recurrent", "attention"], read_layer_count(config)
     width = config.integer("lru_width", config.integer("hidden_size"))
     config.know("_block_types")
-    windowed = caches.window(read_attention(config), config.integer("attention_window_size"))
+    windowed = with_window(config, read_attention(config), "attention_window_size")
     state = caches.rg_lru(width, config.integer("conv1d_width"))
     types = [pattern[layer % len(pattern)] for layer in range(count)]
     if set(types) - {"recurrent", "attention"}:

@@ -3,7 +3,7 @@
 A function marks the fields that it understands; what is left is for `kvtier.size.families` to refuse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtier.errors import ConfigError
@@ -33,6 +33,9 @@ _ALL_WINDOWED = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 _WINDOW_FIELDS = (
     "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window", "max_window_layers",
 )  # fmt: skip
+
+_PATTERN_FIELDS = ("global_attn_every_n_layers", "full_attention_interval", "prefix_dense_sliding_window_pattern")
+"""Rules from which the class makes `layer_types` where the file does not list them."""
 
 _MLA_FIELDS = (
     "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "num_key_value_heads",
@@ -98,11 +101,22 @@ def with_kind(config: ModelConfig, cache: LayerCache, kind: str) -> LayerCache:
     if kind in {"full_attention", "attention", "global_attention", "deepseek_sparse_attention", "indexed_attention"}:
         return cache
     if kind in {"sliding_attention", "local_attention"}:
-        tokens, most = config.integer("sliding_window"), config.optional_integer("max_position_embeddings")
-        return cache if most is not None and tokens >= most else caches.window(cache, tokens)
+        return with_window(config, cache, "sliding_window")
     if kind == "chunked_attention":
-        return caches.chunked(cache, config.integer("attention_chunk_size"))
+        return with_window(config, cache, "attention_chunk_size", caches.chunked)
     raise config.wrong("layer_types", f"{kind!r} is not known here for model type {config.text('model_type')!r}")
+
+
+def with_window(
+    config: ModelConfig, cache: LayerCache, field: str, kind: Callable[[LayerCache, int], LayerCache] = caches.window
+) -> LayerCache:
+    """`cache` with the window of `field`; `cache` itself where the window is as long as the context."""
+    return cache if _is_whole_context(config, field) else kind(cache, config.integer(field))
+
+
+def _is_whole_context(config: ModelConfig, field: str) -> bool:
+    most = config.optional_integer("max_position_embeddings")
+    return most is not None and config.integer(field) >= most
 
 
 def read_layer_types(config: ModelConfig) -> list[str]:
@@ -110,7 +124,7 @@ def read_layer_types(config: ModelConfig) -> list[str]:
     count, model_type = read_layer_count(config), config.text("model_type")
     listed = config.texts("layer_types")
     if listed is not None:
-        config.know(*_WINDOW_FIELDS, "global_attn_every_n_layers", "full_attention_interval")
+        config.know(*_WINDOW_FIELDS, *_PATTERN_FIELDS)
         return one_for_each_layer(config, "layer_types", listed, count)
     if not config.has("sliding_window"):
         if model_type in _PATTERNS.keys() | _ALL_WINDOWED and "sliding_window" not in config.values:
@@ -131,6 +145,8 @@ def read_layer_types(config: ModelConfig) -> list[str]:
             "full_attention" if letters[layer % len(letters)] == "G" else "sliding_attention" for layer in range(count)
         ]
     every = config.integer("sliding_window_pattern", _PATTERNS.get(model_type, 0), least=0)
+    if not every and _is_whole_context(config, "sliding_window"):
+        return ["full_attention"] * count
     if not every:
         raise config.wrong("sliding_window", "layer_types or sliding_window_pattern must say which layers have it")
     return every_nth(count, every, "sliding_attention")

@@ -4,9 +4,12 @@ import json
 import os
 import re
 import stat
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvtier.errors import ConfigError
 
@@ -42,28 +45,24 @@ _HARMLESS_ENDS = (
     "multiplier|multipliers|scalar|token_index|alpha_factor|beta_factor|clip|clip_qkv|clip_val|fp32|loss|loss_weight|ln|freq"
 )
 _HARMLESS_STARTS = (
-    "moe|mlp|ffn|expert|experts|router|vision|visual|vit|image|img|mm|audio|video|speech|projector|perceiver|spatial|talker|"
+    "mlp|ffn|router|vision|visual|vit|image|img|mm|audio|video|speech|projector|perceiver|spatial|talker|"
     "code2wav|token2wav|rope|rotary|vocab|tie|tokenizer|torch|auto_map|quant|quantization|compression|norm|layernorm|"
     "layer_norm|embd|embedding|initializer|aux|flash|id2label|label2id|generation|task_specific|adapter|suppress|"
     "problem|hash|num_hash|mtp|vq|mamba_dt|linear_dt|linear_a_log|pruned|pretraining|transformers|deepstack|dt|time_step|output|attention_probs|attention_softmax|"
     "attn_logit|attn_temperature|attn_soft|query_pre_attn|parallel_attn|pooler|classifier|keys_to_ignore|block_ff|"
     "block_auto|block_use|block_ffn|hidden_act|share_expert|shared_expert|shared_experts|_attn_implementation"
 )
-_HARMLESS_NAMES = (
-    "activation_sparsity_pattern|add_bias_linear|do_layer_norm_before|hidden_size_per_layer_input|linear_allow_neg_eigval|"
-    "mamba_norm_before_gate|mtp_layers_block_type|no_rope_layers|num_dense_layers|num_expert_group|qk_norm_type|"
-    "reorder_and_upcast_attn|seconds_per_chunk|attn_rotary_emb|enable_moe_block|for_llm_compressor|group_limited_greedy|scale_attn_by_inverse_layer_idx|scale_attn_weights|use_mamba_kernels|"
-    "apply_residual_connection_post_layernorm|architectures|attn_uses_sequence_id|attention_fp32|"
-    "attention_output_gate|attn_output_gate|block_multiple_of|chunk_size|chunk_size_feed_forward|decoder_sparse_step|"
-    "dense_list|first_k_dense_replace|gradient_checkpointing|interleave_moe_layer_step|language_model|mamba_chunk_size|"
-    "mask_unknown|mlp_layer_types|model_type|moe_layers|n_group|n_shared_experts|n_shared_head|no_rope_layer_interval|"
-    "num_experts_shared|num_local_experts|num_logits_to_keep|num_shared_experts|num_shared_expert|prune_heads|"
-    "remove_final_layer_norm|share_q_dim|shared_intermediate_size|slow_but_exact|topk_group|use_cache|use_flash_attn|"
-    "use_head_wise_attn_gate|use_logn_attn|use_mem_eff_path|use_mem_rope|use_qk_norm|zero_centered|"
-    "num_beam_groups|ignore_index|use_grouped_topk|use_unified_vision_chunk|num_memory_blocks|qk_layernorm"
+_EXPERTS = (
+    "(is|n|num|routed|shared|first|last|limited|local|dense)_",
+    "(moe|experts?)(?!.*(kv|head|attn|attention|window|cache))",
 )
-_HARMLESS = re.compile(f"(.*_)?({_HARMLESS_ENDS})|({_HARMLESS_STARTS})(_.*|config)?|{_HARMLESS_NAMES}")
+_HARMLESS = re.compile(
+    f"(.*_)?({_HARMLESS_ENDS})|({_HARMLESS_STARTS})(_.*|config)?|({_EXPERTS[0]})*{_EXPERTS[1]}(_.*|config)?"
+)
 """Names that contain one of `_CACHE_WORDS` and change no cache: precision, experts, vocabulary, positions, training."""
+
+_VALUES = {"switch": (bool, str), "number": (int, float), "object": dict}
+"""Types of the kinds of values in ``other_fields.toml``."""
 
 _Value = TypeVar("_Value")
 
@@ -116,7 +115,7 @@ class ModelConfig:
             self._prefix + name
             for key, value in self._own.items()
             if key not in self._known
-            for name in _cache_fields(key, value)
+            for name in _cache_fields(key, value, self.values.get("model_type"))
         ]
         return [*found, *(name for part in self._parts for name in part.unknown())]
 
@@ -278,7 +277,7 @@ def language_model(config: ModelConfig) -> ModelConfig:
         ConfigError: a field beside the part describes a cache, and the part does not repeat it.
     """
     _note_format(config)
-    if isinstance(config.values.get("talker_config"), dict):
+    if any(isinstance(config.values.get(part), dict) for part in ("talker_config", "tts_config")):
         config.notes.append("The talker, which speaks the answer, keeps KV of its own; the sizes leave it out.")
     beside: list[ModelConfig] = []
     while nested := next((part for part in TEXT_PARTS if isinstance(config.values.get(part), dict)), ""):
@@ -307,13 +306,32 @@ def _note_format(config: ModelConfig) -> None:
                 )
 
 
-def _cache_fields(key: str, value: object) -> list[str]:
+@cache
+def _harmless_fields() -> Mapping[str, Mapping[str, Any]]:
+    """Field to its group in ``other_fields.toml``."""
+    document = tomllib.loads((files("kvtier.size") / "other_fields.toml").read_text(encoding="utf-8"))
+    return {name: group for group in document["group"] for name in group["names"]}
+
+
+def _is_harmless(name: str, value: object, model_type: object) -> bool:
+    """Whether the field is known to change no cache, with this value and for this model type."""
+    group = _harmless_fields().get(name)
+    if group is None or model_type not in group.get("types", [model_type]):
+        return _HARMLESS.fullmatch(name.lower()) is not None
+    allowed = group["values"]
+    if isinstance(allowed, list):
+        return value in allowed
+    items = cast("list[object]", value) if isinstance(value, list) else [value]
+    return allowed == "any" or all(isinstance(item, _VALUES[allowed]) for item in items)
+
+
+def _cache_fields(key: str, value: object, model_type: object) -> list[str]:
     """Names of `key` and of the fields below it that look as if they describe a cache and have a value."""
     found: list[str] = []
     rest: list[tuple[str, str, object]] = [(key, key, value)]
     while rest:
         path, name, each = rest.pop()
-        if each in (None, False, 0, "") or _HARMLESS.fullmatch(name.lower()):
+        if each in (None, False, 0, "") or _is_harmless(name, each, model_type):
             continue
         if isinstance(each, dict):
             fields = cast("dict[str, object]", each)

@@ -50,7 +50,7 @@ class Shipped(Policy):
         """Touch the hits; cache a miss if there is room or the evictor has a victim."""
         names, parent_names, session = self._names, self._parent_names, self._session
         present, capacity = self.present, self.capacity
-        added = self._evictor.added
+        added, touched = self._evictor.added, self._evictor.touched
         hits = inserted = 0
         for block in reversed(blocks):
             # Held's own constructor takes twice as long, and this runs for each access.
@@ -59,7 +59,7 @@ class Shipped(Policy):
             )
             if present[block]:
                 hits += 1
-                self._evictor.touched(held)
+                touched(held)
             elif self.held < capacity or self._make_room():
                 added(held)
                 present[block] = 1

@@ -4,9 +4,11 @@ import re
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
+from bench.parts.size_check import check, parse_figure, published_cells
+from bench.published_sizes import published_sizes
+from click.testing import CliRunner
 
 from kvtier import size
-from kvtier.size.check import check, parse_figure, published_cells
 
 EXACT, CUT, ROUNDED, OTHER, BOUND, WRONG = "exact", "cut", "rounded", "other unit", "bound", "wrong"
 
@@ -112,3 +114,11 @@ def test_the_arithmetic_that_explains_a_mixture_gives_the_figure():
     for cell in mixed:
         (gigabytes,) = re.findall(r"= ([0-9,]+) GB", cell.because)
         assert f"{int(gigabytes.replace(',', '')) / 1024:.3g} TB" == cell.printed
+
+
+def test_the_program_prints_the_tables_and_explains_a_figure():
+    tables = CliRunner().invoke(published_sizes, [])
+    assert "3,270 GB, divided by 1,024" in " ".join(tables.output.split())
+    explained = CliRunner().invoke(published_sizes, ["qwen3-8b", "150 KB", "77 MB"])
+    assert "147,456 B" in explained.output
+    assert "77 MB: no convention known here gives it" in explained.output

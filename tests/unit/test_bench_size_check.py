@@ -1,12 +1,12 @@
 """Checks of a figure: the convention that gives it is named, and none where none does."""
 
 import pytest
+from bench.parts.size_check import check, parse_figure
 
 from kvtier import size
 from kvtier.config.value_types import parse_count
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, both, decimal, exact
-from kvtier.size.check import check, parse_figure
 
 SESSION, LONG = (4096, 1), (131_072, 1)
 

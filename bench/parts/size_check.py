@@ -2,7 +2,7 @@
 
 A figure is recomputed with each convention in use: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV
 heads, and so on. Conventions that reproduce its digits match; the fewer it takes, the likelier. `published_cells` does
-the same for the published tables in ``published.toml``.
+the same for the published tables in ``published_sizes.toml``.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.errors import ConfigError
@@ -359,7 +359,7 @@ def _counted(kv: KvSize, recount: Callable[[TokenPart], TokenPart]) -> float:
 @cache
 def published_cells() -> tuple[PublishedCell, ...]:
     """Every cell of every published table, in the order printed."""
-    published = tomllib.loads(files("kvtier.size").joinpath("published.toml").read_text(encoding="utf-8"))
+    published = tomllib.loads(Path(__file__).with_name("published_sizes.toml").read_text(encoding="utf-8"))
     cells = [
         _cell(table, row, column, printed)
         for table in published["table"]
