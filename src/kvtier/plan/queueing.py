@@ -6,7 +6,8 @@ The model has one server for each replica, its GPU, and pipes between it and the
   each holds the KV of those above it, so a tier adds the hits of its longer residence.
 - Prefill: ``2 P n`` for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`).
 - Decoding: each step reads the weights once and every request's KV (Pope et al., "Efficiently Scaling Transformer
-  Inference", 2022, section 2). Its time is shared by the requests of a full batch.
+  Inference", 2022, section 2). Of routed experts it reads those that its tokens use (`kvtier.plan.experts`). Its time
+  is shared by the requests of a full batch.
 - Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
   Khinchine's exact formula). Decoding continues meanwhile, so it takes its share of the GPU from the prefills.
 - Loading: a pipe serves loads of about equal size one after another. A load of x seconds alone takes
@@ -21,6 +22,8 @@ from typing import NamedTuple
 from kvtier.plan.resolve import Deployment
 
 GPU = "gpu"
+_TPOT_STEPS, _TPOT_CLOSE = 60, 1e-6
+_TAIL_STEPS = 40
 _USE_MAX = 0.99
 """Of a pipe by loads that the planner admits: at its whole bandwidth a queue would grow without end."""
 
@@ -81,11 +84,41 @@ class OperatingPoint:
     """Share in use of a replica's load bandwidth."""
     loading: dict[str, float]
     """Mean number of requests that load from each tier, by Little's law with that tier's own time."""
+    served_s: tuple[tuple[float, float], ...]
+    """Share of each sort of requests, and its time to first token without waiting."""
+    server_busy: float
+    """Probability that a request waits."""
 
     @property
     def hit_rate(self) -> float:
         """Share of all prompt tokens that are not computed."""
         return sum(self.found.values())
+
+    def ttft_within_s(self, share: float) -> float:
+        """Time to first token that a share of the requests does not exceed, such as 0.95.
+
+        The waiting time has an exponential tail, ``P(W > t) = rho exp(-rho t / E[W])``: exact for M/M/1, and an
+        approximation otherwise (Abate, Choudhury, Whitt, "Exponential approximations for tail probabilities in queues,
+        I: waiting times", 1995). A request's own prefill and load are added for each sort of requests.
+        """
+        if not math.isfinite(self.ttft_s):
+            return math.inf
+
+        def late(seconds: float) -> float:
+            return sum(part * self._waits_longer(seconds - own) for part, own in self.served_s)
+
+        low, high = 0.0, max(own for _, own in self.served_s) + self.wait_s
+        while late(high) > 1 - share:
+            low, high = high, 2 * high
+        for _ in range(_TAIL_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if late(middle) > 1 - share else (low, middle)
+        return high
+
+    def _waits_longer(self, seconds: float) -> float:
+        if seconds < 0:
+            return 1.0
+        return self.server_busy * math.exp(-self.server_busy * seconds / self.wait_s) if self.wait_s else 0.0
 
 
 def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) -> OperatingPoint:
@@ -116,9 +149,9 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
     free = 1 - rate * decode_s
     prefill_mean, load_mean = _mean(classes, prefills), _mean(classes, loads)
     gpu_used = rate * (mean_s + decode_s)
-    wait_s = ttft_s = math.inf
+    wait_s = ttft_s = busy = math.inf
     if free > 0 and gpu_used < 1 and math.isfinite(load_mean):
-        busy = rate * mean_s / free
+        busy = min(rate * mean_s / free, 1 - 1e-15)
         square = _mean(classes, [it * it for it in services])
         spread = (deployment.inputs.traffic.arrivals_cv2 + square / mean_s**2 - 1) / 2
         wait_s = max(spread, 0.0) * busy / (1 - busy) * mean_s / free
@@ -156,6 +189,12 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
             * sum(each.share * it for each, it in zip(classes, loads, strict=True) if each.loaded_from == name)
             for name in read
         },
+        served_s=tuple(
+            (each.share, own_s + prefill / free)
+            for each, own_s, prefill in zip(classes, loads, prefills, strict=True)
+            if free > 0
+        ),
+        server_busy=min(busy, 1.0),
     )
 
 
@@ -169,7 +208,8 @@ def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: flo
 def decode_token_s(deployment: Deployment) -> float:
     """Seconds of one replica for a decoded token, with a full batch."""
     kv_bytes = deployment.model.gpu_bytes(deployment.workload.session_tokens)
-    reading = (deployment.weight_bytes / deployment.batch + kv_bytes) / deployment.memory_bytes_per_s
+    weight_bytes = deployment.step_weight_bytes(deployment.batch)
+    reading = (weight_bytes / deployment.batch + kv_bytes) / deployment.memory_bytes_per_s
     return max(reading, 2.0 * deployment.inputs.model.active_parameters / deployment.flops)
 
 
@@ -301,16 +341,25 @@ def _use_at_most(deployment: Deployment, stretch: float) -> float:
 
 
 def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
-    """Time for each further token, at a load of `rate` requests a second on one replica.
+    """Time for each further token, at a load of `rate` requests a second on one server.
 
-    A step takes ``(W + B kv) / bandwidth`` of the time without prefills, and B is, by Little's law, the rate times the
-    tokens of an answer times this very time: solved for it.
+    A step takes ``(W(B) + B kv) / bandwidth`` of the time without prefills. B is, by Little's law, the rate times the
+    tokens of an answer times this very time. With constant weights that is solved for it; the weights of experts grow
+    with B, so the solution is repeated from the full weights on, and falls to the fixed point.
     """
     load = deployment.workload
-    weights_s = deployment.weight_bytes / deployment.memory_bytes_per_s
     kv_s = deployment.model.gpu_bytes(load.session_tokens) / deployment.memory_bytes_per_s
     free = 1 - rate * service_s - rate * load.answer_tokens * kv_s
-    return max(weights_s / free, weights_s + kv_s) if free > 0 else math.inf
+    if free <= 0:
+        return math.inf
+    batch, tpot_s = math.inf, math.inf
+    for _ in range(_TPOT_STEPS if deployment.expert_bytes else 1):
+        weights_s = deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
+        before_s, tpot_s = tpot_s, max(weights_s / free, weights_s + kv_s)
+        batch = max(rate * load.answer_tokens * tpot_s, 1.0)
+        if before_s - tpot_s < _TPOT_CLOSE * tpot_s:
+            break
+    return tpot_s
 
 
 def _found(deployment: Deployment, classes: list[RequestClass]) -> dict[str, float]:
