@@ -370,6 +370,7 @@ def _tier_json(tier: PlannedTier) -> dict[str, Any]:
         **{name: value for name, value in asdict(tier).items() if name != "worth"},
         "hit_share": tier.found,
         "users_without_it": without.users,
+        "users_with_it_alone": tier.worth.users_alone,
         "ttft_without_it_s": without.ttft_s,
         "output_tokens_per_s_without_it": without.output_tokens_per_s,
         "worth_it": tier.worth.worth_it,

@@ -54,10 +54,13 @@ def _within(plan: Plan) -> str:
 
 
 def _no_gain(plan: Plan) -> str:
-    """Why tiers change nothing: the reason of the one that was judged last, with no other beside it."""
+    """Why tiers change nothing for users."""
     if not plan.deployment.tiers:
         return "the plan has none"
-    return next((it.worth.why_not for it in plan.idle_tiers), "") or "other limits are met first"
+    if len(plan.idle_tiers) == len(plan.deployment.tiers):
+        return plan.idle_tiers[0].worth.why_not
+    before, after = (load_text(plan, it.throughput_users) for it in (plan.alone, plan.tiered))
+    return f"throughput saturates at {after} {load_unit(plan)} instead of {before}"
 
 
 def heading(plan: Plan) -> str:
@@ -172,9 +175,7 @@ def _idle(plan: Plan, tier: PlannedTier) -> str:
     name, without = TIER_NAMES[tier.name].capitalize(), tier.worth.without
     verb = "is" if tier.name in {"host", "shared"} else "are"
     pays = tier.worth.pays_from_s
-    since = f" It would pay from a query every {time_text(pays)} of each user on." if pays else ""
-    if pays and verb == "are":
-        since = since.replace("It", "They")
+    since = f" That changes where a user's queries are {time_text(pays)} apart or more." if pays else ""
     return (
         f"{name} {verb} not worth it here, because {tier.worth.why_not}: {load_text(plan, without.users)} "
         f"{load_unit(plan)} without.{since}"
@@ -312,23 +313,26 @@ def _gains(plan: Plan) -> Table:
 
 
 def _sizes(plan: Plan) -> Table:
-    planned = [(it.inputs.model.tp, it.inputs.model.dp_attention) for it in (plan.alone.deployment, plan.deployment)]
+    planned = {"GPU memory alone": plan.alone, "with tiers": plan.tiered}
     rows = [
         (
-            _size_name(it),
-            str(it.copies),
-            load_text(plan, it.users_without_tiers) + (" *" if (it.tp, it.dp_attention) == planned[0] else "  "),
-            load_text(plan, it.users_with_tiers) + (" *" if (it.tp, it.dp_attention) == planned[1] else "  "),
+            _size_name(size),
+            str(size.copies),
+            load_text(plan, size.users_without_tiers),
+            load_text(plan, size.users_with_tiers),
+            ", ".join(
+                name for name, it in planned.items() if _size_name(it.deployment.inputs.model) == _size_name(size)
+            ),
         )
-        for it in plan.sizes
+        for size in plan.sizes
     ]
     return Table(
-        ("GPUs of a copy", "copies", "GPU memory alone", "with tiers"),
+        ("GPUs of a copy", "copies", *planned, "planned for"),
         rows,
-        numeric=3,
+        numeric=4,
         title="Users by size",
-        note=f"{load_unit(plan).capitalize()} {_within(plan)}; * planned. The exchange between GPUs takes no time here "
-        "beyond gpu.flops_share: measure that share at your size.",
+        note=f"{load_unit(plan).capitalize()} {_within(plan)}. The exchange between GPUs takes no time here beyond "
+        "gpu.flops_share: measure that share at your size.",
     )
 
 
@@ -337,34 +341,26 @@ def _size_name(size: ModelInputs | PlannedSize) -> str:
 
 
 def _worth(plan: Plan) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for it in plan.tiers[1:]:
-        without = it.worth.without
-        rows.append(
-            (
-                TIER_NAMES[it.name],
-                share_text(it.found),
-                load_text(plan, without.users),
-                time_text(without.ttft_s),
-                digits(without.output_tokens_per_s),
-                "yes" if it.worth.worth_it else "no",
-            )
-        )
-    now = plan.tiered
-    rows.append(
+    rows = [
         (
-            "(all tiers)",
-            share_text(sum(it.found for it in plan.tiers[1:])),
-            load_text(plan, now.users),
-            time_text(now.ttft_s),
-            digits(now.output_tokens_per_s),
-            "",
+            TIER_NAMES[it.name],
+            share_text(it.found),
+            load_text(plan, it.worth.users_alone),
+            load_text(plan, it.worth.without.users),
+            time_text(it.worth.without.ttft_s),
+            digits(it.worth.without.output_tokens_per_s),
+            "yes" if it.worth.worth_it else "no",
         )
-    )
+        for it in plan.tiers[1:]
+    ]
+    unit, now = load_unit(plan), plan.tiered
+    whole = load_text(plan, now.users)
+    found = share_text(sum(it.found for it in plan.tiers[1:]))
+    rows.append(("all of them", found, whole, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
     return Table(
-        ("plan without", "its hits", load_unit(plan), "TTFT", "output tokens/s", "worth it"),
+        ("tier", "hits", f"{unit}: it alone", "without it", "TTFT without", "tokens/s without", "worth it"),
         rows,
-        numeric=4,
+        numeric=6,
         title="Each tier's own worth",
         note=f"A tier is worth it that brings at least {LEAST_GAIN - 1:.0%} of users, TTFT or tokens/s, those at the "
         "requested load. Of two that can stand in for each other, the dearer, or else the lower, is not.",

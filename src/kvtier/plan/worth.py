@@ -5,7 +5,7 @@ much, the dearest goes first (without prices: the lowest), and the others are ju
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvtier.plan.limits import highest_load, in_users, throughput
@@ -39,6 +39,8 @@ class TierWorth:
 
     without: Served
     """Of the plan without this tier, with all others."""
+    users_alone: float
+    """Users within all limits with this tier and no other."""
     worth_it: bool
     why_not: str
     """Why it brings nothing; empty where it brings something."""
@@ -57,14 +59,17 @@ class SameMoney:
     users_drives: float
 
 
-def served(deployment: Deployment, *, with_tiers: bool = True) -> Served:
-    """What a deployment serves within its limits, and at the requested load."""
+def served(deployment: Deployment) -> Served:
+    """What a deployment with its tiers serves within its limits, and at the requested load."""
     load = deployment.workload
-    rate = min(load.requests_per_s, throughput(deployment, with_tiers=with_tiers))
-    point = operate(deployment, rate, with_tiers=with_tiers)
+    rate = min(load.requests_per_s, throughput(deployment, with_tiers=True))
+    point = operate(deployment, rate, with_tiers=True)
     ttft_s = point.ttft_s if rate == load.requests_per_s else math.inf
-    users = in_users(deployment, highest_load(deployment, with_tiers=with_tiers))
-    return Served(users, ttft_s, rate * load.answer_tokens)
+    return Served(_users(deployment), ttft_s, rate * load.answer_tokens)
+
+
+def _users(deployment: Deployment, *, with_tiers: bool = True) -> float:
+    return in_users(deployment, highest_load(deployment, with_tiers=with_tiers))
 
 
 def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth]:
@@ -75,12 +80,14 @@ def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth
         point: its operating point at the highest load within the limits.
     """
     without = {it.name: served(deployment.without(it.name)) for it in deployment.tiers}
+    alone = {it.name: _users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
     found: dict[str, TierWorth] = {}
     kept, now, than = deployment, served(deployment), without
     while idle := [it for it in kept.tiers if not _gains(now, than[it.name])]:
         tier = max(reversed(idle), key=lambda it: _price(deployment, it))
         found[tier.name] = TierWorth(
             without=without[tier.name],
+            users_alone=alone[tier.name],
             worth_it=False,
             why_not=_why_not(kept, tier, point),
             pays_from_s=_pays_from(kept, tier),
@@ -88,7 +95,9 @@ def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth
         kept, now = kept.without(tier.name), than[tier.name]
         than = {it.name: served(kept.without(it.name)) for it in kept.tiers}
     for it in kept.tiers:
-        found[it.name] = TierWorth(without=without[it.name], worth_it=True, why_not="", pays_from_s=None)
+        found[it.name] = TierWorth(
+            without=without[it.name], users_alone=alone[it.name], worth_it=True, why_not="", pays_from_s=None
+        )
     return found
 
 
@@ -97,7 +106,13 @@ def gpu_worth(deployment: Deployment) -> TierWorth:
     reuses = deployment.inputs.software.gpu_reuse
     inputs = deployment.inputs.change({"software.gpu_reuse": False})
     now, without = served(deployment), served(resolve(inputs, deployment.basis))
-    return TierWorth(without=without, worth_it=reuses and _gains(now, without), why_not="", pays_from_s=None)
+    return TierWorth(
+        without=without,
+        users_alone=_users(deployment, with_tiers=False),
+        worth_it=reuses and _gains(now, without),
+        why_not="",
+        pays_from_s=None,
+    )
 
 
 def same_money(deployment: Deployment) -> SameMoney | None:
@@ -109,12 +124,11 @@ def same_money(deployment: Deployment) -> SameMoney | None:
     money = host / 1e9 * price.host_memory_per_gb + drives * price.drive
     host_bytes, count = int(money / price.host_memory_per_gb * 1e9), int(money / price.drive)
     users = [
-        in_users(changed, highest_load(changed, with_tiers=True))
+        _users(resolve(inputs.change(values), deployment.basis))
         for values in (
             {"host.capacity_bytes": host_bytes, "disk.count": 0},
             {"host.capacity_bytes": 0, "disk.count": count},
         )
-        for changed in (resolve(inputs.change(values), deployment.basis),)
     ]
     return SameMoney(money=money, host_bytes=host_bytes, users_host=users[0], drives=count, users_drives=users[1])
 
