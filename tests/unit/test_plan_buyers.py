@@ -142,6 +142,7 @@ def test_drives_with_few_hits_are_not_advised():
     plan = planned("llama-3.3-70b")
     disk, host = tier(plan, "disk"), tier(plan, "host")
     assert disk.found < 0.005
+    assert disk.hit_share < 0.015
     assert not disk.worth.worth_it
     assert host.worth.worth_it
     without = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
@@ -227,3 +228,14 @@ def test_full_batches_of_experts_cost_no_more_than_all_weights():
     kv_bytes = deployment.model.gpu_bytes(deployment.workload.session_tokens)
     most = (117e9 * 0.5625 / deployment.batch + kv_bytes) / (8 * 3.35e12 * 0.8)
     assert decode_token_s(deployment) <= most
+
+
+def test_a_plan_with_its_search_and_sensitivities_computes_few_loads(monkeypatch):
+    """Some 0.5 s of processor time; 25,000 loads took 2.3 s, at one size."""
+    loads = []
+    for module in ("limits", "plan", "search", "worth"):
+        monkeypatch.setattr(f"kvtier.plan.{module}.operate", lambda *a, **k: loads.append(a) or operate(*a, **k))
+    plan = make_plan(load(options={"model.name": "gpt-oss-120b", "model.weights": "fp4"}))
+    assert len(plan.sizes) == 7
+    assert len(plan.sensitivities) > 40
+    assert len(loads) < 3500

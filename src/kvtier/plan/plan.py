@@ -62,6 +62,8 @@ class PlannedTier:
     """Time for which it keeps unused KV; the end of the table (years) where it keeps everything."""
     found: float
     """Share of all prompt tokens that come from here."""
+    hit_share: float
+    """The same at the highest load within all limits, where its worth is judged."""
     read_bytes_per_s: float
     read_burst_bytes_per_s: float
     provided_bytes_per_s: float
@@ -266,6 +268,7 @@ def _tiers(deployment: Deployment, tiered: Variant) -> list[PlannedTier]:
             sessions=tokens / session_tokens,
             residence_s=point.residence_s[name],
             found=point.found[name],
+            hit_share=tiered.ceiling.point.found[name],
             read_bytes_per_s=point.read_bytes_per_s.get(name, 0.0),
             read_burst_bytes_per_s=point.read_bytes_per_s.get(name, 0.0) * deployment.inputs.target.burst,
             provided_bytes_per_s=provided,
@@ -368,7 +371,6 @@ def _tier_json(tier: PlannedTier) -> dict[str, Any]:
     without = tier.worth.without
     return {
         **{name: value for name, value in asdict(tier).items() if name != "worth"},
-        "hit_share": tier.found,
         "users_without_it": without.users,
         "users_with_it_alone": tier.worth.users_alone,
         "ttft_without_it_s": without.ttft_s,

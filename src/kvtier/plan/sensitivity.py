@@ -13,8 +13,8 @@ from kvtier.plan.resolve import Deployment, resolve
 STEP = 0.2
 _SIZE = ("model.tp", "model.dp_attention")
 """What the search found, and what stays."""
-_LOAD = frozenset((*_SIZE, "traffic.users", "traffic.load", "target.gpu_used", "traffic.trace_window_s"))
-"""Inputs of the requested load, which do not change the most that the deployment serves, and the size."""
+_LOAD = frozenset((*_SIZE, "host.gpus", "traffic.users", "traffic.load", "target.gpu_used", "traffic.trace_window_s"))
+"""Inputs of the requested load, which do not change the most that the deployment serves; the size, and the hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,10 +204,11 @@ def wear(plan: Plan) -> list[str]:
     share = share_text(drives.write_share)
     is_selective = drives.write_policy == "selective"
     by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
+    load, life = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}", time_text(drives.life_years * YEAR_S)
     return [
         (
-            f"At this load the drives last {time_text(drives.life_years * YEAR_S)}. {target.life_years:g} years need "
-            f"{by}, or {drives.drives_for_life} drives. Wear limits no users."
+            f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} "
+            "drives. Wear limits no users."
         )
     ]
 
@@ -344,7 +345,7 @@ def _worth(plan: Plan) -> Table:
     rows = [
         (
             TIER_NAMES[it.name],
-            share_text(it.found),
+            share_text(it.hit_share),
             load_text(plan, it.worth.users_alone),
             load_text(plan, it.worth.without.users),
             time_text(it.worth.without.ttft_s),
@@ -355,10 +356,18 @@ def _worth(plan: Plan) -> Table:
     ]
     unit, now = load_unit(plan), plan.tiered
     whole = load_text(plan, now.users)
-    found = share_text(sum(it.found for it in plan.tiers[1:]))
+    found = share_text(sum(it.hit_share for it in plan.tiers[1:]))
     rows.append(("all of them", found, whole, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
     return Table(
-        ("tier", "hits", f"{unit}: it alone", "without it", "TTFT without", "tokens/s without", "worth it"),
+        (
+            "tier",
+            f"hits at {whole} {unit}",
+            f"{unit}: it alone",
+            "without it",
+            "TTFT without",
+            "tokens/s without",
+            "worth it",
+        ),
         rows,
         numeric=6,
         title="Each tier's own worth",

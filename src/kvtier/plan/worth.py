@@ -171,10 +171,12 @@ def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint) 
         return f"{holds} the {bytes_text(above_bytes)} of {TIER_NAMES[above]}"
     if point.read_bytes_per_s[tier.name] < point.wanted_bytes_per_s[tier.name] / 2:
         return "prompts compute faster than they load from it"
+    if names[place + 1 :]:
+        return f"{TIER_NAMES[names[-1]]} alone serve as much"
     if within > _NEARLY_ALL:
         kept = f"{TIER_NAMES[above]} keeps KV for {time_text(residence_s)}"
         return f"{kept}, and {within:.1%} of the reuses come within that"
-    return f"{TIER_NAMES[names[-1]]} alone serve as much" if names[place + 1 :] else "other limits are met first"
+    return "other limits are met first"
 
 
 def _pays_from(deployment: Deployment, tier: TierHardware) -> float | None:
