@@ -361,18 +361,18 @@ def _worth(plan: Plan) -> Table:
     return Table(
         (
             "tier",
-            f"hits at {whole} {unit}",
+            f"hits at {whole}",
             f"{unit}: it alone",
             "without it",
-            "TTFT without",
-            "tokens/s without",
+            "its TTFT",
+            "its tokens/s",
             "worth it",
         ),
         rows,
         numeric=6,
         title="Each tier's own worth",
-        note=f"A tier is worth it that brings at least {LEAST_GAIN - 1:.0%} of users, TTFT or tokens/s, those at the "
-        "requested load. Of two that can stand in for each other, the dearer, or else the lower, is not.",
+        note=f"A tier is worth it that brings at least {LEAST_GAIN - 1:.0%} of users, TTFT or tokens/s, those without it "
+        "at the requested load. Of two that can stand in for each other, the dearer, or else the lower, is not.",
     )
 
 
