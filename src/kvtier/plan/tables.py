@@ -342,6 +342,8 @@ def _size_name(size: ModelInputs | PlannedSize) -> str:
 
 
 def _worth(plan: Plan) -> Table:
+    unit, now, lower = load_unit(plan), plan.tiered, plan.tiers[1:]
+    whole, found = load_text(plan, now.users), share_text(sum(it.hit_share for it in lower))
     rows = [
         (
             TIER_NAMES[it.name],
@@ -352,27 +354,16 @@ def _worth(plan: Plan) -> Table:
             digits(it.worth.without.output_tokens_per_s),
             "yes" if it.worth.worth_it else "no",
         )
-        for it in plan.tiers[1:]
+        for it in lower
     ]
-    unit, now = load_unit(plan), plan.tiered
-    whole = load_text(plan, now.users)
-    found = share_text(sum(it.hit_share for it in plan.tiers[1:]))
-    rows.append(("all of them", found, whole, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
+    rows.append(("(with all)", found, NONE, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
     return Table(
-        (
-            "tier",
-            f"hits at {whole}",
-            f"{unit}: it alone",
-            "without it",
-            "its TTFT",
-            "its tokens/s",
-            "worth it",
-        ),
+        ("tier", f"hits at {whole}", f"{unit}: it alone", "without it", "TTFT", "tokens/s", "worth it"),
         rows,
         numeric=6,
         title="Each tier's own worth",
-        note=f"A tier is worth it that brings at least {LEAST_GAIN - 1:.0%} of users, TTFT or tokens/s, those without it "
-        "at the requested load. Of two that can stand in for each other, the dearer, or else the lower, is not.",
+        note=f"A tier is worth it if the plan without it has {LEAST_GAIN - 1:.0%} less of users, TTFT or tokens/s (both "
+        "at the requested load). Of two that can stand in for each other, the dearer, or else the lower, is not.",
     )
 
 
