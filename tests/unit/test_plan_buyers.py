@@ -174,6 +174,8 @@ def test_the_money_of_both_tiers_on_one_of_them():
     assert cost.bought == pytest.approx(8 * 25_000 + 50_000 + found.money)
     per_hour = cost.bought / (3 * 365.25 * 24) + cost.watts / 1000 * 0.15
     assert cost.per_million_output_tokens == pytest.approx(per_hour / 3600 / plan.tiered.output_tokens_per_s * 1e6)
+    text = " ".join(conclusion(plan))
+    assert f"18,796 USD (illustration), {18_796 / (plan.tiered.users - plan.alone.users):.0f} for each of" in text
     assert planned("llama-3.3-70b").same_money is None
 
 

@@ -345,7 +345,7 @@ class SoftwareInputs(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceInputs(SettingsSection):
-    """Prices. kvtier ships none; figures that need a missing price are left out."""
+    """Prices. kvtier ships none of a market; figures that need a missing price are left out."""
 
     section: ClassVar[str] = "price"
 

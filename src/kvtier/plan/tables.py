@@ -155,7 +155,7 @@ def conclusion(plan: Plan) -> list[str]:
     sentences += _gpus(plan)
     if plan.tiered.users >= plan.alone.users * LEAST_GAIN:
         sentences += [_idle(plan, it) for it in plan.idle_tiers]
-    return [*sentences, *_same_money(plan), *wear(plan)]
+    return [*sentences, *_money(plan), *wear(plan)]
 
 
 def _gpus(plan: Plan) -> list[str]:
@@ -182,18 +182,30 @@ def _idle(plan: Plan, tier: PlannedTier) -> str:
     )
 
 
-def _same_money(plan: Plan) -> list[str]:
-    found = plan.same_money
-    if found is None:
-        return []
-    host, drives = load_text(plan, found.users_host), load_text(plan, found.users_drives)
-    return [
-        (
-            f"For the {digits(found.money)} {plan.inputs.price.currency} of host memory and drives: "
-            f"{bytes_text(found.host_bytes)} of host memory alone serve {host} {load_unit(plan)}, {found.drives} "
-            f"drives alone {drives}."
+def _money(plan: Plan) -> list[str]:
+    """The price of a further user, and host memory against drives, where prices are given."""
+    sentences, currency, unit = list[str](), plan.inputs.price.currency, load_unit(plan)
+    before, after, more = plan.alone.cost.bought, plan.tiered.cost.bought, plan.tiered.users - plan.alone.users
+    if (
+        before
+        and after
+        and not plan.tiered.cost.missing
+        and plan.deployment.tiers
+        and math.isfinite(more)
+        and more >= 1
+    ):
+        each = digits((after - before) / more)
+        sentences.append(
+            f"The tiers cost {digits(after - before)} {currency}, {each} for each of {digits(more)} {unit} more."
         )
-    ]
+    found = plan.same_money
+    if found is not None:
+        host, drives = load_text(plan, found.users_host), load_text(plan, found.users_drives)
+        sentences.append(
+            f"For {digits(found.money)} {currency}, {bytes_text(found.host_bytes)} of host memory alone serve {host} {unit}, and "
+            f"{found.drives} drives alone {drives}."
+        )
+    return sentences
 
 
 def wear(plan: Plan) -> list[str]:
@@ -362,8 +374,8 @@ def _worth(plan: Plan) -> Table:
         rows,
         numeric=6,
         title="Each tier's own worth",
-        note=f"A tier is worth it if the plan without it has {LEAST_GAIN - 1:.0%} less of users, TTFT or tokens/s (both "
-        "at the requested load). Of two that can stand in for each other, the dearer, or else the lower, is not.",
+        note=f"A tier is worth it if the plan without it is {LEAST_GAIN - 1:.0%} worse in users, TTFT or tokens/s (at "
+        "the requested load). Of two that can stand in for each other, the dearer, or else the lower, is not.",
     )
 
 
