@@ -188,6 +188,20 @@ def test_gpus_for_the_load_agree_with_the_users_that_they_serve():
     assert "at 70% of the most users (target.gpu_used)" in text
 
 
+def test_a_drive_that_writes_too_slowly_drops_the_rest():
+    """It has hits for the share of new KV that it writes. What misses is new KV again, so the share falls far."""
+    options = {"model.name": "llama-3.1-8b", "model.tp": 1, "disk.count": 1, "host.capacity_bytes": 0}
+    options |= {"software.gpu_reuse": False, "traffic.prefix_tokens": 0, "software.skips_slow_loads": False}
+    slow, fast = (
+        operate(resolve(load(options=options | {"disk.write_bytes_per_s": rate})), 1.0, with_tiers=True)
+        for rate in (2e8, 1e12)
+    )
+    share = 2e8 / slow.new_bytes_per_s
+    assert slow.write_bytes_per_s["disk"] == 2e8 < fast.write_bytes_per_s["disk"]
+    assert 0 < share < 0.2
+    assert slow.found["disk"] == pytest.approx(share * fast.found["disk"], rel=0.01)
+
+
 def test_without_reuse_no_tier_is_worth_it():
     plan = planned("llama-3.1-8b", traffic__turns=1, traffic__prefix_tokens=0)
     assert [it.worth.worth_it for it in plan.tiers] == [False] * 3

@@ -153,14 +153,14 @@ def _link_used(deployment: Deployment, point: OperatingPoint) -> float:
 def _bandwidth_used(deployment: Deployment, point: OperatingPoint, tier: str) -> float:
     hardware = next(it for it in deployment.tiers if it.name == tier)
     reads = deployment.inputs.target.burst * point.wanted_bytes_per_s[tier] / hardware.read_bytes_per_s
-    return reads + point.write_bytes_per_s[tier] / hardware.write_bytes_per_s
+    return reads + point.given_bytes_per_s[tier] / hardware.write_bytes_per_s
 
 
 def _host_used(deployment: Deployment, point: OperatingPoint) -> float:
     """Data from or to a lower tier crosses the channels of host memory twice."""
     host = next(it for it in deployment.tiers if it.name == "host")
     below = sum(rate for name, rate in point.wanted_bytes_per_s.items() if name != "host")
-    written = sum(point.write_bytes_per_s.values())
+    written = sum(point.given_bytes_per_s.values())
     reads = deployment.inputs.target.burst * (point.wanted_bytes_per_s["host"] + 2 * below)
     return (reads + written) / host.read_bytes_per_s
 

@@ -288,7 +288,8 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
     # Little's law twice: the mean number of requests that load from drives, and the commands of each in flight.
     depth = point.loading["disk"] * software.chunks_in_flight * max(chunk_bytes / disk.command_bytes, 1.0)
     wanted = point.wanted_bytes_per_s["disk"]
-    time_used = target.burst * wanted / disk.read_bytes_per_s + written / disk.write_bytes_per_s  # in drives
+    given = point.given_bytes_per_s["disk"]
+    time_used = target.burst * wanted / disk.read_bytes_per_s + given / disk.write_bytes_per_s  # in drives
     years, full_years = life_years(deployment, written), life_years(deployment, point.new_bytes_per_s)
     kept = deployment.workload.kept_share
     selective_years = full_years / kept if kept else math.inf

@@ -24,6 +24,7 @@ from kvtier.plan.resolve import Deployment
 GPU = "gpu"
 _TPOT_STEPS, _TPOT_CLOSE = 60, 1e-6
 _TAIL_STEPS = 40
+_STORE_CLOSE = 1e-4
 _USE_MAX = 0.99
 """Of a pipe by loads that the planner admits: at its whole bandwidth a queue would grow without end."""
 
@@ -79,6 +80,8 @@ class OperatingPoint:
     """Reads if no hit were computed because its load is too slow."""
     new_bytes_per_s: float
     """New KV and snapshots: what a tier that stores all of it writes."""
+    given_bytes_per_s: dict[str, float]
+    """What each tier would write if none were too slow."""
     write_bytes_per_s: dict[str, float]
     link_used: float
     """Share in use of a replica's load bandwidth."""
@@ -125,7 +128,7 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
     """The deployment at a load, with its tiers or with GPU memory alone."""
     load, model = deployment.workload, deployment.model
     residence_s = _residences(deployment, requests_per_s, with_tiers=with_tiers)
-    classes = _request_classes(deployment, requests_per_s, residence_s, with_tiers=with_tiers)
+    classes, new_bytes_per_s, given = _stored(deployment, requests_per_s, residence_s, with_tiers=with_tiers)
     rate = requests_per_s / deployment.replicas
     read = dict.fromkeys((tier.name for tier in deployment.tiers), 0.0)
     wanted = dict(read)
@@ -159,18 +162,12 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
         ttft_s = wait_s + load_mean + prefill_mean / free
     tpot_s = _tpot_s(deployment, rate, mean_s)
     computing = rate * prefill_mean + min(rate * load.answer_tokens * tpot_s, 1.0)
-    computed_tokens = _mean(classes, [each.computed_tokens for each in classes])
-    # All computed KV, of prompt and answer, is written to every tier, and the snapshots of recurrent states.
-    states = deployment.inputs.software.snapshots * model.state_bytes
-    new_bytes_per_s = requests_per_s * ((computed_tokens + load.answer_tokens) * model.token_bytes + states)
-    written = new_bytes_per_s if with_tiers else 0.0
-    write_share = deployment.inputs.software.write_share
     return OperatingPoint(
         requests_per_s=requests_per_s,
         with_tiers=with_tiers,
         residence_s=residence_s,
         found=_found(deployment, classes),
-        computed_tokens=computed_tokens,
+        computed_tokens=_mean(classes, [each.computed_tokens for each in classes]),
         prefill_s=prefill_mean,
         load_s=load_mean,
         wait_s=wait_s,
@@ -182,7 +179,10 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
         read_bytes_per_s=read,
         wanted_bytes_per_s=wanted,
         new_bytes_per_s=new_bytes_per_s,
-        write_bytes_per_s={name: written * (1.0 if name == "host" else write_share) for name in read},
+        given_bytes_per_s={tier.name: given.get(tier.name, 0.0) for tier in deployment.tiers},
+        write_bytes_per_s={
+            tier.name: min(given.get(tier.name, 0.0), tier.write_bytes_per_s) for tier in deployment.tiers
+        },
         link_used=link_used,
         loading={
             name: requests_per_s
@@ -230,8 +230,42 @@ def _residences(deployment: Deployment, requests_per_s: float, *, with_tiers: bo
     return found
 
 
-def _request_classes(
+def _stored(
     deployment: Deployment, requests_per_s: float, residence_s: dict[str, float], *, with_tiers: bool
+) -> tuple[list[RequestClass], float, dict[str, float]]:
+    """The classes of requests, the bytes of new KV a second, and those that each tier is given to write.
+
+    All computed KV, of prompt and answer, and the snapshots of recurrent states are written to every tier. A tier that
+    writes more slowly drops the rest, so that share of its hits is computed, which makes more new KV: repeated until it
+    stays.
+    """
+    load, software = deployment.workload, deployment.inputs.software
+    kept: dict[str, float] = {}
+    while True:
+        classes = _request_classes(deployment, requests_per_s, residence_s, kept, with_tiers=with_tiers)
+        tokens = _mean(classes, [each.computed_tokens for each in classes]) + load.answer_tokens
+        new = requests_per_s * (
+            tokens * deployment.model.token_bytes + software.snapshots * deployment.model.state_bytes
+        )
+        given = {
+            tier.name: new * (1.0 if tier.name == "host" else software.write_share)
+            for tier in (deployment.tiers if with_tiers else ())
+        }
+        before = kept
+        kept = {
+            it.name: min(it.write_bytes_per_s / given[it.name], 1.0) for it in deployment.tiers if given.get(it.name)
+        }
+        if all(before.get(name, 1.0) - share < _STORE_CLOSE for name, share in kept.items()):
+            return classes, new, given
+
+
+def _request_classes(
+    deployment: Deployment,
+    requests_per_s: float,
+    residence_s: dict[str, float],
+    kept: dict[str, float],
+    *,
+    with_tiers: bool,
 ) -> list[RequestClass]:
     load = deployment.workload
     gpu_reuse = deployment.inputs.software.gpu_reuse
@@ -249,8 +283,9 @@ def _request_classes(
         if place == GPU and not gpu_reuse:
             continue
         found = load.curve.found_within(seconds)
-        share = later * max(found - reached, 0.0)
-        reached = max(reached, found)
+        gain = max(found - reached, 0.0) * kept.get(place, 1.0)
+        share = later * gain
+        reached += gain
         loaded = 0.0 if place == GPU else max(load.reusable_tokens - (prefix if gpu_reuse else 0.0), 0.0)
         each = _request_class(share, load.reusable_tokens, load.later_tokens, place, loaded)
         if loaded and share:

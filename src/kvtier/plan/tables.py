@@ -202,8 +202,8 @@ def _money(plan: Plan) -> list[str]:
     if found is not None:
         host, drives = load_text(plan, found.users_host), load_text(plan, found.users_drives)
         sentences.append(
-            f"For {digits(found.money)} {currency}, {bytes_text(found.host_bytes)} of host memory alone serve {host} {unit}, and "
-            f"{found.drives} drives alone {drives}."
+            f"For {digits(found.money)} {currency}, {bytes_text(found.host_bytes)} of host memory alone serve {host} "
+            f"{unit}, and {found.drives} drives alone {drives}."
         )
     return sentences
 

@@ -169,6 +169,9 @@ def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint) 
         return f"{holds} one conversation"
     if tier.capacity_bytes < above_bytes:
         return f"{holds} the {bytes_text(above_bytes)} of {TIER_NAMES[above]}"
+    if point.write_bytes_per_s[tier.name] * LEAST_GAIN < point.given_bytes_per_s[tier.name]:
+        stored = point.write_bytes_per_s[tier.name] / point.given_bytes_per_s[tier.name]
+        return f"new KV is written too slowly, {stored:.0%} of it in time"
     if point.read_bytes_per_s[tier.name] < point.wanted_bytes_per_s[tier.name] / 2:
         return "prompts compute faster than they load from it"
     if names[place + 1 :]:
