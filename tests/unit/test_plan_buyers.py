@@ -150,6 +150,7 @@ def test_drives_with_few_hits_are_not_advised():
     assert without.tiered.users * 1.1 > plan.tiered.users > host.worth.users_alone
     text = " ".join(conclusion(plan))
     assert "drives last" not in text
+    assert "disk." not in text
     assert 'kind = "disk"' not in settings_toml(plan)
     assert verdict(plan).endswith("not worth it: local drives")
     # From the interval that the plan names on they pay, and at half of that they do not.

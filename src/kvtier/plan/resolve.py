@@ -194,7 +194,8 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
         if not why:
             fits = True
             yield deployment
-        refused = why or refused
+        elif not (dp and refused):  # with such attention each GPU needs more
+            refused = why
     if not fits:
         raise ConfigError(f"{refused}; allowed: more or larger GPUs, smaller weights or a smaller kv_dtype")
 

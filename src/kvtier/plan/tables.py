@@ -140,7 +140,12 @@ def conclusion(plan: Plan) -> list[str]:
         sentences.append(f"A single request exceeds a limit: {binding.name} ({binding.meaning}).")
     if following is not None and math.isfinite(following.users):
         sentences.append(f"Next limit: {following.name}, at {load_text(plan, following.users)} {unit}.")
-    reserves = [it for it in plan.tiered.ceiling.limits if it.is_reserve and it.users < binding.users]
+    idle = _idle_inputs(plan)
+    reserves = [
+        it
+        for it in plan.tiered.ceiling.limits
+        if it.is_reserve and it.users < binding.users and not it.raised_by.startswith(idle)
+    ]
     if reserves:
         first = reserves[0]
         sentences.append(
@@ -229,12 +234,18 @@ def _has_worth(plan: Plan, tier: str) -> bool:
     return any(it.name == tier for it in plan.tiers if it not in plan.idle_tiers)
 
 
+def _idle_inputs(plan: Plan) -> tuple[str, ...]:
+    """Beginnings of the inputs of tiers that are not worth it, which no advice names."""
+    return tuple(f"{it.name}." for it in plan.idle_tiers)
+
+
 def _raised_by(plan: Plan) -> str:
     """What more of the strongest inputs of hardware and software gives."""
     changed = [
         (it.users_higher, it)
         for it in plan.sensitivities
-        if it.name.startswith(_HARDWARE) and it.users_higher and it.users_higher > it.users * 1.01
+        if it.name.startswith(_HARDWARE) and not it.name.startswith(_idle_inputs(plan))
+        if it.users_higher and it.users_higher > it.users * 1.01
     ]
     strongest = sorted(changed, key=lambda it: -it[0])[:3]
     texts = [
