@@ -140,17 +140,13 @@ def conclusion(plan: Plan) -> list[str]:
         sentences.append(f"A single request exceeds a limit: {binding.name} ({binding.meaning}).")
     if following is not None and math.isfinite(following.users):
         sentences.append(f"Next limit: {following.name}, at {load_text(plan, following.users)} {unit}.")
-    idle = _idle_inputs(plan)
-    reserves = [
-        it
-        for it in plan.tiered.ceiling.limits
-        if it.is_reserve and it.users < binding.users and not it.raised_by.startswith(idle)
-    ]
+    reserves = [it for it in plan.tiered.ceiling.limits if it.is_reserve and it.users < binding.users]
     if reserves:
         first = reserves[0]
+        advice = "" if first.raised_by.startswith(_idle_inputs(plan)) else f" To raise it, change {first.raised_by}."
         sentences.append(
             f"From {load_text(plan, first.users)} {unit} on, {first.name} is short in bursts, so that loads take "
-            f"longer or prompts are computed. To raise it, change {first.raised_by}."
+            f"longer or prompts are computed.{advice}"
         )
     over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
     if over:
