@@ -148,6 +148,7 @@ def test_drives_with_few_hits_are_not_advised():
     without = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
     assert disk.worth.without.users == host.worth.users_alone == pytest.approx(without.tiered.users)
     assert without.tiered.users * 1.1 > plan.tiered.users > host.worth.users_alone
+    assert host.worth.without.users == pytest.approx(plan.alone.users)  # judged without the drives
     text = " ".join(conclusion(plan))
     assert "drives last" not in text
     assert "disk." not in text

@@ -38,7 +38,7 @@ class TierWorth:
     """One tier's own gain."""
 
     without: Served
-    """Of the plan without this tier, with all others."""
+    """Of the plan without this tier, and without those that were found not to be worth it before."""
     users_alone: float
     """Users within all limits with this tier and no other."""
     worth_it: bool
@@ -79,25 +79,24 @@ def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth
         deployment: with all tiers.
         point: its operating point at the highest load within the limits.
     """
-    without = {it.name: served(deployment.without(it.name)) for it in deployment.tiers}
     alone = {it.name: _users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
     found: dict[str, TierWorth] = {}
-    kept, now, than = deployment, served(deployment), without
-    while idle := [it for it in kept.tiers if not _gains(now, than[it.name])]:
-        tier = max(reversed(idle), key=lambda it: _price(deployment, it))
-        found[tier.name] = TierWorth(
-            without=without[tier.name],
-            users_alone=alone[tier.name],
-            worth_it=False,
-            why_not=_why_not(kept, tier, point),
-            pays_from_s=_pays_from(kept, tier),
-        )
-        kept, now = kept.without(tier.name), than[tier.name]
-        than = {it.name: served(kept.without(it.name)) for it in kept.tiers}
-    for it in kept.tiers:
-        found[it.name] = TierWorth(
-            without=without[it.name], users_alone=alone[it.name], worth_it=True, why_not="", pays_from_s=None
-        )
+    kept, now = deployment, served(deployment)
+    while kept.tiers:
+        without = {it.name: served(kept.without(it.name)) for it in kept.tiers}
+        idle = [it for it in kept.tiers if not _gains(now, without[it.name])]
+        tier = max(reversed(idle), key=lambda it: _price(deployment, it), default=None)
+        for it in [tier] if tier else kept.tiers:
+            found[it.name] = TierWorth(
+                without=without[it.name],
+                users_alone=alone[it.name],
+                worth_it=tier is None,
+                why_not=_why_not(kept, it, point) if tier else "",
+                pays_from_s=_pays_from(kept, it) if tier else None,
+            )
+        if tier is None:
+            break
+        kept, now = kept.without(tier.name), without[tier.name]
     return found
 
 
