@@ -382,8 +382,8 @@ def _worth(plan: Plan) -> Table:
         numeric=6,
         title="Each tier's own worth",
         note=f"A tier is worth it if the plan without it is {LEAST_GAIN - 1:.0%} worse in users, TTFT or tokens/s (at "
-        "the requested load). Of two that can stand in for each other, the dearer, or else the lower, is not; the other "
-        "is judged without it.",
+        "the requested load). Of two that can stand in for each other, the dearer, or else the lower, is not; the "
+        "other is judged without it.",
     )
 
 
