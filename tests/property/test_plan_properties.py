@@ -45,6 +45,7 @@ def sites(draw) -> Inputs:
             "host.capacity_bytes": draw(st.sampled_from([0, 2**36, 2**41])),
             "disk.count": draw(st.integers(0, 12)),
             "disk.read_bytes_per_s": draw(st.floats(1e8, 3e10)),
+            "disk.write_bytes_per_s": draw(st.sampled_from([1e8, 1e10])),
             "shared.capacity_bytes": draw(st.sampled_from([0, 0, 10**15])),
             "shared.adapter_bytes_per_s": draw(st.floats(1e8, 1e11)),
             "software.gpu_reuse": draw(st.sampled_from([True, True, False])),
@@ -154,3 +155,22 @@ def test_twice_of_everything_serves_twice_as_many(inputs):
         once = ceiling(resolve(single), with_tiers=with_tiers)
         twice = ceiling(resolve(doubled), with_tiers=with_tiers)
         assert math.isclose(twice.binding.requests_per_s, 2 * once.binding.requests_per_s, rel_tol=1e-6)
+
+
+@given(sites())
+@checked
+def test_no_plan_exceeds_the_rates_of_its_parts(inputs):
+    """At the served load: FLOP/s, memory bandwidth, links and drives, each counted from the requests."""
+    plan = make_plan(inputs, with_sensitivities=False)
+    for variant in (plan.alone, plan.tiered):
+        deployment, point, load = variant.deployment, variant.point, variant.deployment.workload
+        gpu, count = deployment.inputs.gpu, deployment.inputs.gpu.count
+        flop = 2 * deployment.inputs.model.active_parameters * (point.computed_tokens + load.answer_tokens)
+        assert point.requests_per_s * flop <= count * gpu.flops
+        decoded = deployment.model.gpu_bytes(load.session_tokens) * load.answer_tokens
+        assert point.requests_per_s * decoded <= count * gpu.memory_bytes_per_s
+        read = sum(point.read_bytes_per_s.values()) * deployment.model.delivered_ratio
+        assert read <= count * gpu.link_bytes_per_s * (1 + 1e-9)
+        for tier in deployment.tiers:
+            assert point.read_bytes_per_s[tier.name] <= tier.read_bytes_per_s * (1 + 1e-9)
+            assert point.write_bytes_per_s[tier.name] <= tier.write_bytes_per_s * (1 + 1e-9)

@@ -203,12 +203,18 @@ def test_gpus_needed_is_the_formula_in_whole_copies_of_the_model():
     deployment = deployed(model__name="llama-3.3-70b", model__tp=4, gpu__count=8, target__gpu_used=0.7)
     # 100 queries/s wanted, 12 measured on 8 GPUs, planned at 70 %: 100 / (12 x 0.7) x 8 = 95.2, in fours.
     assert gpus_needed(deployment, 100.0, 12.0) == 96
+    assert gpus_needed(deployment, 100.0, 12.0, used=1.0) == 68  # 66.7 without the reserve
     assert gpus_needed(deployment, 100.0, 0.0) is None
 
 
 def test_kv_is_worth_keeping_until_it_costs_as_much_as_computing_it():
     plan = planned(
-        price__gpu=20_000.0, price__drive=2_000.0, price__host_memory_per_gb=5.0, disk__filled=1.0, disk__count=3
+        model__tp=1,
+        price__gpu=20_000.0,
+        price__drive=2_000.0,
+        price__host_memory_per_gb=5.0,
+        disk__filled=1.0,
+        disk__count=3,
     )
     tokens = plan.deployment.workload.reusable_tokens
     compute_s = prefill_s(plan.deployment, tokens, tokens) / (tokens * 131_072)  # of one byte

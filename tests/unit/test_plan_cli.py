@@ -134,8 +134,8 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
     [
         (("--reuse", "0"), "no prompt repeats tokens of an earlier one"),
         (("--turns", "1", "--system", "0"), "no prompt repeats tokens of an earlier one"),
-        (("--tier", "host=1GiB"), "the largest holds 1.07 GB, less than one conversation"),
-        (("--tier", "host=100GiB"), "less than the 474 GB of GPU memory"),
+        (("--tier", "host=1GiB"), "host memory holds 1.07 GB, less than one conversation"),
+        (("--tier", "host=100GiB"), "less than the 586 GB of GPU memory"),
         (("--tier", "host=0"), "the plan has none"),
     ],
 )
@@ -169,11 +169,17 @@ def test_slow_drives_cost_no_users(capsys):
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_fewest_gpus_that_hold_the_model_are_chosen(capsys):
+def test_the_size_that_serves_most_users_is_planned_for_each_arm(capsys):
+    """With the fewest GPUs that hold the model it was 10 and 6 users."""
     plan = json.loads(output(capsys, "llama-3.3-70b", "--json"))
-    assert plan["inputs"]["model.tp"]["value"] == 2
-    assert plan["inputs"]["model.tp"]["from"] == "the fewest that hold the model"
-    assert "TP 2), the fewest that hold it" in output(capsys, "llama-3.3-70b")
+    assert (plan["tp_with_tiers"], plan["tp_without_tiers"]) == (8, 8)
+    assert plan["inputs"]["model.tp"]["from"] == "the size that serves most users"
+    by_tp = {it["tp"]: (int(it["users_without_tiers"]), int(it["users_with_tiers"])) for it in plan["sizes"]}
+    assert by_tp == {2: (6, 10), 4: (44, 67), 8: (66, 100)}
+    assert (int(plan["users_without_tiers"]), int(plan["users_with_tiers"])) == by_tp[8]
+    fixed = json.loads(output(capsys, "llama-3.3-70b", "--tp", "4", "--json"))
+    assert (fixed["tp_with_tiers"], fixed["tp_without_tiers"]) == (4, 4)
+    assert (int(fixed["users_without_tiers"]), int(fixed["users_with_tiers"])) == by_tp[4]
     assert run(["plan", "llama-3.3-70b", "--tp", "1"]) == 2
     assert "1 x h100-sxm leave 0.0 GB" in capsys.readouterr().err
 
@@ -215,17 +221,18 @@ def test_the_plan_ends_with_settings_that_kvtier_reads(capsys, tmp_path, argumen
     path = tmp_path / "kvtier.toml"
     path.write_text(plan["settings"])
     config = load_settings(path, {}).config
+    worth = {it["name"] for it in plan["tiers"] if it["worth_it"]}
     value, replicas = (lambda name: plan["inputs"][name]["value"]), plan["replicas"]
-    if value("host.capacity_bytes"):
+    if "host" in worth:
         assert config.host.capacity_bytes == value("host.capacity_bytes") // replicas
-    kinds = [("disk", value("disk.count")), ("shared_directory", value("shared.capacity_bytes"))]
-    assert [tier.kind for tier in config.tiers] == [kind for kind, count in kinds if count]
-    if value("disk.count"):
+    kinds = [("disk", "disk"), ("shared_directory", "shared")]
+    assert [tier.kind for tier in config.tiers] == [kind for kind, name in kinds if name in worth]
+    if "disk" in worth:
         disk = config.tiers[0]
         drives = value("disk.count") * value("disk.capacity_bytes") * value("disk.filled")
         assert disk.capacity_bytes == pytest.approx(drives / replicas, rel=1e-3)
         assert bool(disk.write_bytes_per_day) == (plan["drives"]["write_policy"] == "budget")
-    if value("shared.capacity_bytes"):
+    if "shared" in worth:
         assert config.tiers[-1].capacity_bytes == pytest.approx(value("shared.capacity_bytes"), rel=1e-3)
     assert config.planner.enabled == value("software.skips_slow_loads")
 
@@ -234,10 +241,8 @@ def test_what_raises_the_limit_is_computed(capsys):
     """The text names inputs, their higher values and the users that they give; a plan with one of them agrees."""
     lines = " ".join(output(capsys, "llama-3.3-70b", "--users", "20").split())
     gpus, users = re.search(r"To raise it: .*?gpu\.count = (\d+) gives (\d+)", lines).groups()
-    tp, more = re.search(r"model\.tp = (\d+) gives (\d+)", lines).groups()
-    for arguments, said in ((("--gpu", f"{gpus}xh100-sxm", "--tp", "2"), users), (("--tp", tp), more)):
-        answer = output(capsys, "llama-3.3-70b", "--users", "20", *arguments)
-        assert answer.startswith(f"Tiers serve {said} users")
+    answer = output(capsys, "llama-3.3-70b", "--users", "20", "--gpu", f"{gpus}xh100-sxm")
+    assert answer.startswith(f"Tiers serve {users} users")
 
 
 def test_every_input_in_use_is_printed_with_its_origin(capsys, tmp_path):

@@ -25,7 +25,7 @@ COLUMN = 48
     "--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]"
 )
 @click.option(
-    "--tp", metavar="N", help="Tensor-parallel size: GPUs per replica.  [default: the fewest that hold MODEL]"
+    "--tp", metavar="N", help="Tensor-parallel size, for both arms.  [default: of each, what serves most users]"
 )
 @click.option("--weights", help="Format of the weights: bf16, fp8, fp4.  [default: bf16]")
 @click.option("--dtype", help="Format of the KV, as in `kvtier size`.  [default: bf16]")
@@ -49,7 +49,7 @@ COLUMN = 48
     multiple=True,
     metavar="NAME=SIZE",
     help="A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB, s3=1000TB. Repeatable; tiers that "
-    "are not named are left out.  [default: host=1TiB, disk=4xpm1753]",
+    "are not named are left out.  [default: host=1TiB, disk=4xpm1753 a host]",
 )
 @click.option("--file", type=click.Path(path_type=Path), help="TOML file of inputs: hardware, traffic, prices.")
 @click.option(
@@ -58,7 +58,7 @@ COLUMN = 48
     help="Record of `kvtier probe` with measured links; its drive stands for each drive of the plan.",
 )
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
-@click.option("--example", help="Start from an example that ships with kvtier, such as samsung.")
+@click.option("--example", help="Start from an example that ships with kvtier: samsung, or prices (an illustration).")
 @click.option("--show-inputs", is_flag=True, help="Also print every input in use with its origin, and the sources.")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
 @click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
@@ -81,9 +81,10 @@ def plan(
 ) -> None:
     """Plan tiers for MODEL (a name from `kvtier size --list`, or a config.json).
 
-    Compares GPU memory alone with tiers of host memory, drives and shared storage. Prints what tiers change, the
-    binding limit and what raises it; then users, throughput, power, cost, capacity, bandwidth, queue depth and wear;
-    and last the settings of kvtier that the plan implies.
+    Compares GPU memory alone with tiers of host memory, drives and shared storage, each at the size that serves most
+    users. Prints what tiers change, which of them are worth it, the binding limit and what raises it; then users,
+    throughput, power, cost, capacity, bandwidth, queue depth and wear; and last the settings of kvtier that the plan
+    implies.
 
     Every input has a name, a default and an origin (--show-inputs). Later wins: defaults, --example, --file, --probe,
     options, --set. Without prices, costs are left out.
@@ -147,7 +148,7 @@ def _print(result: "Plan", published: "list[PublishedFigure]", *, show_inputs: b
     click.secho(textwrap.fill(f"{verdict(result)}.", 100), bold=True)
     for sentence in conclusion(result):
         _wrapped(sentence, 2)
-    click.echo(heading(result))
+    _wrapped(heading(result), 2)
     shown = list(tables(result))
     if published:
         from kvtier.plan.published import published_tables

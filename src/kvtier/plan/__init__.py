@@ -4,8 +4,8 @@
 from kvtier.plan.read_inputs import load
 from kvtier.plan.plan import make_plan
 
-result = make_plan(load(options={"model.name": "llama-3.3-70b", "model.tp": 4, "traffic.users": 200}))
-result.tiered.users_at_ttft  # users within target.ttft_s
+result = make_plan(load(options={"model.name": "llama-3.3-70b", "traffic.users": 200}))
+result.tiered.users  # users within the limits, at the best size
 result.binding.name  # the limit that is met first
 ```
 

@@ -82,7 +82,10 @@ def _bills(deployment: Deployment, *, with_tiers: bool) -> dict[str, tuple[float
     """Total and whether it is needed, by the input of the price."""
     inputs, price = deployment.inputs, deployment.inputs.price
     host, shared = inputs.host.capacity_bytes, inputs.shared.capacity_bytes
-    bills = {"price.gpu": (inputs.gpu.count * price.gpu, not price.server), "price.server": (price.server, True)}
+    bills = {
+        "price.gpu": (inputs.gpu.count * price.gpu, not price.server),
+        "price.server": (deployment.hosts * price.server, True),
+    }
     if with_tiers:
         bills["price.host_memory_per_gb"] = (host / 1e9 * price.host_memory_per_gb, host > 0)
         bills["price.drive"] = (inputs.disk.count * price.drive, inputs.disk.count > 0)
@@ -106,7 +109,7 @@ def break_evens(deployment: Deployment) -> list[BreakEven]:
     for tier in deployment.tiers:
         unit_bytes, unit_price, unit = units[tier.name]
         # Seconds of one GPU, or of one drive, for a byte; each second is paid as a share of the price.
-        savings = [("computing it again", "GPU", compute_s_per_byte * inputs.model.tp, price.gpu)]
+        savings = [("computing it again", "GPU", compute_s_per_byte * deployment.server_gpus, price.gpu)]
         if tier.name == "host" and inputs.disk.count:
             savings.append(("reading it from a drive", "drive", 1 / inputs.disk.read_bytes_per_s, price.drive))
         for instead_of, saved_unit, seconds_per_byte, saved_price in savings:

@@ -149,13 +149,28 @@ class ModelInputs(SettingsSection):
     kv_dtype: str = setting("bf16", Name("a format that `kvtier size` knows, such as bf16 or fp8"), "Format of the KV.")
     weights: Literal["bf16", "fp8", "fp4"] = setting("bf16", Choice(("bf16", "fp8", "fp4")), "Format of the weights.")
     tp: int = setting(
-        0, ZeroCount(0, 1024, "the fewest that hold the model"), "GPUs per replica (tensor-parallel size)."
+        0,
+        ZeroCount(0, 1024, "the size that serves most users, found for each arm"),
+        "GPUs that share one copy of the model (tensor-parallel size).",
+    )
+    dp_attention: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Those GPUs share the experts only: each computes the attention of its own requests, with its own KV.",
     )
     parameters: float = setting(
         0.0, Number(1e6, 1e14, "from the model"), "All parameters: they fill GPU memory, and decoding reads them."
     )
     active_parameters: float = setting(
         0.0, Number(1e6, 1e14, "from the model"), "Parameters multiplied with each prompt token."
+    )
+    experts: int = setting(
+        0,
+        ZeroCount(0, 10**5, "from the model; where unknown, a decode step reads all weights"),
+        "Routed experts of a layer; 1: no mixture of experts.",
+    )
+    experts_per_token: int = setting(
+        0, ZeroCount(0, 10**5, "from the model"), "Routed experts that one token uses in a layer."
     )
 
 
@@ -254,13 +269,14 @@ class TargetInputs(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInputs(SettingsSection):
-    """Host memory of all hosts together."""
+    """Hosts, and the host memory of all of them together; defaults are those of one host."""
 
     section: ClassVar[str] = "host"
 
-    capacity_bytes: int = setting(2**40, RoundSize(0, 2**60), "Host memory for KV; 0: none.")
+    gpus: int = setting(8, Count(1, 1024), "GPUs of one host.", "the usual server")
+    capacity_bytes: int = setting(2**40, RoundSize(0, 2**60), "Host memory for KV, of all hosts; 0: none.")
     memory: str = setting("ddr5-4800", Name("a memory of the catalogue"), "The kind of memory.")
-    channels: int = setting(16, Count(1, 10**6), "Memory channels, of all sockets together.")
+    channels: int = setting(16, Count(1, 10**6), "Memory channels, of all sockets of all hosts.")
     channel_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of one channel.")
     share: float = setting(0.5, Number(0.01, 1), "Share of that bandwidth for KV.", "rule of thumb")
 
@@ -272,7 +288,7 @@ class DiskInputs(SettingsSection):
     section: ClassVar[str] = "disk"
 
     name: str = setting("pm1753", Name("a drive of the catalogue"), "The kind of drive.")
-    count: int = setting(4, Count(0, 10**6), "Drives; 0: none.")
+    count: int = setting(4, Count(0, 10**6), "Drives of all hosts; 0: none.")
     capacity_bytes: int = setting(0, RoundSize(0, 2**55, _CATALOGUE), "Capacity of one drive.")
     read_bytes_per_s: float = setting(0.0, Rate(), "Reads of one drive, sequential.")
     write_bytes_per_s: float = setting(0.0, Rate(), "Writes of one drive, sequential.")
@@ -329,7 +345,7 @@ class SoftwareInputs(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceInputs(SettingsSection):
-    """Prices. kvtier ships none; figures that need a missing price are left out."""
+    """Prices. kvtier ships none of a market; figures that need a missing price are left out."""
 
     section: ClassVar[str] = "price"
 
@@ -339,7 +355,7 @@ class PriceInputs(SettingsSection):
     server: float = setting(
         0.0,
         Number(1e-9, 1e12, "not given"),
-        "Servers without GPUs, host memory and drives; with GPUs where price.gpu is not given.",
+        "One server without GPUs, host memory and drives; with GPUs where price.gpu is not given.",
     )
     host_memory_per_gb: float = setting(0.0, Number(1e-9, 1e9, "not given"), "Host memory, for 10^9 bytes.")
     drive: float = setting(0.0, Number(1e-9, 1e9, "not given"), "One drive.")
@@ -354,7 +370,10 @@ class PowerInputs(SettingsSection):
     section: ClassVar[str] = "power"
 
     server_watts: float = setting(
-        1500.0, Number(1, 1e9), "Everything but GPUs and drives.", "rule of thumb, 8-GPU server"
+        1500.0,
+        Number(1, 1e9),
+        "Everything but GPUs and drives, of all hosts; the default falls with the GPUs of a host.",
+        "rule of thumb, a server of 8 GPUs",
     )
     gpu_idle_share: float = setting(0.15, Number(0, 1), "Power of an idle GPU over its maximum.", "rule of thumb")
     pue: float = setting(1.0, Number(1, 5), "Power of the site over that of the machines; 1: without cooling.")

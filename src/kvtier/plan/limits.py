@@ -18,11 +18,12 @@ from kvtier.plan.resolve import Deployment
 
 TTFT = "time to first token"
 """Name of the limit that every plan has."""
-_STEPS_PER_DECADE = 24
-_DECADES_BELOW = 4
-_DECADES_BELOW_MAX = 12
-_DECADES_ABOVE = 2
-_BISECTIONS = 40
+_LEAST, _MOST = 1e-12, 100.0
+"""Searched loads, as multiples of the load at which decoding alone fills the GPUs."""
+_START, _STEP, _SCANNED_FROM = 0.1, 4.0, 1e-4
+_CLOSE = 1e-11
+"""Relative width at which a search ends."""
+_STEPS = 100
 _DAYS_PER_YEAR = 365.25
 
 Use = Callable[[Deployment, OperatingPoint], float]
@@ -152,14 +153,14 @@ def _link_used(deployment: Deployment, point: OperatingPoint) -> float:
 def _bandwidth_used(deployment: Deployment, point: OperatingPoint, tier: str) -> float:
     hardware = next(it for it in deployment.tiers if it.name == tier)
     reads = deployment.inputs.target.burst * point.wanted_bytes_per_s[tier] / hardware.read_bytes_per_s
-    return reads + point.write_bytes_per_s[tier] / hardware.write_bytes_per_s
+    return reads + point.given_bytes_per_s[tier] / hardware.write_bytes_per_s
 
 
 def _host_used(deployment: Deployment, point: OperatingPoint) -> float:
     """Data from or to a lower tier crosses the channels of host memory twice."""
     host = next(it for it in deployment.tiers if it.name == "host")
     below = sum(rate for name, rate in point.wanted_bytes_per_s.items() if name != "host")
-    written = sum(point.write_bytes_per_s.values())
+    written = sum(point.given_bytes_per_s.values())
     reads = deployment.inputs.target.burst * (point.wanted_bytes_per_s["host"] + 2 * below)
     return (reads + written) / host.read_bytes_per_s
 
@@ -169,7 +170,9 @@ def ceiling(deployment: Deployment, *, with_tiers: bool) -> Ceiling:
     points = _points(deployment, with_tiers=with_tiers)
     limits: list[Limit] = []
     for rule in rules(deployment, with_tiers=with_tiers):
-        met = _first_met(rule.used, deployment, points)
+        # Reads of a tier fall again where higher loads shorten its residence time, so they are scanned from below.
+        near, step = (_SCANNED_FROM * _decoding_alone(deployment), 1.3) if rule.is_reserve else (0.0, _STEP)
+        met = _met(rule.used, deployment, points, near, step)
         limits.append(
             Limit(
                 name=rule.name,
@@ -182,21 +185,26 @@ def ceiling(deployment: Deployment, *, with_tiers: bool) -> Ceiling:
         )
     limits.sort(key=lambda it: it.requests_per_s)
     first = next(it for it in limits if not it.is_reserve).requests_per_s
-    return Ceiling(limits=tuple(limits), point=points(first or _loads(deployment, points)[0]))
+    return Ceiling(limits=tuple(limits), point=points(first or _LEAST * _decoding_alone(deployment)))
 
 
-def highest_load(deployment: Deployment, *, with_tiers: bool, only: str = "") -> float:
-    """Requests a second at which the first limit of latency or throughput is met, or the limit `only`."""
-    known = rules(deployment, with_tiers=with_tiers)
-    used = [rule.used for rule in known if (rule.name == only if only else not rule.is_reserve)]
-    points = _points(deployment, with_tiers=with_tiers)
-    return _first_met(lambda it, point: max(use(it, point) for use in used), deployment, points)
+def highest_load(deployment: Deployment, *, with_tiers: bool, near: float = 0.0) -> float:
+    """Requests a second at which the first limit of latency or throughput is met.
+
+    Args:
+        deployment: to search.
+        with_tiers: with its tiers, or with GPU memory alone.
+        near: a load near which the search begins, such as that of a similar deployment.
+    """
+    used = [rule.used for rule in rules(deployment, with_tiers=with_tiers) if not rule.is_reserve]
+    points = partial(operate, deployment, with_tiers=with_tiers)
+    return _met(lambda it, point: max(use(it, point) for use in used), deployment, points, near, 1.2)
 
 
 def throughput(deployment: Deployment, *, with_tiers: bool) -> float:
     """Requests a second that the GPUs and their pipes complete at most, with any waiting time."""
     points = _points(deployment, with_tiers=with_tiers)
-    return _first_met(_pipes_used, deployment, points) or _loads(deployment, points)[0]
+    return _met(_pipes_used, deployment, points) or _LEAST * _decoding_alone(deployment)
 
 
 def _pipes_used(deployment: Deployment, point: OperatingPoint) -> float:
@@ -211,15 +219,9 @@ def in_users(deployment: Deployment, requests_per_s: float) -> float:
     return requests_per_s * deployment.workload.interval_s
 
 
-def _loads(deployment: Deployment, points: Callable[[float], OperatingPoint]) -> list[float]:
-    """Loads to try, from one that is served to far beyond what decoding alone allows."""
-    most = deployment.replicas / (deployment.workload.answer_tokens * decode_token_s(deployment))
-    below = _DECADES_BELOW
-    while below < _DECADES_BELOW_MAX and _pipes_used(deployment, points(most / 10**below)) > 1:
-        below += 1
-    steps = (below + _DECADES_ABOVE) * _STEPS_PER_DECADE
-    least = most / 10**below
-    return [least * 10 ** (step / _STEPS_PER_DECADE) for step in range(steps + 1)]
+def _decoding_alone(deployment: Deployment) -> float:
+    """Requests a second at which decoding alone fills the GPUs."""
+    return deployment.replicas / (deployment.workload.answer_tokens * decode_token_s(deployment))
 
 
 def _points(deployment: Deployment, *, with_tiers: bool) -> Callable[[float], OperatingPoint]:
@@ -227,19 +229,50 @@ def _points(deployment: Deployment, *, with_tiers: bool) -> Callable[[float], Op
     return cache(partial(operate, deployment, with_tiers=with_tiers))
 
 
-def _first_met(used: Use, deployment: Deployment, points: Callable[[float], OperatingPoint]) -> float:
-    """The load at which the budget is used up; infinite when it is not in the searched range."""
-    loads = _loads(deployment, points)
-    over = next((n for n, load in enumerate(loads) if used(deployment, points(load)) > 1), None)
-    if not over:
-        return math.inf if over is None else 0.0
-    low, high = loads[over - 1], loads[over]
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if used(deployment, points(middle)) > 1:
-            high = middle
+def _met(
+    used: Use, deployment: Deployment, points: Callable[[float], OperatingPoint], near: float = 0.0, step: float = _STEP
+) -> float:
+    """The load at which the budget is used up; 0 or infinite where that is not in the searched range.
+
+    Steps from `near` bracket it; then false position (the Illinois rule) narrows the bracket. It works on
+    ``1 - 1 / used``, which is finite where queues grow without end and nearly straight before that.
+    """
+
+    def over(load: float) -> float:
+        share = used(deployment, points(load))
+        return 1 - 1 / share if share else -math.inf
+
+    alone = _decoding_alone(deployment)
+    low = high = near or alone * _START
+    at_low = at_high = over(low)
+    step = step if near else _STEP
+    while at_low > 0:
+        high, at_high = low, at_low
+        low /= step
+        if low < _LEAST * alone:
+            return 0.0
+        at_low, step = over(low), min(step * step, _STEP)
+    while at_high <= 0:
+        low, at_low = high, at_high
+        high *= step
+        if high > _MOST * alone:
+            return math.inf
+        at_high = over(high)
+    was_over = None
+    for count in range(_STEPS):
+        if high - low <= _CLOSE * high:
+            break
+        middle = (low * at_high - high * at_low) / (at_high - at_low)
+        if not low < middle < high or count % 4 == 3:  # where the curve bends or jumps, halves are faster
+            middle = (low + high) / 2
+        at = over(middle)
+        if at > 0:
+            high, at_high = middle, at
+            at_low /= 2 if was_over else 1
         else:
-            low = middle
+            low, at_low = middle, at
+            at_high /= 2 if was_over is False else 1
+        was_over = at > 0
     return low
 
 

@@ -8,17 +8,19 @@ from kvtier.plan.cost import BreakEven, Cost, break_evens, cost
 from kvtier.plan.inputs import SETTINGS, Inputs
 from kvtier.plan.limits import TTFT, Ceiling, Limit, ceiling, in_users, life_years, throughput, used_shares
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
-from kvtier.plan.resolve import Deployment, resolve
+from kvtier.plan.resolve import Basis, Deployment, deployments
+from kvtier.plan.search import PlannedSize, search
 from kvtier.plan.sensitivity import InputSensitivity, sensitivities
-from kvtier.plan.workload import TraceSummary
+from kvtier.plan.worth import SameMoney, TierWorth, gpu_worth, same_money, worths
 
 HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """The deployment with GPU memory alone, or with tiers."""
+    """The deployment with GPU memory alone, or with tiers, each at its own best size."""
 
+    deployment: Deployment
     with_tiers: bool
     ceiling: Ceiling
     users_at_ttft: float
@@ -33,10 +35,19 @@ class Variant:
     """Operating point at the served load."""
     ttft_s: float
     """Mean TTFT at the requested load; infinite where queues grow without end."""
+    ttft_p95_s: float
+    """The time that 95 % of the requests do not exceed, at the same load."""
     output_tokens_per_s: float
+    gpus_least: int | None
+    """GPUs that serve the requested load within the limits; None where no number of them is enough."""
     gpus_needed: int | None
-    """GPUs for the requested load (`gpus_needed`); None where no number of them is enough."""
+    """The same with the reserve of `target.gpu_used` (`gpus_needed`)."""
     cost: Cost
+
+    @property
+    def users(self) -> float:
+        """Users within all limits."""
+        return self.ceiling.binding.users
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +62,13 @@ class PlannedTier:
     """Time for which it keeps unused KV; the end of the table (years) where it keeps everything."""
     found: float
     """Share of all prompt tokens that come from here."""
+    hit_share: float
+    """The same at the highest load within all limits, where its worth is judged."""
     read_bytes_per_s: float
     read_burst_bytes_per_s: float
     provided_bytes_per_s: float
     write_bytes_per_s: float
+    worth: TierWorth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +122,11 @@ class DriveLoad:
 class Plan:
     """All results. Bytes, seconds, tokens and rates a second; shares from 0 to 1."""
 
-    deployment: Deployment
+    sizes: tuple[PlannedSize, ...]
+    """Every size that holds the model, the smallest first; the best of each arm is planned."""
     alone: Variant
     tiered: Variant
+    same_money: SameMoney | None
     tiers: tuple[PlannedTier, ...]
     capacities: tuple[CapacityNeed, ...]
     drives: DriveLoad | None
@@ -119,6 +135,16 @@ class Plan:
     """The used share of each limit's budget at the requested load."""
     sensitivities: tuple[InputSensitivity, ...]
     """The dependence of the number of users on each input, the strongest first."""
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment with tiers."""
+        return self.tiered.deployment
+
+    @property
+    def idle_tiers(self) -> list[PlannedTier]:
+        """The tiers that bring nothing here, which nothing recommends."""
+        return [it for it in self.tiers if it.name != GPU and not it.worth.worth_it]
 
     @property
     def inputs(self) -> Inputs:
@@ -136,31 +162,32 @@ class Plan:
         return in_users(self.deployment, self.deployment.workload.requests_per_s)
 
 
-def make_plan(inputs: Inputs, trace: TraceSummary | None = None, *, with_sensitivities: bool = True) -> Plan:
+def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities: bool = True) -> Plan:
     """Plan for the inputs.
 
     Args:
         inputs: from `kvtier.plan.read_inputs`.
-        trace: summary of the trace that they name, if it has been read already.
+        basis: the model and the trace that they name, if they have been read already.
         with_sensitivities: also compute the dependence on each input, which takes most of the time.
 
     Raises:
         ConfigError: an input is unknown, not allowed, or contradicts another.
     """
-    deployment = resolve(inputs, trace)
-    tiered = _variant(deployment, with_tiers=True)
-    requested = operate(deployment, deployment.workload.requests_per_s, with_tiers=True)
-    shares = sorted({*HIT_SHARES, deployment.inputs.target.hit_share})
+    sizes, best, best_alone = search(list(deployments(inputs, basis)))
+    tiered, alone = _variant(best, with_tiers=True), _variant(best_alone, with_tiers=False)
+    requested = operate(best, best.workload.requests_per_s, with_tiers=True)
+    shares = sorted({*HIT_SHARES, best.inputs.target.hit_share})
     return Plan(
-        deployment=deployment,
-        alone=_variant(deployment, with_tiers=False),
+        sizes=tuple(sizes),
+        alone=alone,
         tiered=tiered,
-        tiers=tuple(_tiers(deployment, tiered.point)),
-        capacities=tuple(capacity(deployment, share) for share in shares),
-        drives=_drives(deployment, tiered.point) if deployment.inputs.disk.count else None,
-        break_evens=tuple(break_evens(deployment)),
-        used=used_shares(deployment, requested),
-        sensitivities=tuple(sensitivities(inputs, deployment)) if with_sensitivities else (),
+        same_money=same_money(best),
+        tiers=tuple(_tiers(best, tiered)),
+        capacities=tuple(capacity(best, share) for share in shares),
+        drives=_drives(best, tiered.point) if best.inputs.disk.count else None,
+        break_evens=tuple(break_evens(best)),
+        used=used_shares(best, requested),
+        sensitivities=tuple(sensitivities(inputs, best)) if with_sensitivities else (),
     )
 
 
@@ -172,6 +199,7 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
     served = min(requested, most)
     point = operate(deployment, served, with_tiers=with_tiers)
     return Variant(
+        deployment=deployment,
         with_tiers=with_tiers,
         ceiling=top,
         users_at_ttft=at_ttft.users,
@@ -180,22 +208,24 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
         served_per_s=served,
         point=point,
         ttft_s=point.ttft_s if served == requested else math.inf,
+        ttft_p95_s=point.ttft_within_s(0.95) if served == requested else math.inf,
         output_tokens_per_s=served * deployment.workload.answer_tokens,
-        gpus_needed=gpus_needed(deployment, requested, at_ttft.requests_per_s),
+        gpus_least=gpus_needed(deployment, requested, top.binding.requests_per_s, used=1.0),
+        gpus_needed=gpus_needed(deployment, requested, top.binding.requests_per_s),
         cost=cost(deployment, point, served_per_s=served),
     )
 
 
-def gpus_needed(deployment: Deployment, target_per_s: float, measured_per_s: float) -> int | None:
-    """GPUs for a throughput: target / (throughput of the small system x utilisation) x its GPUs, in whole replicas.
+def gpus_needed(deployment: Deployment, target_per_s: float, measured_per_s: float, used: float = 0.0) -> int | None:
+    """GPUs for a throughput: target / (throughput of the small system x utilisation) x its GPUs, in whole copies.
 
-    The throughput of the small system is the one within the limit of the time to first token; the utilisation is
+    The throughput of the small system is the one within the limits; the utilisation is `used`, by default
     ``target.gpu_used``. (The formula of DapuStor's article on KV and NVMe drives.)
     """
     if not measured_per_s:
         return None
-    replicas = target_per_s / (measured_per_s * deployment.inputs.target.gpu_used) * deployment.replicas
-    return math.ceil(replicas - 1e-9) * deployment.inputs.model.tp
+    copies = target_per_s / (measured_per_s * (used or deployment.inputs.target.gpu_used)) * deployment.copies
+    return math.ceil(copies - 1e-9) * deployment.inputs.model.tp
 
 
 def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
@@ -219,7 +249,9 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     )
 
 
-def _tiers(deployment: Deployment, point: OperatingPoint) -> list[PlannedTier]:
+def _tiers(deployment: Deployment, tiered: Variant) -> list[PlannedTier]:
+    point = tiered.point
+    worth = {GPU: gpu_worth(deployment), **worths(deployment, tiered.ceiling.point)}
     session_tokens = deployment.workload.session_tokens
     # A stored session has a snapshot of its states.
     session_bytes = deployment.model.stored_bytes(session_tokens)
@@ -236,10 +268,12 @@ def _tiers(deployment: Deployment, point: OperatingPoint) -> list[PlannedTier]:
             sessions=tokens / session_tokens,
             residence_s=point.residence_s[name],
             found=point.found[name],
+            hit_share=tiered.ceiling.point.found[name],
             read_bytes_per_s=point.read_bytes_per_s.get(name, 0.0),
             read_burst_bytes_per_s=point.read_bytes_per_s.get(name, 0.0) * deployment.inputs.target.burst,
             provided_bytes_per_s=provided,
             write_bytes_per_s=point.write_bytes_per_s.get(name, 0.0),
+            worth=worth[name],
         )
         for name, capacity_bytes, tokens, provided in (gpu, *lower)
     ]
@@ -254,7 +288,8 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
     # Little's law twice: the mean number of requests that load from drives, and the commands of each in flight.
     depth = point.loading["disk"] * software.chunks_in_flight * max(chunk_bytes / disk.command_bytes, 1.0)
     wanted = point.wanted_bytes_per_s["disk"]
-    time_used = target.burst * wanted / disk.read_bytes_per_s + written / disk.write_bytes_per_s  # in drives
+    given = point.given_bytes_per_s["disk"]
+    time_used = target.burst * wanted / disk.read_bytes_per_s + given / disk.write_bytes_per_s  # in drives
     years, full_years = life_years(deployment, written), life_years(deployment, point.new_bytes_per_s)
     kept = deployment.workload.kept_share
     selective_years = full_years / kept if kept else math.inf
@@ -288,9 +323,16 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: bytes, seconds, tokens, rates a second, shares from 0 to 1; infinity is null."""
     deployment, load = plan.deployment, plan.deployment.workload
-    alone, tiered = plan.alone.users_at_ttft, plan.tiered.users_at_ttft
+    alone, tiered = plan.alone.users, plan.tiered.users
     document: dict[str, Any] = {
         "model": deployment.model.name,
+        "users_with_tiers": tiered,
+        "users_without_tiers": alone,
+        "tp_with_tiers": deployment.inputs.model.tp,
+        "tp_without_tiers": plan.alone.deployment.inputs.model.tp,
+        "binding_limit": plan.binding.name,
+        "sizes": [asdict(it) for it in plan.sizes],
+        "hosts": deployment.hosts,
         "replicas": deployment.replicas,
         "bytes_per_token_stored": deployment.model.token_bytes,
         "chunk_bytes": deployment.model.token_bytes * plan.inputs.software.chunk_tokens,
@@ -311,7 +353,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "binding": plan.binding.name,
         "next": plan.tiered.ceiling.next.name if plan.tiered.ceiling.next else None,
         "used": plan.used,
-        "tiers": [asdict(it) for it in plan.tiers],
+        "tiers": [_tier_json(it) for it in plan.tiers],
+        "same_money": asdict(plan.same_money) if plan.same_money else None,
         "capacities": [asdict(it) for it in plan.capacities],
         "drives": asdict(plan.drives) if plan.drives else None,
         "break_evens": [asdict(it) for it in plan.break_evens],
@@ -325,6 +368,20 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return cast("dict[str, Any]", _finite(document))
 
 
+def _tier_json(tier: PlannedTier) -> dict[str, Any]:
+    without = tier.worth.without
+    return {
+        **{name: value for name, value in asdict(tier).items() if name != "worth"},
+        "users_without_it": without.users,
+        "users_with_it_alone": tier.worth.users_alone,
+        "ttft_without_it_s": without.ttft_s,
+        "output_tokens_per_s_without_it": without.output_tokens_per_s,
+        "worth_it": tier.worth.worth_it,
+        "why_not": tier.worth.why_not,
+        "pays_from_interval_s": tier.worth.pays_from_s,
+    }
+
+
 def _variant_json(variant: Variant) -> dict[str, Any]:
     return {
         "users_at_ttft": variant.users_at_ttft,
@@ -334,7 +391,10 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         "throughput_users": variant.throughput_users,
         "served_requests_per_s": variant.served_per_s,
         "ttft_s": variant.ttft_s,
+        "ttft_p95_s": variant.ttft_p95_s,
+        "dp_attention": variant.deployment.inputs.model.dp_attention,
         "output_tokens_per_s": variant.output_tokens_per_s,
+        "gpus_least": variant.gpus_least,
         "gpus_needed": variant.gpus_needed,
         "cost": asdict(variant.cost),
         "point": {**asdict(variant.point), "hit_rate": variant.point.hit_rate},

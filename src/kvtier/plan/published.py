@@ -57,7 +57,7 @@ def compare(example: str, plan: Plan) -> list[PublishedFigure]:
         plan: made from it, with or without changes.
     """
     plans: dict[int | None, Plan] = {None: plan}
-    return [_figure(line, plan, plans) for line in example_tables(example)[PUBLISHED]]
+    return [_figure(line, plan, plans) for line in example_tables(example).get(PUBLISHED, ())]
 
 
 def published_tables(figures: list[PublishedFigure], *, with_notes: bool = False) -> Iterator[Table]:
@@ -93,7 +93,7 @@ def _figure(line: Mapping[str, Any], plan: Plan, plans: dict[int | None, Plan]) 
 
 def _plan_for(plan: Plan, users: int | None) -> Plan:
     changed = plan.inputs.change({"traffic.users": users}, "published")
-    return make_plan(changed, plan.deployment.trace, with_sensitivities=False)
+    return make_plan(changed, plan.deployment.basis, with_sensitivities=False)
 
 
 def _format(name: str) -> Callable[[float], str]:
@@ -114,7 +114,7 @@ def _read_share(plan: Plan) -> float:
 
 def _drive_power_share(plan: Plan) -> float:
     """Share of the drives in the power without drives, at the load at which it is highest."""
-    return plan.inputs.disk.count * plan.inputs.disk.watts / plan.alone.cost.watts
+    return plan.inputs.disk.count * plan.inputs.disk.watts * plan.inputs.power.pue / plan.alone.cost.watts
 
 
 def _ttft_spread(plan: Plan) -> float:

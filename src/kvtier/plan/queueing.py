@@ -6,7 +6,8 @@ The model has one server for each replica, its GPU, and pipes between it and the
   each holds the KV of those above it, so a tier adds the hits of its longer residence.
 - Prefill: ``2 P n`` for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`).
 - Decoding: each step reads the weights once and every request's KV (Pope et al., "Efficiently Scaling Transformer
-  Inference", 2022, section 2). Its time is shared by the requests of a full batch.
+  Inference", 2022, section 2). Of routed experts it reads those that its tokens use (`kvtier.plan.experts`). Its time
+  is shared by the requests of a full batch.
 - Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
   Khinchine's exact formula). Decoding continues meanwhile, so it takes its share of the GPU from the prefills.
 - Loading: a pipe serves loads of about equal size one after another. A load of x seconds alone takes
@@ -21,6 +22,9 @@ from typing import NamedTuple
 from kvtier.plan.resolve import Deployment
 
 GPU = "gpu"
+_TPOT_STEPS, _TPOT_CLOSE = 60, 1e-6
+_TAIL_STEPS = 40
+_STORE_CLOSE = 1e-4
 _USE_MAX = 0.99
 """Of a pipe by loads that the planner admits: at its whole bandwidth a queue would grow without end."""
 
@@ -76,23 +80,55 @@ class OperatingPoint:
     """Reads if no hit were computed because its load is too slow."""
     new_bytes_per_s: float
     """New KV and snapshots: what a tier that stores all of it writes."""
+    given_bytes_per_s: dict[str, float]
+    """What each tier would write if none were too slow."""
     write_bytes_per_s: dict[str, float]
     link_used: float
     """Share in use of a replica's load bandwidth."""
     loading: dict[str, float]
     """Mean number of requests that load from each tier, by Little's law with that tier's own time."""
+    served_s: tuple[tuple[float, float], ...]
+    """Share of each sort of requests, and its time to first token without waiting."""
+    server_busy: float
+    """Probability that a request waits."""
 
     @property
     def hit_rate(self) -> float:
         """Share of all prompt tokens that are not computed."""
         return sum(self.found.values())
 
+    def ttft_within_s(self, share: float) -> float:
+        """Time to first token that a share of the requests does not exceed, such as 0.95.
+
+        The waiting time has an exponential tail, ``P(W > t) = rho exp(-rho t / E[W])``: exact for M/M/1, and an
+        approximation otherwise (Abate, Choudhury, Whitt, "Exponential approximations for tail probabilities in queues,
+        I: waiting times", 1995). A request's own prefill and load are added for each sort of requests.
+        """
+        if not math.isfinite(self.ttft_s):
+            return math.inf
+
+        def late(seconds: float) -> float:
+            return sum(part * self._waits_longer(seconds - own) for part, own in self.served_s)
+
+        low, high = 0.0, max(own for _, own in self.served_s) + self.wait_s
+        while late(high) > 1 - share:
+            low, high = high, 2 * high
+        for _ in range(_TAIL_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if late(middle) > 1 - share else (low, middle)
+        return high
+
+    def _waits_longer(self, seconds: float) -> float:
+        if seconds < 0:
+            return 1.0
+        return self.server_busy * math.exp(-self.server_busy * seconds / self.wait_s) if self.wait_s else 0.0
+
 
 def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) -> OperatingPoint:
     """The deployment at a load, with its tiers or with GPU memory alone."""
     load, model = deployment.workload, deployment.model
     residence_s = _residences(deployment, requests_per_s, with_tiers=with_tiers)
-    classes = _request_classes(deployment, requests_per_s, residence_s, with_tiers=with_tiers)
+    classes, new_bytes_per_s, given = _stored(deployment, requests_per_s, residence_s, with_tiers=with_tiers)
     rate = requests_per_s / deployment.replicas
     read = dict.fromkeys((tier.name for tier in deployment.tiers), 0.0)
     wanted = dict(read)
@@ -116,9 +152,9 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
     free = 1 - rate * decode_s
     prefill_mean, load_mean = _mean(classes, prefills), _mean(classes, loads)
     gpu_used = rate * (mean_s + decode_s)
-    wait_s = ttft_s = math.inf
+    wait_s = ttft_s = busy = math.inf
     if free > 0 and gpu_used < 1 and math.isfinite(load_mean):
-        busy = rate * mean_s / free
+        busy = min(rate * mean_s / free, 1 - 1e-15)
         square = _mean(classes, [it * it for it in services])
         spread = (deployment.inputs.traffic.arrivals_cv2 + square / mean_s**2 - 1) / 2
         wait_s = max(spread, 0.0) * busy / (1 - busy) * mean_s / free
@@ -126,18 +162,12 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
         ttft_s = wait_s + load_mean + prefill_mean / free
     tpot_s = _tpot_s(deployment, rate, mean_s)
     computing = rate * prefill_mean + min(rate * load.answer_tokens * tpot_s, 1.0)
-    computed_tokens = _mean(classes, [each.computed_tokens for each in classes])
-    # All computed KV, of prompt and answer, is written to every tier, and the snapshots of recurrent states.
-    states = deployment.inputs.software.snapshots * model.state_bytes
-    new_bytes_per_s = requests_per_s * ((computed_tokens + load.answer_tokens) * model.token_bytes + states)
-    written = new_bytes_per_s if with_tiers else 0.0
-    write_share = deployment.inputs.software.write_share
     return OperatingPoint(
         requests_per_s=requests_per_s,
         with_tiers=with_tiers,
         residence_s=residence_s,
         found=_found(deployment, classes),
-        computed_tokens=computed_tokens,
+        computed_tokens=_mean(classes, [each.computed_tokens for each in classes]),
         prefill_s=prefill_mean,
         load_s=load_mean,
         wait_s=wait_s,
@@ -149,13 +179,22 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
         read_bytes_per_s=read,
         wanted_bytes_per_s=wanted,
         new_bytes_per_s=new_bytes_per_s,
-        write_bytes_per_s={name: written * (1.0 if name == "host" else write_share) for name in read},
+        given_bytes_per_s={tier.name: given.get(tier.name, 0.0) for tier in deployment.tiers},
+        write_bytes_per_s={
+            tier.name: min(given.get(tier.name, 0.0), tier.write_bytes_per_s) for tier in deployment.tiers
+        },
         link_used=link_used,
         loading={
             name: requests_per_s
             * sum(each.share * it for each, it in zip(classes, loads, strict=True) if each.loaded_from == name)
             for name in read
         },
+        served_s=tuple(
+            (each.share, own_s + prefill / free)
+            for each, own_s, prefill in zip(classes, loads, prefills, strict=True)
+            if free > 0
+        ),
+        server_busy=min(busy, 1.0),
     )
 
 
@@ -169,7 +208,8 @@ def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: flo
 def decode_token_s(deployment: Deployment) -> float:
     """Seconds of one replica for a decoded token, with a full batch."""
     kv_bytes = deployment.model.gpu_bytes(deployment.workload.session_tokens)
-    reading = (deployment.weight_bytes / deployment.batch + kv_bytes) / deployment.memory_bytes_per_s
+    weight_bytes = deployment.step_weight_bytes(deployment.batch)
+    reading = (weight_bytes / deployment.batch + kv_bytes) / deployment.memory_bytes_per_s
     return max(reading, 2.0 * deployment.inputs.model.active_parameters / deployment.flops)
 
 
@@ -190,8 +230,42 @@ def _residences(deployment: Deployment, requests_per_s: float, *, with_tiers: bo
     return found
 
 
-def _request_classes(
+def _stored(
     deployment: Deployment, requests_per_s: float, residence_s: dict[str, float], *, with_tiers: bool
+) -> tuple[list[RequestClass], float, dict[str, float]]:
+    """The classes of requests, the bytes of new KV a second, and those that each tier is given to write.
+
+    All computed KV, of prompt and answer, and the snapshots of recurrent states are written to every tier. A tier that
+    writes more slowly drops the rest, so that share of its hits is computed, which makes more new KV: repeated until it
+    stays.
+    """
+    load, software = deployment.workload, deployment.inputs.software
+    kept: dict[str, float] = {}
+    while True:
+        classes = _request_classes(deployment, requests_per_s, residence_s, kept, with_tiers=with_tiers)
+        tokens = _mean(classes, [each.computed_tokens for each in classes]) + load.answer_tokens
+        new = requests_per_s * (
+            tokens * deployment.model.token_bytes + software.snapshots * deployment.model.state_bytes
+        )
+        given = {
+            tier.name: new * (1.0 if tier.name == "host" else software.write_share)
+            for tier in (deployment.tiers if with_tiers else ())
+        }
+        before = kept
+        kept = {
+            it.name: min(it.write_bytes_per_s / given[it.name], 1.0) for it in deployment.tiers if given.get(it.name)
+        }
+        if all(before.get(name, 1.0) - share < _STORE_CLOSE for name, share in kept.items()):
+            return classes, new, given
+
+
+def _request_classes(
+    deployment: Deployment,
+    requests_per_s: float,
+    residence_s: dict[str, float],
+    kept: dict[str, float],
+    *,
+    with_tiers: bool,
 ) -> list[RequestClass]:
     load = deployment.workload
     gpu_reuse = deployment.inputs.software.gpu_reuse
@@ -209,8 +283,9 @@ def _request_classes(
         if place == GPU and not gpu_reuse:
             continue
         found = load.curve.found_within(seconds)
-        share = later * max(found - reached, 0.0)
-        reached = max(reached, found)
+        gain = max(found - reached, 0.0) * kept.get(place, 1.0)
+        share = later * gain
+        reached += gain
         loaded = 0.0 if place == GPU else max(load.reusable_tokens - (prefix if gpu_reuse else 0.0), 0.0)
         each = _request_class(share, load.reusable_tokens, load.later_tokens, place, loaded)
         if loaded and share:
@@ -301,16 +376,25 @@ def _use_at_most(deployment: Deployment, stretch: float) -> float:
 
 
 def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
-    """Time for each further token, at a load of `rate` requests a second on one replica.
+    """Time for each further token, at a load of `rate` requests a second on one server.
 
-    A step takes ``(W + B kv) / bandwidth`` of the time without prefills, and B is, by Little's law, the rate times the
-    tokens of an answer times this very time: solved for it.
+    A step takes ``(W(B) + B kv) / bandwidth`` of the time without prefills. B is, by Little's law, the rate times the
+    tokens of an answer times this very time. With constant weights that is solved for it; the weights of experts grow
+    with B, so the solution is repeated from the full weights on, and falls to the fixed point.
     """
     load = deployment.workload
-    weights_s = deployment.weight_bytes / deployment.memory_bytes_per_s
     kv_s = deployment.model.gpu_bytes(load.session_tokens) / deployment.memory_bytes_per_s
     free = 1 - rate * service_s - rate * load.answer_tokens * kv_s
-    return max(weights_s / free, weights_s + kv_s) if free > 0 else math.inf
+    if free <= 0:
+        return math.inf
+    batch, tpot_s = math.inf, math.inf
+    for _ in range(_TPOT_STEPS if deployment.expert_bytes else 1):
+        weights_s = deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
+        before_s, tpot_s = tpot_s, max(weights_s / free, weights_s + kv_s)
+        batch = max(rate * load.answer_tokens * tpot_s, 1.0)
+        if before_s - tpot_s < _TPOT_CLOSE * tpot_s:
+            break
+    return tpot_s
 
 
 def _found(deployment: Deployment, classes: list[RequestClass]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from kvtier.plan.published import PublishedFigure, published_tables
 from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
 from kvtier.plan.settings import settings_toml
 from kvtier.plan.tables import (
-    TIER_NAMES,
     assumptions,
     circumstances,
     conclusion,
@@ -26,6 +25,7 @@ from kvtier.plan.tables import (
     tables,
     verdict,
 )
+from kvtier.plan.worth import TIER_NAMES
 from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
 from kvtier.report.format import bytes_text, short_count, time_text
 from kvtier.report.output import write_file
@@ -45,7 +45,14 @@ if TYPE_CHECKING:
 POINTS = 120
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
 LIMITS = (
-    "Times are means, not percentiles: the slowest requests wait longer.",
+    (
+        "Limits are of mean times. The 95th percentile assumes an exponential tail of the waiting time, and no other "
+        "delay."
+    ),
+    (
+        "The exchange between GPUs takes no time beyond gpu.flops_share. Measure that share at your size; a larger "
+        "size has a smaller share, so it gains less than the table of sizes says."
+    ),
     (
         "One queue for each copy of the model. Chunked prefill, batching and preemption are not simulated; their cost "
         "is in gpu.flops_share and gpu.memory_rate_share, which you can measure."
@@ -204,7 +211,7 @@ def _variant_curve(plan: Plan, variant: Variant, of: Callable[[OperatingPoint], 
         name="with tiers" if variant.with_tiers else "GPU memory alone",
         kind="tiered" if variant.with_tiers else "alone",
         x=tuple(in_users(plan.deployment, rate) for rate in rates),
-        y=tuple(of(operate(plan.deployment, rate, with_tiers=variant.with_tiers)) for rate in rates),
+        y=tuple(of(operate(variant.deployment, rate, with_tiers=variant.with_tiers)) for rate in rates),
     )
 
 

@@ -1,11 +1,19 @@
-"""Inputs resolved to a deployment: missing values from the catalogue and the model, and what all formulas share."""
+"""Inputs resolved to deployments: missing values from the catalogue and the model, and what all formulas share.
+
+A deployment has one size: the GPUs that share a copy of the model. They split every layer (tensor parallelism), so one
+server computes with all of them; or they split the experts only, and each is a server with the attention and the KV of
+its own requests (data-parallel attention with expert parallelism: DeepSeek-V3 technical report, 2024, section 3.4).
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from kvtier import size
 from kvtier.errors import ConfigError
+from kvtier.plan.experts import Experts, experts_of
 from kvtier.plan.hardware import KINDS, HardwareItem, find
 from kvtier.plan.inputs import Inputs
 from kvtier.plan.model_cost import ModelCost, model_cost
@@ -13,7 +21,7 @@ from kvtier.plan.workload import ReuseCurve, TraceSummary, Workload, workload
 from kvtier.size.capacity import WEIGHT_BYTES
 from kvtier.size.sizes import TP_MAX
 
-FEWEST = "the fewest that hold the model"
+SEARCHED = "the size that serves most users"
 """Origin of a `model.tp` that is not given."""
 _FROM_CATALOGUE = {
     "gpu": ("flops", "attention_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "watts"),
@@ -22,6 +30,35 @@ _FROM_CATALOGUE = {
     "shared": ("adapter_bytes_per_s",),
 }
 """Inputs of each section that the catalogue has."""
+_PER_HOST = ("host.capacity_bytes", "host.channels", "disk.count", "shared.adapters")
+"""Totals whose default is that of one host."""
+_SERVER_GPUS = 8
+"""GPUs of the server whose power is the default of `power.server_watts`."""
+
+
+@dataclass(slots=True)
+class Basis:
+    """What inputs name, read once for many changes of the other inputs."""
+
+    model: size.Model
+    experts: Experts
+    trace: TraceSummary | None
+    costs: dict[tuple[object, ...], ModelCost]
+    """Costs of the model, by all that they depend on."""
+
+
+def read_basis(inputs: Inputs) -> Basis:
+    """Read the model and the trace that the inputs name.
+
+    Raises:
+        ConfigError: the model or the trace is unknown or malformed.
+    """
+    found, trace = size.model(inputs.model.name), None
+    if inputs.traffic.trace:
+        from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
+
+        trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s)
+    return Basis(found, experts_of(found, inputs.model.name), trace, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +74,35 @@ class TierHardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One set of inputs, resolved; all formulas start here."""
+    """One set of inputs at one size, resolved; all formulas start here."""
 
     inputs: Inputs
     model: ModelCost
     workload: Workload
-    trace: TraceSummary | None
+    basis: Basis
     replicas: int
-    """Copies of the model, each on `model.tp` GPUs."""
+    """Servers: copies of the model, each on `model.tp` GPUs; with data-parallel attention every GPU."""
     flops: float
-    """FLOP/s that one replica reaches in prefill, with the weights."""
+    """FLOP/s that one server reaches in prefill, with the weights."""
     attention_flops: float
     """The same in attention, in the format of the KV."""
     memory_bytes_per_s: float
-    """Bandwidth that one replica reaches in decoding."""
+    """Bandwidth that one server reaches in decoding."""
     load_bytes_per_s: float
-    """Load bandwidth of one replica, in stored bytes."""
+    """Load bandwidth of one server, in stored bytes."""
     weight_bytes: float
+    """Of one copy of the model."""
+    dense_bytes: float
+    """Weights on one server that each decode step reads."""
+    expert_bytes: float
+    """Weights of routed experts on one server: a step reads those that its tokens use."""
+    experts: Experts
     kv_bytes: float
-    """GPU memory for KV, of one replica."""
+    """GPU memory for KV, of one server."""
     gpu_tokens: float
     """Tokens that fit in it, in sessions of the workload's length."""
     batch: int
-    """Requests that decode together when the GPU is full."""
+    """Requests that decode together when the server is full."""
     tiers: tuple[TierHardware, ...]
     """Fastest first, without those of no capacity."""
     tier_curve: ReuseCurve
@@ -67,47 +110,140 @@ class Deployment:
     sources: tuple[tuple[str, str, str], ...]
     """Name, source and date of each catalogue entry used."""
 
+    @property
+    def copies(self) -> int:
+        """Copies of the weights."""
+        return self.inputs.gpu.count // self.inputs.model.tp
 
-def resolve(inputs: Inputs, trace: TraceSummary | None = None) -> Deployment:
-    """Resolve the inputs.
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of one server."""
+        return self.inputs.gpu.count // self.replicas
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that hold the GPUs."""
+        return _hosts(self.inputs)
+
+    def step_weight_bytes(self, batch: float) -> float:
+        """Weights that a decode step of one server reads, whose batch has `batch` requests.
+
+        Servers that share the experts decode together, each with such a batch.
+        """
+        if not self.expert_bytes:
+            return self.dense_bytes
+        shared_by = self.replicas // self.copies
+        return self.dense_bytes + self.expert_bytes * self.experts.read_share(batch * shared_by)
+
+    def without(self, tier: str) -> "Deployment":
+        """The same deployment without one of its tiers."""
+        return replace(self, tiers=tuple(it for it in self.tiers if it.name != tier))
+
+
+def resolve(inputs: Inputs, basis: Basis | None = None) -> Deployment:
+    """Resolve the inputs at their size, or at the smallest that holds the model where they have none.
 
     Args:
         inputs: from `kvtier.plan.read_inputs`.
-        trace: summary of the trace that the inputs name, if it has been read already.
+        basis: what they name, if it has been read already.
 
     Raises:
         ConfigError: an unknown model or part, GPUs that cannot hold the model, a prompt that no replica can hold.
     """
-    found = size.model(inputs.model.name)
-    inputs, sources = _with_hardware(inputs)
-    inputs = _with_parameters(inputs, found)
-    if trace is None and inputs.traffic.trace:
-        from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
+    return next(deployments(inputs, basis))
 
-        trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s)
-    load = workload(inputs, trace)
+
+def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployment]:
+    """The deployment at each size that holds the model, the smallest first, or at the size that the inputs give.
+
+    Sizes divide the GPUs. Those of more than one host are tried where no smaller one holds the model.
+
+    Raises:
+        ConfigError: as in `resolve`.
+    """
+    basis = basis or read_basis(inputs)
+    found = basis.model
+    inputs, sources = _with_hardware(_with_hosts(inputs))
+    inputs = _with_parameters(inputs, found)
+    load = workload(inputs, basis.trace)
     if found.tokens_max is not None and load.longest_tokens > found.tokens_max:
         raise ConfigError(
             f"the longest prompt and its answer have {load.longest_tokens:,.0f} tokens: {found.name} allows at most "
             f"{found.tokens_max:,}; allowed: fewer turns, a shorter history or shorter answers"
         )
-    inputs, model = _with_ranks(inputs, found, load)
+    given, count = inputs.model.tp, inputs.gpu.count
+    if given and count % given:
+        origin = inputs.origin("gpu.count")
+        raise ConfigError(f"gpu.count = {count} (from {origin}): not a multiple of model.tp = {given}")
+    experts = Experts(
+        inputs.model.experts or basis.experts.routed, inputs.model.experts_per_token or basis.experts.used
+    )
+    refused, fits = "", False
+    for tp, dp in _sizes(inputs, experts):
+        if fits and tp > inputs.host.gpus:
+            return
+        sized = inputs if given else inputs.change({"model.tp": tp, "model.dp_attention": dp}, SEARCHED)
+        try:
+            model = _model_cost(sized, basis)
+        except ConfigError:
+            if given or tp == 1:  # some numbers of ranks cannot share the heads; one can, unless the model is refused
+                raise
+            continue
+        deployment = _deployment(sized, model, load, experts, basis, sources)
+        why = _does_not_fit(deployment, named=bool(given))
+        if not why:
+            fits = True
+            yield deployment
+        elif not (dp and refused):  # with such attention each GPU needs more
+            refused = why
+    if not fits:
+        raise ConfigError(f"{refused}; allowed: more or larger GPUs, smaller weights or a smaller kv_dtype")
+
+
+def _sizes(inputs: Inputs, experts: Experts) -> Iterator[tuple[int, bool]]:
+    """Sizes to try, and whether attention is data-parallel, which needs experts that GPUs can share."""
+    given, count = inputs.model.tp, inputs.gpu.count
+    if given:
+        yield given, inputs.model.dp_attention
+        return
+    sizes = (it for it in range(1, min(count, TP_MAX) + 1) if count % it == 0)
+    for tp, dp in product(sizes, (False, True)):
+        if not dp or (1 < tp <= experts.routed):
+            yield tp, dp
+
+
+def _deployment(
+    inputs: Inputs,
+    model: ModelCost,
+    load: Workload,
+    experts: Experts,
+    basis: Basis,
+    sources: tuple[tuple[str, str, str], ...],
+) -> Deployment:
     gpu, tp, software = inputs.gpu, inputs.model.tp, inputs.software
-    weight_bytes = _weight_bytes(inputs)
-    kv_bytes = _kv_bytes(inputs, tp)
+    weight_bytes = inputs.model.parameters * WEIGHT_BYTES[inputs.model.weights]
+    expert_bytes = experts.bytes_of(weight_bytes, inputs.model.parameters, inputs.model.active_parameters)
+    dense_bytes = weight_bytes - expert_bytes
+    gpus = tp
+    if inputs.model.dp_attention:  # each GPU has all other weights and its part of the experts
+        gpus, expert_bytes = 1, expert_bytes / tp
+    kv_bytes = gpus * (gpu.memory_bytes * gpu.memory_share - gpu.other_bytes) - dense_bytes - expert_bytes
     session_bytes = model.gpu_bytes(load.session_tokens)
     stream = min(software.load_bytes_per_s or math.inf, gpu.link_bytes_per_s * software.link_share)
     return Deployment(
         inputs=inputs,
         model=model,
         workload=load,
-        trace=trace,
-        replicas=gpu.count // tp,
-        flops=tp * gpu.flops * gpu.flops_share,
-        attention_flops=tp * gpu.attention_flops * gpu.flops_share,
-        memory_bytes_per_s=tp * gpu.memory_bytes_per_s * gpu.memory_rate_share,
-        load_bytes_per_s=tp * stream / model.delivered_ratio,
+        basis=basis,
+        replicas=gpu.count // gpus,
+        flops=gpus * gpu.flops * gpu.flops_share,
+        attention_flops=gpus * gpu.attention_flops * gpu.flops_share,
+        memory_bytes_per_s=gpus * gpu.memory_bytes_per_s * gpu.memory_rate_share,
+        load_bytes_per_s=gpus * stream / model.delivered_ratio,
         weight_bytes=weight_bytes,
+        dense_bytes=dense_bytes,
+        expert_bytes=expert_bytes,
+        experts=experts,
         kv_bytes=kv_bytes,
         gpu_tokens=kv_bytes / session_bytes * load.session_tokens,
         batch=min(gpu.batch_max, int(kv_bytes / session_bytes)),
@@ -117,55 +253,53 @@ def resolve(inputs: Inputs, trace: TraceSummary | None = None) -> Deployment:
     )
 
 
-def _with_ranks(inputs: Inputs, found: size.Model, load: Workload) -> tuple[Inputs, ModelCost]:
-    """The inputs with `model.tp`, where it is not given the fewest GPUs that hold the model, and the model's costs."""
-    given, count = inputs.model.tp, inputs.gpu.count
-    if given and count % given:
-        origin = inputs.origin("gpu.count")
-        raise ConfigError(f"gpu.count = {count} (from {origin}): not a multiple of model.tp = {given}")
-    refused = ""
-    for tp in [given] if given else [it for it in range(1, min(count, TP_MAX) + 1) if count % it == 0]:
-        try:
-            model = _model_cost(inputs, found, tp)
-        except ConfigError:
-            if given or tp == 1:  # some numbers of ranks cannot share the heads; one can, unless the model is refused
-                raise
-            continue
-        refused = _does_not_fit(inputs, model, load, tp)
-        if not refused:
-            return inputs if given else inputs.change({"model.tp": tp}, FEWEST), model
-    raise ConfigError(f"{refused}; allowed: more or larger GPUs, smaller weights or a smaller kv_dtype")
+def _model_cost(inputs: Inputs, basis: Basis) -> ModelCost:
+    dtype, chunk_tokens, copies = inputs.model.kv_dtype, inputs.software.chunk_tokens, inputs.software.copies
+    tp = 1 if inputs.model.dp_attention else inputs.model.tp
+    key = (dtype, tp, chunk_tokens, copies)
+    if key not in basis.costs:
+        kv = size.of(basis.model, dtype=dtype, tp=tp, chunk_tokens=chunk_tokens)
+        if not kv.bytes_per_token:
+            raise ConfigError(
+                f"model {basis.model.name}: it keeps no KV that grows with its tokens, so there is nothing for tiers "
+                "to hold; allowed: models with attention layers"
+            )
+        basis.costs[key] = model_cost(kv, copies)
+    return basis.costs[key]
 
 
-def _model_cost(inputs: Inputs, found: size.Model, tp: int) -> ModelCost:
-    kv = size.of(found, dtype=inputs.model.kv_dtype, tp=tp, chunk_tokens=inputs.software.chunk_tokens)
-    if not kv.bytes_per_token:
-        raise ConfigError(
-            f"model {found.name}: it keeps no KV that grows with its tokens, so there is nothing for tiers to hold; "
-            "allowed: models with attention layers"
-        )
-    return model_cost(kv, inputs.software.copies)
-
-
-def _weight_bytes(inputs: Inputs) -> float:
-    return inputs.model.parameters * WEIGHT_BYTES[inputs.model.weights]
-
-
-def _kv_bytes(inputs: Inputs, tp: int) -> float:
-    gpu = inputs.gpu
-    return tp * (gpu.memory_bytes * gpu.memory_share - gpu.other_bytes) - _weight_bytes(inputs)
-
-
-def _does_not_fit(inputs: Inputs, model: ModelCost, load: Workload, tp: int) -> str:
-    """Why `tp` GPUs cannot hold the model and its longest session; empty where they can."""
-    left, needed = _kv_bytes(inputs, tp), model.gpu_bytes(max(load.longest_tokens, load.session_tokens))
-    if left >= needed:
+def _does_not_fit(deployment: Deployment, *, named: bool) -> str:
+    """Why the GPUs cannot hold the model and its longest session; empty where they can."""
+    inputs, load, gpus = deployment.inputs, deployment.workload, deployment.server_gpus
+    needed = deployment.model.gpu_bytes(max(load.longest_tokens, load.session_tokens))
+    if deployment.kv_bytes >= needed:
         return ""
-    origin = f" (from {inputs.origin('model.tp')})" if inputs.model.tp else ""
+    origin = f" (from {inputs.origin('model.tp')})" if named else ""
     return (
-        f"model.tp = {tp}{origin}: {tp} x {inputs.gpu.name} leave {max(left, 0) / 1e9:.1f} GB for KV next to "
-        f"{_weight_bytes(inputs) / 1e9:.1f} GB of weights, the longest session needs {needed / 1e9:.1f} GB"
+        f"model.tp = {inputs.model.tp}{origin}: {gpus} x {inputs.gpu.name} leave "
+        f"{max(deployment.kv_bytes, 0) / 1e9:.1f} GB for KV next to "
+        f"{(deployment.dense_bytes + deployment.expert_bytes) / 1e9:.1f} GB of weights, the longest session needs "
+        f"{needed / 1e9:.1f} GB"
     )
+
+
+def _hosts(inputs: Inputs) -> int:
+    return -(-inputs.gpu.count // inputs.host.gpus)
+
+
+def _with_hosts(inputs: Inputs) -> Inputs:
+    """The inputs with the default totals of all hosts; a total that is given stays, and a probe measures one host."""
+    hosts = _hosts(inputs)
+    values: dict[str, object] = {
+        name: hosts * inputs.value(name)  # type: ignore[operator]
+        for name in _PER_HOST
+        if inputs.origins.get(name, "probe").startswith("probe")
+    }
+    inputs = inputs.change(values, f"default, for {hosts} hosts") if hosts > 1 else inputs
+    if "power.server_watts" in inputs.origins or inputs.gpu.count == _SERVER_GPUS:
+        return inputs
+    watts = inputs.power.server_watts * inputs.gpu.count / _SERVER_GPUS
+    return inputs.change({"power.server_watts": watts}, f"default, for {inputs.gpu.count} GPUs")
 
 
 def _tiers(inputs: Inputs) -> tuple[TierHardware, ...]:

@@ -7,62 +7,48 @@ from dataclasses import dataclass
 from kvtier.config.schema import Setting
 from kvtier.errors import ConfigError
 from kvtier.plan.inputs import SETTINGS, Inputs
-from kvtier.plan.limits import TTFT, highest_load, in_users
+from kvtier.plan.limits import highest_load, in_users
 from kvtier.plan.resolve import Deployment, resolve
 
 STEP = 0.2
-_LOAD = frozenset(("traffic.users", "traffic.load", "target.gpu_used", "traffic.trace_window_s"))
-"""Inputs of the requested load, which do not change the most that the deployment serves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsersServed:
-    """Users within all limits, and within that of the time to first token alone."""
-
-    every_limit: float
-    ttft: float
+_SIZE = ("model.tp", "model.dp_attention")
+"""What the search found, and what stays."""
+_LOAD = frozenset((*_SIZE, "host.gpus", "traffic.users", "traffic.load", "target.gpu_used", "traffic.trace_window_s"))
+"""Inputs of the requested load, which do not change the most that the deployment serves; the size, and the hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSensitivity:
-    """Users served with tiers, for a lower and a higher value of one input."""
+    """Users within all limits, with tiers, for a lower and a higher value of one input."""
 
     name: str
     value: float
     lower: float | None
     """The lower value; None where it is not allowed."""
     higher: float | None
-    users: UsersServed
+    users: float
     """Users with the planned value."""
-    users_lower: UsersServed | None
+    users_lower: float | None
     """Users with the lower value; None where no plan is possible with it."""
-    users_higher: UsersServed | None
-
-    @property
-    def ttft_swing(self) -> float:
-        """The largest relative change of the users within the limit of the time to first token."""
-        changed = [it.ttft for it in (self.users_lower, self.users_higher) if it]
-        return _swing(self.users.ttft, changed)
+    users_higher: float | None
 
     @property
     def swing(self) -> float:
-        """The largest relative change of either number of users."""
-        changed = [it.every_limit for it in (self.users_lower, self.users_higher) if it]
-        return max(self.ttft_swing, _swing(self.users.every_limit, changed))
-
-
-def _swing(planned: float, changed: list[float]) -> float:
-    return max((abs(it - planned) / planned for it in changed if planned and math.isfinite(it)), default=0.0)
+        """The largest relative change of the users."""
+        changed = [it for it in (self.users_lower, self.users_higher) if it is not None and math.isfinite(it)]
+        return max((abs(it - self.users) / self.users for it in changed if self.users), default=0.0)
 
 
 def sensitivities(inputs: Inputs, deployment: Deployment) -> list[InputSensitivity]:
-    """The sensitivity of every numeric input in use, the strongest first.
+    """The sensitivity of every numeric input in use, the strongest first, at the size that the plan found.
 
     Args:
         inputs: as given, so that values from the catalogue follow a changed name.
         deployment: the same, resolved.
     """
-    users = _users(deployment)
+    size = {name: deployment.inputs.value(name) for name in _SIZE}
+    inputs = inputs.change(size, deployment.inputs.origin("model.tp"))
+    users = in_users(deployment, highest_load(deployment, with_tiers=True))
     found = [
         InputSensitivity(
             name=setting.name,
@@ -70,8 +56,8 @@ def sensitivities(inputs: Inputs, deployment: Deployment) -> list[InputSensitivi
             lower=lower,
             higher=higher,
             users=users,
-            users_lower=_changed(inputs, deployment, setting.name, lower),
-            users_higher=_changed(inputs, deployment, setting.name, higher),
+            users_lower=_changed(inputs, deployment, setting.name, lower, users),
+            users_higher=_changed(inputs, deployment, setting.name, higher, users),
         )
         for setting, value, lower, higher in _numbers(deployment)
     ]
@@ -88,10 +74,10 @@ def _numbers(deployment: Deployment) -> Iterator[tuple[Setting, float, float | N
         lower: float = value * (1 - STEP)
         higher: float = value * (1 + STEP)
         if isinstance(value, int):
-            # A whole number moves by at least one; GPUs move by whole replicas, ranks by halves and doubles.
+            # A whole number moves by at least one; GPUs move by whole copies of the model.
             grain = deployment.inputs.model.tp if name == "gpu.count" else 1
             step = max(round(value * STEP / grain), 1) * grain
-            lower, higher = (value - step, value + step) if name != "model.tp" else (value // 2, value * 2)
+            lower, higher = value - step, value + step
         yield setting, value, _allowed(setting, lower), _allowed(setting, higher)
 
 
@@ -103,17 +89,12 @@ def _allowed(setting: Setting, value: float) -> float | None:
     return value if read else None  # 0 would mean something else
 
 
-def _changed(inputs: Inputs, deployment: Deployment, name: str, value: float | None) -> UsersServed | None:
+def _changed(inputs: Inputs, deployment: Deployment, name: str, value: float | None, users: float) -> float | None:
     if value is None:
         return None
     try:
-        return _users(resolve(inputs.change({name: value}, "sensitivity"), deployment.trace))
+        changed = resolve(inputs.change({name: value}, "sensitivity"), deployment.basis)
     except ConfigError:  # an impossible plan, such as a model that no longer fits
         return None
-
-
-def _users(deployment: Deployment) -> UsersServed:
-    return UsersServed(
-        every_limit=in_users(deployment, highest_load(deployment, with_tiers=True)),
-        ttft=in_users(deployment, highest_load(deployment, with_tiers=True, only=TTFT)),
-    )
+    near = users / deployment.workload.interval_s
+    return in_users(changed, highest_load(changed, with_tiers=True, near=near if math.isfinite(near) else 0.0))

@@ -7,6 +7,7 @@ share. Paths are examples.
 from collections.abc import Iterator
 
 from kvtier.plan.plan import Plan
+from kvtier.plan.tables import size_text
 
 _MIB = 2**20
 
@@ -18,13 +19,17 @@ def settings_toml(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     inputs, replicas = plan.inputs, plan.deployment.replicas
-    drives, software = plan.drives, inputs.software
-    yield f"# kvtier settings of each of {replicas} engines (TP {inputs.model.tp})"
-    host = inputs.host.capacity_bytes // replicas // _MIB * _MIB
+    idle = {it.name for it in plan.idle_tiers}
+    drives, software = None if "disk" in idle else plan.drives, inputs.software
+    shared_bytes = 0 if "shared" in idle else inputs.shared.capacity_bytes
+    yield f"# kvtier settings of each of {replicas} engines ({size_text(plan.deployment)})"
+    if len(idle) == len(plan.deployment.tiers):
+        yield "# no tier is worth it here"
+    host = 0 if "host" in idle else inputs.host.capacity_bytes // replicas // _MIB * _MIB
     if host:
         yield from ("[host]", f"capacity_bytes = {_size(host)}", "")
     yield from ("[store]", f"chunk_tokens = {software.chunk_tokens}")
-    if inputs.shared.capacity_bytes:
+    if shared_bytes:
         yield 'secret_file = "/etc/kvtier/secret" # the same for all engines'
     if drives is not None and drives.write_policy == "selective":
         yield 'write_policy = "selective" # at the second use, for the life of the drives'
@@ -37,14 +42,14 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
         yield f"capacity_bytes = {_size(capacity)}"
         if drives.write_policy == "budget":
-            ranks = replicas * inputs.model.tp
+            ranks = inputs.gpu.count
             rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
             budget = rated * disk.rated_years / inputs.target.life_years / ranks
             yield f"write_bytes_per_day = {int(budget) // _MIB * _MIB} # {inputs.target.life_years:g} years of life"
         yield ""
-    if inputs.shared.capacity_bytes:
+    if shared_bytes:
         yield from ("[[tiers]]", 'kind = "shared_directory"', 'path = "/mnt/shared/kvtier" # the same for all engines')
-        yield f"capacity_bytes = {_size(inputs.shared.capacity_bytes)}"
+        yield f"capacity_bytes = {_size(shared_bytes)}"
 
 
 def _size(count: int) -> str:

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Iterator
 
 from kvtier.config.value_types import seconds_text
-from kvtier.plan.inputs import SETTINGS
+from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import TTFT
-from kvtier.plan.plan import DriveLoad, Plan, Variant
-from kvtier.plan.resolve import FEWEST
+from kvtier.plan.plan import DriveLoad, Plan, PlannedTier, Variant
+from kvtier.plan.resolve import SEARCHED, Deployment
+from kvtier.plan.search import PlannedSize
 from kvtier.plan.sensitivity import STEP
+from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
 from kvtier.report.format import (
     NONE,
     YEAR_S,
@@ -22,60 +24,61 @@ from kvtier.report.format import (
 )
 from kvtier.report.table import Table
 
-LEAST_GAIN = 1.02
-"""A smaller ratio of users is no gain."""
-NEARLY_ALL = 0.97
 SENSITIVITIES = 12
 """Inputs in the table of sensitivities."""
-TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
-_HARDWARE = ("model.tp", "gpu.", "host.", "disk.", "shared.", "software.")
+_HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 
 
 def verdict(plan: Plan) -> str:
     """The finding in one line: what tiers change, or why they change nothing."""
-    alone, tiered = plan.alone.users_at_ttft, plan.tiered.users_at_ttft
-    unit, within = load_unit(plan), f"within {plan.inputs.target.ttft_s:g} s to the first token"
+    alone, tiered = plan.alone.users, plan.tiered.users
+    unit, within = load_unit(plan), _within(plan)
     before, after = load_text(plan, alone), load_text(plan, tiered)
-    if not tiered:
-        return f"No gain: not one request is {within}, with or without tiers"
-    if not alone:
+    if tiered < 1 and plan.deployment.workload.has_users:
+        few = "less than one user" if tiered else "not one request"
+        return f"No gain: {few} is {within}, with or without tiers"
+    if not alone or (alone < 1 <= tiered and plan.deployment.workload.has_users):
         return f"Only with tiers is the first token in time: {after} {unit} {within}"
     if tiered < alone * LEAST_GAIN:
-        return f"No gain from tiers: {after} {unit} {within}, {before} with GPU memory alone; {_no_gain(plan)}"
-    return f"Tiers serve {after} {unit} {within}, {before} without ({ratio_text(tiered, alone)})"
+        gain = f"No gain from tiers above {LEAST_GAIN - 1:.0%}"
+        return f"{gain}: {after} {unit} {within}, {before} with GPU memory alone; {_no_gain(plan)}"
+    idle = " and ".join(TIER_NAMES[it.name] for it in plan.idle_tiers)
+    also = f"; not worth it: {idle}" if idle else ""
+    return f"Tiers serve {after} {unit} {within}, {before} without ({ratio_text(tiered, alone)}){also}"
+
+
+def _within(plan: Plan) -> str:
+    target = plan.inputs.target
+    tpot = f" and {target.tpot_s * 1000:g} ms a token" if target.tpot_s else ""
+    return f"within {target.ttft_s:g} s to the first token{tpot}"
 
 
 def _no_gain(plan: Plan) -> str:
-    """Why tiers change nothing."""
-    deployment, load = plan.deployment, plan.deployment.workload
-    below = max((it.capacity_bytes for it in deployment.tiers), default=0.0)
-    gpu_bytes = deployment.kv_bytes * deployment.replicas
-    if not deployment.tiers:
+    """Why tiers change nothing for users."""
+    if not plan.deployment.tiers:
         return "the plan has none"
-    if not load.reuse:
-        return "no prompt repeats tokens of an earlier one"
-    if below < deployment.model.stored_bytes(load.session_tokens):
-        return f"the largest holds {bytes_text(below)}, less than one conversation"
-    if below < gpu_bytes and plan.inputs.software.gpu_reuse:
-        return f"the largest holds {bytes_text(below)}, less than the {bytes_text(gpu_bytes)} of GPU memory"
-    point = plan.tiered.ceiling.point
-    if sum(point.read_bytes_per_s.values()) < sum(point.wanted_bytes_per_s.values()) / 2:
-        return "prompts compute faster than they load"
-    if plan.alone.ceiling.point.hit_rate > NEARLY_ALL * load.reuse:
-        return "GPU memory holds what is reused"
-    return "other limits are met first"
+    if len(plan.idle_tiers) == len(plan.deployment.tiers):
+        return plan.idle_tiers[0].worth.why_not
+    before, after = (load_text(plan, it.throughput_users) for it in (plan.alone, plan.tiered))
+    return f"throughput saturates at {after} {load_unit(plan)} instead of {before}"
 
 
 def heading(plan: Plan) -> str:
-    """Model, GPUs and copies in one line."""
-    inputs, deployment = plan.inputs, plan.deployment
-    copies = "one copy" if deployment.replicas == 1 else f"{deployment.replicas} copies"
-    tp = inputs.model.tp
-    chosen = ", the fewest that hold it" if inputs.origin("model.tp") == FEWEST else ""
-    return (
-        f"{deployment.model.name} on {inputs.gpu.count} x {inputs.gpu.name}: {copies}, "
-        f"{'a GPU' if tp == 1 else f'{tp} GPUs'} each (TP {tp}){chosen}"
-    )
+    """Model, GPUs and sizes in one line."""
+    inputs, tiered, alone = plan.inputs, plan.tiered.deployment, plan.alone.deployment
+    sizes = f"{size_text(tiered)} with tiers, {size_text(alone)} without"
+    if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
+        sizes = size_text(tiered)
+    chosen = ", which serves most users" if inputs.origin("model.tp") == SEARCHED else ""
+    hosts = "one host" if tiered.hosts == 1 else f"{tiered.hosts} hosts"
+    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}{chosen}"
+
+
+def size_text(deployment: Deployment) -> str:
+    """The GPUs of a copy of the model, and the copies."""
+    model, copies = deployment.inputs.model, deployment.copies
+    split = f"data-parallel attention on {model.tp} GPUs" if model.dp_attention else f"TP {model.tp}"
+    return f"{split}, {'one copy' if copies == 1 else f'{copies} copies'}"
 
 
 def circumstances(plan: Plan) -> list[tuple[str, str]]:
@@ -88,7 +91,8 @@ def circumstances(plan: Plan) -> list[tuple[str, str]]:
             "model",
             (
                 f"KV {inputs.model.kv_dtype}, weights {inputs.model.weights} ({bytes_text(deployment.weight_bytes)}); "
-                f"{bytes_text(deployment.kv_bytes)} for KV next to each copy"
+                f"{bytes_text(deployment.kv_bytes)} for KV next to "
+                f"{'each copy' if deployment.replicas == deployment.copies else 'its part on each GPU'}"
             ),
         ),
         (
@@ -118,7 +122,7 @@ def _traffic(plan: Plan) -> str:
     if not load.has_users:
         times = "" if traffic.load == 1 else f", {traffic.load:g} times its load"
         return f"{rate}, as in {traffic.trace}{times}"
-    if plan.deployment.trace:
+    if plan.deployment.basis.trace:
         return f"{rate} of {traffic.trace}, as from {plan.requested_users:,.0f} users"
     return f"{traffic.users:,} users, a query every {seconds_text(traffic.interval_s)} each: {rate}"
 
@@ -139,47 +143,105 @@ def conclusion(plan: Plan) -> list[str]:
     reserves = [it for it in plan.tiered.ceiling.limits if it.is_reserve and it.users < binding.users]
     if reserves:
         first = reserves[0]
+        advice = "" if first.raised_by.startswith(_idle_inputs(plan)) else f" To raise it, change {first.raised_by}."
         sentences.append(
             f"From {load_text(plan, first.users)} {unit} on, {first.name} is short in bursts, so that loads take "
-            f"longer or prompts are computed. To raise it, change {first.raised_by}."
+            f"longer or prompts are computed.{advice}"
         )
     over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
     if over:
         sentences.append(
             f"The requested load, {load_text(plan, plan.requested_users)} {unit}, exceeds: {', '.join(over)}."
         )
-    needed = {"with tiers": plan.tiered.gpus_needed, "without": plan.alone.gpus_needed}
-    if all(needed.values()):
-        gpus = ", ".join(f"{count} {name}" for name, count in needed.items())
-        at_tp = f" at TP {plan.inputs.model.tp}" if plan.inputs.model.tp > 1 else ""
-        sentences.append(f"GPUs for {load_text(plan, plan.requested_users)} {unit}{at_tp}: {gpus}.")
-    return [*sentences, *wear(plan)]
+    sentences += _gpus(plan)
+    if plan.tiered.users >= plan.alone.users * LEAST_GAIN:
+        sentences += [_idle(plan, it) for it in plan.idle_tiers]
+    return [*sentences, *_money(plan), *wear(plan)]
+
+
+def _gpus(plan: Plan) -> list[str]:
+    """GPUs for the requested load, those that the limits need and those with a reserve."""
+    variants = {"with tiers": plan.tiered, "without": plan.alone}
+    if not all(it.gpus_least for it in variants.values()):
+        return []
+    least = ", ".join(f"{it.gpus_least} {name}" for name, it in variants.items())
+    needed = ", ".join(f"{it.gpus_needed} {name}" for name, it in variants.items())
+    used = plan.inputs.target.gpu_used
+    reserve = f"; {needed} at {used:.0%} of the most users (target.gpu_used)" if used < 1 else ""
+    return [f"GPUs for {load_text(plan, plan.requested_users)} {load_unit(plan)}: {least}{reserve}."]
+
+
+def _idle(plan: Plan, tier: PlannedTier) -> str:
+    """Why a tier is not worth it, and from when on it would be."""
+    name, without = TIER_NAMES[tier.name].capitalize(), tier.worth.without
+    verb = "is" if tier.name in {"host", "shared"} else "are"
+    pays = tier.worth.pays_from_s
+    since = f" That changes where a user's queries are {time_text(pays)} apart or more." if pays else ""
+    return (
+        f"{name} {verb} not worth it here, because {tier.worth.why_not}: {load_text(plan, without.users)} "
+        f"{load_unit(plan)} without.{since}"
+    )
+
+
+def _money(plan: Plan) -> list[str]:
+    """The price of a further user, and host memory against drives, where prices are given."""
+    sentences, currency, unit = list[str](), plan.inputs.price.currency, load_unit(plan)
+    before, after, more = plan.alone.cost.bought, plan.tiered.cost.bought, plan.tiered.users - plan.alone.users
+    if (
+        before
+        and after
+        and not plan.tiered.cost.missing
+        and plan.deployment.tiers
+        and math.isfinite(more)
+        and more >= 1
+    ):
+        each = digits((after - before) / more)
+        sentences.append(
+            f"The tiers cost {digits(after - before)} {currency}, {each} for each of {digits(more)} {unit} more."
+        )
+    found = plan.same_money
+    if found is not None:
+        host, drives = load_text(plan, found.users_host), load_text(plan, found.users_drives)
+        sentences.append(
+            f"For {digits(found.money)} {currency}, {bytes_text(found.host_bytes)} of host memory alone serve {host} "
+            f"{unit}, and {found.drives} drives alone {drives}."
+        )
+    return sentences
 
 
 def wear(plan: Plan) -> list[str]:
     """The life of the drives at the served load, and the write policy that gives the wanted life."""
     drives, target = plan.drives, plan.inputs.target
-    if drives is None or drives.life_years >= target.life_years:
+    if drives is None or not _has_worth(plan, "disk") or drives.life_years >= target.life_years:
         return []
     share = share_text(drives.write_share)
     is_selective = drives.write_policy == "selective"
     by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
+    load, life = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}", time_text(drives.life_years * YEAR_S)
     return [
         (
-            f"At this load the drives last {time_text(drives.life_years * YEAR_S)}. {target.life_years:g} years need "
-            f"{by}, or {drives.drives_for_life} drives. Wear limits no users."
+            f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} "
+            "drives. Wear limits no users."
         )
     ]
+
+
+def _has_worth(plan: Plan, tier: str) -> bool:
+    return any(it.name == tier for it in plan.tiers if it not in plan.idle_tiers)
+
+
+def _idle_inputs(plan: Plan) -> tuple[str, ...]:
+    """Beginnings of the inputs of tiers that are not worth it, which no advice names."""
+    return tuple(f"{it.name}." for it in plan.idle_tiers)
 
 
 def _raised_by(plan: Plan) -> str:
     """What more of the strongest inputs of hardware and software gives."""
     changed = [
-        (it.users_higher.every_limit, it)
+        (it.users_higher, it)
         for it in plan.sensitivities
-        if it.name.startswith(_HARDWARE)
-        and it.users_higher
-        and it.users_higher.every_limit > it.users.every_limit * 1.01
+        if it.name.startswith(_HARDWARE) and not it.name.startswith(_idle_inputs(plan))
+        if it.users_higher and it.users_higher > it.users * 1.01
     ]
     strongest = sorted(changed, key=lambda it: -it[0])[:3]
     texts = [
@@ -215,9 +277,13 @@ def load_text(plan: Plan, load: float) -> str:
 
 def tables(plan: Plan) -> Iterator[Table]:
     """Every table of a plan, in reading order."""
+    if len(plan.sizes) > 1:
+        yield _sizes(plan)
     yield _gains(plan)
     yield _tiers(plan)
-    if plan.drives is not None:
+    if plan.deployment.tiers:
+        yield _worth(plan)
+    if plan.drives is not None and _has_worth(plan, "disk"):
         yield _drives(plan, plan.drives)
     yield _capacities(plan)
     yield _limits(plan)
@@ -240,17 +306,18 @@ def _gains(plan: Plan) -> Table:
     def load(value: float) -> str:
         return load_text(plan, value)
 
-    alone, tiered = plan.alone.point, plan.tiered.point
-    is_other = any(it.ceiling.binding.name != TTFT for it in (plan.alone, plan.tiered))
+    alone, tiered, used = plan.alone.point, plan.tiered.point, plan.inputs.target.gpu_used
     rows = [
-        row(f"{unit} within {plan.inputs.target.ttft_s:g} s to the first token", lambda it: it.users_at_ttft, load),
-        *([row(f"{unit} within every limit", lambda it: it.ceiling.binding.users, load)] if is_other else []),
+        ("GPUs of a copy", *(_size_name(it.deployment.inputs.model) for it in (plan.alone, plan.tiered)), ""),
+        row(f"{unit} {_within(plan)}", lambda it: it.users, load),
         row(f"{unit} at which throughput saturates", lambda it: it.throughput_users, load),
         row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
+        row(f"95 % of them within, at {requested}", lambda it: it.ttft_p95_s, time_text),
         row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
         (f"prompt tokens not computed at {requested}", share_text(alone.hit_rate), share_text(tiered.hit_rate), ""),
         row(f"output tokens/s at {requested}", lambda it: it.output_tokens_per_s),
-        row(f"GPUs for {requested}", lambda it: it.gpus_needed, count_text),
+        row(f"GPUs for {requested}", lambda it: it.gpus_least, count_text),
+        row(f"the same at {used:.0%} (target.gpu_used)", lambda it: it.gpus_needed, count_text),
         row(f"power at {requested}", lambda it: it.cost.watts, lambda it: f"{it / 1000:,.2f} kW"),
         row("output tokens/s per watt", lambda it: it.cost.tokens_per_s_per_watt),
     ]
@@ -263,6 +330,61 @@ def _gains(plan: Plan) -> Table:
         ]
     note = f"Costs need prices as inputs: {', '.join(missing)}." if missing else ""
     return Table(("", "GPU memory alone", "with tiers", "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
+
+
+def _sizes(plan: Plan) -> Table:
+    planned = {"GPU memory alone": plan.alone, "with tiers": plan.tiered}
+    rows = [
+        (
+            _size_name(size),
+            str(size.copies),
+            load_text(plan, size.users_without_tiers),
+            load_text(plan, size.users_with_tiers),
+            ", ".join(
+                name for name, it in planned.items() if _size_name(it.deployment.inputs.model) == _size_name(size)
+            ),
+        )
+        for size in plan.sizes
+    ]
+    return Table(
+        ("GPUs of a copy", "copies", *planned, "planned for"),
+        rows,
+        numeric=4,
+        title="Users by size",
+        note=f"{load_unit(plan).capitalize()} {_within(plan)}. The exchange between GPUs takes no time here beyond "
+        "gpu.flops_share: measure that share at your size.",
+    )
+
+
+def _size_name(size: ModelInputs | PlannedSize) -> str:
+    return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
+
+
+def _worth(plan: Plan) -> Table:
+    unit, now, lower = load_unit(plan), plan.tiered, plan.tiers[1:]
+    whole, found = load_text(plan, now.users), share_text(sum(it.hit_share for it in lower))
+    rows = [
+        (
+            TIER_NAMES[it.name],
+            share_text(it.hit_share),
+            load_text(plan, it.worth.users_alone),
+            load_text(plan, it.worth.without.users),
+            time_text(it.worth.without.ttft_s),
+            digits(it.worth.without.output_tokens_per_s),
+            "yes" if it.worth.worth_it else "no",
+        )
+        for it in lower
+    ]
+    rows.append(("(with all)", found, NONE, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
+    return Table(
+        ("tier", f"hits at {whole}", f"{unit}: it alone", "without it", "TTFT", "tokens/s", "worth it"),
+        rows,
+        numeric=6,
+        title="Each tier's own worth",
+        note=f"A tier is worth it if the plan without it is {LEAST_GAIN - 1:.0%} worse in users, TTFT or tokens/s (at "
+        "the requested load). Of two that can stand in for each other, the dearer, or else the lower, is not; the "
+        "other is judged without it.",
+    )
 
 
 def _optional(value: float | None, text: Callable[[float], str]) -> str:
@@ -404,7 +526,7 @@ def _sensitivities(plan: Plan) -> Table:
         (
             it.name,
             SETTINGS[it.name].kind.show(it.value),
-            *(NONE if users is None else load_text(plan, users.every_limit) for users in tried),
+            *(NONE if users is None else load_text(plan, users) for users in tried),
         )
         for it in plan.sensitivities[:SENSITIVITIES]
         for tried in ((it.users_lower, it.users_higher),)
@@ -415,8 +537,8 @@ def _sensitivities(plan: Plan) -> Table:
         rows,
         numeric=2,
         title="Sensitivity",
-        note=f"{load_unit(plan).capitalize()} within every limit, with one input a fifth lower or higher (TP: half, "
-        f"double). As planned: {load_text(plan, planned.every_limit)}.",
+        note=f"{load_unit(plan).capitalize()} within every limit, with one input a fifth lower or higher, at the "
+        f"planned size. As planned: {load_text(plan, planned)}.",
     )
 
 
@@ -433,9 +555,9 @@ def assumptions(plan: Plan) -> Table:
 def _is_used(plan: Plan, name: str) -> bool:
     section, _, key = name.partition(".")
     inputs = plan.inputs
-    if name in inputs.origins:
+    if not inputs.origin(name).startswith("default"):
         return True
-    if section == "traffic" and plan.deployment.trace:
+    if section == "traffic" and plan.deployment.basis.trace:
         has_users = plan.deployment.workload.has_users
         by_users = {"turns", "interval_s", "interval_cv"} if has_users else set[str]()
         return key in {"trace", "trace_window_s", "load", "arrivals_cv2", "reuse", *by_users}

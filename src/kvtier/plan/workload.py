@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
 
 from kvtier.errors import ConfigError
@@ -224,6 +225,7 @@ def _lognormal(inputs: Inputs, tokens: float) -> ReuseCurve:
     return lognormal_curve(traffic.interval_s, traffic.interval_cv, tokens=tokens, last_share=1 / traffic.turns)
 
 
+@lru_cache(maxsize=64)
 def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: float) -> ReuseCurve:
     """The curve of conversations with log-normal pauses.
 

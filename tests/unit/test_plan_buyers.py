@@ -1,0 +1,259 @@
+"""Buyers' cases: what a plan says, against arithmetic that stands beside it and shares no code with the plan."""
+
+import math
+import random
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.plan.plan import make_plan, to_json
+from kvtier.plan.queueing import decode_token_s, operate
+from kvtier.plan.read_inputs import load, tier_options
+from kvtier.plan.resolve import resolve
+from kvtier.plan.settings import settings_toml
+from kvtier.plan.tables import conclusion, verdict
+
+USABLE = 0.92, 3_758_096_384
+"""Share of GPU memory that the engine takes, and what activations and libraries take of it."""
+
+
+def planned(model, *tiers, example="", **changes):
+    values = {"model.name": model} | {name.replace("__", "."): value for name, value in changes.items()}
+    return make_plan(load(example=example, options=values | tier_options(tiers)), with_sensitivities=False)
+
+
+def tier(plan, name):
+    return next(it for it in plan.tiers if it.name == name)
+
+
+def test_70b_on_8_h100_by_hand():
+    """The users within 1 s: the mean wait of the queue (Pollaczek-Khinchine), loading and computing add up to 1 s."""
+    plan = planned("llama-3.3-70b")
+    point = plan.tiered.ceiling.point
+    flops = 8 * 989e12 * 0.5
+
+    def prefill_s(new, tokens):
+        pairs = new * (tokens - new / 2)
+        return (2 * 70e9 * new + 80 * 64 * 4 * 128 * pairs) / flops
+
+    # A first prompt of 21,100 tokens finds 768 of the system prompt. A later one has 22,100 on average, and all but
+    # the new question of whole chunks: 21,852.4 of its tokens are stored.
+    stored = sum((21_200 + 200 * turn) // 256 * 256 for turn in range(9)) / 9
+    later_hits = (point.hit_rate * 22_000 - 768) / (stored - 768)
+    shares = 0.1, 1 - 0.1 - later_hits, later_hits
+    times = prefill_s(21_100 - 768, 21_100), prefill_s(22_100 - 768, 22_100), prefill_s(22_100 - stored, 22_100)
+    mean, square = (sum(share * it**power for share, it in zip(shares, times, strict=True)) for power in (1, 2))
+    kv_bytes = 22_200 * 327_680
+    room = 8 * (80 * 2**30 * USABLE[0] - USABLE[1]) - 140e9
+    token_s = (140e9 / (room // kv_bytes) + kv_bytes) / (8 * 3.35e12 * 0.8)
+    rate = plan.tiered.users / 20
+    free = 1 - rate * 100 * token_s
+    busy = rate * mean / free
+    wait_s = busy / (1 - busy) * square / mean / 2 / free
+    assert (math.floor(plan.alone.users), math.floor(plan.tiered.users)) == (66, 100)
+    assert wait_s + mean / free + point.load_s == pytest.approx(1.0, rel=1e-3)
+
+
+def test_8_hosts_are_8_times_one_host():
+    """Host memory, drives, channels and watts are those of each host; a total that is named stays."""
+    one, eight = planned("llama-3.3-70b"), planned("llama-3.3-70b", gpu__count=64, traffic__users=640)
+    assert eight.tiered.users == pytest.approx(8 * one.tiered.users)
+    assert eight.tiered.cost.watts == pytest.approx(8 * one.tiered.cost.watts)
+    inputs = eight.inputs
+    assert (inputs.host.capacity_bytes, inputs.disk.count, inputs.power.server_watts) == (8 * 2**40, 32, 8 * 1500)
+    assert inputs.origin("disk.count") == "default, for 8 hosts"
+    named = planned("llama-3.3-70b", "host=1TiB", gpu__count=64)
+    assert (named.inputs.host.capacity_bytes, named.inputs.host.channels) == (2**40, 8 * 16)
+    assert planned("llama-3.3-70b", gpu__count=8, host__gpus=4).inputs.disk.count == 2 * 4
+
+
+def test_one_l4_takes_no_more_power_than_its_share_of_a_server():
+    plan = planned("llama-3.1-8b", "host=256GiB", gpu__name="l4", gpu__count=1, traffic__users=1)
+    share = 0.15 + 0.85 * plan.tiered.point.gpu_busy  # of an idle GPU, and of a busy one
+    assert plan.tiered.cost.watts == pytest.approx(72 * share + 1500 / 8)
+    assert resolve(load(options={"model.name": "llama-3.1-8b", "power.pue": 1.5})).inputs.power.server_watts == 1500
+
+
+def test_a_cold_document_of_120k_tokens_decides_the_size():
+    """At TP 8 it takes 9.1 s, at TP 2 four times as long: within 5 s on average only where most documents are found."""
+    plan = planned(
+        "llama-3.3-70b",
+        gpu__name="h200-sxm",
+        traffic__history_tokens=120_000,
+        traffic__interval_s=300.0,
+        target__ttft_s=5.0,
+    )
+    cold_s = (2 * 70e9 * 121_000 + 80 * 64 * 4 * 128 * 121_000**2 / 2) / (8 * 989e12 * 0.5)
+    assert cold_s == pytest.approx(9.14, abs=0.01)
+    assert plan.deployment.inputs.model.tp == 8
+    assert math.floor(plan.tiered.users) == 124
+    at_2, _, at_8 = plan.sizes
+    assert at_2.users_with_tiers < at_8.users_with_tiers / 5
+
+
+def test_deepseek_keeps_one_latent_with_data_parallel_attention():
+    """70,272 bytes a token once, not on 8 ranks; each GPU has an eighth of the experts and all other weights."""
+    options = {"model.name": "deepseek-r1", "model.tp": 8, "model.weights": "fp8", "gpu.name": "h200-sxm"}
+    split, spread = (resolve(load(options=options | {"model.dp_attention": dp})) for dp in (False, True))
+    assert (split.model.token_bytes, spread.model.token_bytes) == (8 * 70_272, 70_272)
+    assert (split.replicas, spread.replicas, spread.copies) == (1, 8, 1)
+    experts = 671e9 * (1 - 37 / 671) / (1 - 8 / 256)
+    room = 151_397_597_184 * USABLE[0] - USABLE[1]
+    assert spread.kv_bytes == pytest.approx(room - (671e9 - experts) - experts / 8)
+    plan = planned("deepseek-r1", model__weights="fp8", gpu__name="h200-sxm")
+    assert {(it.tp, it.dp_attention) for it in plan.sizes} == {(8, False), (8, True)}
+    assert plan.alone.users == pytest.approx(max(it.users_without_tiers for it in plan.sizes))
+    assert plan.tiered.users == pytest.approx(max(it.users_with_tiers for it in plan.sizes))
+
+
+def test_a_decode_step_of_kimi_k2_reads_the_experts_of_its_batch():
+    """384 experts of which a token uses 8: four tokens use 31.1 of them, 80 of 989 GB. It was 35 ms a token."""
+    deployment = resolve(
+        load(options={"model.name": "kimi-k2", "model.tp": 8, "model.weights": "fp8", "gpu.name": "b200-sxm"})
+    )
+    experts = (1000e9 - 32e9) / (1 - 8 / 384)
+    by_hand = 1000e9 - experts + experts * (1 - (1 - 8 / 384) ** 4)
+    assert deployment.step_weight_bytes(4) == pytest.approx(by_hand) == pytest.approx(91.2e9, rel=0.01)
+    assert deployment.step_weight_bytes(1) == pytest.approx(32e9)
+    assert deployment.step_weight_bytes(1e9) == pytest.approx(1000e9)
+    slow = operate(deployment, 1e-9, with_tiers=True).tpot_s
+    kv_bytes = 8 * 70_272 * deployment.workload.session_tokens
+    assert slow == pytest.approx((32e9 + kv_bytes) / (8 * 7.7e12 * 0.8))
+    dense = resolve(load(options={"model.name": "llama-3.1-8b"}))
+    assert dense.step_weight_bytes(1) == dense.step_weight_bytes(99) == 16e9
+
+
+def test_experts_of_ones_own_model_come_from_its_config(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, '
+        '"head_dim": 128, "hidden_size": 1024, "num_experts": 64, "num_experts_per_tok": 4}'
+    )
+    options = {"model.name": str(config), "model.parameters": 10e9, "model.active_parameters": 2.5e9}
+    deployment = resolve(load(options=options))
+    assert deployment.expert_bytes == pytest.approx(20e9 * 0.75 / (1 - 4 / 64))
+    assert deployment.step_weight_bytes(1) == pytest.approx(2 * 2.5e9)
+    told = resolve(load(options=options | {"model.experts": 8, "model.experts_per_token": 2}))
+    assert told.expert_bytes == pytest.approx(20e9)  # three quarters are all that a token skips
+
+
+def test_drives_with_few_hits_are_not_advised():
+    """Host memory keeps KV for minutes, so 0.4 % of the tokens come from drives; 18 of them were advised."""
+    plan = planned("llama-3.3-70b")
+    disk, host = tier(plan, "disk"), tier(plan, "host")
+    assert disk.found < 0.005
+    assert disk.hit_share < 0.015
+    assert not disk.worth.worth_it
+    assert host.worth.worth_it
+    without = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
+    assert disk.worth.without.users == host.worth.users_alone == pytest.approx(without.tiered.users)
+    assert without.tiered.users * 1.1 > plan.tiered.users > host.worth.users_alone
+    assert host.worth.without.users == pytest.approx(plan.alone.users)  # judged without the drives
+    text = " ".join(conclusion(plan))
+    assert "drives last" not in text
+    assert "disk." not in text
+    assert 'kind = "disk"' not in settings_toml(plan)
+    assert verdict(plan).endswith("not worth it: local drives")
+    # From the interval that the plan names on they pay, and at half of that they do not.
+    pays_s = disk.worth.pays_from_s
+    for interval_s, pays in ((pays_s, True), (pays_s / 4, False)):
+        users = [
+            planned("llama-3.3-70b", *tiers, model__tp=8, traffic__interval_s=interval_s).tiered.users
+            for tiers in (("host=1TiB", "disk=4xpm1753"), ("host=1TiB",))
+        ]
+        assert (users[0] > 1.1 * users[1]) == pays
+
+
+def test_the_money_of_both_tiers_on_one_of_them():
+    """1.1 TB of memory at 8 and 4 drives at 2,500: 18,796, which is 2.35 TB of memory, or 7 drives."""
+    plan = planned("llama-3.3-70b", example="prices")
+    found = plan.same_money
+    assert found.money == pytest.approx(2**40 / 1e9 * 8 + 4 * 2500)
+    assert (found.host_bytes, found.drives) == (int(found.money / 8 * 1e9), 7)
+    alone = planned("llama-3.3-70b", "disk=7xpm1753", example="prices", model__tp=8)
+    assert found.users_drives == pytest.approx(alone.tiered.users)
+    cost = plan.tiered.cost
+    assert cost.bought == pytest.approx(8 * 25_000 + 50_000 + found.money)
+    per_hour = cost.bought / (3 * 365.25 * 24) + cost.watts / 1000 * 0.15
+    assert cost.per_million_output_tokens == pytest.approx(per_hour / 3600 / plan.tiered.output_tokens_per_s * 1e6)
+    text = " ".join(conclusion(plan))
+    assert f"18,796 USD (illustration), {18_796 / (plan.tiered.users - plan.alone.users):.0f} for each of" in text
+    assert planned("llama-3.3-70b").same_money is None
+
+
+def test_gpus_for_the_load_agree_with_the_users_that_they_serve():
+    """8 GPUs serve 100 users, so 80 need 8; with a reserve of 30 % 8 of them carry 70, so 80 need 16."""
+    plan = planned("llama-3.3-70b", traffic__users=80)
+    assert (plan.tiered.gpus_least, plan.tiered.gpus_needed) == (8, 16)
+    (text,) = [it for it in conclusion(plan) if it.startswith("GPUs for")]
+    assert "8 with tiers" in text
+    assert "at 70% of the most users (target.gpu_used)" in text
+
+
+def test_a_drive_that_writes_too_slowly_drops_the_rest():
+    """It has hits for the share of new KV that it writes. What misses is new KV again, so the share falls far."""
+    options = {"model.name": "llama-3.1-8b", "model.tp": 1, "disk.count": 1, "host.capacity_bytes": 0}
+    options |= {"software.gpu_reuse": False, "traffic.prefix_tokens": 0, "software.skips_slow_loads": False}
+    slow, fast = (
+        operate(resolve(load(options=options | {"disk.write_bytes_per_s": rate})), 1.0, with_tiers=True)
+        for rate in (2e8, 1e12)
+    )
+    share = 2e8 / slow.new_bytes_per_s
+    assert slow.write_bytes_per_s["disk"] == 2e8 < fast.write_bytes_per_s["disk"]
+    assert 0 < share < 0.2
+    assert slow.found["disk"] == pytest.approx(share * fast.found["disk"], rel=0.01)
+
+
+def test_without_reuse_no_tier_is_worth_it():
+    plan = planned("llama-3.1-8b", traffic__turns=1, traffic__prefix_tokens=0)
+    assert [it.worth.worth_it for it in plan.tiers] == [False] * 3
+    assert {it.worth.why_not for it in plan.idle_tiers} == {"no prompt repeats tokens of an earlier one"}
+    assert "# no tier is worth it here" in settings_toml(plan)
+    document = to_json(plan)
+    assert document["users_with_tiers"] == pytest.approx(document["users_without_tiers"])
+    assert document["binding_limit"] == plan.binding.name
+    assert {"name", "hit_share", "users_without_it", "worth_it"} <= document["tiers"][1].keys()
+
+
+def test_sensitivities_stay_at_the_size_that_was_found():
+    """A fifth more parameters raised the users from 10 to 62, since twice the GPUs held them."""
+    plan = make_plan(load(options={"model.name": "llama-3.3-70b"}))
+    by_name = {it.name: it for it in plan.sensitivities}
+    assert "model.tp" not in by_name
+    assert by_name["model.parameters"].users_higher < plan.tiered.users < by_name["model.parameters"].users_lower
+    with pytest.raises(ConfigError, match="leave"):
+        planned("llama-3.3-70b", model__tp=1)
+
+
+@pytest.mark.parametrize("load_share", [0.2, 0.5])
+def test_the_95th_percentile_is_that_of_a_simulated_queue(load_share):
+    """Half of the requests compute their whole prompt. The exponential tail is off by up to 8 % here."""
+    options = {"gpu.count": 1, "traffic.turns": 2, "traffic.answer_tokens": 1, "gpu.memory_bytes_per_s": 1e15}
+    deployment = resolve(load(options={"model.name": "llama-3.1-8b"} | options))
+    rate = load_share / operate(deployment, 1e-3, with_tiers=False).gpu_seconds
+    point = operate(deployment, rate, with_tiers=False)
+    shares, services = zip(*point.served_s, strict=True)
+    rng, wait, times = random.Random(7), 0.0, []
+    for service in rng.choices(services, shares, k=200_000):  # Lindley, 1952
+        times.append(wait + service)
+        wait = max(wait + service - rng.expovariate(rate), 0.0)
+    assert point.ttft_s == pytest.approx(sum(times) / len(times), rel=0.02)
+    assert point.ttft_within_s(0.95) == pytest.approx(sorted(times)[190_000], rel=0.08)
+
+
+def test_full_batches_of_experts_cost_no_more_than_all_weights():
+    deployment = resolve(load(options={"model.name": "gpt-oss-120b", "model.weights": "fp4", "model.tp": 8}))
+    kv_bytes = deployment.model.gpu_bytes(deployment.workload.session_tokens)
+    most = (117e9 * 0.5625 / deployment.batch + kv_bytes) / (8 * 3.35e12 * 0.8)
+    assert decode_token_s(deployment) <= most
+
+
+def test_a_plan_with_its_search_and_sensitivities_computes_few_loads(monkeypatch):
+    """Some 0.5 s of processor time; 25,000 loads took 2.3 s, at one size."""
+    loads = []
+    for module in ("limits", "plan", "search", "worth"):
+        monkeypatch.setattr(f"kvtier.plan.{module}.operate", lambda *a, **k: loads.append(a) or operate(*a, **k))
+    plan = make_plan(load(options={"model.name": "gpt-oss-120b", "model.weights": "fp4"}))
+    assert len(plan.sizes) == 7
+    assert len(plan.sensitivities) > 40
+    assert len(loads) < 3500
