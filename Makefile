@@ -9,7 +9,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-sglang test-sglang-core lint simulate nightly setup clean
+.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-sglang test-sglang-core lint simulate nightly setup clean
 
 setup: $(VENV)/.done
 
@@ -27,6 +27,16 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# The two halves of the unit tests: what serves engines, and the tools around it.
+TOOLS = bench characterize cli demo inspection plan probe replay report size trace
+CORE = codec config connect core device keys observe policy runtime tier
+
+test-core: setup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(CORE:%=tests/unit/%)
+
+test-tools: setup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(TOOLS:%=tests/unit/%)
 
 # The same with coverage, which takes twice as long.
 coverage: setup

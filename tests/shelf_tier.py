@@ -1,4 +1,4 @@
-"""A tier as another package would write it: one file. `tests/unit/test_outside_tier.py` installs it."""
+"""A tier as another package would write it: one file. `tests/unit/tier/test_outside_tier.py` installs it."""
 
 import os
 import threading

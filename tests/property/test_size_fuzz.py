@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.unit.test_size_named import SIZES
+from tests.unit.size.test_size_named import SIZES
 
 from kvtier import size
 from kvtier.errors import ConfigError

@@ -1,0 +1,276 @@
+"""`bench/gpu.py`: its slices run on a CPU, stay within their time, go on where they were interrupted; their packs."""
+
+import importlib.util
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from bench import gpu, pack
+from bench.parts import gpu_slices
+from bench.parts.gpu_slices import QUICK, SLICES, Rates
+from click.testing import CliRunner
+
+TOP = Path(__file__).parents[3]
+SCRIPT = [sys.executable, str(TOP / "bench" / "gpu.py")]
+ENGINE = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
+needs_engine = pytest.mark.skipif(not ENGINE, reason="torch and Transformers are not installed")
+REPORT = '<testsuites><testsuite><testcase classname="a" name="b" time="1.5">{}</testcase></testsuite></testsuites>'
+
+
+def output(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run([*SCRIPT, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_it_names_its_slices_and_what_is_missing(tmp_path: Path) -> None:
+    listed = output("--list", "--out", str(tmp_path))
+    for name in SLICES:
+        assert f"\n{name} " in listed
+        assert gpu.record_of(name, tmp_path).name in listed
+    # The beginning of a name stands for all that have it.
+    assert "ttft-8b-128k" in output("--list", "ttft", "--out", str(tmp_path))
+    assert "links" not in output("--list", "ttft", "--out", str(tmp_path))
+    assert "no slice ttft-9b" in output("ttft-9b", code=2)
+    # An interpreter without site packages has none of what is needed.
+    bare = subprocess.run(
+        [sys.executable, "-S", "-I", SCRIPT[1]], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert bare.returncode == 2
+    assert "missing: torch, transformers, numpy, xxhash, click, rich" in bare.stderr
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_every_slice_is_expected_to_end_within_its_limit(name: str) -> None:
+    assert 20 < SLICES[name].estimate_s(Rates()) < 0.9 * gpu_slices.LIMIT_S
+
+
+def test_the_estimate_follows_the_work() -> None:
+    words, rates = {"--contexts": "32768"}, Rates()
+    once = gpu_slices.ttft_s(words, rates)
+    assert gpu_slices.ttft_s(words | {"--contexts": "65536"}, rates) > 1.8 * once
+    assert gpu_slices.ttft_s(words | {"--no-decode": "--no-decode"}, rates) < once
+    links = gpu_slices.links_s({"--lock": "64GiB"}, rates) - gpu_slices.links_s({"--lock": "1GiB"}, rates)
+    assert links == pytest.approx(63 * 2**30 / gpu_slices.LOCK_BYTES_PER_S)
+
+
+@needs_engine
+def test_the_programs_take_the_options_of_their_slices(tmp_path: Path) -> None:
+    import torch
+    from bench import links, multiturn, ttft
+
+    has_gpu = torch.cuda.is_available()
+    programs = {"bench/ttft.py": ttft.ttft, "bench/multiturn.py": multiturn.multiturn, "bench/links.py": links.links}
+    for name, each in {**SLICES, **{f"quick {name}": it for name, it in QUICK.items()}}.items():
+        if each.is_tests:
+            continue
+        script, *words = gpu.command_of(name, each, tmp_path)[1:]
+        if script == "bench/vllm.py":
+            continue  # which imports vLLM's test harness; tests/vllm runs it
+        context = programs[script].make_context(script, words)
+        assert context.params["record"] == gpu.record_of(name, tmp_path)
+        if "cuda" not in words and "cpu" not in words and "--quick" not in words and not has_gpu:
+            done = CliRunner().invoke(programs[script], words)
+            assert "torch sees no CUDA device; allowed here: cpu" in str(done.exception)
+    with pytest.raises(click.NoSuchOption):  # the negative control
+        multiturn.multiturn.make_context("multiturn", ["--user", "1"])
+
+
+@needs_engine
+@pytest.mark.engine
+def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path) -> None:
+    import torch
+
+    printed = output("--quick", "--out", str(tmp_path))
+    assert "== sanitizer: left out, no program compute-sanitizer" in printed
+    assert re.search(r"^succeeded: .*links, ttft, turns$", printed, re.MULTILINE)
+    # Without a GPU the tests that need none are run, and that is not a complete record.
+    assert ("== tests: 2 passed, 0 failed, 5 skipped" in printed) is not torch.cuda.is_available()
+    for name in ("ttft", "turns"):
+        assert json.loads((tmp_path / f"gpu_{name}.json").read_text())["results"]["same_tokens"] is True
+    found = json.loads((tmp_path / "gpu_links.json").read_text())["results"]
+    assert [it["name"] for it in found["copies"]] == ["host to device", "device to host", "both ways at once"]
+    assert found["lock"]["bytes"] == 64 << 20
+    assert min(found["product"][key] for key in ("alone", "plain_gb_per_s", "kvtier_gb_per_s")) > 0
+    # Nothing is run again that is complete; a slice that fails leaves the others alone.
+    (tmp_path / "gpu_ttft.json").write_text("{}")
+    printed = output("--quick", "ttft", "turns", "--out", str(tmp_path), code=1)
+    assert "gpu_ttft.json is no record that can be continued" in printed
+    assert "failed: ttft\ncomplete before: turns" in printed
+    assert "stopped: turns" in output("--quick", "turns", "--again", "--seconds", "1", "--out", str(tmp_path), code=1)
+    assert "stopped: turns" in output("--quick", "turns", "--within", "-1", "--out", str(tmp_path), code=1)
+
+
+@needs_engine
+@pytest.mark.engine
+def test_a_killed_slice_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    record = tmp_path / "gpu_ttft.json"
+    command = gpu.command_of("ttft", QUICK["ttft"], tmp_path)
+    environment = gpu.environment_of(QUICK["ttft"]) | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=TOP, env=environment, stdout=subprocess.DEVNULL) as process:
+        until_s = time.monotonic() + 200
+        while not record.exists():
+            assert time.monotonic() < until_s
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+    cut = json.loads(record.read_text())
+    assert (cut["results"]["measured"], cut["results"]["is_complete"]) == ([64], False)
+    assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "begun"
+    other = [*command, "--repeats", "3"]
+    done = subprocess.run(other, cwd=TOP, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2
+    assert "gpu_ttft.json was measured with repeats = 2, here it is 3" in done.stderr
+    output("--quick", "ttft", "--out", str(tmp_path))
+    whole = json.loads(record.read_text())
+    assert (whole["results"]["measured"], whole["results"]["is_complete"]) == ([64, 256], True)
+    kept = [it for it in whole["samples"] if it["context"] == 64]
+    assert kept == cut["samples"], "measured once"
+    assert [it["name"] for it in whole["samples"] if it["context"] == 256] == [it["name"] for it in kept]
+    assert whole["results"]["links"] == cut["results"]["links"]
+    assert whole["results"]["continues"] == [{"time": cut["time"], "commit": cut["commit"]}]
+    assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "complete"
+    assert gpu.state_of("ttft", SLICES["ttft-mla"], tmp_path) == "of other options"
+
+
+@pytest.mark.parametrize(
+    ("inside", "code", "is_quick", "outcome"),
+    [
+        ("", 0, False, "succeeded"),
+        ("<failure/>", 1, False, "failed"),
+        ("<error/>", 1, True, "failed"),
+        ('<skipped message="no GPU"/>', 0, False, "failed"),
+        ('<skipped message="no GPU"/>', 0, True, "skipped"),
+        ('</testcase><testcase><skipped message="no GPU"/>', 0, False, "failed"),
+    ],
+)
+def test_tests_are_complete_only_if_all_passed(
+    tmp_path: Path, inside: str, code: int, is_quick: bool, outcome: str
+) -> None:
+    report, record = tmp_path / "report.xml", tmp_path / "gpu_tests.json"
+    report.write_text(REPORT.format(inside))
+    assert gpu.keep_tests("tests", record, report, code, is_quick=is_quick) == outcome
+    assert (gpu.state_of("tests", SLICES["tests"], tmp_path) == "complete") is (outcome == "succeeded")
+
+
+def test_what_the_sanitizer_finds_fails_the_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = tmp_path / "arguments"
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > {arguments}\nexit 9\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = gpu.Options(tmp_path, 60, again=False, is_quick=False)
+    assert gpu.run("sanitizer-memcheck", SLICES["sanitizer-memcheck"], options) == "failed"
+    assert arguments.read_text().startswith("1 --tool memcheck --report-api-errors no --error-exitcode 9 ")
+    found = json.loads((tmp_path / "gpu_sanitizer_memcheck.json").read_text())
+    assert (found["results"]["exit_code"], found["results"]["is_complete"]) == (9, False)
+    assert gpu.state_of("sanitizer-memcheck", SLICES["sanitizer-memcheck"], tmp_path) == "begun"
+
+
+def target(**fields: Any) -> pack.Target:
+    given = {
+        "installed": {},
+        "python": "3.12",
+        "glibc": 28,
+        "transfer_bytes": 64 << 20,
+        "transfer_s": 30.0,
+        "seconds": 600,
+    }
+    return pack.Target(**given | fields)
+
+
+LOCK = {
+    "packages": [
+        {"name": "vllm", "version": "0.33.0", "wheels": [{"size": 100 << 20}, {"size": 300 << 20}]},
+        {"name": "torch", "version": "2.14.0+cu130", "wheels": [{"size": 500 << 20}]},
+        {"name": "Typing_Extensions", "version": "4.16.0", "wheels": [{"size": 1 << 20}]},
+        {"name": "old", "version": "1"},
+    ]
+}
+
+
+def test_only_what_is_not_installed_is_brought() -> None:
+    installed = pack.installed_of("torch==2.14.0+cpu\n# a comment\ntyping.extensions==4.15\n-e git+https://x#egg=y\n")
+    assert installed == {"torch": "2.14.0", "typing-extensions": "4.15"}
+    wheels = pack.brought(LOCK, installed)
+    assert [(it.name, it.size_bytes >> 20, it.installed) for it in wheels] == [
+        ("vllm", 300, ""),
+        ("typing-extensions", 1, "4.15"),
+        ("old", 0, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"installed": {"torch": "2.14.0"}}, ["old 1 has no wheel for Python 3.12"]),
+        ({"installed": {"torch": "2.14.0", "old": "1"}}, []),
+        ({"installed": {"torch": "2.11.0", "old": "1"}}, ["needs torch 2.14.0+cu130, and 2.11.0 is installed"]),
+        (
+            {"installed": {"torch": "2.14.0", "old": "1"}, "seconds": 100},
+            ["301 MiB are 5 transfers, 150 s at 30 s each; there are 100 s"],
+        ),
+    ],
+)
+def test_what_cannot_travel_is_refused_with_the_reason(fields: dict[str, Any], reasons: list[str]) -> None:
+    asked = target(**fields)
+    assert asked.refusals(pack.brought(LOCK, asked.installed)) == reasons
+
+
+def test_a_pack_without_its_resolver_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze = tmp_path / "freeze.txt"
+    freeze.write_text("torch==2.11.0\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(pack.pack, ["links", "--installed", str(freeze)])
+    assert "install the package uv" in str(done.exception)
+
+
+def wheel(folder: Path, name: str, content: bytes) -> Path:
+    path, info = folder / f"{name}-1-py3-none-any.whl", f"{name}-1.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", "DATA = " + repr(content))
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_a_pack_is_put_together_whatever_the_order_of_its_transfers(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    wheels = [wheel(tmp_path, f"packed{number}", draw.randbytes(700_000)) for number in range(2)]
+    size = sum(it.stat().st_size for it in wheels)
+    count = pack.split(wheels, tmp_path / "pack", 3 << 19)
+    assert count == -(-size // (3 << 19)) >= 3
+    folders = sorted((tmp_path / "pack").iterdir())
+    carried = [sum(it.stat().st_size for it in folder.iterdir() if ".whl." in it.name) for folder in folders]
+    assert max(carried) <= 3 << 19
+    assert sum(carried) == size
+
+    def carry(folder: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(folder / "join.py"), str(tmp_path / "store")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    for folder in reversed(folders[1:]):
+        assert "not whole yet" in carry(folder).stdout
+    assert "not whole yet" in carry(folders[1]).stdout, "a transfer may come twice"
+    part = next(it for it in folders[0].iterdir() if ".whl." in it.name)
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "another checksum" in carry(folders[0]).stderr
+    assert not (tmp_path / "store" / "site").exists()
+    part.write_bytes(whole)
+    done = carry(folders[0])
+    assert "all 2 wheels are in" in done.stdout, done.stderr
+    for name in wheels:
+        assert (tmp_path / "store" / name.name).read_bytes() == name.read_bytes()
+        assert (tmp_path / "store" / "site" / f"{name.name.partition('-')[0]}.py").exists()

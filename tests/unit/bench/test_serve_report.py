@@ -1,0 +1,335 @@
+"""The report of a served benchmark: the answer first, a page that a browser draws, and what limits the figures."""
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import asdict, replace
+
+import pytest
+from bench import tables
+from tests import browser
+from tests.serve_runs import write_run
+from tests.unit.report.test_report import check_page
+
+from kvtier.bench.serve.answer import ServeRecord, answer, headline, p50_ms
+from kvtier.bench.serve.regret import join_runs
+from kvtier.bench.serve.report import charts_of, render_report, write_picture, write_report
+from kvtier.bench.serve.results import Prices, arm_result, serve_record
+from kvtier.bench.serve.tables import arms_table, conditions, cost_table, notes, runs_table, work_table
+
+CONDITIONS = {
+    "model": "random weights",
+    "arms": {"none": "no connector", "native": "vLLM's tiering, copies by memcpy of ours", "kvtier": "kvtier"},
+}
+
+
+def record_of(folders):
+    record = serve_record(join_runs(folders), settings={}, seed=1, conditions=CONDITIONS)
+    return json.loads(json.dumps(record, default=asdict))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    top = tmp_path_factory.mktemp("swept")
+    folders = []
+    for number in range(2):
+        folders.append(write_run(top, "none", repetition=number, users=6, joules_per_s=40))
+        for ratio in (0.1, 1, 20):
+            for arm in ("native", "kvtier"):
+                folders.append(write_run(top, arm, repetition=number, tier_ratio=ratio, users=6, joules_per_s=40))
+    return record_of(folders)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    top = tmp_path_factory.mktemp("loaded")
+    return record_of(
+        [
+            write_run(top, arm, load={"requests_per_s": rate}, seconds_between=1 / rate)
+            for arm in ("none", "kvtier")
+            for rate in (1, 2)
+        ]
+    )
+
+
+def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
+    served = ServeRecord.of(swept)
+    assert served.top == ((), 0.1)
+    ours, theirs = served.at("kvtier", served.top, p50_ms), served.at("none", served.top, p50_ms)
+    text = answer(served)
+    assert f"against {theirs.median:.3g} ms without ({theirs.median / ours.median:.2g} times as fast; " in text
+    assert "over the runs, n = 48 in 2 runs each, load average 0.5 to 1.5)" in text
+    assert "native (memcpy stand-in)" in text
+    assert "With a throttled drive kvtier is faster at R = 0.1 and 1 and is slower at R = 20 (n = 48 or more)." in text
+    heading = f"With kvtier the first token comes {theirs.median / ours.median:.2g} times as fast as without ("
+    assert headline(served).startswith(heading)
+
+
+def test_a_faster_arm_is_in_the_heading(swept):
+    served = ServeRecord.of(swept)
+    faster = [
+        replace(it, ttft_ms={"p50": it.ttft_ms["p50"] / 3, "p95": None}) if it.name == "native" else it
+        for it in served.results
+    ]
+    assert ", with native (memcpy stand-in) " in headline(replace(served, results=faster))
+
+
+def test_without_two_arms_nothing_is_compared(swept):
+    served = ServeRecord.of(swept)
+    alone = replace(served, results=[it for it in served.results if it.name == "kvtier"])
+    assert answer(alone) == "One arm only: there is nothing to compare with."
+    broken = [replace(it, status="failed", error="server ended") for it in served.results if it.name == "kvtier"]
+    failed = replace(served, results=broken + [it for it in served.results if it.name == "none"])
+    assert "No complete runs of both" in answer(failed)
+    assert any("kvtier (repetition 1, R = 0.1) failed: server ended" in note for note in notes(failed))
+
+
+def test_tables_have_every_arm_and_its_spread(swept):
+    served = ServeRecord.of(swept)
+    assert [row[0] for row in arms_table(served).rows] == ["none", *["native", "kvtier"] * 3]
+    assert len(work_table(served).rows) == 7
+    assert len(runs_table(served).rows) == 14
+    rows = cost_table(replace(served, prices=Prices(machine_hour=3.0, kwh=0.25)))
+    assert "3 for an hour of the machine, 0.25 for a kWh" in rows.note
+    assert "processor" in rows.note
+    assert "-" not in [cell for row in rows.rows for cell in row]
+    assert {row[1] for row in cost_table(served).rows} == {"-"}
+
+
+def test_notes_say_what_was_left_out(swept):
+    served = ServeRecord.of(swept)
+    assert list(notes(served)) == []
+    changed = replace(served.results[0], wrong_sums=2, unmatched=3, failed=4, skipped_lines=5)
+    said = " ".join(notes(replace(served, results=[changed])))
+    assert re.findall(r"\b([2345]) ", said) == ["2", "3", "4", "5"]
+
+
+def test_the_table_of_the_documents_has_a_line_for_each_arm_and_ratio(swept):
+    lines = tables.serve(swept, "serve_dell").splitlines()
+    served = ServeRecord.of(swept)
+    assert lines[0].startswith(answer(served))
+    assert "bench/records/serve_dell.json" in lines[0]
+    assert {line.count("|") for line in lines[2:]} == {lines[2].count("|")}
+    middle = served.at("kvtier", ((), 20.0), p50_ms).text()
+    assert [line for line in lines if line.startswith("| kvtier | 20 |")][0].split(" | ")[4] == middle  # noqa: RUF015
+
+
+def test_conditions_are_printed(swept):
+    found = dict(conditions(ServeRecord.of(swept)))
+    assert found["model"] == "random weights"
+    assert "memcpy" in found["arms"]
+    assert "cores" in found["machine"]
+
+
+def test_the_page_is_self_contained_and_a_browser_draws_it(swept, tmp_path):
+    pytest.importorskip("matplotlib")
+    check_page(render_report(swept))
+    path = tmp_path / "report.html"
+    write_report(path, swept, Prices(machine_hour=3.0))
+    dom = browser.rendered(path)
+    for heading in (
+        *(
+            "Time to first token against the drive",
+            "Hits by turn",
+            "Prompt tokens by place",
+            "Queue depth of the drive",
+        ),
+        *("Speed", "Cost and energy of a million tokens", "Conditions", "Definitions", "All runs"),
+    ):
+        assert heading in dom
+    assert "Regret of a request" in dom
+    assert browser.overflow(path, width=360) == 0
+
+
+def test_the_charts_follow_what_was_varied(swept, loaded, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert {"ttft", "tokens", "places", "turns", "reads", "depth"} <= set(charts_of(ServeRecord.of(swept)))
+    assert charts_of(ServeRecord.of(swept))["ttft"].heading.endswith("the drive's speed")
+    assert charts_of(ServeRecord.of(loaded))["ttft"].heading.endswith("load")
+    assert "watts" in charts_of(ServeRecord.of(swept))
+    assert "watts" not in charts_of(ServeRecord.of(loaded))
+    check_page(render_report(loaded))
+    write_picture(tmp_path / "picture.svg", loaded)
+    assert "requests/s asked for" in (tmp_path / "picture.svg").read_text()
+    one = ServeRecord.of(loaded)
+    one = replace(one, results=[it for it in one.results if it.load["requests_per_s"] == 2])
+    assert charts_of(one)["ttft"].heading == "Time to first token"
+
+
+def with_p50(served, name, ms, **other):
+    """The record with the same median in all runs of one arm."""
+    return replace(
+        served,
+        results=[
+            replace(it, ttft_ms={"p50": ms, "p95": ms}, **other) if it.name == name else it for it in served.results
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "words"),
+    [
+        (1000, "as fast as without"),
+        (980, "as fast as without"),
+        (960, "1.04 times as fast as without"),
+        (500, "2 times as fast as without"),
+        (4, "250 times as fast as without"),
+        (1045, "1.04 times as slow as without"),
+        (3000, "3 times as slow as without"),
+    ],
+)
+def test_the_heading_for_each_outcome(loaded, ours_ms, words):
+    served = with_p50(with_p50(ServeRecord.of(loaded), "none", 1000, requests=30), "kvtier", ours_ms, requests=30)
+    assert headline(served).startswith(f"With kvtier the first token comes {words} (n = 30 in 1 run each, load")
+    assert f"({words.removesuffix(' as without')}; n = 30 in 1 run each, load average 0.5 to 1.5)" in answer(served)
+
+
+def test_few_requests_have_no_verdict(loaded):
+    """1.24 times as slow, of six requests in one run of each."""
+    served = with_p50(with_p50(ServeRecord.of(loaded), "none", 1000, requests=40), "kvtier", 1240, requests=6)
+    assert headline(served) == "With kvtier and without: too few requests for a verdict (n = 6)"
+    assert "times as" not in answer(served)
+    assert "(too few requests for a verdict (n = 6))" in answer(served)
+    swept_few = replace(served, results=[replace(it, tier_ratio=1.0) for it in served.results])
+    assert "kvtier has too few requests for a verdict (n = 6) at R = 1" in answer(swept_few)
+
+
+def test_a_verdict_says_what_it_rests_on(swept):
+    """100 and 120 ms against 150 and 300 ms: 225/110 = 2 times as fast, and 150/120 = 1.25 to 300/100 = 3 times."""
+    served = ServeRecord.of(swept)
+    times = {"kvtier": (100, 120), "none": (150, 300)}
+    results = [
+        replace(it, ttft_ms={"p50": times[it.name][it.repetition], "p95": 0}, load_average=[0.1, 2.0 + it.repetition],
+                loaded_bytes=0 if it.name == "kvtier" else None)
+        for it in served.results if it.name in times
+    ]  # fmt: skip
+    rests = "1.25 to 3 over the runs, n = 48 in 2 runs each, load average 0.1 to 3, kvtier loaded nothing"
+    assert headline(replace(served, results=results)) == f"With kvtier the first token comes 2 times as fast as without ({rests})"  # fmt: skip  # noqa: E501
+    overlapping = [replace(it, ttft_ms={"p50": 110 + 100 * it.repetition, "p95": 0}) if it.name == "none" else it for it in results]  # fmt: skip  # noqa: E501
+    assert "comes about as fast as without (0.917 to 2.1 over" in headline(replace(served, results=overlapping))
+
+
+def test_the_conditions_name_the_rate_that_ran(loaded):
+    """Asked for 1 and 2 a second; the preset's 4 did not run, and is not shown."""
+    changed = CONDITIONS | {"workload": {"sizes": {"users": 4, "requests_per_s": 4.0}, "seconds": 30}}
+    served = replace(ServeRecord.of(loaded), conditions=changed)
+    found = dict(conditions(served))
+    assert found["workload"] == "sizes users 4, seconds 30"
+    ran = {it.load["requests_per_s"]: f"{it.requests_per_s:.3g}" for it in served.results if it.name == "kvtier"}
+    assert found["requests a second"].startswith("1 asked for, ran at without ")
+    assert f", kvtier {ran[1]}; 2 asked for" in found["requests a second"]
+    fixed = replace(served, results=[replace(it, load={}) for it in served.results])
+    assert "requests per s 4.0" in dict(conditions(fixed))["workload"]
+    assert dict(conditions(fixed))["requests a second"].startswith("4 asked for, ran at")
+
+
+def test_goodput_is_of_requests_within_the_limit(tmp_path):
+    """Of 16 requests the first of each of 4 users computes 832 tokens, in 174 ms; later ones load and take less."""
+    (run,) = join_runs([write_run(tmp_path, "kvtier")])
+    late = sum((it.ttft_s or 0) > 0.1 for it in run.requests)
+    assert late == 4
+    result = arm_result(run, 0.1)
+    assert result.goodput_per_s == pytest.approx((16 - late) / result.seconds)
+    assert arm_result(run).goodput_per_s == result.requests_per_s
+    made = serve_record([run], settings={}, seed=1, conditions={}, ttft_limit_s=0.1)
+    table = arms_table(ServeRecord.of(json.loads(json.dumps(made, default=asdict))))
+    assert table.columns[-1] == "goodput"
+    assert "within 0.1 s" in table.note
+
+
+def test_the_heading_names_what_it_compares_with(swept):
+    served = ServeRecord.of(swept)
+    served = replace(served, results=[it for it in served.results if it.name != "none"])
+    served = with_p50(with_p50(served, "native", 1000), "kvtier", 500)
+    assert "2 times as fast as with native (memcpy stand-in) (" in headline(served)
+
+
+def test_a_sweep_tells_noise_from_a_difference(swept):
+    served = with_p50(with_p50(ServeRecord.of(swept), "none", 1000), "kvtier", 999)
+    assert "kvtier is as fast at R = 0.1, 1 and 20 (" in answer(served)
+    spread_out = [
+        replace(it, ttft_ms={"p50": 200 + 1000 * it.repetition, "p95": 0}) if it.name == "kvtier" else it
+        for it in served.results
+    ]
+    assert "kvtier differs by less than its runs do at R = 0.1, 1 and 20 (" in answer(
+        replace(served, results=spread_out)
+    )
+
+
+def test_the_answer_is_at_a_point_that_both_arms_were_measured_at(swept, loaded):
+    served = ServeRecord.of(swept)
+    failed = [replace(it, status="failed") if it.tier_ratio == 0.1 else it for it in served.results]
+    assert replace(served, results=failed).top == ((), 1.0)
+    assert answer(replace(served, results=failed)).startswith("At R = 1, with kvtier the median")
+    served = ServeRecord.of(loaded)
+    assert answer(served).startswith("At 2 requests/s, with kvtier the median")
+    failed = [
+        replace(it, status="failed") if (it.name, it.load["requests_per_s"]) == ("none", 2) else it
+        for it in served.results
+    ]
+    assert answer(replace(served, results=failed)).startswith("At 1 requests/s, with kvtier the median")
+
+
+def test_failed_requests_are_beside_the_answer(loaded):
+    served = with_p50(ServeRecord.of(loaded), "none", 1000, failed=48)
+    assert "Requests that failed are in no figure: without 75.0%, kvtier 0.0%." in answer(served)
+    assert "no figure" not in answer(ServeRecord.of(loaded))
+    assert any("none (repetition 1, 2 requests/s) 48" in note for note in notes(served))
+    nothing = replace(served.results[0], requests=0)
+    broken = replace(served.results[0], status="failed", requests=0, failed=18, error="Unknown Reason")
+    assert any(
+        "failed: 0 of 18 requests completed; Unknown" in note for note in notes(replace(served, results=[broken]))
+    )
+    assert any("no request ended well" in note for note in notes(replace(served, results=[nothing])))
+
+
+def test_the_table_of_the_documents_names_the_load_where_there_are_several(loaded):
+    lines = tables.serve(loaded, "serve_dell").splitlines()
+    assert len(set(lines[4:])) == len(lines[4:]) == 4
+    assert "| kvtier | 2 requests/s | no limit | 1 |" in lines[-1]
+
+
+def test_names_from_outside_are_text_in_the_page(loaded):
+    evil = "<script>alert(1)</script>"
+    loaded = json.loads(json.dumps(loaded).replace('"none"', json.dumps(evil)).replace("random weights", evil))
+    loaded["results"]["arms"][0] |= {"status": "failed", "error": evil}
+    page = render_report(loaded)
+    assert evil not in page
+    assert page.count("&lt;script&gt;alert(1)") > 3
+    assert len(page) < 2_000_000
+
+
+def test_turns_have_the_median_of_an_even_number_of_runs(swept):
+    figure = pytest.importorskip("matplotlib.figure")
+    served = ServeRecord.of(swept)
+    results = [
+        replace(
+            it, by_turn=[row | {"ttft_ms": {"p50": 100.0 + 200 * it.repetition, "p95": None}} for row in it.by_turn]
+        )
+        for it in served.results
+    ]
+    axes = figure.Figure().subplots()
+    colours = defaultdict(lambda: "#123456")
+    charts_of(replace(served, results=results))["turns-ttft"].draw(axes, replace(served, results=results), colours)
+    assert {value for line in axes.get_lines() for value in line.get_ydata()} == {200.0}
+
+
+@pytest.mark.parametrize(("plain_ms", "scale"), [(900.0, "linear"), (1100.0, "log")])
+def test_times_that_differ_more_than_tenfold_are_on_a_logarithmic_axis(loaded, plain_ms, scale):
+    figure = pytest.importorskip("matplotlib.figure")
+    served = with_p50(with_p50(ServeRecord.of(loaded), "none", plain_ms), "kvtier", 100.0)
+    axes = figure.Figure().subplots()
+    charts_of(served)["ttft"].draw(axes, served, defaultdict(lambda: "#123456"))
+    assert axes.get_yscale() == scale
+
+
+def test_the_points_of_a_line_are_in_the_order_of_the_load(loaded):
+    figure = pytest.importorskip("matplotlib.figure")
+    served = ServeRecord.of(loaded)
+    run = next(it for it in served.results if it.name == "kvtier")
+    results = [replace(run, load={"requests_per_s": rate}) for rate in (8, 1, 6, 2, 5, 3, 7)]
+    axes = figure.Figure().subplots()
+    charts_of(replace(served, results=results))["ttft"].draw(
+        axes, replace(served, results=results), defaultdict(lambda: "#123456")
+    )
+    assert [line.get_xdata().tolist() for line in axes.get_lines()] == [[1, 2, 3, 5, 6, 7, 8]]

@@ -1,0 +1,59 @@
+"""How vLLM finds the connector: its plug-in, and the configuration that is being made while vLLM imports it."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+
+from kvtier.connect.vllm.installed import config_being_made
+
+
+def test_the_configuration_is_seen_only_while_it_is_made():
+    class VllmConfig:
+        def __init__(self, model: object, connector: str = "KvtierConnector") -> None:
+            self.model_config = model
+            self.kv_transfer_config = SimpleNamespace(kv_connector=connector)
+            self.__post_init__()
+
+        def __post_init__(self) -> None:
+            self.seen = asked()
+
+    def asked() -> object:
+        return config_being_made()
+
+    made = VllmConfig("a model")
+    assert made.seen is made
+    assert VllmConfig(None).seen is None, "vLLM makes some without a model"
+    assert VllmConfig("a model", "MultiConnector").seen is None, "with ours as one of several"
+    assert asked() is None
+
+
+def test_vllm_finds_the_plug_in_and_the_plug_in_registers_the_connector_again_and_again(monkeypatch):
+    named = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"]
+    plug_in = EntryPoint("kvtier", named["vllm.general_plugins"]["kvtier"], "vllm.general_plugins").load()
+    assert plug_in() is None, "harmless without vLLM"
+    known: dict[str, tuple[str, str]] = {}
+
+    def register_connector(name: str, module: str, kind: str) -> None:
+        if name in known:
+            raise ValueError("already registered")
+        known[name] = module, kind
+
+    factory = SimpleNamespace(KVConnectorFactory=SimpleNamespace(register_connector=register_connector))
+    monkeypatch.setitem(sys.modules, plug_in.__globals__["_FACTORY"], factory)
+    for _ in range(2):
+        plug_in()
+    assert known == {"KvtierConnector": ("kvtier.connect.vllm", "KvtierConnector")}
+
+
+def test_the_plug_in_imports_next_to_nothing():
+    found = "import sys; from kvtier.connect.vllm import register; register(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, timeout=60, check=True)
+    assert {each for each in done.stdout.split() if each.startswith("kvtier")} == {
+        "kvtier",
+        "kvtier.connect",
+        "kvtier.connect.vllm",
+    }
+    assert not {"vllm", "torch", "numpy"} & set(done.stdout.split())

@@ -1,0 +1,140 @@
+"""The demo's sums, words and report: right numbers, and a page that needs nothing else."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from tests.unit.report.test_report import check_page
+
+from kvtier.demo.report import CHARTS, render_report, table
+from kvtier.demo.result import DemoResult, PassResult, RequestResult
+
+
+def sample(
+    turn, prompt_tokens, ttft_ms, restored=(), restorable_tokens=0, answer=(1, 2), margins=(0.5, 0.25), session=0
+):
+    return RequestResult(
+        session=session,
+        turn=turn,
+        prompt_tokens=prompt_tokens,
+        answer=answer,
+        ttft_ms=ttft_ms,
+        total_ms=ttft_ms + 100,
+        restored=dict(restored),
+        restorable_tokens=restorable_tokens,
+        margins=margins,
+    )
+
+
+NONE = PassResult(
+    "none", (sample(0, 1000, 400.0), sample(1, 1500, 600.0), sample(0, 500, 200.0, session=1)), 1.0, 3.0, 0.0
+)
+COLD = PassResult(
+    "cold",
+    (sample(0, 1000, 440.0), sample(1, 1500, 100.0, {"host": 768}, 768), sample(0, 500, 220.0, session=1)),
+    1.0,
+    2.0,
+    0.1,
+    disk_bytes=2_500_000,
+    written_bytes=2_500_000,
+)
+WARM = PassResult(
+    "warm",
+    (
+        sample(0, 1000, 50.0, {"directory": 768}, 768, margins=(0.5, 0.2500001)),
+        sample(1, 1500, 60.0, {"host": 768, "directory": 512}, 1280),
+        sample(0, 500, 40.0, {"directory": 256}, 256, session=1),
+    ),
+    1.0,
+    1.0,
+    0.0,
+    disk_bytes=2_500_000,
+)
+RESULT = DemoResult(
+    model="a <small> model & more",
+    why="it is small",
+    conversations="three requests",
+    shape={"hidden": 64},
+    parameters=600_000,
+    kv_bytes_per_token=512,
+    seed=3,
+    threads=2,
+    chunk_tokens=256,
+    new_tokens=2,
+    passes=(NONE, COLD, WARM),
+    elapsed_s=9.0,
+    tokenizer_s=0.5,
+    directory=None,
+    machine={"processor": "a processor", "cores": 2, "memory_bytes": 8 * 10**9, "file_system": "ext4"},
+    software={"python": "CPython 3.11", "kvtier": "0.1.0"},
+)
+
+
+def test_the_report_is_self_contained_escapes_text_and_lists_every_request():
+    pytest.importorskip("matplotlib")
+    text = render_report(RESULT)
+    check_page(text)
+    assert text.count("<svg") == len(CHARTS)
+    assert "a &lt;small&gt; model &amp; more" in text
+    assert '<td class="name">1.2</td><td class="number">1,500</td><td class="number">600.0</td>' in text
+
+
+def test_without_matplotlib_the_report_has_no_charts(monkeypatch):
+    monkeypatch.setattr("kvtier.report.output.find_spec", lambda _name: None)
+    text = render_report(RESULT)
+    check_page(text)
+    assert "<svg" not in text
+
+
+def test_the_json_has_the_names_of_the_contract():
+    plain = json.loads(json.dumps(RESULT.as_dict()))
+    assert plain["identical"] is True
+    assert [it["name"] for it in plain["passes"]] == ["none", "cold", "warm"]
+    warm = plain["passes"][2]
+    assert (warm["requests"], warm["input_tokens"]) == (3, 3000)
+    assert (warm["restored_tokens"], warm["restorable_tokens"], warm["computed_tokens"]) == (2304, 2304, 696)
+    assert warm["restored_by_tier"] == {"directory": 1536, "host": 768}
+    assert warm["ttft_ms"] == {"p50": 50.0, "p95": 59.0}
+    assert warm["wall_s"] == 1.0
+    assert plain["speed_up_ttft_p50"] == {"cold": 1.82, "warm": 8.0}
+    assert plain["miss_cost"] == {"ttft_ratio_p50": 1.1, "requests": 2}
+    assert plain["closest_choice"] == 0.25
+    assert plain["rounding"] == pytest.approx(1e-7)
+
+
+def test_a_different_answer_is_found_and_named():
+    other = replace(WARM.samples[1], answer=(1, 3))
+    result = replace(RESULT, passes=(NONE, COLD, replace(WARM, samples=(WARM.samples[0], other, WARM.samples[2]))))
+    assert result.difference.margin == 0.25
+    assert "passes none and warm differ from token 1 of the answer in turn 2 of conversation 1" in result.problems[0]
+    assert 'class="bad">not identical' in render_report(result)
+    assert "NO" in table(result).rows[-1]
+
+
+def test_an_answer_cut_short_is_a_difference_too():
+    result = replace(
+        RESULT, passes=(NONE, replace(COLD, samples=(sample(0, 1000, 1.0, answer=(1,)), *COLD.samples[1:])))
+    )
+    assert result.difference.token == 1
+
+
+def test_too_little_restored_is_a_problem_even_with_the_same_answers():
+    poor = replace(WARM.samples[1], restored={"host": 512})
+    result = replace(RESULT, passes=(NONE, COLD, replace(WARM, samples=(WARM.samples[0], poor, WARM.samples[2]))))
+    assert result.difference is None
+    assert "restored 1,536 of 2,304 restorable tokens (66.7%)" in result.problems[0]
+
+
+def test_a_good_result_has_no_problem():
+    assert RESULT.problems == []
+
+
+def test_the_table_has_a_column_for_each_pass_and_a_row_for_each_tier():
+    shown = table(RESULT)
+    assert shown.columns == ("", "none", "cold", "warm")
+    by_name = {row[0]: list(row[1:]) for row in shown.rows}
+    assert by_name["tokens from disk"] == ["0", "0", "1,536"]
+    assert by_name["tokens from host memory"] == ["0", "768", "768"]
+    assert by_name["hit rate, of tokens"] == ["0.0%", "25.6%", "76.8%"]
+    assert by_name["bytes on disk"] == ["0 B", "2.5 MB", "2.5 MB"]
+    assert by_name["same tokens as the first pass"] == ["-", "yes", "yes"]

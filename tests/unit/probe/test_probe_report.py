@@ -1,0 +1,60 @@
+"""A probe's report and picture: complete, self-contained, and safe with any text."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.probe.links import LinkMeasures, Measure
+from kvtier.probe.run import Bounds, ProbeResult
+from kvtier.probe.tiers import TierFacts
+
+pytest.importorskip("matplotlib")
+
+from tests.unit.report.test_report import check_page
+
+from kvtier.probe.report import CHARTS, render_report
+
+WHEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+
+
+def measures(*ops):
+    return tuple(
+        Measure(op, size, depth, 1.5, 100.0, 900.0, 7) for op in ops for size in (65536, 4 << 20) for depth in (1, 4)
+    )
+
+
+RESULT = ProbeResult(
+    version=1,
+    links=(
+        LinkMeasures("host", measures("copy")),
+        LinkMeasures("gpu", measures("to_gpu", "to_gpu pageable", "from_gpu")),
+        LinkMeasures("disk", measures("write", "read")),
+        LinkMeasures("checksum", measures("hash")),
+    ),
+    warnings=("disk (<b>): mounted soft",),
+    places=(TierFacts("disk", "/kv", "/kv", "xfs", "/dev/<x>", (), 1 << 40, 1 << 39, True, 512),),
+    skipped=("codec lz4: missing",),
+    bounds=Bounds(10, 5.0, 1 << 30, 1 << 28),
+    is_complete=True,
+)
+
+
+def test_the_report_holds_every_figure_and_needs_nothing_else():
+    page = render_report(RESULT, WHEN)
+    check_page(page)
+    assert page.count("<figure>") == page.count("<svg") == len(CHARTS)
+    assert page.count("<tr>") == 1 + sum(len(link.measures) for link in RESULT.links)
+    assert "disk (&lt;b&gt;): mounted soft" in page
+    assert "<b>):" not in page
+    assert "codec lz4: missing" in page
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(["probe", "--report", str(tmp_path / "file" / "x.html")]) == 2
+    assert run(["probe", "--picture", str(tmp_path / "x.gif")]) == 2
+    err = capsys.readouterr().err
+    assert "cannot be written" in err
+    assert "unknown kind of picture" in err
+    assert "measures in at most" not in err

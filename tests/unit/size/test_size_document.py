@@ -1,0 +1,35 @@
+"""docs/sizing.md shows the output of the program, and its Python runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import run
+
+TEXT = (Path(__file__).parents[3] / "docs" / "sizing.md").read_text(encoding="utf-8")
+
+
+def test_the_output_shown_is_the_output_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    (block,) = re.findall(r"```console\n\$ kvtier (.*?)\n(.*?)```", TEXT, re.DOTALL)
+    assert run(shlex.split(block[0])) == 0
+    assert capsys.readouterr().out == block[1]
+
+
+@pytest.mark.parametrize("line", re.findall(r"^kvtier (size [^#\n]*)", TEXT, re.MULTILINE))
+def test_every_command_runs(line, capsys, tmp_path, monkeypatch):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run(shlex.split(line)) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_python_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(compile(code, "sizing.md", "exec"), {})
