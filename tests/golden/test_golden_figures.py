@@ -68,7 +68,7 @@ def replayed(trace: str, folder: Path, options: str) -> object:
 
 
 def hits(trace: str, folder: Path) -> object:
-    output = replayed(trace, folder, f"--capacity-tokens {CAPACITIES[trace]} --policy {POLICIES}")
+    output = replayed(trace, folder, f"--capacity-tokens {CAPACITIES[trace]} --policy {POLICIES} --draws 1")
     fields = ("hit_tokens", "evictions", "written_tokens")
     return {
         "requests": output["requests"],
