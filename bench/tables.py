@@ -449,12 +449,28 @@ def _read(name: str) -> dict[str, Any]:
 def _link(name: str) -> str:
     """The record, and where and when it was made."""
     record = _read(name)
-    machine, made = record["machine"], record["commit"]
-    of = f"of {record['time'][:10]}, commit {made['id'][:7]}{' with changes' if made['is_modified'] else ''}"
+    machine, given = record["machine"], []
+    for setting, it in record["settings"].items():
+        if it["origin"] == "flag" and it["value"] not in (False, None):
+            given.append(f"{setting} {json.dumps(it['value'])}")
     return (
-        f"Record: [bench/records/{name}.json]({UP}bench/records/{name}.json), {of}, on {machine['cores']} cores of "
-        f"{machine['processor']}, {machine['system']}."
+        f"Record: [bench/records/{name}.json]({UP}bench/records/{name}.json), {_stamps(record)}, on {machine['cores']} "
+        f"cores of {machine['processor']}, {machine['system']}{'; given: ' if given else ''}{', '.join(given)}."
     )
+
+
+def _stamps(record: dict[str, Any]) -> str:
+    """When the record was made and of which commit; of each part, where parts were made at different times."""
+    results = record["results"]
+    parts = results["made"] if isinstance(results, dict) and "made" in results else {"": record}
+    found: dict[str, list[str]] = {}
+    for part, it in parts.items():
+        commit = it["commit"]
+        changes = " with changes" if commit["is_modified"] else ""
+        found.setdefault(f"of {it['time'][:10]}, commit {commit['id'][:7]}{changes}", []).append(part)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(names)} {stamp}" for stamp, names in found.items())
 
 
 def _machine(record: dict[str, Any]) -> str:

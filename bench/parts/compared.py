@@ -1,8 +1,9 @@
 """The table of README.md: kvtier beside vLLM's native tiering, LMCache and Mooncake."""
 
+from statistics import median
 from typing import Any
 
-from kvtier.bench.ratio import ratio
+from kvtier.bench.ratio import ratio, ratio_text
 from kvtier.bench.serve.answer import ServeRecord, p50_ms
 from kvtier.config.value_types import size_text
 
@@ -32,19 +33,20 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
         p50, p95 = (served.at(name, served.top, figure) for figure in (p50_ms, lambda run: run.ttft_ms["p95"]))
         return "-" if p50 is None or p95 is None else f"{p50.median:,.0f} / {p95.median:,.0f} ms"
 
-    def shares(rows: dict[tuple[str, str, int], list[float]], system: str, base: str, size: int) -> str:
-        found = (ratio(rows[system, op, size], rows[base, op, size]) for op in ("store", "load"))
-        return " / ".join(f"{it.value:.2f}" for it in found)
+    def of_fio(system: str, size: int) -> str:
+        found = (ratio(files[system, op, size], files["fio", op, size]) for op in ("store", "load"))
+        return " / ".join(ratio_text(*it) for it in found) + " of fio"
 
     def speeds(size: int) -> tuple[str, ...]:
-        disk = shares(files, "kvtier disk", "fio", size)
-        return (
-            f"store / load of {size_text(size)}, as a share of fio or of a plain socket",
-            "-",
-            f"{shares(files, 'lmcache fs_native', 'fio', size)} of fio",
-            f"{shares(wire, 'lmcache', 'socket', size)} of a socket, by LMCache's client, no checksums",
-            f"{disk} of fio; {shares(wire, 'session', 'socket', size)} of a socket, by Mooncake; with checksums",
-        )
+        row = f"files of {size_text(size)}: store / load"
+        return row, "-", of_fio("lmcache fs_native", size), "-", of_fio("kvtier disk", size)
+
+    def on_wire(size: int) -> tuple[str, ...]:
+        def rates(path: str) -> str:
+            return " / ".join(f"{median(wire[path, op, size]):.2f}" for op in ("store", "load")) + " GB/s"
+
+        row = f"one Mooncake store, objects of {size_text(size)}: store / load"
+        return row, "-", f"{rates('lmcache')}, not verified", f"{rates('raw')}, its own client", rates("session")
 
     def restored(part: str, name: str) -> str:
         return f"{vllm[part][name]['restored']:,} of {vllm[part][name]['of']:,} tokens"
@@ -59,6 +61,7 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
             *(first_token("native"), "not measured", "not measured", first_token("kvtier")),
         ),
         *map(speeds, SIZES),
+        *map(on_wire, SIZES),
         (
             "restored of a prompt larger than host memory",
             restored("large", "native"),
@@ -81,6 +84,6 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
             "yes, also after a restart",
         ),
     )
-    heads = ("", "vLLM's native tiering", "LMCache", "Mooncake", "kvtier")
+    heads = ("", "vLLM's native tiering (memcpy stand-in)", "LMCache", "Mooncake", "kvtier")
     lines = [f"| {' | '.join(heads)} |", f"| --- |{' --- |' * (len(heads) - 1)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

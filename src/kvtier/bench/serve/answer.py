@@ -121,13 +121,14 @@ def headline(served: ServeRecord) -> str:
     against = "without" if plain == NO_CONNECTOR else f"with {served.label(plain)}"
     if few := _too_few(served, own, plain):
         return f"With {own} and {against}: {few}"
-    text = f"With {own} the first token comes {_times(theirs, ours)} as {against}"
+    faster = _by_run(served, own, plain)
+    text = f"With {own} the first token comes {_times(theirs, ours, faster)} as {against}"
     others = {name: served.at(name, served.top, p50_ms) for name in served.names if name not in (own, plain)}
     found = [(it.median, name) for name, it in others.items() if it and not _too_few(served, name, plain)]
     best, name = min(found, default=(ours.median, ""))
     if best * SAME < ours.median and (behind := others[name]):
-        text += f", with {served.label(name)} {_times(theirs, behind)}"
-    return f"{text} ({_evidence(served, own, plain)})"
+        text += f", with {served.label(name)} {_times(theirs, behind, _by_run(served, name, plain))}"
+    return f"{text} ({_evidence(served, own, plain, faster)})"
 
 
 def answer(served: ServeRecord) -> str:
@@ -144,7 +145,8 @@ def answer(served: ServeRecord) -> str:
     if len({load for load, _ in served.points}) > 1:
         place.insert(0, load_text(dict(point[0])))
     start = f"At {joined(place)}, with {own}" if place else f"With {own}"
-    verdict = _too_few(served, own, plain) or f"{_times(theirs, ours)}; {_evidence(served, own, plain)}"
+    faster = _by_run(served, own, plain)
+    verdict = _too_few(served, own, plain) or f"{_times(theirs, ours, faster)}; {_evidence(served, own, plain, faster)}"
     text = f"{start} the median time to first token is {times} ({verdict})"
     rates = [served.at(name, point, tokens_per_s) for name in (own, plain)]
     if rates[0] and rates[1]:
@@ -162,16 +164,22 @@ def _too_few(served: ServeRecord, own: str, plain: str) -> str:
     return f"too few requests for a verdict (n = {count})" if count < REQUESTS_LEAST else ""
 
 
-def _evidence(served: ServeRecord, own: str, plain: str) -> str:
-    """What a verdict rests on: the ratio's interval over the runs, requests, load average, whether KV was loaded."""
+def _by_run(served: ServeRecord, own: str, plain: str) -> list[float]:
+    """How many times as fast `own` was as `plain`, in each repetition that both completed, ascending."""
+    ours, theirs = (
+        {run.repetition: value for run in served.runs_at(name, served.top) if (value := p50_ms(run))}
+        for name in (own, plain)
+    )
+    return sorted(theirs[number] / ours[number] for number in ours.keys() & theirs.keys())
+
+
+def _evidence(served: ServeRecord, own: str, plain: str, faster: Sequence[float]) -> str:
+    """What a verdict rests on: the ratio's span over the repetitions, requests, load average, whether KV was loaded."""
     ours, theirs = (served.runs_at(name, served.top) for name in (own, plain))
-    mine, other = spread(ours, p50_ms), spread(theirs, p50_ms)
     parts: list[str] = []
-    if mine and other and min(len(ours), len(theirs)) > 1:
-        ends = [other.low / mine.high, other.high / mine.low]
-        if _times(other, mine).endswith("slow"):
-            ends = [1 / ends[1], 1 / ends[0]]
-        parts.append(f"{_ratio_text(ends[0])} to {_ratio_text(ends[1])} over the runs")
+    if len(faster) > 1:
+        ends = sorted(1 / it for it in faster) if faster[-1] < 1 else faster
+        parts.append(f"{_ratio_text(ends[0])} to {_ratio_text(ends[-1])} over the runs")
     runs = min(len(ours), len(theirs))
     parts.append(f"n = {served.requests((own, plain), served.top):,} in {runs} run{'' if runs == 1 else 's'} each")
     loads = [value for run in (*ours, *theirs) for value in run.load_average or ()]
@@ -233,13 +241,13 @@ def ms_text(value: float | None) -> str:
     return f"{digits(value)} ms" if value < 2000 else f"{value / 1e3:.3g} s"
 
 
-def _times(before: Spread, after: Spread) -> str:
+def _times(before: Spread, after: Spread, faster: Sequence[float]) -> str:
     if not after.median or not before.median:
         return NONE
     if 1 / SAME < before.median / after.median < SAME:
         return "as fast"
-    if before.low <= after.high and after.low <= before.high and before.low < before.high:
-        return "about as fast"  # the runs of an arm differ by more
+    if len(faster) > 1 and faster[0] < 1 < faster[-1]:
+        return "about as fast"  # one repetition was faster, another slower
     ratio = max(before.median / after.median, after.median / before.median)
     return f"{_ratio_text(ratio)} times as {'fast' if before.median > after.median else 'slow'}"
 
