@@ -13,7 +13,7 @@ class Cost:
     watts: float
     """Power of all machines, times `power.pue`."""
     bought: float | None
-    """Price of GPUs, servers and, with tiers, of their hardware."""
+    """Price of GPUs, servers and, with tiers, of their hardware, without drives that replace worn ones."""
     per_hour: float | None
     """The price spread over its years, and energy."""
     per_million_output_tokens: float | None
@@ -78,18 +78,28 @@ def _watts(deployment: Deployment, point: OperatingPoint) -> float:
     return (gpu.count * gpu.watts * share + power.server_watts + drives) * power.pue
 
 
+def tier_prices(deployment: Deployment) -> dict[str, float]:
+    """The price of each tier's hardware."""
+    inputs, price = deployment.inputs, deployment.inputs.price
+    return {
+        "host": inputs.host.capacity_bytes / 1e9 * price.host_memory_per_gb,
+        "disk": inputs.disk.count * price.drive,
+        "shared": inputs.shared.capacity_bytes / 1e12 * price.shared_per_tb,
+    }
+
+
 def _bills(deployment: Deployment, *, with_tiers: bool) -> dict[str, tuple[float, bool]]:
     """Total and whether it is needed, by the input of the price."""
     inputs, price = deployment.inputs, deployment.inputs.price
-    host, shared = inputs.host.capacity_bytes, inputs.shared.capacity_bytes
     bills = {
         "price.gpu": (inputs.gpu.count * price.gpu, not price.server),
         "price.server": (deployment.hosts * price.server, True),
     }
     if with_tiers:
-        bills["price.host_memory_per_gb"] = (host / 1e9 * price.host_memory_per_gb, host > 0)
-        bills["price.drive"] = (inputs.disk.count * price.drive, inputs.disk.count > 0)
-        bills["price.shared_per_tb"] = (shared / 1e12 * price.shared_per_tb, shared > 0)
+        prices = tier_prices(deployment)
+        bills["price.host_memory_per_gb"] = (prices["host"], inputs.host.capacity_bytes > 0)
+        bills["price.drive"] = (prices["disk"], inputs.disk.count > 0)
+        bills["price.shared_per_tb"] = (prices["shared"], inputs.shared.capacity_bytes > 0)
     return bills
 
 

@@ -1,12 +1,22 @@
 """A plan: the deployment with GPU memory alone against the same with tiers, and the demands on the tiers."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from kvtier.plan.cost import BreakEven, Cost, break_evens, cost
 from kvtier.plan.inputs import SETTINGS, Inputs
-from kvtier.plan.limits import TTFT, Ceiling, Limit, ceiling, in_users, life_years, throughput, used_shares
+from kvtier.plan.limits import (
+    TTFT,
+    Ceiling,
+    Limit,
+    ceiling,
+    highest_load,
+    in_users,
+    life_years,
+    throughput,
+    used_shares,
+)
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Basis, Deployment, deployments
 from kvtier.plan.search import PlannedSize, search
@@ -114,6 +124,8 @@ class DriveLoad:
     """Writes all new KV, or KV at its second use, or a budget: the first of them that lasts `target.life_years`."""
     write_share: float
     """Share of new KV that this policy writes."""
+    users: float
+    """Users within all limits with this policy."""
     drives_for_bandwidth: int
     drives_for_life: int
 
@@ -297,6 +309,8 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
     if full_years < target.life_years:
         lasts = selective_years >= target.life_years
         policy, share = ("selective", kept) if lasts else ("budget", full_years / target.life_years)
+    changed = inputs.change({"software.write_share": min(share, software.write_share)})
+    limited = replace(deployment, inputs=changed)
     written_per_day = written * 86_400 * inputs.traffic.day_share
     return DriveLoad(
         read_bytes_per_s=read,
@@ -315,6 +329,7 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
         life_selective_years=selective_years,
         write_policy=policy,
         write_share=share,
+        users=in_users(deployment, highest_load(limited, with_tiers=True)),
         drives_for_bandwidth=max(math.ceil(time_used - 1e-9), 1),
         drives_for_life=max(math.ceil(disk.count * target.life_years / years - 1e-9), 1),
     )

@@ -237,10 +237,15 @@ def _stored(
 
     All computed KV, of prompt and answer, and the snapshots of recurrent states are written to every tier. A tier that
     writes more slowly drops the rest, so that share of its hits is computed, which makes more new KV: repeated until it
-    stays.
+    stays. Admission (``software.write_share``) takes KV that is reused first: hits are lost below that share.
     """
     load, software = deployment.workload, deployment.inputs.software
-    kept: dict[str, float] = {}
+    reused = load.kept_share or 1.0
+    admitted = {
+        tier.name: 1.0 if tier.name == "host" else min(software.write_share / reused, 1.0)
+        for tier in (deployment.tiers if with_tiers else ())
+    }
+    kept = admitted
     while True:
         classes = _request_classes(deployment, requests_per_s, residence_s, kept, with_tiers=with_tiers)
         tokens = _mean(classes, [each.computed_tokens for each in classes]) + load.answer_tokens
@@ -253,7 +258,8 @@ def _stored(
         }
         before = kept
         kept = {
-            it.name: min(it.write_bytes_per_s / given[it.name], 1.0) for it in deployment.tiers if given.get(it.name)
+            it.name: admitted[it.name] * (min(it.write_bytes_per_s / given[it.name], 1.0) if given[it.name] else 1.0)
+            for it in (deployment.tiers if with_tiers else ())
         }
         if all(before.get(name, 1.0) - share < _STORE_CLOSE for name, share in kept.items()):
             return classes, new, given

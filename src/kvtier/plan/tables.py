@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from kvtier.config.value_types import seconds_text
+from kvtier.plan.cost import tier_prices
 from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import TTFT
 from kvtier.plan.plan import DriveLoad, Plan, PlannedTier, Variant
@@ -187,6 +188,13 @@ def _money(plan: Plan) -> list[str]:
     """The price of a further user, and host memory against drives, where prices are given."""
     sentences, currency, unit = list[str](), plan.inputs.price.currency, load_unit(plan)
     before, after, more = plan.alone.cost.bought, plan.tiered.cost.bought, plan.tiered.users - plan.alone.users
+    what = "tiers"
+    if plan.idle_tiers and after:
+        # Idle tiers were taken away one after the other: the fewest users are those without all of them.
+        prices = tier_prices(plan.deployment)
+        after -= sum(prices[it.name] for it in plan.idle_tiers)
+        more = min(it.worth.without.users for it in plan.idle_tiers) - plan.alone.users
+        what = "tiers that are worth it"
     if (
         before
         and after
@@ -197,7 +205,7 @@ def _money(plan: Plan) -> list[str]:
     ):
         each = digits((after - before) / more)
         sentences.append(
-            f"The tiers cost {digits(after - before)} {currency}, {each} for each of {digits(more)} {unit} more."
+            f"The {what} cost {digits(after - before)} {currency}, {each} for each of {digits(more)} {unit} more."
         )
     found = plan.same_money
     if found is not None:
@@ -217,13 +225,18 @@ def wear(plan: Plan) -> list[str]:
     share = share_text(drives.write_share)
     is_selective = drives.write_policy == "selective"
     by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
+    by += f" (then {digits(drives.users)} {load_unit(plan)} within all limits)"
     load, life = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}", time_text(drives.life_years * YEAR_S)
-    return [
-        (
-            f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} "
-            "drives. Wear limits no users."
+    sentence = (
+        f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} drives."
+    )
+    price, years = plan.inputs.price, plan.inputs.price.years
+    worn = plan.inputs.disk.count * price.drive * (years / drives.life_years - 1)
+    if worn > 0:
+        sentence += (
+            f" Drives that wear out within {years:g} years cost {digits(worn)} {price.currency} more, in no price here."
         )
-    ]
+    return [sentence]
 
 
 def _has_worth(plan: Plan, tier: str) -> bool:

@@ -6,6 +6,7 @@ much, the dearest goes first (without prices: the lowest), and the others are ju
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.plan.limits import highest_load, in_users, throughput
@@ -20,6 +21,8 @@ _NEARLY_ALL = 0.9
 _INTERVALS = tuple(4.0**step for step in range(1, 9))
 """Multiples of the interval between two queries at which a tier may pay."""
 _INTERVAL_MOST_S = 1e7
+_HALVINGS = 4
+"""Of the ratio of 4 between a multiple at which it pays and the one before: within a tenth."""
 
 
 class Served(NamedTuple):
@@ -182,19 +185,26 @@ def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint) 
 
 
 def _pays_from(deployment: Deployment, tier: TierHardware) -> float | None:
-    """The shortest tried interval between two queries of a user at which the tier brings users."""
+    """About the shortest interval between two queries of a user at which the tier brings users."""
     load, inputs = deployment.workload, deployment.inputs
     if not load.has_users or not load.reuse:
         return None
     near = 0.0
-    for times in _INTERVALS:
-        interval_s = inputs.traffic.interval_s * times
-        if interval_s > _INTERVAL_MOST_S:
-            return None
+
+    def pays(interval_s: float) -> bool:
+        nonlocal near
         changed = resolve(inputs.change({"traffic.interval_s": interval_s}), deployment.basis)
         for gone in {it.name for it in changed.tiers} - {it.name for it in deployment.tiers}:
             changed = changed.without(gone)
         near = highest_load(changed, with_tiers=True, near=near)
-        if near > highest_load(changed.without(tier.name), with_tiers=True, near=near) * LEAST_GAIN:
-            return interval_s
+        return near > highest_load(changed.without(tier.name), with_tiers=True, near=near) * LEAST_GAIN
+
+    tried = [inputs.traffic.interval_s, *(inputs.traffic.interval_s * times for times in _INTERVALS)]
+    for before_s, interval_s in pairwise(it for it in tried if it <= _INTERVAL_MOST_S):
+        if pays(interval_s):
+            low, high = before_s, interval_s
+            for _ in range(_HALVINGS):
+                middle = math.sqrt(low * high)
+                low, high = (low, middle) if pays(middle) else (middle, high)
+            return high
     return None
