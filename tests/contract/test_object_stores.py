@@ -19,6 +19,8 @@ from kvtier.types import Outcome
 
 FINGERPRINT = bytes(range(32))
 ROOM = 64 << 20
+PATIENT = {"capacity_bytes": ROOM, "probe_deadline_s": 20.0}
+"""A put whose search has no answer in time writes again. On a busy machine 0.5 s are not enough."""
 
 
 def of_memory(*names, codec="raw", **rules):
@@ -53,11 +55,11 @@ class ConfiguredContract(ObjectStoreContract):
 
 
 def directory(path):
-    return DirectorySettings(path=path / "directory", capacity_bytes=ROOM)
+    return DirectorySettings(path=path / "directory", **PATIENT)
 
 
 def disk(path):
-    return DiskSettings(path=path / "disk", capacity_bytes=ROOM)
+    return DiskSettings(path=path / "disk", **PATIENT)
 
 
 class TestDirectory(ConfiguredContract):
