@@ -22,9 +22,11 @@ def install_hint(extra: str) -> str:
     try:
         wanted = requires("kvtier") or []
     except PackageNotFoundError:
-        return f"pip install '.[{extra}]' in a checkout of kvtier"
+        wanted = []
     marked = f"extra == '{extra}'"
     found = [it.partition(";")[0].strip() for it in wanted if it.replace('"', "'").endswith(marked)]
+    if not found:  # without metadata, as from a source tree, or no such extra
+        return f"pip install '.[{extra}]' in a checkout of kvtier"
     return f"pip install {' '.join(map(quote, found))}"
 
 

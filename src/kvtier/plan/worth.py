@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvtier.plan.cost import tier_prices
 from kvtier.plan.limits import highest_load, in_users, throughput
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Deployment, TierHardware, resolve
@@ -84,11 +85,12 @@ def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth
     """
     alone = {it.name: _users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
     found: dict[str, TierWorth] = {}
+    prices = tier_prices(deployment)
     kept, now = deployment, served(deployment)
     while kept.tiers:
         without = {it.name: served(kept.without(it.name)) for it in kept.tiers}
         idle = [it for it in kept.tiers if not _gains(now, without[it.name])]
-        tier = max(reversed(idle), key=lambda it: _price(deployment, it), default=None)
+        tier = max(reversed(idle), key=lambda it: prices[it.name], default=None)
         for it in [tier] if tier else kept.tiers:
             found[it.name] = TierWorth(
                 without=without[it.name],
@@ -123,7 +125,8 @@ def same_money(deployment: Deployment) -> SameMoney | None:
     host, drives = inputs.host.capacity_bytes, inputs.disk.count
     if not (host and drives and price.host_memory_per_gb and price.drive):
         return None
-    money = host / 1e9 * price.host_memory_per_gb + drives * price.drive
+    prices = tier_prices(deployment)
+    money = prices["host"] + prices["disk"]
     host_bytes, count = int(money / price.host_memory_per_gb * 1e9), int(money / price.drive)
     users = [
         _users(resolve(inputs.change(values), deployment.basis))
@@ -141,15 +144,6 @@ def _gains(now: Served, without: Served) -> bool:
         or now.output_tokens_per_s > without.output_tokens_per_s * LEAST_GAIN
         or now.ttft_s * LEAST_GAIN < without.ttft_s
     )
-
-
-def _price(deployment: Deployment, tier: TierHardware) -> float:
-    inputs, price = deployment.inputs, deployment.inputs.price
-    return {
-        "host": inputs.host.capacity_bytes / 1e9 * price.host_memory_per_gb,
-        "disk": inputs.disk.count * price.drive,
-        "shared": inputs.shared.capacity_bytes / 1e12 * price.shared_per_tb,
-    }[tier.name]
 
 
 def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint) -> str:
