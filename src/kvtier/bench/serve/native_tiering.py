@@ -1,8 +1,8 @@
 """vLLM's own tiered offloading on a CPU: the arm ``native`` of `kvtier bench serve` and of `bench/vllm.py`.
 
 vLLM refuses it there, because its worker copies with CUDA. Everything else (scheduler side, tiers in host memory and in
-a file system, eviction, back-pressure) is unchanged. This worker copies with memcpy in a thread of its own, page by
-page. Named by `spec_name` and `spec_module_path` in `kv_connector_extra_config`.
+a file system, eviction, back-pressure) is unchanged. This worker copies in a thread of its own, with one call of torch
+for each tensor of a chunk. Named by `spec_name` and `spec_module_path` in `kv_connector_extra_config`.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -23,14 +24,15 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class Page(NamedTuple):
-    """One block of one tensor, and its position in host memory."""
+class Run(NamedTuple):
+    """Blocks of one tensor that lie side by side in one chunk of host memory."""
 
     tensor: int
-    block: int
+    blocks: torch.Tensor
+    """Their numbers."""
     chunk: int
     place: int
-    """Position of the block in its chunk."""
+    """Position of the first in its chunk."""
 
 
 class MemcpyWorker(OffloadingWorker):
@@ -46,9 +48,11 @@ class MemcpyWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
         self._layers = caches.group_data_refs
-        self._blocks: list[torch.Tensor] = [it.tensor for it in caches.tensors]
-        self._host: list[torch.Tensor] = [
-            region.create_next_worker_view(it.page_size_bytes * blocks_per_chunk) for it in caches.tensors
+        # Words of eight bytes: torch indexes bytes one by one.
+        self._blocks = [it.tensor.view(it.tensor.shape[0], -1).view(torch.int64) for it in caches.tensors]
+        self._host = [
+            region.create_next_worker_view(it.page_size_bytes * blocks_per_chunk).view(torch.int64)
+            for it in caches.tensors
         ]
         self._thread = ThreadPoolExecutor(1, "native-tiering")
         self._jobs: dict[int, Future[TransferResult]] = {}
@@ -90,27 +94,31 @@ class MemcpyWorker(OffloadingWorker):
     def _copy(self, job: int, blocks: GPULoadStoreSpec, chunks: Sequence[int], *, is_store: bool) -> TransferResult:
         began = time.perf_counter()
         moved = 0
-        for page in self._pages(blocks, chunks):
-            below = self._blocks[page.tensor][page.block].reshape(-1)
-            size = below.numel()
-            host = self._host[page.tensor][page.chunk, page.place * size : (page.place + 1) * size]
-            (host if is_store else below).copy_(below if is_store else host)
-            moved += size
+        for run in self._runs(blocks, chunks):
+            below, count = self._blocks[run.tensor], len(run.blocks)
+            words = below.shape[1]
+            first = run.place * words
+            host = self._host[run.tensor][run.chunk, first : first + count * words].view(count, words)
+            if is_store:
+                torch.index_select(below, 0, run.blocks, out=host)
+            else:
+                below.index_copy_(0, run.blocks, host)
+            moved += host.nbytes
         return TransferResult(job, success=True, transfer_size=moved, transfer_time=time.perf_counter() - began)
 
-    def _pages(self, blocks: GPULoadStoreSpec, chunks: Sequence[int]) -> Iterator[Page]:
+    def _runs(self, blocks: GPULoadStoreSpec, chunks: Sequence[int]) -> Iterator[Run]:
+        numbers = torch.from_numpy(np.array(blocks.block_ids, np.int64))
+        whole = self._blocks_per_chunk
         block_at = chunk_at = 0
         for layers, count, first in zip(self._layers, blocks.group_sizes, blocks.block_indices, strict=True):
-            if not count:
-                continue
-            skipped = first % self._blocks_per_chunk
-            for number in range(count):
-                chunk, place = divmod(number + skipped, self._blocks_per_chunk)
+            skipped = first % whole
+            for number in range(-(-(count + skipped) // whole) if count else 0):
+                begin, end = max(0, number * whole - skipped), min(count, (number + 1) * whole - skipped)
+                some, place = numbers[block_at + begin : block_at + end], (begin + skipped) % whole
                 for layer in layers:
-                    block = int(blocks.block_ids[block_at + number])
-                    yield Page(layer.tensor_idx, block, int(chunks[chunk_at + chunk]), place)
+                    yield Run(layer.tensor_idx, some, int(chunks[chunk_at]), place)
+                chunk_at += 1
             block_at += count
-            chunk_at += -(-(count + skipped) // self._blocks_per_chunk)
 
 
 class MemcpyTieringSpec(TieringOffloadingSpec):
