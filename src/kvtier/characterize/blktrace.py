@@ -1,4 +1,4 @@
-"""The text of `blkparse`, in its default format or one that `blkparse -f` was given.
+"""The text of `blkparse`, in its default format.
 
 An event is one line. D and C make a request of the device, Q a bio of the file system. Where one device of the
 recording is stacked on another (A), only the bios of the upper one and the requests of the lower one are counted.
@@ -22,37 +22,19 @@ EVENTS_MAX = 20_000_000
 """Events of one recording: about 800 MiB of memory."""
 NUMBER_MAX = (1 << 63) - 1
 LETTERS_MAX = 256
+ALLOWED = "blkparse's default format, without -f"
 COMMANDS_MAX = 1 << 20
 """Processes whose names are kept."""
 
-_FIELDS = {
-    "a": r"[A-Za-z]{1,2}",
-    "c": r"\d+",
-    "C": r".*?",
-    "d": r"[A-Z]{1,8}",
-    "D": r"\d+,\d+",
-    "e": r"-?\d+",
-    "m": r"\d+",
-    "M": r"\d+",
-    "n": r"\d+",
-    "N": r"\d+",
-    "p": r"\d+",
-    "P": r"[0-9a-fA-F ]*?",
-    "s": r"\d+",
-    "S": r"\d+",
-    "t": r"\d+",
-    "T": r"\d+",
-    "u": r"\d+(?:\.\d+)?",
-    "U": r"\d+",
-}
-"""What each field of `blkparse -f` looks like."""
-_HEAD = "%D %2c %8s %5T.%9t %5p %2a %3d"
-_SPECIFIER = re.compile(r"%-?\d*([A-Za-z])|(\\[nt]|\s)+|(.)", re.DOTALL)
-_TAIL = (
-    r"\s*(?:(?P<S>\d+)(?: \+ (?P<n>\d+)| / \d+)?(?: <- \((?P<from_major>\d+),(?P<from_minor>\d+)\) \d+)?)?"
-    r"(?:\s*\([0-9a-f .]*\))?(?:\s*\[(?P<C>.*)\](?: \d+)?)?\s*"
+_LINE = re.compile(
+    r"\s*(?P<device>\d+,\d+)\s+\d+\s+\d+\s+(?P<seconds>\d+)\.(?P<ns>\d+)\s+(?P<process>\d+)\s+(?P<action>[A-Za-z]{1,2})"
+    r"\s+(?P<rwbs>[A-Z]{1,8})"
+    r"\s*(?:(?P<sector>\d+)(?: \+ (?P<sectors>\d+)| / \d+)?(?: <- \((?P<source>\d+,\d+)\) \d+)?)?"
+    r"(?:\s*\([0-9a-f .]*\))?(?:\s*\[(?P<command>.*)\](?: \d+)?)?\s*",
+    re.ASCII | re.DOTALL,
 )
-"""Sector, length or where a split begins, and the origin of a remap; payload or elapsed time; command or error."""
+"""Device, processor, number, time, process, action, RWBS; sector, length or where a split begins, and the origin of a
+remap; payload or elapsed time; command, or error of a completion."""
 _MESSAGE = re.compile(r"\s*\d+,\d+\s+\d+\s+\d+\s+\d+\.\d+\s+\d+\s+m\s")
 _SUMMARY = re.compile(r"(CPU\d+|Total) \(")
 _SKIPS = re.compile(r"Skips: [\d.,']+ forward \(([\d.,']+) -")
@@ -66,55 +48,9 @@ _WITHOUT_SIZE = "XSB"
 """Actions that need no size: they are counted alone."""
 
 
-def line_pattern(form: str | None = None) -> re.Pattern[str]:
-    """What a line of blkparse looks like.
-
-    Args:
-        form: what `blkparse -f` was given; None is the default format.
-
-    Raises:
-        ConfigError: it lacks a field that is needed, has one that blkparse does not document, or one twice.
-    """
-    if form is None:
-        return re.compile(r"\s*" + _pattern_of(_HEAD) + _TAIL, re.ASCII | re.DOTALL)
-    pattern = r"\s*" + _pattern_of(form) + r"\s*"
-    fields = set(re.findall(r"\(\?P<(\w)>", pattern))
-    needed = ("a", "d", "S") if fields & {"n", "N"} and fields & {"t", "T"} else ("a", "d", "S", "T", "n")
-    lacking = [name for name in needed if name not in fields]
-    if lacking:
-        raise ConfigError(
-            f"the format {short(form)} of blkparse lacks %{', %'.join(lacking)}; allowed: one with %a, %d, %S, %n or "
-            "%N, and %T.%t"
-        )
-    return re.compile(pattern, re.ASCII | re.DOTALL)
-
-
-def _pattern_of(form: str) -> str:
-    parts: list[str] = []
-    seen: set[str] = set()
-    for each in _SPECIFIER.finditer(form):
-        field, space, literal = each.groups()
-        if field is not None:
-            if field not in _FIELDS or field in seen:
-                raise ConfigError(
-                    f"the format {short(form)} of blkparse has %{field}, which is unknown or there twice; allowed, "
-                    f"once each: {', '.join('%' + name for name in _FIELDS)}"
-                )
-            seen.add(field)
-            parts.append(f"(?P<{field}>{_FIELDS[field]})")
-        elif space is not None:
-            parts.append(r"\s+")
-        else:
-            parts.append(r"\s*" + re.escape(literal) + r"\s*" if literal in "[]()" else re.escape(literal))
-    if parts and parts[-1] == r"\s+":
-        parts.pop()
-    # A field is padded on its left, so that white space may follow a literal or another field.
-    return "".join(r"\s*" + part if part.startswith("(?P<") and number else part for number, part in enumerate(parts))
-
-
 def looks_like_blkparse(line: str) -> bool:
     """Whether `line` may be the first of a text of blkparse in its default format."""
-    return line.startswith("Input file ") or line_pattern().fullmatch(line) is not None
+    return line.startswith("Input file ") or _LINE.fullmatch(line) is not None
 
 
 class _Events:
@@ -147,8 +83,8 @@ class _Events:
             ConfigError: a field is out of range or unknown.
         """
         fields = found.groupdict()
-        action = fields["a"]
-        time_ns = int(fields.get("T") or 0) * 10**9 + int((fields.get("t") or "0")[:9])
+        action = fields["action"]
+        time_ns = int(fields["seconds"]) * 10**9 + int(fields["ns"][:9])
         _check(time_ns, "time")
         self.first_ns = time_ns if self.first_ns is None else min(self.first_ns, time_ns)
         self.last_ns = max(self.last_ns, time_ns)
@@ -160,37 +96,33 @@ class _Events:
             self.count(_COUNTED[action])
         if action in _WITHOUT_SIZE:
             return
-        rwbs = fields["d"]
-        sectors = int(fields.get("n") or 0) or int(fields.get("N") or 0) // SECTOR_BYTES
+        rwbs = fields["rwbs"]
+        sectors = int(fields["sectors"] or 0)
         if rwbs == "N" or not (sectors or rwbs.startswith("F")):
             self.count("commands without data")  # of SCSI, with a payload in place of a sector
             return
         if rwbs not in self.rwbs and len(self.rwbs) >= LETTERS_MAX:
             raise ConfigError(f"RWBS {short(rwbs)}; allowed: {LETTERS_MAX} different ones in a recording")
-        process = int(fields.get("p") or NO_PROCESS)
-        command = fields.get("C")
+        process, command = int(fields["process"]), fields["command"]
         if action in "QG" and command and command != "(null)" and len(self.commands) < COMMANDS_MAX:
             self.commands[process] = command
-        if action == "C" and fields.get("e", fields.get("C")) not in {None, "0"}:
+        if action == "C" and command not in {None, "0"}:
             self.count("failed")
-        device = fields.get("D") or f"{fields.get('M') or 0},{fields.get('m') or 0}"
         self.time_ns.append(time_ns)
-        self.device.append(_device(*device.split(",")))
-        self.sector.append(_check(int(fields["S"] or 0), "sector", NUMBER_MAX // SECTOR_BYTES))
+        self.device.append(_device(fields["device"]))
+        self.sector.append(_check(int(fields["sector"] or 0), "sector", NUMBER_MAX // SECTOR_BYTES))
         self.sectors.append(_check(sectors, "number of sectors", 1 << 32))
         self.process.append(_check(process, "process", (1 << 31) - 1))
         self.action.append(ord(action))
         self.letters.append(self.rwbs.setdefault(rwbs, len(self.rwbs)))
-        origin = fields.get("from_major")
-        self.source.append(0 if origin is None else _device(origin, fields["from_minor"]))
+        self.source.append(_device(fields["source"] or "0,0"))
 
 
-def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
+def read_blkparse(path: Path) -> IoTrace:
     """Read the text that blkparse wrote.
 
     Args:
         path: the text, plain, gzip or zstd.
-        form: what `blkparse -f` was given; None is the default format.
 
     Returns:
         Bios at `IoLayer.FILE_SYSTEM`, and requests at `IoLayer.DEVICE`. A bio ends with the request that has its last
@@ -199,8 +131,6 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
     Raises:
         ConfigError: it cannot be read, a line is not blkparse's, or there is no event or more than `EVENTS_MAX`.
     """
-    pattern = line_pattern(form)
-    allowed = "blkparse's default format" if form is None else f"the format {short(form)}"
     events = _Events()
     remarks = ["The text of blkparse has no date, and its process numbers are those of threads."]
     lost = 0
@@ -214,20 +144,20 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
             remarks.append(f"Line {number}, the last one, is cut off and not counted.")
         else:
             with LineErrors(path, number):
-                _add_line(events, pattern, line, allowed)
+                _add_line(events, line)
     if not {ord("Q"), ord("D")} & set(events.action):
         raise ConfigError(f"trace {path} has no event Q or D of blkparse; allowed: at least one")
     return _trace(events, lost, remarks)
 
 
-def _add_line(events: _Events, pattern: re.Pattern[str], line: str, allowed: str) -> None:
+def _add_line(events: _Events, line: str) -> None:
     if len(line) > LINE_CHARACTERS_MAX:
-        raise ConfigError(f"{len(line)} characters; allowed: {allowed}, up to {LINE_CHARACTERS_MAX}")
-    found = pattern.fullmatch(line)
+        raise ConfigError(f"{len(line)} characters; allowed: {ALLOWED}, up to {LINE_CHARACTERS_MAX}")
+    found = _LINE.fullmatch(line)
     if found is not None:
         events.add(found)
     elif not line.startswith("Input file ") and not _MESSAGE.match(line):
-        raise ConfigError(f"{short(line.strip())} is no event; allowed: {allowed}")
+        raise ConfigError(f"{short(line.strip())} is no event; allowed: {ALLOWED}")
     if len(events.action) > EVENTS_MAX:
         raise ConfigError(f"more events; allowed: {EVENTS_MAX} in a recording")
 
@@ -271,8 +201,6 @@ def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
     above = above[(action[makers] == ord("Q")) & ~np.isin(makers, lower)]
     if len(lower) or is_upper.any():
         remarks.append("Devices are stacked: bios are counted at the upper one, requests at the lower one.")
-    elif len(remaps) and not source[remaps].any() and len(np.unique(device)) > 1:
-        remarks.append("This format has no source of a remap: bios of stacked devices are counted at each of them.")
     if lost:
         remarks.append(f"The summary of blkparse has {lost} skipped events.")
     used = set(requests["process"].tolist()) | set(above["process"].tolist())
@@ -295,7 +223,8 @@ def _with_lower(issued: np.ndarray, remapped: np.ndarray, source: np.ndarray) ->
     return [upper for upper, lower in pairs if upper != lower and lower in with_issues]
 
 
-def _device(major: str, minor: str) -> int:
+def _device(text: str) -> int:
+    major, _, minor = text.partition(",")
     return _check(int(major), "major number", 0xFFF) << 20 | _check(int(minor), "minor number", 0xFFFFF)
 
 

@@ -116,11 +116,6 @@ def test_a_load_that_never_reaches_the_device_measures_no_layer_above(tmp_path: 
     assert (row.device.layer, row.device.requests, row.amplification.device_ratio) == ("device", 0, 0.0)
 
 
-def test_a_map_leaves_out_what_was_never_touched() -> None:
-    rows = rows_of(5, position=[900_000, 100, 150, 1_000_000, 100], bytes=[50, 100, 100, 10, 20])
-    assert without_gaps(rows).tolist() == [150, 0, 50, 200, 0]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_map_has_as_many_bytes_as_were_touched(seed: int) -> None:
     draw = random.Random(seed)

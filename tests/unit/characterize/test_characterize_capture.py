@@ -473,9 +473,3 @@ def test_without_the_right_to_trace_the_error_says_what_would_do():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert "no right to write in" in done.stderr or "cannot be" in done.stderr
     assert "run as root" in done.stderr
-
-
-def test_the_disks_of_this_machine_have_numbers_as_the_kernels_events():
-    for disk in disks():
-        major, minor = (SYSFS / "block" / disk.name / "dev").read_text().split(":")
-        assert disk.number == int(major) << 20 | int(minor)
