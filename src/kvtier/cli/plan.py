@@ -21,6 +21,7 @@ COLUMN = 48
 
 @click.command()
 @click.argument("model", required=False)
+@click.option("--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here.")
 @click.option(
     "--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]"
 )
@@ -77,9 +78,10 @@ def plan(
     picture: Path | None,
     as_json: bool,
     list_hardware: bool,
+    fetch: bool,
     **given: str | None,
 ) -> None:
-    """Plan tiers for MODEL (a name from `kvtier size --list`, or a config.json).
+    """Plan tiers for MODEL (a name from `kvtier size --list`, a config.json, or with --fetch a name of the Hub).
 
     Compares GPU memory alone with tiers of host memory, drives and shared storage, each at the size that serves most
     users. Prints what tiers change, which of them are worth it, the binding limit and what raises it; then users,
@@ -94,7 +96,10 @@ def plan(
         return
     from kvtier.errors import ConfigError
     from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options
+    from kvtier.size import hub
 
+    if fetch and model:
+        hub.fetch(model)
     values: dict[str, Any] = {"model": model, **given}
     options = {name: values[option] for name, option in OPTIONS.items() if option in values}
     options |= gpu_options(gpu) if gpu is not None else {}

@@ -58,7 +58,7 @@ def read_basis(inputs: Inputs) -> Basis:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 
         trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s)
-    return Basis(found, experts_of(found, inputs.model.name), trace, {})
+    return Basis(found, experts_of(found), trace, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
