@@ -94,6 +94,7 @@ def _changed(inputs: Inputs, deployment: Deployment, name: str, value: float | N
         return None
     try:
         changed = resolve(inputs.change({name: value}, "sensitivity"), deployment.basis)
+        changed = changed.without(*({it.name for it in changed.tiers} - {it.name for it in deployment.tiers}))
     except ConfigError:  # an impossible plan, such as a model that no longer fits
         return None
     near = users / deployment.workload.interval_s

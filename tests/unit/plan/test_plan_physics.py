@@ -126,13 +126,13 @@ def test_the_stream_of_a_load_is_conservative_unless_a_probe_measured_it(tmp_pat
 
 
 def test_queue_depth_is_of_the_drives_own_loads():
-    """Loads from fast host memory take less time than those from one slow drive, and do not lengthen its queue."""
+    """Loads from fast host memory take less time than those from slow drives, and do not lengthen its queue."""
     plan = planned(
         "llama-3.1-8b",
         traffic__users=20,
         host__capacity_bytes=30 * 10**9,
-        disk__count=1,
-        disk__read_bytes_per_s=3e9,
+        disk__count=4,
+        disk__read_bytes_per_s=6e9,
         software__gpu_reuse=False,
         software__load_bytes_per_s=50e9,
         software__skips_slow_loads=False,
