@@ -12,9 +12,9 @@ from kvtier.plan.limits import (
     Ceiling,
     Limit,
     ceiling,
-    highest_load,
     in_users,
     life_years,
+    most_users,
     throughput,
     used_shares,
 )
@@ -369,7 +369,7 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
         life_selective_years=selective_years,
         write_policy=policy,
         write_share=share,
-        users=in_users(deployment, highest_load(limited, with_tiers=True)),
+        users=most_users(limited),
         drives_for_bandwidth=max(math.ceil(time_used - 1e-9), 1),
         drives_for_life=max(math.ceil(disk.count * target.life_years / years - 1e-9), 1),
     )

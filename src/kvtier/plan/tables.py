@@ -37,9 +37,6 @@ def verdict(plan: Plan) -> str:
     before, after = load_text(plan, alone), load_text(plan, tiered)
     if plan.is_overloaded:
         return _overload(plan)
-    if not load.is_any(tiered):
-        few = "less than one user" if tiered else "not one request"
-        return f"No gain: {few} is {within}, with or without tiers"
     within += f" (95 % within {time_text(plan.tiered.ceiling.point.ttft_within_s(0.95))})"
     if not load.is_any(alone):
         return f"Only with tiers is the first token in time: {after} {unit} {within}{_of_which(plan)}"
@@ -168,7 +165,7 @@ def conclusion(plan: Plan) -> list[str]:
     unit, binding, following = load_unit(plan), plan.binding, plan.tiered.ceiling.next
     sentences: list[str] = []
     if not plan.deployment.workload.is_any(binding.users):
-        sentences.append(f"A single user exceeds a limit: {binding.name} ({binding.meaning}).")
+        sentences.append(f"The smallest load exceeds a limit: {binding.name} ({binding.meaning}).")
     else:
         raised_by = _raised_by(plan) or f"To raise it, change {binding.raised_by}."
         users = load_text(plan, binding.users)
@@ -267,7 +264,8 @@ def wear(plan: Plan) -> list[str]:
     is_selective = drives.write_policy == "selective"
     by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
     by += f" (then {digits(drives.users)} {load_unit(plan)} within all limits)"
-    load, life = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}", time_text(drives.life_years * YEAR_S)
+    served = in_users(plan.deployment, plan.tiered.served_per_s)
+    load, life = f"{load_text(plan, served)} {load_unit(plan)}", time_text(drives.life_years * YEAR_S)
     sentence = (
         f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} drives."
     )

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.plan.cost import tier_prices
-from kvtier.plan.limits import highest_load, in_users, throughput
+from kvtier.plan.limits import highest_load, in_users, most_users, throughput
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Deployment, TierHardware, resolve
 from kvtier.report.format import bytes_text, time_text
@@ -72,11 +72,7 @@ def served(deployment: Deployment) -> Served:
     rate = min(load.requests_per_s, throughput(deployment, with_tiers=True))
     point = operate(deployment, rate, with_tiers=True)
     ttft_s = point.ttft_s if rate == load.requests_per_s else math.inf
-    return Served(_users(deployment), ttft_s, rate * load.answer_tokens)
-
-
-def _users(deployment: Deployment, *, with_tiers: bool = True) -> float:
-    return in_users(deployment, highest_load(deployment, with_tiers=with_tiers))
+    return Served(most_users(deployment), ttft_s, rate * load.answer_tokens)
 
 
 def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth]:
@@ -86,7 +82,7 @@ def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth
         deployment: with all tiers.
         point: its operating point at the highest load within the limits.
     """
-    alone = {it.name: _users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
+    alone = {it.name: most_users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
     found: dict[str, TierWorth] = {}
     prices = tier_prices(deployment)
     kept, now = deployment, served(deployment)
@@ -115,7 +111,7 @@ def gpu_worth(deployment: Deployment) -> TierWorth:
     now, without = served(deployment), served(resolve(inputs, deployment.basis))
     return TierWorth(
         without=without,
-        users_alone=_users(deployment, with_tiers=False),
+        users_alone=most_users(deployment, with_tiers=False),
         worth_it=reuses and _gains(deployment, now, without),
         why_not="",
         pays_from_s=None,
@@ -132,7 +128,7 @@ def same_money(deployment: Deployment) -> SameMoney | None:
     money = prices["host"] + prices["disk"]
     host_bytes, count = int(money / price.host_memory_per_gb * 1e9), int(money / price.drive)
     users = [
-        _users(resolve(inputs.change(values), deployment.basis))
+        most_users(resolve(inputs.change(values), deployment.basis))
         for values in (
             {"host.capacity_bytes": host_bytes, "disk.count": 0},
             {"host.capacity_bytes": 0, "disk.count": count},
@@ -149,7 +145,7 @@ def least_host_bytes(deployment: Deployment) -> float | None:
     host = next((it for it in deployment.tiers if it.name == "host"), None)
     if host is None:
         return None
-    most, least = _users(deployment), _users(deployment.without("host"))
+    most, least = most_users(deployment), most_users(deployment.without("host"))
     if most <= least * LEAST_GAIN:
         return None
     wanted = least + _NEARLY_ALL * (most - least)
@@ -158,7 +154,7 @@ def least_host_bytes(deployment: Deployment) -> float | None:
         middle = math.sqrt(low * high)
         others = [it for it in deployment.tiers if it.name != "host"]
         changed = replace(deployment, tiers=(replace(host, capacity_bytes=middle), *others))
-        low, high = (low, middle) if _users(changed) >= wanted else (middle, high)
+        low, high = (low, middle) if most_users(changed) >= wanted else (middle, high)
     return high
 
 
