@@ -94,13 +94,6 @@ def test_flushes_and_discards_are_counted_and_move_nothing():
     assert (it.requests, it.flushes, it.discards, it.bytes["written"]) == (10, 5, 3, 0)
 
 
-def test_random_addresses_are_not_sequential():
-    rng = np.random.default_rng(1)
-    rows = requests(1000)
-    rows["position"] = rng.permutation(100_000)[:1000] * np.uint64(8 * MIB)
-    assert is_sequential(rows, per_process=True).sum() == 0
-
-
 def test_interleaved_readers_are_sequential_each_and_random_together():
     """With N = 1 the device sees one reader after the other; with N = 8 it finds each again."""
     rows = np.concatenate([requests(200), requests(200)])[np.arange(400).reshape(2, 200).T.ravel()]
