@@ -6,7 +6,8 @@ Formats: the manual page blkparse(1) of blktrace 1.2.0.
 """
 
 import re
-from array import array
+import struct
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -53,28 +54,29 @@ def looks_like_blkparse(line: str) -> bool:
     return line.startswith("Input file ") or _LINE.fullmatch(line) is not None
 
 
+_EVENT = np.dtype(
+    [
+        ("time_ns", "<i8"), ("device", "<u4"), ("sector", "<u8"), ("sectors", "<u8"), ("process", "<i4"),
+        ("action", "u1"), ("letters", "u1"), ("source", "<u4"),
+    ]
+)  # fmt: skip
+"""What is kept of a line. `letters` is the index of its RWBS letters, `source` the device of a remapped bio, or 0."""
+_PACKED = struct.Struct("<qIQQiBBI")
+"""The same, for one line."""
+
+
 class _Events:
-    """The columns of all events, in the order of the lines."""
+    """All events, in the order of the lines."""
 
     def __init__(self) -> None:
-        self.time_ns = array("q")
-        self.device = array("I")
-        self.sector = array("Q")
-        self.sectors = array("Q")
-        self.process = array("i")
-        self.action = array("B")
-        self.letters = array("B")
-        """Index of each event's RWBS letters in `rwbs`."""
+        self.rows = bytearray()
+        """Rows of `_EVENT`."""
         self.rwbs: dict[str, int] = {}
-        self.source = array("I")
-        """Device that a bio was remapped from, or 0."""
+        """Index of each different RWBS letters."""
         self.commands: dict[int, str] = {}
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.last_ns = 0
         self.first_ns: int | None = None
-
-    def count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
 
     def add(self, found: re.Match[str]) -> None:
         """One line.
@@ -93,13 +95,13 @@ class _Events:
         if len(action) > 1 or action not in _ACTIONS:
             raise ConfigError(f"action {action!r}; allowed: {', '.join(_ACTIONS)}, {', '.join(sorted(_OTHER_ACTIONS))}")
         if action in _COUNTED:
-            self.count(_COUNTED[action])
+            self.counts[_COUNTED[action]] += 1
         if action in _WITHOUT_SIZE:
             return
         rwbs = fields["rwbs"]
         sectors = int(fields["sectors"] or 0)
         if rwbs == "N" or not (sectors or rwbs.startswith("F")):
-            self.count("commands without data")  # of SCSI, with a payload in place of a sector
+            self.counts["commands without data"] += 1  # of SCSI, with a payload in place of a sector
             return
         if rwbs not in self.rwbs and len(self.rwbs) >= LETTERS_MAX:
             raise ConfigError(f"RWBS {short(rwbs)}; allowed: {LETTERS_MAX} different ones in a recording")
@@ -107,15 +109,17 @@ class _Events:
         if action in "QG" and command and command != "(null)" and len(self.commands) < COMMANDS_MAX:
             self.commands[process] = command
         if action == "C" and command not in {None, "0"}:
-            self.count("failed")
-        self.time_ns.append(time_ns)
-        self.device.append(_device(fields["device"]))
-        self.sector.append(_check(int(fields["sector"] or 0), "sector", NUMBER_MAX // SECTOR_BYTES))
-        self.sectors.append(_check(sectors, "number of sectors", 1 << 32))
-        self.process.append(_check(process, "process", (1 << 31) - 1))
-        self.action.append(ord(action))
-        self.letters.append(self.rwbs.setdefault(rwbs, len(self.rwbs)))
-        self.source.append(_device(fields["source"] or "0,0"))
+            self.counts["failed"] += 1
+        self.rows += _PACKED.pack(
+            time_ns,
+            _device(fields["device"]),
+            _check(int(fields["sector"] or 0), "sector", NUMBER_MAX // SECTOR_BYTES),
+            _check(sectors, "number of sectors", 1 << 32),
+            _check(process, "process", (1 << 31) - 1),
+            ord(action),
+            self.rwbs.setdefault(rwbs, len(self.rwbs)),
+            _device(fields["source"] or "0,0"),
+        )
 
 
 def read_blkparse(path: Path) -> IoTrace:
@@ -145,9 +149,10 @@ def read_blkparse(path: Path) -> IoTrace:
         else:
             with LineErrors(path, number):
                 _add_line(events, line)
-    if not {ord("Q"), ord("D")} & set(events.action):
+    rows = np.frombuffer(events.rows, _EVENT)
+    if not np.isin(rows["action"], [*b"QD"]).any():
         raise ConfigError(f"trace {path} has no event Q or D of blkparse; allowed: at least one")
-    return _trace(events, lost, remarks)
+    return _trace(events, rows[np.argsort(rows["time_ns"], kind="stable")], lost, remarks)
 
 
 def _add_line(events: _Events, line: str) -> None:
@@ -158,26 +163,23 @@ def _add_line(events: _Events, line: str) -> None:
         events.add(found)
     elif not line.startswith("Input file ") and not _MESSAGE.match(line):
         raise ConfigError(f"{short(line.strip())} is no event; allowed: {ALLOWED}")
-    if len(events.action) > EVENTS_MAX:
+    if len(events.rows) > EVENTS_MAX * _EVENT.itemsize:
         raise ConfigError(f"more events; allowed: {EVENTS_MAX} in a recording")
 
 
-def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
+def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> IoTrace:
+    """The trace of all events; `rows` are those of `events` in the order of time."""
     first_ns = events.first_ns or 0
-    order = np.argsort(np.frombuffer(events.time_ns, np.int64), kind="stable")
-    is_write, kind = (of_letters[events.letters] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
+    is_write, kind = (of_letters[rows["letters"]] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
     threads = [number for number, name in events.commands.items() if _KERNEL_THREAD.match(name)]
-    process = np.frombuffer(events.process, np.int32)
-    seen = np.zeros(len(order), SEEN)
+    seen = np.zeros(len(rows), SEEN)
     for name, values in (
-        ("time_ns", events.time_ns), ("sector", events.sector), ("device", events.device), ("is_write", is_write),
-        ("kind", kind), ("process", np.where(np.isin(process, threads), NO_PROCESS, process)),
-        ("bytes", np.frombuffer(events.sectors, np.uint64) * np.uint64(SECTOR_BYTES)),
+        ("time_ns", rows["time_ns"]), ("sector", rows["sector"]), ("device", rows["device"]), ("is_write", is_write),
+        ("kind", kind), ("process", np.where(np.isin(rows["process"], threads), NO_PROCESS, rows["process"])),
+        ("bytes", rows["sectors"] * np.uint64(SECTOR_BYTES)),
     ):  # fmt: skip
-        seen[name] = np.asarray(values)[order]
-    action = np.frombuffer(events.action, np.uint8)[order]
-    source = np.frombuffer(events.source, np.uint32)[order]
-    device = seen["device"]
+        seen[name] = values
+    action, source, device = rows["action"], rows["source"], seen["device"]
 
     def at(actions: str) -> np.ndarray:
         return np.flatnonzero(np.isin(action, [ord(each) for each in actions]))

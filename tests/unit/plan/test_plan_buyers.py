@@ -340,8 +340,10 @@ def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
     assert f"300 users need {plan.tiered.gpus_least} GPUs with tiers, {plan.alone.gpus_least} without" in words
     assert "# for 94 users within the limits: 300 do not fit on these GPUs" in settings_toml(plan)
     # Beyond the limits more tokens a second help nobody.
-    slow = planned("llama-3.3-70b", "host=1TiB", traffic__users=300, target__ttft_s=0.3)
-    assert slow.tiered.users < 1 or not slow.idle_tiers
+    late = planned("llama-3.3-70b", "host=1TiB", traffic__users=300, target__ttft_s=0.1)
+    assert late.given.output_tokens_per_s > 1.1 * late.alone.output_tokens_per_s
+    assert [it.name for it in late.idle_tiers] == ["host"]
+    assert verdict(planned("llama-3.3-70b", target__ttft_s=0.01)).endswith("larger ones, or more time (--ttft), may")
 
 
 def test_steps_other_than_a_fifth_are_named():
