@@ -264,8 +264,7 @@ def wear(plan: Plan) -> list[str]:
     is_selective = drives.write_policy == "selective"
     by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
     by += f" (then {digits(drives.users)} {load_unit(plan)} within all limits)"
-    served = in_users(plan.deployment, plan.tiered.served_per_s)
-    load, life = f"{load_text(plan, served)} {load_unit(plan)}", time_text(drives.life_years * YEAR_S)
+    load, life = _served(plan, plan.tiered), time_text(drives.life_years * YEAR_S)
     sentence = (
         f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} drives."
     )
@@ -306,6 +305,11 @@ def _ttft_parts(plan: Plan) -> list[str]:
             f"{time_text(point.load_s)} loading, {time_text(prefill_s)} computing."
         )
     ]
+
+
+def _served(plan: Plan, variant: Variant) -> str:
+    """The load that the GPUs complete of the requested one."""
+    return f"{load_text(plan, in_users(plan.deployment, variant.served_per_s))} {load_unit(plan)}"
 
 
 def load_unit(plan: Plan) -> str:
@@ -474,7 +478,7 @@ def _tiers(plan: Plan) -> Table:
         ("tier", "for KV", "tokens", "sessions", "residence", "hits", "read", "written"),
         rows,
         numeric=7,
-        title=f"Tiers at {load_text(plan, in_users(plan.deployment, plan.given.served_per_s))} {load_unit(plan)}",
+        title=f"Tiers at {_served(plan, plan.given)}",
         note="All that are given. Residence: how long unused KV survives. Hits: share of all prompt tokens. All are "
         "averages at this load.",
     )
@@ -513,7 +517,7 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
         ),
         (
             "life",
-            f"{time_text(drives.life_years * YEAR_S)} at this load",
+            time_text(drives.life_years * YEAR_S),
             f"{target.life_years:g} years need {drives.drives_for_life} drives",
         ),
         (
@@ -524,7 +528,7 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
     ]
     is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
     note = f"All hits are {wanted}; the rest computes faster than it loads." if is_slow else ""
-    return Table(("", "this load", "provided"), rows, title="Drives", note=note)
+    return Table(("", f"at {_served(plan, plan.tiered)}", "provided"), rows, title="Drives", note=note)
 
 
 def _capacities(plan: Plan) -> Table:
