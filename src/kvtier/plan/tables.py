@@ -356,13 +356,13 @@ def _gains(plan: Plan) -> Table:
     def most(
         name: str, of: Callable[[Cost], float | None], text: Callable[[float], str] = digits
     ) -> tuple[str, str, str, str]:
-        return row(f"{name}, at its most", lambda it: of(it.cost_at_most) if it.cost_at_most else None, text)
+        return row(f"{name} *", lambda it: of(it.cost_at_most) if it.cost_at_most else None, text)
 
     alone, tiered, used = plan.alone.point, plan.tiered.point, plan.inputs.target.gpu_used
     rows = [
         ("GPUs of a copy", *(_size_name(it.deployment.inputs.model) for it in (plan.alone, plan.tiered)), ""),
         row(f"{unit} {_within(plan)}", lambda it: it.users, load),
-        row("95 % of first tokens within, at its most", lambda it: it.ceiling.point.ttft_within_s(0.95), time_text),
+        row("95 % of first tokens within *", lambda it: it.ceiling.point.ttft_within_s(0.95), time_text),
         row(f"{unit} at which throughput saturates", lambda it: it.throughput_users, load),
         row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
         row(f"95 % of first tokens within, at {requested}", lambda it: it.ttft_p95_s, time_text),
@@ -373,7 +373,7 @@ def _gains(plan: Plan) -> Table:
         row(f"the same at {used:.0%} (target.gpu_used)", lambda it: it.gpus_needed, count_text),
         most("power", lambda it: it.watts, lambda it: f"{it / 1000:,.2f} kW"),
         row(
-            "power of a user, at its most",
+            "power of a user *",
             lambda it: _of_user(it, lambda cost: cost.watts),
             lambda it: f"{digits(it)} W",
         ),
@@ -382,13 +382,12 @@ def _gains(plan: Plan) -> Table:
     if plan.tiered.cost.per_hour is not None:
         rows += [
             most(f"per hour, {currency}", lambda it: it.per_hour),
-            row(f"per hour and user, {currency}, at its most", lambda it: _of_user(it, lambda cost: cost.per_hour)),
+            row(f"per hour and user, {currency} *", lambda it: _of_user(it, lambda cost: cost.per_hour)),
             most(f"per million output tokens, {currency}", lambda it: it.per_million_output_tokens),
             most(f"per million tokens in and out, {currency}", lambda it: it.per_million_tokens),
             most(f"output tokens/s for 1,000 {currency}", lambda it: (it.tokens_per_s_per_price or 0.0) * 1000),
         ]
-    note = f"At its most: each at its own most {unit} within the limits, {load(plan.alone.users)} and "
-    note += f"{load(plan.tiered.users)}."
+    note = f"*: each at its own most {unit} within the limits, {load(plan.alone.users)} and {load(plan.tiered.users)}."
     note += f" Costs need prices as inputs: {', '.join(missing)}." if missing else ""
     name = f"with {_kept(plan)}" if plan.idle_tiers and plan.deployment.tiers else "with tiers"
     return Table(("", "GPU memory alone", name, "ratio"), rows, numeric=3, title="Gains of tiers", note=note)

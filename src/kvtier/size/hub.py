@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError, install_hint
+from kvtier.errors import ConfigError
 from kvtier.size import catalogue
 
 FILE = "config.json"
@@ -44,8 +44,8 @@ def fetch(name: str) -> None:
         messages: Any = importlib.import_module("huggingface_hub.utils.logging")
     except ImportError as error:
         raise ConfigError(
-            f"--fetch needs huggingface_hub, which is not installed; allowed: {install_hint('transformers')}; or "
-            f"{by_hand(name)}"
+            "--fetch needs huggingface_hub, which is not installed; allowed: pip install huggingface_hub (the extra "
+            f"transformers brings it), or {by_hand(name)}"
         ) from error
     messages.set_verbosity_error()  # a line for each of its tries
     failed = [f"no answer within {DEADLINE_S:g} s"]

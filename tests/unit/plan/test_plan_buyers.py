@@ -301,7 +301,7 @@ def test_cost_and_power_are_of_each_arm_at_its_own_largest_load():
         assert found.per_million_output_tokens == pytest.approx(per_hour / 3600 / (rate * 100) * 1e6)
     gains = table(plan, "Gains")
     assert "66 and 94" in gains.note
-    power = next(row for row in gains.rows if row[0] == "power, at its most")
+    power = next(row for row in gains.rows if row[0] == "power *")
     assert power[2] == f"{plan.tiered.cost_at_most.watts / 1000:.2f} kW"
 
 

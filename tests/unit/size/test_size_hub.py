@@ -107,5 +107,5 @@ def test_without_the_library_the_error_names_the_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert run(["size", NAME, "--fetch"]) == 2
     err = capsys.readouterr().err
-    assert "--fetch needs huggingface_hub, which is not installed; allowed: pip install" in err
+    assert "--fetch needs huggingface_hub, which is not installed; allowed: pip install huggingface_hub" in err
     assert BY_HAND in err
