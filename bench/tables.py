@@ -16,6 +16,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.parts.compared import COMPARED, compared
+from bench.parts.samsung_plan import PublishedFigure, compare, figure_row
 from bench.parts.seen_table import seen_table
 
 from kvtier.bench.ratio import ratio, ratio_text
@@ -24,7 +25,6 @@ from kvtier.bench.serve.report import write_picture
 from kvtier.bench.serve.tables import arms_table, work_table
 from kvtier.config.value_types import size_text
 from kvtier.plan.plan import make_plan
-from kvtier.plan.published import PublishedFigure, compare, figure_row
 from kvtier.plan.read_inputs import load
 from kvtier.plan.report import write_plot
 from kvtier.report.chart import Chart, Colours, write_charts
@@ -503,7 +503,7 @@ def _ms(latency: dict[str, float] | None) -> str:
 
 if __name__ == "__main__":
     plan = make_plan(load(example="samsung"))
-    figures = compare("samsung", plan)
+    figures = compare(plan)
     for document in (*DOCUMENTS, PLANNING):
         before = document.read_text(encoding="utf-8")
         after = with_worked_example(before, figures) if document == PLANNING else rendered(document, before)

@@ -1,4 +1,4 @@
-"""The text of `blkparse`, in its default format or one that `blkparse -f` was given.
+"""The text of `blkparse`, in its default format.
 
 An event is one line. D and C make a request of the device, Q a bio of the file system. Where one device of the
 recording is stacked on another (A), only the bios of the upper one and the requests of the lower one are counted.
@@ -6,7 +6,8 @@ Formats: the manual page blkparse(1) of blktrace 1.2.0.
 """
 
 import re
-from array import array
+import struct
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -22,37 +23,19 @@ EVENTS_MAX = 20_000_000
 """Events of one recording: about 800 MiB of memory."""
 NUMBER_MAX = (1 << 63) - 1
 LETTERS_MAX = 256
+ALLOWED = "blkparse's default format, without -f"
 COMMANDS_MAX = 1 << 20
 """Processes whose names are kept."""
 
-_FIELDS = {
-    "a": r"[A-Za-z]{1,2}",
-    "c": r"\d+",
-    "C": r".*?",
-    "d": r"[A-Z]{1,8}",
-    "D": r"\d+,\d+",
-    "e": r"-?\d+",
-    "m": r"\d+",
-    "M": r"\d+",
-    "n": r"\d+",
-    "N": r"\d+",
-    "p": r"\d+",
-    "P": r"[0-9a-fA-F ]*?",
-    "s": r"\d+",
-    "S": r"\d+",
-    "t": r"\d+",
-    "T": r"\d+",
-    "u": r"\d+(?:\.\d+)?",
-    "U": r"\d+",
-}
-"""What each field of `blkparse -f` looks like."""
-_HEAD = "%D %2c %8s %5T.%9t %5p %2a %3d"
-_SPECIFIER = re.compile(r"%-?\d*([A-Za-z])|(\\[nt]|\s)+|(.)", re.DOTALL)
-_TAIL = (
-    r"\s*(?:(?P<S>\d+)(?: \+ (?P<n>\d+)| / \d+)?(?: <- \((?P<from_major>\d+),(?P<from_minor>\d+)\) \d+)?)?"
-    r"(?:\s*\([0-9a-f .]*\))?(?:\s*\[(?P<C>.*)\](?: \d+)?)?\s*"
+_LINE = re.compile(
+    r"\s*(?P<device>\d+,\d+)\s+\d+\s+\d+\s+(?P<seconds>\d+)\.(?P<ns>\d+)\s+(?P<process>\d+)\s+(?P<action>[A-Za-z]{1,2})"
+    r"\s+(?P<rwbs>[A-Z]{1,8})"
+    r"\s*(?:(?P<sector>\d+)(?: \+ (?P<sectors>\d+)| / \d+)?(?: <- \((?P<source>\d+,\d+)\) \d+)?)?"
+    r"(?:\s*\([0-9a-f .]*\))?(?:\s*\[(?P<command>.*)\](?: \d+)?)?\s*",
+    re.ASCII | re.DOTALL,
 )
-"""Sector, length or where a split begins, and the origin of a remap; payload or elapsed time; command or error."""
+"""Device, processor, number, time, process, action, RWBS; sector, length or where a split begins, and the origin of a
+remap; payload or elapsed time; command, or error of a completion."""
 _MESSAGE = re.compile(r"\s*\d+,\d+\s+\d+\s+\d+\s+\d+\.\d+\s+\d+\s+m\s")
 _SUMMARY = re.compile(r"(CPU\d+|Total) \(")
 _SKIPS = re.compile(r"Skips: [\d.,']+ forward \(([\d.,']+) -")
@@ -66,79 +49,34 @@ _WITHOUT_SIZE = "XSB"
 """Actions that need no size: they are counted alone."""
 
 
-def line_pattern(form: str | None = None) -> re.Pattern[str]:
-    """What a line of blkparse looks like.
-
-    Args:
-        form: what `blkparse -f` was given; None is the default format.
-
-    Raises:
-        ConfigError: it lacks a field that is needed, has one that blkparse does not document, or one twice.
-    """
-    if form is None:
-        return re.compile(r"\s*" + _pattern_of(_HEAD) + _TAIL, re.ASCII | re.DOTALL)
-    pattern = r"\s*" + _pattern_of(form) + r"\s*"
-    fields = set(re.findall(r"\(\?P<(\w)>", pattern))
-    needed = ("a", "d", "S") if fields & {"n", "N"} and fields & {"t", "T"} else ("a", "d", "S", "T", "n")
-    lacking = [name for name in needed if name not in fields]
-    if lacking:
-        raise ConfigError(
-            f"the format {short(form)} of blkparse lacks %{', %'.join(lacking)}; allowed: one with %a, %d, %S, %n or "
-            "%N, and %T.%t"
-        )
-    return re.compile(pattern, re.ASCII | re.DOTALL)
-
-
-def _pattern_of(form: str) -> str:
-    parts: list[str] = []
-    seen: set[str] = set()
-    for each in _SPECIFIER.finditer(form):
-        field, space, literal = each.groups()
-        if field is not None:
-            if field not in _FIELDS or field in seen:
-                raise ConfigError(
-                    f"the format {short(form)} of blkparse has %{field}, which is unknown or there twice; allowed, "
-                    f"once each: {', '.join('%' + name for name in _FIELDS)}"
-                )
-            seen.add(field)
-            parts.append(f"(?P<{field}>{_FIELDS[field]})")
-        elif space is not None:
-            parts.append(r"\s+")
-        else:
-            parts.append(r"\s*" + re.escape(literal) + r"\s*" if literal in "[]()" else re.escape(literal))
-    if parts and parts[-1] == r"\s+":
-        parts.pop()
-    # A field is padded on its left, so that white space may follow a literal or another field.
-    return "".join(r"\s*" + part if part.startswith("(?P<") and number else part for number, part in enumerate(parts))
-
-
 def looks_like_blkparse(line: str) -> bool:
     """Whether `line` may be the first of a text of blkparse in its default format."""
-    return line.startswith("Input file ") or line_pattern().fullmatch(line) is not None
+    return line.startswith("Input file ") or _LINE.fullmatch(line) is not None
+
+
+_EVENT = np.dtype(
+    [
+        ("time_ns", "<i8"), ("device", "<u4"), ("sector", "<u8"), ("sectors", "<u8"), ("process", "<i4"),
+        ("action", "u1"), ("letters", "u1"), ("source", "<u4"),
+    ]
+)  # fmt: skip
+"""What is kept of a line. `letters` is the index of its RWBS letters, `source` the device of a remapped bio, or 0."""
+_PACKED = struct.Struct("<qIQQiBBI")
+"""The same, for one line."""
 
 
 class _Events:
-    """The columns of all events, in the order of the lines."""
+    """All events, in the order of the lines."""
 
     def __init__(self) -> None:
-        self.time_ns = array("q")
-        self.device = array("I")
-        self.sector = array("Q")
-        self.sectors = array("Q")
-        self.process = array("i")
-        self.action = array("B")
-        self.letters = array("B")
-        """Index of each event's RWBS letters in `rwbs`."""
+        self.rows = bytearray()
+        """Rows of `_EVENT`."""
         self.rwbs: dict[str, int] = {}
-        self.source = array("I")
-        """Device that a bio was remapped from, or 0."""
+        """Index of each different RWBS letters."""
         self.commands: dict[int, str] = {}
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.last_ns = 0
         self.first_ns: int | None = None
-
-    def count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
 
     def add(self, found: re.Match[str]) -> None:
         """One line.
@@ -147,8 +85,8 @@ class _Events:
             ConfigError: a field is out of range or unknown.
         """
         fields = found.groupdict()
-        action = fields["a"]
-        time_ns = int(fields.get("T") or 0) * 10**9 + int((fields.get("t") or "0")[:9])
+        action = fields["action"]
+        time_ns = int(fields["seconds"]) * 10**9 + int(fields["ns"][:9])
         _check(time_ns, "time")
         self.first_ns = time_ns if self.first_ns is None else min(self.first_ns, time_ns)
         self.last_ns = max(self.last_ns, time_ns)
@@ -157,40 +95,38 @@ class _Events:
         if len(action) > 1 or action not in _ACTIONS:
             raise ConfigError(f"action {action!r}; allowed: {', '.join(_ACTIONS)}, {', '.join(sorted(_OTHER_ACTIONS))}")
         if action in _COUNTED:
-            self.count(_COUNTED[action])
+            self.counts[_COUNTED[action]] += 1
         if action in _WITHOUT_SIZE:
             return
-        rwbs = fields["d"]
-        sectors = int(fields.get("n") or 0) or int(fields.get("N") or 0) // SECTOR_BYTES
+        rwbs = fields["rwbs"]
+        sectors = int(fields["sectors"] or 0)
         if rwbs == "N" or not (sectors or rwbs.startswith("F")):
-            self.count("commands without data")  # of SCSI, with a payload in place of a sector
+            self.counts["commands without data"] += 1  # of SCSI, with a payload in place of a sector
             return
         if rwbs not in self.rwbs and len(self.rwbs) >= LETTERS_MAX:
             raise ConfigError(f"RWBS {short(rwbs)}; allowed: {LETTERS_MAX} different ones in a recording")
-        process = int(fields.get("p") or NO_PROCESS)
-        command = fields.get("C")
+        process, command = int(fields["process"]), fields["command"]
         if action in "QG" and command and command != "(null)" and len(self.commands) < COMMANDS_MAX:
             self.commands[process] = command
-        if action == "C" and fields.get("e", fields.get("C")) not in {None, "0"}:
-            self.count("failed")
-        device = fields.get("D") or f"{fields.get('M') or 0},{fields.get('m') or 0}"
-        self.time_ns.append(time_ns)
-        self.device.append(_device(*device.split(",")))
-        self.sector.append(_check(int(fields["S"] or 0), "sector", NUMBER_MAX // SECTOR_BYTES))
-        self.sectors.append(_check(sectors, "number of sectors", 1 << 32))
-        self.process.append(_check(process, "process", (1 << 31) - 1))
-        self.action.append(ord(action))
-        self.letters.append(self.rwbs.setdefault(rwbs, len(self.rwbs)))
-        origin = fields.get("from_major")
-        self.source.append(0 if origin is None else _device(origin, fields["from_minor"]))
+        if action == "C" and command not in {None, "0"}:
+            self.counts["failed"] += 1
+        self.rows += _PACKED.pack(
+            time_ns,
+            _device(fields["device"]),
+            _check(int(fields["sector"] or 0), "sector", NUMBER_MAX // SECTOR_BYTES),
+            _check(sectors, "number of sectors", 1 << 32),
+            _check(process, "process", (1 << 31) - 1),
+            ord(action),
+            self.rwbs.setdefault(rwbs, len(self.rwbs)),
+            _device(fields["source"] or "0,0"),
+        )
 
 
-def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
+def read_blkparse(path: Path) -> IoTrace:
     """Read the text that blkparse wrote.
 
     Args:
         path: the text, plain, gzip or zstd.
-        form: what `blkparse -f` was given; None is the default format.
 
     Returns:
         Bios at `IoLayer.FILE_SYSTEM`, and requests at `IoLayer.DEVICE`. A bio ends with the request that has its last
@@ -199,8 +135,6 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
     Raises:
         ConfigError: it cannot be read, a line is not blkparse's, or there is no event or more than `EVENTS_MAX`.
     """
-    pattern = line_pattern(form)
-    allowed = "blkparse's default format" if form is None else f"the format {short(form)}"
     events = _Events()
     remarks = ["The text of blkparse has no date, and its process numbers are those of threads."]
     lost = 0
@@ -214,40 +148,38 @@ def read_blkparse(path: Path, form: str | None = None) -> IoTrace:
             remarks.append(f"Line {number}, the last one, is cut off and not counted.")
         else:
             with LineErrors(path, number):
-                _add_line(events, pattern, line, allowed)
-    if not {ord("Q"), ord("D")} & set(events.action):
+                _add_line(events, line)
+    rows = np.frombuffer(events.rows, _EVENT)
+    if not np.isin(rows["action"], [*b"QD"]).any():
         raise ConfigError(f"trace {path} has no event Q or D of blkparse; allowed: at least one")
-    return _trace(events, lost, remarks)
+    return _trace(events, rows[np.argsort(rows["time_ns"], kind="stable")], lost, remarks)
 
 
-def _add_line(events: _Events, pattern: re.Pattern[str], line: str, allowed: str) -> None:
+def _add_line(events: _Events, line: str) -> None:
     if len(line) > LINE_CHARACTERS_MAX:
-        raise ConfigError(f"{len(line)} characters; allowed: {allowed}, up to {LINE_CHARACTERS_MAX}")
-    found = pattern.fullmatch(line)
+        raise ConfigError(f"{len(line)} characters; allowed: {ALLOWED}, up to {LINE_CHARACTERS_MAX}")
+    found = _LINE.fullmatch(line)
     if found is not None:
         events.add(found)
     elif not line.startswith("Input file ") and not _MESSAGE.match(line):
-        raise ConfigError(f"{short(line.strip())} is no event; allowed: {allowed}")
-    if len(events.action) > EVENTS_MAX:
+        raise ConfigError(f"{short(line.strip())} is no event; allowed: {ALLOWED}")
+    if len(events.rows) > EVENTS_MAX * _EVENT.itemsize:
         raise ConfigError(f"more events; allowed: {EVENTS_MAX} in a recording")
 
 
-def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
+def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> IoTrace:
+    """The trace of all events; `rows` are those of `events` in the order of time."""
     first_ns = events.first_ns or 0
-    order = np.argsort(np.frombuffer(events.time_ns, np.int64), kind="stable")
-    is_write, kind = (of_letters[events.letters] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
+    is_write, kind = (of_letters[rows["letters"]] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
     threads = [number for number, name in events.commands.items() if _KERNEL_THREAD.match(name)]
-    process = np.frombuffer(events.process, np.int32)
-    seen = np.zeros(len(order), SEEN)
+    seen = np.zeros(len(rows), SEEN)
     for name, values in (
-        ("time_ns", events.time_ns), ("sector", events.sector), ("device", events.device), ("is_write", is_write),
-        ("kind", kind), ("process", np.where(np.isin(process, threads), NO_PROCESS, process)),
-        ("bytes", np.frombuffer(events.sectors, np.uint64) * np.uint64(SECTOR_BYTES)),
+        ("time_ns", rows["time_ns"]), ("sector", rows["sector"]), ("device", rows["device"]), ("is_write", is_write),
+        ("kind", kind), ("process", np.where(np.isin(rows["process"], threads), NO_PROCESS, rows["process"])),
+        ("bytes", rows["sectors"] * np.uint64(SECTOR_BYTES)),
     ):  # fmt: skip
-        seen[name] = np.asarray(values)[order]
-    action = np.frombuffer(events.action, np.uint8)[order]
-    source = np.frombuffer(events.source, np.uint32)[order]
-    device = seen["device"]
+        seen[name] = values
+    action, source, device = rows["action"], rows["source"], seen["device"]
 
     def at(actions: str) -> np.ndarray:
         return np.flatnonzero(np.isin(action, [ord(each) for each in actions]))
@@ -271,8 +203,6 @@ def _trace(events: _Events, lost: int, remarks: list[str]) -> IoTrace:
     above = above[(action[makers] == ord("Q")) & ~np.isin(makers, lower)]
     if len(lower) or is_upper.any():
         remarks.append("Devices are stacked: bios are counted at the upper one, requests at the lower one.")
-    elif len(remaps) and not source[remaps].any() and len(np.unique(device)) > 1:
-        remarks.append("This format has no source of a remap: bios of stacked devices are counted at each of them.")
     if lost:
         remarks.append(f"The summary of blkparse has {lost} skipped events.")
     used = set(requests["process"].tolist()) | set(above["process"].tolist())
@@ -295,7 +225,8 @@ def _with_lower(issued: np.ndarray, remapped: np.ndarray, source: np.ndarray) ->
     return [upper for upper, lower in pairs if upper != lower and lower in with_issues]
 
 
-def _device(major: str, minor: str) -> int:
+def _device(text: str) -> int:
+    major, _, minor = text.partition(",")
     return _check(int(major), "major number", 0xFFF) << 20 | _check(int(minor), "minor number", 0xFFFFF)
 
 

@@ -134,7 +134,8 @@ class _Run:
             ended_ns = time.monotonic_ns()
             for instance, _ in self._sources:
                 instance.write("tracing_on", "0")
-            self._drain()
+            while self._add():
+                pass
         finally:
             exit_code = None if process is None else self._end(process)
         return Captured(self._trace(began_ns, began_s, ended_ns, process), exit_code)
@@ -185,10 +186,6 @@ class _Run:
             else:
                 is_full = True
         return is_full
-
-    def _drain(self) -> None:
-        while self._add():
-            pass
 
     def _end(self, process: "subprocess.Popen[bytes]") -> int | None:
         """End the command and its children if it still runs; its exit code."""

@@ -6,7 +6,8 @@ seen as one, and no two objects follow each other.
 
 import json
 import re
-from array import array
+import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def read_objects(paths: Sequence[Path]) -> ObjectLog:
     reader = _JournalObjects()
     for path in paths:
         reader.read(path)
-    if not reader.ended_s:
+    if not reader.rows:
         listed = ", ".join(str(path) for path in paths[:3])
         raise ConfigError(f"trace {listed} has no object that was read or written; allowed: at least one")
     return reader.log()
@@ -133,23 +134,28 @@ def write_amplification(log: ObjectLog, blocks: IoTrace) -> WriteAmplification:
     )
 
 
+_OBJECT = np.dtype(
+    [
+        ("ended_s", "<f8"), ("seconds", "<f8"), ("position", "<u8"), ("bytes", "<u8"), ("payload", "<u8"),
+        ("place", "<u4"), ("process", "<i4"), ("is_write", "?"),
+    ]
+)  # fmt: skip
+"""What is kept of one object."""
+_PACKED = struct.Struct("<ddQQQIi?")
+"""The same, for one line."""
+
+
 class _JournalObjects:
     """The objects of all journals."""
 
     def __init__(self) -> None:
-        self.ended_s = array("d")
-        self._seconds = array("d")
-        self._position = array("Q")
-        self._tier = array("I")
-        self._bytes = array("Q")
-        self._payload = array("Q")
-        self._is_write = array("b")
-        self._process = array("i")
+        self.rows = bytearray()
+        """Rows of `_OBJECT`."""
         self._names: dict[str, int] = {}
         """The position of each name."""
         self._free = 0
         self._tiers: dict[str, int] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._remarks: list[str] = []
         self._processes: dict[int, str] = {}
 
@@ -184,20 +190,22 @@ class _JournalObjects:
         if outcome != DONE:
             label = f"{way}s that ended {outcome}"
             if label in self._counts or len(self._counts) < TIERS_MAX:
-                self._counts[label] = self._counts.get(label, 0) + 1
+                self._counts[label] += 1
             return
         seconds, size = number(fields, "seconds"), number(fields, "bytes")
         if seconds < 0 or not 0 < size <= OBJECT_BYTES_MAX or size != int(size):
             raise ConfigError(f"{size:g} bytes in {seconds:g} s; allowed: from 0 s, 1 to 2^40 bytes")
-        self._tier.append(_index(self._tiers, _text(fields, "tier")))
-        self._position.append(self._position_of(_text(fields, "name"), int(size)))
-        self.ended_s.append(number(fields, "time_s"))
-        self._seconds.append(seconds)
-        self._bytes.append(int(size))
-        self._payload.append(whole(fields, "payload_bytes"))
-        self._is_write.append(way == "write")
-        self._process.append(process)
-        if len(self.ended_s) > OBJECTS_MAX:
+        self.rows += _PACKED.pack(
+            number(fields, "time_s"),
+            seconds,
+            self._position_of(_text(fields, "name"), int(size)),
+            int(size),
+            whole(fields, "payload_bytes"),
+            _index(self._tiers, _text(fields, "tier")),
+            process,
+            way == "write",
+        )
+        if len(self.rows) > OBJECTS_MAX * _OBJECT.itemsize:
             raise ConfigError(f"more objects; allowed: {OBJECTS_MAX}")
 
     def _position_of(self, name: str, size: int) -> int:
@@ -210,19 +218,15 @@ class _JournalObjects:
 
     def log(self) -> ObjectLog:
         """All objects; the first one begins at 0."""
-        ended_s = np.frombuffer(self.ended_s, np.float64)
-        issued_s = ended_s - np.frombuffer(self._seconds, np.float64)
+        seen = np.frombuffer(self.rows, _OBJECT)
+        ended_s = seen["ended_s"]
+        issued_s = ended_s - seen["seconds"]
         began_s = float(issued_s.min())
-        payload = np.frombuffer(self._payload, np.uint64)
         rows = rows_of(
-            len(ended_s),
+            len(seen),
             issued_s=issued_s - began_s,
             completed_s=ended_s - began_s,
-            position=np.frombuffer(self._position, np.uint64),
-            bytes=np.frombuffer(self._bytes, np.uint64),
-            place=np.frombuffer(self._tier, np.uint32),
-            process=np.frombuffer(self._process, np.int32),
-            is_write=np.frombuffer(self._is_write, np.int8) != 0,
+            **{name: seen[name] for name in ("position", "bytes", "place", "process", "is_write")},
             kind=IoKind.DATA,
             layer=IoLayer.APPLICATION,
         )
@@ -238,7 +242,7 @@ class _JournalObjects:
             counts=self._counts,
             remarks=remarks + self._remarks,
         )
-        return ObjectLog(trace, payload[order])
+        return ObjectLog(trace, seen["payload"][order])
 
 
 def _text(fields: dict[str, Any], name: str) -> str:

@@ -9,33 +9,32 @@ from kvtier.characterize.objects import looks_like_journal, read_objects
 from kvtier.errors import ConfigError
 from kvtier.trace.trace_files import short, text_lines
 
-ALLOWED = "the text of blkparse (with --blkparse-format if it was given -f), and kvtier's journal"
+ALLOWED = "the text of blkparse (without -f), and kvtier's journal"
 
 
-def read_recordings(paths: Sequence[Path], *, blkparse_form: str | None = None) -> IoTrace:
+def read_recordings(paths: Sequence[Path]) -> IoTrace:
     """Read recordings of one run.
 
     Args:
         paths: one text of blkparse, or kvtier's journals; plain, gzip or zstd.
-        blkparse_form: what `blkparse -f` was given, if it was.
 
     Raises:
         ConfigError: a file cannot be read, its format is unknown, or the files do not go together.
     """
-    tools = {_tool(path, blkparse_form) for path in paths}
+    tools = {_tool(path) for path in paths}
     if len(tools) != 1 or (len(paths) > 1 and tools == {"blkparse"}):
         raise ConfigError(
             f"{len(paths)} recordings ({', '.join(sorted(tools)) or 'none'}); allowed: one text of blkparse, or "
             "journals"
         )
-    return read_objects(paths).trace if tools == {"journal"} else read_blkparse(paths[0], blkparse_form)
+    return read_objects(paths).trace if tools == {"journal"} else read_blkparse(paths[0])
 
 
-def _tool(path: Path, blkparse_form: str | None) -> str:
+def _tool(path: Path) -> str:
     number, first = next(text_lines(path), (0, ""))
     if not number:
         raise ConfigError(f"trace {path} is empty; allowed: {ALLOWED}")
-    if blkparse_form is not None or looks_like_blkparse(first):
+    if looks_like_blkparse(first):
         return "blkparse"
     if looks_like_journal(first):
         return "journal"

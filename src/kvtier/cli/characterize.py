@@ -50,7 +50,6 @@ STDERR = 2
     metavar="FILE",
     help="Measure a recording instead: a text of blkparse, or kvtier's journals, repeatable.",
 )
-@click.option("--blkparse-format", "form", metavar="TEXT", help="What `blkparse -f` was given, for --input.")
 @click.option(
     "--journal",
     "journals",
@@ -67,7 +66,6 @@ def characterize(
     pids: tuple[int, ...],
     seconds: float | None,
     inputs: tuple[Path, ...],
-    form: str | None,
     journals: tuple[Path, ...],
     report: Path | None,
     as_json: bool,
@@ -88,13 +86,11 @@ def characterize(
         raise ConfigError(f"--seconds {seconds:g}: allowed: more than 0")
     if inputs:
         if device is not None or pids or seconds is not None or command or journals:
-            raise ConfigError("--input is a recording: allowed with it are --blkparse-format, --report and --json")
+            raise ConfigError("--input is a recording: allowed with it are --report and --json")
         from kvtier.characterize.recordings import read_recordings
 
-        _show(read_recordings(inputs, blkparse_form=form), {}, report, as_json=as_json)
+        _show(read_recordings(inputs), {}, report, as_json=as_json)
         return 0
-    if form is not None:
-        raise ConfigError("--blkparse-format: allowed only with --input")
     settings = CaptureSettings(
         device=device,
         pids=pids,

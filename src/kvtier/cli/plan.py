@@ -13,7 +13,6 @@ from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
     from kvtier.plan.plan import Plan
-    from kvtier.plan.published import PublishedFigure
 
 COLUMN = 48
 """Width of each of two columns of assumptions."""
@@ -21,6 +20,9 @@ COLUMN = 48
 
 @click.command()
 @click.argument("model", required=False)
+@click.option(
+    "--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here."
+)
 @click.option(
     "--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]"
 )
@@ -77,9 +79,10 @@ def plan(
     picture: Path | None,
     as_json: bool,
     list_hardware: bool,
+    fetch: bool,
     **given: str | None,
 ) -> None:
-    """Plan tiers for MODEL (a name from `kvtier size --list`, or a config.json).
+    """Plan tiers for MODEL (a name from `kvtier size --list`, a config.json, or with --fetch a name of the Hub).
 
     Compares GPU memory alone with tiers of host memory, drives and shared storage, each at the size that serves most
     users. Prints what tiers change, which of them are worth it, the binding limit and what raises it; then users,
@@ -94,7 +97,10 @@ def plan(
         return
     from kvtier.errors import ConfigError
     from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options
+    from kvtier.size import hub
 
+    if fetch and model:
+        hub.fetch(model)
     values: dict[str, Any] = {"model": model, **given}
     options = {name: values[option] for name, option in OPTIONS.items() if option in values}
     options |= gpu_options(gpu) if gpu is not None else {}
@@ -109,17 +115,11 @@ def plan(
     from kvtier.plan.plan import make_plan, to_json
 
     result = make_plan(inputs)
-    published: list[PublishedFigure] = []
-    if example:
-        from kvtier.plan.published import compare
-
-        published = compare(example, result)
-    _write(report, picture, result, published)
+    _write(report, picture, result)
     if as_json:
-        figures = {"published": [it.to_json() for it in published]} if example else {}
-        print_json({**to_json(result), **figures, **_answer(result)})
+        print_json(to_json(result) | _answer(result))
         return
-    _print(result, published, show_inputs=show_inputs)
+    _print(result, show_inputs=show_inputs)
 
 
 def _answer(result: "Plan") -> dict[str, object]:
@@ -130,18 +130,18 @@ def _answer(result: "Plan") -> dict[str, object]:
     return {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
 
 
-def _write(report: Path | None, picture: Path | None, result: "Plan", published: "list[PublishedFigure]") -> None:
+def _write(report: Path | None, picture: Path | None, result: "Plan") -> None:
     if report is not None or picture is not None:
         from kvtier.plan.report import write_plot, write_report
 
         if report is not None:
-            write_report(report, result, published)
+            write_report(report, result)
         if picture is not None:
             write_plot(picture, result)
         tell_written(report, picture)
 
 
-def _print(result: "Plan", published: "list[PublishedFigure]", *, show_inputs: bool) -> None:
+def _print(result: "Plan", *, show_inputs: bool) -> None:
     from kvtier.plan.settings import settings_toml
     from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables, verdict
 
@@ -149,12 +149,7 @@ def _print(result: "Plan", published: "list[PublishedFigure]", *, show_inputs: b
     for sentence in conclusion(result):
         _wrapped(sentence, 2)
     _wrapped(heading(result), 2)
-    shown = list(tables(result))
-    if published:
-        from kvtier.plan.published import published_tables
-
-        shown += published_tables(published)
-    for table in shown:
+    for table in tables(result):
         click.echo()
         print_table(table)
     click.echo()

@@ -15,7 +15,7 @@ from kvtier.config.value_types import parse_size, within
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table
-from kvtier.size import CHUNK_TOKENS, KvSize, Total, of
+from kvtier.size import CHUNK_TOKENS, KvSize, Total, hub, of
 from kvtier.size.capacity import WEIGHT_BYTES, GpuCapacity, TierCapacity, gpu_capacity
 from kvtier.size.catalogue import entries
 from kvtier.size.sizes import reasons
@@ -52,6 +52,9 @@ WIDTH_MAX = 100
 @click.option(
     "--tier", metavar="[NAME=]SIZE", help="Show what a tier holds: 10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue."
 )
+@click.option(
+    "--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here."
+)
 @click.option("--list", "is_list", is_flag=True, help="List the models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def size(
@@ -67,6 +70,7 @@ def size(
     memory: int | None,
     weights: str,
     tier: str | None,
+    fetch: bool,
     is_list: bool,
     as_json: bool,
 ) -> int:
@@ -82,6 +86,8 @@ def size(
         return 0
     if model is None:
         raise click.UsageError("name a MODEL, or use --list")
+    if fetch:
+        hub.fetch(model)
     if gpu is not None and memory is not None:
         raise click.UsageError("--gpu and --memory exclude each other")
     gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((tp or 1) * pp, memory)

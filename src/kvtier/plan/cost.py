@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from kvtier.plan.queueing import OperatingPoint, prefill_s
 from kvtier.plan.resolve import Deployment
 
+_TIER_PRICES = {"host": "price.host_memory_per_gb", "disk": "price.drive", "shared": "price.shared_per_tb"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
@@ -74,18 +76,20 @@ def cost(deployment: Deployment, point: OperatingPoint, *, served_per_s: float) 
 def _watts(deployment: Deployment, point: OperatingPoint) -> float:
     gpu, power, disk = deployment.inputs.gpu, deployment.inputs.power, deployment.inputs.disk
     share = power.gpu_idle_share + (1 - power.gpu_idle_share) * point.gpu_busy
-    drives = disk.count * disk.watts if point.with_tiers else 0.0
+    has_drives = point.with_tiers and any(it.name == "disk" for it in deployment.tiers)
+    drives = disk.count * disk.watts if has_drives else 0.0
     return (gpu.count * gpu.watts * share + power.server_watts + drives) * power.pue
 
 
 def tier_prices(deployment: Deployment) -> dict[str, float]:
-    """The price of each tier's hardware."""
+    """The price of the hardware of each of its tiers."""
     inputs, price = deployment.inputs, deployment.inputs.price
-    return {
+    prices = {
         "host": inputs.host.capacity_bytes / 1e9 * price.host_memory_per_gb,
         "disk": inputs.disk.count * price.drive,
         "shared": inputs.shared.capacity_bytes / 1e12 * price.shared_per_tb,
     }
+    return {it.name: prices[it.name] for it in deployment.tiers}
 
 
 def _bills(deployment: Deployment, *, with_tiers: bool) -> dict[str, tuple[float, bool]]:
@@ -96,10 +100,7 @@ def _bills(deployment: Deployment, *, with_tiers: bool) -> dict[str, tuple[float
         "price.server": (deployment.hosts * price.server, True),
     }
     if with_tiers:
-        prices = tier_prices(deployment)
-        bills["price.host_memory_per_gb"] = (prices["host"], inputs.host.capacity_bytes > 0)
-        bills["price.drive"] = (prices["disk"], inputs.disk.count > 0)
-        bills["price.shared_per_tb"] = (prices["shared"], inputs.shared.capacity_bytes > 0)
+        bills |= {_TIER_PRICES[name]: (total, True) for name, total in tier_prices(deployment).items()}
     return bills
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from kvtier import size
-from kvtier.size import catalogue
 from kvtier.size.model_config import load
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -43,11 +42,11 @@ def _catalogue() -> dict[str, list[int]]:
     return tomllib.loads((files("kvtier.plan") / "experts.toml").read_text(encoding="utf-8"))
 
 
-def experts_of(model: size.Model, given: str) -> Experts:
-    """The experts of a model that the inputs name `given`: of the catalogue, or of the fields of its config.json."""
-    if catalogue.find(given) is not None:
+def experts_of(model: size.Model) -> Experts:
+    """The experts of a model: of the catalogue, or of the fields of its config.json."""
+    if model.date:
         return Experts(*_catalogue().get(model.name, (0, 0)))
-    fields = load(Path(given)).values
+    fields = load(Path(model.source)).values
     count, used = (
         next((cast("int", fields[name]) for name in names if isinstance(fields.get(name), int)), 0)
         for names in (_COUNTS, _USED)

@@ -10,31 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
-from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch, parse_size, size_text, within
+from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch, Text, parse_size, size_text, within
 from kvtier.report.format import bytes_text, power_text
 from kvtier.size.capacity import GPU_MEMORY_SHARE, GPU_OTHER_BYTES
 
-NAME_MAX = 400
+_NAME = Text(most=400)
+"""A name, or a path."""
 _CATALOGUE = "from the catalogue"
 _TOKENS = Count(0, 10**8)
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """Printable text without line ends: a name, or a path."""
-
-    allowed: str
-
-    def read(self, raw: object, *, is_text: bool) -> str:
-        """Read a text."""
-        del is_text
-        if not isinstance(raw, str) or not raw.isprintable() or len(raw) > NAME_MAX:
-            raise ValueError("not a name")
-        return raw.strip()
-
-    def show(self, value: object) -> str:
-        """The text."""
-        return str(value) or "(none)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +128,8 @@ class ModelInputs(SettingsSection):
 
     section: ClassVar[str] = "model"
 
-    name: str = setting("", Name("a name that `kvtier size` knows, or a config.json"), "The model.")
-    kv_dtype: str = setting("bf16", Name("a format that `kvtier size` knows, such as bf16 or fp8"), "Format of the KV.")
+    name: str = setting("", _NAME, "The model.")
+    kv_dtype: str = setting("bf16", _NAME, "Format of the KV.")
     weights: Literal["bf16", "fp8", "fp4"] = setting("bf16", Choice(("bf16", "fp8", "fp4")), "Format of the weights.")
     tp: int = setting(
         0,
@@ -180,7 +163,7 @@ class GpuInputs(SettingsSection):
 
     section: ClassVar[str] = "gpu"
 
-    name: str = setting("h100-sxm", Name("a GPU of the catalogue"), "The kind of GPU.")
+    name: str = setting("h100-sxm", _NAME, "The kind of GPU.")
     count: int = setting(8, Count(1, 10**6), "GPUs.")
     flops: float = setting(0.0, Number(1e9, 1e18, _CATALOGUE), "Peak FLOP/s of one GPU, dense, in the weights' format.")
     attention_flops: float = setting(
@@ -239,7 +222,7 @@ class TrafficInputs(SettingsSection):
     arrivals_cv2: float = setting(
         1.0, Number(0, 100), "Squared coefficient of variation of the times between queries; 1: independent users."
     )
-    trace: str = setting("", Name("a trace file, .jsonl or .csv, also .gz"), "Measure the traffic in this file.")
+    trace: str = setting("", _NAME, "Measure the traffic in this file.")
     trace_window_s: float = setting(
         86_400.0, Seconds(1, 1e8), "Time over which sessions start, for a trace without absolute times."
     )
@@ -275,7 +258,7 @@ class HostInputs(SettingsSection):
 
     gpus: int = setting(8, Count(1, 1024), "GPUs of one host.", "the usual server")
     capacity_bytes: int = setting(2**40, RoundSize(0, 2**60), "Host memory for KV, of all hosts; 0: none.")
-    memory: str = setting("ddr5-4800", Name("a memory of the catalogue"), "The kind of memory.")
+    memory: str = setting("ddr5-4800", _NAME, "The kind of memory.")
     channels: int = setting(16, Count(1, 10**6), "Memory channels, of all sockets of all hosts.")
     channel_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of one channel.")
     share: float = setting(0.5, Number(0.01, 1), "Share of that bandwidth for KV.", "rule of thumb")
@@ -287,7 +270,7 @@ class DiskInputs(SettingsSection):
 
     section: ClassVar[str] = "disk"
 
-    name: str = setting("pm1753", Name("a drive of the catalogue"), "The kind of drive.")
+    name: str = setting("pm1753", _NAME, "The kind of drive.")
     count: int = setting(4, Count(0, 10**6), "Drives of all hosts; 0: none.")
     capacity_bytes: int = setting(0, RoundSize(0, 2**55, _CATALOGUE), "Capacity of one drive.")
     read_bytes_per_s: float = setting(0.0, Rate(), "Reads of one drive, sequential.")
@@ -307,7 +290,7 @@ class SharedInputs(SettingsSection):
     section: ClassVar[str] = "shared"
 
     capacity_bytes: int = setting(0, RoundSize(0, 2**70), "Shared storage for KV; 0: none.")
-    network: str = setting("nic-400g", Name("a network of the catalogue"), "The kind of network adapter.")
+    network: str = setting("nic-400g", _NAME, "The kind of network adapter.")
     adapters: int = setting(1, Count(1, 10**6), "Network adapters, of all hosts together.")
     adapter_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of one adapter, one direction.")
 
@@ -349,7 +332,7 @@ class PriceInputs(SettingsSection):
 
     section: ClassVar[str] = "price"
 
-    currency: str = setting("USD", Name("a currency or another unit"), "Unit of all prices.")
+    currency: str = setting("USD", _NAME, "Unit of all prices.")
     years: float = setting(3.0, Number(0.1, 50), "Years of use of what is bought.", "Samsung PM1753 paper, 2025")
     gpu: float = setting(0.0, Number(1e-9, 1e9, "not given"), "One GPU.")
     server: float = setting(

@@ -201,6 +201,11 @@ def highest_load(deployment: Deployment, *, with_tiers: bool, near: float = 0.0)
     return _met(lambda it, point: max(use(it, point) for use in used), deployment, points, near, 1.2)
 
 
+def most_users(deployment: Deployment, *, with_tiers: bool = True, near: float = 0.0) -> float:
+    """Users within all limits: `highest_load` in users."""
+    return in_users(deployment, highest_load(deployment, with_tiers=with_tiers, near=near))
+
+
 def throughput(deployment: Deployment, *, with_tiers: bool) -> float:
     """Requests a second that the GPUs and their pipes complete at most, with any waiting time."""
     points = _points(deployment, with_tiers=with_tiers)

@@ -5,15 +5,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from kvtier.plan.cost import BreakEven, Cost, break_evens, cost
+from kvtier.plan.hardware import COUNT_MAX
 from kvtier.plan.inputs import SETTINGS, Inputs
 from kvtier.plan.limits import (
     TTFT,
     Ceiling,
     Limit,
     ceiling,
-    highest_load,
     in_users,
     life_years,
+    most_users,
     throughput,
     used_shares,
 )
@@ -21,9 +22,11 @@ from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Basis, Deployment, deployments
 from kvtier.plan.search import PlannedSize, search
 from kvtier.plan.sensitivity import InputSensitivity, sensitivities
-from kvtier.plan.worth import SameMoney, TierWorth, gpu_worth, same_money, worths
+from kvtier.plan.worth import SameMoney, TierWorth, gpu_worth, least_host_bytes, same_money, worths
 
 HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
+MORE_GPUS = (2, 4, 8, 16, 32, 64)
+"""Multiples of the GPUs that are tried where the given ones serve nobody within the limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,9 @@ class Variant:
     gpus_needed: int | None
     """The same with the reserve of `target.gpu_used` (`gpus_needed`)."""
     cost: Cost
+    """At the served load."""
+    cost_at_most: Cost | None
+    """At the highest load within all limits; None where that is no load."""
 
     @property
     def users(self) -> float:
@@ -138,8 +144,16 @@ class Plan:
     """Every size that holds the model, the smallest first; the best of each arm is planned."""
     alone: Variant
     tiered: Variant
+    """The recommended configuration: with the tiers that are worth it, and no others."""
+    given: Variant
+    """With all tiers of the inputs."""
+    more_gpus: int | None
+    """GPUs, in doublings, that serve the requested load where the given ones serve nobody; None elsewhere."""
+    least_host_bytes: float | None
+    """Host memory that brings 90 % of the users that all of it brings; None where it brings no users."""
     same_money: SameMoney | None
     tiers: tuple[PlannedTier, ...]
+    """GPU memory and all tiers of the inputs."""
     capacities: tuple[CapacityNeed, ...]
     drives: DriveLoad | None
     break_evens: tuple[BreakEven, ...]
@@ -150,7 +164,7 @@ class Plan:
 
     @property
     def deployment(self) -> Deployment:
-        """The deployment with tiers."""
+        """The deployment with the tiers that are worth it."""
         return self.tiered.deployment
 
     @property
@@ -173,6 +187,11 @@ class Plan:
         """The requested load in users (with a trace's own pauses, in queries a second)."""
         return in_users(self.deployment, self.deployment.workload.requests_per_s)
 
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether the requested load is within the limits neither with tiers nor without."""
+        return self.requested_users > max(self.alone.users, self.tiered.users)
+
 
 def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities: bool = True) -> Plan:
     """Plan for the inputs.
@@ -185,22 +204,41 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     Raises:
         ConfigError: an input is unknown, not allowed, or contradicts another.
     """
-    sizes, best, best_alone = search(list(deployments(inputs, basis)))
-    tiered, alone = _variant(best, with_tiers=True), _variant(best_alone, with_tiers=False)
-    requested = operate(best, best.workload.requests_per_s, with_tiers=True)
+    found = list(deployments(inputs, basis))
+    sizes, with_all, best_alone = search(found)
+    given, alone = _variant(with_all, with_tiers=True), _variant(best_alone, with_tiers=False)
+    tiers = _tiers(with_all, given)
+    best, tiered = with_all, given
+    if idle := [it.name for it in tiers if it.name != GPU and not it.worth.worth_it]:
+        sizes, best, _ = search([it.without(*idle) for it in found])
+        tiered = _variant(best, with_tiers=True)
+    load = best.workload
+    requested = operate(best, load.requests_per_s, with_tiers=True)
     shares = sorted({*HIT_SHARES, best.inputs.target.hit_share})
     return Plan(
         sizes=tuple(sizes),
         alone=alone,
         tiered=tiered,
-        same_money=same_money(best),
-        tiers=tuple(_tiers(best, tiered)),
+        given=given,
+        more_gpus=None if load.is_any(max(tiered.users, alone.users)) else _more_gpus(inputs, best),
+        least_host_bytes=least_host_bytes(best),
+        same_money=same_money(with_all),
+        tiers=tuple(tiers),
         capacities=tuple(capacity(best, share) for share in shares),
-        drives=_drives(best, tiered.point) if best.inputs.disk.count else None,
-        break_evens=tuple(break_evens(best)),
+        drives=_drives(best, tiered.point) if any(it.name == "disk" for it in best.tiers) else None,
+        break_evens=tuple(break_evens(with_all)),
         used=used_shares(best, requested),
         sensitivities=tuple(sensitivities(inputs, best)) if with_sensitivities else (),
     )
+
+
+def _more_gpus(inputs: Inputs, deployment: Deployment) -> int | None:
+    """GPUs, in doublings of the given ones, that serve the requested load within all limits with the given tiers."""
+    for count in (inputs.gpu.count * times for times in MORE_GPUS if inputs.gpu.count * times <= COUNT_MAX):
+        sizes, best, _ = search(list(deployments(inputs.change({"gpu.count": count}), deployment.basis)))
+        if max(it.users_with_tiers for it in sizes) >= in_users(best, best.workload.requests_per_s):
+            return count
+    return None
 
 
 def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
@@ -210,6 +248,7 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
     most = throughput(deployment, with_tiers=with_tiers)
     served = min(requested, most)
     point = operate(deployment, served, with_tiers=with_tiers)
+    within = top.binding.requests_per_s
     return Variant(
         deployment=deployment,
         with_tiers=with_tiers,
@@ -225,6 +264,7 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
         gpus_least=gpus_needed(deployment, requested, top.binding.requests_per_s, used=1.0),
         gpus_needed=gpus_needed(deployment, requested, top.binding.requests_per_s),
         cost=cost(deployment, point, served_per_s=served),
+        cost_at_most=cost(deployment, top.point, served_per_s=within) if within else None,
     )
 
 
@@ -261,9 +301,9 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     )
 
 
-def _tiers(deployment: Deployment, tiered: Variant) -> list[PlannedTier]:
-    point = tiered.point
-    worth = {GPU: gpu_worth(deployment), **worths(deployment, tiered.ceiling.point)}
+def _tiers(deployment: Deployment, given: Variant) -> list[PlannedTier]:
+    point = given.point
+    worth = {GPU: gpu_worth(deployment), **worths(deployment, given.ceiling.point)}
     session_tokens = deployment.workload.session_tokens
     # A stored session has a snapshot of its states.
     session_bytes = deployment.model.stored_bytes(session_tokens)
@@ -280,7 +320,7 @@ def _tiers(deployment: Deployment, tiered: Variant) -> list[PlannedTier]:
             sessions=tokens / session_tokens,
             residence_s=point.residence_s[name],
             found=point.found[name],
-            hit_share=tiered.ceiling.point.found[name],
+            hit_share=given.ceiling.point.found[name],
             read_bytes_per_s=point.read_bytes_per_s.get(name, 0.0),
             read_burst_bytes_per_s=point.read_bytes_per_s.get(name, 0.0) * deployment.inputs.target.burst,
             provided_bytes_per_s=provided,
@@ -329,7 +369,7 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
         life_selective_years=selective_years,
         write_policy=policy,
         write_share=share,
-        users=in_users(deployment, highest_load(limited, with_tiers=True)),
+        users=most_users(limited),
         drives_for_bandwidth=max(math.ceil(time_used - 1e-9), 1),
         drives_for_life=max(math.ceil(disk.count * target.life_years / years - 1e-9), 1),
     )
@@ -343,6 +383,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "model": deployment.model.name,
         "users_with_tiers": tiered,
         "users_without_tiers": alone,
+        "users_with_all_tiers": plan.given.users,
+        "is_overloaded": plan.is_overloaded,
+        "more_gpus": plan.more_gpus,
+        "least_host_bytes": plan.least_host_bytes,
         "tp_with_tiers": deployment.inputs.model.tp,
         "tp_without_tiers": plan.alone.deployment.inputs.model.tp,
         "binding_limit": plan.binding.name,
@@ -412,6 +456,7 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         "gpus_least": variant.gpus_least,
         "gpus_needed": variant.gpus_needed,
         "cost": asdict(variant.cost),
+        "cost_at_most": asdict(variant.cost_at_most) if variant.cost_at_most else None,
         "point": {**asdict(variant.point), "hit_rate": variant.point.hit_rate},
     }
 

@@ -14,8 +14,6 @@ from kvtier.plan.probe_record import fastest, read_links
 from kvtier.tier import registry
 
 EXAMPLES = files("kvtier.plan") / "examples"
-PUBLISHED, CALIBRATED = "published", "calibrated"
-"""Lists of an example file that are no inputs: published figures, and the inputs that were set to give some of them."""
 OPTIONS = {
     "model.name": "model",
     "model.kv_dtype": "dtype",
@@ -101,8 +99,6 @@ def example_tables(name: str) -> dict[str, Any]:
 
 def _from_tables(tables: Mapping[str, Any], origin: str) -> Iterator[_Value]:
     for section, table in tables.items():
-        if section in {PUBLISHED, CALIBRATED}:
-            continue
         if not isinstance(table, dict):
             raise ConfigError(f"{section} (from {origin}): not a section; write its inputs below a line [{section}]")
         for key, raw in cast("dict[str, object]", table).items():

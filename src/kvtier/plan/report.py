@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvtier.plan.cost import cost
 from kvtier.plan.limits import in_users
 from kvtier.plan.plan import Plan, Variant
-from kvtier.plan.published import PublishedFigure, published_tables
 from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
 from kvtier.plan.settings import settings_toml
 from kvtier.plan.tables import (
@@ -77,13 +76,13 @@ class Curve:
     y: tuple[float, ...]
 
 
-def write_report(path: Path, plan: Plan, published: list[PublishedFigure]) -> None:
+def write_report(path: Path, plan: Plan) -> None:
     """Write the HTML report.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_file("--report", path, render_report(plan, published))
+    write_file("--report", path, render_report(plan))
 
 
 def write_plot(path: Path, plan: Plan) -> None:
@@ -95,7 +94,7 @@ def write_plot(path: Path, plan: Plan) -> None:
     write_charts("--picture", path, charts(plan), plan)
 
 
-def render_report(plan: Plan, published: list[PublishedFigure], made: datetime | None = None) -> str:
+def render_report(plan: Plan, made: datetime | None = None) -> str:
     """The HTML of the report."""
     sources = [f"{name}: {source}; read {date}" for name, source, date in plan.deployment.sources]
     answer, *others = charts(plan).items()
@@ -108,7 +107,6 @@ def render_report(plan: Plan, published: list[PublishedFigure], made: datetime |
         *(table_html(it) for it in tables(plan)),
         figures_html(dict(others), plan),
         section_html("Settings of kvtier", code_html(settings_toml(plan))),
-        *(table_html(it) for it in published_tables(published, with_notes=True) if published),
         section_html("Model and traffic", definitions_html(circumstances(plan))),
         f'<div class="assumptions">{table_html(assumptions(plan))}{list_html(sources)}</div>',
         section_html("Not modelled", list_html(LIMITS)),
@@ -166,7 +164,7 @@ def capacity_curves(plan: Plan) -> list[Curve]:
 
 def single_prompt_curves(plan: Plan) -> list[Curve]:
     """Seconds to the KV of one prompt on an idle machine: computed, or fetched from each tier."""
-    deployment = plan.deployment
+    deployment = plan.given.deployment
     least, most = 1_000.0, min(deployment.model.tokens_max or CONTEXTS[-1], CONTEXTS[-1])
     tokens = tuple(least * (most / least) ** (step / (POINTS - 1)) for step in range(POINTS))
     computed = Curve(

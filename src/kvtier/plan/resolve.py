@@ -58,7 +58,7 @@ def read_basis(inputs: Inputs) -> Basis:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 
         trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s)
-    return Basis(found, experts_of(found, inputs.model.name), trace, {})
+    return Basis(found, experts_of(found), trace, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +135,9 @@ class Deployment:
         shared_by = self.replicas // self.copies
         return self.dense_bytes + self.expert_bytes * self.experts.read_share(batch * shared_by)
 
-    def without(self, tier: str) -> "Deployment":
-        """The same deployment without one of its tiers."""
-        return replace(self, tiers=tuple(it for it in self.tiers if it.name != tier))
+    def without(self, *names: str) -> "Deployment":
+        """The same deployment without some of its tiers."""
+        return replace(self, tiers=tuple(it for it in self.tiers if it.name not in names))
 
 
 def resolve(inputs: Inputs, basis: Basis | None = None) -> Deployment:

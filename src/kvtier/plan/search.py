@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtier.plan.limits import highest_load, in_users
+from kvtier.plan.limits import most_users
 from kvtier.plan.queueing import operate
 from kvtier.plan.resolve import Deployment
 
@@ -23,7 +23,7 @@ class PlannedSize:
 
 def search(sizes: list[Deployment]) -> tuple[list[PlannedSize], Deployment, Deployment]:
     """The users at each size; the best deployment with tiers, and the best with GPU memory alone."""
-    found = {with_tiers: [_users(it, with_tiers=with_tiers) for it in sizes] for with_tiers in (True, False)}
+    found = {with_tiers: [most_users(it, with_tiers=with_tiers) for it in sizes] for with_tiers in (True, False)}
     rows = [
         PlannedSize(
             tp=it.inputs.model.tp,
@@ -35,10 +35,6 @@ def search(sizes: list[Deployment]) -> tuple[list[PlannedSize], Deployment, Depl
         for it, tiered, alone in zip(sizes, found[True], found[False], strict=True)
     ]
     return rows, _best(sizes, found[True], with_tiers=True), _best(sizes, found[False], with_tiers=False)
-
-
-def _users(deployment: Deployment, *, with_tiers: bool) -> float:
-    return in_users(deployment, highest_load(deployment, with_tiers=with_tiers))
 
 
 def _best(sizes: list[Deployment], users: list[float], *, with_tiers: bool) -> Deployment:

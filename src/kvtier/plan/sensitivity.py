@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtier.config.schema import Setting
 from kvtier.errors import ConfigError
 from kvtier.plan.inputs import SETTINGS, Inputs
-from kvtier.plan.limits import highest_load, in_users
+from kvtier.plan.limits import most_users
 from kvtier.plan.resolve import Deployment, resolve
 
 STEP = 0.2
@@ -48,7 +48,7 @@ def sensitivities(inputs: Inputs, deployment: Deployment) -> list[InputSensitivi
     """
     size = {name: deployment.inputs.value(name) for name in _SIZE}
     inputs = inputs.change(size, deployment.inputs.origin("model.tp"))
-    users = in_users(deployment, highest_load(deployment, with_tiers=True))
+    users = most_users(deployment)
     found = [
         InputSensitivity(
             name=setting.name,
@@ -94,7 +94,8 @@ def _changed(inputs: Inputs, deployment: Deployment, name: str, value: float | N
         return None
     try:
         changed = resolve(inputs.change({name: value}, "sensitivity"), deployment.basis)
+        changed = changed.without(*({it.name for it in changed.tiers} - {it.name for it in deployment.tiers}))
     except ConfigError:  # an impossible plan, such as a model that no longer fits
         return None
     near = users / deployment.workload.interval_s
-    return in_users(changed, highest_load(changed, with_tiers=True, near=near if math.isfinite(near) else 0.0))
+    return most_users(changed, near=near if math.isfinite(near) else 0.0)

@@ -7,7 +7,7 @@ share. Paths are examples.
 from collections.abc import Iterator
 
 from kvtier.plan.plan import Plan
-from kvtier.plan.tables import size_text
+from kvtier.plan.tables import load_text, load_unit, size_text
 
 _MIB = 2**20
 
@@ -19,13 +19,16 @@ def settings_toml(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     inputs, replicas = plan.inputs, plan.deployment.replicas
-    idle = {it.name for it in plan.idle_tiers}
-    drives, software = None if "disk" in idle else plan.drives, inputs.software
-    shared_bytes = 0 if "shared" in idle else inputs.shared.capacity_bytes
+    kept = {it.name for it in plan.deployment.tiers}
+    drives, software = plan.drives, inputs.software
+    shared_bytes = inputs.shared.capacity_bytes if "shared" in kept else 0
     yield f"# kvtier settings of each of {replicas} engines ({size_text(plan.deployment)})"
-    if len(idle) == len(plan.deployment.tiers):
+    if not kept:
         yield "# no tier is worth it here"
-    host = 0 if "host" in idle else inputs.host.capacity_bytes // replicas // _MIB * _MIB
+    elif plan.is_overloaded:
+        users = f"{load_text(plan, plan.tiered.users)} {load_unit(plan)}"
+        yield f"# for {users} within the limits: {load_text(plan, plan.requested_users)} do not fit on these GPUs"
+    host = inputs.host.capacity_bytes // replicas // _MIB * _MIB if "host" in kept else 0
     if host:
         yield from ("[host]", f"capacity_bytes = {_size(host)}", "")
     yield from ("[store]", f"chunk_tokens = {software.chunk_tokens}")
@@ -42,10 +45,10 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
         yield f"capacity_bytes = {_size(capacity)}"
         if drives.write_policy == "budget":
-            ranks = inputs.gpu.count
+            ranks, years = inputs.gpu.count, inputs.target.life_years
             rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
-            budget = rated * disk.rated_years / inputs.target.life_years / ranks
-            yield f"write_bytes_per_day = {int(budget) // _MIB * _MIB} # {inputs.target.life_years:g} years of life"
+            budget = int(rated * disk.rated_years / years / ranks) // _MIB * _MIB
+            yield f"write_bytes_per_day = {budget} # of each of {ranks} ranks: the drives then last {years:g} years"
         yield ""
     if shared_bytes:
         yield from ("[[tiers]]", 'kind = "shared_directory"', 'path = "/mnt/shared/kvtier" # the same for all engines')

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Iterator
 
 from kvtier.config.value_types import seconds_text
-from kvtier.plan.cost import tier_prices
+from kvtier.plan.cost import Cost
 from kvtier.plan.inputs import SETTINGS, ModelInputs
-from kvtier.plan.limits import TTFT
-from kvtier.plan.plan import DriveLoad, Plan, PlannedTier, Variant
+from kvtier.plan.limits import TTFT, in_users
+from kvtier.plan.plan import MORE_GPUS, DriveLoad, Plan, PlannedTier, Variant
 from kvtier.plan.resolve import SEARCHED, Deployment
 from kvtier.plan.search import PlannedSize
-from kvtier.plan.sensitivity import STEP
+from kvtier.plan.sensitivity import STEP, InputSensitivity
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
 from kvtier.report.format import (
     NONE,
@@ -32,33 +32,60 @@ _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 
 def verdict(plan: Plan) -> str:
     """The finding in one line: what tiers change, or why they change nothing."""
-    alone, tiered = plan.alone.users, plan.tiered.users
+    alone, tiered, load = plan.alone.users, plan.tiered.users, plan.deployment.workload
     unit, within = load_unit(plan), _within(plan)
     before, after = load_text(plan, alone), load_text(plan, tiered)
-    if tiered < 1 and plan.deployment.workload.has_users:
-        few = "less than one user" if tiered else "not one request"
-        return f"No gain: {few} is {within}, with or without tiers"
-    if not alone or (alone < 1 <= tiered and plan.deployment.workload.has_users):
-        return f"Only with tiers is the first token in time: {after} {unit} {within}"
+    if plan.is_overloaded:
+        return _overload(plan)
+    within += f" (95 % within {time_text(plan.tiered.ceiling.point.ttft_within_s(0.95))})"
+    if not load.is_any(alone):
+        return f"Only with tiers is the first token in time: {after} {unit} {within}{_of_which(plan)}"
     if tiered < alone * LEAST_GAIN:
         gain = f"No gain from tiers above {LEAST_GAIN - 1:.0%}"
         return f"{gain}: {after} {unit} {within}, {before} with GPU memory alone; {_no_gain(plan)}"
+    return f"Tiers serve {after} {unit} {within}, {before} without ({ratio_text(tiered, alone)}){_of_which(plan)}"
+
+
+def _overload(plan: Plan) -> str:
+    """The requested load does not fit: how many users do, and how many GPUs would serve it."""
+    load, inputs = plan.deployment.workload, plan.inputs
+    requested = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}"
+    start = f"{requested} do not fit on {inputs.gpu.count} x {inputs.gpu.name}"
+    if not load.is_any(max(plan.alone.users, plan.tiered.users)):
+        few = "less than one user" if plan.tiered.users else "not one request"
+        enough = f"{plan.more_gpus} of these GPUs would serve them, with the given tiers"
+        if plan.more_gpus is None:
+            enough = f"nor would {MORE_GPUS[-1]} times the GPUs: larger ones, or more time (--ttft), may"
+        return f"{start}: {few} is {_within(plan)}, with or without tiers; {enough}"
+    after, before = load_text(plan, plan.tiered.users), load_text(plan, plan.alone.users)
+    fit = f"{before} do {_within(plan)}, with or without tiers"
+    if plan.tiered.users >= plan.alone.users * LEAST_GAIN:
+        fit = f"{after} do {_within(plan)} with {_kept(plan)}, {before} without"
+    with_tiers, without = (_optional(it.gpus_least, count_text) for it in (plan.tiered, plan.alone))
+    return f"{start}: {fit}; {requested} need {with_tiers} GPUs with tiers, {without} without"
+
+
+def _kept(plan: Plan) -> str:
+    return " and ".join(TIER_NAMES[it.name] for it in plan.deployment.tiers)
+
+
+def _of_which(plan: Plan) -> str:
+    """The recommended tiers, where others are not worth it."""
     idle = " and ".join(TIER_NAMES[it.name] for it in plan.idle_tiers)
-    also = f"; not worth it: {idle}" if idle else ""
-    return f"Tiers serve {after} {unit} {within}, {before} without ({ratio_text(tiered, alone)}){also}"
+    return f"; that is with {_kept(plan)}, not worth it: {idle}" if idle else ""
 
 
 def _within(plan: Plan) -> str:
     target = plan.inputs.target
     tpot = f" and {target.tpot_s * 1000:g} ms a token" if target.tpot_s else ""
-    return f"within {target.ttft_s:g} s to the first token{tpot}"
+    return f"within {target.ttft_s:g} s on average to the first token{tpot}"
 
 
 def _no_gain(plan: Plan) -> str:
     """Why tiers change nothing for users."""
-    if not plan.deployment.tiers:
+    if not plan.given.deployment.tiers:
         return "the plan has none"
-    if len(plan.idle_tiers) == len(plan.deployment.tiers):
+    if not plan.deployment.tiers:
         return plan.idle_tiers[0].worth.why_not
     before, after = (load_text(plan, it.throughput_users) for it in (plan.alone, plan.tiered))
     return f"throughput saturates at {after} {load_unit(plan)} instead of {before}"
@@ -86,7 +113,12 @@ def circumstances(plan: Plan) -> list[tuple[str, str]]:
     """Name and text of each line about the model and the workload."""
     inputs, deployment, load, model = plan.inputs, plan.deployment, plan.deployment.workload, plan.deployment.model
     chunk_tokens = inputs.software.chunk_tokens
-    copies = f"; {model.duplication:g} copies, since ranks cannot split it" if model.duplication > 1 else ""
+    copies = ""
+    if model.duplication > 1:
+        stored = model.duplication / model.delivered_ratio
+        copies = (
+            f"; {stored:g} copies for ranks that cannot split it (software.copies = 1: a tier that all share has one)"
+        )
     lines = [
         (
             "model",
@@ -132,22 +164,21 @@ def conclusion(plan: Plan) -> list[str]:
     """What binds with tiers, what raises it, what comes next, and what it wears: a few sentences."""
     unit, binding, following = load_unit(plan), plan.binding, plan.tiered.ceiling.next
     sentences: list[str] = []
-    if binding.users:
+    if not plan.deployment.workload.is_any(binding.users):
+        sentences.append(f"The smallest load exceeds a limit: {binding.name} ({binding.meaning}).")
+    else:
         raised_by = _raised_by(plan) or f"To raise it, change {binding.raised_by}."
         users = load_text(plan, binding.users)
         sentences.append(f"Binding limit: {binding.name}, at {users} {unit} ({binding.meaning}). {raised_by}")
         sentences += _ttft_parts(plan)
-    else:
-        sentences.append(f"A single request exceeds a limit: {binding.name} ({binding.meaning}).")
     if following is not None and math.isfinite(following.users):
         sentences.append(f"Next limit: {following.name}, at {load_text(plan, following.users)} {unit}.")
     reserves = [it for it in plan.tiered.ceiling.limits if it.is_reserve and it.users < binding.users]
     if reserves:
         first = reserves[0]
-        advice = "" if first.raised_by.startswith(_idle_inputs(plan)) else f" To raise it, change {first.raised_by}."
         sentences.append(
             f"From {load_text(plan, first.users)} {unit} on, {first.name} is short in bursts, so that loads take "
-            f"longer or prompts are computed.{advice}"
+            f"longer or prompts are computed. To raise it, change {first.raised_by}."
         )
     over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
     if over:
@@ -157,19 +188,32 @@ def conclusion(plan: Plan) -> list[str]:
     sentences += _gpus(plan)
     if plan.tiered.users >= plan.alone.users * LEAST_GAIN:
         sentences += [_idle(plan, it) for it in plan.idle_tiers]
-    return [*sentences, *_money(plan), *wear(plan)]
+    return [*sentences, *_least_host(plan), *_money(plan), *wear(plan)]
 
 
 def _gpus(plan: Plan) -> list[str]:
     """GPUs for the requested load, those that the limits need and those with a reserve."""
     variants = {"with tiers": plan.tiered, "without": plan.alone}
-    if not all(it.gpus_least for it in variants.values()):
+    if not all(plan.deployment.workload.is_any(it.users) for it in variants.values()):
         return []
     least = ", ".join(f"{it.gpus_least} {name}" for name, it in variants.items())
     needed = ", ".join(f"{it.gpus_needed} {name}" for name, it in variants.items())
     used = plan.inputs.target.gpu_used
     reserve = f"; {needed} at {used:.0%} of the most users (target.gpu_used)" if used < 1 else ""
     return [f"GPUs for {load_text(plan, plan.requested_users)} {load_unit(plan)}: {least}{reserve}."]
+
+
+def _least_host(plan: Plan) -> list[str]:
+    """The host memory from which on most of the gain is there."""
+    if plan.least_host_bytes is None:
+        return []
+    least, given = bytes_text(plan.least_host_bytes), bytes_text(plan.inputs.host.capacity_bytes)
+    return [
+        (
+            f"Host memory: from {least} on it adds 90 % of the {load_unit(plan)} that {given} adds. A tier also holds "
+            "what is above it, so GPU memory is neither added nor subtracted."
+        )
+    ]
 
 
 def _idle(plan: Plan, tier: PlannedTier) -> str:
@@ -188,13 +232,7 @@ def _money(plan: Plan) -> list[str]:
     """The price of a further user, and host memory against drives, where prices are given."""
     sentences, currency, unit = list[str](), plan.inputs.price.currency, load_unit(plan)
     before, after, more = plan.alone.cost.bought, plan.tiered.cost.bought, plan.tiered.users - plan.alone.users
-    what = "tiers"
-    if plan.idle_tiers and after:
-        # Idle tiers were taken away one after the other: the fewest users are those without all of them.
-        prices = tier_prices(plan.deployment)
-        after -= sum(prices[it.name] for it in plan.idle_tiers)
-        more = min(it.worth.without.users for it in plan.idle_tiers) - plan.alone.users
-        what = "tiers that are worth it"
+    what = "tiers that are worth it" if plan.idle_tiers else "tiers"
     if (
         before
         and after
@@ -220,13 +258,13 @@ def _money(plan: Plan) -> list[str]:
 def wear(plan: Plan) -> list[str]:
     """The life of the drives at the served load, and the write policy that gives the wanted life."""
     drives, target = plan.drives, plan.inputs.target
-    if drives is None or not _has_worth(plan, "disk") or drives.life_years >= target.life_years:
+    if drives is None or drives.life_years >= target.life_years:
         return []
     share = share_text(drives.write_share)
     is_selective = drives.write_policy == "selective"
     by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
     by += f" (then {digits(drives.users)} {load_unit(plan)} within all limits)"
-    load, life = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}", time_text(drives.life_years * YEAR_S)
+    load, life = _served(plan, plan.tiered), time_text(drives.life_years * YEAR_S)
     sentence = (
         f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} drives."
     )
@@ -239,21 +277,12 @@ def wear(plan: Plan) -> list[str]:
     return [sentence]
 
 
-def _has_worth(plan: Plan, tier: str) -> bool:
-    return any(it.name == tier for it in plan.tiers if it not in plan.idle_tiers)
-
-
-def _idle_inputs(plan: Plan) -> tuple[str, ...]:
-    """Beginnings of the inputs of tiers that are not worth it, which no advice names."""
-    return tuple(f"{it.name}." for it in plan.idle_tiers)
-
-
 def _raised_by(plan: Plan) -> str:
     """What more of the strongest inputs of hardware and software gives."""
     changed = [
         (it.users_higher, it)
         for it in plan.sensitivities
-        if it.name.startswith(_HARDWARE) and not it.name.startswith(_idle_inputs(plan))
+        if it.name.startswith(_HARDWARE)
         if it.users_higher and it.users_higher > it.users * 1.01
     ]
     strongest = sorted(changed, key=lambda it: -it[0])[:3]
@@ -278,6 +307,11 @@ def _ttft_parts(plan: Plan) -> list[str]:
     ]
 
 
+def _served(plan: Plan, variant: Variant) -> str:
+    """The load that the GPUs complete of the requested one."""
+    return f"{load_text(plan, in_users(plan.deployment, variant.served_per_s))} {load_unit(plan)}"
+
+
 def load_unit(plan: Plan) -> str:
     """Unit of loads in this plan."""
     return "users" if plan.deployment.workload.has_users else "queries/s"
@@ -294,9 +328,9 @@ def tables(plan: Plan) -> Iterator[Table]:
         yield _sizes(plan)
     yield _gains(plan)
     yield _tiers(plan)
-    if plan.deployment.tiers:
+    if plan.given.deployment.tiers:
         yield _worth(plan)
-    if plan.drives is not None and _has_worth(plan, "disk"):
+    if plan.drives is not None:
         yield _drives(plan, plan.drives)
     yield _capacities(plan)
     yield _limits(plan)
@@ -319,30 +353,50 @@ def _gains(plan: Plan) -> Table:
     def load(value: float) -> str:
         return load_text(plan, value)
 
+    def most(
+        name: str, of: Callable[[Cost], float | None], text: Callable[[float], str] = digits
+    ) -> tuple[str, str, str, str]:
+        return row(f"{name} *", lambda it: of(it.cost_at_most) if it.cost_at_most else None, text)
+
     alone, tiered, used = plan.alone.point, plan.tiered.point, plan.inputs.target.gpu_used
     rows = [
         ("GPUs of a copy", *(_size_name(it.deployment.inputs.model) for it in (plan.alone, plan.tiered)), ""),
         row(f"{unit} {_within(plan)}", lambda it: it.users, load),
+        row("95 % of first tokens within *", lambda it: it.ceiling.point.ttft_within_s(0.95), time_text),
         row(f"{unit} at which throughput saturates", lambda it: it.throughput_users, load),
         row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
-        row(f"95 % of them within, at {requested}", lambda it: it.ttft_p95_s, time_text),
+        row(f"95 % of first tokens within, at {requested}", lambda it: it.ttft_p95_s, time_text),
         row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
         (f"prompt tokens not computed at {requested}", share_text(alone.hit_rate), share_text(tiered.hit_rate), ""),
         row(f"output tokens/s at {requested}", lambda it: it.output_tokens_per_s),
         row(f"GPUs for {requested}", lambda it: it.gpus_least, count_text),
         row(f"the same at {used:.0%} (target.gpu_used)", lambda it: it.gpus_needed, count_text),
-        row(f"power at {requested}", lambda it: it.cost.watts, lambda it: f"{it / 1000:,.2f} kW"),
-        row("output tokens/s per watt", lambda it: it.cost.tokens_per_s_per_watt),
+        most("power", lambda it: it.watts, lambda it: f"{it / 1000:,.2f} kW"),
+        row(
+            "power of a user *",
+            lambda it: _of_user(it, lambda cost: cost.watts),
+            lambda it: f"{digits(it)} W",
+        ),
+        most("output tokens/s per watt", lambda it: it.tokens_per_s_per_watt),
     ]
     if plan.tiered.cost.per_hour is not None:
         rows += [
-            row(f"per hour, {currency}", lambda it: it.cost.per_hour),
-            row(f"per million output tokens, {currency}", lambda it: it.cost.per_million_output_tokens),
-            row(f"per million tokens in and out, {currency}", lambda it: it.cost.per_million_tokens),
-            row(f"output tokens/s for 1,000 {currency}", lambda it: (it.cost.tokens_per_s_per_price or 0.0) * 1000),
+            most(f"per hour, {currency}", lambda it: it.per_hour),
+            row(f"per hour and user, {currency} *", lambda it: _of_user(it, lambda cost: cost.per_hour)),
+            most(f"per million output tokens, {currency}", lambda it: it.per_million_output_tokens),
+            most(f"per million tokens in and out, {currency}", lambda it: it.per_million_tokens),
+            most(f"output tokens/s for 1,000 {currency}", lambda it: (it.tokens_per_s_per_price or 0.0) * 1000),
         ]
-    note = f"Costs need prices as inputs: {', '.join(missing)}." if missing else ""
-    return Table(("", "GPU memory alone", "with tiers", "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
+    note = f"*: each at its own most {unit} within the limits, {load(plan.alone.users)} and {load(plan.tiered.users)}."
+    note += f" Costs need prices as inputs: {', '.join(missing)}." if missing else ""
+    name = f"with {_kept(plan)}" if plan.idle_tiers and plan.deployment.tiers else "with tiers"
+    return Table(("", "GPU memory alone", name, "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
+
+
+def _of_user(variant: Variant, of: Callable[[Cost], float | None]) -> float | None:
+    """A cost at the highest load within the limits, divided by its users."""
+    whole = of(variant.cost_at_most) if variant.cost_at_most else None
+    return whole / variant.users if whole else None
 
 
 def _sizes(plan: Plan) -> Table:
@@ -374,7 +428,7 @@ def _size_name(size: ModelInputs | PlannedSize) -> str:
 
 
 def _worth(plan: Plan) -> Table:
-    unit, now, lower = load_unit(plan), plan.tiered, plan.tiers[1:]
+    unit, now, lower = load_unit(plan), plan.given, plan.tiers[1:]
     whole, found = load_text(plan, now.users), share_text(sum(it.hit_share for it in lower))
     rows = [
         (
@@ -390,13 +444,14 @@ def _worth(plan: Plan) -> Table:
     ]
     rows.append(("(with all)", found, NONE, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
     return Table(
-        ("tier", f"hits at {whole}", f"{unit}: it alone", "without it", "TTFT", "tokens/s", "worth it"),
+        ("tier", f"hits at {whole} {unit}", "alone", "without it", "TTFT", "tokens/s", "worth it"),
         rows,
         numeric=6,
         title="Each tier's own worth",
-        note=f"A tier is worth it if the plan without it is {LEAST_GAIN - 1:.0%} worse in users, TTFT or tokens/s (at "
-        "the requested load). Of two that can stand in for each other, the dearer, or else the lower, is not; the "
-        "other is judged without it.",
+        note=f"{unit.capitalize()} within the limits at the planned size, with the tier alone and without it. A tier "
+        f"is worth it if the plan without it is {LEAST_GAIN - 1:.0%} worse in {unit}; or, at a requested load within "
+        "the limits, in TTFT or tokens/s. Of two that can stand in for each other, the dearer, or else the lower, is "
+        "not; the other is judged without it.",
     )
 
 
@@ -422,8 +477,9 @@ def _tiers(plan: Plan) -> Table:
         ("tier", "for KV", "tokens", "sessions", "residence", "hits", "read", "written"),
         rows,
         numeric=7,
-        title="Tiers",
-        note="Residence: how long unused KV survives. Hits: share of all prompt tokens. All are averages.",
+        title=f"Tiers at {_served(plan, plan.given)}",
+        note="All that are given. Residence: how long unused KV survives. Hits: share of all prompt tokens. All are "
+        "averages at this load.",
     )
 
 
@@ -460,7 +516,7 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
         ),
         (
             "life",
-            f"{time_text(drives.life_years * YEAR_S)} at this load",
+            time_text(drives.life_years * YEAR_S),
             f"{target.life_years:g} years need {drives.drives_for_life} drives",
         ),
         (
@@ -471,7 +527,7 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
     ]
     is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
     note = f"All hits are {wanted}; the rest computes faster than it loads." if is_slow else ""
-    return Table(("", "this load", "provided"), rows, title="Drives", note=note)
+    return Table(("", f"at {_served(plan, plan.tiered)}", "provided"), rows, title="Drives", note=note)
 
 
 def _capacities(plan: Plan) -> Table:
@@ -535,14 +591,22 @@ def _break_evens(plan: Plan) -> Table:
 
 def _sensitivities(plan: Plan) -> Table:
     planned = plan.sensitivities[0].users
+
+    def tried(it: InputSensitivity, value: float | None, users: float | None) -> str:
+        if value is None or users is None:
+            return NONE
+        # Whole numbers move by whole steps, and GPUs by whole copies of the model.
+        is_other = not math.isclose(abs(value / it.value - 1), STEP)
+        return load_text(plan, users) + (f" (at {SETTINGS[it.name].kind.show(value)})" if is_other else "")
+
     rows = [
         (
             it.name,
             SETTINGS[it.name].kind.show(it.value),
-            *(NONE if users is None else load_text(plan, users) for users in tried),
+            tried(it, it.lower, it.users_lower),
+            tried(it, it.higher, it.users_higher),
         )
         for it in plan.sensitivities[:SENSITIVITIES]
-        for tried in ((it.users_lower, it.users_higher),)
         if it.swing > 0.001
     ]
     return Table(
@@ -550,8 +614,8 @@ def _sensitivities(plan: Plan) -> Table:
         rows,
         numeric=2,
         title="Sensitivity",
-        note=f"{load_unit(plan).capitalize()} within every limit, with one input a fifth lower or higher, at the "
-        f"planned size. As planned: {load_text(plan, planned)}.",
+        note=f"{load_unit(plan).capitalize()} within every limit, with one input a fifth lower or higher, or at the "
+        f"value in brackets, at the planned size. As planned: {load_text(plan, planned)}.",
     )
 
 

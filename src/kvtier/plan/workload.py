@@ -141,6 +141,10 @@ class Workload:
         later = (1 - self.first_share) * self.reusable_tokens
         return (self.first_share * self.prefix_tokens + later) / self.input_tokens
 
+    def is_any(self, users: float) -> bool:
+        """Whether a load in users is at least one user; where there are no users, any query."""
+        return users >= 1 or (users > 0 and not self.has_users)
+
     @property
     def session_tokens(self) -> float:
         """Tokens of a conversation after a later query and its answer."""

@@ -1,7 +1,8 @@
 """What each tier brings: the plan with it and without it, why it brings nothing, and when it would.
 
 Tiers can stand in for one another, so they are judged one after another: of those without which the plan serves as
-much, the dearest goes first (without prices: the lowest), and the others are judged without it.
+much, the dearest goes first (without prices: the lowest), and the others are judged without it. Times and tokens a
+second count at a load within the limits only: beyond them a tier does not help.
 """
 
 import math
@@ -10,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.plan.cost import tier_prices
-from kvtier.plan.limits import highest_load, in_users, throughput
+from kvtier.plan.limits import highest_load, in_users, most_users, throughput
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Deployment, TierHardware, resolve
 from kvtier.report.format import bytes_text, time_text
@@ -24,6 +25,8 @@ _INTERVALS = tuple(4.0**step for step in range(1, 9))
 _INTERVAL_MOST_S = 1e7
 _HALVINGS = 4
 """Of the ratio of 4 between a multiple at which it pays and the one before: within a tenth."""
+_HOST_HALVINGS = 9
+"""Of the ratio between host memory and one conversation, which is some 1,000: within 2 %."""
 
 
 class Served(NamedTuple):
@@ -69,11 +72,7 @@ def served(deployment: Deployment) -> Served:
     rate = min(load.requests_per_s, throughput(deployment, with_tiers=True))
     point = operate(deployment, rate, with_tiers=True)
     ttft_s = point.ttft_s if rate == load.requests_per_s else math.inf
-    return Served(_users(deployment), ttft_s, rate * load.answer_tokens)
-
-
-def _users(deployment: Deployment, *, with_tiers: bool = True) -> float:
-    return in_users(deployment, highest_load(deployment, with_tiers=with_tiers))
+    return Served(most_users(deployment), ttft_s, rate * load.answer_tokens)
 
 
 def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth]:
@@ -83,20 +82,20 @@ def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth
         deployment: with all tiers.
         point: its operating point at the highest load within the limits.
     """
-    alone = {it.name: _users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
+    alone = {it.name: most_users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
     found: dict[str, TierWorth] = {}
     prices = tier_prices(deployment)
     kept, now = deployment, served(deployment)
     while kept.tiers:
         without = {it.name: served(kept.without(it.name)) for it in kept.tiers}
-        idle = [it for it in kept.tiers if not _gains(now, without[it.name])]
+        idle = [it for it in kept.tiers if not _gains(kept, now, without[it.name])]
         tier = max(reversed(idle), key=lambda it: prices[it.name], default=None)
         for it in [tier] if tier else kept.tiers:
             found[it.name] = TierWorth(
                 without=without[it.name],
                 users_alone=alone[it.name],
                 worth_it=tier is None,
-                why_not=_why_not(kept, it, point) if tier else "",
+                why_not=_why_not(kept, it, point, now) if tier else "",
                 pays_from_s=_pays_from(kept, it) if tier else None,
             )
         if tier is None:
@@ -112,8 +111,8 @@ def gpu_worth(deployment: Deployment) -> TierWorth:
     now, without = served(deployment), served(resolve(inputs, deployment.basis))
     return TierWorth(
         without=without,
-        users_alone=_users(deployment, with_tiers=False),
-        worth_it=reuses and _gains(now, without),
+        users_alone=most_users(deployment, with_tiers=False),
+        worth_it=reuses and _gains(deployment, now, without),
         why_not="",
         pays_from_s=None,
     )
@@ -129,7 +128,7 @@ def same_money(deployment: Deployment) -> SameMoney | None:
     money = prices["host"] + prices["disk"]
     host_bytes, count = int(money / price.host_memory_per_gb * 1e9), int(money / price.drive)
     users = [
-        _users(resolve(inputs.change(values), deployment.basis))
+        most_users(resolve(inputs.change(values), deployment.basis))
         for values in (
             {"host.capacity_bytes": host_bytes, "disk.count": 0},
             {"host.capacity_bytes": 0, "disk.count": count},
@@ -138,15 +137,37 @@ def same_money(deployment: Deployment) -> SameMoney | None:
     return SameMoney(money=money, host_bytes=host_bytes, users_host=users[0], drives=count, users_drives=users[1])
 
 
-def _gains(now: Served, without: Served) -> bool:
-    return (
-        now.users > without.users * LEAST_GAIN
-        or now.output_tokens_per_s > without.output_tokens_per_s * LEAST_GAIN
-        or now.ttft_s * LEAST_GAIN < without.ttft_s
+def least_host_bytes(deployment: Deployment) -> float | None:
+    """Host memory from which on it brings `_NEARLY_ALL` of the users that all of it brings; None where it brings none.
+
+    Tiers are inclusive: the size is that of the whole tier, with the KV that GPU memory holds as well.
+    """
+    host = next((it for it in deployment.tiers if it.name == "host"), None)
+    if host is None:
+        return None
+    most, least = most_users(deployment), most_users(deployment.without("host"))
+    if most <= least * LEAST_GAIN:
+        return None
+    wanted = least + _NEARLY_ALL * (most - least)
+    low, high = deployment.model.stored_bytes(deployment.workload.session_tokens), host.capacity_bytes
+    for _ in range(_HOST_HALVINGS):
+        middle = math.sqrt(low * high)
+        others = [it for it in deployment.tiers if it.name != "host"]
+        changed = replace(deployment, tiers=(replace(host, capacity_bytes=middle), *others))
+        low, high = (low, middle) if most_users(changed) >= wanted else (middle, high)
+    return high
+
+
+def _gains(deployment: Deployment, now: Served, without: Served) -> bool:
+    if now.users > without.users * LEAST_GAIN and deployment.workload.is_any(now.users):
+        return True
+    fits = now.users >= in_users(deployment, deployment.workload.requests_per_s)
+    return fits and (
+        now.output_tokens_per_s > without.output_tokens_per_s * LEAST_GAIN or now.ttft_s * LEAST_GAIN < without.ttft_s
     )
 
 
-def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint) -> str:
+def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint, now: Served) -> str:
     load, names = deployment.workload, [it.name for it in deployment.tiers]
     place = names.index(tier.name)
     holds = (
@@ -161,6 +182,8 @@ def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint) 
     within = load.curve.found_within(residence_s)
     if not load.reuse:
         return "no prompt repeats tokens of an earlier one"
+    if not load.is_any(now.users):
+        return "no load is within the limits, with it or without"
     if tier.capacity_bytes < deployment.model.stored_bytes(load.session_tokens):
         return f"{holds} one conversation"
     if tier.capacity_bytes < above_bytes:
@@ -188,8 +211,7 @@ def _pays_from(deployment: Deployment, tier: TierHardware) -> float | None:
     def pays(interval_s: float) -> bool:
         nonlocal near
         changed = resolve(inputs.change({"traffic.interval_s": interval_s}), deployment.basis)
-        for gone in {it.name for it in changed.tiers} - {it.name for it in deployment.tiers}:
-            changed = changed.without(gone)
+        changed = changed.without(*({it.name for it in changed.tiers} - {it.name for it in deployment.tiers}))
         near = highest_load(changed, with_tiers=True, near=near)
         return near > highest_load(changed.without(tier.name), with_tiers=True, near=near) * LEAST_GAIN
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.size import catalogue
+from kvtier.size import catalogue, hub
 from kvtier.size.caches import LayerCache
 from kvtier.size.families import read_layers
 from kvtier.size.model_config import ModelConfig, language_model, load
@@ -54,6 +54,8 @@ def names() -> list[str]:
 def model(name: str | Path) -> Model:
     """The model `name`: a config.json, its folder, or a name, alias or repository in the catalogue.
 
+    Other names are looked up in the local cache of the Hub (`kvtier.size.hub`).
+
     Raises:
         ConfigError: there is no such model, or its configuration is incomplete or contradicts itself.
     """
@@ -65,7 +67,12 @@ def model(name: str | Path) -> Model:
     if not path.exists():
         if isinstance(name, Path) or path.suffix == ".json" or len(path.parts) > 2:
             raise ConfigError(f"{path}: no such file or folder; it must be a config.json or its folder")
-        raise ConfigError(f"unknown model {name!r}; {_nearest(name)}, or give a config.json or its folder")
+        config = hub.cached(name)
+        if config is None:
+            raise ConfigError(
+                f"unknown model {name!r}; {_nearest(name)}, or give a config.json or its folder{hub.advice(name)}"
+            )
+        return _model(load(config), name, str(config))
     folder = path.resolve().parent if path.is_file() else path.resolve()
     return _model(load(path), folder.name, str(path))
 

@@ -116,11 +116,6 @@ def test_a_load_that_never_reaches_the_device_measures_no_layer_above(tmp_path: 
     assert (row.device.layer, row.device.requests, row.amplification.device_ratio) == ("device", 0, 0.0)
 
 
-def test_a_map_leaves_out_what_was_never_touched() -> None:
-    rows = rows_of(5, position=[900_000, 100, 150, 1_000_000, 100], bytes=[50, 100, 100, 10, 20])
-    assert without_gaps(rows).tolist() == [150, 0, 50, 200, 0]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_map_has_as_many_bytes_as_were_touched(seed: int) -> None:
     draw = random.Random(seed)
@@ -167,21 +162,3 @@ def test_a_load_like_the_papers_agrees() -> None:
     assert {what for what, row in found.items() if row.verdict == "agrees"} == agree
     assert {row.why for what, row in found.items() if what in agree} == {""}
     assert all(row.why for row in found.values() if row.verdict == "differs")
-
-
-def test_a_figure_that_differs_names_the_measured_cause() -> None:
-    rows = steady(100, size=512 << 10)
-    capped = verdicts(
-        measure(IoTrace("block", rows, 1.0, device_facts={"sda": {"max_sectors_kb": 512, "nr_requests": 64}}))
-    )
-    assert capped["requests over 1 MB"].verdict == "differs"
-    assert "sda's max_sectors_kb is 512" in capped["requests over 1 MB"].why
-    assert "nr_requests is 64" in capped["queue depth, mean"].why
-    assert "one process" in capped["sequential, whole device"].why
-    assert (
-        "nothing was written" in capped["reads, of all bytes"].why or capped["reads, of all bytes"].verdict == "agrees"
-    )
-    mixed = verdicts(measure(IoTrace("block", by_time(steady(60), steady(60, size=4096)), 1.0)))
-    assert "99.6% of the bytes are in larger ones" in mixed["requests over 1 MB"].why
-    free = verdicts(measure(IoTrace("block", rows, 1.0, device_facts={"sda": {"max_sectors_kb": 4096}})))
-    assert "max_sectors_kb is" not in free["requests over 1 MB"].why

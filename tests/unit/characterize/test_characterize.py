@@ -5,7 +5,6 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from tests import browser
 from tests.unit.report.test_report import check_page
 
 from kvtier.characterize.block_events import SEEN, _carrier, _maker, _pair
@@ -93,13 +92,6 @@ def test_flushes_and_discards_are_counted_and_move_nothing():
     discards = requests(3, size=1 << 30, kind=IoKind.DISCARD, is_write=True)
     it = measure(trace(requests(10), flushes, discards))
     assert (it.requests, it.flushes, it.discards, it.bytes["written"]) == (10, 5, 3, 0)
-
-
-def test_random_addresses_are_not_sequential():
-    rng = np.random.default_rng(1)
-    rows = requests(1000)
-    rows["position"] = rng.permutation(100_000)[:1000] * np.uint64(8 * MIB)
-    assert is_sequential(rows, per_process=True).sum() == 0
 
 
 def test_interleaved_readers_are_sequential_each_and_random_together():
@@ -202,29 +194,6 @@ def test_json_has_the_keys_of_the_contract_and_the_report_is_whole():
     assert page.count("<svg") == 6
     assert "3 events were lost" in page
     assert "&lt;b&gt;said" in page
-
-
-def test_the_report_in_a_browser_shows_every_chart_and_fits_a_phone(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = requests(4000, took=3 * TICK)
-    rows["is_write"][::13] = True
-    seen = trace(
-        rows, requests(9, process=8, is_write=True), seconds=32.0, device_facts={"nvme0n1": {"nr_requests": 64}}
-    )
-    it = measure(seen)
-    page = tmp_path / "io.html"
-    page.write_text(render_report(seen, it))
-    dom = browser.rendered(page)
-    for heading in (
-        "Request sizes",
-        "Sizes by layer",
-        "Queue depth over time",
-        "Throughput over time",
-        "Latency",
-        "Addresses over time",
-    ):
-        assert f"<h3>{heading}</h3>" in dom
-    assert browser.overflow(page, width=390) == 0
 
 
 # -- joining events --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.characterize.blktrace import line_pattern, read_blkparse
+from kvtier.characterize.blktrace import read_blkparse
 from kvtier.characterize.events import IoKind, IoLayer, IoTrace
 from kvtier.characterize.measures import measure
 from kvtier.characterize.recordings import read_recordings
@@ -23,7 +23,6 @@ from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 
 SAMPLES = Path(__file__).parents[2] / "golden" / "characterize"
-FIELDS = r"%D %2c %8s %5T.%9t %5p %2a %3d %S %n %N %e %C\n"
 
 Write = Callable[..., Path]
 
@@ -99,13 +98,6 @@ def test_requests_are_those_that_the_kernels_events_name() -> None:
     wanted = kernel_requests()
     assert len(wanted) == 192
     assert Counter(mine) == Counter(wanted)
-
-
-def test_fields_of_a_format_give_the_same_requests() -> None:
-    usual = read_blkparse(SAMPLES / "blkparse.txt.gz")
-    chosen = read_blkparse(SAMPLES / "blkparse_fields.txt.gz", FIELDS)
-    assert usual.requests.tobytes() == chosen.requests.tobytes()
-    assert usual.counts == chosen.counts
 
 
 def test_lines_of_several_cpus_may_be_out_of_order(write: Write) -> None:
@@ -298,15 +290,6 @@ def test_what_is_no_recording_is_an_error_that_names_file_and_line(
     with pytest.raises(ConfigError, match=message) as failed:
         read_recordings([path])
     assert str(path) in str(failed.value)
-
-
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [("%D %S", "lacks %a, %d, %T, %n"), ("%a %d %S %n %T %q", "has %q"), ("%a %a %d %S %n %T", "twice")],
-)
-def test_a_format_without_what_is_needed_is_refused(form: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        line_pattern(form)
 
 
 def test_recordings_that_count_the_same_requests_twice_do_not_go_together() -> None:

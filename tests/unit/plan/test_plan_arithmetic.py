@@ -6,44 +6,12 @@ import random
 from collections import OrderedDict
 
 import pytest
+from tests.unit.plan.plans import deployed, planned
 
 from kvtier.plan.limits import life_years
-from kvtier.plan.plan import capacity, gpus_needed, make_plan
+from kvtier.plan.plan import capacity, gpus_needed
 from kvtier.plan.queueing import fetch_s, operate, prefill_s
-from kvtier.plan.read_inputs import load
-from kvtier.plan.resolve import resolve
 from kvtier.plan.workload import lognormal_curve
-
-
-def deployed(**changes):
-    """A deployment of Llama-3.1-8B by default; ``traffic__users=3`` sets ``traffic.users``."""
-    values = {"model.name": "llama-3.1-8b"} | {name.replace("__", "."): value for name, value in changes.items()}
-    return resolve(load(options=values))
-
-
-def planned(**changes):
-    values = {"model.name": "llama-3.1-8b"} | {name.replace("__", "."): value for name, value in changes.items()}
-    return make_plan(load(options=values), with_sensitivities=False)
-
-
-def test_a_chunk_of_llama_8b_is_33_55_mb_and_89_of_them_are_3_gb():
-    shape = deployed().model
-    assert shape.token_bytes * 256 == 33_554_432
-    assert shape.stored_bytes(89 * 256) == pytest.approx(2.986e9, rel=1e-3)
-
-
-def test_a_terabyte_holds_3_million_tokens_of_llama_70b():
-    plan = planned(model__name="llama-3.3-70b", model__tp=4, host__capacity_bytes=10**12)
-    host = next(it for it in plan.tiers if it.name == "host")
-    assert host.capacity_tokens == pytest.approx(3.05e6, rel=1e-3)
-
-
-def test_240_users_with_89_chunks_every_20_s_read_36_gb_a_second():
-    deployment = deployed(traffic__users=240, traffic__interval_s=20.0)
-    assert deployment.workload.requests_per_s == 12
-    assert deployment.workload.requests_per_s * deployment.model.stored_bytes(89 * 256) == pytest.approx(
-        35.8e9, rel=2e-3
-    )
 
 
 def test_read_bandwidth_is_queries_times_reused_bytes():
@@ -68,7 +36,7 @@ def test_prefill_is_two_flop_per_parameter_plus_attention():
 
 def test_gpt_oss_windows_save_attention():
     """Half of its layers attend to 128 tokens, so a long prompt costs about half the pairs of tokens."""
-    shape = deployed(model__name="gpt-oss-20b").model
+    shape = deployed("gpt-oss-20b").model
     full = next(run for run in shape.attention if run.window_tokens is None)
     pairs = 100_000 * 100_000 / 2
     assert shape.attention_flop(100_000, 100_000) == pytest.approx(full.layers * full.flop_per_pair * pairs, rel=0.01)
@@ -78,38 +46,6 @@ def test_a_fetch_takes_its_bytes_over_the_slowest_link():
     deployment = deployed(disk__count=1, disk__read_bytes_per_s=5e9, software__load_bytes_per_s=20e9)
     assert fetch_s(deployment, "disk", 1000) == pytest.approx(131_072_000 / 5e9)
     assert fetch_s(deployment, "host", 1000) == pytest.approx(131_072_000 / 20e9)
-
-
-def lindley_mean_wait(rng, requests_per_s, services_s, shares, requests):
-    """Mean waiting time of a single queue, event by event (Lindley, 1952)."""
-    wait = total = 0.0
-    for _ in range(requests):
-        service = rng.choices(services_s, shares)[0]
-        total += wait
-        wait = max(wait + service - rng.expovariate(requests_per_s), 0.0)
-    return total / requests
-
-
-@pytest.mark.parametrize("load_share", [0.3, 0.6, 0.8])
-def test_waiting_matches_a_simulated_queue(load_share):
-    """Two sorts of requests: a conversation's first query computes all of its prompt, a later one a little."""
-    deployment = deployed(
-        gpu__count=1,
-        traffic__turns=4,
-        traffic__answer_tokens=1,
-        traffic__interval_cv=0.0,
-        gpu__memory_bytes_per_s=1e15,  # decoding is free, so the queue has prefills only
-        software__load_bytes_per_s=0.0,  # as fast as the link
-    )
-    light = operate(deployment, 1e-6, with_tiers=True)
-    rate = load_share / light.gpu_seconds
-    point = operate(deployment, rate, with_tiers=True)
-    load = deployment.workload
-    first = prefill_s(deployment, load.first_tokens - load.prefix_tokens, load.first_tokens)
-    later = prefill_s(deployment, load.later_tokens - load.reusable_tokens, load.later_tokens)
-    simulated = lindley_mean_wait(random.Random(5), rate, [first, later], [0.25, 0.75], 400_000)
-    assert point.wait_s == pytest.approx(simulated, rel=0.05)
-    assert point.ttft_s == pytest.approx(point.wait_s + point.load_s + point.prefill_s, rel=1e-3)
 
 
 def test_evenly_spaced_requests_of_one_size_do_not_wait():
@@ -154,21 +90,6 @@ def test_users_with_fixed_intervals_hit_always_or_never():
     assert [curve.found_within(curve.residence(users, 10.0)) for users in (150, 199, 201, 400)] == [0, 0, 1, 1]
 
 
-def test_commands_in_flight_follow_littles_law():
-    plan = planned(
-        traffic__users=100,
-        software__gpu_reuse=False,
-        host__capacity_bytes=0,
-        software__chunks_in_flight=3,
-        disk__command_bytes=2**20,
-    )
-    point, drives = plan.tiered.point, plan.drives
-    loading = point.requests_per_s * point.load_s
-    assert loading > 0.1
-    assert drives.depth == pytest.approx(loading * 3 * 32)
-    assert drives.depth_burst == pytest.approx(2 * drives.depth)
-
-
 def test_a_drive_written_at_its_rating_lasts_its_rated_years():
     deployment = deployed(
         disk__count=2, disk__capacity_bytes=10**12, disk__drive_writes_per_day=3.0, disk__rated_years=5.0
@@ -182,7 +103,7 @@ def test_a_drive_written_at_its_rating_lasts_its_rated_years():
 def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():
     """Mooncake's conversation trace at 40.9k prompt tokens a second on a 70B model: 8.7 GB/s, 753 TB, 9.8 a day."""
     plan = planned(
-        model__name="llama-3.3-70b",
+        "llama-3.3-70b",
         gpu__count=800,
         model__tp=4,
         traffic__turns=1,
@@ -194,13 +115,13 @@ def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():
         disk__count=10,
         disk__capacity_bytes=7_680_000_000_000,
     )
-    point = operate(plan.deployment, 40_900 / 12_035, with_tiers=True)
+    point = operate(plan.given.deployment, 40_900 / 12_035, with_tiers=True)
     assert point.write_bytes_per_s["disk"] == pytest.approx(8.7e9, rel=0.05)
     assert point.write_bytes_per_s["disk"] * 86_400 / 76.8e12 == pytest.approx(9.8, rel=0.05)
 
 
 def test_gpus_needed_is_the_formula_in_whole_copies_of_the_model():
-    deployment = deployed(model__name="llama-3.3-70b", model__tp=4, gpu__count=8, target__gpu_used=0.7)
+    deployment = deployed("llama-3.3-70b", model__tp=4, gpu__count=8, target__gpu_used=0.7)
     # 100 queries/s wanted, 12 measured on 8 GPUs, planned at 70 %: 100 / (12 x 0.7) x 8 = 95.2, in fours.
     assert gpus_needed(deployment, 100.0, 12.0) == 96
     assert gpus_needed(deployment, 100.0, 12.0, used=1.0) == 68  # 66.7 without the reserve
@@ -236,21 +157,16 @@ def test_cost_is_price_over_years_plus_energy():
         host__capacity_bytes=10**12,
     )
     hours = 3 * 365.25 * 24
-    alone, tiered = plan.alone.cost, plan.tiered.cost
+    alone, tiered = plan.alone.cost, plan.given.cost
     assert alone.bought == 8 * 25_000 + 50_000
     assert tiered.bought == alone.bought + 4 * 1_000 + 4_000
     assert tiered.per_hour == pytest.approx(tiered.bought / hours + tiered.watts / 1000 * 0.25)
-    output_per_hour = plan.tiered.output_tokens_per_s * 3600
+    output_per_hour = plan.given.output_tokens_per_s * 3600
     assert tiered.per_million_output_tokens == pytest.approx(tiered.per_hour / output_per_hour * 1e6)
     assert tiered.watts - alone.watts == pytest.approx(4 * 21.34 * 1.2, rel=0.2)
 
 
 def test_without_prices_there_is_no_cost_and_missing_prices_are_listed():
-    cost = planned().tiered.cost
+    cost = planned().given.cost
     assert cost.per_hour is None
     assert set(cost.missing) == {"price.gpu", "price.server", "price.host_memory_per_gb", "price.drive"}
-
-
-def test_mla_is_stored_once_on_every_rank():
-    plan = planned(model__name="deepseek-r1", model__tp=8, model__weights="fp8", gpu__name="h200-sxm")
-    assert plan.deployment.model.token_bytes == 8 * 70_272

@@ -4,32 +4,32 @@ import math
 import random
 
 import pytest
+from tests.unit.plan.plans import planned
 
 from kvtier.errors import ConfigError
 from kvtier.plan.plan import make_plan, to_json
 from kvtier.plan.queueing import decode_token_s, operate
-from kvtier.plan.read_inputs import load, tier_options
+from kvtier.plan.read_inputs import load
 from kvtier.plan.resolve import resolve
 from kvtier.plan.settings import settings_toml
-from kvtier.plan.tables import conclusion, verdict
+from kvtier.plan.tables import circumstances, conclusion, tables, verdict
 
 USABLE = 0.92, 3_758_096_384
 """Share of GPU memory that the engine takes, and what activations and libraries take of it."""
-
-
-def planned(model, *tiers, example="", **changes):
-    values = {"model.name": model} | {name.replace("__", "."): value for name, value in changes.items()}
-    return make_plan(load(example=example, options=values | tier_options(tiers)), with_sensitivities=False)
 
 
 def tier(plan, name):
     return next(it for it in plan.tiers if it.name == name)
 
 
+def table(plan, title):
+    return next(it for it in tables(plan) if it.title.startswith(title))
+
+
 def test_70b_on_8_h100_by_hand():
     """The users within 1 s: the mean wait of the queue (Pollaczek-Khinchine), loading and computing add up to 1 s."""
     plan = planned("llama-3.3-70b")
-    point = plan.tiered.ceiling.point
+    point = plan.given.ceiling.point
     flops = 8 * 989e12 * 0.5
 
     def prefill_s(new, tokens):
@@ -46,19 +46,19 @@ def test_70b_on_8_h100_by_hand():
     kv_bytes = 22_200 * 327_680
     room = 8 * (80 * 2**30 * USABLE[0] - USABLE[1]) - 140e9
     token_s = (140e9 / (room // kv_bytes) + kv_bytes) / (8 * 3.35e12 * 0.8)
-    rate = plan.tiered.users / 20
+    rate = plan.given.users / 20
     free = 1 - rate * 100 * token_s
     busy = rate * mean / free
     wait_s = busy / (1 - busy) * square / mean / 2 / free
-    assert (math.floor(plan.alone.users), math.floor(plan.tiered.users)) == (66, 100)
+    assert (math.floor(plan.alone.users), math.floor(plan.given.users)) == (66, 100)
     assert wait_s + mean / free + point.load_s == pytest.approx(1.0, rel=1e-3)
 
 
 def test_8_hosts_are_8_times_one_host():
     """Host memory, drives, channels and watts are those of each host; a total that is named stays."""
     one, eight = planned("llama-3.3-70b"), planned("llama-3.3-70b", gpu__count=64, traffic__users=640)
-    assert eight.tiered.users == pytest.approx(8 * one.tiered.users)
-    assert eight.tiered.cost.watts == pytest.approx(8 * one.tiered.cost.watts)
+    assert eight.given.users == pytest.approx(8 * one.given.users)
+    assert eight.given.cost.watts == pytest.approx(8 * one.given.cost.watts)
     inputs = eight.inputs
     assert (inputs.host.capacity_bytes, inputs.disk.count, inputs.power.server_watts) == (8 * 2**40, 32, 8 * 1500)
     assert inputs.origin("disk.count") == "default, for 8 hosts"
@@ -147,13 +147,12 @@ def test_drives_with_few_hits_are_not_advised():
     assert host.worth.worth_it
     without = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
     assert disk.worth.without.users == host.worth.users_alone == pytest.approx(without.tiered.users)
-    assert without.tiered.users * 1.1 > plan.tiered.users > host.worth.users_alone
+    assert without.tiered.users * 1.1 > plan.given.users > host.worth.users_alone
     assert host.worth.without.users == pytest.approx(plan.alone.users)  # judged without the drives
     text = " ".join(conclusion(plan))
     assert "drives last" not in text
     assert "disk." not in text
     assert 'kind = "disk"' not in settings_toml(plan)
-    assert verdict(plan).endswith("not worth it: local drives")
     # From the interval that the plan names on they pay, and at 0.9 of that they do not.
     pays_s = disk.worth.pays_from_s
     for interval_s, pays in ((pays_s, True), (pays_s * 0.9, False)):
@@ -172,10 +171,10 @@ def test_the_money_of_both_tiers_on_one_of_them():
     assert (found.host_bytes, found.drives) == (int(found.money / 8 * 1e9), 7)
     alone = planned("llama-3.3-70b", "disk=7xpm1753", example="prices", model__tp=8)
     assert found.users_drives == pytest.approx(alone.tiered.users)
-    cost = plan.tiered.cost
+    cost = plan.given.cost
     assert cost.bought == pytest.approx(8 * 25_000 + 50_000 + found.money)
     per_hour = cost.bought / (3 * 365.25 * 24) + cost.watts / 1000 * 0.15
-    assert cost.per_million_output_tokens == pytest.approx(per_hour / 3600 / plan.tiered.output_tokens_per_s * 1e6)
+    assert cost.per_million_output_tokens == pytest.approx(per_hour / 3600 / plan.given.output_tokens_per_s * 1e6)
     text = " ".join(conclusion(plan))
     host_only = planned("llama-3.3-70b", "host=1TiB", example="prices", model__tp=8).tiered.users
     assert f"8,796 USD (illustration), {8_796 / (host_only - plan.alone.users):.0f} for each of" in text
@@ -207,8 +206,6 @@ def test_a_drive_that_writes_too_slowly_drops_the_rest():
 
 def test_without_reuse_no_tier_is_worth_it():
     plan = planned("llama-3.1-8b", traffic__turns=1, traffic__prefix_tokens=0)
-    assert [it.worth.worth_it for it in plan.tiers] == [False] * 3
-    assert {it.worth.why_not for it in plan.idle_tiers} == {"no prompt repeats tokens of an earlier one"}
     assert "# no tier is worth it here" in settings_toml(plan)
     document = to_json(plan)
     assert document["users_with_tiers"] == pytest.approx(document["users_without_tiers"])
@@ -266,7 +263,7 @@ def test_drives_that_take_less_than_what_is_reused_give_fewer_hits():
     for share in (1.0, 0.135, 0.0):
         plan = planned("deepseek-r1", "disk=4xpm1753", gpu__name="h200-sxm", model__weights="fp8", model__tp=8,
                        software__write_share=share)  # fmt: skip
-        users.append(plan.tiered.users)
+        users.append(plan.given.users)
     assert users[0] > users[1] > users[2]
     assert users[2] == pytest.approx(plan.alone.users)
     assert tier(plan, "disk").found == 0
@@ -278,3 +275,109 @@ def test_the_price_of_each_further_user_is_that_of_the_tiers_that_are_worth_it()
     assert [it.name for it in plan.idle_tiers] == ["host"]
     (sentence,) = (it for it in conclusion(plan) if "worth it cost" in it)
     assert "cost 10,000 USD" in sentence.replace("10000", "10,000")
+
+
+def test_the_headline_and_the_cost_are_of_the_tiers_that_are_worth_it():
+    """They were of all tiers: 100 users and four drives, which are not worth it; 94 are those of host memory."""
+    plan, host = (planned("llama-3.3-70b", *tiers, example="prices", model__tp=8) for tiers in ((), ("host=1TiB",)))
+    assert plan.tiered.users == host.tiered.users < plan.given.users
+    assert plan.tiered.cost == host.tiered.cost
+    assert plan.given.cost.bought - plan.tiered.cost.bought == pytest.approx(4 * 2500)
+    assert verdict(plan).startswith(f"Tiers serve {math.floor(host.tiered.users)} users")
+    assert verdict(plan).endswith("that is with host memory, not worth it: local drives")
+    assert table(plan, "Gains").columns[2] == "with host memory"
+    assert table(plan, "Each tier").rows[-1][3] == "100"
+    assert plan.drives is None
+
+
+def test_cost_and_power_are_of_each_arm_at_its_own_largest_load():
+    """They were at 80 users, of which GPU memory alone serves 66 within the limits."""
+    plan = planned("llama-3.3-70b", "host=1TiB", example="prices", model__tp=8)
+    for variant in (plan.alone, plan.tiered):
+        rate, found = variant.users / 20, variant.cost_at_most
+        busy = operate(variant.deployment, rate, with_tiers=variant.with_tiers).gpu_busy
+        assert found.watts == pytest.approx(8 * 700 * (0.15 + 0.85 * busy) + 1500)
+        per_hour = variant.cost.bought / (3 * 365.25 * 24) + found.watts / 1000 * 0.15
+        assert found.per_million_output_tokens == pytest.approx(per_hour / 3600 / (rate * 100) * 1e6)
+    gains = table(plan, "Gains")
+    assert "66 and 94" in gains.note
+    power = next(row for row in gains.rows if row[0] == "power *")
+    assert power[2] == f"{plan.tiered.cost_at_most.watts / 1000:.2f} kW"
+
+
+def test_the_smallest_host_memory_for_most_of_the_gain():
+    """Tiers are inclusive: a plan with that host memory alone gains nine tenths, and with a little less does not."""
+    plan = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
+    least = plan.least_host_bytes
+    alone = plan.alone.users
+    wanted = alone + 0.9 * (plan.tiered.users - alone)
+    for size, reaches in ((least, True), (least * 0.95, False)):
+        users = planned("llama-3.3-70b", model__tp=8, disk__count=0, host__capacity_bytes=int(size)).tiered.users
+        assert (users >= wanted) == reaches
+    (line,) = (it for it in conclusion(plan) if it.startswith("Host memory:"))
+    assert "GPU memory is neither added nor subtracted" in line
+    assert planned("llama-3.3-70b", "disk=4xpm1753", model__tp=8).least_host_bytes is None
+
+
+def test_an_overload_says_first_that_the_load_does_not_fit():
+    """One L4 computes a prompt in 6 s: 1 TiB of host memory was worth it, and its settings were printed."""
+    plan = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=1, traffic__users=20)
+    assert plan.is_overloaded
+    assert verdict(plan).startswith("20 users do not fit on 1 x l4: less than one user is within 1 s")
+    assert [it.worth.worth_it for it in plan.tiers] == [False, False]
+    assert plan.idle_tiers[0].worth.why_not == "no load is within the limits, with it or without"
+    assert "[host]" not in settings_toml(plan)
+    more = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=plan.more_gpus, traffic__users=20)
+    fewer = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=plan.more_gpus // 2, traffic__users=20)
+    assert more.tiered.users >= 20 > fewer.tiered.users
+    assert f"{plan.more_gpus} of these GPUs would serve them" in verdict(plan)
+
+
+def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
+    plan = planned("llama-3.3-70b", "host=1TiB", traffic__users=300)
+    words = verdict(plan)
+    assert words.startswith("300 users do not fit on 8 x h100-sxm: 94 do within 1 s")
+    assert f"300 users need {plan.tiered.gpus_least} GPUs with tiers, {plan.alone.gpus_least} without" in words
+    assert "# for 94 users within the limits: 300 do not fit on these GPUs" in settings_toml(plan)
+    # Beyond the limits more tokens a second help nobody.
+    late = planned("llama-3.3-70b", "host=1TiB", traffic__users=300, target__ttft_s=0.1)
+    assert late.given.output_tokens_per_s > 1.1 * late.alone.output_tokens_per_s
+    assert [it.name for it in late.idle_tiers] == ["host"]
+    assert verdict(planned("llama-3.3-70b", target__ttft_s=0.01)).endswith("larger ones, or more time (--ttft), may")
+
+
+def test_steps_other_than_a_fifth_are_named():
+    """gpu.count moves by whole copies of the model: from 8 to 16."""
+    plan = make_plan(load(options={"model.name": "llama-3.3-70b", "model.tp": 8}))
+    rows = {row[0]: row for row in table(plan, "Sensitivity").rows}
+    by_name = {it.name: it for it in plan.sensitivities}
+    swings = [it.swing for it in plan.sensitivities]
+    assert swings == sorted(swings, reverse=True)
+    assert rows["gpu.count"][2:] == ("-", f"{math.floor(by_name['gpu.count'].users_higher)} (at 16)")
+    assert "(" not in rows["gpu.flops_share"][3]
+
+
+def test_the_write_budget_is_that_of_one_rank():
+    """8 ranks share 4 drives of 1 TB, rated for one write a day in 5 years, that shall last 10."""
+    plan = planned(
+        "llama-3.1-8b", "disk=4xpm1753", disk__capacity_bytes=10**12, disk__drive_writes_per_day=1.0,
+        target__life_years=10.0, software__gpu_reuse=False, traffic__users=200, traffic__interval_s=60.0,
+    )  # fmt: skip
+    assert plan.drives.write_policy == "budget"
+    (line,) = (it for it in settings_toml(plan).splitlines() if it.startswith("write_bytes_per_day"))
+    assert int(line.split()[2]) == pytest.approx(4 * 10**12 * 5 / 10 / 8, rel=1e-3)
+    assert line.endswith("# of each of 8 ranks: the drives then last 10 years")
+
+
+def test_the_limit_is_a_mean_and_the_line_has_the_95th_percentile():
+    plan = planned("llama-3.3-70b")
+    point = plan.tiered.ceiling.point
+    assert f"within 1 s on average to the first token (95 % within {point.ttft_within_s(0.95):.3g} s)" in verdict(plan)
+
+
+def test_hits_and_residences_name_their_load_and_copies_their_meaning():
+    plan = planned("llama-3.3-70b", "host=1TiB")
+    assert table(plan, "Tiers").title == "Tiers at 80 users"
+    assert table(plan, "Each tier").columns[1] == "hits at 94 users"
+    mla = dict(circumstances(planned("deepseek-r1", model__weights="fp8", gpu__name="h200-sxm", model__tp=8)))
+    assert "8 copies for ranks that cannot split it (software.copies = 1: a tier that all share has one)" in mla["KV"]

@@ -3,27 +3,17 @@
 import json
 
 import pytest
+from tests.unit.plan.plans import deployed, planned
 
 from kvtier import size
 from kvtier.errors import ConfigError
 from kvtier.plan.limits import ceiling
-from kvtier.plan.plan import capacity, make_plan
+from kvtier.plan.plan import capacity
 from kvtier.plan.queueing import fetch_s, operate, prefill_s
 from kvtier.plan.read_inputs import load
 from kvtier.plan.resolve import resolve
 
 MIB = 2**20
-
-
-def deployed(model, **changes):
-    """A deployment; ``traffic__users=3`` sets ``traffic.users``."""
-    values = {"model.name": model} | {name.replace("__", "."): value for name, value in changes.items()}
-    return resolve(load(options=values))
-
-
-def planned(model, **changes):
-    values = {"model.name": model} | {name.replace("__", "."): value for name, value in changes.items()}
-    return make_plan(load(options=values), with_sensitivities=False)
 
 
 def test_a_snapshot_of_the_states_is_written_with_each_request():
@@ -92,8 +82,6 @@ def test_the_longest_prompt_counts_against_the_context_not_the_mean():
     assert deployed("llama-3.1-8b", **fits).workload.longest_tokens == 1000 + 100_000 + 1000 + 19 * 1100 + 100
     with pytest.raises(ConfigError, match="the longest prompt and its answer have 134,000 tokens"):
         deployed("llama-3.1-8b", **(fits | {"traffic__turns": 30}))
-    mean = 1000 + 100_000 + 1000 + 15 * 1100 + 100
-    assert mean < 131_072
 
 
 def test_copies_of_a_latent_are_an_input():
@@ -126,13 +114,13 @@ def test_the_stream_of_a_load_is_conservative_unless_a_probe_measured_it(tmp_pat
 
 
 def test_queue_depth_is_of_the_drives_own_loads():
-    """Loads from fast host memory take less time than those from one slow drive, and do not lengthen its queue."""
+    """Loads from fast host memory take less time than those from slow drives, and do not lengthen its queue."""
     plan = planned(
         "llama-3.1-8b",
         traffic__users=20,
         host__capacity_bytes=30 * 10**9,
-        disk__count=1,
-        disk__read_bytes_per_s=3e9,
+        disk__count=4,
+        disk__read_bytes_per_s=6e9,
         software__gpu_reuse=False,
         software__load_bytes_per_s=50e9,
         software__skips_slow_loads=False,
@@ -145,11 +133,6 @@ def test_queue_depth_is_of_the_drives_own_loads():
     )
     assert sum(point.loading.values()) == pytest.approx(point.requests_per_s * point.load_s)
     assert plan.drives.depth == pytest.approx(point.loading["disk"] * 4 * 32)
-
-
-def test_a_model_without_attention_is_refused():
-    with pytest.raises(ConfigError, match="falcon-mamba-7b: it keeps no KV that grows"):
-        deployed("falcon-mamba-7b")
 
 
 def test_the_fewest_ranks_hold_the_longest_session_not_the_mean():

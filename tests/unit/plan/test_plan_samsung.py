@@ -4,11 +4,10 @@ import re
 
 import pytest
 from bench import tables
+from bench.parts.samsung_plan import FIGURES, HOW, TABLES, compare
 
-from kvtier.plan.inputs import SETTINGS
 from kvtier.plan.plan import make_plan
-from kvtier.plan.published import FIGURES, HOW, compare
-from kvtier.plan.read_inputs import CALIBRATED, PUBLISHED, example_names, example_tables, load
+from kvtier.plan.read_inputs import load
 
 OFF_AT_MOST = {"set": 0.03, "calibrated": 0.06, "predicted": 0.13}
 """Largest relative difference for each kind of agreement."""
@@ -21,7 +20,7 @@ def plan():
 
 @pytest.fixture(scope="module")
 def figures(plan):
-    return compare("samsung", plan)
+    return compare(plan)
 
 
 def test_every_figure_is_within_the_tolerance_of_its_kind(figures):
@@ -30,25 +29,10 @@ def test_every_figure_is_within_the_tolerance_of_its_kind(figures):
     assert {it.how for it in figures} == set(HOW)
 
 
-def test_reads_stop_rising_where_the_gpus_are_full():
-    reads = {
-        users: sum(
-            make_plan(
-                load(example="samsung", options={"traffic.users": users}), with_sensitivities=False
-            ).tiered.point.read_bytes_per_s.values()
-        )
-        for users in (140, 240, 280, 400)
-    }
-    assert reads[240] / reads[140] == pytest.approx(240 / 140)
-    assert reads[280] < reads[240] * 280 / 240
-    assert reads[400] == pytest.approx(reads[280])
-
-
 def test_each_calibration_changes_its_figure(plan):
     """Negative control: without its calibration each figure differs."""
-    settings = example_tables("samsung")[CALIBRATED]
-    for setting in settings:
-        (line, *_) = [it for it in example_tables("samsung")[PUBLISHED] if it["figure"] == setting["figure"]]
+    for setting in TABLES["calibrated"]:
+        (line, *_) = [it for it in TABLES["published"] if it["figure"] == setting["figure"]]
         inputs = load(example="samsung").change({"traffic.users": line.get("users", 240)})
         figure = FIGURES[setting["figure"]]
         for name in setting["inputs"]:
@@ -60,12 +44,11 @@ def test_each_calibration_changes_its_figure(plan):
 
 def test_a_predicted_figure_has_no_setting_made_for_it():
     """Every input that the paper does not give names its figure, which no list but that of the calibrated holds."""
-    tables = example_tables("samsung")
-    made_for = {it["figure"] for it in tables[CALIBRATED]}
-    by_how = {how: {it["figure"] for it in tables[PUBLISHED] if it["how"] == how} for how in HOW}
+    made_for = {it["figure"] for it in TABLES["calibrated"]}
+    by_how = {how: {it["figure"] for it in TABLES["published"] if it["how"] == how} for how in HOW}
     assert by_how["calibrated"] == made_for
     assert not made_for & (by_how["set"] | by_how["predicted"] | by_how["unexplained"])
-    given = {name for it in tables[CALIBRATED] for name in it["inputs"]}
+    given = {name for it in TABLES["calibrated"] for name in it["inputs"]}
     assert given == {
         "gpu.flops_share",
         "gpu.watts",
@@ -97,28 +80,6 @@ def test_other_choices_give_the_figures_of_the_document(plan):
     assert beside.tiered.users_at_ttft == pytest.approx(366, abs=1)
 
 
-def test_the_time_to_first_token_is_flat_up_to_140_users():
-    times = [
-        make_plan(load(example="samsung", options={"traffic.users": users}), with_sensitivities=False).tiered.ttft_s
-        for users in (20, 80, 140)
-    ]
-    assert times == pytest.approx([0.5] * 3, abs=0.06)
-
-
-def test_every_example_is_made_of_known_inputs_and_figures():
-    for name in example_names():
-        tables = example_tables(name)
-        named = {
-            f"{section}.{key}"
-            for section, table in tables.items()
-            if section not in {CALIBRATED, PUBLISHED}
-            for key in table
-        }
-        assert named <= set(SETTINGS)
-        assert {it["figure"] for it in tables.get(PUBLISHED, ())} <= set(FIGURES)
-        assert {it["how"] for it in tables.get(PUBLISHED, ())} <= set(HOW)
-
-
 def test_the_document_has_these_figures(figures):
     """`python bench/tables.py` writes them."""
     text = tables.PLANNING.read_text()
@@ -142,7 +103,3 @@ def test_the_documents_file_of_inputs_is_read(tmp_path):
     assert plan.inputs.disk.capacity_bytes == 7_680_000_000_000
     assert plan.inputs.disk.read_bytes_per_s == 13e9
     assert plan.tiered.cost.missing == ()
-
-
-def test_the_picture_for_the_readme_is_small():
-    assert tables.PLAN_PICTURE.stat().st_size < 200_000

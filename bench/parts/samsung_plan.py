@@ -1,18 +1,21 @@
-"""Published figures of an example compared with those of its plan.
+"""Samsung's published figures compared with those of the plan of its test (``kvtier plan --example samsung``).
 
 Four lists: figures that follow from the set-up; figures for which an input was set; figures that the plan predicts,
 with no input set for them; and figures that it does not explain.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvtier.plan.plan import Plan, Variant, make_plan
-from kvtier.plan.read_inputs import PUBLISHED, example_tables
 from kvtier.report.format import bytes_text, rate_text, share_text
-from kvtier.report.table import Table
+
+TABLES = tomllib.loads((Path(__file__).parent / "samsung_plan.toml").read_text(encoding="utf-8"))
+"""``published``: the figures. ``calibrated``: inputs that were set, and the figure that each reproduces."""
 
 HOW = {
     "set": "follows from the published set-up, by arithmetic",
@@ -43,29 +46,11 @@ class PublishedFigure:
         off = self.computed / self.published - 1
         return 0.0 if self.is_least and off > 0 else off
 
-    def to_json(self) -> dict[str, object]:
-        """The figure as plain values."""
-        keys = ("text", "published", "is_least", "computed", "off", "how", "note")
-        return {key: getattr(self, key) for key in keys}
 
-
-def compare(example: str, plan: Plan) -> list[PublishedFigure]:
-    """Compare the published figures of an example with those of a plan.
-
-    Args:
-        example: its name.
-        plan: made from it, with or without changes.
-    """
+def compare(plan: Plan) -> list[PublishedFigure]:
+    """Compare the published figures with those of a plan of the example, with or without changes."""
     plans: dict[int | None, Plan] = {None: plan}
-    return [_figure(line, plan, plans) for line in example_tables(example).get(PUBLISHED, ())]
-
-
-def published_tables(figures: list[PublishedFigure], *, with_notes: bool = False) -> Iterator[Table]:
-    """The published figures of an example beside those of the plan: a table for each of `HOW`."""
-    columns = ("figure", "published", "plan", "off", *(("why",) if with_notes else ()))
-    for how, meaning in HOW.items():
-        rows = [figure_row(it)[: len(columns)] for it in figures if it.how == how]
-        yield Table(columns, rows, title=f"Published figures: {how}", note=f"{meaning.capitalize()}.")
+    return [_figure(line, plan, plans) for line in TABLES["published"]]
 
 
 def figure_row(figure: PublishedFigure) -> tuple[str, ...]:

@@ -1,0 +1,75 @@
+"""The config.json of a model on the Hugging Face Hub, by its name: from the local cache, or fetched on request."""
+
+import importlib
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.size import catalogue
+
+FILE = "config.json"
+DEADLINE_S = 15.0
+"""For the whole download: a file of a few kilobytes."""
+_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def cached(name: str) -> Path | None:
+    """The model's config.json in the local cache of the Hub; None where there is none, or without huggingface_hub."""
+    if not _NAME.fullmatch(name):
+        return None
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        found = hub.try_to_load_from_cache(name, FILE)
+    except (ImportError, ValueError):  # not installed; no valid name of the Hub
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def fetch(name: str) -> None:
+    """Download the model's config.json, and nothing else, to the local cache of the Hub.
+
+    Models of the catalogue, and those of a local file, are not fetched.
+
+    Raises:
+        ConfigError: the name is no name of the Hub, huggingface_hub is missing, or the file cannot be had in time.
+    """
+    if catalogue.find(name) is not None or Path(name).exists():
+        return
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--fetch: {name[:200]!r} is no name of the Hub; allowed: ORG/NAME")
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        messages: Any = importlib.import_module("huggingface_hub.utils.logging")
+    except ImportError as error:
+        raise ConfigError(
+            "--fetch needs huggingface_hub, which is not installed; allowed: pip install huggingface_hub (the extra "
+            f"transformers brings it), or {by_hand(name)}"
+        ) from error
+    messages.set_verbosity_error()  # a line for each of its tries
+    failed = [f"no answer within {DEADLINE_S:g} s"]
+
+    def run() -> None:
+        try:
+            hub.hf_hub_download(name, FILE, etag_timeout=DEADLINE_S / 2)
+            failed.clear()
+        except Exception as error:  # noqa: BLE001 - of the library, of its HTTP client, or of the file system
+            failed[:] = str(error).strip().splitlines()[:1] or [type(error).__name__]
+
+    # The library retries for longer than a command may wait; the process does not wait for the thread at its end.
+    thread = threading.Thread(target=run, name="kvtier fetch", daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    if failed:
+        raise ConfigError(f"--fetch: no {FILE} of {name} from the Hub ({failed[0]}); allowed: {by_hand(name)}")
+
+
+def by_hand(name: str) -> str:
+    """How to get the file without kvtier."""
+    return f"`hf download {name} {FILE}` on a machine with network, then the path of that file instead of the name"
+
+
+def advice(name: str) -> str:
+    """How to get a model that is not known, where it may be one of the Hub; empty elsewhere."""
+    return f", or --fetch (gets its {FILE} from the Hub), or {by_hand(name)}" if _NAME.fullmatch(name) else ""
