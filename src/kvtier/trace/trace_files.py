@@ -8,7 +8,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtier.errors import ConfigError, install_hint
 
@@ -37,6 +37,8 @@ _ZSTD_INPUT_BYTES = 512
 _PART_BYTES = 1 << 16
 _LINES_SUFFIXES = (".json", ".jsonl")
 _COMPRESSED_SUFFIXES = ("", ".gz", ".zst")
+
+Parsed = TypeVar("Parsed")
 
 
 class LineErrors:
@@ -219,11 +221,11 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"trace {path}, after line {number}: not a trace: {error}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """JSON objects of a trace, each with its file and line number.
+def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed]) -> Iterator[Parsed]:
+    """What `parse` makes of each JSON object of a trace; its arguments are the file, the line number and the object.
 
     Raises:
-        ConfigError: as `files_of` and `text_lines`, or a line is not a JSON object.
+        ConfigError: as `files_of` and `text_lines`, a line is not a JSON object, or `parse` refuses it.
     """
     for file in files_of(path):
         for number, text in text_lines(file):
@@ -231,7 +233,8 @@ def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
                 value: object = json.loads(text)
                 if not isinstance(value, dict):
                     raise ConfigError(f"{short(text.strip())} is not a JSON object")
-            yield file, number, cast("dict[str, Any]", value)
+                parsed = parse(file, number, cast("dict[str, Any]", value))
+            yield parsed
 
 
 def damage_errors() -> tuple[type[Exception], ...]:

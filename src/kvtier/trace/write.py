@@ -83,7 +83,7 @@ def request_lines(trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -
             line["session_id"] = session
         if (next_turn := int(trace.next_turn[request])) >= 0:
             line["next_turn"] = NEXT_TURNS[next_turn].value
-        line["hash_runs" if as_runs else "hash_ids"] = _runs(numbers[ids]) if as_runs else numbers[ids].tolist()
+        line["hash_runs" if as_runs else "hash_ids"] = id_runs(numbers[ids]) if as_runs else numbers[ids].tolist()
         yield line
 
 
@@ -94,6 +94,7 @@ def _milliseconds(seconds: float, coarse_s: float) -> int | float:
     return int(time_ms) if time_ms == int(time_ms) else time_ms
 
 
-def _runs(ids: Column) -> list[list[int]]:
+def id_runs(ids: Column) -> list[list[int]]:
+    """Consecutive ids as [first id, count]."""
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     return [[int(run[0]), len(run)] for run in np.split(ids, breaks) if len(run)]

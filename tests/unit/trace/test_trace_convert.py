@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -48,22 +49,18 @@ def test_texts_ids_and_names_are_removed(tmp_path, capsys):
     source.write_text("\n".join(json.dumps(it) for it in lines))
     assert run(["trace", "convert", str(source), str(target), "--ids"]) == 0
     text = target.read_text()
-    for word in ("secret", "user", "1760428258"):
-        assert word not in text
+    assert not re.search("secret|user|1760428258", text)
     assert {it for line in text.splitlines() for it in json.loads(line)} == {
         *("timestamp", "input_length", "output_length", "block_size", "session_id", "hash_ids")
     }
-    assert open_trace(target).block_tokens == 64
-    assert "3 requests" in capsys.readouterr().out
+    assert "3 requests, 6 blocks of 64 tokens" in capsys.readouterr().out
 
 
-def test_what_cannot_be_converted_is_explained(tmp_path, capsys):
+def test_what_cannot_be_converted_is_explained(tmp_path):
     csv = tmp_path / "azure.csv"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     with pytest.raises(ConfigError, match="has no blocks"):
         write_requests(tmp_path / "out", read_arrays(open_trace(csv)), as_runs=True)
-    assert run(["trace", "convert", str(csv), str(csv)]) == 2
-    assert "allowed: another file" in capsys.readouterr().err
     packed = read_arrays(open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz", ReadOptions(block_tokens=128)))
     with pytest.raises(ConfigError, match="cannot be written"):
         write_requests(csv / "out", packed, as_runs=True)

@@ -170,15 +170,6 @@ def test_any_ids_of_sessions(tmp_path, name):
     assert len({*found["a"][1], *found["a"][2], *found["b"][1]}) == 5
 
 
-def test_a_scope_that_is_unknown_or_changes_is_refused(tmp_path):
-    sessions = [scoped([[1]], hash_id_scope="global"), scoped([[1]])]
-    with pytest.raises(ConfigError, match="line 2: hash_id_scope None; allowed: the same in all lines"):
-        read(written(tmp_path / "mixed", sessions))
-    with pytest.raises(ConfigError, match="line 1: hash_id_scope is 'user'; allowed: local, global"):
-        read(written(tmp_path / "unknown", [scoped([[1]], hash_id_scope="user")]))
-    assert read(written(tmp_path / "turns", [scoped([[1]], hash_id_scope="local"), scoped([[1]])]))
-
-
 def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:47,3,4"]
     path = written(tmp_path / "azure.csv", rows, gzip.compress)
@@ -208,46 +199,6 @@ def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
     whole = earlier.input_tokens // 16
     assert later.blocks[:whole] == earlier.blocks[:whole]
     assert later.blocks[whole:] != earlier.blocks[whole:]
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"timestamp": 1, "output_length": 1, "hash_ids": [1]}, "line 3: 'input_length' is missing"),
-        ({"timestamp": "x", "input_length": 1, "hash_ids": [1]}, "line 3: timestamp is 'x'; allowed: a number"),
-        (
-            {"timestamp": 1, "input_length": 1, "hash_ids": [1], "next_turn": "me"},
-            "line 3: next_turn is 'me'; allowed: tool, user, nobody",
-        ),
-        ({"timestamp": 1, "input_length": -4, "hash_ids": [1]}, "line 3: input_length is -4; allowed: a whole number"),
-        ({"timestamp": 1, "input_length": 1, "hash_ids": 5}, "line 3: hash_ids is 5; allowed: a list"),
-        ({"timestamp": 1, "input_length": 1, "hash_ids": [1.5]}, "line 3: hash_ids holds 1.5; allowed: whole numbers"),
-        ({"timestamp": 1, "input_length": 1}, "line 3: 'hash_ids' is missing"),
-        ({"timestamp": 1, "input_length": 1, "hash_runs": [[1, 0]]}, r"line 3: hash_runs holds \[1, 0\]"),
-        ("[1, 2]", "line 3: .* is not a JSON object"),
-        ('{"timestamp": ', "line 3: "),
-        ('{"timestamp": 1, "input_length": NaN, "hash_ids": [1]}', "line 3: input_length is nan; allowed"),
-        ({"timestamp": 1, "input_length": 1 << 31, "hash_ids": [1]}, "line 3: input_length is 2147483648; allowed"),
-    ],
-)
-def test_a_malformed_line_is_named_with_its_field(tmp_path, bad, message):
-    path = written(tmp_path / "trace", [*LINES[:2], bad])
-    with pytest.raises(ConfigError, match=message):
-        read(path)
-    read(written(path, LINES[:2]))  # negative control
-
-
-def test_files_that_are_no_traces_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is empty; allowed: at least one request"):
-        open_trace(written(tmp_path / "a", [""]))
-    with pytest.raises(ConfigError, match="No such file"):
-        open_trace(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="unknown format; allowed: JSON lines with hash_ids"):
-        open_trace(written(tmp_path / "b", [{"prompt": "?"}]))
-    whole = gzip.compress(("\n".join(json.dumps(it) for it in LINES) * 50).encode())
-    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match="not a trace"):
-        read(tmp_path / "cut")
 
 
 def test_damage_is_reported_with_its_line(tmp_path):
@@ -297,14 +248,6 @@ def test_texts_may_have_times_of_their_own_unit_or_since_1970(tmp_path):
             trace = open_trace(written(tmp_path / "text", lines), ReadOptions(time_unit=unit))
             assert [round(it.time_s, 3) for it in trace.requests()] == list(range(12)), (unit, start)
             assert not any("look like" in note for note in trace.notes)
-    (doubted,) = [
-        it for it in read_arrays(open_trace(written(tmp_path / "text", seconds(TEXT)))).warnings if "look like" in it
-    ]
-    assert doubted.endswith("--time-unit s")
-
-
-def seconds(line):
-    return [{**line, "timestamp": n, "input": "word " * 3000} for n in range(12)]
 
 
 def session(*times, **more):
@@ -319,12 +262,50 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ([*LINES[:2], {"timestamp": 1, "output_length": 1, "hash_ids": [1]}], "line 3: 'input_length' is missing"),
+        (
+            [*LINES[:2], {"timestamp": "x", "input_length": 1, "hash_ids": [1]}],
+            "line 3: timestamp is 'x'; allowed: a number",
+        ),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_ids": [1], "next_turn": "me"}],
+            "line 3: next_turn is 'me'; allowed: tool, user, nobody",
+        ),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": -4, "hash_ids": [1]}],
+            "line 3: input_length is -4; allowed: a whole number",
+        ),
+        ([*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_ids": 5}], "line 3: hash_ids is 5; allowed: a list"),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_ids": [1.5]}],
+            "line 3: hash_ids holds 1.5; allowed: whole numbers",
+        ),
+        ([*LINES[:2], {"timestamp": 1, "input_length": 1}], "line 3: 'hash_ids' is missing"),
+        ([*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_runs": [[1, 0]]}], r"line 3: hash_runs holds \[1, 0\]"),
+        ([*LINES[:2], "[1, 2]"], "line 3: .* is not a JSON object"),
+        ([*LINES[:2], '{"timestamp": '], "line 3: "),
+        (
+            [*LINES[:2], '{"timestamp": 1, "input_length": NaN, "hash_ids": [1]}'],
+            "line 3: input_length is nan; allowed",
+        ),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": 1 << 31, "hash_ids": [1]}],
+            "line 3: input_length is 2147483648; allowed",
+        ),
         ([session(0), {**session(0), "requests": [{"t": 0, "out": 1, "hash_runs": []}]}], "line 2: 'in' is missing"),
         ([session(0), {**session(0), "requests": [{"t": "x"}]}], "line 2: t is 'x'; allowed: a number"),
         ([session(0), {**session(0), "requests": 5}], "line 2: 'requests' is missing or no list"),
         ([session(0), {**session(0), "block_size": 16}], "line 2: block_size 16; allowed: 64, as before"),
         ([session(0), "{"], "line 2: "),
         ([session()], "has no request; allowed: at least one"),
+        (
+            [scoped([[1]], hash_id_scope="global"), scoped([[1]])],
+            "line 2: hash_id_scope None; allowed: the same in all lines",
+        ),
+        (
+            [scoped([[1]], hash_id_scope="local"), scoped([[1]], hash_id_scope="user")],
+            "line 2: hash_id_scope is 'user'; allowed: local, global",
+        ),
         ([TEXT, {**TEXT, "input": 5}], "line 2: input is int; allowed: a text"),
         ([TEXT, {**TEXT, "timestamp": None}], "line 2: timestamp is None; allowed: a number"),
         ([TEXT, "[]"], "line 2: .* is not a JSON object"),
@@ -368,11 +349,22 @@ def test_every_reader_warns_of_implausible_times(tmp_path, lines, message):
     assert well.warnings == ()
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", gzip.compress(b"", mtime=0), zstandard.compress(b"")])
-def test_nothing_is_no_trace(tmp_path, content):
+PACKED = gzip.compress(("\n".join(json.dumps(it) for it in LINES) * 50).encode())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((it, "is empty; allowed: at least one request") for it in (b"", b"\n\n", zstandard.compress(b""))),
+        (gzip.compress(b"", mtime=0), "is empty; allowed: at least one request"),
+        (b'{"prompt": "?"}', "unknown format; allowed: JSON lines with hash_ids"),
+        (PACKED[: len(PACKED) // 2], "not a trace"),
+    ],
+)
+def test_files_that_are_no_traces_are_refused(tmp_path, content, message):
     (tmp_path / "trace").write_bytes(content)
-    with pytest.raises(ConfigError, match="is empty; allowed: at least one request"):
-        open_trace(tmp_path / "trace")
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "trace")
 
 
 def test_ids_far_apart_take_no_table(tmp_path):
@@ -446,26 +438,32 @@ def test_compressed_traces_are_read_in_linear_time_with_a_limit(tmp_path, monkey
         sum(1 for _ in io_module.text_lines(path))
 
 
-def test_held_and_written_blocks_are_limited(tmp_path, monkeypatch):
-    folder = tmp_path / "trace"
-    folder.mkdir()
-    lines = [{"timestamp": n, "input_length": 640, "hash_runs": [[0, 10]]} for n in range(4)]
-    written(folder / "a.jsonl", lines)
-    session = {"block_size": 64, "requests": [{"t": n, "in": 640, "out": 1, "hash_runs": [[0, 10]]} for n in range(4)]}
-    sessions = written(tmp_path / "sessions", [session])
-    texts = written(tmp_path / "texts", [{"timestamp": n, "input": "a b c d e f g h i j"} for n in range(4)])
-    for path in (folder, sessions, texts):
-        for module in (block_ids, session_lines, arrays_module):
-            monkeypatch.undo()
-            limits = {"HELD_BLOCKS_MAX": 40, "SESSION_BLOCKS_MAX": 40, "ACCESSES_MAX": 40}
-            for name in limits.keys() & vars(module).keys():
-                if name == "SESSION_BLOCKS_MAX" and path != sessions:
-                    continue
-                monkeypatch.setattr(module, name, 40)
-                assert len(read_arrays(open_trace(path, ReadOptions(block_tokens=64 if path != texts else 1)))) == 4
-                monkeypatch.setattr(module, name, 39)
-                with pytest.raises(ConfigError, match=r"40 blocks .*; allowed: (at most )?39"):
-                    read_arrays(open_trace(path, ReadOptions(block_tokens=64 if path != texts else 1)))
+FOUR = {
+    # Four requests of ten blocks each.
+    "lines": [{"timestamp": n, "input_length": 640, "hash_runs": [[0, 10]]} for n in range(4)],
+    "sessions": [
+        {"block_size": 64, "requests": [{"t": n, "in": 640, "out": 1, "hash_runs": [[0, 10]]} for n in range(4)]}
+    ],
+    "texts": [{"timestamp": n, "input": "a b c d e f g h i j"} for n in range(4)],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "module", "limit"),
+    [
+        *((form, block_ids, "HELD_BLOCKS_MAX") for form in FOUR),
+        *((form, arrays_module, "ACCESSES_MAX") for form in FOUR),
+        ("sessions", session_lines, "SESSION_BLOCKS_MAX"),
+    ],
+)
+def test_held_and_written_blocks_are_limited(tmp_path, monkeypatch, form, module, limit):
+    written(tmp_path / "a.jsonl", FOUR[form])
+    options = ReadOptions(block_tokens=1 if form == "texts" else 64)
+    monkeypatch.setattr(module, limit, 40)
+    assert len(read_arrays(open_trace(tmp_path, options))) == 4
+    monkeypatch.setattr(module, limit, 39)
+    with pytest.raises(ConfigError, match=r"40 blocks .*; allowed: (at most )?39"):
+        read_arrays(open_trace(tmp_path, options))
 
 
 def test_blocks_and_tokens_of_a_request_are_limited(tmp_path):

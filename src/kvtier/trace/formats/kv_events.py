@@ -75,23 +75,20 @@ class _StoredBlocks(NamedTuple):
 class _OpenRequest:
     """A request that later events may continue."""
 
-    time_s: float
-    latest_s: float
-    first_batch: int
-    batch: int
+    first: _StoredBlocks
+    latest: _StoredBlocks
     prompt_end: int
     """Last block of its prompt."""
     tip: Tip
-    session: str | None
     output_blocks: int = 0
 
     def is_output(self, stored: _StoredBlocks) -> bool:
         """Whether blocks that continue this request are output."""
-        return len(stored.hashes) == 1 and stored.batch != self.batch
+        return len(stored.hashes) == 1 and stored.batch != self.latest.batch
 
     def is_continued_by(self, stored: _StoredBlocks) -> bool:
         """Whether blocks after its last one belong to it: a prompt does not grow after its first output."""
-        pause_s = stored.time_s - self.latest_s
+        pause_s = stored.time_s - self.latest.time_s
         return pause_s <= OUTPUT_S if self.is_output(stored) else pause_s <= PROMPT_S and not self.output_blocks
 
 
@@ -128,7 +125,7 @@ class KvEvents(TraceReader):
             if stored.group != self._group or stored.block_tokens != self._own_tokens or not stored.hashes:
                 continue
             began_s = stored.time_s if began_s is None else began_s
-            while waiting and stored.time_s - waiting[0].latest_s > OUTPUT_S:
+            while waiting and stored.time_s - waiting[0].latest.time_s > OUTPUT_S:
                 _remove(tips, waiting[0])
                 yield self._closed(waiting.popleft(), chains, began_s)
             parent = chains.find(stored.parent)
@@ -142,11 +139,10 @@ class KvEvents(TraceReader):
                     request.output_blocks += len(new)
                 else:
                     request.prompt_end = new[-1]
-                request.latest_s, request.batch, request.tip = stored.time_s, stored.batch, tip
+                request.latest, request.tip = stored, tip
             else:
                 unknown += parent is None and stored.parent is not None
-                time_s, batch = stored.time_s, stored.batch
-                request = _OpenRequest(time_s, time_s, batch, batch, new[-1], tip, stored.session)
+                request = _OpenRequest(stored, stored, new[-1], tip)
                 waiting.append(request)
             tips.setdefault(tip, []).append(request)
         for each in waiting:
@@ -162,16 +158,16 @@ class KvEvents(TraceReader):
         path = chains.path(done.prompt_end)
         if len(path) > REQUEST_BLOCKS_MAX:
             raise ConfigError(
-                f"trace {self.path}, batch {done.first_batch}: a request of more blocks than allowed; allowed: at "
+                f"trace {self.path}, batch {done.first.batch}: a request of more blocks than allowed; allowed: at "
                 f"most {REQUEST_BLOCKS_MAX}"
             )
         return TraceRequest(
-            done.time_s - began_s,
+            done.first.time_s - began_s,
             len(path) * self._own_tokens,
             done.output_blocks * self._own_tokens,
             merge_blocks(np.asarray(path, np.int64), self._factor),
-            done.session,
-            done.first_batch,
+            done.first.session,
+            done.first.batch,
         )
 
     def _stored(self) -> Iterator[_StoredBlocks]:

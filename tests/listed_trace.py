@@ -1,0 +1,27 @@
+"""A trace from a list of requests."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.trace.arrays import TraceArrays, read_arrays
+from kvtier.trace.formats.base import TraceReader, TraceRequest
+
+Row = tuple[float, int, Sequence[int], str | None]
+"""Time, input tokens, block ids and session."""
+
+
+class Listed(TraceReader):
+    def __init__(self, rows: Iterable[Row], block_tokens: int) -> None:
+        super().__init__(Path("list"))
+        self.block_tokens = block_tokens
+        self._rows = list(rows)
+
+    def requests(self) -> Iterator[TraceRequest]:
+        for line, (time_s, tokens, ids, session) in enumerate(self._rows, 1):
+            yield TraceRequest(time_s, tokens, 1, np.asarray(ids, np.int64), session, line)
+
+
+def listed(rows: Iterable[Row], block_tokens: int = 16, *, is_strict: bool = False) -> TraceArrays:
+    return read_arrays(Listed(rows, block_tokens), is_strict=is_strict)
