@@ -64,19 +64,6 @@ def test_capacities_are_shares_of_the_unique_tokens(capsys, tmp_path):
     assert [(it["policy"], it["capacity_tokens"]) for it in json.loads(out)["results"]] == [("lru", 64), ("min", 64)]
 
 
-def test_options_of_the_session_format(capsys):
-    path = str(TRACES / "claude_code_17sessions.jsonl.gz")
-    rates = {}
-    for options in ((), ("--window-h", "10", "--seed", "1", "--block", "256"), ("--window-h", "0.2"), ("--seed", "2")):
-        _, out, _ = replay(
-            capsys, path, *options, "--capacity-tokens", "1M", "--policy", "lru", "--json", "--jobs", "1"
-        )
-        rates[options] = json.loads(out)["results"][0]["hit_rate"]
-    defaults, stated, crowded, _ = rates.values()
-    assert defaults == stated
-    assert crowded < defaults  # more concurrent sessions in the same capacity
-
-
 def test_start_times_are_drawn_several_times_and_the_spread_is_shown(capsys):
     path = str(TRACES / "claude_code_17sessions.jsonl.gz")
     common = (path, "--capacity-tokens", "3%", "--policy", "lru", "--jobs", "1")
@@ -133,15 +120,10 @@ def test_ctrl_c_ends_at_once_with_the_finished_replays(tmp_path, jobs):
 
 
 def test_tables_and_describe(capsys):
-    code, out, _ = replay(capsys, MINISWE, "--capacity-tokens", "20k", "--policy", "lru", "--jobs", "1")
-    assert code == 0
+    _, out, _ = replay(capsys, MINISWE, "--capacity-tokens", "20k", "--policy", "lru", "--jobs", "1")
     assert "hits 0.9304 of the input tokens" in out
-    assert "20k" in out
-    code, out, _ = replay(capsys, "describe", MINISWE)
-    assert code == 0
-    assert "2,539,560" in out
-    code, out, _ = replay(capsys, "describe", MINISWE, "--json")
-    assert json.loads(out)["sessions"] == 20
+    assert "2,539,560" in replay(capsys, "describe", MINISWE)[1]
+    assert json.loads(replay(capsys, "describe", MINISWE, "--json")[1])["sessions"] == 20
     lines = [line.split() for line in replay(capsys, MINISWE, "--policy", "help")[1].splitlines()]
     assert {"min", "adaptive-turns", "adaptive-hints"} < {words[0] for words in lines}
 
@@ -203,15 +185,12 @@ def test_bad_traces_are_warned_of_and_refused_with_strict(capsys, tmp_path):
     path = tmp_path / "trace.jsonl.gz"
     lines = [{"timestamp": it * 1000, "input_length": 128, "hash_ids": [it, 1]} for it in (5, 6, 4)]
     path.write_bytes(gzip.compress("\n".join(json.dumps(it) for it in lines).encode()))
-    code, out, err = replay(capsys, str(path), "--capacity-tokens", "1k", "--policy", "lru", "--json", "--jobs", "1")
-    result = json.loads(out)
-    assert code == 0
-    assert result["prefix_violations"] == 2
+    options = ("--capacity-tokens", "1k", "--policy", "lru", "--jobs", "1")
+    _, out, err = replay(capsys, str(path), *options, "--json")
+    assert json.loads(out)["prefix_violations"] == 2
     assert "2 blocks follow a different parent than before" in err
-    assert any("1 timestamps go back, first in line 3" in it for it in result["warnings"])
-    code, out, err = replay(capsys, str(path), "--strict")
-    assert (code, out) == (2, "")
-    assert "allowed with --strict" in err
+    code, out, err = replay(capsys, str(path), *options, "--strict")
+    assert (code, out, "allowed with --strict" in err) == (2, "", True)
     csv = tmp_path / "azure.csv"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     assert "has no blocks" in replay(capsys, str(csv), "--policy", "lru")[2]

@@ -108,20 +108,6 @@ def test_no_policy_exceeds_the_bounds_and_both_lrus_are_equal(name, capacity):
     assert min(rates.values()) >= 0.0
 
 
-def test_hits_of_sessions_equal_a_naive_count():
-    packed = trace("claude_code_17sessions")
-    assert packed.block_tokens == 256
-    seen, hit, total = set(), 0, 0
-    for request in open_trace(GOLDEN / "traces" / "claude_code_17sessions.jsonl.gz").requests():
-        ids = request.blocks.tolist()
-        run = next((place for place, block in enumerate(ids) if block not in seen), len(ids))
-        hit += min(run * 256, request.input_tokens)
-        total += request.input_tokens
-        seen.update(ids)
-    assert replay(packed, "infinite", None).hit_tokens == hit
-    assert int(packed.input_tokens.sum()) == total
-
-
 def test_a_sweep_equals_single_replays_and_continues_from_its_journal(tmp_path):
     packed = trace("lmcache_miniswe_b64")
     tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc") for capacity in (20_000, None)]
@@ -171,8 +157,8 @@ def test_policies_keep_their_capacity():
             continue
         policy = make_policy(name, 40, packed)
         for request in range(len(packed)):
-            blocks = packed.ids[packed.starts[request] : packed.starts[request + 1]].tolist()
-            policy.begin(request, float(packed.time_s[request]), blocks)
+            blocks = packed.blocks(request).tolist()
+            policy.begin(request)
             hits, inserted = policy.access(blocks)
             assert hits + inserted <= len(blocks)
             assert policy.held <= 40, name
