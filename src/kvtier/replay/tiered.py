@@ -336,9 +336,8 @@ class _TieredReplay:
         ends_s = np.linspace(0, span_s, PARTS + 1)[1:]
         times_s = [time_s for time_s, _ in self._held]
         latest: list[int] = (np.searchsorted(times_s, ends_s, side="right") - 1).tolist()
-        tiers: dict[str, TierSeries] = {}
-        for number, (name, (reads, writes)) in enumerate(self._link_series.items()):
-            tiers[name] = TierSeries(
+        tiers = {
+            name: TierSeries(
                 hit_tokens_per_s=means(self._hit_tokens[name]),
                 read_bytes_per_s=means(reads.moved),
                 written_bytes_per_s=means(writes.moved),
@@ -346,6 +345,8 @@ class _TieredReplay:
                 write_depth=means(writes.depth),
                 held_bytes=tuple(float(self._held[sample][1][number]) for sample in latest),
             )
+            for number, (name, (reads, writes)) in enumerate(self._link_series.items())
+        }
         return TieredSeries(
             part_s=span_s / PARTS,
             input_tokens_per_s=means(self._input_tokens),

@@ -252,8 +252,7 @@ class ReplayTier:
             victim = self._evictor.victim(never_pinned)
             if victim is None:
                 return
-            self._evictor.removed(victim)
-            self._held.discard(ChunkKey(victim))
+            self.drop(ChunkKey(victim))
             self.evictions += 1
         self._evictor.added(held)
         self._held.add(key)

@@ -121,13 +121,13 @@ def is_msgpack(path: Path) -> bool:
     try:
         with open_binary(path) as stream:
             first = stream.read(1)
-    except (OSError, *damage_errors()) as error:
-        raise ConfigError(f"trace {path}: not a trace: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror or error}") from error
     return bool(first) and (0x80 <= first[0] <= 0x9F or 0xDC <= first[0] <= 0xDF)
 
 
 class _Decompressed(io.RawIOBase):
-    """Stream of a compressed file in bounded memory, whatever it expands to."""
+    """Stream of a compressed file in bounded memory, whatever it expands to; damage is an OSError."""
 
     def __init__(self, path: Path, parts: Callable[[Path, IO[bytes]], Iterator[bytes]]) -> None:
         self._path = path
@@ -145,7 +145,10 @@ class _Decompressed(io.RawIOBase):
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         while not self._part:
-            part = next(self._parts, None)
+            try:
+                part = next(self._parts, None)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise OSError(f"not a trace: {error}") from error
             if part is None:
                 return 0
             self._part = memoryview(part)
@@ -182,7 +185,11 @@ def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
     while packed := stream.read(_ZSTD_INPUT_BYTES):
         while packed:
             decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
-            yield decoder.decompress(packed)
+            try:
+                part = decoder.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            yield part
             packed = b""
             if decoder.eof:
                 packed, decoder = decoder.unused_data, None
@@ -217,8 +224,6 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(
             f"trace {path}, line {number}: not a trace: not UTF-8: {error.reason} at byte {error.start + 1}"
         ) from error
-    except damage_errors() as error:
-        raise ConfigError(f"trace {path}, after line {number}: not a trace: {error}") from error
 
 
 def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed]) -> Iterator[Parsed]:
@@ -235,15 +240,6 @@ def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed])
                     raise ConfigError(f"{short(text.strip())} is not a JSON object")
                 parsed = parse(file, number, cast("dict[str, Any]", value))
             yield parsed
-
-
-def damage_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of reading a damaged gzip or zstd file, besides OSError."""
-    try:
-        from zstandard import ZstdError  # noqa: PLC0415  an extra
-    except ImportError:
-        return (EOFError, zlib.error)
-    return (EOFError, zlib.error, ZstdError)
 
 
 def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:

@@ -21,11 +21,10 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from kvtier.errors import ConfigError, install_hint
-from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, merge_factor
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merge_blocks
 from kvtier.trace.trace_files import (
     LineErrors,
-    damage_errors,
     is_msgpack,
     number,
     open_binary,
@@ -110,8 +109,7 @@ class KvEvents(TraceReader):
         if first is None:
             raise ConfigError(f"trace {path}: no BlockStored of GPU memory; allowed: at least one")
         self._own_tokens, self._group = first.block_tokens, first.group
-        self._factor = merge_factor(path, self._own_tokens, block_tokens)
-        self.block_tokens = self._own_tokens * self._factor
+        self._set_block_tokens(self._own_tokens, block_tokens)
         self.notes = (_CONVENTION,)
 
     def requests(self) -> Iterator[TraceRequest]:
@@ -280,7 +278,7 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
                 yield count, cast("object", each)
             if unpacker.tell() != stream.tell():
                 raise ConfigError(f"trace {path}: cut short after batch {count}")
-    except (ValueError, TypeError, OSError, MemoryError, *damage_errors(), msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, OSError, MemoryError, msgpack.exceptions.UnpackException) as error:
         text = str(error) or type(error).__name__
         raise ConfigError(
             f"trace {path}, after batch {count}: not msgpack: {text}; allowed: batches of at most {BATCH_BYTES_MAX} "

@@ -11,7 +11,6 @@ from kvtier.trace.formats.base import (
     TraceReader,
     TraceRequest,
     TraceWarning,
-    merge_factor,
     next_turn_of,
     session_of,
     time_unit_warning,
@@ -47,8 +46,7 @@ class RequestLines(TraceReader):
         if own is None:
             own, note = _inferred_block_tokens([it[1:] for it in head])
             self.notes = (note,)
-        self._factor = merge_factor(path, own, block_tokens)
-        self.block_tokens = own * self._factor
+        self._set_block_tokens(own, block_tokens)
         self.notes += time_unit_warning(times_s, tokens, time_unit)
 
     def requests(self) -> Iterator[TraceRequest]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, merge_factor
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning
 from kvtier.trace.formats.block_ids import Numbering, blocks_of, by_time, merge_blocks
 from kvtier.trace.trace_files import json_lines, number, short, whole
 from kvtier.types import NextTurn
@@ -49,8 +49,7 @@ class SessionLines(TraceReader):
         self._seed = seed
         self.own_block_tokens, self._is_global = next(json_lines(path, _shape))
         own = self.own_block_tokens
-        self._factor = merge_factor(path, own, block_tokens or max(BLOCK_TOKENS_DEFAULT, own))
-        self.block_tokens = own * self._factor
+        self._set_block_tokens(own, block_tokens or max(BLOCK_TOKENS_DEFAULT, own))
         shared = "what they share is visible" if self._is_global else "what they share is not visible"
         self._starts = (
             f"sessions without absolute times: they start uniformly within {window_h:g} h, seed {seed}; {shared}"
