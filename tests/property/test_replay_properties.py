@@ -4,7 +4,7 @@ from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.listed_trace import listed
+from tests.traces import listed
 
 from kvtier.replay.policies.reference import infinite_hit_tokens
 from kvtier.replay.single_cache import replay

@@ -7,19 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from tests.traces import MINISWE, TRACES
 from tests.unit.report.test_report import check_page
 
 from kvtier.cli.main import run
 
-TRACES = Path(__file__).parents[2] / "golden" / "traces"
-MINISWE = str(TRACES / "lmcache_miniswe_b64.jsonl.gz")
-
 
 def replay(capsys, *arguments):
-    code = run(["replay", *arguments])
+    code = run(["replay", *map(str, arguments)])
     out, err = capsys.readouterr()
     return code, out, err
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.traces import MAGAGENT, MINISWE
 from tests.unit.replay.test_replay_tiers import BLOCK, CHUNK, agents, hits, replayed, tier
 from tests.unit.report.test_report import check_page
 
@@ -25,7 +26,6 @@ from kvtier.replay.sweep import FinishedReplays
 from kvtier.replay.tiered import TieredSetup, replay_tiers, sweep_tiers
 from kvtier.replay.virtual_tiers import SPAN_MAX_S, SecondSums
 
-MAGAGENT = Path(__file__).parents[2] / "golden" / "traces" / "lmcache_magagent_b64.jsonl.gz"
 TWO = (list(range(1, 9)), list(range(11, 19)))
 
 
@@ -330,7 +330,7 @@ def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
         "--block",
         "512",
     )
-    trace = str(MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz"))
+    trace = str(MINISWE)
     picture = tmp_path / "charts.png"
     arguments = ["replay", trace, *tiers, "--block", "512", "--model", "qwen3-0.6b", "--report", str(path)]
     assert run([*arguments, "--picture", str(picture)]) == 0
@@ -363,7 +363,7 @@ def test_a_trace_of_one_request():
 def test_the_documents_python_runs(tmp_path, monkeypatch):
     text = (Path(__file__).parents[3] / "docs" / "replay.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    lines = MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz")
+    lines = MINISWE
     monkeypatch.chdir(tmp_path)
     with gzip.open(lines) as source, gzip.open("conversation.jsonl.gz", "wb") as target:
         target.writelines(itertools.islice(source, 60))

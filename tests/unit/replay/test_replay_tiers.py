@@ -1,9 +1,7 @@
 """Tiered replays: links and tiers equal counts by hand, sharing and routing matter, and slow tiers do no harm."""
 
-from pathlib import Path
-
 import pytest
-from tests.listed_trace import listed
+from tests.traces import MAGAGENT, MINISWE, listed
 
 from kvtier.cli.main import run
 from kvtier.replay.node import ReplayNode
@@ -15,7 +13,6 @@ from kvtier.replay.tiered import TieredSetup, replay_tiers
 from kvtier.replay.virtual_tiers import EventQueue, LinkSeries, ReplayLink, link_stats
 from kvtier.trace.open import open_trace
 
-TRACES = Path(__file__).parents[2] / "golden" / "traces"
 BLOCK, TOKEN = 64, 1024.0
 CHUNK = int(BLOCK * TOKEN)
 
@@ -37,7 +34,7 @@ def replayed(rows, *tiers, **more):
 
 def agents():
     """The first requests of a public trace."""
-    trace = open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz")
+    trace = open_trace(MAGAGENT)
     first = [(it.time_s, it.blocks[: (it.input_tokens - 1) // BLOCK], it.session) for it in trace.requests()]
     return whole_blocks(first[:160])
 
@@ -186,5 +183,5 @@ def test_affinity_routers_hit_more_than_random():
     ],
 )
 def test_wrong_tiers_are_explained(capsys, arguments, message):
-    assert run(["replay", str(TRACES / "lmcache_miniswe_b64.jsonl.gz"), *arguments]) == 2
+    assert run(["replay", str(MINISWE), *arguments]) == 2
     assert message in capsys.readouterr().err

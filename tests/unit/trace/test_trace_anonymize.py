@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.listed_trace import listed
+from tests.traces import listed
 
 from kvtier.cli.main import run
 from kvtier.replay.single_cache import replay

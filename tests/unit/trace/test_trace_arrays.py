@@ -1,21 +1,15 @@
 """Traces as arrays: columns equal the reader's requests, in memory and in files; errors are counted and reported."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.listed_trace import listed
+from tests.traces import listed, public
 
 import kvtier.trace.arrays as packing
 from kvtier.errors import ConfigError
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.open import open_trace
 from kvtier.trace.stats import trace_stats
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "traces"
-
 
 rows = st.lists(
     st.tuples(
@@ -83,7 +77,7 @@ def test_warnings_and_strict():
     ],
 )  # fmt: skip
 def test_statistics_of_public_traces(file, requests, tokens, unique, hit, late, once, top, intervals, first, written):
-    stats = trace_stats(read_arrays(open_trace(GOLDEN / f"{file}.jsonl.gz")))
+    stats = trace_stats(public(file))
     assert (stats.requests, stats.input_tokens, stats.unique_tokens) == (requests, tokens, unique)
     assert (round(stats.infinite_hit_rate, 4), round(stats.infinite_hit_rate_second_half, 4)) == (hit, late)
     assert stats.used_once == pytest.approx(once, abs=0.005)

@@ -3,11 +3,11 @@
 import gzip
 import json
 import sys
-from pathlib import Path
 
 import msgpack
 import pytest
 import zstandard
+from tests.traces import TRACES, arrays_of
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
@@ -15,9 +15,8 @@ from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import ReadOptions, open_trace
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "traces"
-REAL = GOLDEN / "vllm_events.msgpack"
-RECORDED = json.loads((GOLDEN / "vllm_events.json").read_text())
+REAL = TRACES / "vllm_events.msgpack"
+RECORDED = json.loads((TRACES / "vllm_events.json").read_text())
 BLOCK = RECORDED["block"]
 
 
@@ -62,11 +61,11 @@ def test_events_of_vllm_give_its_prompts():
 
 def test_a_lost_batch_is_a_warning(tmp_path):
     seen = [it for it in RECORDED["asked"] if not it["what"].startswith("there as a whole")]
-    packed = read_arrays(open_trace(written(tmp_path / "lost", batches()[1:])))
+    packed = arrays_of(written(tmp_path / "lost", batches()[1:]))
     assert replay(packed, "lru", None).hit_tokens != sum(it["cached"] for it in seen)
     assert any("stored before the start of the file" in it for it in packed.warnings)
     with pytest.raises(ConfigError, match="allowed with --strict"):
-        read_arrays(open_trace(tmp_path / "lost"), is_strict=True)
+        arrays_of(tmp_path / "lost", is_strict=True)
 
 
 def test_json_lines_and_arrays_and_packed_files_give_the_same(tmp_path):
@@ -103,7 +102,7 @@ def test_single_pages_are_one_prompt_and_page_hashes_name_no_prefix(tmp_path):
     assert len(set(first)) == 3
     assert len(second) == 2
     assert not set(first) & set(second)
-    assert read_arrays(open_trace(tmp_path / "pages"), is_strict=True).prefix_violations == 0
+    assert arrays_of(tmp_path / "pages", is_strict=True).prefix_violations == 0
 
 
 def test_continued_and_new_requests(tmp_path):
@@ -157,7 +156,7 @@ def test_a_malformed_batch_is_named_with_its_field(tmp_path, sent, message):
 def test_a_file_that_is_cut_short_is_refused(tmp_path):
     (tmp_path / "cut").write_bytes(REAL.read_bytes()[:-7])
     with pytest.raises(ConfigError, match="cut short after batch 10"):
-        read_arrays(open_trace(tmp_path / "cut"))
+        arrays_of(tmp_path / "cut")
     whole = gzip.compress(REAL.read_bytes(), mtime=0)
     data = REAL.read_bytes()
     packed = zstandard.compress(data[:100]) + zstandard.compress(data[100:])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from tests.traces import arrays_of
 
 from kvtier.errors import ConfigError
 from kvtier.trace import arrays as arrays_module
@@ -141,12 +142,12 @@ def test_next_turns_are_read_and_written(tmp_path):
     turns = ["tool", None, "user", "nobody"]
     line = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [0], "session_id": 1}
     path = written(tmp_path / "turns", [{**line, "timestamp": n, "next_turn": it} for n, it in enumerate(turns)])
-    packed = read_arrays(open_trace(path))
+    packed = arrays_of(path)
     assert packed.next_turn.tolist() == [0, -1, 1, 2]
     packed.save(tmp_path)
     assert TraceArrays.load(tmp_path).next_turn.tolist() == [0, -1, 1, 2]
     write_requests(tmp_path / "again", packed, as_runs=True)
-    assert read_arrays(open_trace(tmp_path / "again")).next_turn.tolist() == [0, -1, 1, 2]
+    assert arrays_of(tmp_path / "again").next_turn.tolist() == [0, -1, 1, 2]
     write_requests(tmp_path / "silent", without_sessions(packed), as_runs=True)
     assert "next_turn" not in (tmp_path / "silent").read_text()
 
@@ -319,10 +320,10 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
     with pytest.raises(ConfigError, match=message) as found:
-        read_arrays(open_trace(path))
+        arrays_of(path)
     assert str(path) in str(found.value)
     if len(lines) > 2 or (len(lines) == 2 and not isinstance(lines[0], str)):
-        read_arrays(open_trace(written(path, lines[:-1])))  # negative control
+        arrays_of(written(path, lines[:-1]))  # negative control
 
 
 @pytest.mark.parametrize(
@@ -342,10 +343,10 @@ def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
 )
 def test_every_reader_warns_of_implausible_times(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
-    assert any(message in it for it in read_arrays(open_trace(path)).warnings)
+    assert any(message in it for it in arrays_of(path).warnings)
     with pytest.raises(ConfigError, match="allowed with --strict"):
-        read_arrays(open_trace(path), is_strict=True)
-    well = read_arrays(open_trace(written(path, [session(0, 5, 9)])), is_strict=True)
+        arrays_of(path, is_strict=True)
+    well = arrays_of(written(path, [session(0, 5, 9)]), is_strict=True)
     assert well.warnings == ()
 
 
@@ -369,10 +370,10 @@ def test_files_that_are_no_traces_are_refused(tmp_path, content, message):
 
 def test_ids_far_apart_take_no_table(tmp_path):
     lines = [{"timestamp": n, "input_length": 9, "hash_runs": [[n * 500_000_000, 2]]} for n in (0, 1, 2, 1)]
-    packed = read_arrays(open_trace(written(tmp_path / "trace", lines)))
+    packed = arrays_of(written(tmp_path / "trace", lines))
     assert packed.ids.tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
     with pytest.raises(ConfigError, match=r"hash_runs holds .*ids below 1073741824"):
-        read_arrays(open_trace(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}])))
+        arrays_of(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}]))
 
 
 def requests_at(*times_s):
@@ -458,12 +459,12 @@ FOUR = {
 )
 def test_held_and_written_blocks_are_limited(tmp_path, monkeypatch, form, module, limit):
     written(tmp_path / "a.jsonl", FOUR[form])
-    options = ReadOptions(block_tokens=1 if form == "texts" else 64)
+    block_tokens = 1 if form == "texts" else 64
     monkeypatch.setattr(module, limit, 40)
-    assert len(read_arrays(open_trace(tmp_path, options))) == 4
+    assert len(arrays_of(tmp_path, block_tokens=block_tokens)) == 4
     monkeypatch.setattr(module, limit, 39)
     with pytest.raises(ConfigError, match=r"40 blocks .*; allowed: (at most )?39"):
-        read_arrays(open_trace(tmp_path, options))
+        arrays_of(tmp_path, block_tokens=block_tokens)
 
 
 def test_blocks_and_tokens_of_a_request_are_limited(tmp_path):
@@ -474,8 +475,8 @@ def test_blocks_and_tokens_of_a_request_are_limited(tmp_path):
             ConfigError, match=f"line 1: hash_(runs|ids) has {most + 1} blocks; allowed: at most {most}"
         ):
             open_trace(written(tmp_path / "trace", [{**line, **blocks}]))
-    assert len(read_arrays(open_trace(written(tmp_path / "trace", [{**line, "hash_runs": [[0, most]]}]))).ids) == most
+    assert len(arrays_of(written(tmp_path / "trace", [{**line, "hash_runs": [[0, most]]}])).ids) == most
     stored = {"type": "BlockStored", "token_ids": [], "block_size": (1 << 31) - 1, "parent_block_hash": None}
     events = written(tmp_path / "events", [{"ts": 1.0, "events": [{**stored, "block_hashes": [1, 2]}]}])
     with pytest.raises(ConfigError, match="line 1: prompt of 4294967294 tokens; allowed: at most 2147483647"):
-        read_arrays(open_trace(events))
+        arrays_of(events)

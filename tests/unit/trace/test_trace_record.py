@@ -10,6 +10,7 @@ import time
 from hashlib import sha256
 
 import pytest
+from tests.traces import arrays_of
 
 import kvtier.runtime.trace_recorder as recording
 from kvtier.config.loader import load
@@ -164,7 +165,7 @@ def test_lines_that_wait_for_an_earlier_request_are_bounded(tmp_path, metrics, m
     outputs = [it.output_tokens for it in open_trace(recorder.path).requests()]
     assert sorted(outputs) == [*range(50), 99]
     assert outputs[:40] == list(range(40))
-    assert "go back" in read_arrays(open_trace(recorder.path)).warnings[0]
+    assert "go back" in arrays_of(recorder.path).warnings[0]
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path, metrics):
