@@ -7,6 +7,7 @@ a temporary file when there are many.
 import json
 import tempfile
 from bisect import bisect_right
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,7 +155,7 @@ class _Builder:
         self._rows: list[tuple[int, float, int, int, int, int, int]] = []
         self._waiting = self._total = 0
         self._sessions: dict[str, int] = {}
-        self._turns: list[int] = []
+        self._turns = Counter[int]()
         self._highest, self._lowest = -1, 0
 
     def build(self) -> TraceArrays:
@@ -185,8 +186,6 @@ class _Builder:
         number = turn = -1
         if request.session is not None:
             number = self._sessions.setdefault(request.session, len(self._sessions))
-            if number == len(self._turns):
-                self._turns.append(0)
             turn = self._turns[number]
             self._turns[number] += 1
         next_turn = -1 if request.next_turn is None else NEXT_TURNS.index(request.next_turn)

@@ -213,30 +213,24 @@ class _Chains:
     """Blocks by number, each with its parent. A hash that does not cover its prefix gets a block for each parent."""
 
     def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
-        self._others: dict[tuple[int, object], int] = {}
+        self._latest: dict[object, int] = {}
+        self._blocks: dict[tuple[int, object], int] = {}
         self._parents: list[int] = []
 
     def find(self, name: object) -> int | None:
         """The latest block of the hash `name`, if any."""
-        return None if name is None else self._numbers.get(name)
+        return None if name is None else self._latest.get(name)
 
     def extend(self, parent: int | None, names: list[object]) -> list[int]:
         """The blocks of `names` after `parent`, known or new."""
         before = -1 if parent is None else parent
         out: list[int] = []
         for name in names:
-            block = self._numbers.get(name)
-            if block is not None and self._parents[block] != before:
-                block = self._others.get((before, name))
-            if block is None:
-                block = len(self._parents)
+            block = self._blocks.setdefault((before, name), len(self._parents))
+            if block == len(self._parents):
                 self._parents.append(before)
-                if name in self._numbers:
-                    self._others[before, name] = block
-            self._numbers[name] = block
+            self._latest[name] = before = block
             out.append(block)
-            before = block
         return out
 
     def path(self, block: int) -> list[int]:
