@@ -13,7 +13,7 @@ from tests.traces import arrays_of
 from kvtier.errors import ConfigError
 from kvtier.trace import arrays as arrays_module
 from kvtier.trace import trace_files as io_module
-from kvtier.trace.arrays import TraceArrays, read_arrays, without_sessions
+from kvtier.trace.arrays import TraceArrays, without_sessions
 from kvtier.trace.formats import block_ids, session_lines
 from kvtier.trace.formats.block_ids import merge_blocks
 from kvtier.trace.open import ReadOptions, open_trace
@@ -28,6 +28,7 @@ LINES = [
 
 
 def written(path: Path, lines, compress=bytes):
+    path.parent.mkdir(exist_ok=True)
     text = "\n".join(it if isinstance(it, str) else json.dumps(it) for it in lines) + "\n"
     path.write_bytes(compress(text.encode()))
     return path
@@ -59,21 +60,19 @@ def test_runs_equal_ids_and_the_block_size_is_inferred(tmp_path):
     assert open_trace(path).block_tokens == 64
 
 
-def test_block_size_from_whole_blocks_or_contradictory_counts(tmp_path):
-    def lines(number_of):
-        return [{"timestamp": n, "input_length": n, "hash_ids": list(range(number_of(n)))} for n in range(10, 400, 13)]
-
-    found = open_trace(written(tmp_path / "whole", lines(lambda tokens: tokens // 16)))
-    assert (found.block_tokens, found.notes[0]) == (
-        16,
-        "blocks of 16 tokens, from the numbers of ids, which only whole blocks have",
-    )
-    found = open_trace(written(tmp_path / "all", lines(lambda tokens: -(-tokens // 16))))
-    assert (found.block_tokens, found.notes[0]) == (16, "blocks of 16 tokens, from the numbers of ids")
-    found = open_trace(written(tmp_path / "odd", lines(lambda tokens: tokens % 7 + 1)))
-    assert "do not agree on one" in found.notes[0]
-    found = open_trace(written(tmp_path / "none", lines(lambda _: 0)))
-    assert read_arrays(found).warnings == ("none of the first 30 requests has an id, so reuse is unknown",)
+@pytest.mark.parametrize(
+    ("blocks_of", "tokens", "note"),
+    [
+        (lambda tokens: tokens // 16, 16, "blocks of 16 tokens, from the numbers of ids, which only whole blocks have"),
+        (lambda tokens: -(-tokens // 16), 16, "blocks of 16 tokens, from the numbers of ids"),
+        (lambda tokens: tokens % 7 + 1, 322, "blocks of about 322 tokens: the numbers of ids do not agree on one"),
+        (lambda _: 0, 1, "none of the first 30 requests has an id, so reuse is unknown"),
+    ],
+)
+def test_the_block_size_is_inferred_from_the_numbers_of_ids(tmp_path, blocks_of, tokens, note):
+    lines = [{"timestamp": n, "input_length": n, "hash_ids": [*range(blocks_of(n))]} for n in range(10, 400, 13)]
+    found = open_trace(written(tmp_path / "trace", lines))
+    assert (found.block_tokens, found.notes[0]) == (tokens, note)
 
 
 def test_hashes_and_strings_as_ids(tmp_path):
@@ -202,35 +201,43 @@ def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
     assert later.blocks[whole:] != earlier.blocks[whole:]
 
 
-def test_damage_is_reported_with_its_line(tmp_path):
-    lines = [json.dumps({**LINES[0], "timestamp": n}) for n in range(3000)]
-    data = ("\n".join(lines) + "\n").encode()
+MANY = [json.dumps({**LINES[0], "timestamp": n}) + "\n" for n in range(3000)]
+DATA = "".join(MANY).encode()
+GZIP = gzip.compress(DATA, mtime=0)
+FRAMES = b"".join(zstandard.compress("".join(MANY[at : at + 1000]).encode()) for at in (0, 1000, 2000))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DATA + b'{"timestamp": \xff', "line 3001: not a trace: not UTF-8: invalid start byte at byte 15"),
+        (DATA + b"[" * 100_000, "line 3001: "),
+        (DATA + b'{"timestamp": 5,', "line 3001: not JSON: .*; allowed: a JSON value on each line"),
+        (json.dumps(LINES[0], indent=1).encode(), "line 1: not JSON: .*; allowed: a JSON value on each line"),
+        (json.dumps(LINES).encode(), "line 1: unknown format"),
+        (GZIP[:10] + b"\x07" + GZIP[11:], "not a trace: .* invalid block type"),
+        (GZIP[:3000] + bytes([GZIP[3000] ^ 255]) + GZIP[3001:], ": not "),
+        # The last of three frames is cut: an error, not two thousand lines.
+        (FRAMES[:-1], "not a trace: truncated zstd frame"),
+        (FRAMES[:-200] + b"?" * 200, "not a trace: "),
+    ],
+    ids=range(9),
+)
+def test_damage_is_reported_with_its_line(tmp_path, content, message):
     path = tmp_path / "trace"
-    plain = read(written(path, lines))
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"trace {path}.*{message}"):
+        read(path)
 
-    def refused(content, message):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match=message) as found:
-            read(path)
-        assert str(path) in str(found.value)
 
-    refused(data + b'{"timestamp": \xff', "line 3001: not a trace: not UTF-8: invalid start byte at byte 15")
-    refused(data + b"[" * 100_000, "line 3001: ")
-    refused(data + b'{"timestamp": 5,', "line 3001: not JSON: .*; allowed: a JSON value on each line")
-    refused(json.dumps(LINES[0], indent=1).encode(), "line 1: not JSON: .*; allowed: a JSON value on each line")
-    refused(json.dumps(LINES).encode(), "line 1: unknown format")
-    packed = gzip.compress(data, mtime=0)
-    refused(packed[:10] + b"\x07" + packed[11:], "not a trace: .* invalid block type")
-    refused(packed[:3000] + bytes([packed[3000] ^ 255]) + packed[3001:], "trace .*: not ")
-    # Frames of a thousand lines, the last one cut: an error, not two thousand lines.
-    thousand = [("\n".join(lines[at : at + 1000]) + "\n").encode() for at in (0, 1000, 2000)]
-    packed = b"".join(zstandard.compress(it) for it in thousand)
-    refused(packed[:-1], "not a trace: truncated zstd frame")
-    refused(packed[:-200] + b"?" * 200, "not a trace: ")
-
-    for same in (data, b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n"), data[:-1], packed, gzip.compress(data)):
-        path.write_bytes(same)
-        assert read(path) == plain
+@pytest.mark.parametrize(
+    "content",
+    [DATA, b"\xef\xbb\xbf" + DATA, DATA.replace(b"\n", b"\r\n"), DATA[:-1], FRAMES, GZIP],
+    ids=["plain", "mark", "returns", "no last end", "zstd frames", "gzip"],
+)
+def test_ends_of_lines_marks_and_frames_change_nothing(tmp_path, content):
+    (tmp_path / "trace").write_bytes(content)
+    assert [round(it.time_s * 1000) for it in read(tmp_path / "trace")] == list(range(3000))
 
 
 def test_seconds_read_as_milliseconds_are_warned_of(tmp_path):
@@ -382,7 +389,6 @@ def requests_at(*times_s):
 
 def test_a_directory_is_one_trace_in_the_order_of_names_and_of_time(tmp_path):
     folder = tmp_path / "trace"
-    folder.mkdir()
     written(folder / "b.jsonl.gz", requests_at(1, 4), gzip.compress)
     written(folder / "a.json", requests_at(2, 3))
     (folder / "README.md").write_text("no trace")
@@ -394,13 +400,11 @@ def test_a_directory_is_one_trace_in_the_order_of_names_and_of_time(tmp_path):
     sessions = [scoped([[1, 2, 3], [1, 2, 3, 4]], id=name) for name in "xyz"]
     together = read(written(tmp_path / "together", sessions), block_tokens=64)
     apart = tmp_path / "apart"
-    apart.mkdir()
     for number, session in enumerate(sessions):
         written(apart / f"{number}.json", [session])
     assert [it._replace(line=0) for it in read(apart, block_tokens=64)] == [it._replace(line=0) for it in together]
 
     texts = tmp_path / "texts"
-    texts.mkdir()
     for number, words in enumerate(("one two", "one two three")):
         written(texts / f"{number}.jsonl", [{"timestamp": 10 - number, "input": words}])
     first, second = read(texts, block_tokens=1)
