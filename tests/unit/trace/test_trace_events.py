@@ -150,19 +150,29 @@ def test_a_malformed_batch_is_named_with_its_field(tmp_path, sent, message):
             list(open_trace(path).requests())
 
 
-def test_a_file_that_is_cut_short_is_refused(tmp_path):
-    (tmp_path / "cut").write_bytes(REAL.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match="cut short after batch 10"):
-        arrays_of(tmp_path / "cut")
-    whole = gzip.compress(REAL.read_bytes(), mtime=0)
-    data = REAL.read_bytes()
-    packed = zstandard.compress(data[:100]) + zstandard.compress(data[100:])
-    for damaged in (whole[:-9], packed[:-3], packed[:-9] + b"?" * 9):
-        (tmp_path / "damaged").write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"after batch \d+: not msgpack"):
-            read(tmp_path / "damaged")
-    (tmp_path / "whole").write_bytes(packed)
-    assert read(tmp_path / "whole") == read(REAL)
+DATA = REAL.read_bytes()
+FRAMES = zstandard.compress(DATA[:100]) + zstandard.compress(DATA[100:])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DATA[:-7], "cut short after batch 10"),
+        (gzip.compress(DATA, mtime=0)[:-9], r"after batch \d+: not msgpack"),
+        (FRAMES[:-3], r"after batch \d+: not msgpack"),
+        (FRAMES[:-9] + b"?" * 9, r"after batch \d+: not msgpack"),
+    ],
+    ids=["plain", "gzip", "zstd", "damaged zstd"],
+)
+def test_a_file_that_is_cut_short_is_refused(tmp_path, content, message):
+    (tmp_path / "damaged").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "damaged")
+
+
+def test_a_file_of_several_frames_is_read(tmp_path):
+    (tmp_path / "frames").write_bytes(FRAMES)
+    assert read(tmp_path / "frames") == read(REAL)
 
 
 def test_the_missing_package_is_named(monkeypatch, capsys):
