@@ -17,8 +17,8 @@ Row = tuple[float, int, Sequence[int], str | None]
 """Time, input tokens, block ids and session."""
 
 
-def arrays_of(path: Path, *, is_strict: bool = False, **options: int) -> TraceArrays:
-    return read_arrays(open_trace(path, ReadOptions(**options)), is_strict=is_strict)
+def arrays_of(path: Path, *, is_strict: bool = False, block_tokens: int | None = None) -> TraceArrays:
+    return read_arrays(open_trace(path, ReadOptions(block_tokens=block_tokens)), is_strict=is_strict)
 
 
 @cache
