@@ -2,30 +2,19 @@
 
 from functools import cache
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.traces import listed
 
 from kvtier.replay.policies.reference import infinite_hit_tokens
 from kvtier.replay.single_cache import replay
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.formats.base import TraceRequest
 
 BLOCK = 16
 
 
-class Listed:
-    """A trace from a list of prompts."""
-
-    name, block_tokens, has_blocks, notes = "list", BLOCK, True, ()
-
-    def __init__(self, prompts):
-        self.prompts = prompts
-
-    def requests(self):
-        for number, ids in enumerate(self.prompts):
-            tokens = max(len(ids) * BLOCK - number % BLOCK, 0)
-            yield TraceRequest(float(number), tokens, 1, np.asarray(ids, np.int64), None, number + 1)
+def partial(prompts):
+    """A trace of prompts, most of which have a partial last block."""
+    return listed([(float(n), max(len(ids) * BLOCK - n % BLOCK, 0), ids, None) for n, ids in enumerate(prompts)], BLOCK)
 
 
 @st.composite
@@ -71,12 +60,8 @@ def best_prefix_closed(prompts, capacity):
 @given(prompts=trees(), capacity=st.integers(1, 3))
 def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
     prompts = [ids for ids in prompts if ids][:8] or [[0]]
-    trace = Listed(prompts)
-    trace.requests = lambda: (
-        TraceRequest(float(n), len(ids) * BLOCK, 1, np.asarray(ids, np.int64), None, n + 1)
-        for n, ids in enumerate(prompts)
-    )
-    outcome = replay(read_arrays(trace), "min", capacity * BLOCK)
+    trace = listed([(float(n), len(ids) * BLOCK, ids, None) for n, ids in enumerate(prompts)], BLOCK)
+    outcome = replay(trace, "min", capacity * BLOCK)
     assert outcome.hit_tokens == best_prefix_closed([tuple(it) for it in prompts], capacity) * BLOCK
 
 
@@ -84,13 +69,13 @@ def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
 def test_infinite_hit_tokens_equal_a_replay(prompts):
     # Also with ids that do not name a prefix.
     prompts = [list(dict.fromkeys(it)) for it in prompts]
-    packed = read_arrays(Listed(prompts))
+    packed = partial(prompts)
     assert infinite_hit_tokens(packed) == replay(packed, "infinite", None).hit_tokens
 
 
 @given(prompts=trees(), capacity=st.integers(1, 8))
 def test_more_capacity_never_hurts_lru_and_min_bounds_it(prompts, capacity):
-    packed = read_arrays(Listed(prompts))
+    packed = partial(prompts)
     small, large = (replay(packed, "lru", it * BLOCK).hit_tokens for it in (capacity, capacity + 1))
     # LRU is a stack algorithm: a larger cache includes a smaller one.
     assert small <= large

@@ -55,7 +55,7 @@ ASIDE = {"audio_config", "vision_config", "talker_config", "token2wav_config", "
 def mutants(seed: int, count: int) -> Iterator[tuple[str, Figure | None, set[Figure | None]]]:
     """What was done to which model, the figure, and the figures that are right."""
     draw = random.Random(seed)
-    originals = {name: (config, figure(config)) for name, (config, *_) in SIZES.items()}
+    originals = {name: (config, figure(config)) for name, (*_, config) in SIZES.items()}
     for _ in range(count):
         name = draw.choice(list(originals))
         original, right = originals[name]

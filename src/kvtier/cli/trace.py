@@ -178,14 +178,7 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
     """
     from kvtier.config.value_types import parse_count
     from kvtier.errors import ConfigError
-    from kvtier.trace.synthesize import (
-        SessionSource,
-        StatisticalSource,
-        Statistics,
-        TraceSource,
-        option_of,
-        synthesized,
-    )
+    from kvtier.trace.synthesize import StatisticalSource, Statistics, TraceSource, option_of, synthesized
     from kvtier.trace.write import write_lines
 
     values = {name: options.pop(name) for name in (it[0].replace("-", "_") for it in _STATISTICS)}
@@ -194,7 +187,6 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
         count = None if requests is None else parse_count(requests)
     except ValueError as error:
         raise ConfigError(f"--requests {requests!r}: {error}") from None
-    source: SessionSource
     if like is None:
         if options["block"] is not None:
             given["block_tokens"] = options["block"]

@@ -17,10 +17,6 @@ PARTS = 120
 """Points of a time series."""
 
 
-def _no_sources() -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpec:
     """Capacity and speed of a tier."""
@@ -40,7 +36,7 @@ class TierSpec:
     """Capacity of the drives, of which KV uses `capacity_bytes`; None: all of it."""
     rated_writes_per_day: float | None = None
     """Rated endurance of the drives, in drive writes per day."""
-    sources: dict[str, str] = field(default_factory=_no_sources, compare=False)
+    sources: dict[str, str] = field(default_factory=dict[str, str], compare=False)
     """Field to the source of its value."""
 
     def __post_init__(self) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from random import Random
-from typing import Protocol
 
 import numpy as np
 
+from kvtier.replay.node import ReplayNode
 from kvtier.trace.arrays import TraceArrays
 
 BUSY_S = 2.0
@@ -15,18 +15,10 @@ _SAMPLES = 4
 ROUTERS = ("random", "round-robin", "session", "prefix", "load-and-prefix")
 
 
-class HasBacklog(Protocol):
-    """What a router sees of a node."""
-
-    def backlog_s(self) -> float:
-        """Seconds until a new prompt would start."""
-        ...
-
-
 class Router:
     """One router for all nodes; it remembers where each block was served last."""
 
-    def __init__(self, name: str, trace: TraceArrays, nodes: Sequence[HasBacklog], seed: int) -> None:
+    def __init__(self, name: str, trace: TraceArrays, nodes: Sequence[ReplayNode], seed: int) -> None:
         self._name = name
         self._sessions = trace.session
         self._nodes = nodes

@@ -6,13 +6,12 @@ written tokens count whole blocks.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.registry import make_policy
 from kvtier.trace.arrays import TraceArrays
 
@@ -112,56 +111,48 @@ def replay_task(
         raise ConfigError(f"trace {trace.name} has no blocks, so it has no hits; allowed: `replay describe`")
     begun_s = time.process_time()
     policy = make_policy(task.policy, capacity_blocks(trace, task.capacity_tokens), trace)
-    counts = _Counts(trace, policy)
+    present, block_tokens, before_s = policy.present, trace.block_tokens, float(trace.time_s[0])
+    hit_tokens = block_hits = written = peak = 0
+    held_s = 0.0
     step = min(_STEP, max(1, _STEP_BLOCKS * len(trace) // max(1, len(trace.ids))))
     for start in range(0, len(trace), step):
         if should_stop():
             return None
-        stop = min(start + step, len(trace))
-        counts.add(start, stop)
-        advance(stop - start)
-    block_tokens = trace.block_tokens
-    duration_s = float(trace.time_s[-1]) - float(trace.time_s[0])
-    total = int(trace.input_tokens.sum(dtype="int64"))
-    return CacheResult(
-        policy=task.policy,
-        capacity_tokens=task.capacity_tokens,
-        hit_rate=counts.hit_tokens / total if total else 0.0,
-        hit_tokens=counts.hit_tokens,
-        block_hits=counts.block_hits,
-        evictions=policy.evictions,
-        written_tokens=counts.written * block_tokens,
-        peak_tokens=max(counts.peak, policy.held) * block_tokens,
-        mean_tokens=(counts.held_s / duration_s if duration_s > 0 else float(policy.held)) * block_tokens,
-        cpu_s=time.process_time() - begun_s,
-    )
-
-
-class _Counts:
-    def __init__(self, trace: TraceArrays, policy: Policy) -> None:
-        self._trace, self._policy = trace, policy
-        self._before_s = float(trace.time_s[0])
-        self.hit_tokens = self.block_hits = self.written = self.peak = 0
-        self.held_s = 0.0
-
-    def add(self, start: int, stop: int) -> None:
-        """Replay the requests from `start` to `stop`."""
-        trace, policy, present = self._trace, self._policy, self._policy.present
-        edges = trace.starts[start : stop + 1].tolist()
-        ids: list[int] = trace.ids[edges[0] : edges[-1]].tolist()
-        times, inputs = trace.time_s[start:stop].tolist(), trace.input_tokens[start:stop].tolist()
-        for offset, time_s in enumerate(times):
-            blocks = ids[edges[offset] - edges[0] : edges[offset + 1] - edges[0]]
-            self.held_s += policy.held * (time_s - self._before_s)
-            self._before_s = time_s
-            policy.begin(start + offset, time_s, blocks)
-            self.peak = max(self.peak, policy.held)
+        for request, (time_s, input_tokens, blocks) in enumerate(_requests(trace, start, start + step), start):
+            held_s += policy.held * (time_s - before_s)
+            before_s = time_s
+            policy.begin(request)
+            peak = max(peak, policy.held)
             run = 0
             for block in blocks:
                 if not present[block]:
                     break
                 run += 1
-            self.hit_tokens += min(run * trace.block_tokens, inputs[offset])
+            hit_tokens += min(run * block_tokens, input_tokens)
             hits, inserted = policy.access(blocks)
-            self.block_hits += hits
-            self.written += inserted
+            block_hits += hits
+            written += inserted
+        advance(min(step, len(trace) - start))
+    duration_s = float(trace.time_s[-1]) - float(trace.time_s[0])
+    total = int(trace.input_tokens.sum(dtype="int64"))
+    return CacheResult(
+        policy=task.policy,
+        capacity_tokens=task.capacity_tokens,
+        hit_rate=hit_tokens / total if total else 0.0,
+        hit_tokens=hit_tokens,
+        block_hits=block_hits,
+        evictions=policy.evictions,
+        written_tokens=written * block_tokens,
+        peak_tokens=max(peak, policy.held) * block_tokens,
+        mean_tokens=(held_s / duration_s if duration_s > 0 else float(policy.held)) * block_tokens,
+        cpu_s=time.process_time() - begun_s,
+    )
+
+
+def _requests(trace: TraceArrays, start: int, stop: int) -> Iterator[tuple[float, int, list[int]]]:
+    """Time, input tokens and blocks of the requests from `start` to `stop`."""
+    edges = trace.starts[start : stop + 1].tolist()
+    ids: list[int] = trace.ids[edges[0] : edges[-1]].tolist()
+    times, inputs = trace.time_s[start:stop].tolist(), trace.input_tokens[start:stop].tolist()
+    for first, last, time_s, input_tokens in zip(edges, edges[1:], times, inputs, strict=False):
+        yield time_s, input_tokens, ids[first - edges[0] : last - edges[0]]

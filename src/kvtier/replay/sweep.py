@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 JOBS_MAX = 256
 JOURNAL_BYTES_MAX = 1 << 28
-_HASH_STEP = 1 << 22
 _POLL_S = 0.25
 
 TaskT = TypeVar("TaskT", bound=Hashable)
@@ -259,6 +258,5 @@ def _checksum(task: str, result: object) -> str:
 def _digest(trace: TraceArrays) -> str:
     hasher = xxhash.xxh3_128(repr((trace.block_tokens, __version__)).encode())
     for column in (trace.ids, trace.starts, trace.time_s, trace.input_tokens, trace.session):
-        for start in range(0, len(column), _HASH_STEP):
-            hasher.update(column[start : start + _HASH_STEP].tobytes())
+        hasher.update(column.data)
     return hasher.hexdigest()

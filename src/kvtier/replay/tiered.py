@@ -63,16 +63,20 @@ class TieredSetup:
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
             raise ConfigError("--tier: host memory is missing or not first; allowed: --tier host=64GiB --tier ...")
-        names = [it.name for it in self.tiers]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"--tier names {names} twice; allowed: each tier once")
-        if self.tiers[0].is_shared or self.tiers[0].is_remote:
-            raise ConfigError("--tier host cannot be shared or remote; every node has its own")
-        for name, value in (("nodes", self.nodes), ("servers", self.servers or 1)):
-            if value < 1:
-                raise ConfigError(f"--{name} {value}; allowed: at least 1")
-        if self.router not in ROUTERS:
-            raise ConfigError(f"--router {self.router!r}; allowed: {', '.join(ROUTERS)}")
+        names, host = [it.name for it in self.tiers], self.tiers[0]
+        checks = (
+            (len(set(names)) == len(names), f"--tier names {names} twice; allowed: each tier once"),
+            (
+                not host.is_shared and not host.is_remote,
+                "--tier host cannot be shared or remote; every node has its own",
+            ),
+            (self.nodes >= 1, f"--nodes {self.nodes}; allowed: at least 1"),
+            (self.servers is None or self.servers >= 1, f"--servers {self.servers}; allowed: at least 1"),
+            (self.router in ROUTERS, f"--router {self.router!r}; allowed: {', '.join(ROUTERS)}"),
+        )
+        for is_allowed, message in checks:
+            if not is_allowed:
+                raise ConfigError(message)
 
 
 def sweep_tiers(
@@ -332,9 +336,8 @@ class _TieredReplay:
         ends_s = np.linspace(0, span_s, PARTS + 1)[1:]
         times_s = [time_s for time_s, _ in self._held]
         latest: list[int] = (np.searchsorted(times_s, ends_s, side="right") - 1).tolist()
-        tiers: dict[str, TierSeries] = {}
-        for number, (name, (reads, writes)) in enumerate(self._link_series.items()):
-            tiers[name] = TierSeries(
+        tiers = {
+            name: TierSeries(
                 hit_tokens_per_s=means(self._hit_tokens[name]),
                 read_bytes_per_s=means(reads.moved),
                 written_bytes_per_s=means(writes.moved),
@@ -342,6 +345,8 @@ class _TieredReplay:
                 write_depth=means(writes.depth),
                 held_bytes=tuple(float(self._held[sample][1][number]) for sample in latest),
             )
+            for number, (name, (reads, writes)) in enumerate(self._link_series.items())
+        }
         return TieredSeries(
             part_s=span_s / PARTS,
             input_tokens_per_s=means(self._input_tokens),

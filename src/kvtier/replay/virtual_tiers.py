@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvtier.policy.base import Evictor, Held
 from kvtier.replay.results import LinkStats, TierSpec
+from kvtier.tier.base import never_pinned
 from kvtier.types import ChunkKey, Outcome
 
 SPAN_MAX_S = 10_000_000
@@ -58,10 +59,8 @@ class SecondSums:
             sums[first] += amount
             return
         rate = amount / (end_s - start_s)
-        sums[first] += (first + 1 - start_s) * rate
-        for second in range(first + 1, last):
-            sums[second] += rate
-        sums[last] += (end_s - last) * rate
+        for second in range(first, last + 1):
+            sums[second] += (min(end_s, second + 1) - max(start_s, second)) * rate
 
     @property
     def span_s(self) -> float:
@@ -108,13 +107,13 @@ class ReplayLink:
         "_depth",
         "_events",
         "_in_second",
-        "_peak",
         "_second",
         "_series",
         "bytes_per_s",
         "depth_s",
         "free_s",
         "latency_s",
+        "peak_bytes",
         "peak_depth",
         "total_bytes",
         "transfers",
@@ -128,7 +127,9 @@ class ReplayLink:
         self.free_s = 0.0
         """When the queue is empty."""
         self.transfers = self.total_bytes = 0
-        self._second, self._in_second, self._peak = -1, 0.0, 0.0
+        self._second, self._in_second = -1, 0.0
+        self.peak_bytes = 0.0
+        """Bytes of the busiest second."""
         self._depth = self.peak_depth = 0
         self._changed_s = 0.0
         self.depth_s = 0.0
@@ -141,7 +142,8 @@ class ReplayLink:
         self.free_s = begun_s + size_bytes / self.bytes_per_s
         self.total_bytes += size_bytes
         self.transfers += 1
-        self._spread(begun_s, self.free_s, size_bytes)
+        self._series.moved.add(begun_s, self.free_s, size_bytes)
+        self._count_bytes(begun_s, self.free_s)
 
         def end() -> None:
             self._change(-1)
@@ -160,26 +162,13 @@ class ReplayLink:
         self._depth = depth + step
         self.peak_depth = max(self.peak_depth, self._depth)
 
-    def _spread(self, start_s: float, end_s: float, size_bytes: int) -> None:
-        self._series.moved.add(start_s, end_s, size_bytes)
-        second, last = int(start_s), int(end_s)
-        if second != self._second:
-            self._next_second(second)
-        while second < last:
-            self._in_second += (second + 1 - start_s) * self.bytes_per_s
-            second += 1
-            start_s = second
-            self._next_second(second)
-        self._in_second += (end_s - start_s) * self.bytes_per_s
-
-    def _next_second(self, second: int) -> None:
-        self._peak = max(self._peak, self._in_second)
-        self._second, self._in_second = second, 0.0
-
-    @property
-    def peak_bytes(self) -> float:
-        """Bytes of the busiest second."""
-        return max(self._peak, self._in_second)
+    def _count_bytes(self, start_s: float, end_s: float) -> None:
+        """Find the busiest second; transfers come in the order of their starts."""
+        for second in range(int(start_s), int(end_s) + 1):
+            if second != self._second:
+                self._second, self._in_second = second, 0.0
+            self._in_second += (min(end_s, second + 1) - max(start_s, second)) * self.bytes_per_s
+            self.peak_bytes = max(self.peak_bytes, self._in_second)
 
 
 def link_stats(links: Sequence[ReplayLink], series: LinkSeries, duration_s: float) -> LinkStats:
@@ -263,13 +252,7 @@ class ReplayTier:
             victim = self._evictor.victim(never_pinned)
             if victim is None:
                 return
-            self._evictor.removed(victim)
-            self._held.discard(ChunkKey(victim))
+            self.drop(ChunkKey(victim))
             self.evictions += 1
         self._evictor.added(held)
         self._held.add(key)
-
-
-def never_pinned(name: bytes) -> bool:  # noqa: ARG001  the evictor's interface
-    """No object is pinned here."""
-    return False

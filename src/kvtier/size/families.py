@@ -16,13 +16,16 @@ from kvtier.size.hybrids import HYBRID_READERS
 from kvtier.size.layers import (
     INDEX_FIELDS,
     Layers,
+    by_type,
     every_nth,
     has_mla,
     name_list,
     one_for_each_layer,
     read_attention,
+    read_head_dim,
     read_layer_configs,
     read_layer_count,
+    read_layer_numbers,
     read_layer_types,
     read_mla,
     read_plain,
@@ -98,23 +101,33 @@ def all_class_defaults() -> Mapping[str, Mapping[str, object]]:
 def _refuse_other_kinds(config: ModelConfig, model_type: str) -> None:
     """Refuse models that keep no KV for each token, with the reason."""
     names = config.texts("architectures") or []
-    if model_type in _STATE_ONLY or model_type.startswith("rwkv"):
-        raise config.wrong(
-            "model_type", "its layers keep a state and no KV, and the size of that state is not known here"
-        )
+    config.refuse_if(
+        model_type in _STATE_ONLY or model_type.startswith("rwkv"),
+        "model_type",
+        "its layers keep a state and no KV, and the size of that state is not known here",
+    )
     if not model_type and "ssm_cfg" in config.values:
         raise ConfigError(
             f"{config.origin}: a model of package mamba_ssm (ssm_cfg), which keeps a state and no KV; its file has not "
             "the state's shape, which the conversion for Transformers (model_type mamba or mamba2) has"
         )
-    if config.flag("is_encoder_decoder"):
-        raise config.wrong("is_encoder_decoder", "the KV of encoder-decoders depends on two lengths; not supported")
+    config.refuse_if(
+        config.flag("is_encoder_decoder"),
+        "is_encoder_decoder",
+        "the KV of encoder-decoders depends on two lengths; not supported",
+    )
     is_encoder = any(name.endswith(("ForMaskedLM", "EncoderModel")) for name in names)
-    if model_type in _ENCODERS or is_encoder or config.values.get("is_causal") is False:
-        raise config.wrong("model_type", "an encoder reads all tokens at once and keeps no KV")
+    config.refuse_if(
+        model_type in _ENCODERS or is_encoder or config.values.get("is_causal") is False,
+        "model_type",
+        "an encoder reads all tokens at once and keeps no KV",
+    )
     config.know("use_bidirectional_attention")
-    if config.values.get("use_bidirectional_attention") is True:
-        raise config.wrong("use_bidirectional_attention", "an encoder reads all tokens at once and keeps no KV")
+    config.refuse_if(
+        config.values.get("use_bidirectional_attention") is True,
+        "use_bidirectional_attention",
+        "an encoder reads all tokens at once and keeps no KV",
+    )
 
 
 def _gemma4(config: ModelConfig) -> Layers:
@@ -179,7 +192,7 @@ def _falcon(config: ModelConfig) -> Layers:
     )  # the class writes them, and ignores them without the new decoder
     if config.flag("new_decoder_architecture"):
         kept_heads = config.integer("num_kv_heads", heads)
-    return [(caches.full(kept_heads, config.integer("hidden_size") // heads),)] * read_layer_count(config)
+    return [(caches.full(kept_heads, read_head_dim(config, heads)),)] * read_layer_count(config)
 
 
 def _minimax_m3(config: ModelConfig) -> Layers:
@@ -198,11 +211,11 @@ def _deepseek_v4(config: ModelConfig) -> Layers:
     """DeepSeek V4: compressed latents at two rates, an indexer beside the finer one, a window in every layer."""
     ratios, count = config.integers("compress_ratios") or [], read_layer_count(config)
     config.know("num_key_value_heads", "q_lora_rank", "o_lora_rank", "o_groups", "qk_nope_head_dim", *INDEX_FIELDS)
-    if len(ratios) < count:
-        raise config.wrong("compress_ratios", f"it must have at least num_hidden_layers = {count} entries")
+    config.refuse_if(
+        len(ratios) < count, "compress_ratios", f"it must have at least num_hidden_layers = {count} entries"
+    )
     dim, rotary = config.integer("head_dim"), config.integer("qk_rope_head_dim")
-    if rotary >= dim:
-        raise config.wrong("qk_rope_head_dim", f"it must be less than head_dim, which is {dim}")
+    config.refuse_if(rotary >= dim, "qk_rope_head_dim", f"it must be less than head_dim, which is {dim}")
     window = caches.latent_window(dim, rotary, config.integer("sliding_window"))
     layers: Layers = []
     for ratio in ratios[:count]:
@@ -216,7 +229,7 @@ def _deepseek_v4(config: ModelConfig) -> Layers:
 def _nemotron_nas(config: ModelConfig) -> Layers:
     """Nemotron found by architecture search: each layer has its own group size, or no attention at all."""
     heads = config.integer("num_attention_heads")
-    dim = config.integer("hidden_size") // heads
+    dim = read_head_dim(config, heads)
     layers: Layers = []
     for block in one_for_each_layer(config, "block_configs", config.objects("block_configs"), read_layer_count(config)):
         attention = block.child("attention")
@@ -233,27 +246,27 @@ def _mpt(config: ModelConfig) -> Layers:
     heads, kind = config.integer("num_attention_heads"), inner.text("attn_type", "multihead_attention")
     kept = inner.optional_integer("kv_n_heads")
     config.know("num_key_value_heads")
-    by_kind = {"multihead_attention": heads, "multiquery_attention": 1}.get(kind)
+    by_kind = {"multihead_attention": heads, "multiquery_attention": 1}.get(kind, 0)
     if config.text("model_type") == "dbrx" or kind == "grouped_query_attention":
         by_kind = inner.integer("kv_n_heads")
-    if (
-        by_kind is None
-        or {kept or by_kind, config.values.get("num_key_value_heads") or by_kind} != {by_kind}
-        or heads % by_kind
-    ):
-        raise inner.wrong("kv_n_heads", f"with attn_type {kind!r} it does not fit {heads} heads")
-    hidden = config.integer("hidden_size")
-    if hidden % heads:
-        raise config.wrong("hidden_size", f"it must be a multiple of num_attention_heads, {heads}")
-    return [(caches.full(by_kind, hidden // heads),)] * read_layer_count(config)
+    stated = {kept or by_kind, config.values.get("num_key_value_heads") or by_kind}
+    inner.refuse_if(
+        stated != {by_kind} or not by_kind or heads % by_kind,
+        "kv_n_heads",
+        f"with attn_type {kind!r} it does not fit {heads} heads",
+    )
+    return [(caches.full(by_kind, read_head_dim(config, heads)),)] * read_layer_count(config)
 
 
 def _chatglm(config: ModelConfig) -> Layers:
     """ChatGLM: KV heads are groups of heads from the second version on; in the first, every head keeps its own."""
     heads = config.integer("num_attention_heads")
     kept = config.integer("multi_query_group_num") if config.flag("multi_query_attention") else heads
-    if not config.has("multi_query_attention") and not config.flag("position_encoding_2d"):
-        raise config.wrong("multi_query_attention", "ChatGLM 2 and later state it; ChatGLM states position_encoding_2d")
+    config.refuse_if(
+        not config.has("multi_query_attention") and not config.flag("position_encoding_2d"),
+        "multi_query_attention",
+        "ChatGLM 2 and later state it; ChatGLM states position_encoding_2d",
+    )
     config.know("multi_query_group_num")
     attention = read_attention(config.changed({"num_key_value_heads": kept}, "multi_query_group_num"))
     return [(attention,)] * read_layer_count(config)
@@ -276,28 +289,22 @@ def _longcat(config: ModelConfig) -> Layers:
 def _mllama(config: ModelConfig) -> Layers:
     """Llama 3.2 Vision: some layers attend to the image alone."""
     count, attention = read_layer_count(config), read_attention(config)
-    cross = config.integers("cross_attention_layers")
-    if cross is None or not all(layer < count for layer in cross):
-        raise config.wrong("cross_attention_layers", f"it must list layers below {count}")
+    cross = read_layer_numbers(config, "cross_attention_layers", count)
     config.notes.append(
-        f"{len(set(cross))} layers attend to images: each keeps keys and values, 2 x {attention.kv_heads} x "
+        f"{len(cross)} layers attend to images: each keeps keys and values, 2 x {attention.kv_heads} x "
         f"{attention.head_dim} elements, for every token of an image, which the sizes leave out."
     )
-    return [(caches.cross() if layer in set(cross) else attention,) for layer in range(count)]
+    return [(caches.cross() if layer in cross else attention,) for layer in range(count)]
 
 
 def _gpt_neo(config: ModelConfig) -> Layers:
     """GPT-Neo: full and windowed layers in turn; every head keeps its own KV."""
-    count, heads, hidden = read_layer_count(config), config.integer("num_heads"), config.integer("hidden_size")
+    count, heads = read_layer_count(config), config.integer("num_heads")
     types = one_for_each_layer(config, "attention_layers", config.texts("attention_layers"), count)
     config.know("attention_types")  # the same, as runs of layers
-    if set(types) - {"global", "local"} or hidden % heads:
-        raise config.wrong(
-            "attention_layers", "it must be a list of global and local, and num_heads divide hidden_size"
-        )
-    cache = caches.full(heads, hidden // heads)
+    cache = caches.full(heads, read_head_dim(config, heads))
     windowed = with_window(config, cache, "window_size")
-    return [(cache if kind == "global" else windowed,) for kind in types]
+    return by_type(config, "attention_layers", types, {"global": (cache,), "local": (windowed,)})
 
 
 def _step3p5(config: ModelConfig) -> Layers:
@@ -305,8 +312,11 @@ def _step3p5(config: ModelConfig) -> Layers:
     count, types = read_layer_count(config), config.texts("layer_types") or []
     other = config.child("attention_other_setting")
     other.know("num_attention_heads")
-    if len(types) < count or other.text("attention_type") != "sliding_attention":
-        raise config.wrong("layer_types", f"it must list {count} layers, and attention_other_setting the windowed ones")
+    config.refuse_if(
+        len(types) < count or other.text("attention_type") != "sliding_attention",
+        "layer_types",
+        f"it must list {count} layers, and attention_other_setting the windowed ones",
+    )
     cache = caches.full(other.integer("num_key_value_heads"), other.integer("head_dim"))
     windowed, plain = with_kind(config, cache, "sliding_attention"), read_attention(config)
     return [(windowed if kind == "sliding_attention" else with_kind(config, plain, kind),) for kind in types[:count]]

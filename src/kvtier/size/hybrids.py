@@ -6,12 +6,14 @@ from kvtier.size import caches
 from kvtier.size.caches import SIXTEEN_BITS, THIRTY_TWO_BITS, LayerCache
 from kvtier.size.layers import (
     Layers,
+    by_type,
     every_nth,
     has_mla,
     one_for_each_layer,
     read_attention,
     read_kv_heads,
     read_layer_count,
+    read_layer_numbers,
     read_mla,
     with_window,
 )
@@ -31,10 +33,11 @@ def _qwen_hybrid(config: ModelConfig) -> Layers:
     every = config.integer("full_attention_interval", 4)
     by_rule = every_nth(count, every, "linear_attention")
     types = by_rule if listed is None else listed
-    if len(types) != count or (config.has("full_attention_interval") and types != by_rule):
-        raise config.wrong(
-            "layer_types", f"it contradicts num_hidden_layers = {count} or full_attention_interval = {every}"
-        )
+    config.refuse_if(
+        len(types) != count or (config.has("full_attention_interval") and types != by_rule),
+        "layer_types",
+        f"it contradicts num_hidden_layers = {count} or full_attention_interval = {every}",
+    )
     state = caches.gated_delta_net(
         (config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")),
         (config.integer("linear_key_head_dim"), config.integer("linear_value_head_dim")),
@@ -60,14 +63,18 @@ def _bailing(config: ModelConfig) -> Layers:
     """Ling and Ring: GQA or MLA in the last layer of each group; lightning or Kimi delta attention in the others."""
     count, group, listed = read_layer_count(config), config.integer("layer_group_size"), config.texts("layer_types")
     types = every_nth(count, group, "linear_attention")
-    if count % group or listed not in (None, types):
-        raise config.wrong("layer_group_size", f"it must divide num_hidden_layers = {count} and fit layer_types")
+    config.refuse_if(
+        count % group or listed not in (None, types),
+        "layer_group_size",
+        f"it must divide num_hidden_layers = {count} and fit layer_types",
+    )
     heads, is_kda = config.integer("num_attention_heads"), config.has(_KDA_KERNEL)
     dim = config.integer("linear_head_dim", config.integer("head_dim"))  # Transformers saves another head_dim
-    if is_kda == config.has("group_norm_size"):
-        raise config.wrong(
-            "layer_group_size", f"exactly one of {_KDA_KERNEL} and group_norm_size tells the linear layers"
-        )
+    config.refuse_if(
+        is_kda == config.has("group_norm_size"),
+        "layer_group_size",
+        f"exactly one of {_KDA_KERNEL} and group_norm_size tells the linear layers",
+    )
     config.know(
         *_LINEAR_FIELDS,
         "linear_head_dim",
@@ -89,8 +96,11 @@ def _kimi(config: ModelConfig) -> Layers:
     """Kimi Linear and K3: MLA in every fourth layer, Kimi delta attention in the others."""
     linear, count = config.child("linear_attn_config"), read_layer_count(config)
     full, delta = linear.integers("full_attn_layers") or [], linear.integers("kda_layers") or []
-    if sorted(full + delta) != list(range(1, count + 1)):
-        raise linear.wrong("kda_layers", f"with full_attn_layers it must name each of the layers 1 to {count} once")
+    linear.refuse_if(
+        sorted(full + delta) != list(range(1, count + 1)),
+        "kda_layers",
+        f"with full_attn_layers it must name each of the layers 1 to {count} once",
+    )
     state = caches.kda(
         linear.integer("num_heads"), linear.integer("head_dim"), linear.integer("short_conv_kernel_size"), 4
     )
@@ -129,11 +139,10 @@ def _falcon_h1(config: ModelConfig) -> Layers:
 
 def _bamba(config: ModelConfig) -> Layers:
     """Bamba: attention in the layers listed, Mamba-2 in the others."""
-    full, count = config.integers("attn_layer_indices"), read_layer_count(config)
-    if full is None or not all(layer < count for layer in full):
-        raise config.wrong("attn_layer_indices", f"it must list layers below {count}")
+    count = read_layer_count(config)
+    full = read_layer_numbers(config, "attn_layer_indices", count)
     state, attention = _mamba2_of(config), read_attention(config)
-    return [(attention if layer in set(full) else state,) for layer in range(count)]
+    return [(attention if layer in full else state,) for layer in range(count)]
 
 
 def _granite_hybrid(config: ModelConfig) -> Layers:
@@ -152,11 +161,12 @@ def _zamba2(config: ModelConfig) -> Layers:
     )
     mamba_heads, inner = config.integer("n_mamba_heads"), config.integer("mamba_expand") * hidden
     types = one_for_each_layer(config, "layers_block_type", config.texts("layers_block_type"), count)
-    if set(types) - {"mamba", "linear_attention", "hybrid"}:
-        raise config.wrong("layers_block_type", "it must be a list of mamba or linear_attention, and hybrid")
     dim = config.integer("attention_head_dim", 2 * hidden // heads)
-    if inner % mamba_heads or dim != 2 * hidden // heads or (2 * hidden) % heads:
-        raise config.wrong("attention_head_dim", "it must be 2 x hidden_size / num_attention_heads")
+    config.refuse_if(
+        inner % mamba_heads or dim != 2 * hidden // heads or (2 * hidden) % heads,
+        "attention_head_dim",
+        "it must be 2 x hidden_size / num_attention_heads",
+    )
     config.know(
         "attention_hidden_size", "hybrid_layer_ids", "kv_channels", "mamba_headdim", "num_mem_blocks",
         "num_query_groups", "use_shared_attention_adapter", "use_shared_mlp_adapter", "head_dim",
@@ -164,14 +174,16 @@ def _zamba2(config: ModelConfig) -> Layers:
     states, groups, kernel = (config.integer(key) for key in ("mamba_d_state", "mamba_ngroups", "mamba_d_conv"))
     state = caches.mamba2(mamba_heads, inner // mamba_heads, states, groups, kernel, THIRTY_TWO_BITS)
     attention = caches.full(read_kv_heads(config, heads, "num_key_value_heads"), dim)
-    return [(attention, state) if kind == "hybrid" else (state,) for kind in types]
+    caches_of = {"mamba": (state,), "linear_attention": (state,), "hybrid": (attention, state)}
+    return by_type(config, "layers_block_type", types, caches_of)
 
 
 def _jamba(config: ModelConfig) -> Layers:
     """Jamba: attention at a fixed interval of layers, Mamba in the others."""
     period, offset = config.integer("attn_layer_period"), config.integer("attn_layer_offset", least=0)
-    if offset >= period:
-        raise config.wrong("attn_layer_offset", f"it must be less than attn_layer_period, which is {period}")
+    config.refuse_if(
+        offset >= period, "attn_layer_offset", f"it must be less than attn_layer_period, which is {period}"
+    )
     state = caches.mamba1(
         config.integer("mamba_expand") * config.integer("hidden_size"),
         config.integer("mamba_d_state"),
@@ -203,9 +215,7 @@ def _recurrent_gemma(config: ModelConfig) -> Layers:
     windowed = with_window(config, read_attention(config), "attention_window_size")
     state = caches.rg_lru(width, config.integer("conv1d_width"))
     types = [pattern[layer % len(pattern)] for layer in range(count)]
-    if set(types) - {"recurrent", "attention"}:
-        raise config.wrong("block_types", "it must be a list of recurrent and attention")
-    return [(state if kind == "recurrent" else windowed,) for kind in types]
+    return by_type(config, "block_types", types, {"recurrent": (state,), "attention": (windowed,)})
 
 
 def _mamba1(config: ModelConfig) -> Layers:
@@ -235,8 +245,7 @@ def _mamba2_of(config: ModelConfig) -> LayerCache:
     if config.values.get("mamba_d_head") == "auto":
         config.know("mamba_d_head")
         inner = expand * config.integer("hidden_size")
-        if inner % heads:
-            raise config.wrong("mamba_n_heads", f"it must divide mamba_expand x hidden_size, which is {inner}")
+        config.refuse_if(inner % heads, "mamba_n_heads", f"it must divide mamba_expand x hidden_size, which is {inner}")
         dim = inner // heads
     else:
         dim = config.integer("mamba_d_head")
@@ -247,22 +256,18 @@ def _mamba2_of(config: ModelConfig) -> LayerCache:
 def _state_bytes(config: ModelConfig, key: str) -> int:
     """Bytes of a state's element by the field `key`; 4 where it is missing, as in the reference kernels."""
     dtype = config.text(key, "float32")
-    if dtype not in _STATE_BYTES:
-        raise config.wrong(key, f"it must be one of {', '.join(_STATE_BYTES)}")
+    config.refuse_if(dtype not in _STATE_BYTES, key, f"it must be one of {', '.join(_STATE_BYTES)}")
     return _STATE_BYTES[dtype]
 
 
 def _hybrid(config: ModelConfig, field: str, types: Sequence[str], attention: LayerCache, state: LayerCache) -> Layers:
     """Layers by type: attention, state, or neither (an MLP alone)."""
-    by_type: dict[str, tuple[LayerCache, ...]] = {
+    caches_of: dict[str, tuple[LayerCache, ...]] = {
         **dict.fromkeys(("full_attention", "attention", "*"), (attention,)),
         **dict.fromkeys(("linear_attention", "mamba", "M", "conv"), (state,)),
         **dict.fromkeys(("moe", "mlp", "E", "-"), ()),
     }
-    unknown = next((kind for kind in types if kind not in by_type), None)
-    if unknown is not None:
-        raise config.wrong(field, f"layer type {unknown!r} is not known here")
-    return [by_type[kind] for kind in types]
+    return by_type(config, field, types, caches_of)
 
 
 HYBRID_READERS: dict[str, Callable[[ModelConfig], Layers]] = {

@@ -3,7 +3,7 @@
 A function marks the fields that it understands; what is left is for `kvtier.size.families` to refuse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvtier.errors import ConfigError
@@ -59,8 +59,11 @@ _Item = TypeVar("_Item")
 
 def read_plain(config: ModelConfig) -> Layers:
     """Attention or MLA in every layer, with windows and chunks by the layer types."""
-    if set(config.integers("attn_type_list") or ()) - {1}:
-        raise config.wrong("attn_type_list", "a model of this type must have attention (1) in every layer")
+    config.refuse_if(
+        set(config.integers("attn_type_list") or ()) - {1},
+        "attn_type_list",
+        "a model of this type must have attention (1) in every layer",
+    )
     types = read_layer_types(config)
     if has_mla(config):
         (latents,) = read_mla(config)
@@ -88,8 +91,7 @@ def read_layer_configs(config: ModelConfig) -> list[ModelConfig]:
     part.know(*part.values)  # the configuration of each layer has a record of its own
     changes = part.values
     strange = next((key for key in changes if not key.isdecimal() or int(key) >= count), None)
-    if strange is not None:
-        raise config.wrong("per_layer_config", f"{strange!r} is none of the {count} layers")
+    config.refuse_if(strange is not None, "per_layer_config", f"{strange!r} is none of the {count} layers")
     layers = [config] * count
     for key, change in changes.items():
         layers[int(key)] = config.changed(change, f"per_layer_config.{key}")
@@ -127,8 +129,11 @@ def read_layer_types(config: ModelConfig) -> list[str]:
         config.know(*_WINDOW_FIELDS, *_PATTERN_FIELDS)
         return one_for_each_layer(config, "layer_types", listed, count)
     if not config.has("sliding_window"):
-        if model_type in _PATTERNS.keys() | _ALL_WINDOWED and "sliding_window" not in config.values:
-            raise config.wrong("sliding_window", f"models of type {model_type!r} state it, or null for none")
+        config.refuse_if(
+            model_type in _PATTERNS.keys() | _ALL_WINDOWED and "sliding_window" not in config.values,
+            "sliding_window",
+            f"models of type {model_type!r} state it, or null for none",
+        )
         config.know(*_WINDOW_FIELDS)
         return ["full_attention"] * count
     if config.has("use_sliding_window"):  # Qwen2 and Qwen3: the layers from max_window_layers on
@@ -139,16 +144,16 @@ def read_layer_types(config: ModelConfig) -> list[str]:
         return ["sliding_attention"] * count
     if isinstance(config.values.get("sliding_window_pattern"), str):  # EXAONE 4: LLLG
         letters = config.text("sliding_window_pattern")
-        if set(letters) - {"L", "G"}:
-            raise config.wrong("sliding_window_pattern", "it must be a number, or of the letters L and G")
+        config.refuse_if(
+            set(letters) - {"L", "G"}, "sliding_window_pattern", "it must be a number, or of the letters L and G"
+        )
         return [
             "full_attention" if letters[layer % len(letters)] == "G" else "sliding_attention" for layer in range(count)
         ]
     every = config.integer("sliding_window_pattern", _PATTERNS.get(model_type, 0), least=0)
     if not every and _is_whole_context(config, "sliding_window"):
         return ["full_attention"] * count
-    if not every:
-        raise config.wrong("sliding_window", "layer_types or sliding_window_pattern must say which layers have it")
+    config.refuse_if(not every, "sliding_window", "layer_types or sliding_window_pattern must say which layers have it")
     return every_nth(count, every, "sliding_attention")
 
 
@@ -165,9 +170,38 @@ def one_for_each_layer(config: ModelConfig, key: str, items: list[_Item] | None,
     return items
 
 
+def by_type(
+    config: ModelConfig, field: str, types: Sequence[str], caches_of: Mapping[str, tuple[LayerCache, ...]]
+) -> Layers:
+    """The caches of each layer by its type, as listed in `field`."""
+    unknown = next((kind for kind in types if kind not in caches_of), None)
+    config.refuse_if(
+        unknown is not None, field, f"layer type {unknown!r} is not known here; allowed: {', '.join(caches_of)}"
+    )
+    return [caches_of[kind] for kind in types]
+
+
 def read_layer_count(config: ModelConfig) -> int:
     """Number of layers."""
     return config.integer("num_hidden_layers", most=LAYERS_MAX)
+
+
+def read_layer_numbers(config: ModelConfig, field: str, count: int) -> set[int]:
+    """The layers that `field` lists."""
+    layers = config.integers(field) or []
+    config.refuse_if(
+        not config.has(field) or not all(layer < count for layer in layers), field, f"it must list layers below {count}"
+    )
+    return set(layers)
+
+
+def read_head_dim(config: ModelConfig, heads: int) -> int:
+    """Hidden size / heads, where the file states no head dimension."""
+    hidden = config.integer("hidden_size")
+    config.refuse_if(
+        hidden % heads, "hidden_size", f"without head_dim it must be a multiple of the attention heads, {heads}"
+    )
+    return hidden // heads
 
 
 def read_attention(
@@ -176,14 +210,8 @@ def read_attention(
     """Keys and values by the fields named; without `head_dim`, hidden size / heads."""
     heads = config.integer("num_attention_heads")
     kept_heads = read_kv_heads(config, heads, kv_heads)
-    if heads % kept_heads:
-        raise config.wrong(kv_heads, f"it must divide num_attention_heads, which is {heads}")
-    if config.has(head_dim):
-        return caches.full(kept_heads, config.integer(head_dim))
-    hidden = config.integer("hidden_size")
-    if hidden % heads:
-        raise config.wrong("hidden_size", f"without {head_dim} it must be a multiple of num_attention_heads, {heads}")
-    return caches.full(kept_heads, hidden // heads)
+    config.refuse_if(heads % kept_heads, kv_heads, f"it must divide num_attention_heads, which is {heads}")
+    return caches.full(kept_heads, config.integer(head_dim) if config.has(head_dim) else read_head_dim(config, heads))
 
 
 def read_kv_heads(config: ModelConfig, heads: int, field: str) -> int:
@@ -194,8 +222,11 @@ def read_kv_heads(config: ModelConfig, heads: int, field: str) -> int:
         return config.integer(field)
     if is_one or is_all:
         kept = 1 if is_one else heads
-        if config.states(field) and config.integer(field) != kept:
-            raise config.wrong(field, f"it contradicts attention_head_type or multi_query, by which it is {kept}")
+        config.refuse_if(
+            config.states(field) and config.integer(field) != kept,
+            field,
+            f"it contradicts attention_head_type or multi_query, by which it is {kept}",
+        )
         return kept
     config.know("num_attention_heads", "head_dim", "layer_types")
     unknown = config.unknown()
@@ -225,8 +256,11 @@ def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
         return layers
     config.know(*INDEX_FIELDS)
     types = config.texts("indexer_types") or ["full"] * len(layers)
-    if len(types) != len(layers) or not set(types) <= {"full", "shared"}:
-        raise config.wrong("indexer_types", f"it must have {len(layers)} entries, each full or shared")
+    config.refuse_if(
+        len(types) != len(layers) or not set(types) <= {"full", "shared"},
+        "indexer_types",
+        f"it must have {len(layers)} entries, each full or shared",
+    )
     index = caches.indexer(config.integer("index_head_dim"))
     if "shared" in types:
         shared = types.count("shared")
@@ -238,8 +272,11 @@ def with_shared(config: ModelConfig, layers: Layers, types: Sequence[str]) -> La
     """The last `num_kv_shared_layers` read the KV of earlier layers of their type."""
     count = config.integer("num_kv_shared_layers", 0, least=0, most=LAYERS_MAX)
     own = len(layers) - count
-    if count and (own < 1 or not set(types[own:]) <= set(types[:own])):
-        raise config.wrong("num_kv_shared_layers", f"of {len(layers)} layers, too few keep a KV to share")
+    config.refuse_if(
+        count and (own < 1 or not set(types[own:]) <= set(types[:own])),
+        "num_kv_shared_layers",
+        f"of {len(layers)} layers, too few keep a KV to share",
+    )
     return [*layers[:own], *([(caches.shared(),)] * count)]
 
 

@@ -92,7 +92,8 @@ class ModelConfig:
         self._known: set[str] = set()
         self._own: Mapping[str, object] = values
         self._base: ModelConfig | None = None
-        self._parts: list[ModelConfig] = []
+        self.parts: list[ModelConfig] = []
+        """Other objects whose fields `unknown` names too."""
 
     def know(self, *keys: str) -> None:
         """Mark fields as understood, by any of their names, whether or not a reader needs them."""
@@ -105,10 +106,6 @@ class ModelConfig:
         """Whether the file itself has `key`, by any of its names."""
         return any(self.values.get(name) is not None for name in (key, *OTHER_NAMES.get(key, ())))
 
-    def add_parts(self, parts: "list[ModelConfig]") -> None:
-        """Let `unknown` name the fields of other objects too."""
-        self._parts += parts
-
     def unknown(self) -> list[str]:
         """Names of the fields that look as if they describe a cache, and that no reader has read."""
         found = [
@@ -117,7 +114,7 @@ class ModelConfig:
             if key not in self._known
             for name in _cache_fields(key, value, self.values.get("model_type"))
         ]
-        return [*found, *(name for part in self._parts for name in part.unknown())]
+        return [*found, *(name for part in self.parts for name in part.unknown())]
 
     def has(self, key: str) -> bool:
         """Whether `key` is there."""
@@ -158,8 +155,7 @@ class ModelConfig:
     def integers(self, key: str) -> list[int] | None:
         """The list of whole numbers `key`, none below 0; None where it is missing."""
         items = self._list(key, int, "whole numbers")
-        if not all(0 <= item <= DIM_MAX for item in items or ()):
-            raise self.wrong(key, "it must be a list of whole numbers")
+        self.refuse_if(not all(0 <= item <= DIM_MAX for item in items or ()), key, "it must be a list of whole numbers")
         return items
 
     def objects(self, key: str) -> list["ModelConfig"]:
@@ -169,7 +165,7 @@ class ModelConfig:
             ModelConfig(item, f"{self.origin}: {key}[{index}]", f"{self._prefix}{key}[{index}].")
             for index, item in enumerate(items or ())
         ]
-        self.add_parts(parts)
+        self.parts += parts
         return parts
 
     def child(self, key: str) -> "ModelConfig":
@@ -184,6 +180,15 @@ class ModelConfig:
         """The error for a field with a bad value."""
         return ConfigError(f"{self.origin}: {key} is {_short(self._find(key)[1])}; {why}")
 
+    def refuse_if(self, is_wrong: object, key: str, why: str) -> None:
+        """Refuse the value of a field if `is_wrong` is true.
+
+        Raises:
+            ConfigError: the error of `wrong`.
+        """
+        if is_wrong:
+            raise self.wrong(key, why)
+
     def _derived(self, name: str, base: Mapping[str, object], values: object, prefix: str) -> "ModelConfig":
         if not isinstance(values, dict):
             raise ConfigError(f"{self.origin}: {name} must be an object, got {_short(values)}")
@@ -193,7 +198,7 @@ class ModelConfig:
             other.defaults, other._base = self.defaults, self
         other._own = cast("dict[str, object]", values)
         self._known.add(name)
-        self.add_parts([other])
+        self.parts.append(other)
         return other
 
     def _find(self, key: str) -> tuple[str, object]:
@@ -230,8 +235,7 @@ class ModelConfig:
         items = cast("list[_Value] | None", self._typed(key, list, "a list"))
         if items is not None and len(items) > LAYERS_MAX:
             raise ConfigError(f"{self.origin}: {key} has {len(items)} entries; at most {LAYERS_MAX} are allowed")
-        if not all(type(item) is kind for item in items or ()):
-            raise self.wrong(key, f"it must be a list of {name}")
+        self.refuse_if(not all(type(item) is kind for item in items or ()), key, f"it must be a list of {name}")
         return items
 
 
@@ -289,7 +293,7 @@ def language_model(config: ModelConfig) -> ModelConfig:
         config.is_part = True
         if not config.has("model_type"):
             config.values = {**config.values, "model_type": outer.values.get("model_type")}
-    config.add_parts(beside)
+    config.parts += beside
     return config
 
 

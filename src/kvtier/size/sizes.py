@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 from kvtier.codec.head import SECTIONS_MAX, frame_layout
@@ -277,8 +278,7 @@ def pipeline_stages(layer_count: int, pp: int) -> tuple[range, ...]:
     shares = [layer_count // pp] * pp
     for stage in range(2, layer_count % pp + 2):
         shares[-stage] += 1
-    starts = [sum(shares[:stage]) for stage in range(pp)]
-    return tuple(range(start, start + share) for start, share in zip(starts, shares, strict=True))
+    return tuple(range(end - share, end) for share, end in zip(shares, accumulate(shares), strict=True))
 
 
 def _rank_objects(

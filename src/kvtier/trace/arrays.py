@@ -7,9 +7,11 @@ a temporary file when there are many.
 import json
 import tempfile
 from bisect import bisect_right
+from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,30 +108,21 @@ class _GrowingColumn:
 
     def __init__(self, kind: npt.DTypeLike) -> None:
         self._kind = np.dtype(kind)
-        self._parts: list[Column] = []
-        self._bytes = 0
-        self._file: IO[bytes] | None = None
+        self._file = tempfile.SpooledTemporaryFile[bytes](MEMORY_BYTES_MAX, prefix="kvtier-trace-")
 
     def add(self, values: Column) -> None:
-        self._parts.append(values.astype(self._kind))
-        self._bytes += self._parts[-1].nbytes
-        if self._bytes > MEMORY_BYTES_MAX:
-            self._file = self._file or tempfile.TemporaryFile(prefix="kvtier-trace-")  # noqa: SIM115  closed in `close`
-            for part in self._parts:
-                self._file.write(part.data.cast("B"))
-            self._parts = []
+        self._file.write(values.astype(self._kind).tobytes())
 
     def finished(self) -> Column:
-        if self._file is None:
-            return np.concatenate(self._parts) if self._parts else np.zeros(0, self._kind)
-        self._file.flush()
-        mapped = np.memmap(self._file, self._kind, "r+")
-        self.close()  # the map stays valid
-        return mapped
+        """The column, which stays valid after `close`."""
+        if self._file.tell() > MEMORY_BYTES_MAX:
+            self._file.flush()
+            return np.memmap(self._file, self._kind, "r+")
+        self._file.seek(0)
+        return np.frombuffer(bytearray(self._file.read()), self._kind)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def read_arrays(reader: TraceReader, *, is_strict: bool = False) -> TraceArrays:
@@ -142,11 +135,8 @@ def read_arrays(reader: TraceReader, *, is_strict: bool = False) -> TraceArrays:
     Raises:
         ConfigError: a line is malformed, there is no request, or `is_strict` and there is a warning.
     """
-    builder = _Builder(reader)
-    try:
+    with closing(_Builder(reader)) as builder:
         trace = builder.build()
-    finally:
-        builder.close()
     if is_strict and trace.warnings:
         raise ConfigError(f"trace {reader.name}: {trace.warnings[0]}; allowed with --strict: a trace without warnings")
     return trace
@@ -165,7 +155,7 @@ class _Builder:
         self._rows: list[tuple[int, float, int, int, int, int, int]] = []
         self._waiting = self._total = 0
         self._sessions: dict[str, int] = {}
-        self._turns: list[int] = []
+        self._turns = Counter[int]()
         self._highest, self._lowest = -1, 0
 
     def build(self) -> TraceArrays:
@@ -196,8 +186,6 @@ class _Builder:
         number = turn = -1
         if request.session is not None:
             number = self._sessions.setdefault(request.session, len(self._sessions))
-            if number == len(self._turns):
-                self._turns.append(0)
             turn = self._turns[number]
             self._turns[number] += 1
         next_turn = -1 if request.next_turn is None else NEXT_TURNS.index(request.next_turn)

@@ -28,14 +28,18 @@ class ReadOptions:
     """Tokenizer file for traces of text."""
 
     def __post_init__(self) -> None:
-        if self.block_tokens is not None and not 1 <= self.block_tokens <= 1 << 20:
-            raise ConfigError(f"--block {self.block_tokens}; allowed: 1 to {1 << 20} tokens")
-        if not 0 < self.window_h <= 24 * 366:
-            raise ConfigError(f"--window-h {self.window_h:g}; allowed: above 0, up to a year")
-        if self.time_unit not in UNITS_S:
-            raise ConfigError(f"--time-unit {self.time_unit!r}; allowed: {', '.join(UNITS_S)}")
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}; allowed: from 0 on")
+        checks = (
+            (
+                self.block_tokens is None or 1 <= self.block_tokens <= 1 << 20,
+                f"--block {self.block_tokens}; allowed: 1 to {1 << 20} tokens",
+            ),
+            (0 < self.window_h <= 24 * 366, f"--window-h {self.window_h:g}; allowed: above 0, up to a year"),
+            (self.time_unit in UNITS_S, f"--time-unit {self.time_unit!r}; allowed: {', '.join(UNITS_S)}"),
+            (self.seed >= 0, f"--seed {self.seed}; allowed: from 0 on"),
+        )
+        for is_allowed, message in checks:
+            if not is_allowed:
+                raise ConfigError(message)
 
 
 def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:

@@ -46,8 +46,6 @@ class ReuseIntervals:
     seconds: Floats
     """Upper edges of buckets."""
     counts: Floats
-    seconds_sums: Floats
-    """Sum of the intervals in each bucket."""
 
     def quantile(self, share: float) -> float | None:
         """The quantile; None if no block is reused."""
@@ -134,7 +132,7 @@ def trace_stats(trace: TraceArrays) -> TraceStats:
     uses = np.sort(sums.uses)[::-1]
     reuses = float((uses - 1).sum())
     top = float((uses[: max(1, len(uses) // 100)] - 1).sum())
-    intervals = ReuseIntervals(seconds=_BUCKETS.edges_s, counts=sums.counts, seconds_sums=sums.seconds)
+    intervals = ReuseIntervals(seconds=_BUCKETS.edges_s, counts=sums.counts)
     hit_rate = sums.hit_tokens / total if total else 0.0
     return TraceStats(
         name=trace.name,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvtier.errors import ConfigError
 from kvtier.trace.arrays import NEXT_TURNS, TraceArrays
 from kvtier.trace.formats.block_ids import RUN_IDS_MAX
+from kvtier.trace.write import id_runs
 from kvtier.types import NextTurn
 
 REQUESTS_MAX = 10**9
@@ -61,19 +62,7 @@ class SyntheticSession(NamedTuple):
     conversations: int
 
 
-class SessionSource:
-    """Yields sessions."""
-
-    block_tokens: int
-    shared_blocks: int
-    """Number of blocks that sessions share."""
-
-    def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Endless sessions with their start in seconds, in that order; the same on each call."""
-        raise NotImplementedError
-
-
-def synthesized(source: SessionSource, requests: int) -> Iterator[str]:
+def synthesized(source: "StatisticalSource | TraceSource", requests: int) -> Iterator[str]:
     """The lines of a trace.
 
     Raises:
@@ -172,7 +161,7 @@ def option_of(name: str) -> str:
     return "block" if name == "block_tokens" else name.replace("_", "-")
 
 
-class StatisticalSource(SessionSource):
+class StatisticalSource:
     """Conversations that grow turn by turn, drawn from statistics; many begin with a shared prompt.
 
     Args:
@@ -186,9 +175,10 @@ class StatisticalSource(SessionSource):
         self.block_tokens = statistics.block_tokens
         self._prompt_blocks = statistics.shared_tokens // statistics.block_tokens
         self.shared_blocks = self._prompt_blocks * statistics.shared_prompts
+        """Number of blocks that sessions share."""
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Endless sessions with their start in seconds."""
+        """Endless sessions with their start in seconds, in that order; the same on each call."""
         of, draw = self._statistics, np.random.default_rng(self._seed)
         weights = np.arange(1, of.shared_prompts + 1, dtype=np.float64) ** -of.popularity
         edges = np.cumsum(weights / weights.sum())
@@ -240,7 +230,7 @@ class StatisticalSource(SessionSource):
         return draw.lognormal(math.log(mean) - spread * spread / 2, spread, count)
 
 
-class TraceSource(SessionSource):
+class TraceSource:
     """Whole sessions of a trace, with their lengths, pauses and shared blocks, in another order.
 
     A block is *shared* if it is used through at least half of the trace and many distinct blocks follow it, or if a
@@ -276,7 +266,7 @@ class TraceSource(SessionSource):
         self._starts: list[float] = (starts * (wanted_s / duration_s)).tolist()
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Endless sessions with their start in seconds."""
+        """Endless sessions with their start in seconds, in that order; the same on each call."""
         draw = np.random.default_rng(self._seed)
         count = len(self._models)
         reach = max(3.0, count * SHIFT_MAX)
@@ -293,11 +283,9 @@ def _shared(trace: TraceArrays, duration_s: float) -> npt.NDArray[np.bool_]:
     """Whether each block is shared."""
     parents = np.asarray(trace.parents, np.int64)
     first_s, last_s = np.full(len(parents), np.inf), np.full(len(parents), -np.inf)
-    for request in range(len(trace)):
-        ids = trace.blocks(request)
-        time_s = float(trace.time_s[request])
-        first_s[ids] = np.minimum(first_s[ids], time_s)
-        last_s[ids] = time_s
+    used_s = np.repeat(trace.time_s, np.diff(trace.starts))
+    # Of repeated indices the last assignment stays, so reversed order keeps the first use.
+    first_s[trace.ids[::-1]], last_s[trace.ids] = used_s[::-1], used_s
     followers = np.bincount(parents[parents >= 0], minlength=len(parents))
     is_shared: npt.NDArray[np.bool_] = (followers >= FOLLOWERS_MIN) & (last_s - first_s >= SPAN_MIN * duration_s)
     for block in np.flatnonzero(is_shared).tolist():
@@ -311,6 +299,8 @@ def _shared(trace: TraceArrays, duration_s: float) -> npt.NDArray[np.bool_]:
 def _sessions(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[tuple[float, SyntheticSession]]:
     """The trace's sessions, each with its start in seconds."""
     shared_numbers = np.cumsum(is_shared) - 1
+    first_own = len(is_shared) + 1
+    """A session's own blocks get numbers from here on: none follows a shared block's."""
     began_s = float(trace.time_s[0])
     found: list[tuple[float, SyntheticSession]] = []
     for members in _grouped(trace, is_shared):
@@ -320,7 +310,7 @@ def _sessions(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[tupl
         start_s = float(trace.time_s[members[0]])
         for request in members:
             numbers = [
-                int(shared_numbers[block]) if is_shared[block] else -1 - own.setdefault(block, len(own))
+                int(shared_numbers[block]) if is_shared[block] else first_own + own.setdefault(block, len(own))
                 for block in trace.blocks(request).tolist()
             ]
             name, next_turn = int(trace.session[request]), int(trace.next_turn[request])
@@ -329,7 +319,10 @@ def _sessions(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[tupl
                     float(trace.time_s[request]) - start_s,
                     int(trace.input_tokens[request]),
                     int(trace.output_tokens[request]),
-                    _runs(numbers),
+                    tuple(
+                        IdRun(first % first_own, blocks, is_shared=first < first_own)
+                        for first, blocks in id_runs(np.asarray(numbers, np.int64))
+                    ),
                     -1 if name < 0 else names.setdefault(name, len(names)),
                     NEXT_TURNS[next_turn] if next_turn >= 0 else None,
                 )
@@ -364,16 +357,3 @@ def _grouped(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[list[
     for request in range(len(trace)):
         out.setdefault(find(request), []).append(request)
     return list(out.values())
-
-
-def _runs(numbers: list[int]) -> tuple[IdRun, ...]:
-    """Consecutive ids as runs; a session's own block n is given as -1 - n."""
-    runs: list[IdRun] = []
-    for number in numbers:
-        is_shared = number >= 0
-        block = number if is_shared else -1 - number
-        if runs and runs[-1].is_shared == is_shared and runs[-1].first + runs[-1].blocks == block:
-            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
-        else:
-            runs.append(IdRun(block, 1, is_shared))
-    return tuple(runs)

@@ -8,7 +8,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtier.errors import ConfigError, install_hint
 
@@ -37,6 +37,8 @@ _ZSTD_INPUT_BYTES = 512
 _PART_BYTES = 1 << 16
 _LINES_SUFFIXES = (".json", ".jsonl")
 _COMPRESSED_SUFFIXES = ("", ".gz", ".zst")
+
+Parsed = TypeVar("Parsed")
 
 
 class LineErrors:
@@ -119,13 +121,13 @@ def is_msgpack(path: Path) -> bool:
     try:
         with open_binary(path) as stream:
             first = stream.read(1)
-    except (OSError, *damage_errors()) as error:
-        raise ConfigError(f"trace {path}: not a trace: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror or error}") from error
     return bool(first) and (0x80 <= first[0] <= 0x9F or 0xDC <= first[0] <= 0xDF)
 
 
 class _Decompressed(io.RawIOBase):
-    """Stream of a compressed file in bounded memory, whatever it expands to."""
+    """Stream of a compressed file in bounded memory, whatever it expands to; damage is an OSError."""
 
     def __init__(self, path: Path, parts: Callable[[Path, IO[bytes]], Iterator[bytes]]) -> None:
         self._path = path
@@ -143,7 +145,10 @@ class _Decompressed(io.RawIOBase):
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         while not self._part:
-            part = next(self._parts, None)
+            try:
+                part = next(self._parts, None)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise OSError(f"not a trace: {error}") from error
             if part is None:
                 return 0
             self._part = memoryview(part)
@@ -180,7 +185,11 @@ def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
     while packed := stream.read(_ZSTD_INPUT_BYTES):
         while packed:
             decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
-            yield decoder.decompress(packed)
+            try:
+                part = decoder.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            yield part
             packed = b""
             if decoder.eof:
                 packed, decoder = decoder.unused_data, None
@@ -215,15 +224,13 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(
             f"trace {path}, line {number}: not a trace: not UTF-8: {error.reason} at byte {error.start + 1}"
         ) from error
-    except damage_errors() as error:
-        raise ConfigError(f"trace {path}, after line {number}: not a trace: {error}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """JSON objects of a trace, each with its file and line number.
+def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed]) -> Iterator[Parsed]:
+    """What `parse` makes of each JSON object of a trace; its arguments are the file, the line number and the object.
 
     Raises:
-        ConfigError: as `files_of` and `text_lines`, or a line is not a JSON object.
+        ConfigError: as `files_of` and `text_lines`, a line is not a JSON object, or `parse` refuses it.
     """
     for file in files_of(path):
         for number, text in text_lines(file):
@@ -231,16 +238,8 @@ def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
                 value: object = json.loads(text)
                 if not isinstance(value, dict):
                     raise ConfigError(f"{short(text.strip())} is not a JSON object")
-            yield file, number, cast("dict[str, Any]", value)
-
-
-def damage_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of reading a damaged gzip or zstd file, besides OSError."""
-    try:
-        from zstandard import ZstdError  # noqa: PLC0415  an extra
-    except ImportError:
-        return (EOFError, zlib.error)
-    return (EOFError, zlib.error, ZstdError)
+                parsed = parse(file, number, cast("dict[str, Any]", value))
+            yield parsed
 
 
 def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -48,7 +47,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     target = path.resolve()  # keeps a symbolic link, and replaces its target
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with _created(draft, is_gzip=path.suffix == ".gz") as stream:
+        is_gzip = path.suffix == ".gz"
+        with gzip.open(draft, "xt", 6, encoding="utf-8") if is_gzip else draft.open("x", encoding="utf-8") as stream:
             stream.writelines(lines)
         draft.replace(target)
     except OSError as error:
@@ -56,10 +56,6 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     finally:
         with suppress(OSError):
             draft.unlink()
-
-
-def _created(path: Path, *, is_gzip: bool) -> IO[str]:
-    return gzip.open(path, "xt", 6, encoding="utf-8") if is_gzip else path.open("x", encoding="utf-8")
 
 
 def request_lines(trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -> Iterator[dict[str, object]]:
@@ -83,7 +79,7 @@ def request_lines(trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -
             line["session_id"] = session
         if (next_turn := int(trace.next_turn[request])) >= 0:
             line["next_turn"] = NEXT_TURNS[next_turn].value
-        line["hash_runs" if as_runs else "hash_ids"] = _runs(numbers[ids]) if as_runs else numbers[ids].tolist()
+        line["hash_runs" if as_runs else "hash_ids"] = id_runs(numbers[ids]) if as_runs else numbers[ids].tolist()
         yield line
 
 
@@ -94,6 +90,7 @@ def _milliseconds(seconds: float, coarse_s: float) -> int | float:
     return int(time_ms) if time_ms == int(time_ms) else time_ms
 
 
-def _runs(ids: Column) -> list[list[int]]:
+def id_runs(ids: Column) -> list[list[int]]:
+    """Consecutive ids as [first id, count]."""
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     return [[int(run[0]), len(run)] for run in np.split(ids, breaks) if len(run)]

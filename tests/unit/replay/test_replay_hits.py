@@ -1,17 +1,15 @@
 """Hit rates equal published tables to four digits, libCacheSim to the block, and no policy exceeds the bounds."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.traces import public
 
 from kvtier.errors import ConfigError
 from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
 from kvtier.replay.single_cache import CacheResult, Task, replay
 from kvtier.replay.sweep import FinishedReplays, sweep
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.open import ReadOptions, open_trace
 
 # `no_cover`: counting lines would make these loops over whole traces five times as long; the small traces count them.
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -19,14 +17,9 @@ CONVERSATION, SYNTHETIC = "mooncake_conversation_runs", "mooncake_synthetic_runs
 LIBCACHESIM = json.loads((GOLDEN / "libcachesim_hits.json").read_text())["block_hits"]
 
 
-@cache
-def trace(name, block=None):
-    return read_arrays(open_trace(GOLDEN / "traces" / f"{name}.jsonl.gz", ReadOptions(block_tokens=block)))
-
-
 def hit_rate(name, policy, millions):
     capacity = None if millions is None else round(millions * 1e6)
-    return round(replay(trace(name), policy, capacity).hit_rate, 4)
+    return round(replay(public(name), policy, capacity).hit_rate, 4)
 
 
 TABLE = [
@@ -73,24 +66,11 @@ def test_the_other_cells_of_the_tables(name, policy, cells):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("policy", "hits", "written"),
-    [("plain-lru", 0.1387, 127.7), ("oracle-lru", 0.3388, 24.8)],
-)
-def test_written_tokens(policy, hits, written):
-    outcome = replay(trace(CONVERSATION), policy, 3_000_000)
-    assert (round(outcome.hit_rate, 4), round(outcome.written_tokens / 1e6, 1)) == (hits, written)
-    blocks = outcome.written_tokens // 512
-    if policy != "oracle-lru":  # it also drops blocks after their last use
-        assert outcome.evictions == blocks - 3_000_000 // 512  # all others are still cached
-
-
-@pytest.mark.no_cover
-@pytest.mark.parametrize(
     "name",
     [pytest.param(it, marks=[pytest.mark.nightly] if it in (CONVERSATION, SYNTHETIC) else []) for it in LIBCACHESIM],
 )
 def test_block_hits_equal_libcachesim(name):
-    packed = trace(name)
+    packed = public(name)
     for policy, cells in LIBCACHESIM[name].items():
         for capacity, expected in cells.items():
             outcome = replay(packed, policy, int(capacity) * packed.block_tokens)
@@ -99,7 +79,7 @@ def test_block_hits_equal_libcachesim(name):
 
 @pytest.mark.parametrize(("name", "capacity"), [("lmcache_miniswe_b64", 6_400), ("lmcache_magagent_b64", 50_000)])
 def test_no_policy_exceeds_the_bounds_and_both_lrus_are_equal(name, capacity):
-    packed = trace(name)
+    packed = public(name)
     rates = {policy: replay(packed, policy, capacity).hit_rate for policy in policy_names()}
     best = rates.pop("infinite")
     least = rates.pop("min")
@@ -108,22 +88,8 @@ def test_no_policy_exceeds_the_bounds_and_both_lrus_are_equal(name, capacity):
     assert min(rates.values()) >= 0.0
 
 
-def test_hits_of_sessions_equal_a_naive_count():
-    packed = trace("claude_code_17sessions")
-    assert packed.block_tokens == 256
-    seen, hit, total = set(), 0, 0
-    for request in open_trace(GOLDEN / "traces" / "claude_code_17sessions.jsonl.gz").requests():
-        ids = request.blocks.tolist()
-        run = next((place for place, block in enumerate(ids) if block not in seen), len(ids))
-        hit += min(run * 256, request.input_tokens)
-        total += request.input_tokens
-        seen.update(ids)
-    assert replay(packed, "infinite", None).hit_tokens == hit
-    assert int(packed.input_tokens.sum()) == total
-
-
 def test_a_sweep_equals_single_replays_and_continues_from_its_journal(tmp_path):
-    packed = trace("lmcache_miniswe_b64")
+    packed = public("lmcache_miniswe_b64")
     tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc") for capacity in (20_000, None)]
     advanced = []
     alone = sweep(packed, tasks, jobs=1, advance=advanced.append)
@@ -137,7 +103,7 @@ def test_a_sweep_equals_single_replays_and_continues_from_its_journal(tmp_path):
     assert kept(path, packed, tasks) == len(tasks) - 1
     assert sweep(packed, tasks, jobs=1, keep=path) == alone
     assert kept(path, packed, tasks) == len(tasks)
-    assert not kept(path, trace("lmcache_magagent_b64"), tasks)  # results of another trace are ignored
+    assert not kept(path, public("lmcache_magagent_b64"), tasks)  # results of another trace are ignored
     path.write_text("{}\n")
     with pytest.raises(ConfigError, match="line 1: not made by"):
         kept(path, packed, tasks)
@@ -160,19 +126,19 @@ def kept(path, packed, tasks):
 def test_a_wrong_task_is_refused_before_anything_runs(policy, capacity, message):
     advanced = []
     with pytest.raises(ConfigError, match=message):
-        sweep(trace("lmcache_miniswe_b64"), [Task("lru", 10_000), Task(policy, capacity)], advance=advanced.append)
+        sweep(public("lmcache_miniswe_b64"), [Task("lru", 10_000), Task(policy, capacity)], advance=advanced.append)
     assert not advanced
 
 
 def test_policies_keep_their_capacity():
-    packed = trace("lmcache_magagent_b64")
+    packed = public("lmcache_magagent_b64")
     for name in [*REFERENCES, "lru", "fifo"]:
         if name == "infinite":
             continue
         policy = make_policy(name, 40, packed)
         for request in range(len(packed)):
-            blocks = packed.ids[packed.starts[request] : packed.starts[request + 1]].tolist()
-            policy.begin(request, float(packed.time_s[request]), blocks)
+            blocks = packed.blocks(request).tolist()
+            policy.begin(request)
             hits, inserted = policy.access(blocks)
             assert hits + inserted <= len(blocks)
             assert policy.held <= 40, name

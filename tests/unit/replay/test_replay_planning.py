@@ -9,25 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.replay.test_replay_tiers import BLOCK, CHUNK, Listed, agents, hits, replayed, tier
+from tests.traces import MAGAGENT, MINISWE
+from tests.unit.replay.test_replay_tiers import BLOCK, CHUNK, agents, hits, replayed, tier
 from tests.unit.report.test_report import check_page
 
 from kvtier.cli.main import run
 from kvtier.cli.replay import interruptible
 from kvtier.core import planner as planner_module
+from kvtier.core.limits import WritePolicy
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import Planner
 from kvtier.replay import sweep as sweep_module
 from kvtier.replay.prefill_speed import PrefillSpeed, best_split
 from kvtier.replay.results import PARTS
-from kvtier.replay.single_cache import Task
-from kvtier.replay.sweep import FinishedReplays, sweep
+from kvtier.replay.sweep import FinishedReplays
 from kvtier.replay.tiered import TieredSetup, replay_tiers, sweep_tiers
 from kvtier.replay.virtual_tiers import SPAN_MAX_S, SecondSums
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.open import open_trace
 
-MAGAGENT = Path(__file__).parents[2] / "golden" / "traces" / "lmcache_magagent_b64.jsonl.gz"
 TWO = (list(range(1, 9)), list(range(11, 19)))
 
 
@@ -125,20 +123,20 @@ def test_concurrent_prompts_are_loaded_if_that_is_faster_for_all():
     assert wise.ttft.mean_s < 1.01 * blind.ttft.mean_s < 0.5 * wise.ttft_without.mean_s
 
 
-@pytest.mark.parametrize("policy", ["through", "back", "selective"])
-def test_writes_of_each_write_policy(policy):
-    from kvtier.core.limits import WritePolicy
-
+@pytest.mark.parametrize(
+    ("policy", "chunks"),
+    [
+        (WritePolicy.THROUGH, 24),  # each once
+        (WritePolicy.BACK, 16),  # evicted chunks; the last prompt is still cached
+        (WritePolicy.SELECTIVE, 8),  # one prompt is used again before its eviction
+    ],
+)
+def test_writes_of_each_write_policy(policy, chunks):
     rows = [(10.0 * turn, ids, None) for turn, ids in enumerate([*TWO, TWO[0], *TWO, list(range(31, 39))])]
-    outcome = replayed(rows, tier("host", 8), tier("disk", 100), write_policy=WritePolicy(policy))
-    written = outcome.tiers[1].writes.total_bytes // CHUNK
-    if policy == "through":
-        assert written == 24  # each once
-    elif policy == "back":
-        assert written == 16  # evicted chunks; the last prompt is still cached
-    else:
-        assert written == 8  # one prompt is used again before its eviction
-    assert outcome.tiers[1].drive_writes_per_day == pytest.approx(written / 100 * 86_400 / outcome.duration_s, rel=1e-3)
+    outcome = replayed(rows, tier("host", 8), tier("disk", 100), write_policy=policy)
+    disk = outcome.tiers[1]
+    assert disk.writes.total_bytes == chunks * CHUNK
+    assert disk.drive_writes_per_day == pytest.approx(chunks / 100 * 86_400 / outcome.duration_s, rel=1e-3)
 
 
 def test_sums_over_time_are_the_totals():
@@ -187,37 +185,6 @@ def test_second_sums_spread_an_amount_evenly():
     assert series.means(SPAN_MAX_S, 1).sum() * SPAN_MAX_S == pytest.approx(14.0)
 
 
-def test_a_stopped_tiered_replay_covers_the_requests_so_far():
-    packed = agents()
-    setup = TieredSetup(tiers=(tier("host", 400), tier("disk", 4000)), token_bytes=1024.0)
-    asked = []
-
-    def stop():
-        asked.append(1)
-        return len(asked) >= 50
-
-    result = replay_tiers(packed, setup, should_stop=stop)
-    assert (result.requests, result.is_complete) == (50, False)
-    assert result.input_tokens == int(packed.input_tokens[:50].sum())
-    whole = replay_tiers(packed, setup)
-    assert (whole.requests, whole.is_complete) == (len(packed), True)
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_stopped_sweep_returns_finished_replays(jobs, tmp_path):
-    packed = read_arrays(open_trace(MAGAGENT))
-    tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc", "s3-fifo") for capacity in (20_000, 50_000)]
-    path = tmp_path / "kept"
-
-    def stop():
-        return lines(path) >= 2
-
-    outcomes = sweep(packed, tasks, jobs=jobs, keep=path, should_stop=stop)
-    assert lines(path) == len(outcomes)
-    assert 2 <= len(outcomes) < len(tasks)
-    assert outcomes == [it for it in sweep(packed, tasks, jobs=1) if it in outcomes]
-
-
 def test_the_first_ctrl_c_stops_and_the_second_kills():
     with interruptible() as should_stop:
         assert not should_stop()
@@ -227,23 +194,6 @@ def test_the_first_ctrl_c_stops_and_the_second_kills():
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_prints_finished_replays_and_the_next_run_continues(capsys, tmp_path, monkeypatch):
-    keep = tmp_path / "kept"
-    arguments = ["replay", str(MAGAGENT), "--policy", "lru,min", "--capacity-tokens", "50k", "--jobs", "1", "--json"]
-    with monkeypatch.context() as patched:
-        patched.setattr(FinishedReplays, "add", interrupted(FinishedReplays.add))
-        assert run([*arguments, "--keep", str(keep)]) == 130
-    out, err = capsys.readouterr()
-    result = json.loads(out)
-    assert (result["is_complete"], [it["policy"] for it in result["results"]]) == (False, ["lru"])
-    assert "Interrupted: 1 of 2 replays" in err
-    assert run([*arguments, "--keep", str(keep)]) == 0
-    whole = json.loads(capsys.readouterr().out)
-    assert whole["is_complete"]
-    assert whole["results"][0] == result["results"][0]
-    assert lines(keep) == 2
 
 
 def lines(path):
@@ -357,7 +307,9 @@ def test_partial_results_are_returned_and_not_kept(jobs, tmp_path):
     assert all(not it.is_complete for it in done.values())
     assert lines(keep) == 0
     if jobs == 1:
-        assert [(it.evictor, result.requests) for it, result in done.items()] == [("lru", 49)]
+        ((setup, result),) = done.items()
+        assert (setup.evictor, result.requests) == ("lru", 49)
+        assert result.input_tokens == int(packed.input_tokens[:49].sum())
     whole = sweep_tiers(packed, setups, jobs=jobs, keep=keep)
     assert whole == {it: replay_tiers(packed, it) for it in setups}
     assert sweep_tiers(packed, setups, keep=keep, should_stop=lambda: True) == whole
@@ -378,7 +330,7 @@ def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
         "--block",
         "512",
     )
-    trace = str(MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz"))
+    trace = str(MINISWE)
     picture = tmp_path / "charts.png"
     arguments = ["replay", trace, *tiers, "--block", "512", "--model", "qwen3-0.6b", "--report", str(path)]
     assert run([*arguments, "--picture", str(picture)]) == 0
@@ -403,8 +355,7 @@ def test_the_report_of_several_setups(several, tmp_path):
 
 
 def test_a_trace_of_one_request():
-    trace = read_arrays(Listed([(5.0, [1, 2], None)]))
-    outcome = replay_tiers(trace, TieredSetup(tiers=(tier("host", 8),), token_bytes=1024.0))
+    outcome = replayed([(5.0, [1, 2], None)], tier("host", 8))
     assert (outcome.requests, hits(outcome)) == (1, {"host": 0})
     assert (outcome.planning.requests, outcome.planning.regret_s) == (0, 0.0)
 
@@ -412,7 +363,7 @@ def test_a_trace_of_one_request():
 def test_the_documents_python_runs(tmp_path, monkeypatch):
     text = (Path(__file__).parents[3] / "docs" / "replay.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    lines = MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz")
+    lines = MINISWE
     monkeypatch.chdir(tmp_path)
     with gzip.open(lines) as source, gzip.open("conversation.jsonl.gz", "wb") as target:
         target.writelines(itertools.islice(source, 60))

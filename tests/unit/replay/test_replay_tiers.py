@@ -1,10 +1,7 @@
 """Tiered replays: links and tiers equal counts by hand, sharing and routing matter, and slow tiers do no harm."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
+from tests.traces import MAGAGENT, MINISWE, listed
 
 from kvtier.cli.main import run
 from kvtier.replay.node import ReplayNode
@@ -14,26 +11,15 @@ from kvtier.replay.router import ROUTERS
 from kvtier.replay.single_cache import replay
 from kvtier.replay.tiered import TieredSetup, replay_tiers
 from kvtier.replay.virtual_tiers import EventQueue, LinkSeries, ReplayLink, link_stats
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.formats.base import TraceRequest
 from kvtier.trace.open import open_trace
 
-TRACES = Path(__file__).parents[2] / "golden" / "traces"
 BLOCK, TOKEN = 64, 1024.0
 CHUNK = int(BLOCK * TOKEN)
 
 
-class Listed:
+def whole_blocks(rows):
     """A trace from a list of (time, ids, session), all blocks whole, and one token more."""
-
-    name, block_tokens, has_blocks, notes = "list", BLOCK, True, ()
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def requests(self):
-        for line, (time_s, ids, session) in enumerate(self.rows, 1):
-            yield TraceRequest(time_s, len(ids) * BLOCK + 1, 1, np.asarray(ids, np.int64), session, line)
+    return listed([(time_s, len(ids) * BLOCK + 1, ids, session) for time_s, ids, session in rows], BLOCK)
 
 
 def tier(name, chunks, bytes_per_s=1e9, **more):
@@ -43,14 +29,14 @@ def tier(name, chunks, bytes_per_s=1e9, **more):
 
 def replayed(rows, *tiers, **more):
     settings = {"token_bytes": TOKEN, "prefill": PrefillSpeed(tokens_per_s=1000.0), "servers": 1, **more}
-    return replay_tiers(read_arrays(Listed(rows)), TieredSetup(tiers=tiers, **settings))
+    return replay_tiers(whole_blocks(rows), TieredSetup(tiers=tiers, **settings))
 
 
 def agents():
     """The first requests of a public trace."""
-    trace = open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz")
+    trace = open_trace(MAGAGENT)
     first = [(it.time_s, it.blocks[: (it.input_tokens - 1) // BLOCK], it.session) for it in trace.requests()]
-    return read_arrays(Listed(first[:160]))
+    return whole_blocks(first[:160])
 
 
 def hits(outcome):
@@ -191,21 +177,12 @@ def test_affinity_routers_hit_more_than_random():
         (("--tier", "host=1GiB", "--tier", "host=1GiB"), "twice"),
         (("--tier", "host=1GiB", "--router", "best"), "--router 'best'; allowed: random"),
         (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: at least 1"),
+        (("--tier", "host=1GiB", "--servers", "0"), "--servers 0; allowed: at least 1"),
         (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; allowed: adaptive, "),
         (("--tier", "host=1GiB", "--gpu", "h1000"), "--gpu: 'h1000' is not a gpu of the catalogue; did you mean h100-"),
         (("--tier", "host=1GiB", "--probe", "nowhere.json"), "--probe = nowhere.json: No such file"),
     ],
 )
 def test_wrong_tiers_are_explained(capsys, arguments, message):
-    assert run(["replay", str(TRACES / "lmcache_miniswe_b64.jsonl.gz"), *arguments]) == 2
+    assert run(["replay", str(MINISWE), *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_json_of_tiers(capsys):
-    arguments = [str(TRACES / "lmcache_magagent_b64.jsonl.gz"), "--tier", "host=2GiB", "--tier", "disk=200GiB"]
-    assert run(["replay", *arguments, "--policy", "lru", "--model", "llama-3.1-8b", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["token_bytes"] == 131_072
-    assert [it["name"] for it in result["tiers"]] == ["host", "disk"]
-    assert {"reads", "writes", "writes_per_day", "hit_rate"} <= result["tiers"][0].keys()
-    assert result["ttft"]["mean_s"] < result["ttft_without"]["mean_s"]

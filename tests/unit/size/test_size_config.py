@@ -15,6 +15,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+NOVEL = {**LLAMA, "model_type": "novel"}
 MLA = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 3,
@@ -60,10 +61,6 @@ def test_a_file_and_its_folder(tmp_path):
         assert size.of(found).bytes_per_token == 4 * 2 * 2 * 16 * 2
 
 
-def test_the_language_models_part_is_read():
-    assert of({"model_type": "some_vl", "text_config": LLAMA}).bytes_per_token == of(LLAMA).bytes_per_token
-
-
 def test_only_fields_in_use_are_listed():
     assert dict(size.from_config({**LLAMA, "vocab_size": 9}, "mine").fields) == {
         "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
@@ -72,12 +69,31 @@ def test_only_fields_in_use_are_listed():
     assert "linear_attn_config.num_heads" in size.from_config(KIMI, "mine").fields
 
 
-def test_the_head_dimension_is_read_and_divided_only_where_absent():
-    assert of({**LLAMA, "head_dim": 128}).bytes_per_token == 4 * 2 * 2 * 128 * 2
+NAS = {
+    "model_type": "nemotron-nas", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4,
+    "block_configs": [
+        {"attention": {"n_heads_in_group": 2, "no_op": False}},
+        {"attention": {"n_heads_in_group": None, "no_op": True}},
+        {"attention": {"n_heads_in_group": 4, "no_op": False}},
+    ],
+}  # fmt: skip
 
 
-def test_without_kv_heads_every_head_has_its_own():
-    assert of({**LLAMA, "num_key_value_heads": None}).bytes_per_token == 4 * 2 * 4 * 16 * 2
+@pytest.mark.parametrize(
+    ("config", "elements"),
+    [
+        ({"model_type": "some_vl", "text_config": LLAMA}, 4 * 2 * 2 * 16),  # the language model's part
+        ({**LLAMA, "head_dim": 128}, 4 * 2 * 2 * 128),  # without head_dim, hidden size / heads
+        ({**LLAMA, "num_key_value_heads": None}, 4 * 2 * 4 * 16),  # every head has its own
+        (
+            {**LLAMA, "per_layer_config": {"03": {"head_dim": 64}, "0": {"num_key_value_heads": 4}}},
+            2 * (2 * 2 * 16 + 4 * 16 + 2 * 64),
+        ),
+        (NAS, 2 * (2 + 1) * 16),
+    ],
+)
+def test_elements_of_a_token(config, elements):
+    assert of(config).bytes_per_token == elements * 2
 
 
 def test_older_names_of_the_same_fields():
@@ -102,23 +118,6 @@ def test_windows_by_each_rule():
     qwen2 = {**windowed, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}
     assert [cache.kind for (cache,) in size.from_config(qwen2, "mine").layers] == ["full"] * 3 + ["window"]
     assert not of({**qwen2, "use_sliding_window": False}).bytes_per_session_constant
-
-
-def test_layers_with_changes_of_their_own():
-    changed = {**LLAMA, "per_layer_config": {"03": {"head_dim": 64}, "0": {"num_key_value_heads": 4}}}
-    assert of(changed).bytes_per_token == 2 * 2 * (2 * 2 * 16 + 4 * 16 + 2 * 64)
-
-
-def test_layers_found_by_search():
-    nas = {
-        "model_type": "nemotron-nas", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4,
-        "block_configs": [
-            {"attention": {"n_heads_in_group": 2, "no_op": False}},
-            {"attention": {"n_heads_in_group": None, "no_op": True}},
-            {"attention": {"n_heads_in_group": 4, "no_op": False}},
-        ],
-    }  # fmt: skip
-    assert of(nas).bytes_per_token == 2 * 2 * (2 + 1) * 16
 
 
 def test_the_reader_of_falcon():
@@ -157,8 +156,6 @@ def test_the_reader_of_falcon():
         ({**LLAMA, "per_layer_config": {"9": {}}}, "per_layer_config .*'9' is none of the 4 layers"),
         ({**LLAMA, "per_layer_config": {"0": 3}}, "per_layer_config.0 must be an object"),
         ({**QWEN, "per_layer_config": {"0": {"head_dim": 8}}}, "not understood .*: .*'per_layer_config.0.head_dim'"),
-        ({**LLAMA, "model_type": "novel", "compress_ratios": [4]}, "not understood .*'novel': 'compress_ratios'"),
-        ({**LLAMA, "model_type": "novel", "mamba_d_state": 16}, "not understood .*'novel': 'mamba_d_state'"),
         ({**MLA, "qk_rope_head_dim": None}, "qk_rope_head_dim is missing"),
         ({**MLA, "index_head_dim": 16, "indexer_types": ["full"]}, "indexer_types"),
         ({**QWEN, "layer_types": ["full_attention"] * 4}, "layer_types .* contradicts"),
@@ -237,12 +234,6 @@ def test_too_large_a_chunk_for_a_frame():
         size.of("llama-3.1-405b", chunk_tokens=1 << 20)
 
 
-@pytest.mark.parametrize(("tokens", "users"), [(0, 1), (-1, 1), (1, 0), (10**13, 1), (1, 10**13)])
-def test_numbers_of_sessions_that_are_refused(tokens, users):
-    with pytest.raises(ConfigError, match="must be from 1 to 1000000000000"):
-        of(LLAMA).total(tokens, users)
-
-
 HARMLESS = {
     # field: (value, the configuration that it is added to)
     "lm_head": (True, {**LLAMA, "model_type": "deepseek_v2"}),
@@ -301,6 +292,19 @@ def test_a_field_that_only_sounds_like_a_cache_changes_no_size(name):
         (LLAMA, "latent_kv_rank", 64),
         (LLAMA, "num_moe_attention_heads", 2),
         (LLAMA, "expert_kv_groups", 2),
+        (NOVEL, "num_key_value_groups", 4),
+        (NOVEL, "linear_key_dim", 4),
+        (NOVEL, "cross_layers", [1]),
+        (NOVEL, "layer_group_size", 4),
+        (NOVEL, "total_ut_steps", 4),
+        (NOVEL, "ssm_state", 16),
+        (NOVEL, "short_conv", 4),
+        (NOVEL, "compress_ratios", [4]),
+        (NOVEL, "mamba_d_state", 16),
+        (NOVEL, "attention", {"kv": {"count": 2}}),
+        (LLAMA, "num_key_value_heads_per_layers", [8] * 4),
+        ({**LLAMA, "model_type": "qwen3"}, "layer_group_size", 4),
+        (MLA, "layer_group_size", 4),
     ],
 )
 def test_a_field_that_may_change_a_size_is_refused_by_name(config, name, value):
@@ -335,17 +339,3 @@ def test_a_window_as_long_as_the_context_is_full_attention(config, context, beyo
             kinds(context + 1)
     else:
         assert beyond in kinds(context + 1)
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"model_type": "xlstm", "num_blocks": 3, "hidden_size": 8, "num_heads": 2}, "model_type is 'xlstm'"),
-        ({"model_type": "gla", "num_hidden_layers": 24, "hidden_size": 2048, "num_heads": 4}, "model_type is 'gla'"),
-        ({"model_type": "rwkv7", "num_hidden_layers": 24}, "model_type is 'rwkv7'"),
-        ({"d_model": 2560, "n_layer": 64, "ssm_cfg": {}, "vocab_size": 50277}, "a model of package mamba_ssm"),
-    ],
-)
-def test_a_model_of_states_alone_is_named_and_not_a_missing_field(config, named):
-    with pytest.raises(ConfigError, match=f"mine: {named}.* state and no KV"):
-        size.from_config(config, "mine")

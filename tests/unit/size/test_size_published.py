@@ -67,15 +67,20 @@ def test_glm_5_latents_without_their_indexers():
     assert (latents.bytes_per_token, indexers.bytes_per_token) == (89_856, 19_968)
 
 
-def test_shared_indexers_have_no_keys():
-    assert size.of("glm-5.2").bytes_per_token == 78 * 576 * 2 + 21 * 128 * 2
-
-
-def test_deepseek_v3_2_packed_and_plain():
-    assert size.of("deepseek-v3", dtype="fp8_ds_mla").bytes_per_token == 61 * 656 == 40_016
-    assert size.of("deepseek-v3.2", dtype="fp8_ds_mla").bytes_per_token == 48_068
-    assert size.of("deepseek-v3.2").bytes_per_token == 85_888
-    assert size.of("deepseek-v3.2", dtype="nvfp4_ds_mla").bytes_per_token == 61 * (352 + 132)
+@pytest.mark.parametrize(
+    ("name", "dtype", "bytes_per_token"),
+    [
+        ("glm-5.2", "bf16", 78 * 576 * 2 + 21 * 128 * 2),  # layers that share an indexer keep no keys
+        ("deepseek-v3", "fp8_ds_mla", 61 * 656),
+        ("deepseek-v3.2", "fp8_ds_mla", 48_068),
+        ("deepseek-v3.2", "bf16", 85_888),
+        ("deepseek-v3.2", "nvfp4_ds_mla", 61 * (352 + 132)),
+        # Heads of 64 with groups of 128: a group for each head, not one for two.
+        ("gpt-oss-20b", "int4:g128", 24 * 2 * 8 * (64 / 2 + 4)),
+    ],
+)
+def test_packed_and_shared_layers(name, dtype, bytes_per_token):
+    assert size.of(name, dtype=dtype).bytes_per_token == bytes_per_token
 
 
 def test_deepseek_v4_packed_entries_are_584_bytes():
@@ -105,11 +110,6 @@ def test_deepseek_v4_packed_entries_are_584_bytes():
 )
 def test_formats_with_their_scales_and_zero_points(dtype, kib):
     assert size.of("llama-3.3-70b", dtype=dtype).bytes_per_token == kib * 1024
-
-
-def test_groups_do_not_cross_heads():
-    """Heads of 64 with groups of 128: a group for each head, not one for two."""
-    assert size.of("gpt-oss-20b", dtype="int4:g128").bytes_per_token == 24 * 2 * 8 * (64 / 2 + 4)
 
 
 @pytest.mark.parametrize(

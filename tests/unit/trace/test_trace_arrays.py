@@ -1,35 +1,15 @@
 """Traces as arrays: columns equal the reader's requests, in memory and in files; errors are counted and reported."""
 
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.traces import listed, public
 
 import kvtier.trace.arrays as packing
 from kvtier.errors import ConfigError
-from kvtier.trace.arrays import TraceArrays, read_arrays
-from kvtier.trace.formats.base import TraceRequest
-from kvtier.trace.open import open_trace
 from kvtier.trace.stats import trace_stats
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "traces"
-
-
-class Listed:
-    """A trace from a list of (time, tokens, ids, session)."""
-
-    name, block_tokens, has_blocks, notes = "list", 16, True, ()
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def requests(self):
-        for line, (time_s, tokens, ids, session) in enumerate(self.rows, 1):
-            yield TraceRequest(time_s, tokens, 1, np.asarray(ids, np.int64), session, line)
-
 
 rows = st.lists(
     st.tuples(
@@ -48,7 +28,7 @@ def test_columns_equal_a_naive_reading(rows, step, in_file):
     before = packing._STEP, packing.MEMORY_BYTES_MAX
     packing._STEP, packing.MEMORY_BYTES_MAX = step, 0 if in_file else 1 << 20
     try:
-        packed = read_arrays(Listed(rows))
+        packed = listed(rows)
     finally:
         packing._STEP, packing.MEMORY_BYTES_MAX = before
     known = sorted({block for row in rows for block in row[2]})
@@ -68,26 +48,17 @@ def test_columns_equal_a_naive_reading(rows, step, in_file):
 
 def test_warnings_and_strict():
     good = [(0.0, 32, [1, 2], None), (1.0, 32, [1, 3], None)]
-    assert read_arrays(Listed(good), is_strict=True).warnings == ()
-    back = read_arrays(Listed([*good, (0.5, 16, [1], None)]))
+    assert listed(good, is_strict=True).warnings == ()
+    back = listed([*good, (0.5, 16, [1], None)])
     assert "1 timestamps go back, first in line 3" in back.warnings[0]
     assert back.time_s.tolist() == [0.0, 1.0, 1.0]
     torn = [*good, (2.0, 32, [5, 3], None)]
-    assert read_arrays(Listed(torn)).prefix_violations == 2 - 1
-    assert "1 blocks follow a different parent than before, first in request 3" in read_arrays(Listed(torn)).warnings[0]
+    assert listed(torn).prefix_violations == 2 - 1
+    assert "1 blocks follow a different parent than before, first in request 3" in listed(torn).warnings[0]
     with pytest.raises(ConfigError, match=r"follow a different parent.*allowed with --strict"):
-        read_arrays(Listed(torn), is_strict=True)
+        listed(torn, is_strict=True)
     with pytest.raises(ConfigError, match="has no request"):
-        read_arrays(Listed([]))
-
-
-def test_save_and_load(tmp_path):
-    packed = read_arrays(open_trace(GOLDEN / "lmcache_miniswe_b64.jsonl.gz"))
-    packed.save(tmp_path)
-    loaded = TraceArrays.load(tmp_path)
-    assert (loaded.name, loaded.notes, loaded.block_tokens) == (packed.name, packed.notes, packed.block_tokens)
-    for name in ("ids", "starts", "time_s", "input_tokens", "session", "turn", "parents"):
-        assert np.array_equal(getattr(loaded, name), getattr(packed, name))
+        listed([])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +77,7 @@ def test_save_and_load(tmp_path):
     ],
 )  # fmt: skip
 def test_statistics_of_public_traces(file, requests, tokens, unique, hit, late, once, top, intervals, first, written):
-    stats = trace_stats(read_arrays(open_trace(GOLDEN / f"{file}.jsonl.gz")))
+    stats = trace_stats(public(file))
     assert (stats.requests, stats.input_tokens, stats.unique_tokens) == (requests, tokens, unique)
     assert (round(stats.infinite_hit_rate, 4), round(stats.infinite_hit_rate_second_half, 4)) == (hit, late)
     assert stats.used_once == pytest.approx(once, abs=0.005)
@@ -121,7 +92,7 @@ def test_statistics_of_public_traces(file, requests, tokens, unique, hit, late, 
 
 def test_working_sets_equal_a_naive_count():
     rows = [(0.0, 32, [1, 2], None), (10.0, 32, [1, 3], None), (100.0, 16, [1], None)]
-    stats = trace_stats(read_arrays(Listed(rows)))
+    stats = trace_stats(listed(rows))
     # Block 1: 10 s, then 60 of 90, none at the end; 2: 60 of 100; 3: 60 of 90.
     assert stats.working_set_tokens[60.0] == pytest.approx((10 + 60 + 60 + 60) / 100 * 16, rel=0.01)
     assert stats.working_set_tokens[3600.0] == pytest.approx((100 + 100 + 90) / 100 * 16, rel=0.01)

@@ -2,28 +2,25 @@
 
 import gzip
 import json
-from pathlib import Path
+import re
 
 import numpy as np
 import pytest
+from tests.traces import MAGAGENT, arrays_of, public
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.replay.single_cache import replay
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.open import ReadOptions, open_trace
 from kvtier.trace.write import write_requests
-
-TRACES = Path(__file__).parents[2] / "golden" / "traces"
 
 
 @pytest.mark.parametrize("name", ["lmcache_magagent_b64", "claude_code_17sessions", "lmcache_miniswe_b64"])
 @pytest.mark.parametrize("as_runs", [True, False])
 def test_a_round_trip_keeps_times_lengths_sharing_and_figures(tmp_path, name, as_runs):
-    before = read_arrays(open_trace(TRACES / f"{name}.jsonl.gz"))
+    before = public(name)
     path = tmp_path / "out.jsonl.gz"
     write_requests(path, before, as_runs=as_runs)
-    after = read_arrays(open_trace(path))
+    after = arrays_of(path)
     assert after.block_tokens == before.block_tokens
     assert after.block_count == before.block_count
     for column in ("starts", "input_tokens", "output_tokens", "session", "turn"):
@@ -48,22 +45,18 @@ def test_texts_ids_and_names_are_removed(tmp_path, capsys):
     source.write_text("\n".join(json.dumps(it) for it in lines))
     assert run(["trace", "convert", str(source), str(target), "--ids"]) == 0
     text = target.read_text()
-    for word in ("secret", "user", "1760428258"):
-        assert word not in text
+    assert not re.search("secret|user|1760428258", text)
     assert {it for line in text.splitlines() for it in json.loads(line)} == {
         *("timestamp", "input_length", "output_length", "block_size", "session_id", "hash_ids")
     }
-    assert open_trace(target).block_tokens == 64
-    assert "3 requests" in capsys.readouterr().out
+    assert "3 requests, 6 blocks of 64 tokens" in capsys.readouterr().out
 
 
-def test_what_cannot_be_converted_is_explained(tmp_path, capsys):
+def test_what_cannot_be_converted_is_explained(tmp_path):
     csv = tmp_path / "azure.csv"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     with pytest.raises(ConfigError, match="has no blocks"):
-        write_requests(tmp_path / "out", read_arrays(open_trace(csv)), as_runs=True)
-    assert run(["trace", "convert", str(csv), str(csv)]) == 2
-    assert "allowed: another file" in capsys.readouterr().err
-    packed = read_arrays(open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz", ReadOptions(block_tokens=128)))
+        write_requests(tmp_path / "out", arrays_of(csv), as_runs=True)
+    packed = arrays_of(MAGAGENT, block_tokens=128)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_requests(csv / "out", packed, as_runs=True)

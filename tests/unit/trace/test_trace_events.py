@@ -3,11 +3,11 @@
 import gzip
 import json
 import sys
-from pathlib import Path
 
 import msgpack
 import pytest
 import zstandard
+from tests.traces import TRACES, arrays_of
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
@@ -15,9 +15,8 @@ from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import ReadOptions, open_trace
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "traces"
-REAL = GOLDEN / "vllm_events.msgpack"
-RECORDED = json.loads((GOLDEN / "vllm_events.json").read_text())
+REAL = TRACES / "vllm_events.msgpack"
+RECORDED = json.loads((TRACES / "vllm_events.json").read_text())
 BLOCK = RECORDED["block"]
 
 
@@ -62,11 +61,11 @@ def test_events_of_vllm_give_its_prompts():
 
 def test_a_lost_batch_is_a_warning(tmp_path):
     seen = [it for it in RECORDED["asked"] if not it["what"].startswith("there as a whole")]
-    packed = read_arrays(open_trace(written(tmp_path / "lost", batches()[1:])))
+    packed = arrays_of(written(tmp_path / "lost", batches()[1:]))
     assert replay(packed, "lru", None).hit_tokens != sum(it["cached"] for it in seen)
     assert any("stored before the start of the file" in it for it in packed.warnings)
     with pytest.raises(ConfigError, match="allowed with --strict"):
-        read_arrays(open_trace(tmp_path / "lost"), is_strict=True)
+        arrays_of(tmp_path / "lost", is_strict=True)
 
 
 def test_json_lines_and_arrays_and_packed_files_give_the_same(tmp_path):
@@ -96,14 +95,11 @@ def test_single_pages_are_one_prompt_and_page_hashes_name_no_prefix(tmp_path):
     sent = [
         [0.0, [stored(7), stored(8, parent=7), stored(7, parent=8)]],
         [100.0, [stored(9), stored(8, parent=9)]],
+        [200.0, [stored(7), stored(8, parent=7)]],
     ]
     requests, _ = read(written(tmp_path / "pages", sent))
-    (_, first, _), (_, second, _) = requests
-    assert len(first) == 3
-    assert len(set(first)) == 3
-    assert len(second) == 2
-    assert not set(first) & set(second)
-    assert read_arrays(open_trace(tmp_path / "pages"), is_strict=True).prefix_violations == 0
+    assert [ids for _, ids, _ in requests] == [[0, 1, 2], [3, 4], [0, 1]]
+    assert arrays_of(tmp_path / "pages", is_strict=True).prefix_violations == 0
 
 
 def test_continued_and_new_requests(tmp_path):
@@ -154,19 +150,29 @@ def test_a_malformed_batch_is_named_with_its_field(tmp_path, sent, message):
             list(open_trace(path).requests())
 
 
-def test_a_file_that_is_cut_short_is_refused(tmp_path):
-    (tmp_path / "cut").write_bytes(REAL.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match="cut short after batch 10"):
-        read_arrays(open_trace(tmp_path / "cut"))
-    whole = gzip.compress(REAL.read_bytes(), mtime=0)
-    data = REAL.read_bytes()
-    packed = zstandard.compress(data[:100]) + zstandard.compress(data[100:])
-    for damaged in (whole[:-9], packed[:-3], packed[:-9] + b"?" * 9):
-        (tmp_path / "damaged").write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"after batch \d+: not msgpack"):
-            read(tmp_path / "damaged")
-    (tmp_path / "whole").write_bytes(packed)
-    assert read(tmp_path / "whole") == read(REAL)
+DATA = REAL.read_bytes()
+FRAMES = zstandard.compress(DATA[:100]) + zstandard.compress(DATA[100:])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DATA[:-7], "cut short after batch 10"),
+        (gzip.compress(DATA, mtime=0)[:-9], r"after batch \d+: not msgpack"),
+        (FRAMES[:-3], r"after batch \d+: not msgpack"),
+        (FRAMES[:-9] + b"?" * 9, r"after batch \d+: not msgpack"),
+    ],
+    ids=["plain", "gzip", "zstd", "damaged zstd"],
+)
+def test_a_file_that_is_cut_short_is_refused(tmp_path, content, message):
+    (tmp_path / "damaged").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "damaged")
+
+
+def test_a_file_of_several_frames_is_read(tmp_path):
+    (tmp_path / "frames").write_bytes(FRAMES)
+    assert read(tmp_path / "frames") == read(REAL)
 
 
 def test_the_missing_package_is_named(monkeypatch, capsys):

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from tests.traces import arrays_of
 
 from kvtier.errors import ConfigError
 from kvtier.trace import arrays as arrays_module
 from kvtier.trace import trace_files as io_module
-from kvtier.trace.arrays import TraceArrays, read_arrays, without_sessions
+from kvtier.trace.arrays import TraceArrays, without_sessions
 from kvtier.trace.formats import block_ids, session_lines
 from kvtier.trace.formats.block_ids import merge_blocks
 from kvtier.trace.open import ReadOptions, open_trace
@@ -27,6 +28,7 @@ LINES = [
 
 
 def written(path: Path, lines, compress=bytes):
+    path.parent.mkdir(exist_ok=True)
     text = "\n".join(it if isinstance(it, str) else json.dumps(it) for it in lines) + "\n"
     path.write_bytes(compress(text.encode()))
     return path
@@ -58,21 +60,19 @@ def test_runs_equal_ids_and_the_block_size_is_inferred(tmp_path):
     assert open_trace(path).block_tokens == 64
 
 
-def test_block_size_from_whole_blocks_or_contradictory_counts(tmp_path):
-    def lines(number_of):
-        return [{"timestamp": n, "input_length": n, "hash_ids": list(range(number_of(n)))} for n in range(10, 400, 13)]
-
-    found = open_trace(written(tmp_path / "whole", lines(lambda tokens: tokens // 16)))
-    assert (found.block_tokens, found.notes[0]) == (
-        16,
-        "blocks of 16 tokens, from the numbers of ids, which only whole blocks have",
-    )
-    found = open_trace(written(tmp_path / "all", lines(lambda tokens: -(-tokens // 16))))
-    assert (found.block_tokens, found.notes[0]) == (16, "blocks of 16 tokens, from the numbers of ids")
-    found = open_trace(written(tmp_path / "odd", lines(lambda tokens: tokens % 7 + 1)))
-    assert "do not agree on one" in found.notes[0]
-    found = open_trace(written(tmp_path / "none", lines(lambda _: 0)))
-    assert read_arrays(found).warnings == ("none of the first 30 requests has an id, so reuse is unknown",)
+@pytest.mark.parametrize(
+    ("blocks_of", "tokens", "note"),
+    [
+        (lambda tokens: tokens // 16, 16, "blocks of 16 tokens, from the numbers of ids, which only whole blocks have"),
+        (lambda tokens: -(-tokens // 16), 16, "blocks of 16 tokens, from the numbers of ids"),
+        (lambda tokens: tokens % 7 + 1, 322, "blocks of about 322 tokens: the numbers of ids do not agree on one"),
+        (lambda _: 0, 1, "none of the first 30 requests has an id, so reuse is unknown"),
+    ],
+)
+def test_the_block_size_is_inferred_from_the_numbers_of_ids(tmp_path, blocks_of, tokens, note):
+    lines = [{"timestamp": n, "input_length": n, "hash_ids": [*range(blocks_of(n))]} for n in range(10, 400, 13)]
+    found = open_trace(written(tmp_path / "trace", lines))
+    assert (found.block_tokens, found.notes[0]) == (tokens, note)
 
 
 def test_hashes_and_strings_as_ids(tmp_path):
@@ -141,12 +141,12 @@ def test_next_turns_are_read_and_written(tmp_path):
     turns = ["tool", None, "user", "nobody"]
     line = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [0], "session_id": 1}
     path = written(tmp_path / "turns", [{**line, "timestamp": n, "next_turn": it} for n, it in enumerate(turns)])
-    packed = read_arrays(open_trace(path))
+    packed = arrays_of(path)
     assert packed.next_turn.tolist() == [0, -1, 1, 2]
     packed.save(tmp_path)
     assert TraceArrays.load(tmp_path).next_turn.tolist() == [0, -1, 1, 2]
     write_requests(tmp_path / "again", packed, as_runs=True)
-    assert read_arrays(open_trace(tmp_path / "again")).next_turn.tolist() == [0, -1, 1, 2]
+    assert arrays_of(tmp_path / "again").next_turn.tolist() == [0, -1, 1, 2]
     write_requests(tmp_path / "silent", without_sessions(packed), as_runs=True)
     assert "next_turn" not in (tmp_path / "silent").read_text()
 
@@ -168,15 +168,6 @@ def test_any_ids_of_sessions(tmp_path, name):
     found = {session: [it.blocks for it in requests if it.session == session] for session in "ab"}
     assert found["b"][0] == found["a"][0]
     assert len({*found["a"][1], *found["a"][2], *found["b"][1]}) == 5
-
-
-def test_a_scope_that_is_unknown_or_changes_is_refused(tmp_path):
-    sessions = [scoped([[1]], hash_id_scope="global"), scoped([[1]])]
-    with pytest.raises(ConfigError, match="line 2: hash_id_scope None; allowed: the same in all lines"):
-        read(written(tmp_path / "mixed", sessions))
-    with pytest.raises(ConfigError, match="line 1: hash_id_scope is 'user'; allowed: local, global"):
-        read(written(tmp_path / "unknown", [scoped([[1]], hash_id_scope="user")]))
-    assert read(written(tmp_path / "turns", [scoped([[1]], hash_id_scope="local"), scoped([[1]])]))
 
 
 def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
@@ -210,75 +201,43 @@ def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
     assert later.blocks[whole:] != earlier.blocks[whole:]
 
 
+MANY = [json.dumps({**LINES[0], "timestamp": n}) + "\n" for n in range(3000)]
+DATA = "".join(MANY).encode()
+GZIP = gzip.compress(DATA, mtime=0)
+FRAMES = b"".join(zstandard.compress("".join(MANY[at : at + 1000]).encode()) for at in (0, 1000, 2000))
+
+
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("content", "message"),
     [
-        ({"timestamp": 1, "output_length": 1, "hash_ids": [1]}, "line 3: 'input_length' is missing"),
-        ({"timestamp": "x", "input_length": 1, "hash_ids": [1]}, "line 3: timestamp is 'x'; allowed: a number"),
-        (
-            {"timestamp": 1, "input_length": 1, "hash_ids": [1], "next_turn": "me"},
-            "line 3: next_turn is 'me'; allowed: tool, user, nobody",
-        ),
-        ({"timestamp": 1, "input_length": -4, "hash_ids": [1]}, "line 3: input_length is -4; allowed: a whole number"),
-        ({"timestamp": 1, "input_length": 1, "hash_ids": 5}, "line 3: hash_ids is 5; allowed: a list"),
-        ({"timestamp": 1, "input_length": 1, "hash_ids": [1.5]}, "line 3: hash_ids holds 1.5; allowed: whole numbers"),
-        ({"timestamp": 1, "input_length": 1}, "line 3: 'hash_ids' is missing"),
-        ({"timestamp": 1, "input_length": 1, "hash_runs": [[1, 0]]}, r"line 3: hash_runs holds \[1, 0\]"),
-        ("[1, 2]", "line 3: .* is not a JSON object"),
-        ('{"timestamp": ', "line 3: "),
-        ('{"timestamp": 1, "input_length": NaN, "hash_ids": [1]}', "line 3: input_length is nan; allowed"),
-        ({"timestamp": 1, "input_length": 1 << 31, "hash_ids": [1]}, "line 3: input_length is 2147483648; allowed"),
+        (DATA + b'{"timestamp": \xff', "line 3001: not a trace: not UTF-8: invalid start byte at byte 15"),
+        (DATA + b"[" * 100_000, "line 3001: "),
+        (DATA + b'{"timestamp": 5,', "line 3001: not JSON: .*; allowed: a JSON value on each line"),
+        (json.dumps(LINES[0], indent=1).encode(), "line 1: not JSON: .*; allowed: a JSON value on each line"),
+        (json.dumps(LINES).encode(), "line 1: unknown format"),
+        (GZIP[:10] + b"\x07" + GZIP[11:], "not a trace: .* invalid block type"),
+        (GZIP[:3000] + bytes([GZIP[3000] ^ 255]) + GZIP[3001:], ": not "),
+        # The last of three frames is cut: an error, not two thousand lines.
+        (FRAMES[:-1], "not a trace: truncated zstd frame"),
+        (FRAMES[:-200] + b"?" * 200, "not a trace: "),
     ],
+    ids=range(9),
 )
-def test_a_malformed_line_is_named_with_its_field(tmp_path, bad, message):
-    path = written(tmp_path / "trace", [*LINES[:2], bad])
-    with pytest.raises(ConfigError, match=message):
-        read(path)
-    read(written(path, LINES[:2]))  # negative control
-
-
-def test_files_that_are_no_traces_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is empty; allowed: at least one request"):
-        open_trace(written(tmp_path / "a", [""]))
-    with pytest.raises(ConfigError, match="No such file"):
-        open_trace(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="unknown format; allowed: JSON lines with hash_ids"):
-        open_trace(written(tmp_path / "b", [{"prompt": "?"}]))
-    whole = gzip.compress(("\n".join(json.dumps(it) for it in LINES) * 50).encode())
-    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match="not a trace"):
-        read(tmp_path / "cut")
-
-
-def test_damage_is_reported_with_its_line(tmp_path):
-    lines = [json.dumps({**LINES[0], "timestamp": n}) for n in range(3000)]
-    data = ("\n".join(lines) + "\n").encode()
+def test_damage_is_reported_with_its_line(tmp_path, content, message):
     path = tmp_path / "trace"
-    plain = read(written(path, lines))
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"trace {path}.*{message}"):
+        read(path)
 
-    def refused(content, message):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match=message) as found:
-            read(path)
-        assert str(path) in str(found.value)
 
-    refused(data + b'{"timestamp": \xff', "line 3001: not a trace: not UTF-8: invalid start byte at byte 15")
-    refused(data + b"[" * 100_000, "line 3001: ")
-    refused(data + b'{"timestamp": 5,', "line 3001: not JSON: .*; allowed: a JSON value on each line")
-    refused(json.dumps(LINES[0], indent=1).encode(), "line 1: not JSON: .*; allowed: a JSON value on each line")
-    refused(json.dumps(LINES).encode(), "line 1: unknown format")
-    packed = gzip.compress(data, mtime=0)
-    refused(packed[:10] + b"\x07" + packed[11:], "not a trace: .* invalid block type")
-    refused(packed[:3000] + bytes([packed[3000] ^ 255]) + packed[3001:], "trace .*: not ")
-    # Frames of a thousand lines, the last one cut: an error, not two thousand lines.
-    thousand = [("\n".join(lines[at : at + 1000]) + "\n").encode() for at in (0, 1000, 2000)]
-    packed = b"".join(zstandard.compress(it) for it in thousand)
-    refused(packed[:-1], "not a trace: truncated zstd frame")
-    refused(packed[:-200] + b"?" * 200, "not a trace: ")
-
-    for same in (data, b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n"), data[:-1], packed, gzip.compress(data)):
-        path.write_bytes(same)
-        assert read(path) == plain
+@pytest.mark.parametrize(
+    "content",
+    [DATA, b"\xef\xbb\xbf" + DATA, DATA.replace(b"\n", b"\r\n"), DATA[:-1], FRAMES, GZIP],
+    ids=["plain", "mark", "returns", "no last end", "zstd frames", "gzip"],
+)
+def test_ends_of_lines_marks_and_frames_change_nothing(tmp_path, content):
+    (tmp_path / "trace").write_bytes(content)
+    assert [round(it.time_s * 1000) for it in read(tmp_path / "trace")] == list(range(3000))
 
 
 def test_seconds_read_as_milliseconds_are_warned_of(tmp_path):
@@ -297,14 +256,6 @@ def test_texts_may_have_times_of_their_own_unit_or_since_1970(tmp_path):
             trace = open_trace(written(tmp_path / "text", lines), ReadOptions(time_unit=unit))
             assert [round(it.time_s, 3) for it in trace.requests()] == list(range(12)), (unit, start)
             assert not any("look like" in note for note in trace.notes)
-    (doubted,) = [
-        it for it in read_arrays(open_trace(written(tmp_path / "text", seconds(TEXT)))).warnings if "look like" in it
-    ]
-    assert doubted.endswith("--time-unit s")
-
-
-def seconds(line):
-    return [{**line, "timestamp": n, "input": "word " * 3000} for n in range(12)]
 
 
 def session(*times, **more):
@@ -319,12 +270,50 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ([*LINES[:2], {"timestamp": 1, "output_length": 1, "hash_ids": [1]}], "line 3: 'input_length' is missing"),
+        (
+            [*LINES[:2], {"timestamp": "x", "input_length": 1, "hash_ids": [1]}],
+            "line 3: timestamp is 'x'; allowed: a number",
+        ),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_ids": [1], "next_turn": "me"}],
+            "line 3: next_turn is 'me'; allowed: tool, user, nobody",
+        ),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": -4, "hash_ids": [1]}],
+            "line 3: input_length is -4; allowed: a whole number",
+        ),
+        ([*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_ids": 5}], "line 3: hash_ids is 5; allowed: a list"),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_ids": [1.5]}],
+            "line 3: hash_ids holds 1.5; allowed: whole numbers",
+        ),
+        ([*LINES[:2], {"timestamp": 1, "input_length": 1}], "line 3: 'hash_ids' is missing"),
+        ([*LINES[:2], {"timestamp": 1, "input_length": 1, "hash_runs": [[1, 0]]}], r"line 3: hash_runs holds \[1, 0\]"),
+        ([*LINES[:2], "[1, 2]"], "line 3: .* is not a JSON object"),
+        ([*LINES[:2], '{"timestamp": '], "line 3: "),
+        (
+            [*LINES[:2], '{"timestamp": 1, "input_length": NaN, "hash_ids": [1]}'],
+            "line 3: input_length is nan; allowed",
+        ),
+        (
+            [*LINES[:2], {"timestamp": 1, "input_length": 1 << 31, "hash_ids": [1]}],
+            "line 3: input_length is 2147483648; allowed",
+        ),
         ([session(0), {**session(0), "requests": [{"t": 0, "out": 1, "hash_runs": []}]}], "line 2: 'in' is missing"),
         ([session(0), {**session(0), "requests": [{"t": "x"}]}], "line 2: t is 'x'; allowed: a number"),
         ([session(0), {**session(0), "requests": 5}], "line 2: 'requests' is missing or no list"),
         ([session(0), {**session(0), "block_size": 16}], "line 2: block_size 16; allowed: 64, as before"),
         ([session(0), "{"], "line 2: "),
         ([session()], "has no request; allowed: at least one"),
+        (
+            [scoped([[1]], hash_id_scope="global"), scoped([[1]])],
+            "line 2: hash_id_scope None; allowed: the same in all lines",
+        ),
+        (
+            [scoped([[1]], hash_id_scope="local"), scoped([[1]], hash_id_scope="user")],
+            "line 2: hash_id_scope is 'user'; allowed: local, global",
+        ),
         ([TEXT, {**TEXT, "input": 5}], "line 2: input is int; allowed: a text"),
         ([TEXT, {**TEXT, "timestamp": None}], "line 2: timestamp is None; allowed: a number"),
         ([TEXT, "[]"], "line 2: .* is not a JSON object"),
@@ -338,10 +327,10 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
     with pytest.raises(ConfigError, match=message) as found:
-        read_arrays(open_trace(path))
+        arrays_of(path)
     assert str(path) in str(found.value)
     if len(lines) > 2 or (len(lines) == 2 and not isinstance(lines[0], str)):
-        read_arrays(open_trace(written(path, lines[:-1])))  # negative control
+        arrays_of(written(path, lines[:-1]))  # negative control
 
 
 @pytest.mark.parametrize(
@@ -361,26 +350,37 @@ def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
 )
 def test_every_reader_warns_of_implausible_times(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
-    assert any(message in it for it in read_arrays(open_trace(path)).warnings)
+    assert any(message in it for it in arrays_of(path).warnings)
     with pytest.raises(ConfigError, match="allowed with --strict"):
-        read_arrays(open_trace(path), is_strict=True)
-    well = read_arrays(open_trace(written(path, [session(0, 5, 9)])), is_strict=True)
+        arrays_of(path, is_strict=True)
+    well = arrays_of(written(path, [session(0, 5, 9)]), is_strict=True)
     assert well.warnings == ()
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", gzip.compress(b"", mtime=0), zstandard.compress(b"")])
-def test_nothing_is_no_trace(tmp_path, content):
+PACKED = gzip.compress(("\n".join(json.dumps(it) for it in LINES) * 50).encode())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((it, "is empty; allowed: at least one request") for it in (b"", b"\n\n", zstandard.compress(b""))),
+        (gzip.compress(b"", mtime=0), "is empty; allowed: at least one request"),
+        (b'{"prompt": "?"}', "unknown format; allowed: JSON lines with hash_ids"),
+        (PACKED[: len(PACKED) // 2], "not a trace"),
+    ],
+)
+def test_files_that_are_no_traces_are_refused(tmp_path, content, message):
     (tmp_path / "trace").write_bytes(content)
-    with pytest.raises(ConfigError, match="is empty; allowed: at least one request"):
-        open_trace(tmp_path / "trace")
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "trace")
 
 
 def test_ids_far_apart_take_no_table(tmp_path):
     lines = [{"timestamp": n, "input_length": 9, "hash_runs": [[n * 500_000_000, 2]]} for n in (0, 1, 2, 1)]
-    packed = read_arrays(open_trace(written(tmp_path / "trace", lines)))
+    packed = arrays_of(written(tmp_path / "trace", lines))
     assert packed.ids.tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
     with pytest.raises(ConfigError, match=r"hash_runs holds .*ids below 1073741824"):
-        read_arrays(open_trace(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}])))
+        arrays_of(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}]))
 
 
 def requests_at(*times_s):
@@ -389,7 +389,6 @@ def requests_at(*times_s):
 
 def test_a_directory_is_one_trace_in_the_order_of_names_and_of_time(tmp_path):
     folder = tmp_path / "trace"
-    folder.mkdir()
     written(folder / "b.jsonl.gz", requests_at(1, 4), gzip.compress)
     written(folder / "a.json", requests_at(2, 3))
     (folder / "README.md").write_text("no trace")
@@ -401,13 +400,11 @@ def test_a_directory_is_one_trace_in_the_order_of_names_and_of_time(tmp_path):
     sessions = [scoped([[1, 2, 3], [1, 2, 3, 4]], id=name) for name in "xyz"]
     together = read(written(tmp_path / "together", sessions), block_tokens=64)
     apart = tmp_path / "apart"
-    apart.mkdir()
     for number, session in enumerate(sessions):
         written(apart / f"{number}.json", [session])
     assert [it._replace(line=0) for it in read(apart, block_tokens=64)] == [it._replace(line=0) for it in together]
 
     texts = tmp_path / "texts"
-    texts.mkdir()
     for number, words in enumerate(("one two", "one two three")):
         written(texts / f"{number}.jsonl", [{"timestamp": 10 - number, "input": words}])
     first, second = read(texts, block_tokens=1)
@@ -446,26 +443,32 @@ def test_compressed_traces_are_read_in_linear_time_with_a_limit(tmp_path, monkey
         sum(1 for _ in io_module.text_lines(path))
 
 
-def test_held_and_written_blocks_are_limited(tmp_path, monkeypatch):
-    folder = tmp_path / "trace"
-    folder.mkdir()
-    lines = [{"timestamp": n, "input_length": 640, "hash_runs": [[0, 10]]} for n in range(4)]
-    written(folder / "a.jsonl", lines)
-    session = {"block_size": 64, "requests": [{"t": n, "in": 640, "out": 1, "hash_runs": [[0, 10]]} for n in range(4)]}
-    sessions = written(tmp_path / "sessions", [session])
-    texts = written(tmp_path / "texts", [{"timestamp": n, "input": "a b c d e f g h i j"} for n in range(4)])
-    for path in (folder, sessions, texts):
-        for module in (block_ids, session_lines, arrays_module):
-            monkeypatch.undo()
-            limits = {"HELD_BLOCKS_MAX": 40, "SESSION_BLOCKS_MAX": 40, "ACCESSES_MAX": 40}
-            for name in limits.keys() & vars(module).keys():
-                if name == "SESSION_BLOCKS_MAX" and path != sessions:
-                    continue
-                monkeypatch.setattr(module, name, 40)
-                assert len(read_arrays(open_trace(path, ReadOptions(block_tokens=64 if path != texts else 1)))) == 4
-                monkeypatch.setattr(module, name, 39)
-                with pytest.raises(ConfigError, match=r"40 blocks .*; allowed: (at most )?39"):
-                    read_arrays(open_trace(path, ReadOptions(block_tokens=64 if path != texts else 1)))
+FOUR = {
+    # Four requests of ten blocks each.
+    "lines": [{"timestamp": n, "input_length": 640, "hash_runs": [[0, 10]]} for n in range(4)],
+    "sessions": [
+        {"block_size": 64, "requests": [{"t": n, "in": 640, "out": 1, "hash_runs": [[0, 10]]} for n in range(4)]}
+    ],
+    "texts": [{"timestamp": n, "input": "a b c d e f g h i j"} for n in range(4)],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "module", "limit"),
+    [
+        *((form, block_ids, "HELD_BLOCKS_MAX") for form in FOUR),
+        *((form, arrays_module, "ACCESSES_MAX") for form in FOUR),
+        ("sessions", session_lines, "SESSION_BLOCKS_MAX"),
+    ],
+)
+def test_held_and_written_blocks_are_limited(tmp_path, monkeypatch, form, module, limit):
+    written(tmp_path / "a.jsonl", FOUR[form])
+    block_tokens = 1 if form == "texts" else 64
+    monkeypatch.setattr(module, limit, 40)
+    assert len(arrays_of(tmp_path, block_tokens=block_tokens)) == 4
+    monkeypatch.setattr(module, limit, 39)
+    with pytest.raises(ConfigError, match=r"40 blocks .*; allowed: (at most )?39"):
+        arrays_of(tmp_path, block_tokens=block_tokens)
 
 
 def test_blocks_and_tokens_of_a_request_are_limited(tmp_path):
@@ -476,8 +479,8 @@ def test_blocks_and_tokens_of_a_request_are_limited(tmp_path):
             ConfigError, match=f"line 1: hash_(runs|ids) has {most + 1} blocks; allowed: at most {most}"
         ):
             open_trace(written(tmp_path / "trace", [{**line, **blocks}]))
-    assert len(read_arrays(open_trace(written(tmp_path / "trace", [{**line, "hash_runs": [[0, most]]}]))).ids) == most
+    assert len(arrays_of(written(tmp_path / "trace", [{**line, "hash_runs": [[0, most]]}])).ids) == most
     stored = {"type": "BlockStored", "token_ids": [], "block_size": (1 << 31) - 1, "parent_block_hash": None}
     events = written(tmp_path / "events", [{"ts": 1.0, "events": [{**stored, "block_hashes": [1, 2]}]}])
     with pytest.raises(ConfigError, match="line 1: prompt of 4294967294 tokens; allowed: at most 2147483647"):
-        read_arrays(open_trace(events))
+        arrays_of(events)

@@ -10,6 +10,7 @@ import time
 from hashlib import sha256
 
 import pytest
+from tests.traces import arrays_of
 
 import kvtier.runtime.trace_recorder as recording
 from kvtier.config.loader import load
@@ -164,7 +165,7 @@ def test_lines_that_wait_for_an_earlier_request_are_bounded(tmp_path, metrics, m
     outputs = [it.output_tokens for it in open_trace(recorder.path).requests()]
     assert sorted(outputs) == [*range(50), 99]
     assert outputs[:40] == list(range(40))
-    assert "go back" in read_arrays(open_trace(recorder.path)).warnings[0]
+    assert "go back" in arrays_of(recorder.path).warnings[0]
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path, metrics):
@@ -179,31 +180,29 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path):
     assert (config.trace.path, config.trace.capacity_bytes) == (tmp_path, MIB)
 
 
-def test_the_command_runs_a_program_with_recording_on(tmp_path):
-    folder = tmp_path / "new" / "traces"
-    program = "from kvtier.config.loader import load; it = load().config.trace; print(it.path, it.capacity_bytes)"
-    command = [sys.executable, "-m", "kvtier.cli.main", "trace", "record", "--capacity", "1MiB", str(folder)]
-    options = {"capture_output": True, "text": True}
-    done = subprocess.run([*command, sys.executable, "-c", program], timeout=250, check=False, **options)
-    assert (done.returncode, done.stdout.split()) == (0, [str(folder), str(MIB)]), done.stderr
-    assert folder.is_dir()
-    apart = subprocess.run([*command, "--", sys.executable, "-c", "print(5)"], timeout=250, check=False, **options)
-    assert (apart.returncode, apart.stdout) == (0, "5\n"), apart.stderr
-    assert "nothing was recorded" in apart.stderr
-    writing = f"open({str(folder)!r} + '/requests-1.jsonl', 'w'); raise SystemExit(3)"
-    some = subprocess.run([*command, sys.executable, "-c", writing], timeout=250, check=False, **options)
-    assert (some.returncode, some.stderr) == (3, "")
-    killed = subprocess.run([*command, "sh", "-c", "kill -9 $$"], timeout=250, check=False, **options)
-    assert killed.returncode == 128 + 9
-    missing = subprocess.run([*command, "no-such-program"], timeout=250, check=False, **options)
-    assert (missing.returncode, "no-such-program" in missing.stderr) == (127, True)
-    nothing = subprocess.run([*command, "--"], timeout=250, check=False, **options)
-    assert (nothing.returncode, "PROGRAM is missing" in nothing.stderr) == (2, True)
+PRINTING = "from kvtier.config.loader import load; it = load().config.trace; print(it.path.name, it.capacity_bytes)"
+WRITING = "import os; open(os.environ['KVTIER_TRACE__PATH'] + '/requests-1.jsonl', 'w'); raise SystemExit(3)"
+
+
+@pytest.mark.parametrize(
+    ("folder", "program", "code", "out", "err"),
+    [
+        ("new/traces", [sys.executable, "-c", PRINTING], 0, f"traces {MIB}\n", "nothing was recorded"),
+        ("new", ["--", sys.executable, "-c", "print(5)"], 0, "5\n", "nothing was recorded"),
+        ("new", [sys.executable, "-c", WRITING], 3, "", ""),
+        ("new", ["sh", "-c", "kill -9 $$"], 128 + 9, "", "nothing was recorded"),
+        ("new", ["no-such-program"], 127, "", "no-such-program"),
+        ("new", ["--"], 2, "", "PROGRAM is missing"),
+        ("file", ["true"], 2, "", "allowed: a directory"),
+    ],
+)
+def test_the_command_runs_a_program_with_recording_on(tmp_path, folder, program, code, out, err):
     (tmp_path / "file").write_text("")
-    command[-1] = str(tmp_path / "file")
-    done = subprocess.run([*command, "true"], timeout=250, check=False, **options)
-    assert done.returncode == 2
-    assert "allowed: a directory" in done.stderr
+    command = [sys.executable, "-m", "kvtier.cli.main", "trace", "record", "--capacity", "1MiB", tmp_path / folder]
+    done = subprocess.run([*command, *program], timeout=250, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, out), done.stderr
+    assert err in done.stderr if err else not done.stderr
+    assert (tmp_path / folder).is_dir() == (folder != "file" and program != ["--"])
 
 
 @pytest.mark.parametrize("made", ["trace", "journal", "weights"])

@@ -3,28 +3,24 @@
 import json
 import tracemalloc
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.traces import MAGAGENT, arrays_of, public
 
 from kvtier.cli.main import run
 from kvtier.replay.single_cache import replay
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.open import open_trace
 from kvtier.trace.stats import trace_stats
 from kvtier.trace.synthesize import StatisticalSource, Statistics, TraceSource, synthesized
 from kvtier.trace.write import write_lines
-
-TRACES = Path(__file__).parents[2] / "golden" / "traces"
 
 
 def made(tmp_path, source, count):
     path = tmp_path / "synthesised.jsonl"
     write_lines(path, synthesized(source, count))
-    return read_arrays(open_trace(path), is_strict=True)
+    return arrays_of(path, is_strict=True)
 
 
 CURVES = {
@@ -46,7 +42,7 @@ def figures(packed, capacities):
 
 @pytest.mark.parametrize("name", CURVES)
 def test_a_trace_like_another_has_its_hit_rates_and_intervals(tmp_path, name):
-    model = read_arrays(open_trace(TRACES / f"{name}.jsonl.gz"))
+    model = public(name)
     capacities, off_max = CURVES[name]
     rates, intervals, stats = figures(model, capacities)
     like, like_intervals, like_told = figures(made(tmp_path, TraceSource(model, 1), len(model)), capacities)
@@ -60,7 +56,7 @@ def test_a_trace_like_another_has_its_hit_rates_and_intervals(tmp_path, name):
 
 
 def test_a_longer_trace_has_new_sessions(tmp_path):
-    model = read_arrays(open_trace(TRACES / "mooncake_synthetic_runs.jsonl.gz"))
+    model = public("mooncake_synthetic_runs")
     rates, _, stats = figures(model, (3_000_000,))
     longer = made(tmp_path, TraceSource(model, 3), 3 * len(model))
     like, _, like_told = figures(longer, (3_000_000,))
@@ -82,13 +78,13 @@ def test_next_turns_are_as_in_the_model(tmp_path):
         for session, it in enumerate(row[turn] for row in next_turns)
     ]
     path.write_text("".join(json.dumps({**it, "hash_ids": it["hash_ids"][0]}) + "\n" for it in lines))
-    like = made(tmp_path, TraceSource(read_arrays(open_trace(path)), 1), 9)
+    like = made(tmp_path, TraceSource(arrays_of(path), 1), 9)
     turns = {session: like.next_turn[like.session == session].tolist() for session in range(3)}
     assert sorted(turns.values()) == sorted([[0, 1, 2], [0, -1, 0], [1, 1, -1]])
 
 
 def test_an_order_is_kept_and_sessions_stay_whole(tmp_path):
-    model = read_arrays(open_trace(TRACES / "lmcache_miniswe_b64.jsonl.gz"))
+    model = public("lmcache_miniswe_b64")
     like = made(tmp_path, TraceSource(model, 5), len(model))
 
     def lives(packed):
@@ -102,16 +98,18 @@ def test_an_order_is_kept_and_sessions_stay_whole(tmp_path):
     assert like.input_tokens.tolist() != model.input_tokens.tolist()
 
 
-@pytest.mark.parametrize("like", [None, "taubench_airline_b64"])
-def test_a_seed_decides_everything(like):
-    def lines(seed):
-        if like is None:
-            return list(synthesized(StatisticalSource(Statistics(), seed), 3000))
-        return list(synthesized(TraceSource(read_arrays(open_trace(TRACES / f"{like}.jsonl.gz")), seed), 3000))
-
-    first = lines(1)
-    assert first == lines(1)
-    assert first != lines(2)
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda seed: StatisticalSource(Statistics(), seed),
+        lambda seed: TraceSource(public("taubench_airline_b64"), seed),
+    ],
+    ids=["statistics", "like"],
+)
+def test_a_seed_decides_everything(source):
+    first, again, other = (list(synthesized(source(seed), 3000)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
 
 
 @given(
@@ -176,12 +174,9 @@ def test_the_command(tmp_path, capsys):
     target = tmp_path / "out.jsonl.gz"
     assert run(["trace", "synthesize", str(target), "--requests", "1k", "--turns", "2", "--block", "64"]) == 0
     assert "1,000 requests, blocks of 64 tokens" in capsys.readouterr().out
-    assert len(read_arrays(open_trace(target))) == 1000
-    like = str(TRACES / "lmcache_magagent_b64.jsonl.gz")
-    assert run(["trace", "synthesize", str(target), "--like", like]) == 0
-    assert len(read_arrays(open_trace(target))) == 693
-    assert run(["replay", str(target), "--capacity-tokens", "20k", "--policy", "lru", "--json", "--jobs", "1"]) == 0
-    capsys.readouterr()
+    assert len(arrays_of(target)) == 1000
+    assert run(["trace", "synthesize", str(target), "--like", str(MAGAGENT)]) == 0
+    assert len(arrays_of(target)) == 693
 
 
 @pytest.mark.parametrize(
@@ -199,7 +194,7 @@ def test_the_command(tmp_path, capsys):
 def test_impossible_options_are_refused(tmp_path, capsys, options, message):
     (tmp_path / "csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     (tmp_path / "one").write_text(json.dumps({"timestamp": 0, "input_length": 9, "hash_ids": [1]}))
-    files = {"LIKE": TRACES / "lmcache_magagent_b64.jsonl.gz", "CSV": tmp_path / "csv", "ONE": tmp_path / "one"}
+    files = {"LIKE": MAGAGENT, "CSV": tmp_path / "csv", "ONE": tmp_path / "one"}
     options = [str(files.get(it, it)) for it in options]
     assert run(["trace", "synthesize", str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err

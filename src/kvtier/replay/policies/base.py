@@ -20,11 +20,9 @@ class Policy:
         self.held = 0
         """Number of cached blocks."""
         self.evictions = 0
-        self.request = -1
 
-    def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:  # noqa: ARG002  for subclasses
+    def begin(self, request: int) -> None:
         """Start a request. The replay counts its hits after this call and before `access`."""
-        self.request = request
 
     def access(self, blocks: Sequence[int]) -> tuple[int, int]:
         """Access the request's blocks from the last to the first; returns the numbers of hits and of inserts."""

@@ -6,7 +6,6 @@ use is never later than its descendant's. So no policy that keeps whole prefixes
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -120,21 +119,16 @@ class Arc(Policy):
 
     def insert(self, block: int, place: int) -> bool:  # noqa: ARG002  the interface's arguments
         """Cache the block; a ghost goes to the frequent queue."""
-        capacity, recent_ghosts, frequent_ghosts = self.capacity, self._recent_ghosts, self._frequent_ghosts
-        is_full = self.held >= capacity
-        if block in recent_ghosts:
-            step = max(1, len(frequent_ghosts) / len(recent_ghosts))
-            self._recent_target = min(capacity, self._recent_target + step)
-            del recent_ghosts[block]
+        recent_ghosts, frequent_ghosts, is_full = self._recent_ghosts, self._frequent_ghosts, self.held >= self.capacity
+        is_recent = block in recent_ghosts
+        if is_recent or block in frequent_ghosts:
+            own, other = (recent_ghosts, frequent_ghosts) if is_recent else (frequent_ghosts, recent_ghosts)
+            step = max(1, len(other) / len(own))
+            target = self._recent_target + (step if is_recent else -step)
+            self._recent_target = min(self.capacity, max(0, target))
+            del own[block]
             if is_full:
-                self._replace(is_frequent=False)
-            self._frequent[block] = None
-        elif block in frequent_ghosts:
-            step = max(1, len(recent_ghosts) / len(frequent_ghosts))
-            self._recent_target = max(0, self._recent_target - step)
-            del frequent_ghosts[block]
-            if is_full:
-                self._replace(is_frequent=True)
+                self._replace(is_frequent=not is_recent)
             self._frequent[block] = None
         else:
             self._make_room(is_full=is_full)
@@ -174,33 +168,8 @@ class Infinite(Policy):
         return True
 
 
-class OracleLru(PlainLru):
-    """LRU that never caches a block after its last use.
-
-    Args:
-        capacity: blocks that fit.
-        trace: the trace, for the last use of each block.
-    """
-
-    def __init__(self, capacity: int, trace: TraceArrays) -> None:
-        super().__init__(capacity, trace)
-        self._last_use = last_uses(trace).tolist()
-
-    def touch(self, block: int, place: int) -> None:
-        """Move the block to the end, or drop it after its last use."""
-        if self._last_use[block] > self.request:
-            super().touch(block, place)
-        else:
-            del self._queue[block]
-            self._drop(block)
-
-    def insert(self, block: int, place: int) -> bool:
-        """Cache the block if it is used again."""
-        return self._last_use[block] > self.request and super().insert(block, place)
-
-
-class Min(Policy):
-    """Belady's MIN with bypass: evicts or bypasses the block of the farthest next use; of equals, the deeper one.
+class _Clairvoyant(Policy):
+    """A policy that knows the next use of each block of a request.
 
     Args:
         capacity: blocks that fit.
@@ -212,13 +181,35 @@ class Min(Policy):
         self._next_uses = next_uses(trace)
         self._starts = trace.starts
         self._uses: list[int] = []
+
+    def begin(self, request: int) -> None:
+        """Look up the next uses of the request's blocks."""
+        self._uses = self._next_uses[int(self._starts[request]) : int(self._starts[request + 1])].tolist()
+
+
+class OracleLru(_Clairvoyant, PlainLru):
+    """LRU that never caches a block after its last use."""
+
+    def touch(self, block: int, place: int) -> None:
+        """Move the block to the end, or drop it after its last use."""
+        if self._uses[place] != NEVER:
+            super().touch(block, place)
+        else:
+            del self._queue[block]
+            self._drop(block)
+
+    def insert(self, block: int, place: int) -> bool:
+        """Cache the block if it is used again."""
+        return self._uses[place] != NEVER and super().insert(block, place)
+
+
+class Min(_Clairvoyant):
+    """Belady's MIN with bypass: evicts or bypasses the block of the farthest next use; of equals, the deeper one."""
+
+    def __init__(self, capacity: int, trace: TraceArrays) -> None:
+        super().__init__(capacity, trace)
         self._keys: dict[int, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, int]] = []
-
-    def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:
-        """Look up the next uses of the request's blocks."""
-        super().begin(request, time_s, blocks)
-        self._uses = self._next_uses[int(self._starts[request]) : int(self._starts[request + 1])].tolist()
 
     def touch(self, block: int, place: int) -> None:
         """Update the next use; drop the block if there is none."""
@@ -274,18 +265,6 @@ def infinite_hit_tokens(trace: TraceArrays) -> int:
         run = np.minimum(stop, edges[1:]) - edges[:-1]
         hit += int(np.minimum(run * trace.block_tokens, trace.input_tokens[begin:end]).sum())
     return hit
-
-
-def last_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
-    """The last request that has each block."""
-    last = np.full(trace.block_count, -1, np.int32)
-    starts = trace.starts
-    for first in range(0, len(trace), _REQUESTS):
-        end = min(first + _REQUESTS, len(trace))
-        owner = np.repeat(np.arange(first, end, dtype=np.int32), np.diff(starts[first : end + 1]))
-        # Of repeated indices the last assignment stays.
-        last[trace.ids[int(starts[first]) : int(starts[end])]] = owner
-    return last
 
 
 def next_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:

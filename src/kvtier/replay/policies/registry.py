@@ -1,12 +1,11 @@
 """Policies by name: the shipped ones, and those to compare with."""
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.policy.adaptive import Adaptive
-from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS, make_evictor
+from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.reference import Arc, Infinite, Min, OracleLru, PlainLru, S3Fifo
 from kvtier.replay.policies.shipped import Shipped
@@ -42,8 +41,7 @@ REFERENCES: dict[str, Reference] = {
 
 def policy_names() -> list[str]:
     """All names, the shipped policies first."""
-    installed = set(entry_points(group="kvtier.evictors").names)
-    return [DEFAULT, *EVICTORS, *sorted(installed - EVICTORS.keys()), *(it for it in REFERENCES if it not in EVICTORS)]
+    return [DEFAULT, *evictor_names(), *REFERENCES]
 
 
 def check_policy(name: str) -> None:
@@ -69,7 +67,6 @@ def make_policy(name: str, capacity: int, trace: TraceArrays) -> Policy:
     Raises:
         ConfigError: there is no such policy.
     """
-    check_policy(name)
-    if name in REFERENCES and name not in EVICTORS:
+    if name in REFERENCES:
         return REFERENCES[name].make(capacity, trace)
     return Shipped(capacity, trace, make_evictor(DEFAULT_EVICTOR if name == DEFAULT else name))

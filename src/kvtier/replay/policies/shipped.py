@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.replay.policies.base import Policy
+from kvtier.tier.base import never_pinned
 from kvtier.trace.arrays import NEXT_TURNS, TraceArrays
 from kvtier.types import NextTurn
 
@@ -38,9 +39,8 @@ class Shipped(Policy):
         self._parent_names: list[bytes | None] = [self._names[parent] for parent in trace.parents.tolist()]
         self._session: str | None = None
 
-    def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:  # noqa: ARG002  the interface's arguments
+    def begin(self, request: int) -> None:
         """Pass the hint of the request before, and note the session of this one."""
-        self.request = request
         if self._hinted is not None and self._session is not None and request:
             self._hinted.expects(self._session, self._next_turns[request - 1])
         session = int(self._trace.session[request])
@@ -68,7 +68,7 @@ class Shipped(Policy):
         return hits, inserted
 
     def _make_room(self) -> bool:
-        victim = self._evictor.victim(_never_pinned)
+        victim = self._evictor.victim(never_pinned)
         if victim is None:
             return False
         self._evictor.removed(victim)
@@ -86,7 +86,3 @@ def _next_turns(trace: TraceArrays, *, turns: bool, ends: bool) -> Sequence[Next
         for request in last.values():
             known[request] = NextTurn.NOBODY
     return known
-
-
-def _never_pinned(name: bytes) -> bool:  # noqa: ARG001  the interface's argument
-    return False

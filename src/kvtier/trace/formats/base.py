@@ -59,6 +59,8 @@ class TraceReader:
         self.path = path
         self.name = str(path)
         self.block_tokens = 1
+        self._factor = 1
+        """Blocks of the trace that make one of `block_tokens`."""
         self.notes: tuple[str, ...] = ()
         """How the trace was read; complete when `requests` is exhausted."""
 
@@ -69,6 +71,19 @@ class TraceReader:
             ConfigError: the file cannot be read or a line is malformed; names file, line and field.
         """
         raise NotImplementedError
+
+    def _set_block_tokens(self, own_tokens: int, wanted: int | None) -> None:
+        """Set `block_tokens` to `wanted`; None keeps the trace's own.
+
+        Raises:
+            ConfigError: `wanted` is not a multiple of `own_tokens`.
+        """
+        self.block_tokens = own_tokens if wanted is None else wanted
+        if self.block_tokens < own_tokens or self.block_tokens % own_tokens:
+            raise ConfigError(
+                f"--block {wanted} does not fit trace {self.path}; allowed: a multiple of its {own_tokens} tokens"
+            )
+        self._factor = self.block_tokens // own_tokens
 
 
 def session_of(line: dict[str, Any]) -> str | None:
@@ -89,18 +104,6 @@ def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
     except ValueError:
         allowed = ", ".join(it.value for it in NextTurn)
         raise ConfigError(f"next_turn is {short(value)}; allowed: {allowed}") from None
-
-
-def merge_factor(path: Path, own_tokens: int, block_tokens: int | None) -> int:
-    """How many blocks of the trace make one block of `block_tokens`; None keeps the trace's own.
-
-    Raises:
-        ConfigError: `block_tokens` is not a multiple of `own_tokens`.
-    """
-    wanted = own_tokens if block_tokens is None else block_tokens
-    if wanted < own_tokens or wanted % own_tokens:
-        raise ConfigError(f"--block {wanted} does not fit trace {path}; allowed: a multiple of its {own_tokens} tokens")
-    return wanted // own_tokens
 
 
 def time_unit_warning(times_s: Sequence[float], input_tokens: Sequence[int], time_unit: str) -> tuple[str, ...]:

@@ -1,14 +1,15 @@
 """Block ids of any kind as integers, so that the rest works on plain arrays."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Ids
+from kvtier.trace.formats.base import Ids, TraceRequest
 from kvtier.trace.trace_files import short
 
 OWN_IDS_MAX = 1 << 25
@@ -100,11 +101,21 @@ def merge_blocks(blocks: Ids, factor: int) -> Ids:
     return np.append(taken, blocks[-1]) if len(blocks) % factor else taken
 
 
-def check_held(blocks: int) -> None:
-    """Refuse a reader that holds too many blocks.
+def by_time(path: Path, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    """The requests sorted by time, which all have to be held for that.
 
     Raises:
-        ConfigError: more than `HELD_BLOCKS_MAX`.
+        ConfigError: they have more than `HELD_BLOCKS_MAX` blocks; names `path` and the line.
     """
-    if blocks > HELD_BLOCKS_MAX:
-        raise ConfigError(f"{blocks} blocks up to here, held to be sorted; allowed: at most {HELD_BLOCKS_MAX}")
+    held: list[TraceRequest] = []
+    blocks = 0
+    for request in requests:
+        blocks += len(request.blocks)
+        if blocks > HELD_BLOCKS_MAX:
+            raise ConfigError(
+                f"trace {path}, line {request.line}: {blocks} blocks up to here, held to be sorted; allowed: at most "
+                f"{HELD_BLOCKS_MAX}"
+            )
+        held.append(request)
+    held.sort(key=lambda it: it.time_s)
+    return held

@@ -21,11 +21,10 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from kvtier.errors import ConfigError, install_hint
-from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, merge_factor
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merge_blocks
 from kvtier.trace.trace_files import (
     LineErrors,
-    damage_errors,
     is_msgpack,
     number,
     open_binary,
@@ -75,23 +74,20 @@ class _StoredBlocks(NamedTuple):
 class _OpenRequest:
     """A request that later events may continue."""
 
-    time_s: float
-    latest_s: float
-    first_batch: int
-    batch: int
+    first: _StoredBlocks
+    latest: _StoredBlocks
     prompt_end: int
     """Last block of its prompt."""
     tip: Tip
-    session: str | None
     output_blocks: int = 0
 
     def is_output(self, stored: _StoredBlocks) -> bool:
         """Whether blocks that continue this request are output."""
-        return len(stored.hashes) == 1 and stored.batch != self.batch
+        return len(stored.hashes) == 1 and stored.batch != self.latest.batch
 
     def is_continued_by(self, stored: _StoredBlocks) -> bool:
         """Whether blocks after its last one belong to it: a prompt does not grow after its first output."""
-        pause_s = stored.time_s - self.latest_s
+        pause_s = stored.time_s - self.latest.time_s
         return pause_s <= OUTPUT_S if self.is_output(stored) else pause_s <= PROMPT_S and not self.output_blocks
 
 
@@ -113,8 +109,7 @@ class KvEvents(TraceReader):
         if first is None:
             raise ConfigError(f"trace {path}: no BlockStored of GPU memory; allowed: at least one")
         self._own_tokens, self._group = first.block_tokens, first.group
-        self._factor = merge_factor(path, self._own_tokens, block_tokens)
-        self.block_tokens = self._own_tokens * self._factor
+        self._set_block_tokens(self._own_tokens, block_tokens)
         self.notes = (_CONVENTION,)
 
     def requests(self) -> Iterator[TraceRequest]:
@@ -128,7 +123,7 @@ class KvEvents(TraceReader):
             if stored.group != self._group or stored.block_tokens != self._own_tokens or not stored.hashes:
                 continue
             began_s = stored.time_s if began_s is None else began_s
-            while waiting and stored.time_s - waiting[0].latest_s > OUTPUT_S:
+            while waiting and stored.time_s - waiting[0].latest.time_s > OUTPUT_S:
                 _remove(tips, waiting[0])
                 yield self._closed(waiting.popleft(), chains, began_s)
             parent = chains.find(stored.parent)
@@ -142,11 +137,10 @@ class KvEvents(TraceReader):
                     request.output_blocks += len(new)
                 else:
                     request.prompt_end = new[-1]
-                request.latest_s, request.batch, request.tip = stored.time_s, stored.batch, tip
+                request.latest, request.tip = stored, tip
             else:
                 unknown += parent is None and stored.parent is not None
-                time_s, batch = stored.time_s, stored.batch
-                request = _OpenRequest(time_s, time_s, batch, batch, new[-1], tip, stored.session)
+                request = _OpenRequest(stored, stored, new[-1], tip)
                 waiting.append(request)
             tips.setdefault(tip, []).append(request)
         for each in waiting:
@@ -162,16 +156,16 @@ class KvEvents(TraceReader):
         path = chains.path(done.prompt_end)
         if len(path) > REQUEST_BLOCKS_MAX:
             raise ConfigError(
-                f"trace {self.path}, batch {done.first_batch}: a request of more blocks than allowed; allowed: at "
+                f"trace {self.path}, batch {done.first.batch}: a request of more blocks than allowed; allowed: at "
                 f"most {REQUEST_BLOCKS_MAX}"
             )
         return TraceRequest(
-            done.time_s - began_s,
+            done.first.time_s - began_s,
             len(path) * self._own_tokens,
             done.output_blocks * self._own_tokens,
             merge_blocks(np.asarray(path, np.int64), self._factor),
-            done.session,
-            done.first_batch,
+            done.first.session,
+            done.first.batch,
         )
 
     def _stored(self) -> Iterator[_StoredBlocks]:
@@ -219,30 +213,24 @@ class _Chains:
     """Blocks by number, each with its parent. A hash that does not cover its prefix gets a block for each parent."""
 
     def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
-        self._others: dict[tuple[int, object], int] = {}
+        self._latest: dict[object, int] = {}
+        self._blocks: dict[tuple[int, object], int] = {}
         self._parents: list[int] = []
 
     def find(self, name: object) -> int | None:
         """The latest block of the hash `name`, if any."""
-        return None if name is None else self._numbers.get(name)
+        return None if name is None else self._latest.get(name)
 
     def extend(self, parent: int | None, names: list[object]) -> list[int]:
         """The blocks of `names` after `parent`, known or new."""
         before = -1 if parent is None else parent
         out: list[int] = []
         for name in names:
-            block = self._numbers.get(name)
-            if block is not None and self._parents[block] != before:
-                block = self._others.get((before, name))
-            if block is None:
-                block = len(self._parents)
+            block = self._blocks.setdefault((before, name), len(self._parents))
+            if block == len(self._parents):
                 self._parents.append(before)
-                if name in self._numbers:
-                    self._others[before, name] = block
-            self._numbers[name] = block
+            self._latest[name] = before = block
             out.append(block)
-            before = block
         return out
 
     def path(self, block: int) -> list[int]:
@@ -284,7 +272,7 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
                 yield count, cast("object", each)
             if unpacker.tell() != stream.tell():
                 raise ConfigError(f"trace {path}: cut short after batch {count}")
-    except (ValueError, TypeError, OSError, MemoryError, *damage_errors(), msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, OSError, MemoryError, msgpack.exceptions.UnpackException) as error:
         text = str(error) or type(error).__name__
         raise ConfigError(
             f"trace {path}, after batch {count}: not msgpack: {text}; allowed: batches of at most {BATCH_BYTES_MAX} "

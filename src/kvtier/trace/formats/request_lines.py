@@ -4,19 +4,19 @@ import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from kvtier.trace.formats.base import (
     UNITS_S,
     TraceReader,
     TraceRequest,
     TraceWarning,
-    merge_factor,
     next_turn_of,
     session_of,
     time_unit_warning,
 )
-from kvtier.trace.formats.block_ids import Numbering, blocks_of, check_held, merge_blocks
-from kvtier.trace.trace_files import LineErrors, json_lines, number, whole
+from kvtier.trace.formats.block_ids import Numbering, blocks_of, by_time, merge_blocks
+from kvtier.trace.trace_files import json_lines, number, whole
 
 HEAD_LINES = 2000
 """Lines from which block size and time unit are inferred."""
@@ -42,41 +42,38 @@ class RequestLines(TraceReader):
         # Not the requests themselves: one of them may have a million blocks.
         head = [(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
         times_s, tokens, _ = zip(*head, strict=True)
-        file, line_number, line = next(json_lines(path))
-        if "block_size" in line:
-            with LineErrors(file, line_number):
-                own = whole(line, "block_size", least=1)
-        else:
+        own = next(json_lines(path, _block_size))
+        if own is None:
             own, note = _inferred_block_tokens([it[1:] for it in head])
             self.notes = (note,)
-        self._factor = merge_factor(path, own, block_tokens)
-        self.block_tokens = own * self._factor
+        self._set_block_tokens(own, block_tokens)
         self.notes += time_unit_warning(times_s, tokens, time_unit)
 
     def requests(self) -> Iterator[TraceRequest]:
         """The requests, in the order of the file; those of a directory are held and sorted by time."""
-        lines = sorted(self._lines(), key=lambda it: it.time_s) if self.path.is_dir() else self._lines()
+        lines = by_time(self.path, self._lines()) if self.path.is_dir() else self._lines()
         for request in lines:
             yield request._replace(blocks=merge_blocks(request.blocks, self._factor)) if self._factor > 1 else request
 
     def _lines(self) -> Iterator[TraceRequest]:
         numbering = Numbering()
-        is_held, blocks = self.path.is_dir(), 0
-        for file, line_number, line in json_lines(self.path):
-            with LineErrors(file, line_number):
-                request = TraceRequest(
-                    number(line, "timestamp") * self._unit_s,
-                    whole(line, "input_length"),
-                    whole(line, "output_length") if "output_length" in line else 0,
-                    blocks_of(line, numbering),
-                    session_of(line),
-                    line_number,
-                    next_turn_of(line),
-                )
-                if is_held:
-                    blocks += len(request.blocks)
-                    check_held(blocks)
-            yield request
+
+        def request(_file: Path, line_number: int, line: dict[str, Any]) -> TraceRequest:
+            return TraceRequest(
+                number(line, "timestamp") * self._unit_s,
+                whole(line, "input_length"),
+                whole(line, "output_length") if "output_length" in line else 0,
+                blocks_of(line, numbering),
+                session_of(line),
+                line_number,
+                next_turn_of(line),
+            )
+
+        return json_lines(self.path, request)
+
+
+def _block_size(_file: Path, _number: int, line: dict[str, Any]) -> int | None:
+    return whole(line, "block_size", least=1) if "block_size" in line else None
 
 
 def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:

@@ -6,16 +6,16 @@ file. A sub-agent's times count from the `t` of its entry.
 """
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, merge_factor
-from kvtier.trace.formats.block_ids import Numbering, blocks_of, check_held, merge_blocks
-from kvtier.trace.trace_files import LineErrors, json_lines, number, short, whole
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning
+from kvtier.trace.formats.block_ids import Numbering, blocks_of, by_time, merge_blocks
+from kvtier.trace.trace_files import json_lines, number, short, whole
 from kvtier.types import NextTurn
 
 BLOCK_TOKENS_DEFAULT = 256
@@ -47,13 +47,9 @@ class SessionLines(TraceReader):
         super().__init__(path)
         self._window_s = window_h * 3600
         self._seed = seed
-        file, first_line, first = next(islice(json_lines(path), 1))
-        with LineErrors(file, first_line):
-            self.own_block_tokens = whole(first, "block_size", least=1)
-            self._is_global = _is_global(first)
+        self.own_block_tokens, self._is_global = next(json_lines(path, _shape))
         own = self.own_block_tokens
-        self._factor = merge_factor(path, own, block_tokens or max(BLOCK_TOKENS_DEFAULT, own))
-        self.block_tokens = own * self._factor
+        self._set_block_tokens(own, block_tokens or max(BLOCK_TOKENS_DEFAULT, own))
         shared = "what they share is visible" if self._is_global else "what they share is not visible"
         self._starts = (
             f"sessions without absolute times: they start uniformly within {window_h:g} h, seed {seed}; {shared}"
@@ -62,47 +58,44 @@ class SessionLines(TraceReader):
 
     def requests(self) -> Iterator[TraceRequest]:
         """The requests of all sessions, sorted by time."""
-        requests: list[TraceRequest] = []
         draw = np.random.default_rng(self._seed)
         numbering = Numbering()
-        first_id = times_back = held = 0
+        first_id = times_back = 0
         longest_s = 0.0
-        for file, line, session in json_lines(self.path):
+
+        def requests_of(file: Path, line: int, session: dict[str, Any]) -> list[TraceRequest]:
+            nonlocal first_id, longest_s, numbering, times_back
             start_s = float(draw.uniform(0.0, self._window_s))
-            with LineErrors(file, line):
-                self._check_same(session)
-                name = str(session.get("id", f"{file.name}:{line}"))
-                latest_s: dict[str, float] = {}
-                own: list[TraceRequest] = []
-                in_session = 0
-                for time_s, agent, fields in _flattened(session, start_s, name, 0):
-                    times_back += time_s < latest_s.get(agent, time_s)
-                    latest_s[agent] = max(time_s, latest_s.get(agent, time_s))
-                    longest_s = max(longest_s, time_s - start_s)
-                    # int32: they are held.
-                    blocks = merge_blocks(blocks_of(fields, numbering), self._factor).astype(np.int32)
-                    next_turn = _next_turn(fields, is_sub_agent=agent != name)
-                    own.append(
-                        TraceRequest(time_s, whole(fields, "in"), whole(fields, "out"), blocks, agent, line, next_turn)
-                    )
-                    in_session += len(blocks)
-                    check_held(held + in_session)
-                    if in_session > SESSION_BLOCKS_MAX:
-                        raise ConfigError(f"{in_session} blocks in one session; allowed: at most {SESSION_BLOCKS_MAX}")
-                held += in_session
-                if not self._is_global:
-                    numbering = Numbering()
-                    own, first_id = _renumbered(own, first_id)
-                requests += own
-        requests.sort(key=lambda it: it.time_s)
+            block_tokens, is_global = _shape(file, line, session)
+            if block_tokens != self.own_block_tokens:
+                raise ConfigError(f"block_size {block_tokens}; allowed: {self.own_block_tokens}, as before")
+            if is_global != self._is_global:
+                scope = short(session.get("hash_id_scope"))
+                raise ConfigError(f"hash_id_scope {scope}; allowed: the same in all lines")
+            name = str(session.get("id", f"{file.name}:{line}"))
+            latest_s: dict[str, float] = {}
+            found: list[TraceRequest] = []
+            count = 0
+            for time_s, agent, fields in _flattened(session, start_s, name, 0):
+                times_back += time_s < latest_s.get(agent, time_s)
+                latest_s[agent] = max(time_s, latest_s.get(agent, time_s))
+                longest_s = max(longest_s, time_s - start_s)
+                # int32: they are held.
+                blocks = merge_blocks(blocks_of(fields, numbering), self._factor).astype(np.int32)
+                next_turn = _next_turn(fields, is_sub_agent=agent != name)
+                lengths = whole(fields, "in"), whole(fields, "out")
+                found.append(TraceRequest(time_s, *lengths, blocks, agent, line, next_turn))
+                count += len(blocks)
+                if count > SESSION_BLOCKS_MAX:
+                    raise ConfigError(f"{count} blocks in one session; allowed: at most {SESSION_BLOCKS_MAX}")
+            if not self._is_global:
+                numbering = Numbering()
+                found, first_id = _renumbered(found, first_id)
+            return found
+
+        requests = by_time(self.path, chain.from_iterable(json_lines(self.path, requests_of)))
         self.notes = (self._starts, *_time_warnings(times_back, longest_s))
         yield from requests
-
-    def _check_same(self, session: dict[str, Any]) -> None:
-        if whole(session, "block_size", least=1) != self.own_block_tokens:
-            raise ConfigError(f"block_size {session['block_size']}; allowed: {self.own_block_tokens}, as before")
-        if _is_global(session) != self._is_global:
-            raise ConfigError(f"hash_id_scope {short(session.get('hash_id_scope'))}; allowed: the same in all lines")
 
 
 def _next_turn(request: dict[str, Any], *, is_sub_agent: bool) -> NextTurn | None:
@@ -113,11 +106,12 @@ def _next_turn(request: dict[str, Any], *, is_sub_agent: bool) -> NextTurn | Non
     return NextTurn.TOOL if stop == "tool_use" else None
 
 
-def _is_global(session: dict[str, Any]) -> bool:
+def _shape(_file: Path, _line: int, session: dict[str, Any]) -> tuple[int, bool]:
+    """Tokens of a block, and whether ids are those of the whole trace."""
     scope = session.get("hash_id_scope", "local")
     if scope not in ("local", "global"):
         raise ConfigError(f"hash_id_scope is {short(scope)}; allowed: local, global")
-    return scope == "global"
+    return whole(session, "block_size", least=1), scope == "global"
 
 
 def _renumbered(requests: list[TraceRequest], first_id: int) -> tuple[list[TraceRequest], int]:

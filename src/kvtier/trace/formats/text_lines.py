@@ -18,8 +18,8 @@ from kvtier.trace.formats.base import (
     session_of,
     time_unit_warning,
 )
-from kvtier.trace.formats.block_ids import check_held
-from kvtier.trace.trace_files import LineErrors, json_lines, number
+from kvtier.trace.formats.block_ids import by_time
+from kvtier.trace.trace_files import json_lines, number
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
@@ -57,26 +57,25 @@ class TextLines(TraceReader):
     def requests(self) -> Iterator[TraceRequest]:
         """The requests, sorted by time, which counts from the first; such files are sorted by session."""
         numbers: dict[bytes, int] = {}
-        requests: list[TraceRequest] = []
-        held = 0
-        for file, line_number, line in json_lines(self.path):
-            with LineErrors(file, line_number):
-                time_s = number(line, "timestamp")
-                time_s *= _unit_s(time_s, self._time_unit)
-                tokens = self._tokenize(_text(line, "input"))
-                output_tokens = len(self._tokenize(_text(line, "output"))) if "output" in line else 0
-                blocks = self._blocks(tokens, numbers)
-                held += len(blocks)
-                check_held(held)
-                session, next_turn = session_of(line), next_turn_of(line)
-                requests.append(
-                    TraceRequest(time_s, len(tokens), output_tokens, blocks, session, line_number, next_turn)
-                )
-        requests.sort(key=lambda it: it.time_s)
+
+        def request(_file: Path, line_number: int, line: dict[str, Any]) -> TraceRequest:
+            time = number(line, "timestamp")
+            tokens = self._tokenize(_text(line, "input"))
+            return TraceRequest(
+                time * _unit_s(time, self._time_unit),
+                len(tokens),
+                len(self._tokenize(_text(line, "output"))) if "output" in line else 0,
+                self._blocks(tokens, numbers),
+                session_of(line),
+                line_number,
+                next_turn_of(line),
+            )
+
+        requests = by_time(self.path, json_lines(self.path, request))
         times_s, input_tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
         self.notes = (self._how, *time_unit_warning(times_s, input_tokens, self._time_unit))
-        for request in requests:
-            yield request._replace(time_s=request.time_s - requests[0].time_s)
+        for each in requests:
+            yield each._replace(time_s=each.time_s - requests[0].time_s)
 
     def _blocks(self, tokens: Sequence[object], numbers: dict[bytes, int]) -> Ids:
         digest = b""
