@@ -1,7 +1,6 @@
 """`kvtier probe` keeps its JSON contract and its bounds, and leaves no files. No figure is tested."""
 
 import errno
-import fcntl
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from kvtier.config.loader import load
 from kvtier.errors import ConfigError, KvError
 from kvtier.probe import links, tiers
 from kvtier.probe.facts import Facts
-from kvtier.probe.links import LinkMeasures, MeasureLimits, measure, percentile
+from kvtier.probe.links import LinkMeasures, MeasureLimits, measure
 from kvtier.probe.run import Effort, ProbeRun
 from kvtier.tier.base import Figures
 from kvtier.tier.directory import kind as directory_kind
@@ -294,23 +293,10 @@ def test_the_directory_of_a_running_probe_and_of_others_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [stranger.name]
 
 
-def test_the_running_probes_lock_is_what_protects_it(tmp_path):
-    with tiers.temporary_store(tmp_path) as place:
-        descriptor = os.open(place / tiers.LOCK_NAME, os.O_RDWR)
-        with pytest.raises(OSError, match="temporarily unavailable"):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(descriptor)
-        assert tiers.sweep(tmp_path) == []
-
-
-def test_it_measures_beside_a_store_or_where_it_would_be_made(tmp_path):
+def test_it_measures_beside_a_store_or_where_it_would_be_made_and_inside_a_mount_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "kv").mkdir()
     assert tiers.choose_parent(tmp_path / "kv") == tmp_path
     assert tiers.choose_parent(tmp_path / "new" / "kv") == tmp_path
-
-
-def test_a_store_that_is_a_mount_of_its_own_is_measured_inside(tmp_path, monkeypatch):
-    (tmp_path / "kv").mkdir()
     monkeypatch.setattr(tiers, "_is_same_file_system", lambda *_: False)
     assert tiers.choose_parent(tmp_path / "kv") == tmp_path / "kv"
 
@@ -360,11 +346,6 @@ def test_an_operation_that_hangs_ends_the_probe(monkeypatch):
     with pytest.raises(KvError, match="did not return"):
         measure(lambda _w, _n: let_go.wait(60) and 1, op="x", size=1, depth=1, limits=MeasureLimits(0.0, 1))
     let_go.set()
-
-
-@pytest.mark.parametrize(("share", "wanted"), [(0.5, 50), (0.99, 99), (0.0, 1), (1.0, 100)])
-def test_percentiles_are_values_that_were_seen(share, wanted):
-    assert percentile(range(1, 101), share) == wanted
 
 
 def test_the_alignment_is_one_that_works_or_none(tmp_path, monkeypatch):
