@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench.parts.power import PowerMeter, find_sensor
 from bench.parts.turns import ArmRun, MultiturnResult, TurnSample, percentiles_ms, users_within
 from bench.parts.workload import WorkloadSpec, draw
 
-from kvtier.bench.serve.power import Nvml, PowerMeter, find_sensor
+from kvtier.bench.serve.power import Nvml
 from kvtier.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
 
 WORK = WorkloadSpec(
@@ -118,14 +119,8 @@ class FakeNvml:
         self.millijoules = 1000
         self._has_counter, self._has_power = has_counter, has_power
 
-    def nvmlInit(self) -> None:  # noqa: N802 - its name
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        assert uuid == "GPU-1"
-        return uuid
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802 - its name
+        assert handle == "GPU-1"
         if not self._has_counter:
             raise self.NVMLError
         return self.millijoules
