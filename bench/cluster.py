@@ -32,6 +32,7 @@ from tests.cluster.valkey_bed import Server, install
 
 from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
+from kvtier.bench.repeats import repeated
 from kvtier.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
 from kvtier.cli.options import Bytes
 from kvtier.cli.probe import ended_by_signals
@@ -168,16 +169,15 @@ def _speeds(
         lambda: _kvtier(store.tier, size, in_flight, sample_bytes),
         lambda: _lmcache(store, size, count, in_flight),
     ]
-    found: dict[tuple[str, str], list[float]] = {}
-    try:
-        arms[0]()  # the others warm up by themselves
-        for repeat in range(repeats):
-            for arm in arms if repeat % 2 else arms[::-1]:
-                for key, value in arm().items():
-                    found.setdefault(key, []).append(value)
-            tick()
-    finally:
-        path.close()
+
+    def once(repeat: int) -> dict[tuple[str, str], float]:
+        figures: dict[tuple[str, str], float] = {}
+        for arm in arms if repeat % 2 else arms[::-1]:
+            figures |= arm()
+        return figures
+
+    arms[0]()  # the others warm up by themselves
+    found = repeated(once, repeats, advance=lambda _steps: tick())
     return [
         ClusterRow(
             path=name,
