@@ -77,7 +77,6 @@ def test_the_figures_of_a_run(run):
     assert [row["turn"] for row in result.by_turn] == [0, 1, 2, 3]
     assert hit_share(result.by_turn[0]["tokens_by_place"]) == pytest.approx(256 / 1088)
     assert hit_share(result.by_turn[3]["tokens_by_place"]) > 0.9
-    assert set(asdict(result)) >= CONTRACT
     assert result.rss_bytes == (1 << 30) + 16 - 1
 
 

@@ -4,16 +4,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvtier.bench.serve import machine_limits
-from kvtier.bench.serve.arms import chunk_tokens, parse_arms, server_arguments, transfer_config
+from kvtier.bench.serve.arms import chunk_tokens, parse_arms, server_command, transfer_config
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits, drive_of
-from kvtier.bench.serve.server import ServerError, ServerProcess, await_health, get, session_pids
+from kvtier.bench.serve.server import ServerError, ServerProcess, VllmPython, await_health, get, session_pids
 from kvtier.errors import ConfigError
 from kvtier.probe.facts import Mount
 from kvtier.runtime.open import CHUNK_TOKENS_MIN
@@ -38,6 +38,13 @@ def limits(tmp_path: Path) -> Iterator[MachineLimits]:
     with made:
         yield made
     assert not any(entry.exists() for entry in made.entries)
+
+
+def wait_while(holds: Callable[[], object]) -> None:
+    until_s = time.monotonic() + 60
+    while holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def within(limits: MachineLimits, *command: str) -> subprocess.CompletedProcess[str]:
@@ -81,10 +88,7 @@ def test_the_group_goes_with_its_processes(tmp_path: Path) -> None:
         server = ServerProcess(
             ["sleep", "600"], "http://127.0.0.1:1", tmp_path / "log", environment={}, cores=[], limits=limits
         )
-        until_s = time.monotonic() + 60
-        while not limits.entries[0].read_text().split():
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        wait_while(lambda: not limits.entries[0].read_text().split())
         _ = 1 / 0
     assert not any(entry.exists() for entry in limits.entries)
     with pytest.raises(ServerError, match="ended by signal 9"):
@@ -108,10 +112,7 @@ time.sleep(600)
         session = int(bench.stdout.readline())
         assert session_pids(session) == [session]
         bench.kill()
-    until_s = time.monotonic() + 60
-    while session_pids(session):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_while(lambda: session_pids(session))
 
 
 @pytest.mark.parametrize("kind", ["cgroup", "cgroup2", "ext4"])
@@ -139,10 +140,7 @@ def test_what_a_server_leaves_in_shared_memory_ends_with_it(tmp_path: Path) -> N
     script = f"import time; print(open({str(left)!r}, 'wb').write(b'kv'), flush=True); time.sleep(600)"
     log = tmp_path / "log"
     with ServerProcess([sys.executable, "-c", script], "", log, environment={}, cores=[], limits=None):
-        until_s = time.monotonic() + 60
-        while log.read_text() != "2\n":
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        wait_while(lambda: log.read_text() != "2\n")
         assert not left.exists()
     assert not left.exists()
 
@@ -158,10 +156,7 @@ def test_a_server_keeps_its_log_and_ends_with_its_children(tmp_path: Path) -> No
         [sys.executable, "-c", script], "http://127.0.0.1:1", tmp_path / "log",
         environment={}, cores=[min(os.sched_getaffinity(0))], limits=None,
     ) as server:  # fmt: skip
-        until_s = time.monotonic() + 60
-        while len(server.pids()) < 2:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        wait_while(lambda: len(server.pids()) < 2)
         assert all(len(os.sched_getaffinity(pid)) == 1 for pid in server.pids())
         session = server.pids()[0]
         with pytest.raises(ServerError, match=r"does not answer within 0 s: .*refused"):
@@ -204,6 +199,7 @@ def test_both_tiered_arms_get_the_same_host_memory_and_place(tmp_path: Path) -> 
     assert chunk_tokens(parse_arms(["native", "kvtier"], {"store.chunk_tokens": 512})) == 512
     assert "memcpy" in native.means(is_cpu=True)
     assert "memcpy" not in native.means(is_cpu=False)
+    python = VllmPython(tmp_path, "1", is_cpu=True)
     sizes = {"device_kv_bytes": 1, "context_tokens": 2, "running": 3}
-    plain, tiered = (server_arguments(tmp_path, it, **sizes) for it in (None, {"a": 1}))
+    plain, tiered = (server_command(python, 8, tmp_path, it, **sizes) for it in (None, {"a": 1}))
     assert tiered == [*plain, "--kv-transfer-config", '{"a": 1}']
