@@ -1,12 +1,12 @@
 """`bench/peer.py` reads the output of LMCache's command and refuses an unknown format; the raw socket returns bytes."""
 
 import json
-import stat
 
 import pytest
 from bench.parts.loopback import Loopback
 from bench.peer import durations_ms, peer, rates
 from click.testing import CliRunner
+from tests.programs import program
 
 from kvtier.bench.fio import has_fio
 from kvtier.errors import ConfigError
@@ -66,9 +66,7 @@ sys.exit(0 if adapter["type"] in {"fs", "fs_native"} else 1)
 
 @pytest.mark.skipif(not has_fio(), reason="fio is not installed")
 def test_all_systems_are_measured_in_one_run_and_nothing_is_left(tmp_path):
-    command = tmp_path / "lmcache"
-    command.write_text(PEER.replace("OUTPUT", output()))
-    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    command = program(tmp_path / "lmcache", PEER.replace("OUTPUT", output()))
     place = tmp_path / "place"
     place.mkdir()
     arguments = ["--size", "256KiB", "--threads", "1", "--repeats", "2", "--sample", "2MiB", "--json"]
@@ -84,9 +82,7 @@ def test_all_systems_are_measured_in_one_run_and_nothing_is_left(tmp_path):
 
 @pytest.mark.skipif(not has_fio(), reason="fio is not installed")
 def test_a_command_that_fails_ends_the_run_with_its_words(tmp_path):
-    command = tmp_path / "lmcache"
-    command.write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
-    command.chmod(0o700)
+    command = program(tmp_path / "lmcache", "#!/bin/sh\necho it is broken >&2\nexit 3\n")
     arguments = ["--size", "64KiB", "--threads", "1", "--repeats", "1", "--sample", "128KiB"]
     done = CliRunner().invoke(peer, ["--lmcache", str(command), "--dir", str(tmp_path), *arguments])
     assert isinstance(done.exception, ConfigError)
