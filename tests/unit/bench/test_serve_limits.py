@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def limits(tmp_path: Path) -> Iterator[MachineLimits]:
         made = MachineLimits(64 << 20, drive_of(tmp_path))
     except ConfigError as error:
         pytest.skip(f"no control groups here: {error}")
-    with made:
+    with closing(made):
         yield made
     assert not any(entry.exists() for entry in made.entries)
 
@@ -84,7 +84,7 @@ def test_the_group_goes_with_its_processes(tmp_path: Path) -> None:
         limits = MachineLimits(64 << 20, drive_of(tmp_path))
     except ConfigError as error:
         pytest.skip(f"no control groups here: {error}")
-    with suppress(ZeroDivisionError), limits:
+    with suppress(ZeroDivisionError), closing(limits):
         server = ServerProcess(
             ["sleep", "600"], "http://127.0.0.1:1", tmp_path / "log", environment={}, cores=[], limits=limits
         )
@@ -129,7 +129,7 @@ def test_empty_groups_of_killed_processes_are_removed(limits: MachineLimits) -> 
         pass
     abandoned = parent / f"{machine_limits.PREFIX}{process.pid}-0"
     abandoned.mkdir()
-    with MachineLimits(64 << 20, Drive("none", "0:0")):
+    with closing(MachineLimits(64 << 20, Drive("none", "0:0"))):
         assert not abandoned.exists()
         assert limits.entries[0].parent.exists(), "of a live process"
 
@@ -139,7 +139,7 @@ def test_what_a_server_leaves_in_shared_memory_ends_with_it(tmp_path: Path) -> N
     left = Path("/dev/shm") / f"kvtier-test-{os.getpid()}"
     script = f"import time; print(open({str(left)!r}, 'wb').write(b'kv'), flush=True); time.sleep(600)"
     log = tmp_path / "log"
-    with ServerProcess([sys.executable, "-c", script], "", log, environment={}, cores=[], limits=None):
+    with closing(ServerProcess([sys.executable, "-c", script], "", log, environment={}, cores=[], limits=None)):
         wait_while(lambda: log.read_text() != "2\n")
         assert not left.exists()
     assert not left.exists()
@@ -152,10 +152,11 @@ def test_a_directory_in_memory_has_no_drive() -> None:
 
 def test_a_server_keeps_its_log_and_ends_with_its_children(tmp_path: Path) -> None:
     script = "import subprocess, sys; print('one line'); sys.stdout.flush(); subprocess.run(['sleep', '600'])"
-    with ServerProcess(
-        [sys.executable, "-c", script], "http://127.0.0.1:1", tmp_path / "log",
-        environment={}, cores=[min(os.sched_getaffinity(0))], limits=None,
-    ) as server:  # fmt: skip
+    cores = [min(os.sched_getaffinity(0))]
+    started = ServerProcess(
+        [sys.executable, "-c", script], "http://127.0.0.1:1", tmp_path / "log", environment={}, cores=cores, limits=None
+    )
+    with closing(started) as server:
         wait_while(lambda: len(server.pids()) < 2)
         assert all(len(os.sched_getaffinity(pid)) == 1 for pid in server.pids())
         session = server.pids()[0]

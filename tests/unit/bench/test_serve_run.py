@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -219,10 +220,11 @@ sys.stdin.readline()
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
         ticked = threading.Event()
-        with Sampler(
+        sampler = Sampler(
             tmp_path / "samples.jsonl", Busy(url), client_pids=lambda: [os.getpid()], drive=drive_of(tmp_path),
             limits=None, gpu=None, tick=ticked.set,
-        ):  # fmt: skip
+        )  # fmt: skip
+        with closing(sampler):
             assert ticked.wait(60)
         process.communicate("\n", timeout=60)
     (first, *_) = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kvtier.errors import ConfigError
 from kvtier.probe.facts import Mount, control_groups, mount_of, read_mounts, text_of, whole_drive
@@ -49,7 +47,7 @@ def drive_of(directory: Path) -> Drive:
 
 
 class MachineLimits:
-    """A control group, or two with version 1, made now and removed by `close`; a context manager.
+    """A control group, or two with version 1, made now and removed by `close`.
 
     Args:
         memory_bytes: of all its processes, page cache included.
@@ -135,14 +133,6 @@ class MachineLimits:
                 time.sleep(0.05)
                 continue
             self._made.pop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _make(self, controller: str, name: str) -> Path:
         """The group for one controller of version 1's names; with version 2 the same for all."""

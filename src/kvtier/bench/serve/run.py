@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -156,7 +156,7 @@ class Record:
         if any(arm.is_ours for arm in settings.arms):
             self.drive = drive_of(directory)
             if settings.memory_bytes is not None:
-                with MachineLimits(settings.memory_bytes, self.drive) as limits:
+                with closing(MachineLimits(settings.memory_bytes, self.drive)) as limits:
                     limits.throttle(1e9)  # what is refused is refused before hours of runs
         self.runs.mkdir(parents=True, exist_ok=True)
         # A record may grow by repetitions, values of R and rates.
@@ -269,7 +269,7 @@ class Record:
                 result["started_s"] = time.time()
                 if limits is not None:
                     limits.throttle(rate)
-                with Sampler(
+                sampler = Sampler(
                     place / "samples.jsonl",
                     server,
                     client_pids=self._load.pids,
@@ -278,7 +278,8 @@ class Record:
                     gpu=self._gpu if key.arm.is_local else None,
                     has_processors=key.arm.is_local,
                     tick=tick,
-                ):
+                )
+                with closing(sampler):
                     sent = self._load.drive(
                         server.url,
                         place,
@@ -321,7 +322,7 @@ class Record:
             assert self.drive is not None
             limits = None
             if settings.memory_bytes is not None:
-                limits = stack.enter_context(MachineLimits(settings.memory_bytes, self.drive))
+                limits = stack.enter_context(closing(MachineLimits(settings.memory_bytes, self.drive)))
             logged = place.absolute()
             transfer = transfer_config(
                 arm,
@@ -347,16 +348,15 @@ class Record:
             # Of vLLM's sockets, whose paths must be short; it leaves them behind.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True))
             environment |= {STATISTICS_PATH: str(logged / "engine.jsonl"), "TMPDIR": scratch}
-            server = stack.enter_context(
-                ServerProcess(
-                    command,
-                    f"http://127.0.0.1:{port}",
-                    logged / "server.log",
-                    environment=environment,
-                    cores=settings.server_cores,
-                    limits=limits,
-                )
+            server = ServerProcess(
+                command,
+                f"http://127.0.0.1:{port}",
+                logged / "server.log",
+                environment=environment,
+                cores=settings.server_cores,
+                limits=limits,
             )
+            stack.callback(server.close)
             await_health(server, limit_s=START_LIMIT_S)
             yield server, limits
 

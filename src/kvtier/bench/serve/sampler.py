@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits
 from kvtier.bench.serve.power import Rapl, Sensor
@@ -136,7 +135,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 class Sampler:
-    """Writes a line each second until the ``with`` block ends.
+    """Writes a line each second from now until it is closed.
 
     Args:
         path: of `samples.jsonl`.
@@ -172,14 +171,10 @@ class Sampler:
         self._own, self._client = Processes(), Processes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier bench sampler", daemon=True)
-
-    def __enter__(self) -> Self:
         self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Write no more lines."""
         self._stop.set()
         self._thread.join(2 * _METRICS_S)
 

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import kvtier
 from kvtier.bench.serve.machine_limits import MachineLimits
@@ -67,7 +66,7 @@ class Server:
 
 
 class ServerProcess(Server):
-    """A process that serves at `url`, in a session of its own; a context manager that ends all of it.
+    """A process that serves at `url`, in a session of its own, until it is closed.
 
     Args:
         command: program and arguments.
@@ -137,14 +136,6 @@ class ServerProcess(Server):
                 raise ServerError(f"processes {left} of the server did not end within {END_S:.0f} s")
             time.sleep(_POLL_S / 4)
         self._process.wait(END_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _last_lines(self) -> list[str]:
         with suppress(OSError):
