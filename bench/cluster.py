@@ -236,7 +236,7 @@ def _lookups(store: Store, socket: Loopback, repeats: int, tick: Callable[[], No
         found.setdefault((LMCACHE, SESSION_NAMES), []).append(durations_ms(output, ("lookup",))["lookup"][1])
         tick()
     return [
-        ClusterRow(path, "lookup", SMALL_BYTES, names, None, round(statistics.median(ms), 3), None, _rounded(ms))
+        ClusterRow(path, "lookup", SMALL_BYTES, names, None, round(statistics.median(ms), 3), None, None, _rounded(ms))
         for (path, names), ms in found.items()
     ]
 
