@@ -343,10 +343,8 @@ def choose_parent(path: Path) -> Path:
         ConfigError: no directory there is writable.
     """
     existing = next((it for it in (path, *path.parents) if it.is_dir()), Path("/"))
-    candidates = [existing]
-    if existing == path and path.parent != path and _is_same_file_system(path, path.parent):
-        candidates.insert(0, path.parent)
-    for candidate in candidates:
+    is_beside = existing == path and path.parent != path and _is_same_file_system(path, path.parent)
+    for candidate in (path.parent, existing) if is_beside else (existing,):
         if os.access(candidate, os.R_OK | os.W_OK | os.X_OK):
             return candidate
     raise ConfigError(f"{str(path)!r} cannot be measured: no write permission in {str(existing)!r}")
@@ -389,23 +387,19 @@ def temporary_store(parent: Path) -> Generator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def sweep(parent: Path) -> list[Path]:
-    """Remove directories of killed probes in `parent`; returns the removed ones."""
-    removed: list[Path] = []
+def sweep(parent: Path) -> None:
+    """Remove directories of killed probes in `parent`."""
     for place in parent.glob(f"{PREFIX}*"):
         try:
             lock = os.open(place / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # not a probe's directory, or being created
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(place, ignore_errors=True)
-            removed.append(place)
-        except OSError:
-            continue
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(place, ignore_errors=True)
         finally:
             os.close(lock)
-    return removed
 
 
 def _is_same_file_system(path: Path, other: Path) -> bool:
