@@ -29,12 +29,16 @@ BYTES = 8 << 20
 RATE = 4e6
 
 
-@pytest.fixture
-def limits(tmp_path: Path) -> Iterator[MachineLimits]:
+def limits_or_skip(directory: Path) -> MachineLimits:
     try:
-        made = MachineLimits(64 << 20, drive_of(tmp_path))
+        return MachineLimits(64 << 20, drive_of(directory))
     except ConfigError as error:
         pytest.skip(f"no control groups here: {error}")
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> Iterator[MachineLimits]:
+    made = limits_or_skip(tmp_path)
     with closing(made):
         yield made
     assert not any(entry.exists() for entry in made.entries)
@@ -80,10 +84,7 @@ def test_memory_has_a_limit_that_counts_the_page_cache(limits: MachineLimits, tm
 
 
 def test_the_group_goes_with_its_processes(tmp_path: Path) -> None:
-    try:
-        limits = MachineLimits(64 << 20, drive_of(tmp_path))
-    except ConfigError as error:
-        pytest.skip(f"no control groups here: {error}")
+    limits = limits_or_skip(tmp_path)
     with suppress(ZeroDivisionError), closing(limits):
         server = ServerProcess(
             ["sleep", "600"], "http://127.0.0.1:1", tmp_path / "log", environment={}, cores=[], limits=limits
