@@ -107,8 +107,8 @@ def test_the_page_is_self_contained_and_a_browser_draws_it(swept, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "report.html"
     write_report(path, swept, Prices(machine_hour=3.0))
-    check_page(path.read_text())
-    dom = browser.rendered(path)
+    page = path.read_text()
+    check_page(page)
     for heading in (
         *(
             "Time to first token against the drive",
@@ -118,8 +118,8 @@ def test_the_page_is_self_contained_and_a_browser_draws_it(swept, tmp_path):
         ),
         *("Speed", "Cost and energy of a million tokens", "Conditions", "Definitions", "All runs"),
     ):
-        assert heading in dom
-    assert "Regret of a request" in dom
+        assert heading in page
+    assert "Regret of a request" in page
     assert browser.overflow(path, width=360) == 0
 
 
