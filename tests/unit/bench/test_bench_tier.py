@@ -1,12 +1,16 @@
 """`kvtier bench tier` keeps its JSON contract, checks the bytes it times and leaves nothing. No figure is tested."""
 
 import json
+import time
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
+from kvtier.bench import tier_paths
 from kvtier.bench.tier import TierBench
+from kvtier.bench.tier_paths import ClientPath, new_names
 from kvtier.cli.main import run
 from kvtier.config import tier_list
 from kvtier.errors import KvError
@@ -104,6 +108,13 @@ def test_a_raw_client_that_fails_is_one_clear_error(tmp_path, monkeypatch, capsy
     assert run(["bench", "tier", f"directory:{tmp_path / 'kv'}", *FEW]) == 2
     assert capsys.readouterr().err == "kvtier: the raw client of tier 'directory' failed: No space left on device\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_client_that_moves_too_few_objects_in_time_gives_no_rate(monkeypatch):
+    monkeypatch.setattr(tier_paths, "DEADLINE_S", 0.0)
+    client = SimpleNamespace(put=lambda _name, _buffer: time.sleep(0.01))
+    with pytest.raises(KvError, match="the raw client moved 1 of 3 objects within 0 s"):
+        ClientPath(client, client, "the raw client", 4096, 1).store(new_names(3))
 
 
 @pytest.mark.parametrize(
