@@ -197,21 +197,19 @@ def test_a_chunk_of_any_size_has_a_layout(size):
     assert all(layer % 16 == 0 for layer in layers)
 
 
-@pytest.mark.parametrize("mix", ["92", "92/9", "0/100", "x/y", "100/0"])
-def test_a_mix_that_is_none_is_refused(mix, capsys):
-    assert run(["bench", "io", "--mix", mix]) == 2
-    assert f"--mix {mix}: allowed" in capsys.readouterr().err
-
-
 @needs_fio
-def test_sizes_and_room_are_checked_before_anything_is_written(tmp_path, capsys):
-    assert run(["bench", "io", "--dir", str(tmp_path), "--size", "1000"]) == 2
-    assert run(["bench", "io", "--dir", str(tmp_path), "--size", "64 gigs"]) == 2
-    assert run(["bench", "io", "--dir", str(tmp_path), "--sample", "100TiB"]) == 2
-    err = capsys.readouterr().err
-    assert "multiples of 4 KiB" in err
-    assert "not a size" in err
-    assert "a smaller --sample" in err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *((["--mix", mix], f"--mix {mix}: allowed") for mix in ("92", "92/9", "0/100", "x/y", "100/0")),
+        (["--size", "1000"], "multiples of 4 KiB"),
+        (["--size", "64 gigs"], "not a size"),
+        (["--sample", "100TiB"], "a smaller --sample"),
+    ],
+)
+def test_wrong_options_and_too_little_room_are_refused_before_anything_is_written(tmp_path, capsys, options, message):
+    assert run(["bench", "io", "--dir", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
