@@ -1,7 +1,6 @@
 """Energy: of a GPU from NVML's counter or `nvidia-smi`, of processor packages from RAPL.
 
-A figure that no sensor gives is None; nothing is estimated. A GPU's sensor has `joules`, a counter that only rises,
-`watts`, the power now, and `utilisation`, the share of the last sampling period with a kernel running (0 to 1).
+A figure that no sensor gives is None; nothing is estimated.
 """
 
 import shutil
@@ -24,17 +23,17 @@ class Nvml:
         self._nvml = nvml
 
     def joules(self) -> float | None:
-        """See the module."""
+        """Joules of a counter that only rises; None if the device has none."""
         found = self._asked("nvmlDeviceGetTotalEnergyConsumption")
         return None if found is None else found / 1e3
 
     def watts(self) -> float | None:
-        """See the module."""
+        """The power now; None if the device does not report it."""
         found = self._asked("nvmlDeviceGetPowerUsage")
         return None if found is None else found / 1e3
 
     def utilisation(self) -> float | None:
-        """See the module."""
+        """Share of the last sampling period with a kernel running, 0 to 1; None if the device does not report it."""
         found = self._asked("nvmlDeviceGetUtilizationRates")
         return None if found is None else found.gpu / 100
 
@@ -52,15 +51,15 @@ class NvidiaSmi:
         self._command = ["nvidia-smi", "-i", device, "--format=csv,noheader,nounits"]
 
     def joules(self) -> float | None:
-        """See the module."""
+        """Joules of a counter that only rises; None if the device has none."""
         return None
 
     def watts(self) -> float | None:
-        """See the module."""
+        """The power now; None if the device does not report it."""
         return self._asked("power.draw")
 
     def utilisation(self) -> float | None:
-        """See the module."""
+        """Share of the last sampling period with a kernel running, 0 to 1; None if the device does not report it."""
         found = self._asked("utilization.gpu")
         return None if found is None else found / 100
 
