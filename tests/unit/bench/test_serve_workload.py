@@ -127,7 +127,7 @@ def test_every_block_of_a_real_trace_has_a_text_of_its_own():
     """Blocks of the least length, where words drawn at random would often be equal."""
     trace = read_arrays(open_trace(MINISWE))
     two = 2 / trace.block_tokens
-    workload = recorded(trace, seed=1, number=0, seconds=1e6, length_factor=two, warm_up=0)
+    workload = recorded(trace, seed=1, number=0, seconds=200.0, length_factor=two, warm_up=0)
     texts_of: dict[int, tuple[int, int]] = {}
     for request, prompt in enumerate(prompts(workload)):
         ids = trace.blocks(request)[: len(prompt) // 2].tolist()
