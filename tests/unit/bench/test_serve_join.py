@@ -174,7 +174,6 @@ def test_prefill_times_are_fitted_on_the_arm_without_a_connector(plain):
     fit = PrefillFit.of(join(read_run(plain)).requests)
     for computed, before in ((500, 256), (1000, 256)):
         assert fit.seconds(computed, before) == pytest.approx(serve_runs.prefill_s(computed, before), rel=0.01)
-    assert fit.error < 0.01
     assert fit.seconds(10**6, 0) is None
     assert min(fit.base_s, fit.token_s, fit.pair_s) >= 0
     assert PrefillFit.of([]) is None

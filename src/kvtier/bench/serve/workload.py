@@ -100,17 +100,6 @@ class ConversationSizes:
         if not 0 < self.requests_per_s < math.inf:
             raise ConfigError(f"requests_per_s = {self.requests_per_s}; allowed: above 0")
 
-    @property
-    def interval_s(self) -> float:
-        """Seconds from a question of a user to its next one."""
-        return self.users / self.requests_per_s
-
-    @property
-    def context_tokens(self) -> int:
-        """The last prompt of a conversation with its answer, where all lengths are the means."""
-        turn = self.question_tokens + self.answer_tokens
-        return self.system_tokens + self.history_tokens + self.rounds * turn
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleShotSizes:
@@ -132,42 +121,35 @@ class SingleShotSizes:
 class Preset:
     """A published workload, and the same scaled to the small model on two cores."""
 
-    name: str
     source: str
     original: ConversationSizes | SingleShotSizes
     here: ConversationSizes | SingleShotSizes
 
 
 PRESETS = {
-    it.name: it
-    for it in (
-        Preset(
-            name="dell",
-            source="Dell's storage benchmark with LMBenchmark: 80 users x 10 rounds, at 1 to 7 requests per second",
-            original=ConversationSizes(
-                users=80, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=200, requests_per_s=4.0
-            ),
-            here=ConversationSizes(
-                users=16, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=20, requests_per_s=1.0
-            ),
+    "dell": Preset(
+        source="Dell's storage benchmark with LMBenchmark: 80 users x 10 rounds, at 1 to 7 requests per second",
+        original=ConversationSizes(
+            users=80, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=200, requests_per_s=4.0
         ),
-        Preset(
-            name="samsung",
-            source="Samsung's PM1753 paper with LMBenchmark: 240 users, each every 20 seconds",
-            original=ConversationSizes(
-                users=240, rounds=15, system_tokens=1000, history_tokens=20000, answer_tokens=100, requests_per_s=12.0
-            ),
-            here=ConversationSizes(
-                users=12, rounds=15, system_tokens=250, history_tokens=5000, answer_tokens=12, requests_per_s=0.6
-            ),
+        here=ConversationSizes(
+            users=16, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=20, requests_per_s=1.0
         ),
-        Preset(
-            name="single-shot",
-            source="one prompt of growing length, computed and then fetched",
-            original=SingleShotSizes(prompt_tokens=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)),
-            here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
+    ),
+    "samsung": Preset(
+        source="Samsung's PM1753 paper with LMBenchmark: 240 users, each every 20 seconds",
+        original=ConversationSizes(
+            users=240, rounds=15, system_tokens=1000, history_tokens=20000, answer_tokens=100, requests_per_s=12.0
         ),
-    )
+        here=ConversationSizes(
+            users=12, rounds=15, system_tokens=250, history_tokens=5000, answer_tokens=12, requests_per_s=0.6
+        ),
+    ),
+    "single-shot": Preset(
+        source="one prompt of growing length, computed and then fetched",
+        original=SingleShotSizes(prompt_tokens=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)),
+        here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
+    ),
 }
 """By name. `here` is a start: sizes of a tier and of a device belong to it, which the server's side knows."""
 
