@@ -57,10 +57,6 @@ class ProbeResult:
     is_complete: bool
     """Whether every tier was measured."""
 
-    def link(self, name: str) -> LinkMeasures | None:
-        """The link of that name, if it was measured."""
-        return next((it for it in self.links if it.name == name), None)
-
 
 USUAL = Effort(sizes=(64 << 10, 512 << 10, 4 << 20, 32 << 20), depths=(1, 4, 16), seconds=0.5, write_bytes=8 << 30)
 QUICK = Effort(sizes=(512 << 10, 4 << 20), depths=(1, 4), seconds=0.15, write_bytes=512 << 20)
