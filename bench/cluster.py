@@ -163,7 +163,7 @@ def _speeds(
     tick: Callable[[], None],
 ) -> list[ClusterRow]:
     count = max(2 * in_flight, sample_bytes // size)
-    path = ClientPath(socket, socket, "the socket", size, in_flight)
+    path = ClientPath(socket.put, socket.get, socket.delete, "the socket", size, in_flight)
     arms: list[Callable[[], dict[tuple[str, str], float]]] = [
         lambda: _socket(path, size, count),
         lambda: _kvtier(store.tier, size, in_flight, sample_bytes),

@@ -21,9 +21,10 @@ from kvtier.bench.tier_paths import (
     TIER_NAMES,
     ClientPath,
     SessionPath,
-    TierAsClient,
     frame_bytes_of,
+    get,
     new_names,
+    put,
 )
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
@@ -174,9 +175,10 @@ class TierBench:
         with ExitStack() as stack:
             paths: dict[str, ClientPath | SessionPath] = {}
             if it.raw is not None and it.raw_reader is not None:
-                paths[RAW] = ClientPath(it.raw, it.raw_reader, "the raw client", size, in_flight)
-            clients = TierAsClient(it.tier), TierAsClient(it.reader)
-            paths[TIER] = ClientPath(*clients, "the tier", size, in_flight)
+                paths[RAW] = ClientPath(it.raw.put, it.raw_reader.get, it.raw.delete, "the raw client", size, in_flight)
+            paths[TIER] = ClientPath(
+                partial(put, it.tier), partial(get, it.reader), it.tier.delete, "the tier", size, in_flight
+            )
             remote = kind_of(self.settings).is_remote
             paths[SESSION] = session = SessionPath(it.tier, it.reader, size, in_flight, count, is_remote=remote)
             stack.callback(session.close)

@@ -29,7 +29,7 @@ from kvtier.runtime.arena import Arena, page_aligned
 from kvtier.runtime.executor import Completion, Work
 from kvtier.runtime.mover import Threads
 from kvtier.runtime.session import Session
-from kvtier.tier.base import RawClient, Tier
+from kvtier.tier.base import Tier
 from kvtier.types import (
     ChunkKey,
     Direction,
@@ -48,6 +48,8 @@ SESSION_NAMES = 512
 """Chunks of a session's lookup, all of them in the tier."""
 SMALL_BYTES = 4096
 """Payload of a chunk for lookups."""
+Move = Callable[[ObjectName, memoryview], None]
+"""Stores or loads one object."""
 
 
 def new_names(count: int) -> list[ObjectName]:
@@ -56,32 +58,24 @@ def new_names(count: int) -> list[ObjectName]:
     return [ObjectName(content[at : at + 32]) for at in range(0, len(content), 32)]
 
 
-class TierAsClient:
-    """The methods of a tier as a `RawClient`."""
+def put(tier: Tier, name: ObjectName, frame: memoryview) -> None:
+    """Write an object to a tier, as a raw client does.
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+    Raises:
+        TierError: it was not admitted.
+    """
+    if not tier.write(name, frame):
+        raise TierError(tier.name, "an object was not admitted: the store has too little room")
 
-    def put(self, name: ObjectName, frame: memoryview) -> None:
-        """See `RawClient`."""
-        if not self._tier.write(name, frame):
-            raise TierError(self._tier.name, "an object was not admitted: the store has too little room")
 
-    def get(self, name: ObjectName, into: memoryview) -> None:
-        """See `RawClient`."""
-        if self._tier.read(name, into) != into.nbytes:
-            raise TierError(self._tier.name, "an object that was stored is not there")
+def get(tier: Tier, name: ObjectName, into: memoryview) -> None:
+    """Read an object of a tier, as a raw client does.
 
-    def has(self, name: ObjectName) -> bool:
-        """See `RawClient`."""
-        return self._tier.contains([name])[0]
-
-    def delete(self, name: ObjectName) -> None:
-        """See `RawClient`."""
-        self._tier.delete(name)
-
-    def close(self) -> None:
-        """See `RawClient`."""
+    Raises:
+        TierError: it is not there.
+    """
+    if tier.read(name, into) != into.nbytes:
+        raise TierError(tier.name, "an object that was stored is not there")
 
 
 class ClientPath:
@@ -90,15 +84,18 @@ class ClientPath:
     The methods raise when an operation fails, or loads other bytes than were stored. So do those of `SessionPath`.
 
     Args:
-        client: of the store.
-        reader: the same for loads, perhaps of another node.
+        put: stores a buffer.
+        get: fills a buffer, perhaps at another node.
+        delete: deletes an object.
         subject: what fails, for messages.
         size: bytes of an object.
         in_flight: threads.
     """
 
-    def __init__(self, client: RawClient, reader: RawClient, subject: str, size: int, in_flight: int) -> None:
-        self._client, self._reader, self._subject = client, reader, subject
+    def __init__(
+        self, put: Move, get: Move, delete: Callable[[ObjectName], None], subject: str, size: int, in_flight: int
+    ) -> None:
+        self._put, self._get, self._delete, self._subject = put, get, delete, subject
         self._buffers = [page_aligned(size).data for _ in range(in_flight)]
         for number, buffer in enumerate(self._buffers):
             np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(number).integers(0, 256, size, np.uint8)
@@ -108,13 +105,13 @@ class ClientPath:
 
     def store(self, names: Sequence[ObjectName]) -> float:
         """Store one new object under each name; seconds."""
-        return self._each(self._client.put, names)[0]
+        return self._each(self._put, names)[0]
 
     def load(self, names: Sequence[ObjectName]) -> float:
         """Load them; seconds."""
         for buffer in self._buffers:
             buffer[-COMPARED_BYTES:] = bytes(len(self._tail))
-        seconds, used = self._each(self._reader.get, names)
+        seconds, used = self._each(self._get, names)
         is_wrong = any(bytes(self._buffers[worker][-COMPARED_BYTES:]) != self._tail for worker in used)
         for buffer in self._buffers:
             buffer[-COMPARED_BYTES:] = self._tail
@@ -124,11 +121,9 @@ class ClientPath:
 
     def delete(self, names: Sequence[ObjectName]) -> None:
         """Delete them."""
-        self._each(lambda name, _buffer: self._client.delete(name), names)
+        self._each(lambda name, _buffer: self._delete(name), names)
 
-    def _each(
-        self, act: Callable[[ObjectName, memoryview], None], names: Sequence[ObjectName]
-    ) -> tuple[float, set[int]]:
+    def _each(self, act: Move, names: Sequence[ObjectName]) -> tuple[float, set[int]]:
         """Seconds to `act` on all names, with one thread for each buffer, and the numbers of the buffers used."""
 
         def one(worker: int, number: int) -> int:

@@ -4,7 +4,6 @@ import json
 import time
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 
@@ -112,9 +111,9 @@ def test_a_raw_client_that_fails_is_one_clear_error(tmp_path, monkeypatch, capsy
 
 def test_a_client_that_moves_too_few_objects_in_time_gives_no_rate(monkeypatch):
     monkeypatch.setattr(tier_paths, "DEADLINE_S", 0.0)
-    client = SimpleNamespace(put=lambda _name, _buffer: time.sleep(0.01))
+    path = ClientPath(lambda *_: time.sleep(0.01), None, None, "the raw client", 4096, 1)
     with pytest.raises(KvError, match="the raw client moved 1 of 3 objects within 0 s"):
-        ClientPath(client, client, "the raw client", 4096, 1).store(new_names(3))
+        path.store(new_names(3))
 
 
 @pytest.mark.parametrize(
