@@ -32,6 +32,7 @@ from tests.cluster.valkey_bed import Server, install
 
 from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
+from kvtier.bench.repeats import repeated
 from kvtier.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
 from kvtier.cli.options import Bytes
 from kvtier.cli.probe import ended_by_signals
@@ -162,22 +163,21 @@ def _speeds(
     tick: Callable[[], None],
 ) -> list[ClusterRow]:
     count = max(2 * in_flight, sample_bytes // size)
-    path = ClientPath(socket, socket, "the socket", size, in_flight)
+    path = ClientPath(socket.put, socket.get, socket.delete, "the socket", size, in_flight)
     arms: list[Callable[[], dict[tuple[str, str], float]]] = [
         lambda: _socket(path, size, count),
         lambda: _kvtier(store.tier, size, in_flight, sample_bytes),
         lambda: _lmcache(store, size, count, in_flight),
     ]
-    found: dict[tuple[str, str], list[float]] = {}
-    try:
-        arms[0]()  # the others warm up by themselves
-        for repeat in range(repeats):
-            for arm in arms if repeat % 2 else arms[::-1]:
-                for key, value in arm().items():
-                    found.setdefault(key, []).append(value)
-            tick()
-    finally:
-        path.close()
+
+    def once(repeat: int) -> dict[tuple[str, str], float]:
+        figures: dict[tuple[str, str], float] = {}
+        for arm in arms if repeat % 2 else arms[::-1]:
+            figures |= arm()
+        return figures
+
+    arms[0]()  # the others warm up by themselves
+    found = repeated(once, repeats, advance=lambda _steps: tick())
     return [
         ClusterRow(
             path=name,
@@ -236,7 +236,7 @@ def _lookups(store: Store, socket: Loopback, repeats: int, tick: Callable[[], No
         found.setdefault((LMCACHE, SESSION_NAMES), []).append(durations_ms(output, ("lookup",))["lookup"][1])
         tick()
     return [
-        ClusterRow(path, "lookup", SMALL_BYTES, names, None, round(statistics.median(ms), 3), None, _rounded(ms))
+        ClusterRow(path, "lookup", SMALL_BYTES, names, None, round(statistics.median(ms), 3), None, None, _rounded(ms))
         for (path, names), ms in found.items()
     ]
 

@@ -39,12 +39,12 @@ from bench.parts.command import (
 )
 from bench.parts.command import run as run_script
 from bench.parts.models import build, check_device, device_name, skip_out_of_memory
+from bench.parts.power import PowerMeter, find_sensor
 from bench.parts.server import Answers, Server
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmRun, ArmSummary, MultiturnResult
 from bench.parts.workload import Workload, WorkloadSpec, draw
 
 from kvtier.bench.record import make_record
-from kvtier.bench.serve.power import PowerMeter, find_sensor
 from kvtier.cli.options import Bytes, tell_written
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.support import inspect_cache

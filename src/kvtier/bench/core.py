@@ -3,9 +3,10 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvtier.bench.repeats import Advance, repeated
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
@@ -41,29 +42,32 @@ class CoreResult:
     samples: dict[str, list[float]]
 
 
-def run(repeats: int = REPEATS, seed: int = 1, progress: Callable[[float], None] = lambda _step: None) -> CoreResult:
+def run(repeats: int = REPEATS, seed: int = 1, progress: Advance = lambda _step: None) -> CoreResult:
     """Measure `repeats` times, each on fresh state."""
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
     tokens = [draw.randrange(128_000) for _ in range(PROMPT_TOKENS)]
     root = draw.randbytes(32)
-    samples: dict[str, list[float]] = {name: [] for name in ("hash", "lookup", "lookup_below", "decide", "demote")}
-    for _ in range(repeats):
+
+    def once(_number: int) -> dict[str, float]:
         start = time.perf_counter()
         keys = chunk_keys(root, tokens, CHUNK_TOKENS)
-        samples["hash"].append(_ms_since(start))
+        hash_ms = _ms_since(start)
         prefix = Prefix(keys, CHUNK_TOKENS)
         cache = _cache(len(keys) + 2)
-        stored_ms = _store(cache, prefix, set())
-        samples["decide"].append(stored_ms + _load(cache, prefix))
+        decide_ms = _store(cache, prefix, set()) + _load(cache, prefix)
         start = time.perf_counter()
         answer = cache.lookup(RequestId("again"), prefix, 0.0)
-        samples["lookup"].append(_ms_since(start))
+        lookup_ms = _ms_since(start)
         assert answer.tokens == PROMPT_TOKENS
         held: set[ChunkKey] = set()
         through_ms = _store(_cache(len(keys) + 2, ["disk"]), prefix, held)
-        samples["demote"].append(max(0.0, through_ms - _store(_cache(len(keys) + 2), prefix, set())))
-        samples["lookup_below"].append(_lookup_below(_cache(len(keys) + 2, ["disk"]), prefix, held))
-        progress(1)
+        demote_ms = max(0.0, through_ms - _store(_cache(len(keys) + 2), prefix, set()))
+        below_ms = _lookup_below(_cache(len(keys) + 2, ["disk"]), prefix, held)
+        return {
+            "hash": hash_ms, "lookup": lookup_ms, "lookup_below": below_ms, "decide": decide_ms, "demote": demote_ms
+        }  # fmt: skip
+
+    samples = repeated(once, repeats, advance=progress)
     medians = {f"{name}_ms": round(statistics.median(values), 4) for name, values in samples.items()}
     return CoreResult(
         prompt_tokens=PROMPT_TOKENS,

@@ -18,14 +18,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
+from kvtier.bench.fio import Fio, IoLatency, has_fio
 from kvtier.bench.io_workloads import FullTier, IoSample, engine_blocks, host_sample, memcpy, trial_settings
 from kvtier.bench.ratio import Span, ratio
+from kvtier.bench.repeats import Advance, repeated
 from kvtier.config import tier_list
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
@@ -42,8 +44,6 @@ QUICK_S = 120.0
 """Deadline without options; on a drive of 40 MB/s the last repeat ends within another minute."""
 CEILING = "fio psync, direct=1, buffers in huge pages, as many jobs as threads"
 BUFFERED = "fio psync, buffered (the file system has no direct I/O), as many jobs as threads"
-
-Tick = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,60 +78,70 @@ class IoRow:
     """Bytes read from the device over bytes loaded; None if the kernel does not report it."""
 
 
-@dataclass(slots=True)
-class IoRepeats:
-    """All repeats of one row."""
+class IoPair(NamedTuple):
+    """One repeat of a row: the measured side and the ceiling."""
 
-    gigabytes: float
-    """Moved by one sample."""
-    samples: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
-    taken: list[IoSample] = field(default_factory=list[IoSample])
-    ceilings: list[FioResult] = field(default_factory=list[FioResult])
-    direct_io: bool = False
+    ours: IoSample
+    ceiling_gb_per_s: float
+    plain_gb_per_s: float
+    ceiling_latency_us: IoLatency | None = None
 
-    def add(self, sample: IoSample, ceiling_gb_per_s: float, plain_gb_per_s: float) -> None:
-        """Add one repeat."""
-        self.samples.append((self.gigabytes / sample.seconds, ceiling_gb_per_s, plain_gb_per_s))
-        self.taken.append(sample)
 
-    def row(
-        self, tier: str, op: str, size: int, threads: int, *, reads: int | None = None, streams: int = 1, frame: int = 0
-    ) -> IoRow:
-        """The medians of all repeats.
+def io_row(
+    pairs: Sequence[IoPair],
+    tier: str,
+    op: str,
+    size: int,
+    count: int,
+    threads: int,
+    *,
+    reads: int | None = None,
+    streams: int = 1,
+    frame: int = 0,
+    direct_io: bool = False,
+) -> IoRow:
+    """The medians of all repeats.
 
-        Args:
-            tier: name of the tier.
-            op: the operation.
-            size: payload bytes of a chunk.
-            threads: of the tier.
-            reads: per cent of reads of a mix.
-            streams: engines whose objects were interleaved.
-            frame: bytes of an object in the tier.
-        """
-        latencies_s = [seconds for sample in self.taken for seconds in sample.latencies_s]
-        device = [sample.device_bytes for sample in self.taken if sample.device_bytes is not None]
-        has_share = op != "store" and latencies_s and len(device) == len(self.taken)
-        share = reads if reads is not None else 0 if op == "store" else 100
-        found = ratio([ours for ours, _, _ in self.samples], [ceiling for _, ceiling, _ in self.samples])
-        return IoRow(
-            tier=tier,
-            op=op,
-            chunk_bytes=size,
-            gb_per_s=round(statistics.median(ours for ours, _, _ in self.samples), 3),
-            ceiling_gb_per_s=round(statistics.median(ceiling for _, ceiling, _ in self.samples), 3),
-            ratio=found.value,
-            ratio_span=found.span,
-            plain_gb_per_s=round(statistics.median(plain for _, _, plain in self.samples), 3),
-            cpu_s_per_gb=round(statistics.median(sample.cpu_s for sample in self.taken) / self.gigabytes, 4),
-            threads=threads,
-            mix=f"{share}/{100 - share}",
-            direct_io=self.direct_io,
-            samples=tuple((round(ours, 3), round(top, 3), round(plain, 3)) for ours, top, plain in self.samples),
-            streams=streams,
-            latency_us=_percentiles(latencies_s) if latencies_s else None,
-            ceiling_latency_us=_medians([it.latency_us for it in self.ceilings]) if self.ceilings else None,
-            device_share=round(sum(device) / (frame * len(latencies_s)), 3) if has_share else None,
-        )
+    Args:
+        pairs: the repeats.
+        tier: name of the tier.
+        op: the operation.
+        size: payload bytes of a chunk.
+        count: chunks that one repeat moved.
+        threads: of the tier.
+        reads: per cent of reads of a mix.
+        streams: engines whose objects were interleaved.
+        frame: bytes of an object in the tier.
+        direct_io: whether the tier bypassed the page cache.
+    """
+    gigabytes = count * size / 1e9
+    samples = [(gigabytes / it.ours.seconds, it.ceiling_gb_per_s, it.plain_gb_per_s) for it in pairs]
+    ours, ceiling, plain = zip(*samples, strict=True)
+    latencies_s = [seconds for it in pairs for seconds in it.ours.latencies_s]
+    device = [it.ours.device_bytes for it in pairs if it.ours.device_bytes is not None]
+    has_share = op != "store" and latencies_s and len(device) == len(pairs)
+    share = reads if reads is not None else 0 if op == "store" else 100
+    found = ratio(ours, ceiling)
+    limits = [it.ceiling_latency_us for it in pairs if it.ceiling_latency_us is not None]
+    return IoRow(
+        tier=tier,
+        op=op,
+        chunk_bytes=size,
+        gb_per_s=round(statistics.median(ours), 3),
+        ceiling_gb_per_s=round(statistics.median(ceiling), 3),
+        ratio=found.value,
+        ratio_span=found.span,
+        plain_gb_per_s=round(statistics.median(plain), 3),
+        cpu_s_per_gb=round(statistics.median(it.ours.cpu_s for it in pairs) / gigabytes, 4),
+        threads=threads,
+        mix=f"{share}/{100 - share}",
+        direct_io=direct_io,
+        samples=tuple((round(ours, 3), round(top, 3), round(plain, 3)) for ours, top, plain in samples),
+        streams=streams,
+        latency_us=_percentiles(latencies_s) if latencies_s else None,
+        ceiling_latency_us=_medians(limits) if limits else None,
+        device_share=round(sum(device) / (frame * len(latencies_s)), 3) if has_share else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +169,7 @@ class _IoRun:
     mixes: Sequence[int]
     streams: int
     direct: bool
-    tick: Tick
+    advance: Advance
     until_s: float
     """Monotonic time after which only the first repeat of a row begins."""
 
@@ -176,7 +186,7 @@ def run(
     is_fresh: bool = False,
     mixes: Sequence[int] = (),
     streams: int = 1,
-    tick: Tick = lambda _what: None,
+    advance: Advance = lambda _steps: None,
     keep: Callable[[IoResult], None] = lambda _result: None,
     deadline_s: float | None = None,
 ) -> IoResult:
@@ -193,7 +203,7 @@ def run(
         is_fresh: store to new files instead of into a full tier.
         mixes: per cent of reads of each additional mix of reads and writes.
         streams: engines whose objects are interleaved.
-        tick: called before each pair of samples.
+        advance: called with 1 after each repeat of a row.
         keep: called with the result after each size.
         deadline_s: after it no further size begins, and only the first repeat of a row; None: no deadline.
 
@@ -219,7 +229,7 @@ def run(
             mixes=mixes,
             streams=streams,
             direct=can_direct(place),
-            tick=tick,
+            advance=advance,
             until_s=until_s,
         )
         _check_room(it, max(sample_bytes, 2 * max(sizes)), max(sizes))
@@ -227,7 +237,7 @@ def run(
             if rows and time.monotonic() > until_s:
                 break
             count = max(2, sample_bytes // size)
-            rows += [host_row(op, size, count, repeats, tick) for op in ("store", "load")]
+            rows += [host_row(op, size, count, repeats, advance) for op in ("store", "load")]
             by_threads = [_tier_rows(it, size, count, n) for n in threads]
             for alternatives in zip(*by_threads, strict=True):
                 rows += alternatives if keep_all else [max(alternatives, key=lambda row: row.gb_per_s)]
@@ -236,16 +246,17 @@ def run(
     return replace(result, cut_after_s=deadline_s) if time.monotonic() > until_s else result
 
 
-def host_row(op: str, size: int, count: int, repeats: int, tick: Tick) -> IoRow:
+def host_row(op: str, size: int, count: int, repeats: int, advance: Advance) -> IoRow:
     """`count` chunks of `size` bytes, stored to host memory or loaded from it, `repeats` times."""
     engine = engine_blocks(size, count)
     twin = [np.zeros_like(blocks) for blocks in engine]
-    found = IoRepeats(count * size / 1e9)
-    for _ in range(repeats):
-        tick(f"host {op} {size}")
+
+    def once(_number: int) -> dict[str, IoPair]:
         ceiling = memcpy(engine, twin, HOST_THREADS)
-        found.add(host_sample(op, size, count, engine, HOST_THREADS), ceiling, ceiling)
-    return found.row("host", op, size, HOST_THREADS)
+        return {op: IoPair(host_sample(op, size, count, engine, HOST_THREADS), ceiling, ceiling)}
+
+    pairs = repeated(once, repeats, advance=advance)[op]
+    return io_row(pairs, "host", op, size, count, HOST_THREADS)
 
 
 def _check_room(it: _IoRun, sample_bytes: int, size: int) -> None:
@@ -262,40 +273,50 @@ def _check_room(it: _IoRun, sample_bytes: int, size: int) -> None:
 def _tier_rows(it: _IoRun, size: int, count: int, threads: int) -> list[IoRow]:
     """The rows of store, load and every mix of each tier."""
     ops: list[tuple[str, int | None]] = [("store", None), ("load", None), *(("mix", reads) for reads in it.mixes)]
-    found = {(name, op, reads): IoRepeats(count * size / 1e9) for name in it.tiers for op, reads in ops}
-    frame = 0
     ceiling: Fio | None = None
     tiers: list[FullTier] = []
+
+    def once(number: int) -> dict[tuple[int, str, int | None], IoPair]:
+        nonlocal ceiling
+        if ceiling is None or it.is_fresh:
+            _remove(ceiling, tiers)
+            ceiling = Fio(it.root, block_bytes=size, threads=threads, total_bytes=count * size, is_direct=it.direct)
+            for name, word in it.tiers.items():
+                place, least = it.root / f"{name}-{size}-{threads}-{number}", min(it.mixes, default=100)
+                tiers.append(FullTier(word, place, size, count, threads, streams=it.streams, read_percent=least))
+            if not it.is_fresh:
+                _fill(ceiling, tiers)
+        pairs: dict[tuple[int, str, int | None], IoPair] = {}
+        for op, reads in ops:
+            plain = ceiling.measure(op, read_percent=reads, is_plain=True)
+            if it.is_fresh and op == "store":
+                ceiling.close()  # fio creates new files too
+            allowed = ceiling.measure(op, read_percent=reads)
+            for place, tier in enumerate(tiers):
+                ours = _sample(tier, op, reads)
+                pairs[place, op, reads] = IoPair(ours, allowed.gb_per_s, plain.gb_per_s, allowed.latency_us)
+        return pairs
+
     try:
-        for repeat in range(it.repeats):
-            if repeat and time.monotonic() > it.until_s:
-                break
-            it.tick(f"{', '.join(it.tiers)} {size} x{threads}")
-            if ceiling is None or it.is_fresh:
-                _remove(ceiling, tiers)
-                ceiling = Fio(it.root, block_bytes=size, threads=threads, total_bytes=count * size, is_direct=it.direct)
-                for name, word in it.tiers.items():
-                    place, least = it.root / f"{name}-{size}-{threads}-{repeat}", min(it.mixes, default=100)
-                    tiers.append(FullTier(word, place, size, count, threads, streams=it.streams, read_percent=least))
-                frame = tiers[0].frame_bytes
-                if not it.is_fresh:
-                    _fill(ceiling, tiers)
-            for op, reads in ops:
-                plain = ceiling.measure(op, read_percent=reads, is_plain=True)
-                if it.is_fresh and op == "store":
-                    ceiling.close()  # fio creates new files too
-                allowed = ceiling.measure(op, read_percent=reads)
-                for tier in tiers:
-                    repeats = found[tier.name, op, reads]
-                    repeats.add(_sample(tier, op, reads), allowed.gb_per_s, plain.gb_per_s)
-                    repeats.ceilings.append(allowed)
-                    repeats.direct_io = tier.direct_io
+        found = repeated(once, it.repeats, until_s=it.until_s, advance=it.advance)
+        return [
+            io_row(
+                found[place, op, reads],
+                tier.name,
+                op,
+                size,
+                count,
+                threads,
+                reads=reads,
+                streams=it.streams,
+                frame=tier.frame_bytes,
+                direct_io=tier.direct_io,
+            )
+            for place, tier in enumerate(tiers)
+            for op, reads in ops
+        ]
     finally:
         _remove(ceiling, tiers)
-    return [
-        repeats.row(name, op, size, threads, reads=reads, streams=it.streams, frame=frame)
-        for (name, op, reads), repeats in found.items()
-    ]
 
 
 def _sample(tier: FullTier, op: str, reads: int | None) -> IoSample:

@@ -1,10 +1,9 @@
 """The measured side of `kvtier bench io`: the tiers through a mover, host memory through a session."""
 
 import random
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,12 +16,15 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.config import tier_list
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits, TierRules
 from kvtier.core.operations import WAITING_MAX
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
+from kvtier.probe.facts import text_of
+from kvtier.probe.links import timed
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.executor import Completion
+from kvtier.runtime.executor import Completion, Observer
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
@@ -275,11 +277,7 @@ def interleaved(count: int, streams: int, draw: random.Random) -> list[int]:
 
 def read_bytes(path: Path = PROC_IO) -> int | None:
     """Bytes that the kernel has read from devices for this process; None if unknown."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")), None)
+    return next((int(line.split()[1]) for line in text_of(path).splitlines() if line.startswith("read_bytes:")), None)
 
 
 def trial_settings(word: str, root: Path) -> TierSettings:
@@ -327,39 +325,67 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
         KvError: a chunk was dropped, has other bytes, or timed out.
     """
     layout = layout_of(size)
-    slots = (count + 2,)
-    arena = Arena(layout, slots, populate=True)
+    arena = Arena(layout, (count + 2,), populate=True)
+    prefix = Prefix(tuple(chunk_key(number) for number in range(count)), CHUNK_TOKENS)
+    places = [Place(0, n, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(count)]
+    try:
+        with open_session(layout, arena, count + 2, engine, threads=Threads(device=threads)) as session:
+            stored = _timed(lambda: session_store(session, prefix, places))
+            if op == "store":
+                return stored
+            wanted = [blocks.copy() for blocks in engine]
+            for blocks in engine:
+                blocks[:] = 0
+            loaded = _timed(lambda: session_load(session, prefix, places))
+            if any(not np.array_equal(*pair) for pair in zip(wanted, engine, strict=True)):
+                raise KvError("the benchmark loaded other bytes than it stored")
+            return loaded
+    finally:
+        arena.close()
+
+
+@contextmanager
+def open_session(
+    layout: KvLayout,
+    arena: Arena,
+    slots: int,
+    engine: list[Blocks],
+    tiers: Sequence[tuple[Tier, TierRules]] = (),
+    *,
+    threads: Threads,
+    observer: Observer | None = None,
+) -> Generator[Session]:
+    """A session without earlier content, closed at the end.
+
+    Args:
+        layout: of its chunks.
+        arena: its host memory.
+        slots: of the arena.
+        engine: memory of the engine's blocks, by layer.
+        tiers: below host memory.
+        threads: of the copies and of each tier.
+        observer: of its commands.
+    """
     mover = Mover(
         layout=layout,
         fingerprint=FINGERPRINT,
         arena=arena,
         copier=HostCopier(layout, [engine]),
-        tiers={},
-        threads=Threads(device=threads),
+        tiers={tier.name: tier for tier, _ in tiers},
+        threads=threads,
     )
     cache = Cache(
         layout=layout,
-        slots=slots,
-        tiers=[],
+        slots=(slots,),
+        tiers=[rules for _, rules in tiers],
         evictor=lambda: make_evictor(Config().host.evictor),
+        limits=Limits(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S),
     )
-    session = Session(cache, mover)
+    session = Session(cache, mover, observer=observer)
     try:
-        prefix = Prefix(tuple(chunk_key(number) for number in range(count)), CHUNK_TOKENS)
-        places = [Place(0, n, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(count)]
-        stored = _timed(lambda: session_store(session, prefix, places))
-        if op == "store":
-            return stored
-        wanted = [blocks.copy() for blocks in engine]
-        for blocks in engine:
-            blocks[:] = 0
-        loaded = _timed(lambda: session_load(session, prefix, places))
-        if any(not np.array_equal(*pair) for pair in zip(wanted, engine, strict=True)):
-            raise KvError("the benchmark loaded other bytes than it stored")
-        return loaded
+        yield session
     finally:
-        session.close(5.0)
-        arena.close()
+        session.close(10.0)
 
 
 def session_store(session: Session, prefix: Prefix, places: Sequence[Place]) -> None:
@@ -411,15 +437,11 @@ def _timed(act: Callable[[], None]) -> IoSample:
 def memcpy(source: list[Blocks], target: list[Blocks], threads: int) -> float:
     """GB/s of a plain copy by `threads` threads."""
 
-    def copy(part: int) -> None:
+    def copy(_worker: int, part: int) -> int:
         for blocks, twin in zip(source, target, strict=True):
             half = len(blocks) // threads
             np.copyto(twin[part * half : (part + 1) * half], blocks[part * half : (part + 1) * half])
+        return 1
 
-    workers = [threading.Thread(target=copy, args=(part,)) for part in range(threads)]
-    start = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(DEADLINE_S)
-    return sum(blocks.nbytes for blocks in source) / (time.perf_counter() - start) / 1e9
+    seconds, _ = timed(copy, threads, threads, DEADLINE_S, "a copy of memory")
+    return sum(blocks.nbytes for blocks in source) / seconds / 1e9

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from kvtier.probe.facts import mount_of, read_mounts, whole_drive
+from kvtier.probe.facts import mount_of, read_mounts, text_of, whole_drive
 
 VERSION = 1
 
@@ -119,12 +119,9 @@ def cores() -> int:
 
 def processor() -> str:
     """The model name of the processor, or the architecture if the kernel does not report it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def gpus() -> list[str]:
@@ -155,10 +152,7 @@ def drive(directory: Path) -> str:
     if device.startswith("0:"):
         return ""
     place = (Path("/sys/dev/block") / device).resolve()
-    try:
-        return (place / "device" / "model").read_text(encoding="utf-8").strip()
-    except OSError:
-        return place.name
+    return text_of(place / "device" / "model").strip() or place.name
 
 
 def commit() -> dict[str, object] | None:

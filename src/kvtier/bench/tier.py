@@ -9,20 +9,22 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kvtier.bench.ratio import Ratio, Span, ratio, ratio_text
+from kvtier.bench.repeats import repeated
 from kvtier.bench.tier_paths import (
     SESSION_NAMES,
     SMALL_BYTES,
     TIER_NAMES,
     ClientPath,
     SessionPath,
-    StorePath,
-    TierAsClient,
     frame_bytes_of,
+    get,
     new_names,
+    put,
 )
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
@@ -46,6 +48,7 @@ SHARED_BYTES = 1 << 40
 """Cap of a temporary store of a kind for many nodes, which counts deleted objects until its next sweep."""
 
 Op = Literal["store", "load", "lookup"]
+OPS: tuple[Op, ...] = ("store", "load")
 RAW, TIER, SESSION = "raw", "tier", "session"
 
 
@@ -169,73 +172,62 @@ class TierBench:
 
     def _speeds(self, it: "_Ends", size: int, in_flight: int, advance: Callable[[float], None]) -> list[TierRow]:
         count = self.count(size, in_flight)
-        rates: dict[Op, dict[str, list[float]]] = {"store": {}, "load": {}}
         with ExitStack() as stack:
-            paths: dict[str, StorePath] = {}
+            paths: dict[str, ClientPath | SessionPath] = {}
             if it.raw is not None and it.raw_reader is not None:
-                paths[RAW] = ClientPath(it.raw, it.raw_reader, "the raw client", size, in_flight)
-            clients = TierAsClient(it.tier), TierAsClient(it.reader)
-            paths[TIER] = ClientPath(*clients, "the tier", size, in_flight)
+                paths[RAW] = ClientPath(it.raw.put, it.raw_reader.get, it.raw.delete, "the raw client", size, in_flight)
+            paths[TIER] = ClientPath(
+                partial(put, it.tier), partial(get, it.reader), it.tier.delete, "the tier", size, in_flight
+            )
             remote = kind_of(self.settings).is_remote
-            paths[SESSION] = SessionPath(it.tier, it.reader, size, in_flight, count, is_remote=remote)
-            for path in paths.values():
-                stack.callback(path.close)
-            for repeat in range(self.repeats + 1):
-                for name, path in _in_turn(paths, repeat):
+            paths[SESSION] = session = SessionPath(it.tier, it.reader, size, in_flight, count, is_remote=remote)
+            stack.callback(session.close)
+
+            def once(repeat: int) -> dict[tuple[Op, str], float]:
+                rates: dict[tuple[Op, str], float] = {}
+                for name, path in list(paths.items())[:: 1 if repeat % 2 else -1]:
                     with _objects(path, count) as names:
-                        seconds: dict[Op, float] = {"store": path.store(names), "load": path.load(names)}
-                    if repeat:  # the first one warms up
-                        for op, took_s in seconds.items():
-                            rates[op].setdefault(name, []).append(count * size / took_s / 1e9)
-                advance(1)
+                        rates["store", name] = count * size / path.store(names) / 1e9
+                        rates["load", name] = count * size / path.load(names) / 1e9
+                return rates
+
+            found = repeated(once, self.repeats, warm_up=1, advance=advance)
         return [
-            self._row(op, size, in_flight, name, gb_per_s=found[name], against=_against(found[name], found.get(RAW)))
-            for op, found in rates.items()
-            for name in found
+            self._row(op, size, in_flight, path, {name: found[op, name] for name in paths})
+            for op in OPS
+            for path in paths
         ]
 
     def _lookups(self, it: "_Ends") -> list[TierRow]:
         """Lookups: one name of the raw client, a round of the tier, all chunks of a prompt of the session."""
         remote = kind_of(self.settings).is_remote
         path = SessionPath(it.tier, it.reader, SMALL_BYTES, LOOKUPS_IN_FLIGHT, SESSION_NAMES, is_remote=remote)
-        found: dict[str, list[float]] = {}
         raw = it.raw_reader
         try:
             with _objects(path, SESSION_NAMES) as names:
                 path.store(names)
-                for repeat in range(self.repeats + 1):
+
+                def once(_repeat: int) -> dict[str, float]:
                     taken = {
-                        SESSION: path.lookup(names),
-                        TIER: _timed(lambda: it.reader.contains(new_names(TIER_NAMES))),
+                        SESSION: 1e3 * path.lookup(names),
+                        TIER: _timed_ms(partial(it.reader.contains, new_names(TIER_NAMES))),
                     }
                     if raw is not None:
-                        taken[RAW] = _timed(lambda: raw.has(new_names(1)[0]))
-                    if repeat:
-                        for name, took_s in taken.items():
-                            found.setdefault(name, []).append(took_s * 1e3)
+                        taken[RAW] = _timed_ms(partial(raw.has, new_names(1)[0]))
+                    return taken
+
+                found = repeated(once, self.repeats, warm_up=1)
         finally:
             path.close()
         asked = {RAW: 1, TIER: TIER_NAMES, SESSION: SESSION_NAMES}
-        return [
-            self._row(
-                "lookup", SMALL_BYTES, asked[name], name, ms=found[name], against=_against(found.get(RAW), found[name])
-            )
-            for name in asked
-            if name in found
-        ]
+        return [self._row("lookup", SMALL_BYTES, asked[path], path, found) for path in asked if path in found]
 
-    def _row(
-        self,
-        op: Op,
-        size: int,
-        in_flight: int,
-        path: str,
-        *,
-        gb_per_s: list[float] | None = None,
-        ms: list[float] | None = None,
-        against: Ratio | None,
-    ) -> TierRow:
-        samples = gb_per_s or ms or []
+    def _row(self, op: Op, size: int, in_flight: int, path: str, found: Mapping[str, list[float]]) -> TierRow:
+        samples, raw = found[path], found.get(RAW)
+        middle, is_lookup = round(statistics.median(samples), 4), op == "lookup"
+        against: Ratio | None = None
+        if raw is not None:
+            against = ratio(raw, samples) if is_lookup else ratio(samples, raw)
         return TierRow(
             tier=self.settings.name,
             kind=self.settings.kind,
@@ -243,8 +235,8 @@ class TierBench:
             chunk_bytes=size,
             in_flight=in_flight,
             path=path,
-            gb_per_s=_median(gb_per_s),
-            ms=_median(ms),
+            gb_per_s=None if is_lookup else middle,
+            ms=middle if is_lookup else None,
             ratio=None if against is None else against.value,
             ratio_span=None if against is None else against.span,
             samples=tuple(round(sample, 4) for sample in samples),
@@ -299,7 +291,7 @@ def _raw_client(trial: Trial) -> RawClient | None:
 
 
 @contextmanager
-def _objects(path: StorePath, count: int) -> Generator[list[ObjectName]]:
+def _objects(path: ClientPath | SessionPath, count: int) -> Generator[list[ObjectName]]:
     """Names of new objects, which are deleted at the end."""
     names = new_names(count)
     try:
@@ -311,20 +303,7 @@ def _objects(path: StorePath, count: int) -> Generator[list[ObjectName]]:
     path.delete(names)
 
 
-def _in_turn(paths: Mapping[str, StorePath], repeat: int) -> list[tuple[str, StorePath]]:
-    items = [*paths.items()]
-    return items if repeat % 2 else items[::-1]
-
-
-def _timed(act: Callable[[], object]) -> float:
+def _timed_ms(act: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     act()
-    return time.perf_counter() - start_s
-
-
-def _against(mine: Sequence[float] | None, others: Sequence[float] | None) -> Ratio | None:
-    return ratio(mine, others) if mine and others else None
-
-
-def _median(values: Sequence[float] | None) -> float | None:
-    return None if values is None else round(statistics.median(values), 4)
+    return 1e3 * (time.perf_counter() - start_s)

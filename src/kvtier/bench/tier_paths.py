@@ -3,10 +3,9 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -15,25 +14,22 @@ from kvtier.bench.io_workloads import (
     CHUNK_TOKENS,
     COMPARED_BYTES,
     DEADLINE_S,
-    FINGERPRINT,
     engine_blocks,
     layout_of,
+    open_session,
     session_load,
     session_store,
 )
 from kvtier.codec.frame import frame_bytes
-from kvtier.config.sections import Config
-from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits, TierRules
+from kvtier.core.limits import TierRules
 from kvtier.errors import KvError, TierError
 from kvtier.keys.object_names import object_names
-from kvtier.policy.registry import make_evictor
+from kvtier.probe.links import timed
 from kvtier.runtime.arena import Arena, page_aligned
 from kvtier.runtime.executor import Completion, Work
-from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.mover import Threads
 from kvtier.runtime.session import Session
-from kvtier.testing.host_copier import HostCopier
-from kvtier.tier.base import RawClient, Tier
+from kvtier.tier.base import Tier
 from kvtier.types import (
     ChunkKey,
     Direction,
@@ -52,26 +48,8 @@ SESSION_NAMES = 512
 """Chunks of a session's lookup, all of them in the tier."""
 SMALL_BYTES = 4096
 """Payload of a chunk for lookups."""
-
-
-class StorePath(Protocol):
-    """One way to a store. Its methods raise when an operation fails, or loads other bytes than were stored."""
-
-    def store(self, names: Sequence[ObjectName]) -> float:
-        """Store one new object under each name; seconds."""
-        ...
-
-    def load(self, names: Sequence[ObjectName]) -> float:
-        """Load them; seconds."""
-        ...
-
-    def delete(self, names: Sequence[ObjectName]) -> None:
-        """Delete them."""
-        ...
-
-    def close(self) -> None:
-        """Release what the path holds; the store stays open."""
-        ...
+Move = Callable[[ObjectName, memoryview], None]
+"""Stores or loads one object."""
 
 
 def new_names(count: int) -> list[ObjectName]:
@@ -80,48 +58,44 @@ def new_names(count: int) -> list[ObjectName]:
     return [ObjectName(content[at : at + 32]) for at in range(0, len(content), 32)]
 
 
-class TierAsClient:
-    """The methods of a tier as a `RawClient`."""
+def put(tier: Tier, name: ObjectName, frame: memoryview) -> None:
+    """Write an object to a tier, as a raw client does.
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+    Raises:
+        TierError: it was not admitted.
+    """
+    if not tier.write(name, frame):
+        raise TierError(tier.name, "an object was not admitted: the store has too little room")
 
-    def put(self, name: ObjectName, frame: memoryview) -> None:
-        """See `RawClient`."""
-        if not self._tier.write(name, frame):
-            raise TierError(self._tier.name, "an object was not admitted: the store has too little room")
 
-    def get(self, name: ObjectName, into: memoryview) -> None:
-        """See `RawClient`."""
-        if self._tier.read(name, into) != into.nbytes:
-            raise TierError(self._tier.name, "an object that was stored is not there")
+def get(tier: Tier, name: ObjectName, into: memoryview) -> None:
+    """Read an object of a tier, as a raw client does.
 
-    def has(self, name: ObjectName) -> bool:
-        """See `RawClient`."""
-        return self._tier.contains([name])[0]
-
-    def delete(self, name: ObjectName) -> None:
-        """See `RawClient`."""
-        self._tier.delete(name)
-
-    def close(self) -> None:
-        """See `RawClient`."""
+    Raises:
+        TierError: it is not there.
+    """
+    if tier.read(name, into) != into.nbytes:
+        raise TierError(tier.name, "an object that was stored is not there")
 
 
 class ClientPath:
     """Whole buffers through a client, each in flight in a thread of its own.
 
+    The methods raise when an operation fails, or loads other bytes than were stored. So do those of `SessionPath`.
+
     Args:
-        client: of the store.
-        reader: the same for loads, perhaps of another node.
+        put: stores a buffer.
+        get: fills a buffer, perhaps at another node.
+        delete: deletes an object.
         subject: what fails, for messages.
         size: bytes of an object.
         in_flight: threads.
     """
 
-    def __init__(self, client: RawClient, reader: RawClient, subject: str, size: int, in_flight: int) -> None:
-        self._client, self._reader, self._subject = client, reader, subject
-        self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="kvtier-bench")
+    def __init__(
+        self, put: Move, get: Move, delete: Callable[[ObjectName], None], subject: str, size: int, in_flight: int
+    ) -> None:
+        self._put, self._get, self._delete, self._subject = put, get, delete, subject
         self._buffers = [page_aligned(size).data for _ in range(in_flight)]
         for number, buffer in enumerate(self._buffers):
             np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(number).integers(0, 256, size, np.uint8)
@@ -130,15 +104,15 @@ class ClientPath:
             buffer[-COMPARED_BYTES:] = self._tail
 
     def store(self, names: Sequence[ObjectName]) -> float:
-        """See `StorePath`."""
-        return self._each(self._client.put, names)[0]
+        """Store one new object under each name; seconds."""
+        return self._each(self._put, names)[0]
 
     def load(self, names: Sequence[ObjectName]) -> float:
-        """See `StorePath`."""
+        """Load them; seconds."""
         for buffer in self._buffers:
             buffer[-COMPARED_BYTES:] = bytes(len(self._tail))
-        seconds, used = self._each(self._reader.get, names)
-        is_wrong = any(bytes(buffer[-COMPARED_BYTES:]) != self._tail for buffer in used)
+        seconds, used = self._each(self._get, names)
+        is_wrong = any(bytes(self._buffers[worker][-COMPARED_BYTES:]) != self._tail for worker in used)
         for buffer in self._buffers:
             buffer[-COMPARED_BYTES:] = self._tail
         if is_wrong:
@@ -146,34 +120,20 @@ class ClientPath:
         return seconds
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        """See `StorePath`."""
-        list(self._threads.map(self._client.delete, names))
+        """Delete them."""
+        self._each(lambda name, _buffer: self._delete(name), names)
 
-    def close(self) -> None:
-        """See `StorePath`."""
-        self._threads.shutdown()
+    def _each(self, act: Move, names: Sequence[ObjectName]) -> tuple[float, set[int]]:
+        """Seconds to `act` on all names, with one thread for each buffer, and the numbers of the buffers used."""
 
-    def _each(
-        self, act: Callable[[ObjectName, memoryview], None], names: Sequence[ObjectName]
-    ) -> tuple[float, list[memoryview]]:
-        """Seconds to `act` on all names, with one thread for each buffer, and the buffers that were used."""
-        remaining = iter(names)
-        every = threading.Barrier(len(self._buffers))
-        starts_s: list[float] = []
+        def one(worker: int, number: int) -> int:
+            act(names[number], self._buffers[worker])
+            return 1
 
-        def work(buffer: memoryview) -> bool:
-            every.wait(DEADLINE_S)
-            starts_s.append(time.perf_counter())
-            is_used = False
-            for name in remaining:  # one bytecode takes a name: no lock is needed
-                act(name, buffer)
-                is_used = True
-            return is_used
-
-        running = [self._threads.submit(work, buffer) for buffer in self._buffers]
-        are_used = [each.result(DEADLINE_S) for each in running]
-        seconds = time.perf_counter() - min(starts_s)
-        return seconds, [buffer for buffer, is_used in zip(self._buffers, are_used, strict=True) if is_used]
+        seconds, done = timed(one, len(names), len(self._buffers), DEADLINE_S, self._subject)
+        if len(done) < len(names):
+            raise KvError(f"{self._subject} moved {len(done)} of {len(names)} objects within {DEADLINE_S:g} s")
+        return seconds, {it.worker for it in done}
 
 
 class SessionPath:
@@ -209,7 +169,7 @@ class SessionPath:
         self._arena = Arena(self.layout, (self._slots,), populate=True)
 
     def store(self, names: Sequence[ObjectName]) -> float:
-        """See `StorePath`."""
+        """Store one new object under each name; seconds."""
         written = _Written(len(names))
         with self._session(self._tier, written) as session:
             start_s = time.perf_counter()
@@ -218,7 +178,7 @@ class SessionPath:
             return time.perf_counter() - start_s
 
     def load(self, names: Sequence[ObjectName]) -> float:
-        """See `StorePath`."""
+        """Load them; seconds."""
         expected = [blocks[:, -1].copy() for blocks in self._blocks]
         for blocks in self._blocks:
             blocks[:, -1] = 0
@@ -247,45 +207,26 @@ class SessionPath:
         return seconds
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        """See `StorePath`."""
+        """Delete them."""
+        stored = object_names(map(ChunkKey, names), 0, self.layout.part(0), self.layout.digest(0))
         with ThreadPoolExecutor(self._in_flight) as threads:
-            list(threads.map(self._tier.delete, self._object_names(names)))
+            list(threads.map(self._tier.delete, stored))
 
     def close(self) -> None:
-        """See `StorePath`."""
+        """Release the host memory; the store stays open."""
         self._arena.close()
-
-    def _object_names(self, names: Sequence[ObjectName]) -> list[ObjectName]:
-        return object_names(map(ChunkKey, names), 0, self.layout.part(0), self.layout.digest(0))
 
     def _places(self, count: int) -> list[Place]:
         return [
             Place(0, n, tuple(range(n % self._kinds * BLOCKS, (n % self._kinds + 1) * BLOCKS))) for n in range(count)
         ]
 
-    @contextmanager
-    def _session(self, tier: Tier, observer: "_Written | None" = None) -> Generator[Session]:
+    def _session(self, tier: Tier, observer: "_Written | None" = None) -> AbstractContextManager[Session]:
         threads = Threads(read=self._in_flight, write=self._in_flight)
-        mover = Mover(
-            layout=self.layout,
-            fingerprint=FINGERPRINT,
-            arena=self._arena,
-            copier=HostCopier(self.layout, [self._blocks]),
-            tiers={tier.name: tier},
-            tier_threads={tier.name: threads},
+        tiers = [(tier, self._rules)]
+        return open_session(
+            self.layout, self._arena, self._slots, self._blocks, tiers, threads=threads, observer=observer
         )
-        cache = Cache(
-            layout=self.layout,
-            slots=(self._slots,),
-            tiers=[self._rules],
-            evictor=lambda: make_evictor(Config().host.evictor),
-            limits=Limits(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S),
-        )
-        session = Session(cache, mover, observer=observer)
-        try:
-            yield session
-        finally:
-            session.close(10.0)
 
 
 class _Written:

@@ -168,7 +168,7 @@ def io(
             is_fresh=values["fresh"],
             mixes=percents,
             streams=values["streams"],
-            tick=lambda _what: advance(1),
+            advance=advance,
             keep=keep,
             deadline_s=benchmark.QUICK_S if is_quick else None,
         )

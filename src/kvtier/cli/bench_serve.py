@@ -291,7 +291,7 @@ def _record(directory: Path, given: dict[str, Any]) -> "Record":
         context_tokens=load.context_tokens,
         server_cores=server,
         client_cores=client,
-        load=load.settings.plain(),
+        load=asdict(load.settings),
     )
     _check_device_kv(settings)
     free = shutil.disk_usage(directory).free

@@ -1,19 +1,14 @@
 """`kvtier demo`: replay real conversations without kvtier, cold, and warm after a restart."""
 
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from kvtier.cli.options import OutputFile, origin, tell_written
+from kvtier.cli.probe import ended_by_signals
 from kvtier.report.output import check_writable, print_json
 from kvtier.report.table import print_table
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 REPORT = Path("demo-out/report.html")
 # Of the seeds 1 to 12 the one with the largest margin: with the small model the best two tokens of every choice are at
@@ -22,7 +17,9 @@ SEED = 11
 
 
 @click.command()
-@click.option("--dir", "directory", type=click.Path(path_type=Path), help="Keep the store in this directory.")
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path, file_okay=False), help="Keep the store in this directory."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; write a report only where --report is given.")
 @click.option("--report", type=OutputFile(), help=f"Write an HTML report to this file.  [default: {REPORT}]")
 @click.option("--record", type=OutputFile(), help="Write all samples and conditions as a JSON record.")
@@ -30,17 +27,24 @@ SEED = 11
     "--sessions", type=int, default=8, show_default="8 of 12", help="Number of conversations, the shortest first."
 )
 @click.option("--requests", type=int, show_default="all", help="Number of requests, from the first on.")
-@click.option("--new-tokens", type=int, default=16, show_default=True, help="Tokens of each answer.")
+@click.option("--new-tokens", type=click.IntRange(1, 256), default=16, show_default=True, help="Tokens of each answer.")
 @click.option("--model-size", default="small", show_default=True, help="Size of the model: tiny, small or medium.")
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Seed of the model's weights.")
-@click.option("--threads", type=int, default=0, show_default="one for each core", help="Number of torch threads.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=SEED, show_default=True, help="Seed of the model's weights."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(0, 1024),
+    default=0,
+    show_default="one for each core",
+    help="Number of torch threads.",
+)
 @click.pass_context
 def demo(context: click.Context, as_json: bool, report: Path | None, record: Path | None, **given: Any) -> int:  # noqa: ANN401
     """Replay real agent conversations through a small language model made here, and compare.
 
     Three passes, each in its own process: without kvtier, with an empty store, and in a new process that reads the
-    store from disk. With a --dir that an earlier call has used, a fourth pass reads what that call stored. Needs the
-    extra "transformers"; downloads nothing.
+    store from disk. Needs the extra "transformers"; downloads nothing.
 
     Exit code 1 when passes differ in a token, or when the warm pass restores less than 90 % of what can be restored.
     """
@@ -55,8 +59,8 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
         check_writable("--report", REPORT)
         report = REPORT
     try:
-        with _progress() as progress:
-            result = run_demo(settings, progress)
+        with ended_by_signals():
+            result = run_demo(settings, lambda text: click.echo(f"demo: {text}", err=True))
     except DemoError as error:  # not a wrong call, so not exit code 2
         click.echo(f"kvtier: {error}", err=True)
         context.exit(1)
@@ -76,46 +80,3 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     for problem in result.problems:
         click.echo(f"kvtier: {problem}", err=True)
     context.exit(1 if result.problems else 0)
-
-
-class _Lines:
-    """Progress where stderr is not a terminal: a line for each step."""
-
-    def note(self, text: str) -> None:
-        click.echo(f"demo: {text}", err=True)
-
-    def begin_pass(self, name: str, requests_total: int) -> None:
-        pass
-
-    def advance(self) -> None:
-        pass
-
-
-class _Bar:
-    """One progress bar for all passes."""
-
-    def __init__(self, progress: "Progress") -> None:
-        self.progress = progress
-        self.task = progress.add_task("set-up", total=None)
-
-    def note(self, text: str) -> None:
-        self.progress.console.print(text, style="dim", highlight=False)
-
-    def begin_pass(self, name: str, requests_total: int) -> None:
-        self.progress.update(self.task, description=f"pass {name}", total=requests_total)
-
-    def advance(self) -> None:
-        self.progress.advance(self.task)
-
-
-@contextmanager
-def _progress() -> Generator[_Lines | _Bar]:
-    if not sys.stderr.isatty():
-        yield _Lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<14}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _Bar(progress)

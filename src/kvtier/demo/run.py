@@ -1,52 +1,36 @@
 """The passes of the demo, each in its own process.
 
-`none` is the engine alone, `cold` has kvtier with an empty store, `warm` reads in a new process what `cold` stored. In
-a directory of an earlier call, `reopened` reads what that call stored.
+`none` is the engine alone, `cold` has kvtier with an empty store, `warm` reads in a new process what `cold` stored. A
+call sees nothing of earlier ones in the same directory.
 """
 
 import contextlib
 import importlib.util
-import json
 import os
 import secrets
-import signal
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvtier.bench.record import RecordedSetting, cores, machine, make_record, software
 from kvtier.config.loader import load
 from kvtier.config.sections import all_settings, value_of
 from kvtier.demo.model import SHAPES, WHY
-from kvtier.demo.restorable import EarlierRun, StoredPrefixes, add_to_history, drop_stale_history, read_history
+from kvtier.demo.restorable import StoredPrefixes
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
 from kvtier.demo.trace import RequestPlan, build_prompt, plan_requests, read_trace
 from kvtier.demo.worker import PassJob, pass_events
 from kvtier.errors import ConfigError, install_hint
-from kvtier.report.output import write_json
-from kvtier.tier.directory_marker import ALLOWED, open_store, read_marker
+from kvtier.report.output import progress, write_json
+from kvtier.tier.directory_marker import ALLOWED, open_store
 from kvtier.tier.store_root import opening
 
 NEEDED = ("torch", "transformers", "tokenizers")
 
-
-class DemoProgress(Protocol):
-    """Receives the progress of a demo."""
-
-    def note(self, text: str) -> None:
-        """A step without requests begins, or a pass has ended."""
-        ...
-
-    def begin_pass(self, name: str, requests_total: int) -> None:
-        """A pass begins; all passes together have `requests_total` requests."""
-        ...
-
-    def advance(self) -> None:
-        """One more request has ended."""
-        ...
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +50,6 @@ class DemoSettings:
     def __post_init__(self) -> None:
         if self.model_size not in SHAPES:
             raise ConfigError(f"--model-size must be one of {', '.join(SHAPES)}, got {self.model_size!r}")
-        for name, value, least, most in (
-            ("seed", self.seed, 0, 2**63 - 1),
-            ("new-tokens", self.new_tokens, 1, 256),
-            ("threads", self.threads, 0, 1024),
-        ):
-            if not least <= value <= most:
-                raise ConfigError(f"--{name} must be in {least}..{most}, got {value}")
-        if self.directory is not None and self.directory.exists() and not self.directory.is_dir():
-            raise ConfigError(f"--dir {str(self.directory)!r} is not a directory; give a directory or a new path")
 
 
 def check_libraries() -> None:
@@ -88,8 +63,8 @@ def check_libraries() -> None:
         raise ConfigError(f"the demo needs {', '.join(missing)}, not installed here: {install_hint('transformers')}")
 
 
-def run_demo(settings: DemoSettings, progress: DemoProgress) -> DemoResult:
-    """Run all passes.
+def run_demo(settings: DemoSettings, note: Note) -> DemoResult:
+    """Run all passes; `note` is called with each step in words.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -97,11 +72,12 @@ def run_demo(settings: DemoSettings, progress: DemoProgress) -> DemoResult:
     """
     cache_settings = _cache_settings()
     begin_s = time.perf_counter()
-    with _work_directory() as work:
-        progress.note("training the tokenizer on the conversations' text")
+    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as name:
+        work = Path(name)
+        note("training the tokenizer on the conversations' text")
         plan = plan_requests(read_trace(), sessions=settings.sessions, requests=settings.requests)
         tokenizer_s = time.perf_counter() - begin_s
-        passes = _Passes(settings, plan, work, _open_store(settings.directory, work), progress)
+        passes = _Passes(settings, plan, work, _open_store(settings.directory, work), note)
         results = passes.run()
         return DemoResult(
             model=passes.describe_model(),
@@ -169,7 +145,6 @@ def _open_store(directory: Path | None, work: Path) -> Path:
     """The store's directory; one that cannot be used is refused before the first pass."""
     if directory is None:
         return work / "store"
-    drop_stale_history(directory)
     with opening("directory", directory, ALLOWED):
         open_store(directory)
     return directory.resolve()
@@ -178,53 +153,23 @@ def _open_store(directory: Path | None, work: Path) -> Path:
 class _Passes:
     """All passes over one plan."""
 
-    def __init__(
-        self, settings: DemoSettings, plan: RequestPlan, work: Path, store: Path, progress: DemoProgress
-    ) -> None:
-        self.settings, self.plan, self.work, self.store, self.progress = settings, plan, work, store, progress
+    def __init__(self, settings: DemoSettings, plan: RequestPlan, work: Path, store: Path, note: Note) -> None:
+        self.settings, self.plan, self.work, self.store, self.note = settings, plan, work, store, note
         self.shape = SHAPES[settings.model_size]
         self.threads = settings.threads or cores()
         self.parameters = 0
         self.chunk_tokens = 0
-        self.requests_total = 0
         self.notes: list[str] = []
 
     def run(self) -> tuple[PassResult, ...]:
-        identity = self._identity()
-        earlier = next((it for it in reversed(read_history(self.store)) if it.identity == identity), None)
         namespace = f"demo-{secrets.token_hex(8)}"
-        self.requests_total = len(self.plan.requests) * (3 if earlier is None else 4)
         none, _ = self._pass("none", None)
         cold, stored = self._pass("cold", namespace)
-        self._keep(namespace, identity, stored)
-        warm, stored = self._pass("warm", namespace, stored)
-        self._keep(namespace, identity, stored)
-        if earlier is None:
-            return none, cold, warm
-        digests = earlier.digests if earlier.chunk_tokens == self.chunk_tokens else ()
-        reopened, stored = self._pass("reopened", earlier.namespace, digests)
-        self._keep(earlier.namespace, identity, stored)
-        return none, cold, warm, reopened
-
-    def _identity(self) -> str:
-        """Equal for calls that can use each other's KV: model, tokenizer and store."""
-        marker = read_marker(self.store) if self.store.exists() else None
-        members = {
-            **asdict(self.shape),
-            "seed": self.settings.seed,
-            "tokenizer": self.plan.tokenizer_digest,
-            "store": None if marker is None else marker.store_id,
-        }
-        return json.dumps(members, sort_keys=True)
-
-    def _keep(self, namespace: str, identity: str, digests: Sequence[str]) -> None:
-        """Add a pass's prefixes to the history of the store, unless the store is temporary."""
-        if self.settings.directory is not None:
-            add_to_history(self.store, EarlierRun(namespace, identity, self.chunk_tokens, tuple(digests)))
+        warm, _ = self._pass("warm", namespace, stored)
+        return none, cold, warm
 
     def _pass(self, name: str, namespace: str | None, digests: Sequence[str] = ()) -> tuple[PassResult, Sequence[str]]:
         """Run one pass; returns the digests of the prefixes that are stored after it, too."""
-        self.progress.begin_pass(name, self.requests_total)
         job = PassJob(
             shape=self.shape,
             seed=self.settings.seed,
@@ -236,7 +181,10 @@ class _Passes:
         )
         before_bytes = directory_bytes(self.store)
         load_average = os.getloadavg()[0]
-        with contextlib.closing(pass_events(name, job, self.work)) as events:
+        with (
+            progress(f"demo, pass {name}", len(self.plan.requests)) as advance,
+            contextlib.closing(pass_events(name, job, self.work)) as events,
+        ):
             ready = next(events)
             self.parameters = int(ready["parameters"])
             self.chunk_tokens = int(ready["chunk_tokens"]) or self.chunk_tokens
@@ -245,7 +193,7 @@ class _Passes:
             for event in events:
                 if event["event"] == "request":
                     answered.append(event)
-                    self.progress.advance()
+                    advance(1)
                 else:
                     done = event
         prefixes = None if namespace is None else StoredPrefixes(self.chunk_tokens, digests)
@@ -263,7 +211,7 @@ class _Passes:
         )
         for reason in dict.fromkeys(str(it["uncached_reason"]) for it in answered if it["uncached_reason"]):
             self.notes.append(f"pass {name}: some requests were not cached: {reason}")
-        self.progress.note(f"{name}: {len(answered)} requests in {result.wall_s:.1f} s")
+        self.note(f"{name}: {len(answered)} requests in {result.wall_s:.1f} s")
         return result, () if prefixes is None else sorted(prefixes.digests)
 
     def _samples(
@@ -311,21 +259,6 @@ def directory_bytes(directory: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # a draft may be renamed meanwhile
                 total += (Path(root) / name).stat().st_size
     return total
-
-
-@contextlib.contextmanager
-def _work_directory() -> Generator[Path]:
-    """A temporary directory that is removed however the demo ends, SIGTERM included."""
-
-    def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as work:
-            yield Path(work)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _describe_requests(plan: RequestPlan) -> str:

@@ -5,7 +5,6 @@ prompt is the earlier prompt, this model's answer to it, and the tokens that the
 """
 
 import gzip
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ class RequestPlan:
     """Conversations with at least one request in the plan."""
     sessions_in_trace: int
     requests_in_trace: int
-    tokenizer_digest: str
 
 
 def read_trace(path: Path = TRACE) -> list[TraceLine]:
@@ -148,7 +146,6 @@ def plan_requests(lines: Sequence[TraceLine], *, sessions: int, requests: int | 
         sessions=len(numbers),
         sessions_in_trace=len({line.session for line in lines}),
         requests_in_trace=len(lines),
-        tokenizer_digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
     )
 
 

@@ -74,7 +74,7 @@ def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
 
 def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
     """The current mounts; empty if the kernel does not list them."""
-    return parse_mounts(_text(path))
+    return parse_mounts(text_of(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +106,8 @@ class Facts:
 
 def read_facts() -> Facts:
     """Read the facts of this machine."""
-    mounts, load = read_mounts(), _text(Path("/proc/loadavg"))
-    meminfo = parse_meminfo(_text(Path("/proc/meminfo")))
+    mounts, load = read_mounts(), text_of(Path("/proc/loadavg"))
+    meminfo = parse_meminfo(text_of(Path("/proc/meminfo")))
     drives = {mount.device: whole_drive(mount.device) for mount in mounts if not mount.device.startswith("0:")}
     return Facts(
         mounts=tuple(mounts),
@@ -118,7 +118,7 @@ def read_facts() -> Facts:
         cores=len(os.sched_getaffinity(0)),
         load=float(load.split()[0]) if load else None,
         has_gpu=any(Path(node).exists() for node in GPU_NODES),
-        huge_pages=parse_choice(_text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
+        huge_pages=parse_choice(text_of(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
         io_limits=_io_limits(),
         drives=drives,
     )
@@ -168,16 +168,16 @@ def control_groups(text: str) -> list[tuple[str, str]]:
 def _io_limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, str]:
     """The I/O limits of this process's control group and its ancestors; the innermost wins."""
     found: dict[str, str] = {}
-    for controllers, path in control_groups(_text(Path("/proc/self/cgroup"))):
+    for controllers, path in control_groups(text_of(Path("/proc/self/cgroup"))):
         below = Path(path.lstrip("/"))
         levels = [below, *below.parents]
         if not controllers:
             for level in reversed(levels):
-                found |= parse_io_max(_text(root / level / "io.max"))
+                found |= parse_io_max(text_of(root / level / "io.max"))
         elif "blkio" in controllers.split(","):
             for level in reversed(levels):
                 for name, file in (("rbps", "read_bps_device"), ("wbps", "write_bps_device")):
-                    limits = parse_throttle(name, _text(root / "blkio" / level / f"blkio.throttle.{file}"))
+                    limits = parse_throttle(name, text_of(root / "blkio" / level / f"blkio.throttle.{file}"))
                     found |= {device: f"{found.get(device, '')} {limit}".strip() for device, limit in limits.items()}
     return found
 
@@ -187,12 +187,12 @@ def whole_drive(device: str) -> str:
     place = Path("/sys/dev/block") / device
     if not (place / "partition").exists():
         return device
-    return _text(place.resolve().parent / "dev").strip() or device
+    return text_of(place.resolve().parent / "dev").strip() or device
 
 
 def _memlock_bytes() -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or _has_ipc_lock(_text(Path("/proc/self/status"))):
+    if limit == resource.RLIM_INFINITY or _has_ipc_lock(text_of(Path("/proc/self/status"))):
         return None
     return limit
 
@@ -205,7 +205,8 @@ def _has_ipc_lock(status: str) -> bool:
     return os.geteuid() == 0
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The content of one of the kernel's files; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

@@ -3,15 +3,14 @@
 Threads of a measure are never the caller's, so Ctrl-C is handled at once and ends the loop at the next operation.
 """
 
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +69,14 @@ class LinkMeasures:
     def best(self, op: str) -> Measure | None:
         """The fastest measure of `op`; None if there is none."""
         return max((it for it in self.measures if it.op == op), key=lambda it: it.gb_per_s, default=None)
+
+
+class Operation(NamedTuple):
+    """One timed operation."""
+
+    seconds: float
+    moved: int
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +235,40 @@ def measure(act: Act, *, op: str, size: int, depth: int, limits: MeasureLimits) 
         KvError: an operation did not return within `GRACE_S` after the end.
         Exception: any error of `act`.
     """
+    count = max(limits.bytes // size, 1)
+    took_s, spent = timed(act, count, depth, limits.seconds, f"{op} of {size} bytes")
+    counted = [it for it in spent if it.moved]
+    if not counted:
+        return None
+    p50_s, p99_s = np.quantile([it.seconds for it in counted], (0.5, 0.99), method="inverted_cdf")
+    return Measure(
+        op=op,
+        bytes=size,
+        depth=depth,
+        gb_per_s=round(sum(it.moved for it in counted) / took_s / 1e9, 4),
+        latency_us_p50=round(float(p50_s) * 1e6, 1),
+        latency_us_p99=round(float(p99_s) * 1e6, 1),
+        count=len(counted),
+    )
+
+
+def timed(act: Act, count: int, depth: int, limit_s: float, what: str) -> tuple[float, list[Operation]]:
+    """Run `count` operations in `depth` threads that begin together; seconds of all, and each that was done.
+
+    Args:
+        act: see `measure`.
+        count: operations; their numbers are from 0.
+        depth: threads.
+        limit_s: no operation begins later than this, but one in each thread.
+        what: is timed, for the message.
+
+    Raises:
+        KvError: an operation did not return within `GRACE_S` after the end.
+        Exception: any error of `act`.
+    """
     lock, gate, stopped = threading.Lock(), threading.Event(), threading.Event()
-    count, started, until_s = max(limits.bytes // size, 1), 0, 0.0
-    spent: list[list[tuple[float, int]]] = [[] for _ in range(depth)]
+    started, until_s = 0, 0.0
+    spent: list[list[Operation]] = [[] for _ in range(depth)]
     ends: list[Future[None]] = [Future() for _ in range(depth)]
 
     def next_number() -> int | None:
@@ -249,22 +287,20 @@ def measure(act: Act, *, op: str, size: int, depth: int, limits: MeasureLimits) 
             while (number := next_number()) is not None:
                 start_s = time.perf_counter()
                 moved = act(worker, number)
-                spent[worker].append((time.perf_counter() - start_s, moved))
+                spent[worker].append(Operation(time.perf_counter() - start_s, moved, worker))
             ends[worker].set_result(None)
         except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
             stopped.set()
             ends[worker].set_exception(error)
 
-    threads = [
-        threading.Thread(target=work, args=(n,), name=f"kvtier probe {op} {n}", daemon=True) for n in range(depth)
-    ]
+    threads = [threading.Thread(target=work, args=(n,), name=f"kvtier {what} {n}", daemon=True) for n in range(depth)]
     try:
         for thread in threads:
             thread.start()
         began_s = time.perf_counter()
-        until_s = began_s + limits.seconds
+        until_s = began_s + limit_s
         gate.set()
-        wait(ends, limits.seconds + GRACE_S, FIRST_EXCEPTION)
+        wait(ends, limit_s + GRACE_S, FIRST_EXCEPTION)
         took_s = time.perf_counter() - began_s
     finally:
         stopped.set()
@@ -272,32 +308,12 @@ def measure(act: Act, *, op: str, size: int, depth: int, limits: MeasureLimits) 
         _join(threads)
     for end in ends:
         if not end.done():
-            raise KvError(f"{op} of {size} bytes did not return within {GRACE_S:g} s after the end of its measure")
+            raise KvError(f"{what} did not return within {GRACE_S:g} s after the end of its measure")
         end.result(0)
-    return _summary(op, size, depth, [it for worker in spent for it in worker if it[1]], took_s)
+    return max(took_s, 1e-9), [it for worker in spent for it in worker]
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         if thread.ident is not None:
             thread.join(GRACE_S)
-
-
-def _summary(op: str, size: int, depth: int, counted: list[tuple[float, int]], took_s: float) -> Measure | None:
-    if not counted:
-        return None
-    latencies_us = sorted(seconds * 1e6 for seconds, _ in counted)
-    return Measure(
-        op=op,
-        bytes=size,
-        depth=depth,
-        gb_per_s=round(sum(moved for _, moved in counted) / max(took_s, 1e-9) / 1e9, 4),
-        latency_us_p50=round(percentile(latencies_us, 0.5), 1),
-        latency_us_p99=round(percentile(latencies_us, 0.99), 1),
-        count=len(counted),
-    )
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value of `ordered` (ascending, not empty) that is at least as large as `share` of the values."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,6 +1,7 @@
 """A whole probe: its bounds, the measures, and the warnings that follow from them."""
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from kvtier.codec import registry
@@ -8,11 +9,11 @@ from kvtier.config.loader import Loaded
 from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
-from kvtier.errors import ConfigError, KvError
+from kvtier.errors import KvError
 from kvtier.probe import links, tiers, warnings
 from kvtier.probe.facts import Facts, Mount, mount_of, read_facts
 from kvtier.probe.links import LinkMeasures, MeasureLimits, Tick
-from kvtier.probe.tiers import TierFacts
+from kvtier.probe.tiers import Effort, TierFacts
 from kvtier.tier.direct import can_direct
 
 VERSION = 1
@@ -56,31 +57,6 @@ class ProbeResult:
     is_complete: bool
     """Whether every tier was measured."""
 
-    def link(self, name: str) -> LinkMeasures | None:
-        """The link of that name, if it was measured."""
-        return next((it for it in self.links if it.name == name), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """Sizes, depths and limits of a probe."""
-
-    sizes: tuple[int, ...]
-    """Bytes of an object."""
-    depths: tuple[int, ...]
-    seconds: float
-    """Time limit of each measurement."""
-    write_bytes: int
-    """Limit, all tiers together."""
-
-    def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 4096 or any(size % 4096 for size in self.sizes):
-            raise ConfigError(f"sizes {self.sizes}: allowed: multiples of 4 KiB")
-        if not self.depths or min(self.depths) < 1 or max(self.depths) > 256:
-            raise ConfigError(f"depths {self.depths}: allowed: 1 to 256")
-        if not 0.001 <= self.seconds <= 600:
-            raise ConfigError(f"seconds {self.seconds:g}: allowed: 0.001 to 600 for each measure")
-
 
 USUAL = Effort(sizes=(64 << 10, 512 << 10, 4 << 20, 32 << 20), depths=(1, 4, 16), seconds=0.5, write_bytes=8 << 30)
 QUICK = Effort(sizes=(512 << 10, 4 << 20), depths=(1, 4), seconds=0.15, write_bytes=512 << 20)
@@ -104,12 +80,7 @@ class ProbeRun:
         self._effort = effort
         self._facts = facts or read_facts()
         self.targets = tiers.targets(loaded.config, directory)
-        count = len(self.targets) * len(effort.sizes) * len(effort.depths)
-        share = effort.write_bytes // max(count, 1) // 4096 * 4096
-        self._points = tiers.TierPoints(effort.sizes, effort.depths, effort.seconds, share)
-        if self.targets and not self._points.fitting():
-            least = min(effort.sizes) * min(effort.depths) * count
-            raise ConfigError(f"--bytes {effort.write_bytes} is too little for {count} measures; allowed: from {least}")
+        self._points = effort.share(len(self.targets))
 
     @property
     def bounds(self) -> Bounds:
@@ -190,9 +161,8 @@ class ProbeRun:
         return [*found, gpu], skipped, is_locked
 
     def _tier(self, target: tiers.ProbeTarget, tick: Tick) -> tuple[LinkMeasures, TierFacts | None]:
-        if target.path is None or target.kind.open_trial is None:
+        if (parent := tiers.parent_of(target)) is None:
             return tiers.tier_measures(target, Path(), self._points, tick)[0], None
-        parent = tiers.parent_of(target, target.path)
         with tiers.temporary_store(parent) as place:
             tiers.check_room(place, self._points)
             alignment = tiers.direct_alignment(place) if can_direct(str(place)) else None
@@ -213,11 +183,11 @@ class ProbeRun:
         )
 
     def _too_large(self, target: tiers.ProbeTarget) -> list[str]:
-        fitting = set(self._points.fitting())
-        missing = [(s, d) for s in self._points.sizes for d in self._points.depths if (s, d) not in fitting]
+        fitting = self._points.fitting()
         return [
             f"{target.name}: {size >> 10} KiB at depth {depth} exceeds a measure's share of --bytes"
-            for size, depth in missing
+            for size, depth in product(self._points.sizes, self._points.depths)
+            if (size, depth) not in fitting
         ]
 
 
@@ -228,8 +198,6 @@ def where_text(config: Config, directory: Path | None) -> str:
         return "writes nothing: no tier is configured and no --dir given"
     shown: list[str] = []
     for target in named:
-        if target.path is None or target.kind.open_trial is None:
-            shown.append(f"{target.name}: objects in {target.where}")
-        else:
-            shown.append(f"{target.name}: in {tiers.parent_of(target, target.path)}")
+        parent = tiers.parent_of(target)
+        shown.append(f"{target.name}: " + (f"objects in {target.where}" if parent is None else f"in {parent}"))
     return f"temporary stores, removed at the end ({'; '.join(shown)}); existing stores are not opened"

@@ -117,21 +117,38 @@ def _moved(kind: str, tier: TierSettings | None, directory: Path) -> TierSetting
     return found.settings(**place)
 
 
-@dataclass(frozen=True, slots=True)
-class TierPoints:
-    """Sizes and depths to measure of each tier."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Sizes, depths and limits of a probe."""
 
     sizes: tuple[int, ...]
+    """Bytes of an object."""
     depths: tuple[int, ...]
     seconds: float
     """Time limit of each measurement."""
     write_bytes: int
-    """Limit of each measure."""
+    """Limit, all measures of all tiers together; see `share`."""
 
-    @property
-    def segment_bytes(self) -> int:
-        """Bytes that a kind may allocate at once."""
-        return max(min(SEGMENT_BYTES, self.write_bytes), 2 * self.largest + ALIGNMENT)
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 4096 or any(size % 4096 for size in self.sizes):
+            raise ConfigError(f"sizes {self.sizes}: allowed: multiples of 4 KiB")
+        if not self.depths or min(self.depths) < 1 or max(self.depths) > 256:
+            raise ConfigError(f"depths {self.depths}: allowed: 1 to 256")
+        if not 0.001 <= self.seconds <= 600:
+            raise ConfigError(f"seconds {self.seconds:g}: allowed: 0.001 to 600 for each measure")
+
+    def share(self, tiers: int) -> "Effort":
+        """The effort of one measure: `write_bytes` in equal parts for those of all `tiers`.
+
+        Raises:
+            ConfigError: that is too little to write one object of the smallest size.
+        """
+        count = tiers * len(self.sizes) * len(self.depths)
+        found = replace(self, write_bytes=self.write_bytes // max(count, 1) // 4096 * 4096)
+        if tiers and not found.fitting():
+            least = min(self.sizes) * min(self.depths) * count
+            raise ConfigError(f"--bytes {self.write_bytes} is too little for {count} measures; allowed: from {least}")
+        return found
 
     @property
     def largest(self) -> int:
@@ -146,7 +163,8 @@ class TierPoints:
     @property
     def capacity_bytes(self) -> int:
         """Upper bound of the store's bytes: what it holds, and spare segments."""
-        return self.held_bytes + SPARE_SEGMENTS * self.segment_bytes
+        segment_bytes = max(min(SEGMENT_BYTES, self.write_bytes), 2 * self.largest + ALIGNMENT)
+        return self.held_bytes + SPARE_SEGMENTS * segment_bytes
 
     def fitting(self) -> list[tuple[int, int]]:
         """(size, depth) whose first operations fit the limit."""
@@ -168,10 +186,10 @@ def trial_place(target: ProbeTarget) -> Generator[Path]:
     Raises:
         ConfigError: it cannot be made.
     """
-    if target.path is None or target.kind.open_trial is None:
+    if (parent := parent_of(target)) is None:
         yield Path()
         return
-    with temporary_store(parent_of(target, target.path)) as place:
+    with temporary_store(parent) as place:
         yield place
 
 
@@ -211,7 +229,7 @@ def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) 
             kind.discard(settings, context)
 
 
-def tier_measures(target: ProbeTarget, place: Path, points: TierPoints, tick: Tick) -> tuple[LinkMeasures, bool]:
+def tier_measures(target: ProbeTarget, place: Path, points: Effort, tick: Tick) -> tuple[LinkMeasures, bool]:
     """Write new objects and read objects in random order, by size and depth; ask for absent names one by one.
 
     Args:
@@ -304,7 +322,7 @@ def free_bytes(place: Path) -> tuple[int, int]:
     return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 
 
-def check_room(place: Path, points: TierPoints) -> None:
+def check_room(place: Path, points: Effort) -> None:
     """Check that the store fits.
 
     Raises:
@@ -325,22 +343,22 @@ def choose_parent(path: Path) -> Path:
         ConfigError: no directory there is writable.
     """
     existing = next((it for it in (path, *path.parents) if it.is_dir()), Path("/"))
-    candidates = [existing]
-    if existing == path and path.parent != path and _is_same_file_system(path, path.parent):
-        candidates.insert(0, path.parent)
-    for candidate in candidates:
+    is_beside = existing == path and path.parent != path and _is_same_file_system(path, path.parent)
+    for candidate in (path.parent, existing) if is_beside else (existing,):
         if os.access(candidate, os.R_OK | os.W_OK | os.X_OK):
             return candidate
     raise ConfigError(f"{str(path)!r} cannot be measured: no write permission in {str(existing)!r}")
 
 
-def parent_of(target: ProbeTarget, path: Path) -> Path:
-    """Directory in which a tier at `path` is measured.
+def parent_of(target: ProbeTarget) -> Path | None:
+    """Directory in which a tier is measured; None for a tier that has no temporary stores.
 
     Raises:
         ConfigError: it is not writable.
     """
-    return choose_parent(path) if target.is_configured else path
+    if target.path is None or target.kind.open_trial is None:
+        return None
+    return choose_parent(target.path) if target.is_configured else target.path
 
 
 @contextmanager
@@ -369,23 +387,19 @@ def temporary_store(parent: Path) -> Generator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def sweep(parent: Path) -> list[Path]:
-    """Remove directories of killed probes in `parent`; returns the removed ones."""
-    removed: list[Path] = []
+def sweep(parent: Path) -> None:
+    """Remove directories of killed probes in `parent`."""
     for place in parent.glob(f"{PREFIX}*"):
         try:
             lock = os.open(place / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # not a probe's directory, or being created
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(place, ignore_errors=True)
-            removed.append(place)
-        except OSError:
-            continue
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(place, ignore_errors=True)
         finally:
             os.close(lock)
-    return removed
 
 
 def _is_same_file_system(path: Path, other: Path) -> bool:

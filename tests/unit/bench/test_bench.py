@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from tests.unit.report.test_report import check_page
 
-from kvtier.bench import core, io
+from kvtier.bench import io, repeats
 from kvtier.bench import io_workloads as io_samples
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
-from kvtier.bench.io import IoRepeats
+from kvtier.bench.io import IoPair, io_row
 from kvtier.bench.io_report import notes
 from kvtier.bench.io_workloads import FullTier, IoSample, layout_of
 from kvtier.cli.main import run
@@ -21,15 +21,12 @@ from kvtier.types import Direction, Outcome
 
 
 def test_core_gives_its_three_figures(capsys):
-    assert run(["bench", "core", "--repeats", "1", "--json"]) == 0
+    assert run(["bench", "core", "--repeats", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {"hash_ms", "lookup_ms", "decide_ms"} <= set(told)
     assert all(told[name] > 0 for name in ("hash_ms", "lookup_ms", "decide_ms"))
     assert (told["prompt_tokens"], told["chunks"]) == (131_072, 512)
-
-
-def test_core_repeats_are_all_kept():
-    assert [len(values) for values in core.run(2).samples.values()] == [2] * 5
+    assert [len(values) for values in told["samples"].values()] == [2] * 5
 
 
 needs_fio = pytest.mark.skipif(not has_fio(), reason="fio is not installed")
@@ -153,19 +150,12 @@ def test_loads_are_compared_with_what_was_stored(tmp_path, monkeypatch):
     disk.close()
 
 
-def test_io_notices_wrong_bytes(tmp_path, monkeypatch):
-    disk = disk_with(monkeypatch, tmp_path, spoils=True)
-    disk.store()
-    with pytest.raises(KvError, match="other bytes"):
-        disk.load()
-    disk.close()
-
-
-def test_a_mix_notices_wrong_bytes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("read", [FullTier.load, lambda disk: disk.mix(90)], ids=["load", "mix"])
+def test_io_notices_wrong_bytes(tmp_path, monkeypatch, read):
     disk = disk_with(monkeypatch, tmp_path, spoils=True, read_percent=90)
     disk.store()
     with pytest.raises(KvError, match="other bytes"):
-        disk.mix(90)
+        read(disk)
     disk.close()
 
 
@@ -207,29 +197,26 @@ def test_a_chunk_of_any_size_has_a_layout(size):
     assert all(layer % 16 == 0 for layer in layers)
 
 
-@pytest.mark.parametrize("mix", ["92", "92/9", "0/100", "x/y", "100/0"])
-def test_a_mix_that_is_none_is_refused(mix, capsys):
-    assert run(["bench", "io", "--mix", mix]) == 2
-    assert f"--mix {mix}: allowed" in capsys.readouterr().err
-
-
 @needs_fio
-def test_sizes_and_room_are_checked_before_anything_is_written(tmp_path, capsys):
-    assert run(["bench", "io", "--dir", str(tmp_path), "--size", "1000"]) == 2
-    assert run(["bench", "io", "--dir", str(tmp_path), "--size", "64 gigs"]) == 2
-    assert run(["bench", "io", "--dir", str(tmp_path), "--sample", "100TiB"]) == 2
-    err = capsys.readouterr().err
-    assert "multiples of 4 KiB" in err
-    assert "not a size" in err
-    assert "a smaller --sample" in err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *((["--mix", mix], f"--mix {mix}: allowed") for mix in ("92", "92/9", "0/100", "x/y", "100/0")),
+        (["--size", "1000"], "multiples of 4 KiB"),
+        (["--size", "64 gigs"], "not a size"),
+        (["--sample", "100TiB"], "a smaller --sample"),
+    ],
+)
+def test_wrong_options_and_too_little_room_are_refused_before_anything_is_written(tmp_path, capsys, options, message):
+    assert run(["bench", "io", "--dir", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def row(device_bytes=None):
-    found = IoRepeats(1.0, direct_io=True)
-    for seconds, cpu_s, ceiling, plain in ((1.0, 0.1, 2.0, 1.5), (1 / 3, 0.3, 3.0, 1.0), (0.5, 0.2, 2.5, 2.0)):
-        found.add(IoSample(seconds, cpu_s, [1.0], device_bytes), ceiling, plain)
-    return found.row("disk", "load", 65536, 2, frame=100)
+    figures = ((1.0, 0.1, 2.0, 1.5), (1 / 3, 0.3, 3.0, 1.0), (0.5, 0.2, 2.5, 2.0))
+    pairs = [IoPair(IoSample(took_s, cpu_s, [1.0], device_bytes), *gb_per_s) for took_s, cpu_s, *gb_per_s in figures]
+    return io_row(pairs, "disk", "load", 50_000_000, 20, 2, frame=100, direct_io=True)
 
 
 def test_a_row_has_the_medians_of_its_samples():
@@ -283,11 +270,9 @@ class Drive:
             name=name, root=root, direct_io=True, frame_bytes=size, store=spent, load=spent, close=lambda: None
         )
 
-    def host_row(self, op, size, _count, repeats, _tick):
+    def host_row(self, op, size, count, repeats, _advance):
         self.now_s += repeats
-        found = IoRepeats(1.0)
-        found.add(IoSample(1.0, 1.0), 1.0, 1.0)
-        return found.row("host", op, size, 2)
+        return io_row([IoPair(IoSample(1.0, 1.0), 1.0, 1.0)], "host", op, size, count, 2)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "is_cut"), [(40e6, True), (200e6, True), (2e9, False)])
@@ -297,7 +282,8 @@ def test_io_without_options_ends_within_three_minutes_on_any_drive(bytes_per_s, 
     monkeypatch.setattr(io, "FullTier", drive.disk)
     monkeypatch.setattr(io, "host_row", drive.host_row)
     monkeypatch.setattr(io, "has_fio", lambda: True)
-    monkeypatch.setattr(io, "time", SimpleNamespace(monotonic=lambda: drive.now_s))
+    for module in (io, repeats):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: drive.now_s))
     assert run(["bench", "io", "--dir", str(tmp_path)]) == 0
     told = capsys.readouterr()
     assert drive.now_s < 180

@@ -2,7 +2,7 @@
 
 import threading
 
-from bench.interference import Steps, _at, _medians, _sample, measure
+from bench.interference import Steps, _sample, measure
 
 
 def test_it_moves_beside_every_second_sample_and_stops():
@@ -26,8 +26,3 @@ def test_steps_that_the_system_interrupted_are_left_out(monkeypatch):
     assert _sample(1, 100) == Steps(2.0, 900.0, 2.0, 0.6)
     steps = iter([(0.5, True)] * 10)
     assert _sample(1, 10) == Steps(500.0, 500.0, 500.0, 0.0)
-
-
-def test_percentiles_and_medians():
-    assert [_at([1.0, 2.0, 3.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
-    assert _medians([Steps(1, 5, 3, 0.5), Steps(2, 9, 4, 0.7), Steps(3, 7, 9, 0.9)]) == Steps(2, 7, 4, 0.7)

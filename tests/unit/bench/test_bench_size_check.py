@@ -1,12 +1,12 @@
 """Checks of a figure: the convention that gives it is named, and none where none does."""
 
 import pytest
-from bench.parts.size_check import check, parse_figure
+from bench.parts.size_check import check
 
 from kvtier import size
 from kvtier.config.value_types import parse_count
 from kvtier.errors import ConfigError
-from kvtier.report.format import binary, both, decimal, exact
+from kvtier.report.format import decimal
 
 SESSION, LONG = (4096, 1), (131_072, 1)
 
@@ -82,13 +82,6 @@ def test_a_text_that_is_not_a_size_is_refused(text):
         check(size.of("qwen3-8b"), text)
 
 
-def test_both_units_side_by_side():
-    assert both(147_456) == "147.5 kB = 144 KiB"
-    assert (decimal(999_960), binary(1023.99)) == ("1 MB", "1 KiB")
-    assert (decimal(0), binary(1)) == ("0 B", "1 B")
-    assert (exact(147_456.0), exact(4474.5)) == ("147,456", "4,474.5")
-
-
 @pytest.mark.parametrize(
     ("text", "count"), [("4096", 4096), ("131,072", 131_072), ("128k", 128_000), ("128Ki", 131_072), ("1.5k", 1500)]
 )
@@ -100,7 +93,3 @@ def test_counts(text, count):
 def test_texts_that_are_not_counts(text):
     with pytest.raises(ValueError, match="not a whole number"):
         parse_count(text)
-
-
-def test_the_last_printed_digit_counts():
-    assert (parse_figure("1.47 GB").step, parse_figure("150 KB").rough, parse_figure("150 KB").step) == (0.01, 10, 1)

@@ -1,12 +1,15 @@
 """`kvtier bench tier` keeps its JSON contract, checks the bytes it times and leaves nothing. No figure is tested."""
 
 import json
+import time
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from kvtier.bench import tier_paths
 from kvtier.bench.tier import TierBench
+from kvtier.bench.tier_paths import ClientPath, new_names
 from kvtier.cli.main import run
 from kvtier.config import tier_list
 from kvtier.errors import KvError
@@ -106,22 +109,25 @@ def test_a_raw_client_that_fails_is_one_clear_error(tmp_path, monkeypatch, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_client_that_moves_too_few_objects_in_time_gives_no_rate(monkeypatch):
+    monkeypatch.setattr(tier_paths, "DEADLINE_S", 0.0)
+    path = ClientPath(lambda *_: time.sleep(0.01), None, None, "the raw client", 4096, 1)
+    with pytest.raises(KvError, match="the raw client moved 1 of 3 objects within 0 s"):
+        path.store(new_names(3))
+
+
 @pytest.mark.parametrize(
-    ("url", "why"),
+    ("arguments", "why"),
     [
-        ("nonsense", "not of the form [NAME=]KIND:WHERE?key=value"),
-        ("drawer:/x", "unknown kind"),
-        ("directory:", "tiers.directory.path (from flag KIND:WHERE): missing"),
-        ("directory:/x?size=3", "tiers.directory.size (from flag KIND:WHERE): unknown setting"),
+        (["nonsense"], "not of the form [NAME=]KIND:WHERE?key=value"),
+        (["drawer:/x"], "unknown kind"),
+        (["directory:"], "tiers.directory.path (from flag KIND:WHERE): missing"),
+        (["directory:/x?size=3"], "tiers.directory.size (from flag KIND:WHERE): unknown setting"),
+        (["disk:/x", "--size", "1000"], "--size 1000: allowed: multiples of 4 KiB up to 1 GiB"),
     ],
 )
-def test_a_wrong_url_is_one_clear_error(capsys, url, why):
-    assert run(["bench", "tier", url]) == 2
+def test_what_is_wrong_is_one_clear_error(capsys, arguments, why):
+    assert run(["bench", "tier", *arguments]) == 2
     err = capsys.readouterr().err
     assert why in err
     assert err.count("\n") == 1
-
-
-def test_a_size_that_is_not_allowed_is_named(capsys, tmp_path):
-    assert run(["bench", "tier", f"disk:{tmp_path}", "--size", "1000"]) == 2
-    assert "--size 1000: allowed: multiples of 4 KiB up to 1 GiB" in capsys.readouterr().err

@@ -2,12 +2,11 @@
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import pytest
 from bench.parts import planner
-from bench.parts.planner import between, choices, choose, every_split
+from bench.parts.planner import between, choices, every_split
 from click.testing import CliRunner
 
 ENGINE = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
@@ -131,15 +130,6 @@ def test_the_crossover_is_where_it_stays_faster() -> None:
         result.arms += [arm("recompute", context, computed), arm("disk", context, fetched)]
     assert result.crossover("disk") == 4
     assert result.crossover("host") is None
-
-
-@pytest.mark.parametrize(("load_s_per_token", "chosen"), [(1e-6, 4096), (1e-2, 0)], ids=["a fast link", "a slow one"])
-def test_the_planner_loads_what_is_faster_to_load(load_s_per_token: float, chosen: int) -> None:
-    computed = [(tokens, 1e-4 * tokens) for tokens in (512, 1024, 2048, 4096)]
-    loaded = [(tokens, load_s_per_token * tokens) for tokens in (1024, 4096)]
-    assert choose(4096, [0, 1024, 2048, 4096], computed=computed, loaded=loaded) == chosen
-    assert choose(4096, [0], computed=computed, loaded=loaded) == 0
-    assert not math.isnan(load_s_per_token)
 
 
 def test_every_split_is_put_together_from_what_was_measured() -> None:

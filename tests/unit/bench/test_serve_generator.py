@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import program
 
 from kvtier.bench.serve import generator
 from kvtier.bench.serve.generator import REQUESTS_FILE, GeneratorSettings, _EndedRequests, find_generator, run
@@ -67,9 +68,7 @@ def test_a_generator_that_does_not_run_says_how_to_install_it(command):
 
 
 def test_the_generator_beside_the_checkout_is_found_as_vllm_is(tmp_path, monkeypatch):
-    beside = tmp_path / "aiperf"
-    beside.write_text("#!/bin/sh\n")
-    beside.chmod(0o755)
+    beside = program(tmp_path / "aiperf", "#!/bin/sh\n")
     monkeypatch.setattr(generator, "BESIDE", beside)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert find_generator() == (str(beside),)
@@ -86,22 +85,24 @@ def test_a_server_that_is_none_is_named(url, message):
         ask_for_model(url)
 
 
+def run_with(command: str, directory: Path):
+    settings = GeneratorSettings(url="http://127.0.0.1:9", model="m", command=command, seconds=1.0)
+    return run(draw(PRESETS["dell"].here, seed=1, number=0), settings, directory)
+
+
 def test_earlier_requests_are_not_overwritten(tmp_path):
-    settings = GeneratorSettings(url="http://127.0.0.1:9", model="m", seconds=1.0)
     (tmp_path / REQUESTS_FILE).write_text("{}\n")
     with pytest.raises(ConfigError, match="exists"):
-        run(draw(PRESETS["dell"].here, seed=1, number=0), settings, tmp_path)
+        run_with("true", tmp_path)
     assert (tmp_path / REQUESTS_FILE).read_text() == "{}\n"
 
 
 def test_paths_from_here_reach_aiperf_which_starts_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = tmp_path / "aiperf"
-    command.write_text('#!/bin/sh\n[ $1 = --version ] || { [ -f "$3" ] && [ -d "$HF_HUB_CACHE" ] && exit 7; }\n')
-    command.chmod(0o755)
+    script = '#!/bin/sh\n[ $1 = --version ] || { [ -f "$3" ] && [ -d "$HF_HUB_CACHE" ] && exit 7; }\n'
+    program(tmp_path / "aiperf", script)
     Path("run").mkdir()
-    settings = GeneratorSettings(url="http://127.0.0.1:9", model="m", command="./aiperf", seconds=1.0)
-    ended = run(draw(PRESETS["dell"].here, seed=1, number=0), settings, Path("run"))
+    ended = run_with("./aiperf", Path("run"))
     assert ended.error is not None
     assert "aiperf ended with 7" in ended.error
 
@@ -110,12 +111,9 @@ def test_a_run_whose_requests_all_failed_says_how_many_and_the_first_error(tmp_p
     """aiperf ends with 1 and "Unknown Reason" as its last line."""
     lines = b"".join(record(f"user.{n}.0", 0, error={"type": "E", "message": f"refused {n}"}) for n in range(18))
     (tmp_path / "records").write_bytes(lines)
-    command = tmp_path / "aiperf"
     copied = f"cp {tmp_path}/records profile_export.jsonl; echo Unknown Reason; exit 1"
-    command.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\n{copied}\n")
-    command.chmod(0o755)
+    command = program(tmp_path / "aiperf", f"#!/bin/sh\n[ $1 = --version ] && exit 0\n{copied}\n")
     (tmp_path / "run").mkdir()
-    settings = GeneratorSettings(url="http://127.0.0.1:9", model="m", command=str(command), seconds=1.0)
-    ended = run(draw(PRESETS["dell"].here, seed=1, number=0), settings, tmp_path / "run")
+    ended = run_with(str(command), tmp_path / "run")
     assert (ended.requests, ended.failed) == (18, 18)
     assert ended.error == "0 of 18 requests completed; the first error: E: refused 0"

@@ -4,16 +4,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from kvtier.bench.serve import machine_limits
-from kvtier.bench.serve.arms import chunk_tokens, parse_arms, server_arguments, transfer_config
+from kvtier.bench.serve.arms import chunk_tokens, parse_arms, server_command, transfer_config
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits, drive_of
-from kvtier.bench.serve.server import ServerError, ServerProcess, await_health, get, session_pids
+from kvtier.bench.serve.server import ServerError, ServerProcess, VllmPython, await_health, get, session_pids
 from kvtier.errors import ConfigError
 from kvtier.probe.facts import Mount
 from kvtier.runtime.open import CHUNK_TOKENS_MIN
@@ -29,15 +29,26 @@ BYTES = 8 << 20
 RATE = 4e6
 
 
-@pytest.fixture
-def limits(tmp_path: Path) -> Iterator[MachineLimits]:
+def limits_or_skip(directory: Path) -> MachineLimits:
     try:
-        made = MachineLimits(64 << 20, drive_of(tmp_path))
+        return MachineLimits(64 << 20, drive_of(directory))
     except ConfigError as error:
         pytest.skip(f"no control groups here: {error}")
-    with made:
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> Iterator[MachineLimits]:
+    made = limits_or_skip(tmp_path)
+    with closing(made):
         yield made
     assert not any(entry.exists() for entry in made.entries)
+
+
+def wait_while(holds: Callable[[], object]) -> None:
+    until_s = time.monotonic() + 60
+    while holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def within(limits: MachineLimits, *command: str) -> subprocess.CompletedProcess[str]:
@@ -73,18 +84,12 @@ def test_memory_has_a_limit_that_counts_the_page_cache(limits: MachineLimits, tm
 
 
 def test_the_group_goes_with_its_processes(tmp_path: Path) -> None:
-    try:
-        limits = MachineLimits(64 << 20, drive_of(tmp_path))
-    except ConfigError as error:
-        pytest.skip(f"no control groups here: {error}")
-    with suppress(ZeroDivisionError), limits:
+    limits = limits_or_skip(tmp_path)
+    with suppress(ZeroDivisionError), closing(limits):
         server = ServerProcess(
             ["sleep", "600"], "http://127.0.0.1:1", tmp_path / "log", environment={}, cores=[], limits=limits
         )
-        until_s = time.monotonic() + 60
-        while not limits.entries[0].read_text().split():
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        wait_while(lambda: not limits.entries[0].read_text().split())
         _ = 1 / 0
     assert not any(entry.exists() for entry in limits.entries)
     with pytest.raises(ServerError, match="ended by signal 9"):
@@ -108,10 +113,7 @@ time.sleep(600)
         session = int(bench.stdout.readline())
         assert session_pids(session) == [session]
         bench.kill()
-    until_s = time.monotonic() + 60
-    while session_pids(session):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_while(lambda: session_pids(session))
 
 
 @pytest.mark.parametrize("kind", ["cgroup", "cgroup2", "ext4"])
@@ -128,7 +130,7 @@ def test_empty_groups_of_killed_processes_are_removed(limits: MachineLimits) -> 
         pass
     abandoned = parent / f"{machine_limits.PREFIX}{process.pid}-0"
     abandoned.mkdir()
-    with MachineLimits(64 << 20, Drive("none", "0:0")):
+    with closing(MachineLimits(64 << 20, Drive("none", "0:0"))):
         assert not abandoned.exists()
         assert limits.entries[0].parent.exists(), "of a live process"
 
@@ -138,11 +140,8 @@ def test_what_a_server_leaves_in_shared_memory_ends_with_it(tmp_path: Path) -> N
     left = Path("/dev/shm") / f"kvtier-test-{os.getpid()}"
     script = f"import time; print(open({str(left)!r}, 'wb').write(b'kv'), flush=True); time.sleep(600)"
     log = tmp_path / "log"
-    with ServerProcess([sys.executable, "-c", script], "", log, environment={}, cores=[], limits=None):
-        until_s = time.monotonic() + 60
-        while log.read_text() != "2\n":
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+    with closing(ServerProcess([sys.executable, "-c", script], "", log, environment={}, cores=[], limits=None)):
+        wait_while(lambda: log.read_text() != "2\n")
         assert not left.exists()
     assert not left.exists()
 
@@ -154,14 +153,12 @@ def test_a_directory_in_memory_has_no_drive() -> None:
 
 def test_a_server_keeps_its_log_and_ends_with_its_children(tmp_path: Path) -> None:
     script = "import subprocess, sys; print('one line'); sys.stdout.flush(); subprocess.run(['sleep', '600'])"
-    with ServerProcess(
-        [sys.executable, "-c", script], "http://127.0.0.1:1", tmp_path / "log",
-        environment={}, cores=[min(os.sched_getaffinity(0))], limits=None,
-    ) as server:  # fmt: skip
-        until_s = time.monotonic() + 60
-        while len(server.pids()) < 2:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+    cores = [min(os.sched_getaffinity(0))]
+    started = ServerProcess(
+        [sys.executable, "-c", script], "http://127.0.0.1:1", tmp_path / "log", environment={}, cores=cores, limits=None
+    )
+    with closing(started) as server:
+        wait_while(lambda: len(server.pids()) < 2)
         assert all(len(os.sched_getaffinity(pid)) == 1 for pid in server.pids())
         session = server.pids()[0]
         with pytest.raises(ServerError, match=r"does not answer within 0 s: .*refused"):
@@ -204,6 +201,7 @@ def test_both_tiered_arms_get_the_same_host_memory_and_place(tmp_path: Path) -> 
     assert chunk_tokens(parse_arms(["native", "kvtier"], {"store.chunk_tokens": 512})) == 512
     assert "memcpy" in native.means(is_cpu=True)
     assert "memcpy" not in native.means(is_cpu=False)
+    python = VllmPython(tmp_path, "1", is_cpu=True)
     sizes = {"device_kv_bytes": 1, "context_tokens": 2, "running": 3}
-    plain, tiered = (server_arguments(tmp_path, it, **sizes) for it in (None, {"a": 1}))
+    plain, tiered = (server_command(python, 8, tmp_path, it, **sizes) for it in (None, {"a": 1}))
     assert tiered == [*plain, "--kv-transfer-config", '{"a": 1}']

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.programs import program
 
 from kvtier.bench.serve.arms import Arm, parse_arms
 from kvtier.bench.serve.generator import GeneratorResult, find_generator
@@ -23,7 +25,7 @@ from kvtier.bench.serve.machine_limits import drive_of
 from kvtier.bench.serve.power import Rapl
 from kvtier.bench.serve.run import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.bench.serve.sampler import Processes, Sampler, drive_figures, parse_metrics
-from kvtier.bench.serve.server import OtherServer, VllmPython, find_vllm
+from kvtier.bench.serve.server import Server, VllmPython, find_vllm
 from kvtier.bench.serve.workload import PRESETS
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
@@ -199,7 +201,7 @@ def test_a_directory_of_other_settings_is_refused(url: str, tmp_path: Path) -> N
 
 
 def test_the_sampler_writes_what_a_process_does(url: str, tmp_path: Path) -> None:
-    class Busy(OtherServer):
+    class Busy(Server):
         def pids(self) -> list[int]:
             return [process.pid]
 
@@ -218,10 +220,11 @@ sys.stdin.readline()
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
         ticked = threading.Event()
-        with Sampler(
+        sampler = Sampler(
             tmp_path / "samples.jsonl", Busy(url), client_pids=lambda: [os.getpid()], drive=drive_of(tmp_path),
             limits=None, gpu=None, tick=ticked.set,
-        ):  # fmt: skip
+        )  # fmt: skip
+        with closing(sampler):
             assert ticked.wait(60)
         process.communicate("\n", timeout=60)
     (first, *_) = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -295,9 +298,7 @@ def test_rapl_sums_packages_and_continues_beyond_the_range(tmp_path: Path) -> No
 def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no program.*--vllm PYTHON"):
         find_vllm(tmp_path / "python")
-    other = tmp_path / "other"
-    other.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import no_such_vllm"\n')
-    other.chmod(0o755)
+    other = program(tmp_path / "other", f'#!/bin/sh\nexec {sys.executable} -c "import no_such_vllm"\n')
     with pytest.raises(ConfigError, match="No module named 'no_such_vllm'"):
         find_vllm(other)
 
@@ -306,8 +307,7 @@ def test_programs_named_from_here_are_found_from_elsewhere(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     Path("bin").mkdir()
     for name in ("bin/python", "bin/aiperf"):
-        Path(name).write_text("#!/bin/sh\necho '[\"0.32.0\", true]'\n")
-        Path(name).chmod(0o755)
+        program(Path(name), "#!/bin/sh\necho '[\"0.32.0\", true]'\n")
     assert find_vllm(Path("bin/python")) == VllmPython(tmp_path / "bin" / "python", "0.32.0", is_cpu=True)
     assert find_generator("bin/aiperf") == (str(tmp_path / "bin" / "aiperf"),)
     assert find_generator("bin/python")[0] == str(tmp_path / "bin" / "python")

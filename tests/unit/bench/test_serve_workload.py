@@ -1,7 +1,6 @@
 """Workloads of `kvtier bench serve`: what is equal text, and what is not."""
 
 import gzip
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -63,16 +62,11 @@ def test_conversations_have_the_sizes_that_are_asked_for():
     assert len(workload.system) == 30
     assert [len(turn.question) for turn in counted[0].turns] == [108, 8, 8, 8]
     assert {turn.answer_tokens for it in counted for turn in it.turns} == {6}
-    assert workload.context_tokens == SIZES.context_tokens == 30 + 100 + 4 * 14
+    assert workload.context_tokens == 30 + 100 + 4 * 14
     # As many as can begin: a conversation takes 4 of 40 requests, and 3 are there at the start.
     assert len(counted) >= 3 + 40 / 4
     assert len({it.user for it in workload.conversations}) == len(workload.conversations)
-
-
-def test_no_conversation_begins_like_another_one():
-    workload = draw(SIZES, seed=1, number=0)
-    openings = [tuple(it.turns[0].question[:4]) for it in workload.conversations]
-    assert len(set(openings)) == len(openings)
+    assert len({tuple(it.turns[0].question[:4]) for it in workload.conversations}) == len(workload.conversations)
 
 
 def test_real_lengths_vary_around_the_mean():
@@ -133,7 +127,7 @@ def test_every_block_of_a_real_trace_has_a_text_of_its_own():
     """Blocks of the least length, where words drawn at random would often be equal."""
     trace = read_arrays(open_trace(MINISWE))
     two = 2 / trace.block_tokens
-    workload = recorded(trace, seed=1, number=0, seconds=1e6, length_factor=two, warm_up=0)
+    workload = recorded(trace, seed=1, number=0, seconds=200.0, length_factor=two, warm_up=0)
     texts_of: dict[int, tuple[int, int]] = {}
     for request, prompt in enumerate(prompts(workload)):
         ids = trace.blocks(request)[: len(prompt) // 2].tolist()
@@ -154,7 +148,6 @@ def test_a_trace_is_scaled_in_time_and_length_and_cut(tmp_path):
     first, second, _ = prompts(workload)
     assert first[:256] == second[:256]
     assert first[256:260] != second[256:260]
-    assert "3 of 4 requests" in workload.notes[0]
 
 
 def test_a_trace_longer_than_the_context_says_how_to_cut_it(tmp_path):
@@ -165,7 +158,6 @@ def test_a_trace_longer_than_the_context_says_how_to_cut_it(tmp_path):
     assert recorded(trace, **cut, length_factor=0.5449).context_tokens <= 1000 - TEMPLATE_TOKENS
     left = recorded(trace, **cut, is_longer_skipped=True)
     assert [len(it) for it in prompts(left)] == [600]
-    assert "3 requests longer" in left.notes[-1]
     with pytest.raises(ConfigError, match="are too long"):
         recorded(trace, **(cut | {"context_tokens": 500}), is_longer_skipped=True)
 
@@ -190,16 +182,3 @@ def test_a_workload_longer_than_the_context_is_refused():
 def test_bad_sizes_are_named(name, value):
     with pytest.raises(ConfigError, match=f"{name} = {value}"):
         replace(SIZES, **{name: value})
-
-
-def test_presets_say_their_original_sizes():
-    dell, samsung = PRESETS["dell"].original, PRESETS["samsung"].original
-    assert isinstance(dell, ConversationSizes)
-    assert isinstance(samsung, ConversationSizes)
-    assert (dell.users, dell.rounds, dell.system_tokens, dell.history_tokens, dell.answer_tokens) == (
-        80, 10, 1000, 4000, 200,
-    )  # fmt: skip
-    assert samsung.interval_s == 20.0
-    for preset, (left, right) in itertools.product(("dell", "samsung"), [("system_tokens", "history_tokens")]):
-        original, here = PRESETS[preset].original, PRESETS[preset].here
-        assert getattr(original, left) / getattr(original, right) == getattr(here, left) / getattr(here, right)

@@ -3,6 +3,8 @@
 import json
 import platform
 
+from tests.programs import program
+
 from kvtier.bench import record
 from kvtier.bench.record import RecordedSetting, file_system, make_record
 from kvtier.report.output import write_json
@@ -42,11 +44,9 @@ def test_a_record_names_no_host():
 def test_a_record_names_the_gpus_and_their_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "gpus" not in record.machine()
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB, 700.00 W'\n")
-    program.chmod(0o755)
+    smi = program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB, 700.00 W'\n")
     assert record.machine()["gpus"] == ["NVIDIA H100, 580.1, 81559 MiB, 700.00 W"]
-    program.write_text("#!/bin/sh\necho 'no devices'\nexit 6\n")
+    smi.write_text("#!/bin/sh\necho 'no devices'\nexit 6\n")
     assert "gpus" not in record.machine()
 
 

@@ -89,6 +89,7 @@ def test_without_matplotlib_the_report_has_no_charts(monkeypatch):
 def test_the_json_has_the_names_of_the_contract():
     plain = json.loads(json.dumps(RESULT.as_dict()))
     assert plain["identical"] is True
+    assert RESULT.problems == []
     assert [it["name"] for it in plain["passes"]] == ["none", "cold", "warm"]
     warm = plain["passes"][2]
     assert (warm["requests"], warm["input_tokens"]) == (3, 3000)
@@ -123,10 +124,6 @@ def test_too_little_restored_is_a_problem_even_with_the_same_answers():
     result = replace(RESULT, passes=(NONE, COLD, replace(WARM, samples=(WARM.samples[0], poor, WARM.samples[2]))))
     assert result.difference is None
     assert "restored 1,536 of 2,304 restorable tokens (66.7%)" in result.problems[0]
-
-
-def test_a_good_result_has_no_problem():
-    assert RESULT.problems == []
 
 
 def test_the_table_has_a_column_for_each_pass_and_a_row_for_each_tier():

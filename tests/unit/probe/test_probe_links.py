@@ -99,9 +99,3 @@ def test_without_a_disk_the_directory_is_the_drive(tmp_path):
     path.write_text(json.dumps({"links": RECORD["links"][:2]}))
     inputs = load(probe=path)
     assert (inputs.disk.read_bytes_per_s, inputs.disk.write_bytes_per_s) == (1e9, 0.0)
-
-
-def test_the_command_line_plans_with_it(record, capsys):
-    assert run(["plan", "llama-3.1-8b", "--probe", str(record), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert f"probe {record}" in out

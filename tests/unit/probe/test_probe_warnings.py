@@ -72,22 +72,18 @@ def warned(path, tier="directory", facts=FACTS, *, wants_direct=True, **changes)
 
 
 @pytest.mark.parametrize(
-    ("path", "point"),
+    ("path", "point", "kind"),
     [
-        ("/etc/x", "/"),
-        ("/mnt/nvme", "/mnt/nvme"),
-        ("/mnt/nvme/x/y", "/mnt/nvme"),
-        ("/mnt/nvmeother", "/"),
-        ("/mnt/with space/x", "/mnt/with space"),
-        ("/mnt/nvme/kv/x", "/mnt/nvme/kv"),
+        ("/etc/x", "/", "ext4"),
+        ("/mnt/nvme", "/mnt/nvme", "xfs"),
+        ("/mnt/nvme/x/y", "/mnt/nvme", "xfs"),
+        ("/mnt/nvmeother", "/", "ext4"),
+        ("/mnt/with space/x", "/mnt/with space", "ext4"),
+        ("/mnt/nvme/kv/x", "/mnt/nvme/kv", "tmpfs"),  # which hides an earlier one at the same point
     ],
 )
-def test_a_path_lies_on_the_longest_mount_above_it(path, point):
-    assert mount_of(Path(path), MOUNTS).point == point
-
-
-def test_a_mount_hides_an_earlier_one_at_the_same_point():
-    assert mount_of(Path("/mnt/nvme/kv"), MOUNTS).kind == "tmpfs"
+def test_a_path_lies_on_the_longest_mount_above_it(path, point, kind):
+    assert mount_of(Path(path), MOUNTS)[:2] == (point, kind)
 
 
 def test_lines_that_are_none_are_passed_over():
@@ -121,10 +117,6 @@ def test_each_kind_of_mount_gets_its_warning(path, tier, words):
     found = [text for text in warned(path, tier) if words in text]
     assert len(found) == 1
     assert found[0].startswith(f"{tier} ({path}): ")
-
-
-def test_only_a_kind_that_needs_a_drive_is_warned_of_a_network():
-    assert not [text for text in warned("/mnt/hard", "directory") if "network" in text]
 
 
 def test_buffered_fallback_is_named_and_the_setting_too():
@@ -215,27 +207,22 @@ def test_a_checksum_that_crawls():
 # ---- files of the kernel --------------------------------------------------------------------------------------------
 
 
-def test_io_max_of_a_control_group():
-    text = "8:0 rbps=max wbps=1048576 riops=max wiops=120\n259:0 rbps=max wbps=max riops=max wiops=max\n"
-    assert parse_io_max(text) == {"8:0": "wbps=1048576 wiops=120"}
+IO_MAX = "8:0 rbps=max wbps=1048576 riops=max wiops=120\n259:0 rbps=max wbps=max riops=max wiops=max\n"
+GROUPS = "0::/user.slice/x\n4:blkio:/docker/ab:c\nrubbish\n"
+MEMINFO = "MemTotal:  24684096 kB\nHugePages_Total:  0\nSwapFree: 1 kB\n"
 
 
-def test_throttle_files_of_the_first_version():
-    assert parse_throttle("rbps", "8:0 1048576\n") == {"8:0": "rbps=1048576"}
-    assert parse_throttle("rbps", "") == {}
-
-
-def test_control_groups_of_both_versions():
-    assert control_groups("0::/user.slice/x\n4:blkio:/docker/ab:c\nrubbish\n") == [
-        ("", "/user.slice/x"),
-        ("blkio", "/docker/ab:c"),
-    ]
-
-
-def test_meminfo_and_choices():
-    assert parse_meminfo("MemTotal:  24684096 kB\nHugePages_Total:  0\nSwapFree: 1 kB\n") == {
-        "MemTotal": 24684096 * 1024,
-        "SwapFree": 1024,
-    }
-    assert parse_choice("always [madvise] never\n") == "madvise"
-    assert parse_choice("") is None
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (parse_io_max(IO_MAX), {"8:0": "wbps=1048576 wiops=120"}),
+        (parse_throttle("rbps", "8:0 1048576\n"), {"8:0": "rbps=1048576"}),
+        (parse_throttle("rbps", ""), {}),
+        (control_groups(GROUPS), [("", "/user.slice/x"), ("blkio", "/docker/ab:c")]),
+        (parse_meminfo(MEMINFO), {"MemTotal": 24684096 * 1024, "SwapFree": 1024}),
+        (parse_choice("always [madvise] never\n"), "madvise"),
+        (parse_choice(""), None),
+    ],
+)
+def test_files_of_the_kernel(found, wanted):
+    assert found == wanted

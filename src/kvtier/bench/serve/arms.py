@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from kvtier.bench.serve.server import VllmPython
 from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.runtime.open import CHUNK_TOKENS_MIN
@@ -153,19 +154,30 @@ def chunk_tokens(arms: Sequence[Arm]) -> int:
     return next(filter(None, given), CHUNK_TOKENS_MIN)
 
 
-def server_arguments(
-    model: Path, transfer: Mapping[str, Any] | None, *, device_kv_bytes: int, context_tokens: int, running: int
+def server_command(
+    vllm: VllmPython,
+    port: int,
+    model: Path,
+    transfer: Mapping[str, Any] | None,
+    *,
+    device_kv_bytes: int,
+    context_tokens: int,
+    running: int,
 ) -> list[str]:
-    """Arguments of vLLM's server, the same for every arm but for the connector.
+    """The command that starts vLLM's server on loopback, the same for every arm but for the connector.
 
     Args:
+        vllm: the Python that runs it.
+        port: of the server.
         model: directory of the checkpoint.
         transfer: see `transfer_config`.
         device_kv_bytes: KV memory of the device.
         context_tokens: longest prompt with its answer.
         running: largest batch.
     """
-    found = ["--model", str(model), "--served-model-name", "m", "--dtype", "bfloat16"]
+    found = [str(vllm.python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    found += ["--enforce-eager"] if vllm.is_cpu else []
+    found += ["--model", str(model), "--served-model-name", "m", "--dtype", "bfloat16"]
     found += ["--max-model-len", str(context_tokens), "--kv-cache-memory-bytes", str(device_kv_bytes)]
     found += ["--max-num-seqs", str(running), "--seed", "0", "--enable-prefix-caching"]
     return found if transfer is None else [*found, "--kv-transfer-config", json.dumps(transfer)]

@@ -4,7 +4,6 @@
 tokenizer from the hub even where the server counts tokens; it gets one of a single word in a hub cache of its own.
 """
 
-import http.client
 import json
 import os
 import shlex
@@ -14,16 +13,16 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import kvtier
+from kvtier.bench.serve.server import ServerError, get
 from kvtier.bench.serve.workload import Conversation, Pace, ServeWorkload, text_of
 from kvtier.errors import ConfigError
 
@@ -72,8 +71,8 @@ class GeneratorSettings:
     """The name that the server knows."""
     command: str = AIPERF
     """``--generator``: aiperf's command, or the Python of an environment that has it."""
-    cores: str = ""
-    """Cores of the generator, as ``1`` or ``2-3``; empty: all."""
+    cores: tuple[int, ...] = ()
+    """Of the generator; empty: all."""
     seconds: float
     """No request is sent later than this after the first counted one."""
     request_deadline_s: float = 60.0
@@ -149,20 +148,16 @@ def served_model(url: str, model: str = "") -> ServedModel:
 
 
 def _asked(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})  # noqa: S310 - checked above
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        text = error.read(_BODY_MAX).decode(errors="replace")
-        if "chat template" in text.lower() or "chat_template" in text:
+        found = json.loads(get(url, body, _ANSWER_S))
+    except ServerError as error:
+        if "chat template" in str(error).lower().replace("_", " "):
             raise ConfigError(
                 f"the model at {url} has no chat template; allowed: a model with one, or vLLM's --chat-template FILE"
             ) from error
-        raise ConfigError(f"server {url} answers {error.code}: {text}; allowed: an OpenAI-compatible server") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConfigError(f"server {url} does not answer: {error}; allowed: one that runs") from error
+        raise ConfigError(f"server {error}; allowed: an OpenAI-compatible server that runs") from error
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
         raise ConfigError(f"server {url} answers no JSON object; allowed: an OpenAI-compatible server")
     return cast("dict[str, Any]", found)
@@ -193,7 +188,6 @@ def run(
     if (directory / REQUESTS_FILE).exists():
         raise ConfigError(f"{directory / REQUESTS_FILE} exists; allowed: a directory without earlier requests")
     command = find_generator(settings.command)
-    cores = _cores(settings.cores)
     room = directory.absolute() / "generator"
     room.mkdir(parents=True)
     configured = _configured(workload, settings, room)
@@ -217,8 +211,8 @@ def run(
             start_new_session=True,
         )
         try:
-            if cores:
-                os.sched_setaffinity(process.pid, cores)  # before it has made any process
+            if settings.cores:
+                os.sched_setaffinity(process.pid, settings.cores)  # before it has made any process
             started(process.pid)
             error = _watched(process, requests, settings, is_over)
         finally:
@@ -288,19 +282,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_CANCEL_S)
 
 
-def _cores(text: str) -> set[int]:
-    cores: set[int] = set()
-    try:
-        for part in filter(None, text.split(",")):
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    except ValueError as error:
-        raise ConfigError(f"cores = {text!r} of the generator; allowed: such as 1 or 2-3") from error
-    if cores - os.sched_getaffinity(0):
-        raise ConfigError(f"cores = {text!r} of the generator; allowed: {sorted(os.sched_getaffinity(0))}")
-    return cores
-
-
 def _last_lines(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return " ".join([line.strip(" │") for line in lines if line.strip(" │╭╰─╮╯")][-_LOG_LINES:])
@@ -367,12 +348,7 @@ def _configured(workload: ServeWorkload, settings: GeneratorSettings, room: Path
 
 def _leading(workload: ServeWorkload) -> list[Conversation]:
     """The warm-up conversations at the beginning; fillers between counted ones are sent with these."""
-    found: list[Conversation] = []
-    for conversation in workload.conversations:
-        if not conversation.is_warm_up:
-            break
-        found.append(conversation)
-    return found
+    return list(takewhile(lambda it: it.is_warm_up, workload.conversations))
 
 
 def _label(conversation: Conversation) -> str:
@@ -440,7 +416,6 @@ class _EndedRequests:
     is_last_failed: bool = False
     first_error: str | None = None
     """Of a counted one."""
-    _torn: bytes = field(default=b"", init=False)
     _read_bytes: int = field(default=0, init=False)
 
     def read(self) -> None:
@@ -449,12 +424,11 @@ class _EndedRequests:
             return
         with self.records.open("rb") as records:
             records.seek(self._read_bytes)
-            *lines, self._torn = (self._torn + (new := records.read())).split(b"\n")
-        self._read_bytes += len(new)
-        for line in lines:
+            whole, newline, _torn = records.read().rpartition(b"\n")
+        self._read_bytes += len(whole + newline)
+        for line in whole.splitlines():
             self._take(json.loads(line))
-        if lines:
-            self.kept.flush()
+        self.kept.flush()
 
     def _take(self, record: dict[str, Any]) -> None:
         about: dict[str, Any] = record["metadata"]

@@ -1,17 +1,15 @@
 """What one run of `kvtier bench serve` sends to its server: a workload drawn for it, driven by the generator."""
 
 import math
-import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from kvtier.bench.serve import generator
 from kvtier.bench.serve.generator import GeneratorResult, GeneratorSettings, served_model
-from kvtier.bench.serve.server import VllmPython, session_pids
+from kvtier.bench.serve.server import ServerError, VllmPython, python_output, session_pids
 from kvtier.bench.serve.workload import (
     FIRST_WORD,
     TEMPLATE_TOKENS,
@@ -37,29 +35,6 @@ ROUND_TOKENS = 8
 """That a chat template may add to each question with its answer, such as two words for the roles."""
 
 
-class Load(Protocol):
-    """What runs send."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of a typical prompt."""
-        ...
-
-    def drive(
-        self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
-    ) -> GeneratorResult:
-        """Send warm-up and measured requests, and write ``requests.jsonl`` in `directory`, within a deadline.
-
-        Raises:
-            KvError: nothing can be sent to the server.
-        """
-        ...
-
-    def pids(self) -> Sequence[int]:
-        """Processes of the generator, now."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
     """The workload of all runs, and how it is sent."""
@@ -80,16 +55,12 @@ class LoadSettings:
     """Of the model."""
     generator: str
     cores: str
-    """Of the generator."""
-
-    def plain(self) -> dict[str, Any]:
-        """As `json` writes it."""
-        return asdict(self)
+    """Of the generator, such as ``0,1``; empty: all."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GeneratedLoad:
-    """See `Load`: the same workload for each arm of a repetition, and another one for the next.
+    """What runs send: the same workload for each arm of a repetition, and another one for the next.
 
     Raises:
         ConfigError: the workload is longer than the model's context.
@@ -108,7 +79,7 @@ class GeneratedLoad:
 
     @property
     def prompt_tokens(self) -> int:
-        """See `Load`."""
+        """Length of a typical prompt."""
         return _mean_prompt(self.workload(0, None))
 
     @property
@@ -155,12 +126,16 @@ class GeneratedLoad:
     def drive(
         self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
     ) -> GeneratorResult:
-        """See `Load`."""
+        """Send warm-up and measured requests, and write ``requests.jsonl`` in `directory`, within a deadline.
+
+        Raises:
+            KvError: nothing can be sent to the server.
+        """
         settings = GeneratorSettings(
             url=url,
             model=served_model(url).name,
             command=self.settings.generator,
-            cores=self.settings.cores,
+            cores=tuple(map(int, filter(None, self.settings.cores.split(",")))),
             seconds=self.settings.seconds,
         )
         workload = self.workload(repetition, requests_per_s)
@@ -171,7 +146,7 @@ class GeneratedLoad:
         return int(self.settings.context_tokens / self.tokens_per_word)
 
     def pids(self) -> Sequence[int]:
-        """See `Load`."""
+        """Processes of the generator, now."""
         return session_pids(self._pid) if self._pid else ()
 
     def _started(self, pid: int) -> None:
@@ -185,16 +160,14 @@ def tokens_per_word(python: VllmPython, model: Path) -> float:
         ConfigError: it cannot be read.
     """
     words = np.arange(FIRST_WORD, VOCABULARY)
-    command = [str(python.python), "-c", _COUNT_TOKENS, str(model.absolute()), text_of(words)]
+    arguments = ("-c", _COUNT_TOKENS, str(model.absolute()), text_of(words))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_S, check=True, cwd="/")
         # One token more may begin each text.
-        return max(1.0, (int(done.stdout.split()[-1]) - 1) / len(words))
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["it failed"])[-1]
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    raise ConfigError(f"--model {model}: its tokenizer cannot be read: {reason}; allowed: one that Transformers reads")
+        return max(1.0, (int(python_output(python.python, *arguments, limit_s=_COUNT_S).split()[-1]) - 1) / len(words))
+    except (ServerError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"--model {model}: its tokenizer cannot be read: {error}; allowed: one that Transformers reads"
+        ) from error
 
 
 def _mean_prompt(drawn: ServeWorkload) -> int:

@@ -12,11 +12,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kvtier.errors import ConfigError
-from kvtier.probe.facts import Mount, control_groups, mount_of, read_mounts, whole_drive
+from kvtier.probe.facts import Mount, control_groups, mount_of, read_mounts, text_of, whole_drive
 
 REMOVAL_S = 20.0
 PREFIX = "kvtier-serve-"
@@ -49,7 +47,7 @@ def drive_of(directory: Path) -> Drive:
 
 
 class MachineLimits:
-    """A control group, or two with version 1, made now and removed by `close`; a context manager.
+    """A control group, or two with version 1, made now and removed by `close`.
 
     Args:
         memory_bytes: of all its processes, page cache included.
@@ -105,12 +103,12 @@ class MachineLimits:
 
     def memory_used(self) -> int | None:
         """Bytes in use now, page cache included."""
-        text = _text(self._memory / ("memory.current" if self.is_version_2 else "memory.usage_in_bytes"))
+        text = text_of(self._memory / ("memory.current" if self.is_version_2 else "memory.usage_in_bytes"))
         return int(text) if text.strip().isdecimal() else None
 
     def out_of_memory(self) -> int:
         """Number of processes that the kernel ended because of the memory limit."""
-        text = _text(self._memory / ("memory.events" if self.is_version_2 else "memory.oom_control"))
+        text = text_of(self._memory / ("memory.events" if self.is_version_2 else "memory.oom_control"))
         return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
 
     def close(self) -> None:
@@ -122,7 +120,7 @@ class MachineLimits:
         until_s = time.monotonic() + REMOVAL_S
         while self._made:
             group = self._made[-1]
-            for pid in _text(group / "cgroup.procs").split():
+            for pid in text_of(group / "cgroup.procs").split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             try:
@@ -135,14 +133,6 @@ class MachineLimits:
                 time.sleep(0.05)
                 continue
             self._made.pop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _make(self, controller: str, name: str) -> Path:
         """The group for one controller of version 1's names; with version 2 the same for all."""
@@ -165,7 +155,7 @@ class MachineLimits:
 
 def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, bool]]:
     """Groups in which one with this controller can be made, and whether they are of version 2."""
-    own = control_groups(_text(Path("/proc/self/cgroup")))
+    own = control_groups(text_of(Path("/proc/self/cgroup")))
     for mount in mounts:
         top = Path(mount.point)
         if mount.kind == "cgroup" and controller in mount.options:
@@ -177,7 +167,7 @@ def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, b
             inner = top / next((path for names, path in own if not names), "/").lstrip("/")
             # A group of version 2 with processes of its own, other than the root, cannot have limited groups in it.
             for parent in dict.fromkeys((inner if inner == top else inner.parent, top)):
-                if wanted <= set(_text(parent / "cgroup.controllers").split()):
+                if wanted <= set(text_of(parent / "cgroup.controllers").split()):
                     yield parent, True
 
 
@@ -188,10 +178,3 @@ def _remove_abandoned(parent: Path) -> None:
         if not (Path("/proc") / pid).exists():
             with suppress(OSError):
                 group.rmdir()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""

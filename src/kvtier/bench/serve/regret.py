@@ -43,9 +43,6 @@ class PrefillFit:
     base_s: float
     token_s: float
     pair_s: float
-    points: int
-    error: float
-    """Median of the relative errors of the fitted points."""
     tokens_most: int
 
     @classmethod
@@ -71,9 +68,8 @@ class PrefillFit:
                 factors[kept] = solved
                 break
             kept.pop(solved.index(min(solved)))
-        error = float(np.median(np.abs(terms @ factors - 1)))
         base_s, token_s, pair_s = factors.tolist()
-        return cls(base_s, token_s, pair_s, len(points), error, int(computed.max()))
+        return cls(base_s, token_s, pair_s, int(computed.max()))
 
     def seconds(self, computed: int, before: int) -> float | None:
         """Time of computing `computed` tokens after `before`; None far outside of what was measured."""

@@ -10,33 +10,32 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.serve import checkpoint
-from kvtier.bench.serve.arms import Arm, chunk_tokens, server_arguments, transfer_config
+from kvtier.bench.serve.arms import Arm, chunk_tokens, server_command, transfer_config
 from kvtier.bench.serve.generator import REQUESTS_FILE
-from kvtier.bench.serve.load import Load
+from kvtier.bench.serve.load import GeneratedLoad
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits, drive_of
 from kvtier.bench.serve.power import Sensor, first_gpu
-from kvtier.bench.serve.sampler import Sampler, parse_metrics
+from kvtier.bench.serve.run_files import as_row
+from kvtier.bench.serve.sampler import Processes, Sampler, parse_metrics
 from kvtier.bench.serve.server import (
-    OtherServer,
-    RunningServer,
+    Server,
     ServerError,
     ServerProcess,
     VllmPython,
     await_health,
     free_port,
     get,
-    vllm_command,
+    python_output,
     vllm_environment,
     write_packages,
 )
@@ -133,10 +132,6 @@ class ServeSettings:
         """As `json` writes it."""
         return json.loads(json.dumps(asdict(self), default=str))
 
-    def of_a_run(self) -> dict[str, Any]:
-        """Those that every run depends on: a record may grow by repetitions, values of R and rates."""
-        return {name: value for name, value in self.plain().items() if name not in {"repeats", "ratios", "rates"}}
-
 
 class Record:
     """The runs of one record in a directory.
@@ -150,7 +145,7 @@ class Record:
         ConfigError: the directory holds runs of other settings.
     """
 
-    def __init__(self, settings: ServeSettings, load: Load, directory: Path) -> None:
+    def __init__(self, settings: ServeSettings, load: GeneratedLoad, directory: Path) -> None:
         self.settings = settings
         self._load = load
         self.runs = directory / "runs"
@@ -161,10 +156,13 @@ class Record:
         if any(arm.is_ours for arm in settings.arms):
             self.drive = drive_of(directory)
             if settings.memory_bytes is not None:
-                with MachineLimits(settings.memory_bytes, self.drive) as limits:
+                with closing(MachineLimits(settings.memory_bytes, self.drive)) as limits:
                     limits.throttle(1e9)  # what is refused is refused before hours of runs
         self.runs.mkdir(parents=True, exist_ok=True)
-        _same_settings(self.runs / SETTINGS, settings.of_a_run())
+        # A record may grow by repetitions, values of R and rates.
+        may_grow = {"repeats", "ratios", "rates"}
+        kept = {name: value for name, value in settings.plain().items() if name not in may_grow}
+        _same_settings(self.runs / SETTINGS, kept)
 
     def order(self) -> list[RunKey]:
         """All runs in order."""
@@ -178,9 +176,7 @@ class Record:
 
     def is_done(self, key: RunKey) -> bool:
         """Whether the run has ended well."""
-        with suppress(OSError, ValueError):
-            return json.loads((self.runs / key.name / "run.json").read_text(encoding="utf-8"))["status"] == "ok"
-        return False
+        return _read(self.runs / key.name / "run.json").get("status") == "ok"
 
     def make_model(self) -> None:
         """Write the checkpoint if it is ours and missing.
@@ -191,19 +187,14 @@ class Record:
         vllm = self.settings.vllm
         if vllm is None or self.settings.model is not None or self._model.exists():
             return
-        command = [str(vllm.python), checkpoint.__file__, str(self._model)]
         try:
-            subprocess.run(command, capture_output=True, text=True, timeout=CHECKPOINT_S, check=True)
-        except subprocess.CalledProcessError as error:
-            raise ConfigError(f"{vllm.python} cannot write a checkpoint: {error.stderr.strip()[-500:]}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
+            python_output(vllm.python, checkpoint.__file__, str(self._model.absolute()), limit_s=CHECKPOINT_S)
+        except ServerError as error:
             raise ConfigError(f"{vllm.python} cannot write a checkpoint: {error}") from error
 
     def calibrated(self) -> dict[str, float] | None:
         """What `calibrate` has measured; None if it has not."""
-        with suppress(OSError, ValueError):
-            return json.loads((self.runs / CALIBRATION).read_text(encoding="utf-8"))
-        return None
+        return _read(self.runs / CALIBRATION) or None
 
     def calibrate(self) -> dict[str, float]:
         """KV bytes that the model computes per second at the load's typical prompt, measured once for the record.
@@ -278,7 +269,7 @@ class Record:
                 result["started_s"] = time.time()
                 if limits is not None:
                     limits.throttle(rate)
-                with Sampler(
+                sampler = Sampler(
                     place / "samples.jsonl",
                     server,
                     client_pids=self._load.pids,
@@ -287,7 +278,8 @@ class Record:
                     gpu=self._gpu if key.arm.is_local else None,
                     has_processors=key.arm.is_local,
                     tick=tick,
-                ):
+                )
+                with closing(sampler):
                     sent = self._load.drive(
                         server.url,
                         place,
@@ -313,11 +305,11 @@ class Record:
         return result
 
     @contextmanager
-    def _serving(self, arm: Arm, place: Path) -> Generator[tuple[RunningServer, MachineLimits | None]]:
+    def _serving(self, arm: Arm, place: Path) -> Generator[tuple[Server, MachineLimits | None]]:
         """The server of an arm, healthy, with a new store; both are gone afterwards."""
         settings, vllm = self.settings, self.settings.vllm
         if not arm.is_ours:
-            server: RunningServer = OtherServer(arm.url)
+            server = Server(arm.url)
             await_health(server, "/v1/models", START_LIMIT_S)
             yield server, None
             return
@@ -330,7 +322,7 @@ class Record:
             assert self.drive is not None
             limits = None
             if settings.memory_bytes is not None:
-                limits = stack.enter_context(MachineLimits(settings.memory_bytes, self.drive))
+                limits = stack.enter_context(closing(MachineLimits(settings.memory_bytes, self.drive)))
             logged = place.absolute()
             transfer = transfer_config(
                 arm,
@@ -341,7 +333,10 @@ class Record:
                 journal=logged / JOURNAL,
                 chunk_tokens=chunk_tokens(settings.arms),
             )
-            arguments = server_arguments(
+            port = free_port()
+            command = server_command(
+                vllm,
+                port,
                 self._model,
                 transfer,
                 device_kv_bytes=settings.device_kv_bytes,
@@ -349,23 +344,28 @@ class Record:
                 running=settings.running,
             )
             packages = write_packages(self._store.absolute(), STATISTICS)
-            port = free_port()
             environment = vllm_environment(vllm, packages, settings.server_cores)
             # Of vLLM's sockets, whose paths must be short; it leaves them behind.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True))
             environment |= {STATISTICS_PATH: str(logged / "engine.jsonl"), "TMPDIR": scratch}
-            server = stack.enter_context(
-                ServerProcess(
-                    vllm_command(vllm, port, arguments),
-                    f"http://127.0.0.1:{port}",
-                    logged / "server.log",
-                    environment=environment,
-                    cores=settings.server_cores,
-                    limits=limits,
-                )
+            server = ServerProcess(
+                command,
+                f"http://127.0.0.1:{port}",
+                logged / "server.log",
+                environment=environment,
+                cores=settings.server_cores,
+                limits=limits,
             )
+            stack.callback(server.close)
             await_health(server, limit_s=START_LIMIT_S)
             yield server, limits
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is none."""
+    with suppress(OSError, ValueError):
+        return as_row(json.loads(path.read_text(encoding="utf-8")))
+    return {}
 
 
 def known_context(directory: Path) -> int | None:
@@ -373,8 +373,8 @@ def known_context(directory: Path) -> int | None:
 
     With it a record is shown and continued while servers that were started elsewhere are away.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((directory / "runs" / SETTINGS).read_text(encoding="utf-8"))["settings"]["load"][CONTEXT])
+    with suppress(KeyError, TypeError):
+        return int(_read(directory / "runs" / SETTINGS)["settings"]["load"][CONTEXT])
     return None
 
 
@@ -390,23 +390,20 @@ def pinned(cores: Sequence[int]) -> Generator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _drain(server: RunningServer) -> None:
+def _drain(server: Server) -> None:
     """Wait until the processes of the server write nothing more, so that the end of the run has all of its I/O."""
     until_s = time.monotonic() + DRAIN_S
-    before = -1
-    while time.monotonic() < until_s and server.pids() and not server.why_over():
-        now = 0
-        for pid in server.pids():
-            with suppress(OSError):
-                text = (Path("/proc") / str(pid) / "io").read_text(encoding="ascii")
-                now += sum(int(row.split()[1]) for row in text.splitlines() if row.startswith(("read_b", "write_b")))
+    processes, before = Processes(), None
+    while time.monotonic() < until_s and (pids := server.pids()) and not server.why_over():
+        figures = processes.figures(pids)
+        now = figures.read_bytes, figures.written_bytes
         if now == before:
             return
         before = now
         time.sleep(_QUIET_S)
 
 
-def _prefills(server: RunningServer) -> tuple[float, float]:
+def _prefills(server: Server) -> tuple[float, float]:
     """Seconds of prefill and prompt tokens since the server's start."""
     found = parse_metrics(get(f"{server.url}/metrics"))
     try:

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,27 +108,22 @@ def most(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> f
 
 def _read_lines(path: Path, skipped: dict[str, int]) -> list[Row] | None:
     """JSON objects of a file; None without the file."""
-    try:
-        with path.open("rb") as file:
-            return list(_objects(file, path.name, skipped))
-    except OSError:
+    if not path.exists():
         return None
+    with path.open("rb") as file:
+        lines = iter(partial(file.readline, LINE_BYTES_MAX), b"")
+        rows = [_row_of(line) for line in islice(lines, LINES_MAX)]
+        left_out = rows.count({}) + bool(file.readline(1))
+    if left_out:
+        skipped[path.name] = left_out
+    return [row for row in rows if row]
 
 
-def _objects(file: Any, name: str, skipped: dict[str, int]) -> Iterator[Row]:  # noqa: ANN401 - a binary file
-    for _ in range(LINES_MAX):
-        line = file.readline(LINE_BYTES_MAX)
-        if not line:
-            return
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
-            row = None
-        if known := as_row(row):
-            yield known
-        else:
-            skipped[name] = skipped.get(name, 0) + 1
-    skipped[name] = skipped.get(name, 0) + bool(file.readline(1))
+def _row_of(line: bytes) -> Row:
+    """The JSON object of a whole line; empty for anything else."""
+    with suppress(ValueError, RecursionError):
+        return as_row(json.loads(line)) if line.endswith(b"\n") else {}
+    return {}
 
 
 def _by_id(rows: Iterable[Row]) -> dict[str, Row]:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits
 from kvtier.bench.serve.power import Rapl, Sensor
-from kvtier.bench.serve.server import RunningServer, ServerError, get
+from kvtier.bench.serve.server import Server, ServerError, get
+from kvtier.probe.facts import text_of
 
 INTERVAL_S = 1.0
 _METRICS_S = 10.0
@@ -81,10 +81,10 @@ class Processes:
 
 def _process(pid: int) -> ProcessFigures | None:
     place = Path("/proc") / str(pid)
+    resident = _resident_bytes(place)
     try:
         fields = (place / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         rows = (place / "io").read_text(encoding="ascii").splitlines()
-        resident = _resident_bytes(place)
     except OSError:
         return None
     counts = {name: int(value) for name, _, value in (row.partition(": ") for row in rows)}
@@ -94,20 +94,15 @@ def _process(pid: int) -> ProcessFigures | None:
 
 def _resident_bytes(place: Path) -> int | None:
     """Of a process, shared pages in parts, as ``Pss`` of its smaps_rollup has them."""
-    try:
-        rows = (place / "smaps_rollup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except (FileNotFoundError, PermissionError):
-        return None
+    rows = text_of(place / "smaps_rollup").splitlines()
     return next((int(row.split()[1]) << 10 for row in rows if row.startswith("Pss:")), None)
 
 
 def drive_figures(drive: Drive) -> dict[str, Any] | None:
     """Counters of a drive since the machine started, from its ``stat``; None if it has gone."""
-    try:
-        text = (Path("/sys/block") / drive.name / "stat").read_text(encoding="ascii")
-    except OSError:
+    fields = [int(word) for word in text_of(Path("/sys/block") / drive.name / "stat").split()]
+    if not fields:
         return None
-    fields = [int(word) for word in text.split()]
     return {
         "name": drive.name,
         "reads": fields[0],
@@ -140,7 +135,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 class Sampler:
-    """Writes a line each second until the ``with`` block ends.
+    """Writes a line each second from now until it is closed.
 
     Args:
         path: of `samples.jsonl`.
@@ -156,7 +151,7 @@ class Sampler:
     def __init__(
         self,
         path: Path,
-        server: RunningServer,
+        server: Server,
         *,
         client_pids: Callable[[], Iterable[int]],
         drive: Drive | None,
@@ -176,14 +171,10 @@ class Sampler:
         self._own, self._client = Processes(), Processes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier bench sampler", daemon=True)
-
-    def __enter__(self) -> Self:
         self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Write no more lines."""
         self._stop.set()
         self._thread.join(2 * _METRICS_S)
 

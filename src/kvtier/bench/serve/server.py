@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import kvtier
 from kvtier.bench.serve.machine_limits import MachineLimits
@@ -28,6 +27,7 @@ END_S = 60.0
 _POLL_S = 0.2
 _ANSWER_S = 30.0
 _LAST_LINES = 30
+_BODY_MAX = 500
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2); it outlives execve(2)."""
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
@@ -50,37 +50,23 @@ class ServerError(KvError):
     """A server did not come up, did not answer in time, or ended."""
 
 
-class RunningServer(Protocol):
-    """A server that answers at `url`."""
-
-    url: str
-
-    def pids(self) -> list[int]:
-        """Its processes; none if it runs elsewhere."""
-        ...
-
-    def why_over(self) -> str:
-        """Why it will never answer again; empty while it may."""
-        ...
-
-
-class OtherServer:
-    """A server that was started elsewhere."""
+class Server:
+    """A server that was started elsewhere and answers at `url`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def pids(self) -> list[int]:
-        """See `RunningServer`."""
+        """Its processes; none if it runs elsewhere."""
         return []
 
     def why_over(self) -> str:
-        """See `RunningServer`."""
+        """Why it will never answer again; empty while it may."""
         return ""
 
 
-class ServerProcess:
-    """A process that serves at `url`, in a session of its own; a context manager that ends all of it.
+class ServerProcess(Server):
+    """A process that serves at `url`, in a session of its own, until it is closed.
 
     Args:
         command: program and arguments.
@@ -101,7 +87,7 @@ class ServerProcess:
         cores: Sequence[int],
         limits: MachineLimits | None,
     ) -> None:
-        self.url = url
+        super().__init__(url)
         self.command = list(command)
         self._log = log
         self._limits = limits
@@ -121,11 +107,11 @@ class ServerProcess:
             )
 
     def pids(self) -> list[int]:
-        """See `RunningServer`."""
+        """See `Server`."""
         return session_pids(self._process.pid)
 
     def why_over(self) -> str:
-        """See `RunningServer`; with the last lines of the log."""
+        """See `Server`; with the last lines of the log."""
         code = self._process.poll()
         if code is None:
             return ""
@@ -151,21 +137,13 @@ class ServerProcess:
             time.sleep(_POLL_S / 4)
         self._process.wait(END_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _last_lines(self) -> list[str]:
         with suppress(OSError):
             return self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
         return []
 
 
-def await_health(server: RunningServer, path: str = "/health", limit_s: float = 30.0) -> None:
+def await_health(server: Server, path: str = "/health", limit_s: float = 30.0) -> None:
     """Wait until the server answers.
 
     Raises:
@@ -197,8 +175,11 @@ def get(url: str, body: object = None, limit_s: float = _ANSWER_S) -> str:
     try:
         with urllib.request.urlopen(request, timeout=limit_s) as answer:  # noqa: S310 - see above
             return answer.read().decode("utf-8", errors="replace")
-    except (OSError, urllib.error.URLError, http.client.HTTPException) as error:
-        raise ServerError(f"{url}: {error}") from error
+    except urllib.error.HTTPError as error:
+        text = error.read(_BODY_MAX).decode(errors="replace")
+        raise ServerError(f"{url} answers {error.code}: {text}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{url} does not answer: {error}") from error
 
 
 def session_pids(session: int) -> list[int]:
@@ -229,6 +210,21 @@ class VllmPython:
     """Whether vLLM computes on the CPU."""
 
 
+def python_output(python: Path, *arguments: str, limit_s: float) -> str:
+    """What a Python prints that runs outside of this directory.
+
+    Raises:
+        ServerError: it does not start, fails or takes too long; with the last line of what it says.
+    """
+    command = [str(python), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True, cwd="/").stdout
+    except subprocess.CalledProcessError as error:
+        raise ServerError((error.stderr.strip().splitlines() or ["it failed"])[-1]) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ServerError(str(error)) from error
+
+
 def find_vllm(given: Path | None) -> VllmPython:
     """The Python `given`, else the running one if it has vLLM, else ``.venv-vllm`` beside the checkout.
 
@@ -245,14 +241,9 @@ def find_vllm(given: Path | None) -> VllmPython:
             continue
         place = Path(program).absolute()  # not resolved: that would leave a virtual environment
         try:
-            done = subprocess.run(
-                [str(place), "-c", asked], capture_output=True, text=True, timeout=_IMPORT_S, check=True, cwd="/"
-            )
-            version, is_cpu = json.loads(done.stdout.splitlines()[-1])
+            version, is_cpu = json.loads(python_output(place, "-c", asked, limit_s=_IMPORT_S).splitlines()[-1])
             return VllmPython(place, version, is_cpu)
-        except subprocess.CalledProcessError as error:
-            tried.append(f"{python}: {(error.stderr.strip().splitlines() or ['it failed'])[-1]}")
-        except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        except (ServerError, ValueError, IndexError) as error:
             tried.append(f"{python}: {error}")
     raise ConfigError(f"no Python with vLLM ({'; '.join(tried)}); allowed: --vllm PYTHON, one that can import vllm")
 
@@ -272,13 +263,6 @@ def write_packages(directory: Path, entry_points: Mapping[str, str]) -> Path:
     text = "".join(f"[{group}]\n{line}\n" for group, line in entry_points.items())
     (information / "entry_points.txt").write_text(text, encoding="ascii")
     return folder
-
-
-def vllm_command(python: VllmPython, port: int, arguments: Sequence[str]) -> list[str]:
-    """The command that starts vLLM's OpenAI server on loopback."""
-    eager = ["--enforce-eager"] if python.is_cpu else []
-    module = "vllm.entrypoints.openai.api_server"
-    return [str(python.python), "-m", module, "--host", "127.0.0.1", "--port", str(port), *eager, *arguments]
 
 
 def vllm_environment(python: VllmPython, packages: Path, cores: Sequence[int]) -> dict[str, str]:

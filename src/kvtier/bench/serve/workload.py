@@ -21,6 +21,7 @@ from kvtier.trace.arrays import TraceArrays
 FIRST_WORD = 3
 """Smaller numbers are special tokens."""
 VOCABULARY = 1024
+_WORDS = VOCABULARY - FIRST_WORD
 LENGTH_MAX = 4.0
 """The longest length that is drawn, in means: one long answer must not dominate a run."""
 WARM_UP_ROUNDS = 2
@@ -99,17 +100,6 @@ class ConversationSizes:
         if not 0 < self.requests_per_s < math.inf:
             raise ConfigError(f"requests_per_s = {self.requests_per_s}; allowed: above 0")
 
-    @property
-    def interval_s(self) -> float:
-        """Seconds from a question of a user to its next one."""
-        return self.users / self.requests_per_s
-
-    @property
-    def context_tokens(self) -> int:
-        """The last prompt of a conversation with its answer, where all lengths are the means."""
-        turn = self.question_tokens + self.answer_tokens
-        return self.system_tokens + self.history_tokens + self.rounds * turn
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleShotSizes:
@@ -131,42 +121,35 @@ class SingleShotSizes:
 class Preset:
     """A published workload, and the same scaled to the small model on two cores."""
 
-    name: str
     source: str
     original: ConversationSizes | SingleShotSizes
     here: ConversationSizes | SingleShotSizes
 
 
 PRESETS = {
-    it.name: it
-    for it in (
-        Preset(
-            name="dell",
-            source="Dell's storage benchmark with LMBenchmark: 80 users x 10 rounds, at 1 to 7 requests per second",
-            original=ConversationSizes(
-                users=80, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=200, requests_per_s=4.0
-            ),
-            here=ConversationSizes(
-                users=16, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=20, requests_per_s=1.0
-            ),
+    "dell": Preset(
+        source="Dell's storage benchmark with LMBenchmark: 80 users x 10 rounds, at 1 to 7 requests per second",
+        original=ConversationSizes(
+            users=80, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=200, requests_per_s=4.0
         ),
-        Preset(
-            name="samsung",
-            source="Samsung's PM1753 paper with LMBenchmark: 240 users, each every 20 seconds",
-            original=ConversationSizes(
-                users=240, rounds=15, system_tokens=1000, history_tokens=20000, answer_tokens=100, requests_per_s=12.0
-            ),
-            here=ConversationSizes(
-                users=12, rounds=15, system_tokens=250, history_tokens=5000, answer_tokens=12, requests_per_s=0.6
-            ),
+        here=ConversationSizes(
+            users=16, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=20, requests_per_s=1.0
         ),
-        Preset(
-            name="single-shot",
-            source="one prompt of growing length, computed and then fetched",
-            original=SingleShotSizes(prompt_tokens=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)),
-            here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
+    ),
+    "samsung": Preset(
+        source="Samsung's PM1753 paper with LMBenchmark: 240 users, each every 20 seconds",
+        original=ConversationSizes(
+            users=240, rounds=15, system_tokens=1000, history_tokens=20000, answer_tokens=100, requests_per_s=12.0
         ),
-    )
+        here=ConversationSizes(
+            users=12, rounds=15, system_tokens=250, history_tokens=5000, answer_tokens=12, requests_per_s=0.6
+        ),
+    ),
+    "single-shot": Preset(
+        source="one prompt of growing length, computed and then fetched",
+        original=SingleShotSizes(prompt_tokens=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)),
+        here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
+    ),
 }
 """By name. `here` is a start: sizes of a tier and of a device belong to it, which the server's side knows."""
 
@@ -183,18 +166,11 @@ class ServeWorkload:
     users: int = 0
     """With `Pace.USERS`, as is `requests_per_s`."""
     requests_per_s: float = 0.0
-    notes: tuple[str, ...] = ()
-    """What was scaled, cut or left out."""
 
     @property
     def context_tokens(self) -> int:
         """The longest prompt with its answer, without what a chat template adds."""
         return len(self.system) + max(it.tokens for it in self.conversations)
-
-    @property
-    def tokens(self) -> int:
-        """Prompts and answers of all conversations, the system prompt once. Blocks of a trace count each time."""
-        return len(self.system) + sum(it.tokens for it in self.conversations)
 
     def check_context(self, context_tokens: int, origin: str) -> None:
         """Refuse a workload that the model cannot hold.
@@ -224,7 +200,6 @@ def draw(
     seconds: float = 60.0,
     warm_up: int = 2,
     has_real_lengths: bool = False,
-    vocabulary: int = VOCABULARY,
 ) -> ServeWorkload:
     """The workload of one run; the same arguments give the same workload.
 
@@ -235,17 +210,15 @@ def draw(
         seconds: length of the run, for which there are enough users.
         warm_up: conversations that are sent first and not counted.
         has_real_lengths: questions and answers vary around their means as in the ShareGPT sample.
-        vocabulary: words are below it.
     """
     for name, value in (("seed", seed), ("number", number), ("warm_up", warm_up)):
         _check(name, value, 0)
-    _check("vocabulary", vocabulary, FIRST_WORD + 2)
     rng = np.random.default_rng([seed, number])
     if isinstance(sizes, SingleShotSizes):
-        return _single_shots(sizes, rng, warm_up, vocabulary)
+        return _single_shots(sizes, rng, warm_up)
     if not 0 < seconds < math.inf:
         raise ConfigError(f"seconds = {seconds}; allowed: above 0")
-    system = _tokens(rng, sizes.system_tokens, vocabulary)
+    system = _tokens(rng, sizes.system_tokens)
     # Each conversation that ends is replaced; some more, because the first ones are short.
     replaced = math.ceil(1.1 * seconds * sizes.requests_per_s / sizes.rounds) + 2
     conversations: list[Conversation] = []
@@ -253,7 +226,7 @@ def draw(
         rounds = WARM_UP_ROUNDS if user < warm_up else sizes.rounds
         questions, answers = _lengths(sizes, rounds, rng, has_real_lengths=has_real_lengths)
         questions[0] += sizes.history_tokens
-        turns = (Turn(_tokens(rng, q, vocabulary), a) for q, a in zip(questions, answers, strict=True))
+        turns = (Turn(_tokens(rng, q), a) for q, a in zip(questions, answers, strict=True))
         conversations.append(Conversation(user, tuple(turns), is_warm_up=user < warm_up))
     return ServeWorkload(
         pace=Pace.USERS,
@@ -275,7 +248,6 @@ def recorded(
     context_tokens: int | None = None,
     is_longer_skipped: bool = False,
     warm_up: int = 2,
-    vocabulary: int = VOCABULARY,
 ) -> ServeWorkload:
     """Requests of a recorded trace at their times. Equal blocks are equal text, and different ones differ.
 
@@ -289,7 +261,6 @@ def recorded(
         context_tokens: what the model holds, of which `TEMPLATE_TOKENS` are for a chat template; None: no limit.
         is_longer_skipped: leave out requests that exceed it.
         warm_up: requests of other words that are sent first and not counted.
-        vocabulary: words are below it.
 
     Raises:
         ConfigError: a request exceeds `context_tokens`, none is left, or scaled blocks are too short to differ.
@@ -299,17 +270,15 @@ def recorded(
             raise ConfigError(f"{name} = {factor}; allowed: above 0")
     times = (trace.time_s - trace.time_s[0]) * time_factor
     count = int(np.searchsorted(times, seconds, "left"))
-    words = _BlockWords(trace, length_factor, seed, number, vocabulary)
+    words = _BlockWords(trace, length_factor, seed, number)
     limit = math.inf if context_tokens is None else context_tokens - TEMPLATE_TOKENS
     conversations: list[Conversation] = []
-    skipped = 0
     for request in range(count):
         answer = max(1, round(int(trace.output_tokens[request]) * length_factor))
         prompt = words.prompt(request)
         if len(prompt) + answer > limit:
             if not is_longer_skipped:
                 raise _too_long(trace, request, count, length_factor, int(limit))
-            skipped += 1
             continue
         session = int(trace.session[request])
         user, turn = (request, 0) if session < 0 else (session, int(trace.turn[request]))
@@ -318,22 +287,11 @@ def recorded(
         raise ConfigError(f"trace {trace.name}: all {count} requests of the first {seconds:g} s are too long")
     rng = np.random.default_rng([seed, number])
     size = max(1, round(sum(len(it.turns[0].question) for it in conversations) / len(conversations)))
-    warming = (
-        Conversation(user, (Turn(_tokens(rng, size, vocabulary), 1),), is_warm_up=True) for user in range(warm_up)
-    )
-    notes = [
-        f"{len(conversations)} of {len(trace)} requests: the first {seconds:g} s",
-        f"times x {time_factor:g}, lengths x {length_factor:g}",
-    ]
-    if skipped:
-        notes.append(f"{skipped} requests longer than the model's context are left out")
-    if not trace.has_blocks:
-        notes.append("the trace has no block ids, so prompts share nothing")
+    warming = (Conversation(user, (Turn(_tokens(rng, size), 1),), is_warm_up=True) for user in range(warm_up))
     return ServeWorkload(
         pace=Pace.TIMES,
         system=np.zeros(0, np.int64),
         conversations=(*warming, *conversations),
-        notes=tuple(notes),
     )
 
 
@@ -344,8 +302,8 @@ def sharegpt_lengths() -> npt.NDArray[np.float64]:
     return np.asarray(list(csv.reader(text.splitlines()))[1:], np.float64)
 
 
-def _tokens(rng: np.random.Generator, count: int, vocabulary: int) -> Tokens:
-    return rng.integers(FIRST_WORD, vocabulary, count, np.int64)
+def _tokens(rng: np.random.Generator, count: int) -> Tokens:
+    return rng.integers(FIRST_WORD, VOCABULARY, count, np.int64)
 
 
 def _lengths(
@@ -362,9 +320,9 @@ def _lengths(
     return scaled[:, 0].tolist(), scaled[:, 1].tolist()
 
 
-def _single_shots(sizes: SingleShotSizes, rng: np.random.Generator, warm_up: int, vocabulary: int) -> ServeWorkload:
+def _single_shots(sizes: SingleShotSizes, rng: np.random.Generator, warm_up: int) -> ServeWorkload:
     def shots(lengths: Iterator[int]) -> tuple[Turn, ...]:
-        return tuple(Turn(_tokens(rng, length, vocabulary), sizes.answer_tokens) for length in lengths)
+        return tuple(Turn(_tokens(rng, length), sizes.answer_tokens) for length in lengths)
 
     longest = max(sizes.prompt_tokens)
     prompts = shots(iter(sizes.prompt_tokens))
@@ -391,14 +349,13 @@ class _BlockWords:
     A block begins with its number in digits of the vocabulary, so different blocks are different texts.
     """
 
-    def __init__(self, trace: TraceArrays, length_factor: float, seed: int, number: int, vocabulary: int) -> None:
+    def __init__(self, trace: TraceArrays, length_factor: float, seed: int, number: int) -> None:
         self._trace, self._factor, self._seeds = trace, length_factor, (seed, number)
-        self._vocabulary, self._base = vocabulary, vocabulary - FIRST_WORD
         self._block_tokens = max(1, round(trace.block_tokens * length_factor)) if trace.has_blocks else 0
-        self._digits, self._numbers = 1, self._base
+        self._digits, self._numbers = 1, _WORDS
         while self._numbers < trace.block_count:
             self._digits += 1
-            self._numbers *= self._base
+            self._numbers *= _WORDS
         if trace.has_blocks and self._block_tokens < self._digits:
             raise ConfigError(
                 f"trace {trace.name}: blocks of {trace.block_tokens} tokens x {length_factor:g} are "
@@ -418,16 +375,16 @@ class _BlockWords:
         missing = wanted - len(parts) * self._block_tokens
         if missing > 0:  # what no id names is of this request alone
             rng = np.random.default_rng([*self._seeds, 1, request])
-            parts.append(_tokens(rng, missing, self._vocabulary))
+            parts.append(_tokens(rng, missing))
         return np.concatenate(parts)[:wanted]
 
     def _block(self, block: int) -> Tokens:
         number, digits = (block + self._offset) % self._numbers, list[int]()
         for _ in range(self._digits):
-            number, digit = divmod(number, self._base)
+            number, digit = divmod(number, _WORDS)
             digits.append(digit + FIRST_WORD)
         rng = np.random.default_rng([*self._seeds, 0, block])
-        filling = _tokens(rng, self._block_tokens - self._digits, self._vocabulary)
+        filling = _tokens(rng, self._block_tokens - self._digits)
         return np.concatenate([np.asarray(digits, np.int64), filling])
 
 
