@@ -12,15 +12,18 @@ from kvtier.cli.options import OutputFile, Quantity, tell_written
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
 from kvtier.config.tier_list import spec
-from kvtier.connect.sglang.installed import BACKEND, EXTRA, Environment, check_version, is_supported, look
+from kvtier.connect.sglang.installed import (
+    BACKEND,
+    EXTRA,
+    PAGE_TOKENS,
+    UNUSED,
+    Environment,
+    check_version,
+    is_supported,
+    look,
+)
 from kvtier.errors import ConfigError
 from kvtier.report.output import write_file
-
-PAGE_TOKENS = 64
-"""A page of SGLang's default is one token, which is too little for an object."""
-
-UNUSED = ("host.capacity_bytes",)
-"""Settings without effect here: SGLang keeps the host memory itself."""
 
 directory_option = click.option(
     "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
@@ -134,13 +137,9 @@ def doctor(
     file and the environment are checked. The command changes nothing. Run it where the server runs, as its
     user. Exit code 1 with an error or a warning.
     """
+    # Here, because `config` prints flags while a server starts, and needs no store.
     from kvtier.cli.doctor_findings import report
-    from kvtier.cli.sglang_doctor import ServerToCheck, examine
+    from kvtier.cli.sglang_doctor import examine
 
-    server = ServerToCheck(
-        arguments=arguments,
-        tiers=tiers if directory is None else (*tiers, spec("directory", directory)),
-        python=python,
-        prompt_tokens=prompt_tokens,
-    )
-    return report(examine(server), as_json=as_json)
+    tiers = tiers if directory is None else (*tiers, spec("directory", directory))
+    return report(examine(arguments, tiers, python, prompt_tokens), as_json=as_json)

@@ -113,20 +113,13 @@ def doctor(
     checked. The command changes nothing and starts no engine. Run it where the server runs, as its
     user. Exit code 1 with an error or a warning.
     """
+    # Here, because `config` prints flags while a server starts, and needs no store.
     from kvtier.cli.doctor_findings import report
-    from kvtier.cli.vllm_doctor import ServerDescription, examine
+    from kvtier.cli.vllm_doctor import examine
 
     try:
         engine_arguments = shlex.split(engine_args)
     except ValueError as error:
         raise ConfigError(f"--engine-args {engine_args!r}: {error}; allowed: a command line in shell syntax") from None
-    findings = examine(
-        ServerDescription(
-            transfer=transfer,
-            tiers=tiers if directory is None else (*tiers, spec("directory", directory)),
-            model=model,
-            block_tokens=block_size,
-            engine_arguments=engine_arguments,
-        )
-    )
-    return report(findings, as_json=as_json)
+    tiers = tiers if directory is None else (*tiers, spec("directory", directory))
+    return report(examine(transfer, tiers, model, block_size, engine_arguments), as_json=as_json)
