@@ -1,19 +1,15 @@
 """`kvtier demo`: replay real conversations without kvtier, cold, and warm after a restart."""
 
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from kvtier.cli.options import OutputFile, origin, tell_written
-from kvtier.report.output import check_writable, print_json
+from kvtier.report.output import check_writable, print_json, progress
 from kvtier.report.table import print_table
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 REPORT = Path("demo-out/report.html")
 # Of the seeds 1 to 12 the one with the largest margin: with the small model the best two tokens of every choice are at
@@ -54,9 +50,10 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
         REPORT.parent.mkdir(exist_ok=True)
         check_writable("--report", REPORT)
         report = REPORT
+    passes = _PassProgress()
     try:
-        with _progress() as progress:
-            result = run_demo(settings, progress)
+        with passes.running:
+            result = run_demo(settings, passes)
     except DemoError as error:  # not a wrong call, so not exit code 2
         click.echo(f"kvtier: {error}", err=True)
         context.exit(1)
@@ -78,44 +75,19 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     context.exit(1 if result.problems else 0)
 
 
-class _Lines:
-    """Progress where stderr is not a terminal: a line for each step."""
+class _PassProgress:
+    """Progress of the passes, one after the other."""
+
+    def __init__(self) -> None:
+        self.running = ExitStack()
+        self._advance: Callable[[float], None] = lambda _count: None
 
     def note(self, text: str) -> None:
         click.echo(f"demo: {text}", err=True)
 
     def begin_pass(self, name: str, requests_total: int) -> None:
-        pass
+        self.running.close()
+        self._advance = self.running.enter_context(progress(f"pass {name}", requests_total))
 
     def advance(self) -> None:
-        pass
-
-
-class _Bar:
-    """One progress bar for all passes."""
-
-    def __init__(self, progress: "Progress") -> None:
-        self.progress = progress
-        self.task = progress.add_task("set-up", total=None)
-
-    def note(self, text: str) -> None:
-        self.progress.console.print(text, style="dim", highlight=False)
-
-    def begin_pass(self, name: str, requests_total: int) -> None:
-        self.progress.update(self.task, description=f"pass {name}", total=requests_total)
-
-    def advance(self) -> None:
-        self.progress.advance(self.task)
-
-
-@contextmanager
-def _progress() -> Generator[_Lines | _Bar]:
-    if not sys.stderr.isatty():
-        yield _Lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<14}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _Bar(progress)
+        self._advance(1)

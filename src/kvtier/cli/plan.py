@@ -3,17 +3,21 @@
 import textwrap
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvtier.cli.options import OutputFile, tell_written
-from kvtier.report.output import check_chart, check_matplotlib, print_json
+from kvtier.cli.options import OutputFile, gpu_option, tell_written, tier_option
+from kvtier.errors import ConfigError
+from kvtier.plan.hardware import catalogue, hardware_tables
+from kvtier.plan.plan import Plan, make_plan, to_json
+from kvtier.plan.published import PublishedFigure, compare, published_tables
+from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options
+from kvtier.plan.report import write_plot, write_report
+from kvtier.plan.settings import settings_toml
+from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables, verdict
+from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
-
-if TYPE_CHECKING:
-    from kvtier.plan.plan import Plan
-    from kvtier.plan.published import PublishedFigure
 
 COLUMN = 48
 """Width of each of two columns of assumptions."""
@@ -21,9 +25,7 @@ COLUMN = 48
 
 @click.command()
 @click.argument("model", required=False)
-@click.option(
-    "--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]"
-)
+@gpu_option("GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]")
 @click.option(
     "--tp", metavar="N", help="Tensor-parallel size, for both arms.  [default: of each, what serves most users]"
 )
@@ -43,13 +45,9 @@ COLUMN = 48
 )
 @click.option("--trace", metavar="FILE", help="Measure the traffic in a trace (.jsonl or .csv, also .gz).")
 @click.option("--ttft", metavar="TIME", help="Limit of the mean time to first token.  [default: 1 s]")
-@click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    metavar="NAME=SIZE",
-    help="A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB, s3=1000TB. Repeatable; tiers that "
-    "are not named are left out.  [default: host=1TiB, disk=4xpm1753 a host]",
+@tier_option(
+    "A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB?read=20GB/s, s3=1000TB. Repeatable; tiers "
+    "that are not named are left out.  [default: host=1TiB, disk=4xpm1753 a host]"
 )
 @click.option("--file", type=click.Path(path_type=Path), help="TOML file of inputs: hardware, traffic, prices.")
 @click.option(
@@ -60,8 +58,8 @@ COLUMN = 48
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier: samsung, or prices (an illustration).")
 @click.option("--show-inputs", is_flag=True, help="Also print every input in use with its origin, and the sources.")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
+@click.option("--report", type=OutputFile("report"), help="Also write an HTML report with charts.")
+@click.option("--picture", type=OutputFile("picture"), help="Also write the charts to a .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--hardware", "list_hardware", is_flag=True, help="List the hardware catalogue with its sources.")
 def plan(
@@ -92,67 +90,35 @@ def plan(
     if list_hardware:
         _list_hardware(as_json)
         return
-    from kvtier.errors import ConfigError
-    from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options
-
     values: dict[str, Any] = {"model": model, **given}
     options = {name: values[option] for name, option in OPTIONS.items() if option in values}
     options |= gpu_options(gpu) if gpu is not None else {}
     inputs = load(example=example or "", file=file, options=options | tier_options(tiers), sets=sets, probe=probe)
     if not inputs.model.name:
         raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
-    if report is not None:
-        check_matplotlib("--report")
-    if picture is not None:
-        check_chart("--picture", picture)
-
-    from kvtier.plan.plan import make_plan, to_json
 
     result = make_plan(inputs)
-    published: list[PublishedFigure] = []
-    if example:
-        from kvtier.plan.published import compare
-
-        published = compare(example, result)
-    _write(report, picture, result, published)
+    published = compare(example, result) if example else []
+    if report is not None:
+        write_report(report, result, published)
+    if picture is not None:
+        write_plot(picture, result)
+    tell_written(report, picture)
     if as_json:
         figures = {"published": [it.to_json() for it in published]} if example else {}
-        print_json({**to_json(result), **figures, **_answer(result)})
+        answer = {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
+        print_json({**to_json(result), **figures, **answer})
         return
     _print(result, published, show_inputs=show_inputs)
 
 
-def _answer(result: "Plan") -> dict[str, object]:
-    """The sentences and settings of the text, for JSON."""
-    from kvtier.plan.settings import settings_toml
-    from kvtier.plan.tables import conclusion, verdict
-
-    return {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
-
-
-def _write(report: Path | None, picture: Path | None, result: "Plan", published: "list[PublishedFigure]") -> None:
-    if report is not None or picture is not None:
-        from kvtier.plan.report import write_plot, write_report
-
-        if report is not None:
-            write_report(report, result, published)
-        if picture is not None:
-            write_plot(picture, result)
-        tell_written(report, picture)
-
-
-def _print(result: "Plan", published: "list[PublishedFigure]", *, show_inputs: bool) -> None:
-    from kvtier.plan.settings import settings_toml
-    from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables, verdict
-
+def _print(result: Plan, published: list[PublishedFigure], *, show_inputs: bool) -> None:
     click.secho(textwrap.fill(f"{verdict(result)}.", 100), bold=True)
     for sentence in conclusion(result):
         _wrapped(sentence, 2)
     _wrapped(heading(result), 2)
     shown = list(tables(result))
     if published:
-        from kvtier.plan.published import published_tables
-
         shown += published_tables(published)
     for table in shown:
         click.echo()
@@ -199,8 +165,6 @@ def _wrapped(text: str, indent: int) -> None:
 
 
 def _list_hardware(as_json: bool) -> None:
-    from kvtier.plan.hardware import catalogue, hardware_tables
-
     items = [it for kind in catalogue().values() for it in kind.values()]
     if as_json:
         print_json(

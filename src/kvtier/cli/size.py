@@ -10,8 +10,8 @@ from typing import cast
 
 import click
 
-from kvtier.cli.options import Bytes, Quantity
-from kvtier.config.value_types import parse_size, within
+from kvtier.cli.options import Bytes, Quantity, gpu_option, tier_option
+from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table
@@ -44,14 +44,12 @@ WIDTH_MAX = 100
 @click.option(
     "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
-@click.option("--gpu", metavar="[Nx]NAME", help="Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
+@gpu_option("Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
 @click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
 @click.option(
     "--weights", metavar="FORMAT|SIZE", default="bf16", show_default=True, help="Weights: bf16, fp8, fp4, or bytes."
 )
-@click.option(
-    "--tier", metavar="[NAME=]SIZE", help="Show what a tier holds: 10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue."
-)
+@tier_option("Show what a tier holds: disk=10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue.", multiple=False)
 @click.option("--list", "is_list", is_flag=True, help="List the models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def size(
@@ -88,7 +86,11 @@ def size(
     tp = tp or (max(1, gpus // pp) if gpu is not None else 1)
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     on_gpus = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights)) if memory_bytes is not None else None
-    on_tier = TierCapacity(kv=kv, capacity_bytes=_tier_bytes(tier)) if tier is not None else None
+    on_tier = None
+    if tier is not None:
+        from kvtier.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
+
+        on_tier = TierCapacity(kv=kv, capacity_bytes=parse_tier(tier).capacity_bytes)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     if as_json:
         _print_json(_as_json(kv, totals) | _fits_as_json(totals, on_gpus, on_tier))
@@ -103,19 +105,6 @@ def _gpus(text: str) -> tuple[int, float]:
 
     count, name = split_count(text, "--gpu")
     return count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
-
-
-def _tier_bytes(text: str) -> int:
-    """Bytes of ``10TB``, ``disk=4x7.68TB`` or ``disk=4xpm1753``."""
-    from kvtier.plan.hardware import find, split_count
-
-    count, what = split_count(text.rpartition("=")[2], "--tier")
-    if what[:1].isalpha():
-        return (count or 1) * int(find("drive", what, "--tier").values["capacity_bytes"])
-    try:
-        return (count or 1) * within(parse_size(what), 1, 2**70)
-    except ValueError as error:
-        raise ConfigError(f"--tier {text!r}: {error}; allowed: such as 10TB, disk=4x7.68TB or disk=4xpm1753") from error
 
 
 def _weight_bytes(kv: KvSize, text: str) -> float:

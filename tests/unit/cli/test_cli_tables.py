@@ -67,7 +67,7 @@ COMMANDS = [
     "plan --hardware",
     "replay describe TRACE",
     "replay TRACE --policy lru,default --capacity-tokens 1M,inf --jobs 1",
-    "replay TRACE --tier host=64GiB --tier disk=4TiB,read=12GB/s --jobs 1",
+    "replay TRACE --tier host=64GiB --tier disk=4TiB?read=12GB/s --jobs 1",
     "inspect ls STORE",
     "inspect stat STORE",
     "inspect verify STORE",

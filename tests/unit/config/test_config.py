@@ -368,11 +368,18 @@ def test_any_path_survives_a_text(name):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "not of the form [NAME=]KIND:WHERE?key=value&key=value; known kinds: directory, disk"),
-        ("disk", "not of the form"),
+        ("", "not of the form [NAME=]KIND[:WHERE][?key=value&key=value], or KIND=SIZE[?key=value&key=value]; known"),
+        ("disk", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
+        ("disk=4TiB", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
+        (
+            "disk:/a?read=8",
+            "tiers.disk.read_bytes_per_s = '8' (from flag --tier): not a rate; allowed: a size a second",
+        ),
+        ("valkey:h?capacity=1GiB", "tiers.valkey.capacity (from flag --tier): unknown setting of a valkey tier"),
+        ("host=1KiB", "host.capacity_bytes = 1024 (from flag --tier): too small"),
         ("/mnt/kv", "not of the form"),
         ("dsk:/a", "unknown kind; did you mean disk? known here: directory, disk"),
-        (":/a", "unknown kind"),
+        (":/a", "not of the form"),
         ("disk:", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
         ("disk:?capacity_bytes=1GiB", "tiers.disk.path (from flag --tier): missing"),
         ("disk:/a?", "'' is not key=value"),
