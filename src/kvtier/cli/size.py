@@ -47,7 +47,11 @@ WIDTH_MAX = 100
 @gpu_option("Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
 @click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
 @click.option(
-    "--weights", metavar="FORMAT|SIZE", default="bf16", show_default=True, help="Weights: bf16, fp8, fp4, or bytes."
+    "--weights",
+    metavar="FORMAT|SIZE",
+    default="bf16",
+    show_default=True,
+    help="bf16, fp16, fp8, fp4, or bytes.",
 )
 @tier_option("Show what a tier holds: disk=10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue.", multiple=False)
 @click.option("--list", "is_list", is_flag=True, help="List the models known by name.")
@@ -113,7 +117,7 @@ def _weight_bytes(kv: KvSize, text: str) -> float:
         try:
             return parse_size(text)
         except ValueError as error:
-            raise ConfigError(f"weights: {text!r} is neither a size nor one of {', '.join(WEIGHT_BYTES)}") from error
+            raise ConfigError(f"--weights {text!r}: neither a size nor one of {', '.join(WEIGHT_BYTES)}") from error
     parameters = kv.model.parameters_billion
     if parameters is None:
         raise ConfigError(f"weights: the parameters of {kv.model.name} are not known; give bytes, such as 141GB")

@@ -12,11 +12,8 @@ import click
 
 from kvtier.cli.options import Duration, OutputFile, Quantity
 from kvtier.cli.reading import load_trace, reading_options
-from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress
-from kvtier.runtime.line_file import SUFFIX
-from kvtier.tier.safe_open import make_root
 
 if TYPE_CHECKING:
     from kvtier.trace.arrays import TraceArrays
@@ -120,6 +117,10 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     Equivalent to the settings trace.path and trace.capacity_bytes.
     """
+    from kvtier.config.loader import load  # the kinds of tiers, so that help starts quickly
+    from kvtier.runtime.line_file import SUFFIX
+    from kvtier.tier.safe_open import make_root
+
     command = program[1:] if program[0] == "--" else program
     if not command:
         raise click.UsageError("PROGRAM is missing; allowed: such as vllm serve MODEL")

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.config.schema import Setting, near, read, read_toml
 from kvtier.config.tier_list import HOST, SettingOrigin, TierFigures, describe
+from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import split_count
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
 from kvtier.plan.probe_record import fastest, read_links
+from kvtier.size.capacity import WEIGHT_BYTES
 
 EXAMPLES = files("kvtier.plan") / "examples"
 PUBLISHED, CALIBRATED = "published", "calibrated"
@@ -20,6 +22,7 @@ OPTIONS = {
     "model.name": "model",
     "model.kv_dtype": "dtype",
     "model.weights": "weights",
+    "model.parameters": "weights",
     "model.tp": "tp",
     "gpu.name": "gpu",
     "gpu.count": "gpu",
@@ -138,6 +141,16 @@ def gpu_options(text: str) -> dict[str, object]:
     """
     count, name = split_count(text, "--gpu")
     return {"gpu.name": name, "gpu.count": count or 1}
+
+
+def weight_options(text: str) -> dict[str, object]:
+    """Inputs of ``--weights fp8``, or of their bytes: ``141GB`` are the parameters that fill them in bf16."""
+    if text in WEIGHT_BYTES:
+        return {"model.weights": "bf16" if text == "fp16" else text}
+    try:
+        return {"model.weights": "bf16", "model.parameters": parse_size(text) / WEIGHT_BYTES["bf16"]}
+    except ValueError:
+        raise ConfigError(f"--weights {text!r}: neither a size nor one of {', '.join(WEIGHT_BYTES)}") from None
 
 
 def tier_options(texts: Sequence[str]) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """`--tier` has one form: each text of the documents is accepted by each command, or what it lacks is named."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.plan.read_inputs import load as load_inputs
 from kvtier.plan.read_inputs import tier_options
 from kvtier.replay.tier_spec import parse_tier
+from kvtier.size.capacity import WEIGHT_BYTES
 
 TOP = Path(__file__).parents[3]
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]
@@ -90,3 +92,22 @@ def test_another_form_is_refused_with_the_form_of_all_commands(command, text, ca
 def test_two_kinds_of_gpu_are_refused(command, capsys):
     assert run([*command, "llama-3.1-8b", "--gpu", "h100-sxm", "--gpu", "2xh200-sxm"]) == 2
     assert "h100-sxm and 2xh200-sxm are given; allowed: one kind of GPU" in capsys.readouterr().err
+
+
+def held_by(command: str, weights: str, capsys) -> float:
+    """Bytes of the weights that a command computes with; 0: it refuses them, and names the forms."""
+    code = run([command, "llama-3.1-8b", "--gpu", "8xh100-sxm", "--weights", weights, "--json"])
+    out, err = capsys.readouterr()
+    if code:
+        assert f"--weights {weights!r}: neither a size nor one of bf16, fp16, fp8, fp4" in err
+        return 0.0
+    found = json.loads(out)
+    if command == "size":
+        return found["gpu"]["weight_bytes"]
+    inputs = {name: found["inputs"][f"model.{name}"]["value"] for name in ("parameters", "weights")}
+    return inputs["parameters"] * WEIGHT_BYTES[inputs["weights"]]
+
+
+@pytest.mark.parametrize("weights", [*WEIGHT_BYTES, "5GB", "int4"])
+def test_weights_have_the_same_forms_in_size_and_plan(weights, capsys):
+    assert held_by("size", weights, capsys) == pytest.approx(held_by("plan", weights, capsys), rel=1e-3)

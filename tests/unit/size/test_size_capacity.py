@@ -113,7 +113,7 @@ def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
         (("--gpu", "h10"), "not in the catalogue of gpus"),
         (("--gpu", "0xh100-sxm"), "'0xh100-sxm'; allowed: from 1"),
         (("--gpu", "h100-sxm", "--memory", "80GB"), "exclude each other"),
-        (("--memory", "80GB", "--weights", "int3"), "'int3' is neither a size nor one of bf16"),
+        (("--memory", "80GB", "--weights", "int3"), "--weights 'int3': neither a size nor one of bf16"),
         (("--tier", "disk=10 apples"), "10 apples"),
         (("--tier", "10TB"), "KIND=SIZE"),
         (("--tier", "disk=0TB"), "capacity_bytes is 0; allowed: above 0"),
