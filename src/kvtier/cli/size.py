@@ -23,7 +23,8 @@ from kvtier.size.sizes import reasons
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
 
-GPU_SIZES = ("memory_bytes", "weight_bytes", "kv_bytes")
+CAPACITY_KEYS = {"gpu": ("gpus", "replicas", "memory_bytes", "weight_bytes", "kv_bytes"), "tier": ("capacity_bytes",)}
+CAPACITY_PLACES = {"gpu": "on GPUs", "tier": "in the tier"}
 FIELD_ENTRIES_SHOWN = 6
 WIDTH_MAX = 100
 
@@ -89,17 +90,18 @@ def size(
     gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((tp or 1) * pp, memory)
     tp = tp or (max(1, gpus // pp) if gpu is not None else 1)
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
-    on_gpus = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights)) if memory_bytes is not None else None
-    on_tier = None
+    capacities: dict[str, GpuCapacity | TierCapacity] = {}
+    if memory_bytes is not None:
+        capacities["gpu"] = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights))
     if tier is not None:
         from kvtier.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
 
-        on_tier = TierCapacity(kv=kv, capacity_bytes=parse_tier(tier).capacity_bytes)
+        capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=parse_tier(tier).capacity_bytes)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     if as_json:
-        _print_json(_as_json(kv, totals) | _fits_as_json(totals, on_gpus, on_tier))
+        _print_json(_as_json(kv, totals) | _fits_as_json(totals, capacities))
     else:
-        _print(kv, totals, _fits(totals, on_gpus, on_tier))
+        _print(kv, totals, _fits(totals, capacities) if capacities else None)
     return 0
 
 
@@ -125,42 +127,38 @@ def _weight_bytes(kv: KvSize, text: str) -> float:
 
 
 def _fits_as_json(
-    totals: list[Total], on_gpus: GpuCapacity | None, on_tier: TierCapacity | None
+    totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]
 ) -> dict[str, dict[str, object]]:
     """The members `gpu` and `tier` of the JSON document, where they were asked for."""
-    documents: dict[str, dict[str, object]] = {}
-    if on_gpus is not None:
-        documents["gpu"] = {key: getattr(on_gpus, key) for key in ("gpus", "replicas", *GPU_SIZES)}
-    if on_tier is not None:
-        documents["tier"] = {"capacity_bytes": on_tier.capacity_bytes}
-    lengths = dict.fromkeys(total.tokens for total in totals)
-    for name, capacity in (("gpu", on_gpus), ("tier", on_tier)):
-        if capacity is not None:
-            documents[name]["held"] = [capacity.held(tokens)._asdict() for tokens in lengths]
-    return documents
+    return {
+        name: {
+            **{key: getattr(capacity, key) for key in CAPACITY_KEYS[name]},
+            "held": [capacity.held(tokens)._asdict() for tokens in _lengths(totals)],
+        }
+        for name, capacity in capacities.items()
+    }
 
 
-def _fits(totals: list[Total], on_gpus: GpuCapacity | None, on_tier: TierCapacity | None) -> Table | None:
+def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> Table:
     """What fits, one row for each length of a session."""
-    capacities: list[GpuCapacity | TierCapacity] = []
-    titles: list[str] = []
-    columns: list[str] = []
-    if on_gpus is not None:
-        capacities.append(on_gpus)
-        weights = decimal(on_gpus.weight_bytes * on_gpus.replicas)
-        titles.append(f"{on_gpus.gpus} GPUs: {weights} of weights, {decimal(on_gpus.kv_bytes)} left for KV")
-        columns += ["sessions on GPUs", "tokens on GPUs"]
-    if on_tier is not None:
-        capacities.append(on_tier)
-        titles.append(f"a tier of {decimal(on_tier.capacity_bytes)}")
-        columns += ["sessions in the tier", "tokens in the tier"]
-    if not capacities:
-        return None
+    columns = [f"{what} {CAPACITY_PLACES[name]}" for name in capacities for what in ("sessions", "tokens")]
     rows: list[tuple[str, ...]] = []
-    for tokens in dict.fromkeys(total.tokens for total in totals):
-        held = [capacity.held(tokens) for capacity in capacities]
+    for tokens in _lengths(totals):
+        held = [capacity.held(tokens) for capacity in capacities.values()]
         rows.append((_count(tokens), *(_count(each) for it in held for each in (it.sessions, it.tokens))))
-    return Table(("tokens", *columns), rows, numeric=1 + len(columns), title="; ".join(titles))
+    title = "; ".join(_capacity_title(capacity) for capacity in capacities.values())
+    return Table(("tokens", *columns), rows, numeric=1 + len(columns), title=title)
+
+
+def _capacity_title(capacity: GpuCapacity | TierCapacity) -> str:
+    if isinstance(capacity, TierCapacity):
+        return f"a tier of {decimal(capacity.capacity_bytes)}"
+    weights = decimal(capacity.weight_bytes * capacity.replicas)
+    return f"{capacity.gpus} GPUs: {weights} of weights, {decimal(capacity.kv_bytes)} left for KV"
+
+
+def _lengths(totals: list[Total]) -> dict[int, None]:
+    return dict.fromkeys(total.tokens for total in totals)
 
 
 def _as_json(kv: KvSize, totals: list[Total]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from kvtier.codec.frame import codec_of, verify_section
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
 from kvtier.layout import SECTION_BYTES_MAX
-from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, ScannedTier, StoreView, Usage, merged
+from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, Usage, merged
 from kvtier.types import ObjectName
 
 _Answer = TypeVar("_Answer")
@@ -178,12 +178,6 @@ class StoreInspector:
             result.is_emptied_only |= one.is_emptied_only
             result.left = [*result.left, *one.left][:LEFT_MAX]
         return result
-
-    def close(self) -> None:
-        """Close tiers that were opened for inspection."""
-        for view in self.views:
-            if isinstance(view, ScannedTier):
-                view.close()
 
     def listing(
         self, *, limit: int, after: str = "", advance: Callable[[float], None] = lambda _count: None

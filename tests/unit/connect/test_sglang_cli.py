@@ -11,13 +11,13 @@ import pytest
 
 from kvtier.cli import doctor_findings, sglang, sglang_doctor
 from kvtier.cli.main import run
-from kvtier.config import machine_checks as machine
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
 from kvtier.connect.sglang.installed import Environment, look, read_extra, settings_in
 from kvtier.connect.sglang.server_arguments import FIELDS
 from kvtier.errors import ConfigError
-from kvtier.tier import machine as tier_machine
+
+pytestmark = pytest.mark.usefixtures("no_settings", "large_machine")
 
 SECRET = "5e" * 32
 
@@ -35,20 +35,6 @@ RECORDED = dict.fromkeys(FIELDS) | {
     "page_size": 64,
 }
 """What `server_arguments` wrote for the flags of `kvtier sglang config` with SGLang 0.5.23."""
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("KVTIER_"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def large_machine(monkeypatch):
-    """The default settings need more than a small machine has; `check` is tested elsewhere."""
-    monkeypatch.setattr(tier_machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
-    monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
 
 
 @pytest.fixture

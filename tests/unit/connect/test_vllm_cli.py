@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
-from kvtier.config import machine_checks as machine
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm import installed, sides, support
@@ -27,11 +25,12 @@ from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
-from kvtier.tier import machine as tier_machine
 from kvtier.tier.base import About
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.types import ObjectName
+
+pytestmark = pytest.mark.usefixtures("no_settings", "large_machine")
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/pages")
 FINGERPRINTS = tuple(
@@ -40,20 +39,6 @@ FINGERPRINTS = tuple(
 )
 MODELS = tuple(each.digest for each in FINGERPRINTS)
 SECRET = "5e" * 32
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("KVTIER_"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def large_machine(monkeypatch):
-    """The default settings need more than a small machine has; `check` is tested elsewhere."""
-    monkeypatch.setattr(tier_machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
-    monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
 
 
 @pytest.fixture

@@ -71,10 +71,7 @@ def tree(root: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
-    for variable in list(os.environ):
-        if variable.startswith("KVTIER_"):
-            monkeypatch.delenv(variable)
+def store(tmp_path, no_settings):
     root = tmp_path / "store"
     fill(root, 10).close()
     return root
@@ -452,28 +449,6 @@ def test_progress_goes_to_stderr_and_only_to_a_terminal(store):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert json.loads(done.stdout)["bad"] == 0
-
-
-def test_on_a_terminal_tables_are_drawn_and_progress_is_cleared(store):
-    main_end, program_end = os.openpty()
-    command = [sys.executable, "-m", "kvtier.cli.main", "inspect"]
-    environ = {**os.environ, "COLUMNS": "130", "TERM": "xterm"}
-    with subprocess.Popen(
-        [*command, "stat", str(store)], stdout=program_end, stderr=program_end, env=environ
-    ) as program:
-        os.close(program_end)
-        told = b""
-        # On Linux reading a terminal whose last user has gone is an error, not an end.
-        try:
-            while part := os.read(main_end, 65536):
-                told += part
-        except OSError:
-            pass
-        assert program.wait(60) == 0
-    os.close(main_end)
-    assert b"reading heads" in told
-    assert "─".encode() in told
-    assert MODELS[1].hex()[:12].encode() in told
 
 
 def test_a_tier_as_text_is_inspected_like_its_directory(store, inspect):
