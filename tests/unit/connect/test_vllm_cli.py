@@ -4,15 +4,13 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.vllm_config import vllm_config
 
-from kvtier.cli import doctor_findings, vllm, vllm_doctor
+from kvtier.cli import vllm, vllm_doctor
 from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
@@ -72,6 +70,19 @@ def doctor(capsys, monkeypatch):
         return code, findings
 
     return call
+
+
+@pytest.fixture
+def fingerprinted(monkeypatch):
+    """Makes the server's fingerprint one of `FINGERPRINTS`."""
+
+    def give(model: int) -> None:
+        served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+        monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: (served, []))
+        monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
+        monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: FINGERPRINTS[model])
+
+    return give
 
 
 def bad(findings: list[dict[str, str]]) -> list[str]:
@@ -351,20 +362,14 @@ def test_no_tier_at_all_is_found(doctor, engine):
 
 
 @pytest.mark.parametrize(("model", "about"), [(0, None), (1, "kv")])
-def test_a_model_is_looked_for_by_its_fingerprint(doctor, engine, tmp_path, monkeypatch, model, about):
-    served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-    monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: (served, []))
-    monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
-    monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: FINGERPRINTS[model])
+def test_a_model_is_looked_for_by_its_fingerprint(doctor, engine, tmp_path, fingerprinted, model, about):
+    fingerprinted(model)
     _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
     assert [Path(it).name for it in bad(findings)] == ([about] if about else [])
 
 
-def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_path, monkeypatch):
-    served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-    monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: (served, []))
-    monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
-    monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: FINGERPRINTS[1])
+def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_path, fingerprinted):
+    fingerprinted(1)
     root = fill(tmp_path / "kv")
 
     def found() -> str:
@@ -384,8 +389,6 @@ def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_pa
 
 
 def test_dummy_weights_are_found(doctor, engine, tmp_path, monkeypatch):
-    from tests.vllm_config import vllm_config
-
     served = vllm_config(load__load_format="dummy", cache__block_size=16)
     monkeypatch.setattr(vllm_doctor, "engine_config", lambda _arguments: served)
     _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
@@ -394,8 +397,6 @@ def test_dummy_weights_are_found(doctor, engine, tmp_path, monkeypatch):
 
 
 def test_a_model_that_is_refused_is_found(doctor, engine, tmp_path, monkeypatch):
-    from tests.vllm_config import vllm_config
-
     monkeypatch.setattr(vllm_doctor, "engine_config", lambda _arguments: vllm_config(model__is_encoder_decoder=True))
     _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
     assert bad(findings) == ["model"]
@@ -434,20 +435,3 @@ def test_a_command_line_that_no_shell_takes_is_refused(capsys):
     assert run(["vllm", "doctor", "--model", "m", "--engine-args", '--dtype "float32']) == 2
     printed = capsys.readouterr().err
     assert "--engine-args '--dtype \"float32': No closing quotation; allowed" in printed
-
-
-def test_the_doctor_says_what_takes_it_long(doctor, engine, tmp_path, monkeypatch):
-    shown: list[str] = []
-
-    @contextmanager
-    def progress(label: str, _total: float | None) -> Iterator[Callable[[float], None]]:
-        shown.append(label)
-        yield lambda _advance: None
-
-    for module in (vllm_doctor, doctor_findings):
-        monkeypatch.setattr(module, "progress", progress)
-    doctor(transfer(fill(tmp_path / "kv")))
-    assert shown == [
-        *("asking vLLM what the server's command line means", "digesting the weights"),
-        *("listing objects", "reading heads"),
-    ]

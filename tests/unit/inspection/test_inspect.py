@@ -451,6 +451,26 @@ def test_progress_goes_to_stderr_and_only_to_a_terminal(store):
     assert json.loads(done.stdout)["bad"] == 0
 
 
+def test_on_a_terminal_progress_is_drawn(store):
+    main_end, program_end = os.openpty()
+    command = [sys.executable, "-m", "kvtier.cli.main", "inspect"]
+    environ = {**os.environ, "COLUMNS": "130", "TERM": "xterm"}
+    with subprocess.Popen(
+        [*command, "stat", str(store)], stdout=program_end, stderr=program_end, env=environ
+    ) as program:
+        os.close(program_end)
+        told = b""
+        # On Linux reading a terminal whose last user has gone is an error, not an end.
+        try:
+            while part := os.read(main_end, 65536):
+                told += part
+        except OSError:
+            pass
+        assert program.wait(60) == 0
+    os.close(main_end)
+    assert b"reading heads" in told
+
+
 def test_a_tier_as_text_is_inspected_like_its_directory(store, inspect):
     for words, same in (("stat", ("objects", "bytes", "fingerprints")), ("ls", ("total",)), ("verify", ("checked",))):
         found, by_kind = inspect(words, store)[1], inspect(words, f"directory:{store}")[1]
