@@ -1,7 +1,6 @@
 """`kvtier plan`: reads the inputs, and prints the plan."""
 
 import textwrap
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from kvtier.plan.settings import settings_toml
 from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables, verdict
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
-
-COLUMN = 48
-"""Width of each of two columns of assumptions."""
 
 
 def run(
@@ -83,7 +79,7 @@ def _print(result: Plan, published: list[PublishedFigure], *, show_inputs: bool)
     for name, text in circumstances(result):
         _wrapped(f"  {name:<10}{text}", 12)
     if show_inputs:
-        _print_assumptions(inputs)
+        print_table(Table(inputs.columns[:3], [row[:3] for row in inputs.rows], title=inputs.title))
         for name, source, date in result.deployment.sources:
             _wrapped(f"  source of {name}: {source}; read {date}", 4)
     else:
@@ -91,28 +87,6 @@ def _print(result: Plan, published: list[PublishedFigure], *, show_inputs: bool)
         _wrapped(f"  inputs    {len(inputs.rows)}, {defaults} of them by default; --show-inputs lists them", 12)
     click.echo()
     click.echo(settings_toml(result), nl=False)
-
-
-def _print_assumptions(table: Table) -> None:
-    """Inputs by origin, in two columns."""
-    groups: dict[str, list[str]] = {}
-    for name, value, origin, _ in table.rows:
-        groups.setdefault("given" if origin.startswith("--") else origin, []).append(f"{name} = {value}")
-    click.echo()
-    click.secho("Assumptions", bold=True)
-    # Options and files first, then catalogue and model, then defaults.
-    for origin in sorted(groups, key=lambda it: (it.startswith("default"), it.startswith(("catalogue", "model ")))):
-        cells = groups[origin]
-        if len(cells) == 1:
-            click.echo(f"  {origin}: {cells[0]}")
-            continue
-        click.echo(f"  {origin}:")
-        narrow = [cell for cell in cells if len(cell) < COLUMN]
-        for left, right in zip_longest(narrow[::2], narrow[1::2], fillvalue=""):
-            click.echo(f"    {left:<{COLUMN}}{right}".rstrip())
-        for cell in cells:
-            if len(cell) >= COLUMN:
-                click.echo(f"    {cell}")
 
 
 def _wrapped(text: str, indent: int) -> None:

@@ -9,7 +9,7 @@ where it is a number of drives or a part of the catalogue. WHERE and values may 
 ``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``. A key may leave out its unit (``_bytes``, ``_s``,
 ``_bytes_per_s``).
 
-Keys are the kind's settings and `TierFigures`, which describe the hardware for `kvtier plan`, `replay` and `size`. A
+Keys are the kind's settings, and figures of a `DescribedTier` for `kvtier plan`, `replay` and `size`. A
 server measures its hardware and ignores them.
 """
 
@@ -50,33 +50,26 @@ class SettingOrigin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierFigures(SettingsSection):
-    """What a text says of a tier's hardware; None: nothing. Figures are those of the whole tier."""
+class DescribedTier(SettingsSection):
+    """A tier that a text describes, for a model of it: no store is opened. Figures are those of the whole tier."""
 
     section: ClassVar[str] = "tiers"
-
-    capacity_bytes: int | None = setting(None, Size(0, 2**60), "Bytes of KV that the tier holds.")
-    drives: str | None = setting(None, Text(1, 100), "Drives: 4xpm1753 of the catalogue, or 4x7.68TB.")
-    read_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of reads; of host memory to the engine.")
-    write_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of writes; of host memory from the engine.")
-    latency_s: float | None = setting(None, Seconds(0, 60), "Time of the smallest read beyond its bytes.")
-
-
-_FIGURES = {each.key: each for each in settings(TierFigures)}
-
-
-class DescribedTier(NamedTuple):
-    """A tier that a text describes, for a model of it: no store is named or opened."""
 
     name: str
     kind: str
     """Of the registry, or `HOST`."""
     is_remote: bool
     """A lookup costs a round trip, and other nodes use the same store."""
-    figures: TierFigures
-    """With a capacity or drives."""
     is_default: bool
     """The capacity is the kind's default."""
+    capacity_bytes: int | None = setting(None, Size(0, 2**60), "Bytes of KV that the tier holds; None: as the drives.")
+    drives: str | None = setting(None, Text(1, 100), "Drives: 4xpm1753 of the catalogue, or 4x7.68TB.")
+    read_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of reads; of host memory to the engine.")
+    write_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of writes; of host memory from the engine.")
+    latency_s: float | None = setting(None, Seconds(0, 60), "Time of the smallest read beyond its bytes.")
+
+
+_FIGURES = {each.key: each for each in settings(DescribedTier)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +124,7 @@ class TierList:
         refuse_equal_names([draft.name for draft in drafts], str(origin))
         if drafts or not hosts:
             self._drafts, self.origin = drafts, origin
-        return describe(hosts[0], origin).figures.capacity_bytes if hosts else None
+        return describe(hosts[0], origin).capacity_bytes if hosts else None
 
     def set(self, name: str, key: str, raw: object, origin: SettingOrigin, *, is_text: bool) -> None:
         """Set one value of the tier `name`.
@@ -202,8 +195,8 @@ def describe(text: str, origin: SettingOrigin) -> DescribedTier:
         name=HOST if draft is None else draft.name,
         kind=parts.kind,
         is_remote=draft is not None and draft.kind.is_remote,
-        figures=TierFigures(**cast("dict[str, Any]", figures)),
         is_default=is_default,
+        **cast("dict[str, Any]", figures),
     )
 
 

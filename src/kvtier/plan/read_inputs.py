@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.schema import Setting, near, read, read_toml
-from kvtier.config.tier_list import HOST, SettingOrigin, TierFigures, describe
+from kvtier.config.tier_list import HOST, DescribedTier, SettingOrigin, describe
 from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import split_count
@@ -169,37 +169,37 @@ def tier_options(texts: Sequence[str]) -> dict[str, object]:
         if section in found:
             raise ConfigError(f"--tier {text!r}: {section} is given twice; allowed: once")
         for figure in ("latency_s",) if section == "disk" else ("latency_s", "write_bytes_per_s", "drives"):
-            if getattr(tier.figures, figure) is not None:
+            if getattr(tier, figure) is not None:
                 raise ConfigError(f"--tier {text!r}: a plan has no {figure} of {section}; allowed: without it")
-        found[section] = _drives(tier.figures, text) if section == "disk" else _link(section, tier.figures)
+        found[section] = _drives(tier, text) if section == "disk" else _link(section, tier)
     absent = {"host.capacity_bytes": 0, "disk.count": 0, "shared.capacity_bytes": 0}
     return {**absent, **{name: value for inputs in found.values() for name, value in inputs.items()}} if found else {}
 
 
-def _drives(figures: TierFigures, text: str) -> dict[str, object]:
+def _drives(tier: DescribedTier, text: str) -> dict[str, object]:
     """Inputs of drives; None: not given. Rates of a text are of all drives, those of inputs of one."""
-    if None not in (figures.capacity_bytes, figures.drives):
+    if None not in (tier.capacity_bytes, tier.drives):
         raise ConfigError(f"--tier {text!r}: a capacity and drives; allowed: one of them, and --set disk.filled")
-    number, part = split_count(figures.drives, "--tier") if figures.drives else (None, "")
-    count = 0 if figures.capacity_bytes == 0 else number or 1
-    read, write = figures.read_bytes_per_s, figures.write_bytes_per_s
+    number, part = split_count(tier.drives, "--tier") if tier.drives else (None, "")
+    count = 0 if tier.capacity_bytes == 0 else number or 1
+    read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
     return {
         "disk.count": count,
-        "disk.capacity_bytes": part if part[:1].isdigit() else figures.capacity_bytes or None,
+        "disk.capacity_bytes": part if part[:1].isdigit() else tier.capacity_bytes or None,
         "disk.name": None if part[:1].isdigit() else part or None,
         "disk.read_bytes_per_s": read and count and read / count,
         "disk.write_bytes_per_s": write and count and write / count,
     }
 
 
-def _link(section: str, figures: TierFigures) -> dict[str, object]:
+def _link(section: str, tier: DescribedTier) -> dict[str, object]:
     """Inputs of host memory or of shared storage; None: not given. A rate is that of one link with its full share."""
-    one = None if figures.read_bytes_per_s is None else 1
+    one = None if tier.read_bytes_per_s is None else 1
     link, number, more = {
         HOST: ("channel_bytes_per_s", "channels", {"share": one}),
         "shared": ("adapter_bytes_per_s", "adapters", {}),
     }[section]
-    inputs = {"capacity_bytes": figures.capacity_bytes, link: figures.read_bytes_per_s, number: one, **more}
+    inputs = {"capacity_bytes": tier.capacity_bytes, link: tier.read_bytes_per_s, number: one, **more}
     return {f"{section}.{key}": value for key, value in inputs.items()}
 
 

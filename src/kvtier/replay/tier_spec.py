@@ -148,18 +148,17 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
         ConfigError: it is malformed, or names a part that the catalogue does not have.
     """
     tier = describe(text, SettingOrigin("", "--tier"))
-    figures = tier.figures
     drives, parts, drive_bytes = 1, None, None
-    if figures.drives is not None:
-        number, each = split_count(figures.drives, f"--tier {text!r}")
+    if tier.drives is not None:
+        number, each = split_count(tier.drives, f"--tier {text!r}")
         drives = 1 if number is None or tier.is_remote else number
         if each[:1].isdigit():
             drive_bytes = (number or 1) * _bytes(f"--tier {text!r}", each)
         else:
-            parts = find_parts(figures.drives, f"--tier {text!r}", "drive")
+            parts = find_parts(tier.drives, f"--tier {text!r}", "drive")
             drive_bytes = parts.capacity_bytes
     known = [
-        TierSpeed(figures.read_bytes_per_s, figures.write_bytes_per_s, figures.latency_s, "--tier"),
+        TierSpeed(tier.read_bytes_per_s, tier.write_bytes_per_s, tier.latency_s, "--tier"),
         parts.speed if parts else UNKNOWN,
         probe.speed(tier.name, is_remote=tier.is_remote).times(drives) if probe else UNKNOWN,
         gpu.speed if gpu and tier.kind == HOST else UNKNOWN,
@@ -167,14 +166,14 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     ]
     speeds: dict[str, Any] = {}
     sources = {"capacity_bytes": f"default of {tier.kind}" if tier.is_default else "--tier"}
-    if figures.capacity_bytes is None and parts is not None:
+    if tier.capacity_bytes is None and parts is not None:
         sources["capacity_bytes"] = parts.source
     for field in ("read_bytes_per_s", "write_bytes_per_s", "latency_s"):
         best = next(it for it in known if getattr(it, field) is not None)
         speeds[field], sources[field] = getattr(best, field), best.source
     return TierSpec(
         name=tier.name,
-        capacity_bytes=(drive_bytes or 0) if figures.capacity_bytes is None else figures.capacity_bytes,
+        capacity_bytes=(drive_bytes or 0) if tier.capacity_bytes is None else tier.capacity_bytes,
         is_shared=tier.is_remote,
         is_remote=tier.is_remote,
         drive_bytes=drive_bytes,

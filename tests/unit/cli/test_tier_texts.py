@@ -66,7 +66,7 @@ def test_figures_of_a_text_are_those_of_the_whole_tier():
     assert (drives["disk.count"], drives["disk.read_bytes_per_s"]) == (4, 10e9)
     assert (drives["host.channels"], drives["host.channel_bytes_per_s"]) == (1, 10**11)
     assert parse_tier("disk=4xpm1753?read=40GB/s").read_bytes_per_s == 40e9
-    assert describe("s3=4PiB", SettingOrigin("", "--tier")).figures.capacity_bytes == 4 << 50
+    assert describe("s3=4PiB", SettingOrigin("", "--tier")).capacity_bytes == 4 << 50
 
 
 COMMANDS = [
