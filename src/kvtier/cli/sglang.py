@@ -11,13 +11,11 @@ from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.options import OutputFile, Quantity, tell_written
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
-from kvtier.config.tier_list import spec
 from kvtier.connect.sglang.installed import (
     BACKEND,
     EXTRA,
     PAGE_TOKENS,
     UNUSED,
-    Environment,
     check_version,
     is_supported,
     look,
@@ -25,9 +23,6 @@ from kvtier.connect.sglang.installed import (
 from kvtier.errors import ConfigError
 from kvtier.report.output import write_file
 
-directory_option = click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
-)
 python_option = click.option(
     "--python",
     type=click.Path(path_type=Path),
@@ -41,14 +36,12 @@ def sglang() -> None:
 
 
 @sglang.command(name="config")
-@directory_option
 @tier_option
 @click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
 @click.option("--page-size", type=click.IntRange(1, 1 << 16), default=PAGE_TOKENS, show_default=True, help="Tokens.")
 @click.option("--file", type=OutputFile(), metavar="FILE", help="Write the JSON to FILE, and print @FILE instead.")
 @python_option
 def config_command(
-    directory: Path | None,
     tiers: tuple[str, ...],
     flags: tuple[str, ...],
     page_size: int,
@@ -65,7 +58,7 @@ def config_command(
     python -m sglang.launch_server --model-path MODEL \\
         $(kvtier sglang config --file kv.json --tier disk:/mnt/nvme/kv)
     """  # noqa: D301 - \b is click's mark for lines that are kept
-    loaded = load(flags=flags, tiers=tiers if directory is None else (*tiers, spec("directory", directory)))
+    loaded = load(flags=flags, tiers=tiers)
     text = json.dumps({**BACKEND, **given(loaded)}, separators=(",", ":"))
     found = [*notes(loaded, UNUSED), *_environment_notes(loaded.config, python, server_flags(page_size, text))]
     if file is not None:
@@ -104,11 +97,6 @@ def _environment_notes(config: Config, python: Path | None, flags: list[str]) ->
     environment = look(python, ["--model-path", "dummy", *flags])
     if environment.refused:
         raise ConfigError(f"SGLang {environment.version} does not take these flags: {environment.refused}")
-    return [*found, *_doubts(environment, python)]
-
-
-def _doubts(environment: Environment, python: Path | None) -> list[str]:
-    found: list[str] = []
     if not environment.has_kvtier:
         found.append(f"kvtier is not installed in the environment of {python}: the server does not start before it is")
     if not is_supported(environment.version or ""):
@@ -118,14 +106,12 @@ def _doubts(environment: Environment, python: Path | None) -> list[str]:
 
 @sglang.command()
 @click.argument("arguments", nargs=-1, metavar="[-- SERVER_FLAGS...]", type=click.UNPROCESSED)
-@directory_option
 @tier_option
 @python_option
 @click.option("--prompt-tokens", type=Quantity(), help="Tokens of the prompt that is not found.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     arguments: tuple[str, ...],
-    directory: Path | None,
     tiers: tuple[str, ...],
     python: Path | None,
     prompt_tokens: int | None,
@@ -141,5 +127,4 @@ def doctor(
     from kvtier.cli.doctor_findings import report
     from kvtier.cli.sglang_doctor import examine
 
-    tiers = tiers if directory is None else (*tiers, spec("directory", directory))
     return report(examine(arguments, tiers, python, prompt_tokens), as_json=as_json)

@@ -118,7 +118,9 @@ def bad(findings: list[dict[str, str]]) -> list[str]:
 
 
 def test_config_prints_flags_to_paste_and_nothing_else(config, environment, tmp_path):
-    code, out, err = config("--dir", tmp_path / "k v", "--set", "limits.stores_in_flight=7", "--page-size", 32)
+    code, out, err = config(
+        "--tier", f"directory:{tmp_path}/k v", "--set", "limits.stores_in_flight=7", "--page-size", 32
+    )
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
     *flags, text = shlex.split(out)
@@ -140,11 +142,11 @@ def test_config_prints_flags_to_paste_and_nothing_else(config, environment, tmp_
 
 def test_config_writes_a_file_that_sglang_reads(config, environment, tmp_path):
     file = tmp_path / "kv.json"
-    code, out, _ = config("--dir", tmp_path / "kv", "--file", file)
+    code, out, _ = config("--tier", f"directory:{tmp_path}/kv", "--file", file)
     assert code == 0
     assert out.split()[-1] == f"@{file}"
     assert read_extra(f"@{file}")["tiers"] == [{"kind": "directory", "path": str(tmp_path / "kv")}]
-    assert config("--dir", tmp_path / "kv", "--file", tmp_path / "kv.conf")[0] == 2
+    assert config("--tier", f"directory:{tmp_path}/kv", "--file", tmp_path / "kv.conf")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_wrong_setting_is_refused(config, environment, flag, message):
 
 
 def test_without_sglang_the_flags_are_printed_with_a_note(config, tmp_path):
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert code == 0
     assert out.startswith("--enable-hierarchical-cache ")
     assert err == "note: SGLang is not installed in this environment, so the flags were not checked\n"
@@ -171,17 +173,17 @@ def test_without_sglang_the_flags_are_printed_with_a_note(config, tmp_path):
 
 def test_a_release_that_was_not_tested_is_an_error_unless_it_is_allowed(config, environment, tmp_path):
     environment.version = "0.5.24"
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert (code, out) == (2, "")
     assert "SGLang 0.5.24 is not supported by this release of kvtier; allowed: 0.5.23" in err
-    code, out, err = config("--dir", tmp_path / "kv", "--set", "sglang.unsupported=allow")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv", "--set", "sglang.unsupported=allow")
     assert code == 0
     assert "SGLang 0.5.24 is not supported" in err
 
 
 def test_flags_that_sglang_refuses_are_an_error(config, environment, tmp_path):
     environment.refused = "unrecognized arguments: --hicache-storage-backend"
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert (code, out) == (2, "")
     assert "does not take these flags: unrecognized arguments" in err
 

@@ -144,7 +144,7 @@ def test_config_refuses_a_prefill_server_that_would_store_late(config, engine):
 
 def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_path):
     code, out, err = config(
-        "--dir", tmp_path / "kv", "--set", "host.capacity_bytes=64MiB", "--set", "limits.stores_in_flight=7"
+        "--tier", f"directory:{tmp_path}/kv", "--set", "host.capacity_bytes=64MiB", "--set", "limits.stores_in_flight=7"
     )
     assert (code, err) == (0, f"note: {support.SHUTDOWN}\n")
     assert out.count("\n") == 1
@@ -164,7 +164,7 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
 
 def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _, out, _ = config("--dir", "kv")
+    _, out, _ = config("--tier", "directory:kv")
     assert json.loads(out)["kv_connector_extra_config"] == {
         "tiers": [{"kind": "directory", "path": str(tmp_path / "kv")}]
     }
@@ -191,9 +191,9 @@ def test_a_wrong_setting_is_refused(config, engine, flag, message):
 
 def test_a_tier_that_cannot_be_opened_is_refused_where_the_server_needs_it(config, engine, tmp_path):
     (tmp_path / "kv").write_text("a file")
-    code, _, err = config("--dir", tmp_path / "kv")
+    code, _, err = config("--tier", f"directory:{tmp_path}/kv")
     assert (code, "is not a directory" in err) == (0, True), "the server starts without it, and opens it later"
-    code, out, err = config("--dir", tmp_path / "kv", "--set", "tiers.directory.required=true")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv", "--set", "tiers.directory.required=true")
     assert (code, out) == (2, "")
     assert "is not a directory" in err
 
@@ -208,7 +208,7 @@ def test_the_engine_refuses_the_same_before_it_loads_weights(engine, wrong):
 
 def test_a_secret_of_the_environment_stays_there(config, engine, tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_STORE__SECRET", SECRET)
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert code == 0
     assert "store.secret is also set by environment KVTIER_STORE__SECRET" in err
     assert SECRET not in out + err
@@ -216,7 +216,7 @@ def test_a_secret_of_the_environment_stays_there(config, engine, tmp_path, monke
 
 def test_without_vllm_the_line_is_printed_with_a_note(config, engine, tmp_path):
     engine.version = None
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert code == 0
     assert json.loads(out)
     assert err.endswith("note: vLLM is not installed here, so its release was not checked\n")
@@ -224,7 +224,7 @@ def test_without_vllm_the_line_is_printed_with_a_note(config, engine, tmp_path):
 
 def test_a_release_that_is_not_supported_is_an_error(config, engine, tmp_path):
     engine.version = "0.31.2"
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert (code, out) == (2, "")
     assert "vLLM 0.31.2 is not supported" in err
 
@@ -252,7 +252,7 @@ def test_a_healthy_server_is_fine(doctor, engine, tmp_path):
     ],
 )
 def test_the_doctor_finds_a_wrong_configuration(doctor, engine, tmp_path, changes, about):
-    _, findings = doctor(transfer(fill(tmp_path / "kv"), **changes), "--dir", tmp_path / "kv")
+    _, findings = doctor(transfer(fill(tmp_path / "kv"), **changes), "--tier", f"directory:{tmp_path}/kv")
     assert bad(findings) == [about]
 
 
@@ -280,7 +280,9 @@ def test_the_doctor_finds_a_wrong_release(doctor, engine, tmp_path, version):
 
 
 def test_quotes_that_the_shell_took_are_found_and_not_repeated(doctor, engine, tmp_path):
-    _, findings = doctor("{kv_connector:KvtierConnector,store.secret:" + SECRET + "}", "--dir", fill(tmp_path / "kv"))
+    _, findings = doctor(
+        "{kv_connector:KvtierConnector,store.secret:" + SECRET + "}", "--tier", f"directory:{fill(tmp_path / 'kv')}"
+    )
     assert bad(findings) == ["--kv-transfer-config"]
     assert SECRET not in json.dumps(findings)
 
