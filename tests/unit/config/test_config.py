@@ -91,14 +91,6 @@ def test_by_default_the_process_environment_is_read(monkeypatch):
     assert load().config.limits.stores_in_flight == 77
 
 
-def test_a_wrong_value_names_itself_its_origin_and_what_is_allowed():
-    refused(
-        "host.capacity_bytes = '12 parsecs' (from environment KVTIER_HOST__CAPACITY_BYTES): not a size; "
-        "allowed: bytes as an integer, or a number with KiB, MiB, GiB, TiB, kB, MB, GB, TB",
-        environ={"KVTIER_HOST__CAPACITY_BYTES": "12 parsecs"},
-    )
-
-
 def test_a_value_that_a_later_layer_replaces_is_still_checked():
     refused(
         "limits.stores_in_flight = 'many'",

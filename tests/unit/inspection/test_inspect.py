@@ -21,7 +21,6 @@ from kvtier.layout import GroupLayout, History, Part
 from kvtier.tier import store_notes as notes
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.registry import built_in
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (6000, 5000, 4096), "test/pages")
@@ -425,25 +424,6 @@ def test_purge_asks_and_takes_no_for_an_answer(store):
     assert list(store.iterdir()) == []
 
 
-def test_people_get_tables(store, capsys):
-    break_in_every_way(store)
-    for arguments, words in (
-        (["ls", str(store), "--limit", "4"], ["fingerprint", "tokens"]),
-        (["stat", str(store)], ["objects", "in use", MODELS[0].hex()[:12]]),
-        (["show", str(store), name_of(8).hex()], [name_of(8).hex(), "checksum", "raw"]),
-        (
-            ["verify", str(store)],
-            ["6 bad", "belongs to another object", "damaged, would be dropped", "1 unreadable here"],
-        ),
-        (["verify", str(store), "--repair"], ["6 dropped", "damaged, dropped: ", "unreadable here, kept: "]),
-        (["purge", str(store), "--yes"], ["4 objects", "removed"]),
-    ):
-        assert run(["inspect", *arguments]) in {0, 1}
-        told = capsys.readouterr().out
-        for word in words:
-            assert word in told
-
-
 def test_progress_goes_to_stderr_and_only_to_a_terminal(store):
     command = [sys.executable, "-m", "kvtier.cli.main", "inspect", "verify", str(store), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -507,9 +487,3 @@ def test_a_configured_tier_is_inspected_by_its_name(tmp_path, capsys, monkeypatc
     assert run(["inspect", "repair", "archive"]) == 0
     assert run(["inspect", "ls", "attic"]) == 2
     assert run(["inspect", "ls", str(tmp_path / "kv"), "--set", "tiers.attic.read_threads=2"]) == 2
-
-
-def test_the_help_lists_every_kind(capsys):
-    run(["inspect", "--help"])
-    shown = capsys.readouterr().out
-    assert all(kind in shown for kind in built_in())
