@@ -109,7 +109,7 @@ def test_a_raw_client_that_fails_is_one_clear_error(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("nonsense", "not of the form [NAME=]KIND:WHERE?key=value"),
+        ("nonsense", "unknown kind; known here: directory"),
         ("drawer:/x", "unknown kind"),
         ("directory:", "tiers.directory.path (from flag KIND:WHERE): missing"),
         ("directory:/x?size=3", "tiers.directory.size (from flag KIND:WHERE): unknown setting"),
