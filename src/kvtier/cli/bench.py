@@ -249,9 +249,10 @@ def tier_command(
 
 
 def _read_percent(mix: str) -> int:
-    reads, slash, writes = mix.partition("/")
-    if not slash or not reads.isdecimal() or not writes.isdecimal() or int(reads) + int(writes) != 100:
-        raise ConfigError(f"--mix {mix}: allowed: reads/writes in per cent that add up to 100, such as 92/8")
-    if not 1 <= int(reads) <= 99:
-        raise ConfigError(f"--mix {mix}: allowed: 1/99 to 99/1; store and load alone are always measured")
+    reads, _, writes = mix.partition("/")
+    if not (reads.isdecimal() and writes.isdecimal() and int(reads) + int(writes) == 100 and 1 <= int(reads) <= 99):
+        raise ConfigError(
+            f"--mix {mix}: allowed: reads/writes in per cent that add up to 100, from 1/99 to 99/1, such as 92/8; "
+            "store and load alone are always measured"
+        )
     return int(reads)

@@ -9,27 +9,21 @@ from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, WorkDirect
 from kvtier.cli.reading import reading_options
 
 
-def _conversation_options(command: Any) -> Any:  # noqa: ANN401 - click's decorators
-    """LMBenchmark's words, each over the preset's value."""
-    helps = {
-        "users": "Users at a time.",
-        "rounds": "Questions of a user.",
-        "system": "Tokens of the system prompt, which all users share.",
-        "history": "Tokens of the document that a user's first question brings along.",
-        "question": "Tokens of a question.",
-        "answer": "Tokens of an answer.",
-    }
-    for name in reversed(helps):
-        command = click.option(f"--{name}", type=Quantity(), help=f"{helps[name]}  [the preset's]")(command)
-    return command
-
-
 @click.command()
 @click.option("--preset", help="Workload: dell, samsung, single-shot.  [dell, without --trace]")
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="Replay a recorded trace, in any format of kvtier replay."
 )
-@_conversation_options
+@click.option("--users", type=Quantity(), help="Users at a time.  [the preset's]")
+@click.option("--rounds", type=Quantity(), help="Questions of a user.  [the preset's]")
+@click.option("--system", type=Quantity(), help="Tokens of the system prompt, which all users share.  [the preset's]")
+@click.option(
+    "--history",
+    type=Quantity(),
+    help="Tokens of the document that a user's first question brings along.  [the preset's]",
+)
+@click.option("--question", type=Quantity(), help="Tokens of a question.  [the preset's]")
+@click.option("--answer", type=Quantity(), help="Tokens of an answer.  [the preset's]")
 @click.option(
     "--rate",
     "rates",

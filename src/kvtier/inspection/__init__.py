@@ -29,25 +29,8 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
         TierError: it cannot be opened.
     """
     tier = _named_tier(where)
-    return open_tier(tier, settings) if tier is not None else StoreInspector([_view_at(Path(str(where)))], str(where))
-
-
-def _named_tier(where: str | Path | TierSettings) -> TierSettings | None:
-    """The tier of settings or of a text; None: `where` is a path."""
-    if isinstance(where, TierSettings):
-        return where
-    text = str(where)
-    is_text = tier_list.is_spec(text) and not Path(text).exists()
-    return tier_list.parse(text, without_login(text).partition("?")[0]) if is_text else None  # settings may be secret
-
-
-def open_tier(tier: TierSettings, settings: Callable[[], Loaded] = load) -> StoreInspector:
-    """The inspector of a tier's store, or of the stores of all its ranks.
-
-    Raises:
-        ConfigError: there is no store of a known version.
-        TierError: it cannot be opened.
-    """
+    if tier is None:
+        return StoreInspector([_view_at(Path(str(where)))], str(where))
     kind = registry.kind_of(tier)
     place = str(getattr(tier, kind.where))
     if kind.inspect is not None:
@@ -64,6 +47,15 @@ def open_tier(tier: TierSettings, settings: Callable[[], Loaded] = load) -> Stor
     if not views and not kind.is_shared(tier):  # a shared one is empty until the first store
         raise ConfigError(f"{place} holds no store of kind {kind.name}")
     return StoreInspector(views, place)
+
+
+def _named_tier(where: str | Path | TierSettings) -> TierSettings | None:
+    """The tier of settings or of a text; None: `where` is a path."""
+    if isinstance(where, TierSettings):
+        return where
+    text = str(where)
+    is_text = tier_list.is_spec(text) and not Path(text).exists()
+    return tier_list.parse(text, without_login(text).partition("?")[0]) if is_text else None  # settings may be secret
 
 
 def repair_store(where: str | Path | TierSettings) -> list[str]:
