@@ -8,25 +8,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier import size
-from kvtier.config.schema import near
 from kvtier.config.tier_list import HOST, SettingOrigin, describe
 from kvtier.config.value_types import parse_size, within
 from kvtier.errors import ConfigError
-from kvtier.plan.hardware import HardwareItem, catalogue, split_count
-from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
+from kvtier.plan.hardware import HardwareItem, find, split_count
+from kvtier.plan.inputs import GpuInputs, SoftwareInputs
 from kvtier.plan.model_cost import model_cost
 from kvtier.plan.probe_record import fastest, read_links, round_trip
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import TierSpec
 
 _FLOPS_SHARE = GpuInputs().flops_share
-_SHARES = {"gpu": SoftwareInputs().link_share, "memory": HostInputs().share}
-"""Usable share of a data sheet's bandwidth by kind of part, as in `kvtier plan`."""
+_LINK_SHARE = SoftwareInputs().link_share
+"""Usable share of a data sheet's bandwidth of a GPU's link, as in `kvtier plan`."""
 _BANDWIDTHS = {
     "drive": ("read_bytes_per_s", "write_bytes_per_s"),
     "gpu": ("link_bytes_per_s", "link_bytes_per_s"),
-    "memory": ("channel_bytes_per_s", "channel_bytes_per_s"),
-    "network": ("adapter_bytes_per_s", "adapter_bytes_per_s"),
 }
 """Fields of the catalogue by kind of part: reads, writes."""
 _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
@@ -82,29 +79,25 @@ class Parts(NamedTuple):
     @property
     def speed(self) -> TierSpeed:
         """Speed of all parts together; for a GPU, of its link to the host."""
-        share = _SHARES.get(self.item.kind, 1.0)
+        share = _LINK_SHARE if self.item.kind == "gpu" else 1.0
         note = "" if share == 1 else f", {share:.0%} of it"
         read, write = (self.number * share * float(self.item.values[name]) for name in _BANDWIDTHS[self.item.kind])
         return TierSpeed(read, write, None, self.source + note)
 
 
-def find_parts(text: str, option: str, kind: str = "") -> Parts:
+def find_parts(text: str, option: str, kind: str) -> Parts:
     """The parts of ``pm1753`` or ``4xpm1753``; case and underscores do not matter.
 
     Args:
         text: number and name.
         option: for messages.
-        kind: gpu, drive, memory or network; empty: any.
+        kind: ``gpu`` or ``drive``.
 
     Raises:
         ConfigError: the catalogue has no such part of this kind.
     """
     number, name = split_count(text, option)
-    known = {name: item for of, items in catalogue().items() if kind in ("", of) for name, item in items.items()}
-    name = name.lower().replace("_", "-")
-    if name not in known:
-        raise ConfigError(f"{option}: {text!r} is not a {kind or 'part'} of the catalogue{near(name, sorted(known))}")
-    return Parts(number or 1, known[name])
+    return Parts(number or 1, find(kind, name, option))
 
 
 class ProbedSpeeds:

@@ -117,8 +117,8 @@ def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
         (("--tier", "disk=10 apples"), "10 apples"),
         (("--tier", "10TB"), "KIND=SIZE"),
         (("--tier", "disk=0TB"), "capacity_bytes is 0; allowed: above 0"),
-        (("--tier", "disk=-5TB"), "'-5TB' is not a drive of the catalogue"),
-        (("--tier", "disk=4xpm17"), "'4xpm17' is not a drive of the catalogue"),
+        (("--tier", "disk=-5TB"), "disk.name = '-5TB' (from --tier 'disk=-5TB'): not in the catalogue"),
+        (("--tier", "disk=4xpm17"), "not in the catalogue of drives"),
     ],
 )
 def test_options_that_are_wrong(capsys, arguments, named):
