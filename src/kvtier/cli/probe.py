@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtier.bench.record import RecordedSetting, make_record
-from kvtier.cli.config import tier_option
+from kvtier.cli.config import settings_options
 from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
 from kvtier.cli.signals import ended_by_signals
 from kvtier.config.loader import Loaded, load
@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     type=WorkDirectory(),
     help="Measure each kind of tier that keeps files in this directory, instead of the configured ones.",
 )
-@click.option(
-    "--file",
-    "--config",
-    "file",
-    type=click.Path(path_type=Path),
-    help="TOML file of settings [default: $KVTIER_CONFIG].",
-)
-@tier_option
-@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+@settings_options
 @click.option("--quick", is_flag=True, help="Measure two sizes and two depths, in a fraction of the time and bytes.")
 @click.option("--size", "sizes", type=Bytes(), multiple=True, help="Size of an object, repeatable.")
 @click.option(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli.config import tier_option
+from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.options import OutputFile, Quantity, tell_written
 from kvtier.config.loader import load
@@ -37,7 +37,7 @@ def sglang() -> None:
 
 @sglang.command(name="config")
 @tier_option
-@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+@set_option
 @click.option("--page-size", type=click.IntRange(1, 1 << 16), default=PAGE_TOKENS, show_default=True, help="Tokens.")
 @click.option("--file", type=OutputFile(), metavar="FILE", help="Write the JSON to FILE, and print @FILE instead.")
 @python_option

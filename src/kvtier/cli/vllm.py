@@ -5,7 +5,7 @@ import shlex
 
 import click
 
-from kvtier.cli.config import tier_option
+from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import Config
@@ -24,7 +24,7 @@ def vllm() -> None:
 
 @vllm.command(name="config")
 @tier_option
-@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+@set_option
 @click.option(
     "--role",
     type=click.Choice(list(ROLES)),
