@@ -90,19 +90,6 @@ class StoreStat(Usage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SectionRow:
-    """One line of a section table."""
-
-    layer: int
-    payload_offset: int
-    raw_bytes: int
-    offset: int
-    stored_bytes: int
-    checksum: str
-    codec: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectView:
     """One object's head and section table."""
 
@@ -115,7 +102,8 @@ class ObjectView:
     raw_bytes: int | None = None
     layers: int | None = None
     layout: str | None = None
-    sections: list[SectionRow] = field(default_factory=list[SectionRow])
+    sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
+    """The section table: the fields of `codec.head.Section`, with checksum and codec as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,15 +252,7 @@ class StoreInspector:
             layers=head.layers,
             layout=head.identity.layout_digest.hex(),
             sections=[
-                SectionRow(
-                    layer=section.layer,
-                    payload_offset=section.payload_offset,
-                    raw_bytes=section.raw_bytes,
-                    offset=section.offset,
-                    stored_bytes=section.stored_bytes,
-                    checksum=f"{section.checksum:016x}",
-                    codec=_codec_name(section.codec),
-                )
+                section._asdict() | {"checksum": f"{section.checksum:016x}", "codec": _codec_name(section.codec)}
                 for section in head.sections
             ],
         )
