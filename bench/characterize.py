@@ -39,7 +39,7 @@ from kvtier.characterize.events import NO_PROCESS, IoLayer, IoTrace, transfers
 from kvtier.characterize.measures import IoMeasures, measure
 from kvtier.characterize.objects import ObjectLog, WriteAmplification, read_objects, write_amplification
 from kvtier.cli.options import Bytes, WorkDirectory, tell_written
-from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.signals import ended_by_signals
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.report.chart import Chart, Colours, write_charts

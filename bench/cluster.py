@@ -35,7 +35,7 @@ from kvtier.bench.record import make_record
 from kvtier.bench.repeats import repeated
 from kvtier.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
 from kvtier.cli.options import Bytes
-from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.signals import ended_by_signals
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress, write_json

@@ -98,8 +98,9 @@ def setups(trace: TraceArrays, options: Options) -> dict[float | None, list[Tier
     def setup(speed: float | None, share: float) -> TieredSetup:
         texts = [f"host={_kib(share * host_tokens * token_bytes)}", f"disk={_kib(disk_tokens * token_bytes)}"]
         if speed is not None:
-            speeds = f"read={speed:g}GB/s,write={options.writes or speed:g}GB/s,latency={options.latency},remote"
-            texts.append(f"further={_kib(FURTHER * distinct * token_bytes)},{speeds}")
+            speeds = f"read={speed:g}GB/s&write={options.writes or speed:g}GB/s&latency={options.latency}"
+            size_text = _kib(FURTHER * distinct * token_bytes)
+            texts.append(f"further=shared_directory?capacity={size_text}&{speeds}")
         return TieredSetup(
             tiers=tuple(parse_tier(text, gpu=parts) for text in texts),
             token_bytes=token_bytes,

@@ -29,7 +29,7 @@ from kvtier.bench.fio import Fio, has_fio
 from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, WorkDirectory, tell_written
-from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.signals import ended_by_signals
 from kvtier.config.sections import Config, HostConfig
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout

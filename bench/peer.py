@@ -32,7 +32,7 @@ from kvtier.bench.io_workloads import FullTier
 from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, WorkDirectory, tell_written
-from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.signals import ended_by_signals
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress, write_json

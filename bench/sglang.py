@@ -36,7 +36,7 @@ from kvtier.bench.fio import Fio, has_fio
 from kvtier.bench.ratio import Span, ratio, ratio_text
 from kvtier.bench.record import make_record
 from kvtier.cli.options import WorkDirectory, tell_written
-from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.signals import ended_by_signals
 from kvtier.connect.sglang.installed import check_version, installed
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress, write_json

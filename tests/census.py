@@ -32,8 +32,8 @@ COMMANDS = {
     "bench io --help": "bench io --help",
     "inspect": "inspect stat {out}",
     "probe": "probe --quick --dir {out} --seconds 0.02s --bytes 64MiB",
-    "sglang config": "sglang config --dir {out}",
-    "vllm config": "vllm config --dir {out}",
+    "sglang config": "sglang config --tier directory:{out}",
+    "vllm config": "vllm config --tier directory:{out}",
 }
 PROBE = """
 import sys

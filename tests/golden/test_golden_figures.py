@@ -34,7 +34,7 @@ CAPACITIES = {
     "mooncake_synthetic_runs": "300k,1M",
     "taubench_airline_b64": "20k,60k",
 }
-TIERED = "--tier host=1GiB --tier disk=32GiB,read=3GB/s,write=1GB/s --model llama-3.1-8b --gpu 1xh100-sxm --policy lru"
+TIERED = "--tier host=1GiB --tier disk=32GiB?read=3GB/s&write=1GB/s --model llama-3.1-8b --gpu 1xh100-sxm --policy lru"
 TOKENS = 32_768
 PLANS = {
     "samsung": {"example": "samsung"},

@@ -34,7 +34,7 @@ def config(*arguments: str) -> str:
 def test_the_server_streams_restarts_and_hits(checkpoints: Path, start: Start, tmp_path: Path) -> None:
     plain = start("llama").ask_in_turn(LONG, SHORT, count=16)
     given = config(
-        "--dir", str(tmp_path / "kv"), "--set", "host.capacity_bytes=64MiB", "--set", "planner.enabled=false"
+        "--tier", f"directory:{tmp_path}/kv", "--set", "host.capacity_bytes=64MiB", "--set", "planner.enabled=false"
     )
     sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
     for turn in range(2):
@@ -58,7 +58,7 @@ def told_by(server: Server, name: str) -> float:
 
 @pytest.mark.vllm_core
 def test_the_printed_configuration_works_as_it_is(start: Start, tmp_path: Path) -> None:
-    given = json.loads(config("--dir", str(tmp_path / "kv")))
+    given = json.loads(config("--tier", f"directory:{tmp_path}/kv"))
     assert given["kv_connector"] == "KvtierConnector"
     assert given["kv_load_failure_policy"] == "recompute"
     engine = start("llama", given)
@@ -128,7 +128,9 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
         "host.capacity_bytes=64MiB",
         "log.level=info",
     )
-    given = json.loads(config("--dir", str(small_disk / "kv"), *(part for it in limits for part in ("--set", it))))
+    given = json.loads(
+        config("--tier", f"directory:{small_disk}/kv", *(part for it in limits for part in ("--set", it)))
+    )
     given |= {"kv_load_failure_policy": "fail"}
     sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
     remount(small_disk, "ro")

@@ -4,10 +4,10 @@ import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -290,15 +290,13 @@ def trial_settings(word: str, root: Path) -> TierSettings:
     Raises:
         ConfigError: the kind is unknown or has no temporary stores, or a setting is wrong.
     """
-    settings = tier_list.parse(word, "--tier") if tier_list.is_spec(word) else None
-    kind = registry.by_name(word if settings is None else settings.kind, "--tier")
+    kind = tier_list.kind_of(word, "--tier")
     if kind.open_trial is None:
         raise ConfigError(
             f"--tier {word}: tiers of kind {kind.name} have no temporary store to measure; `kvtier bench tier` uses "
             "the store itself"
         )
-    place: dict[str, Any] = {kind.where: root}
-    return kind.settings(**place) if settings is None else replace(settings, **place)
+    return tier_list.parse(word, "--tier", where=root)
 
 
 def open_trial(word: str, root: Path, count: int, frame: int) -> Tier:

@@ -6,11 +6,14 @@ from typing import Any
 
 import click
 
+from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.cli.bench_serve import serve
-from kvtier.cli.options import Bytes, OutputFile, WorkDirectory, origin, tell_written
-from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.options import Bytes, OutputFile, WorkDirectory, origin, tell_written, tier_option
+from kvtier.cli.signals import ended_by_signals
+from kvtier.config import tier_list
+from kvtier.config.loader import load
 from kvtier.errors import ConfigError
-from kvtier.report.output import print_json, progress
+from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
 
 RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) to FILE."
@@ -32,8 +35,6 @@ bench.add_command(serve)
 def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     """Measure the CPU time of a prompt of 131,072 tokens before a byte moves: hashing, lookup, decisions."""
     from kvtier.bench import core as benchmark
-    from kvtier.bench.record import RecordedSetting, make_record
-    from kvtier.report.output import write_json
 
     with progress("core", repeats) as advance:
         result = benchmark.run(repeats, seed, advance)
@@ -78,13 +79,9 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     type=click.IntRange(1, 64),
     help="Number of threads to try, repeatable. [default: 4; with --thorough: 1, 2, 4]",
 )
-@click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    metavar="KIND|KIND:WHERE?KEY=VALUE",
-    help="Tier to measure, repeatable; in a temporary directory in --dir, whatever WHERE says. [default: each built-in "
-    "kind that keeps files]",
+@tier_option(
+    "Tier to measure, repeatable; in a temporary directory in --dir, whatever WHERE says. [default: each built-in "
+    "kind that keeps files]"
 )
 @click.option(
     "--mix",
@@ -117,7 +114,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
 )
 @click.option("--all", "keep_all", is_flag=True, help="Show every thread count, not only the best.")
 @click.option("--fresh", is_flag=True, help="Store to new files instead of into a full tier.")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report.")
+@click.option("--report", type=OutputFile("report"), help="Also write an HTML report.")
 @click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def io(
@@ -130,13 +127,7 @@ def io(
 ) -> None:
     """Measure stores and cold loads through the whole path, next to memcpy and fio in the same run."""
     from kvtier.bench import io as benchmark
-    from kvtier.bench.record import RecordedSetting, make_record
-    from kvtier.report.output import write_json
 
-    if report is not None:
-        from kvtier.report.output import check_matplotlib
-
-        check_matplotlib("--report")
     percents = [_read_percent(mix) for mix in given["mixes"]]
     is_thorough: bool = given["thorough"]
     is_quick = not is_thorough and not any(given[it] for it in ("sizes", "threads", "repeats", "sample_bytes", "mixes"))
@@ -231,11 +222,7 @@ def tier_command(
     The tier is written as --tier takes it, such as disk:/mnt/nvme or s3:BUCKET/PREFIX?endpoint=https://HOST. Objects go
     to a temporary store on the same file system, or to a random prefix of the store, and are removed at the end.
     """
-    from kvtier.bench.record import RecordedSetting, make_record
     from kvtier.bench.tier import IN_FLIGHT, SIZES, TierBench, table
-    from kvtier.config import tier_list
-    from kvtier.config.loader import load
-    from kvtier.report.output import write_json
 
     it = TierBench(
         settings=tier_list.parse(url, "KIND:WHERE"),
@@ -262,9 +249,10 @@ def tier_command(
 
 
 def _read_percent(mix: str) -> int:
-    reads, slash, writes = mix.partition("/")
-    if not slash or not reads.isdecimal() or not writes.isdecimal() or int(reads) + int(writes) != 100:
-        raise ConfigError(f"--mix {mix}: allowed: reads/writes in per cent that add up to 100, such as 92/8")
-    if not 1 <= int(reads) <= 99:
-        raise ConfigError(f"--mix {mix}: allowed: 1/99 to 99/1; store and load alone are always measured")
+    reads, _, writes = mix.partition("/")
+    if not (reads.isdecimal() and writes.isdecimal() and int(reads) + int(writes) == 100 and 1 <= int(reads) <= 99):
+        raise ConfigError(
+            f"--mix {mix}: allowed: reads/writes in per cent that add up to 100, from 1/99 to 99/1, such as 92/8; "
+            "store and load alone are always measured"
+        )
     return int(reads)

@@ -1,19 +1,17 @@
 """`kvtier characterize`: what storage sees of a command, of processes or of a whole device."""
 
 import signal
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
 from kvtier.cli.options import Duration, OutputFile, tell_written
+from kvtier.cli.signals import noted_signals
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
-from kvtier.report.output import check_matplotlib, print_json
+from kvtier.report.output import print_json
 
 if TYPE_CHECKING:
     from kvtier.characterize.events import IoTrace
@@ -39,7 +37,7 @@ STDERR = 2
 )
 @click.option(
     "--seconds",
-    type=Duration(),
+    type=Duration(least_s=1e-3),
     help="How long; a COMMAND that still runs is ended then.  [until COMMAND ends; without one 10s]",
 )
 @click.option(
@@ -58,7 +56,7 @@ STDERR = 2
     metavar="FILE",
     help="kvtier's journal, read after the capture: the tier's write amplification. Repeatable.",
 )
-@click.option("--report", type=OutputFile(), metavar="FILE.html", help="Also write an HTML report with charts.")
+@click.option("--report", type=OutputFile("report"), metavar="FILE.html", help="Also write an HTML report with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; the output of COMMAND goes to stderr.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def characterize(
@@ -80,10 +78,6 @@ def characterize(
     """
     from kvtier.characterize.capture import CaptureSettings, run
 
-    if report is not None:
-        check_matplotlib("--report")
-    if seconds is not None and seconds <= 0:
-        raise ConfigError(f"--seconds {seconds:g}: allowed: more than 0")
     if inputs:
         if device is not None or pids or seconds is not None or command or journals:
             raise ConfigError("--input is a recording: allowed with it are --report and --json")
@@ -98,7 +92,7 @@ def characterize(
         seconds=SECONDS if seconds is None and not command else seconds,
         output=STDERR if as_json else None,
     )
-    with _noted_signals() as noted:
+    with noted_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as noted:
         captured = run(settings, lambda: noted() is not None)
         ended_by = noted()
     shown: dict[str, object] = {"command": list(command), "exit_code": captured.exit_code} if command else {}
@@ -107,26 +101,6 @@ def characterize(
     if ended_by is not None:
         return 128 + ended_by
     return 1 if command and captured.exit_code else 0
-
-
-@contextmanager
-def _noted_signals() -> Generator[Callable[[], int | None]]:
-    """Yield a function that returns the signal that asked for the end. The second signal ends the process as usual."""
-    seen: int | None = None
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        seen = number
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {it: signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield lambda: seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _joined(trace: "IoTrace", journals: tuple[Path, ...]) -> dict[str, object]:

@@ -1,12 +1,12 @@
 """`kvtier config`: the settings, their origins, and checks against this machine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvtier.cli import options
 from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.machine_checks import Finding, check
 from kvtier.config.schema import Setting
@@ -15,68 +15,43 @@ from kvtier.config.tier_list import FORM
 from kvtier.config.value_types import Hidden
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
-from kvtier.tier.registry import TierSettings
 from kvtier.tier.registry import names as kinds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """One setting as output."""
+def rows(loaded: Loaded) -> dict[str, dict[str, object]]:
+    """The list of tiers, and every setting of `loaded`, in the order of the sections; by name.
 
-    name: str
-    value: object
-    """The value in base units; "(set)" for a secret."""
-    text: str
-    """The value as readable text."""
-    origin: str
-    default: object
-    allowed: str
-    help: str
-
-
-def shown(loaded: Loaded) -> list[Shown]:
-    """The list of tiers, and every setting of `loaded`, in the order of the sections."""
-    tiers = Shown(
-        name=TIERS,
-        value=[{"name": tier.name, "kind": tier.kind} for tier in loaded.config.tiers],
-        text=", ".join(_named(tier) for tier in loaded.config.tiers) or "(none)",
-        origin=str(loaded.origins[TIERS]),
-        default=[],
-        allowed=f"tables [[tiers]] with kind, name and settings, or texts {FORM}; kinds: {', '.join(kinds())}",
-        help="Tiers below host memory, asked in this order.",
-    )
-    return [tiers, *(_shown(loaded, setting) for setting in all_settings(loaded.config))]
+    A value is in base units, or "(set)" for a secret; its text is for people.
+    """
+    tiers = loaded.config.tiers
+    named = [tier.name if tier.name == tier.kind else f"{tier.name} ({tier.kind})" for tier in tiers]
+    listed: dict[str, object] = {
+        "value": [{"name": tier.name, "kind": tier.kind} for tier in tiers],
+        "text": ", ".join(named) or "(none)",
+        "from": str(loaded.origins[TIERS]),
+        "default": [],
+        "allowed": f"tables [[tiers]] with kind, name and settings, or texts {FORM}; kinds: {', '.join(kinds())}",
+        "help": "Tiers below host memory, asked in this order.",
+    }
+    return {TIERS: listed, **{setting.name: _row(loaded, setting) for setting in all_settings(loaded.config)}}
 
 
-def _named(tier: TierSettings) -> str:
-    return tier.name if tier.name == tier.kind else f"{tier.name} ({tier.kind})"
-
-
-def _shown(loaded: Loaded, setting: Setting) -> Shown:
+def _row(loaded: Loaded, setting: Setting) -> dict[str, object]:
     value = value_of(loaded.config, setting)
     text = setting.kind.show(value)
-    return Shown(
-        name=setting.name,
-        value=text if isinstance(setting.kind, Hidden) and value is not None else value,
-        text=text,
-        origin=str(loaded.origins[setting.name]),
-        default=setting.default,
-        allowed=setting.kind.allowed,
-        help=setting.help,
-    )
+    return {
+        "value": text if isinstance(setting.kind, Hidden) and value is not None else value,
+        "text": text,
+        "from": str(loaded.origins[setting.name]),
+        "default": setting.default,
+        "allowed": setting.kind.allowed,
+        "help": setting.help,
+    }
 
 
-def tier_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--tier` to a command."""
-    return click.option(
-        "--tier",
-        "tiers",
-        multiple=True,
-        metavar="[NAME=]KIND:WHERE[?KEY=VALUE&...]",
-        help="A tier below host memory; may be repeated, and replaces the configured list. See `kvtier config show`.",
-    )(command)
-
-
+tier_option = options.tier_option(
+    "A tier below host memory, or host=SIZE; may be repeated, and replaces the configured list. See `kvtier config -h`."
+)
 set_option = click.option(
     "--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated."
 )
@@ -101,7 +76,7 @@ def config() -> None:
     Tiers are an ordered list. A later source that names tiers replaces the list:
       [[tiers]] tables with kind = "disk" and its settings, or tiers = ["disk:/mnt/nvme?capacity_bytes=200GiB"]
       KVTIER_TIERS="disk:/mnt/nvme archive=directory:/mnt/nfs"
-      --tier disk:/mnt/nvme --tier archive=directory:/mnt/nfs
+      --tier disk:/mnt/nvme --tier archive=directory:/mnt/nfs --tier host=64GiB
     One value of a tier: --set tiers.archive.read_threads=8, KVTIER_TIERS__ARCHIVE__READ_THREADS=8
     """  # noqa: D301 - \b is click's mark for lines that are kept
 
@@ -112,30 +87,13 @@ def config() -> None:
 def show(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, ...], as_json: bool) -> int:
     """Print each value with its origin and help. Secrets are hidden."""
     loaded = load(file, flags=flags, tiers=tiers)
-    rows = shown(loaded)
+    found = rows(loaded)
     if as_json:
-        print_json({"file": loaded.file, "settings": rows_by_name(rows)})
+        print_json({"file": loaded.file, "settings": found})
         return 0
-    title = f"Settings (file: {loaded.file or 'none'})"
-    print_table(
-        Table(("setting", "value", "from", "help"), [(r.name, r.text, r.origin, r.help) for r in rows], title=title)
-    )
+    shown = [(name, *(str(row[key]) for key in ("text", "from", "help"))) for name, row in found.items()]
+    print_table(Table(("setting", "value", "from", "help"), shown, title=f"Settings (file: {loaded.file or 'none'})"))
     return 0
-
-
-def rows_by_name(rows: list[Shown]) -> dict[str, dict[str, object]]:
-    """The rows as a JSON object by setting."""
-    return {
-        row.name: {
-            "value": row.value,
-            "text": row.text,
-            "from": row.origin,
-            "default": row.default,
-            "allowed": row.allowed,
-            "help": row.help,
-        }
-        for row in rows
-    }
 
 
 @config.command(name="check")

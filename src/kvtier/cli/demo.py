@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from kvtier.cli.options import OutputFile, origin, tell_written
-from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.signals import ended_by_signals
 from kvtier.report.output import check_writable, print_json
 from kvtier.report.table import print_table
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 from kvtier.config.loader import TIERS, Loaded
 from kvtier.config.machine_checks import check
@@ -90,8 +90,7 @@ def report(findings: list[DoctorFinding], *, as_json: bool) -> int:
 
 def in_order(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
     """The findings, the most severe first."""
-    levels: tuple[Level, ...] = ("error", "warning", "note", "fine")
-    return sorted(findings, key=lambda finding: levels.index(finding.level))
+    return sorted(findings, key=lambda finding: get_args(Level).index(finding.level))
 
 
 def json_object(text: str) -> Mapping[str, object]:
@@ -111,12 +110,10 @@ def json_object(text: str) -> Mapping[str, object]:
 
 def machine(loaded: Loaded, unused: Iterable[str] = ()) -> Iterator[DoctorFinding]:
     """Settings that do not work on this machine, without those that the engine does not use."""
-    found = check(loaded.config, loaded.origins, loaded.file)
-    findings = [finding for finding in found if finding.setting not in unused]
-    for finding in findings:
-        section = finding.setting.partition(".")[0]
-        yield DoctorFinding(finding.level, finding.setting, f"{finding.value}: {finding.detail}", ADVICE[section])
-    if not findings:
+    found = [it for it in check(loaded.config, loaded.origins, loaded.file) if it.setting not in unused]
+    for it in found:
+        yield DoctorFinding(it.level, it.setting, f"{it.value}: {it.detail}", ADVICE[it.setting.partition(".")[0]])
+    if not found:
         yield DoctorFinding("fine", "settings", "work on this machine")
 
 
@@ -159,8 +156,7 @@ def stores(
 def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:
     """Whether a remote tier answers. Runs in its own thread, since its client may hang."""
     inspect = kind.inspect
-    text = "its objects are not read here, because each costs a request"
-    advice = f"kvtier inspect stat {tier.kind}:..."
+    text, advice = "its objects are not read here, because each costs a request", f"kvtier inspect stat {tier.kind}:..."
     if inspect is None:
         return DoctorFinding("note", tier.label, text, advice)
     problems = [f"does not answer within {REMOTE_DEADLINE_S:g} s"]
@@ -208,9 +204,8 @@ def _secret(file: Path, found: StoreStat) -> Iterator[DoctorFinding]:
     except FileNotFoundError:
         if found.objects:
             missing = f"{file} is missing, so the {found.objects} objects here cannot be found"
-            yield DoctorFinding(
-                "error", "secret", missing, "restore the file, or run `kvtier inspect purge` on the store"
-            )
+            advice = "restore the file, or run `kvtier inspect purge` on the store"
+            yield DoctorFinding("error", "secret", missing, advice)
         return
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         readable = f"{file} has mode {mode:04o}: other users can read it, so the server refuses it"
@@ -236,65 +231,44 @@ def _content(
     """Whether the server can use the stored objects."""
     shares, root = found.fingerprints, found.directory
     if not shares:
-        text = "nothing has been stored yet"
-        yield DoctorFinding("note", root, text, f"send a request first; its full {terms.unit} are stored")
+        advice = f"send a request first; its full {terms.unit} are stored"
+        yield DoctorFinding("note", root, "nothing has been stored yet", advice)
         return
+    left = [] if folder is None else notes.read(folder)
+    known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in left}
+    named = [share for share in shares if share in known]
     key = None if mine is None else mine.digest.hex()[:FINGERPRINT_DIGITS]
     if mine is not None and key not in shares:
-        text = (
-            f"holds {', '.join(shares)}, but nothing of this model, which is {key}{_differences(folder, shares, mine)}"
-        )
+        unlike = _unlike(json.loads(mine.canonical), known, named)
+        text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"
         yield DoctorFinding("error", root, text, f"KV is found only with equal {terms.equal}")
         return
     if key is None and len(shares) > 1:
-        text = f"holds KV of {len(shares)} fingerprints: {', '.join(shares)}{_between(folder, shares)}"
-        advice = (
-            "expected with several models; with one model, its weights or settings have changed: KV is found only with "
-            f"equal {terms.equal}"
-        )
-        yield DoctorFinding("warning", root, text, advice)
+        unlike = f"; next to {named[0]}{_unlike(known[named[0]], known, named[1:])}" if len(named) > 1 else ""
+        advice = "expected with several models; with one model, its weights or settings have changed"
+        text = f"holds KV of {len(shares)} fingerprints: {', '.join(shares)}{unlike}"
+        yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
     sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
     if unit_tokens and unit_tokens not in sizes:
-        counts = ", ".join(map(str, sorted(sizes)))
-        text = f"holds {terms.unit} of {counts} tokens; {terms.setting} is {unit_tokens}"
+        text = f"holds {terms.unit} of {', '.join(map(str, sorted(sizes)))} tokens; {terms.setting} is {unit_tokens}"
         yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")
-    own = shares[key] if key is not None else None
-    text = (
-        f"{found.objects} objects, {size_text(found.bytes)}" if own is None else f"{own.objects} objects of this model"
-    )
-    yield DoctorFinding("fine", root, text)
-
-
-def _known(folder: Path | None) -> dict[str, object]:
-    """Ingredients of each fingerprint with a note next to the store."""
-    left = [] if folder is None else notes.read(folder)
-    return {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in left}
-
-
-def _between(folder: Path | None, shares: Iterable[str]) -> str:
-    """Differences of a store's fingerprints from the first of them that has a note."""
-    known = _known(folder)
-    first, *others = [share for share in shares if share in known] or [""]
-    return f"; next to {first}{_unlike(known[first], known, others)}" if others else ""
-
-
-def _differences(folder: Path | None, shares: Iterable[str], mine: Fingerprint) -> str:
-    """Differences of a store's fingerprints from `mine`, for fingerprints with a note next to the store."""
-    known = _known(folder)
-    return _unlike(json.loads(mine.canonical), known, [share for share in shares if share in known])
+    if key is None:
+        yield DoctorFinding("fine", root, f"{found.objects} objects, {size_text(found.bytes)}")
+    else:
+        yield DoctorFinding("fine", root, f"{shares[key].objects} objects of this model")
 
 
 def _unlike(mine: object, known: Mapping[str, object], shares: Iterable[str]) -> str:
+    """How fingerprints `shares` differ from the ingredients `mine`; `known` has the ingredients of each."""
     own = dict(_leaves(mine))
     found: list[str] = []
     for share in shares:
         other = dict(_leaves(known[share]))
         names = [name for name in sorted({*own, *other}) if own.get(name) != other.get(name)]
-        named = (
-            f"{name} is {_shown(own.get(name))}, there {_shown(other.get(name))}" for name in names[:DIFFERENCES_MAX]
-        )
-        more = f", and {len(names) - DIFFERENCES_MAX} more" if len(names) > DIFFERENCES_MAX else ""
-        found.append(f"; {share} differs in: {', '.join(named)}{more}")
+        named = [f"{it} is {_shown(own.get(it))}, there {_shown(other.get(it))}" for it in names[:DIFFERENCES_MAX]]
+        if len(names) > DIFFERENCES_MAX:
+            named.append(f"and {len(names) - DIFFERENCES_MAX} more")
+        found.append(f"; {share} differs in: {', '.join(named)}")
     return "".join(found)
 
 

@@ -1,10 +1,10 @@
 """Settings that a command gives to an engine: what its flags say, as JSON, and notes on it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.config.loader import TIERS, Loaded, flat, override
+from kvtier.config.loader import TIERS, Loaded, flat, load, override
 from kvtier.config.machine_checks import check
 from kvtier.config.schema import Setting
 from kvtier.config.sections import all_settings, value_of
@@ -63,13 +63,19 @@ def notes(loaded: Loaded, unused: Iterable[str] = ()) -> list[str]:
     ]
 
 
-def overridden(loaded: Loaded, extra: Mapping[str, object], origin: str) -> Loaded:
-    """The settings of a server that gets `extra` from its engine.
+def server_settings(tiers: Sequence[str], extra: Mapping[str, object] | None, origin: str) -> Loaded:
+    """The settings of a server, as visible from here.
+
+    Args:
+        tiers: as `--tier` gives them; any replace the list of tiers.
+        extra: what the engine gives; None: unknown.
+        origin: of `extra`, for messages.
 
     Raises:
         ConfigError: a setting is wrong.
     """
-    values = dict(flat(extra, origin))
+    loaded = load(tiers=tiers)
+    values = {name: value for name, value in flat(extra or {}, origin) if name != TIERS or not tiers}
     config = override(loaded.config, values.items(), origin)
     names = [name for name in values if name != TIERS]
     if TIERS in values:

@@ -26,6 +26,16 @@ NAME_DIGITS = 16
 """Digits of a name in tables; `show` takes any unique prefix."""
 
 SECTIONS_SHOWN = 64
+SECTION_COLUMNS = {
+    "codec": "codec",
+    "checksum": "checksum",
+    "layer": "layer",
+    "in payload at": "payload_offset",
+    "raw bytes": "raw_bytes",
+    "in frame at": "offset",
+    "stored bytes": "stored_bytes",
+}
+"""Column of the section table, and its field."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -339,25 +349,10 @@ def _draw_object(result: ObjectView) -> None:
         ("payload", f"{_bytes(result.raw_bytes or 0)} in {result.layers} layers, {len(result.sections)} sections"),
     ]
     print_table(Table(("what", "value"), rows))
-    columns = ("codec", "checksum", "layer", "in payload at", "raw bytes", "in frame at", "stored bytes")
     sections = [
-        (
-            section.codec,
-            section.checksum,
-            *(
-                str(number)
-                for number in (
-                    section.layer,
-                    section.payload_offset,
-                    section.raw_bytes,
-                    section.offset,
-                    section.stored_bytes,
-                )
-            ),
-        )
-        for section in result.sections[:SECTIONS_SHOWN]
+        tuple(str(section[key]) for key in SECTION_COLUMNS.values()) for section in result.sections[:SECTIONS_SHOWN]
     ]
-    print_table(Table(columns, sections, numeric=5))
+    print_table(Table(tuple(SECTION_COLUMNS), sections, numeric=5))
     if len(result.sections) > SECTIONS_SHOWN:
         click.echo(f"{SECTIONS_SHOWN} of {len(result.sections)} sections; all of them with --json", err=True)
 

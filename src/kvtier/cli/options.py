@@ -1,13 +1,15 @@
-"""Option types of the commands: paths are checked when the command line is parsed, before any work starts."""
+"""Options of several commands, and their types: paths are checked when the command line is parsed, before any work."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
 
-from kvtier.config.value_types import parse_count, parse_seconds, parse_size
+from kvtier.config.value_types import Seconds, parse_count, parse_size
+from kvtier.report.output import check_chart, check_matplotlib, check_writable
 
 
 class WorkDirectory(click.Path):
@@ -27,16 +29,24 @@ class WorkDirectory(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to write, in an existing directory."""
+    """A file to write, in an existing directory.
 
-    def __init__(self) -> None:
+    Args:
+        content: a report or a picture needs matplotlib, which is checked too.
+    """
+
+    def __init__(self, content: Literal["anything", "report", "picture"] = "anything") -> None:
         super().__init__(path_type=Path)
+        self._content = content
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
         """See `click.ParamType`."""
-        from kvtier.report.output import check_writable
-
-        check_writable(param.opts[0] if param is not None else "file", Path(value))
+        option = param.opts[0] if param is not None else "file"
+        check_writable(option, Path(value))
+        if self._content == "picture":
+            check_chart(option, Path(value))
+        elif self._content == "report":
+            check_matplotlib(option)
         return super().convert(value, param, ctx)
 
 
@@ -54,16 +64,19 @@ class Bytes(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - no
 
 
 class Duration(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
-    """A duration, such as ``500ms``."""
+    """A duration, such as ``500ms``, in a range."""
 
     name = "time"
+
+    def __init__(self, least_s: float = 0.0, most_s: float = 1e9) -> None:
+        self._kind = Seconds(least_s, most_s)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
         """See `click.ParamType`."""
         try:
-            return value if isinstance(value, float) else parse_seconds(value)
+            return self._kind.read(value, is_text=True)
         except ValueError as error:
-            self.fail(f"{value}: {error}; allowed: a number with a unit, such as 500ms", param, ctx)
+            self.fail(f"{value}: {error}; allowed: {self._kind.allowed}", param, ctx)
 
 
 class Quantity(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
@@ -79,10 +92,32 @@ class Quantity(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] -
             self.fail(f"{value!r} is {error}", param, ctx)
 
 
+def tier_option(help: str, *, multiple: bool = True) -> Callable[[Any], Any]:  # noqa: A002 - the word that click uses
+    """The option `--tier`, whose text has one form in all commands: see `config.tier_list`."""
+    name = "tiers" if multiple else "tier"
+    form = "[NAME=]KIND[:WHERE][?KEY=VALUE&...]|KIND=SIZE"
+    return click.option("--tier", name, multiple=multiple, metavar=form, help=help)
+
+
+def gpu_option(help: str) -> Callable[[Any], Any]:  # noqa: A002 - the word that click uses
+    """The option `--gpu`. One kind of GPU is allowed, so that no text is silently ignored."""
+
+    def once(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> str | None:
+        if len(texts) > 1:
+            raise click.BadParameter(f"{' and '.join(texts)} are given; allowed: one kind of GPU")
+        return texts[0] if texts else None
+
+    return click.option("--gpu", multiple=True, metavar="[Nx]NAME", callback=once, help=help)
+
+
+def is_given(name: str) -> bool:
+    """Whether the parameter of the running command is on the command line."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def origin(name: str) -> str:
     """``flag`` if the parameter of the running command is on the command line, else ``default``."""
-    source = click.get_current_context().get_parameter_source(name)
-    return "flag" if source is ParameterSource.COMMANDLINE else "default"
+    return "flag" if is_given(name) else "default"
 
 
 def tell_written(*paths: Path | None) -> None:

@@ -1,21 +1,11 @@
 """`kvtier plan`: users, capacity, bandwidth, wear, power and cost with and without tiers, and the binding limit."""
 
-import textwrap
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvtier.cli.options import OutputFile, tell_written
-from kvtier.report.output import check_chart, check_matplotlib, print_json
-from kvtier.report.table import Table, print_table
-
-if TYPE_CHECKING:
-    from kvtier.plan.plan import Plan
-
-COLUMN = 48
-"""Width of each of two columns of assumptions."""
+from kvtier.cli.options import OutputFile, gpu_option, tier_option
 
 
 @click.command()
@@ -23,13 +13,15 @@ COLUMN = 48
 @click.option(
     "--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here."
 )
-@click.option(
-    "--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]"
-)
+@gpu_option("GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]")
 @click.option(
     "--tp", metavar="N", help="Tensor-parallel size, for both arms.  [default: of each, what serves most users]"
 )
-@click.option("--weights", help="Format of the weights: bf16, fp8, fp4.  [default: bf16]")
+@click.option(
+    "--weights",
+    metavar="FORMAT|SIZE",
+    help="Weights: bf16, fp16, fp8, fp4, or bytes, which compute in bf16.  [default: bf16]",
+)
 @click.option("--dtype", help="Format of the KV, as in `kvtier size`.  [default: bf16]")
 @click.option("--users", metavar="N", help="Users at the same time.  [default: 80]")
 @click.option("--interval", metavar="TIME", help="Mean time between two queries of a user.  [default: 20 s]")
@@ -45,13 +37,9 @@ COLUMN = 48
 )
 @click.option("--trace", metavar="FILE", help="Measure the traffic in a trace (.jsonl or .csv, also .gz).")
 @click.option("--ttft", metavar="TIME", help="Limit of the mean time to first token.  [default: 1 s]")
-@click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    metavar="NAME=SIZE",
-    help="A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB, s3=1000TB. Repeatable; tiers that "
-    "are not named are left out.  [default: host=1TiB, disk=4xpm1753 a host]",
+@tier_option(
+    "A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB?read=20GB/s, s3=1000TB. Repeatable; tiers "
+    "that are not named are left out.  [default: host=1TiB, disk=4xpm1753 a host]"
 )
 @click.option("--file", type=click.Path(path_type=Path), help="TOML file of inputs: hardware, traffic, prices.")
 @click.option(
@@ -62,25 +50,14 @@ COLUMN = 48
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier: samsung, or prices (an illustration).")
 @click.option("--show-inputs", is_flag=True, help="Also print every input in use with its origin, and the sources.")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
+@click.option("--report", type=OutputFile("report"), help="Also write an HTML report with charts.")
+@click.option("--picture", type=OutputFile("picture"), help="Also write the charts to a .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--hardware", "list_hardware", is_flag=True, help="List the hardware catalogue with its sources.")
 def plan(
-    model: str | None,
-    gpu: str | None,
-    tiers: tuple[str, ...],
-    file: Path | None,
-    probe: Path | None,
-    sets: tuple[str, ...],
-    example: str | None,
-    show_inputs: bool,
-    report: Path | None,
-    picture: Path | None,
-    as_json: bool,
     list_hardware: bool,
-    fetch: bool,
-    **given: str | None,
+    as_json: bool,
+    **given: Any,  # noqa: ANN401 - the options above
 ) -> None:
     """Plan tiers for MODEL (a name from `kvtier size --list`, a config.json, or with --fetch a name of the Hub).
 
@@ -92,120 +69,9 @@ def plan(
     Every input has a name, a default and an origin (--show-inputs). Later wins: defaults, --example, --file, --probe,
     options, --set. Without prices, costs are left out.
     """
+    from kvtier.cli.plan_output import list_catalogue, run  # so that help starts quickly
+
     if list_hardware:
-        _list_hardware(as_json)
-        return
-    from kvtier.errors import ConfigError
-    from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options
-    from kvtier.size import hub
-
-    if fetch and model:
-        hub.fetch(model)
-    values: dict[str, Any] = {"model": model, **given}
-    options = {name: values[option] for name, option in OPTIONS.items() if option in values}
-    options |= gpu_options(gpu) if gpu is not None else {}
-    inputs = load(example=example or "", file=file, options=options | tier_options(tiers), sets=sets, probe=probe)
-    if not inputs.model.name:
-        raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
-    if report is not None:
-        check_matplotlib("--report")
-    if picture is not None:
-        check_chart("--picture", picture)
-
-    from kvtier.plan.plan import make_plan, to_json
-
-    result = make_plan(inputs)
-    _write(report, picture, result)
-    if as_json:
-        print_json(to_json(result) | _answer(result))
-        return
-    _print(result, show_inputs=show_inputs)
-
-
-def _answer(result: "Plan") -> dict[str, object]:
-    """The sentences and settings of the text, for JSON."""
-    from kvtier.plan.settings import settings_toml
-    from kvtier.plan.tables import conclusion, verdict
-
-    return {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
-
-
-def _write(report: Path | None, picture: Path | None, result: "Plan") -> None:
-    if report is not None or picture is not None:
-        from kvtier.plan.report import write_plot, write_report
-
-        if report is not None:
-            write_report(report, result)
-        if picture is not None:
-            write_plot(picture, result)
-        tell_written(report, picture)
-
-
-def _print(result: "Plan", *, show_inputs: bool) -> None:
-    from kvtier.plan.settings import settings_toml
-    from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables, verdict
-
-    click.secho(textwrap.fill(f"{verdict(result)}.", 100), bold=True)
-    for sentence in conclusion(result):
-        _wrapped(sentence, 2)
-    _wrapped(heading(result), 2)
-    for table in tables(result):
-        click.echo()
-        print_table(table)
-    click.echo()
-    inputs = assumptions(result)
-    for name, text in circumstances(result):
-        _wrapped(f"  {name:<10}{text}", 12)
-    if show_inputs:
-        _print_assumptions(inputs)
-        for name, source, date in result.deployment.sources:
-            _wrapped(f"  source of {name}: {source}; read {date}", 4)
+        list_catalogue(as_json)
     else:
-        defaults = sum(row[2].startswith("default") for row in inputs.rows)
-        _wrapped(f"  inputs    {len(inputs.rows)}, {defaults} of them by default; --show-inputs lists them", 12)
-    click.echo()
-    click.echo(settings_toml(result), nl=False)
-
-
-def _print_assumptions(table: Table) -> None:
-    """Inputs by origin, in two columns."""
-    groups: dict[str, list[str]] = {}
-    for name, value, origin, _ in table.rows:
-        groups.setdefault("given" if origin.startswith("--") else origin, []).append(f"{name} = {value}")
-    click.echo()
-    click.secho("Assumptions", bold=True)
-    # Options and files first, then catalogue and model, then defaults.
-    for origin in sorted(groups, key=lambda it: (it.startswith("default"), it.startswith(("catalogue", "model ")))):
-        cells = groups[origin]
-        if len(cells) == 1:
-            click.echo(f"  {origin}: {cells[0]}")
-            continue
-        click.echo(f"  {origin}:")
-        narrow = [cell for cell in cells if len(cell) < COLUMN]
-        for left, right in zip_longest(narrow[::2], narrow[1::2], fillvalue=""):
-            click.echo(f"    {left:<{COLUMN}}{right}".rstrip())
-        for cell in cells:
-            if len(cell) >= COLUMN:
-                click.echo(f"    {cell}")
-
-
-def _wrapped(text: str, indent: int) -> None:
-    click.echo(textwrap.fill(text, 100, subsequent_indent=" " * indent))
-
-
-def _list_hardware(as_json: bool) -> None:
-    from kvtier.plan.hardware import catalogue, hardware_tables
-
-    items = [it for kind in catalogue().values() for it in kind.values()]
-    if as_json:
-        print_json(
-            [{"kind": it.kind, "name": it.name, **it.values, "source": it.source, "date": it.date} for it in items]
-        )
-        return
-    for table in hardware_tables():
-        print_table(table)
-        click.echo()
-    click.echo("Sources, with the date of reading:")
-    for source, date in dict.fromkeys((it.source, it.date) for it in items):
-        names = ", ".join(it.name for it in items if it.source == source)
-        _wrapped(f"  {names}: {source}; {date}", 4)
+        run(as_json=as_json, **given)

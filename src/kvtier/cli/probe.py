@@ -1,23 +1,21 @@
 """`kvtier probe`: bandwidth and latency of this machine's links, and warnings of misconfiguration."""
 
-import signal
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
-from kvtier.cli.config import tier_option
+from kvtier.bench.record import RecordedSetting, make_record
+from kvtier.cli.config import settings_options
 from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
-from kvtier.report.output import print_json, progress
+from kvtier.cli.signals import ended_by_signals
+from kvtier.config.loader import Loaded, load
+from kvtier.config.sections import all_settings, value_of
+from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import print_table
 
 if TYPE_CHECKING:
-    from kvtier.bench.record import RecordedSetting
-    from kvtier.config.loader import Loaded
     from kvtier.probe.run import Effort, ProbeResult
 
 
@@ -28,15 +26,7 @@ if TYPE_CHECKING:
     type=WorkDirectory(),
     help="Measure each kind of tier that keeps files in this directory, instead of the configured ones.",
 )
-@click.option(
-    "--file",
-    "--config",
-    "file",
-    type=click.Path(path_type=Path),
-    help="TOML file of settings [default: $KVTIER_CONFIG].",
-)
-@tier_option
-@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+@settings_options
 @click.option("--quick", is_flag=True, help="Measure two sizes and two depths, in a fraction of the time and bytes.")
 @click.option("--size", "sizes", type=Bytes(), multiple=True, help="Size of an object, repeatable.")
 @click.option(
@@ -44,8 +34,8 @@ if TYPE_CHECKING:
 )
 @click.option("--seconds", type=Duration(), help="Time limit of each measurement.  [default: 0.5 s]")
 @click.option("--bytes", "write_bytes", type=Bytes(), help="Byte limit of all writes together.  [default: 8 GiB]")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
+@click.option("--report", type=OutputFile("report"), help="Also write an HTML report with charts.")
+@click.option("--picture", type=OutputFile("picture"), help="Also write the charts to a .svg or .png file.")
 @click.option(
     "--record",
     type=OutputFile(),
@@ -73,15 +63,8 @@ def probe(
     Tiers are measured in temporary stores on the same file systems, which are removed at the end. Existing stores are
     not opened. Exit code 1 if a tier could not be measured.
     """
-    from kvtier.bench.record import make_record
-    from kvtier.config.loader import load
     from kvtier.probe.run import ProbeRun, where_text
-    from kvtier.report.output import check_chart, check_matplotlib, write_json
 
-    if report is not None:
-        check_matplotlib("--report")
-    if picture is not None:
-        check_chart("--picture", picture)
     loaded = load(file, flags=flags, tiers=tiers)
     effort, origins = _effort(quick, sizes, depths, seconds, write_bytes)
     it = ProbeRun(loaded, directory, effort)
@@ -111,7 +94,6 @@ def probe(
 def _effort(
     quick: bool, sizes: tuple[int, ...], depths: tuple[int, ...], seconds: float | None, write_bytes: int | None
 ) -> "tuple[Effort, dict[str, RecordedSetting]]":
-    from kvtier.bench.record import RecordedSetting
     from kvtier.probe.run import QUICK, USUAL, Effort
 
     usual = QUICK if quick else USUAL
@@ -128,11 +110,8 @@ def _effort(
     }
 
 
-def _settings(loaded: "Loaded", directory: Path | None) -> "dict[str, RecordedSetting]":
+def _settings(loaded: Loaded, directory: Path | None) -> dict[str, RecordedSetting]:
     """The configuration settings that affect the measures."""
-    from kvtier.bench.record import RecordedSetting
-    from kvtier.config.sections import all_settings, value_of
-
     names = {"host.capacity_bytes", "host.page_lock"}
     configured = {
         it.name: RecordedSetting(value_of(loaded.config, it), str(loaded.origins[it.name]))
@@ -140,21 +119,6 @@ def _settings(loaded: "Loaded", directory: Path | None) -> "dict[str, RecordedSe
         if it.name in names or it.name.endswith(".direct_io")
     }
     return {**configured, "directory": RecordedSetting(None if directory is None else str(directory), "flag")}
-
-
-@contextmanager
-def ended_by_signals() -> Generator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, so that temporary files are removed."""
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print(result: "ProbeResult") -> None:

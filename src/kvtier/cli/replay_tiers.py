@@ -3,17 +3,32 @@
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvtier.cli.replay import ReplayOutput
+from kvtier import size
+from kvtier.cli.reading import load_trace
+from kvtier.cli.replay_output import ReplayOutput
+from kvtier.core.limits import WritePolicy
+from kvtier.policy.registry import DEFAULT_EVICTOR
+from kvtier.replay.results import TieredResult
+from kvtier.replay.tables import (
+    TieredReplay,
+    comparison_table,
+    inputs,
+    inputs_table,
+    planner_warning,
+    planning_table,
+    tiers_table,
+    ttft_table,
+)
+from kvtier.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, prefill_of
+from kvtier.replay.tiered import TieredSetup, sweep_tiers
+from kvtier.replay.tiered_report import write_plot, write_tiered_report
 from kvtier.report.table import print_table
-
-if TYPE_CHECKING:
-    from kvtier.replay.results import TieredResult
-    from kvtier.replay.tiered import TieredSetup
-    from kvtier.trace.arrays import TraceArrays
+from kvtier.trace.arrays import TraceArrays
+from kvtier.trace.stats import trace_stats
 
 
 def run_tiers(
@@ -29,14 +44,9 @@ def run_tiers(
         traces: the files.
         tiers: as in `--tier`, host memory first.
         policies: names of eviction policies.
-        options: of `tier_options` and `reading_options`, jobs and keep.
+        options: of `kvtier replay run`.
         output: collects the results.
     """
-    from kvtier.cli.replay import load_trace
-    from kvtier.replay.tables import TieredReplay, planner_warning
-    from kvtier.replay.tiered import sweep_tiers
-    from kvtier.trace.stats import trace_stats
-
     setups = _setups(tiers, policies, options)
     output.refuse_several("combinations of policies, nodes and routers", len(setups))
     # A single setup is also replayed without the planner, for comparison. For several this would double the time.
@@ -68,25 +78,12 @@ def run_tiers(
             finished = len(done) - len(partial)
             click.echo(f"Interrupted: {finished} of {len(setups)} replays of {path} are done{rest}.", err=True)
             break
-
-    def write(report: Path) -> None:
-        from kvtier.replay.tiered_report import write_tiered_report
-
-        write_tiered_report(report, shown)
-
-    def draw(picture: Path) -> None:
-        from kvtier.replay.tiered_report import write_plot
-
-        write_plot(picture, shown[0])
-
-    return output.finish(write, draw if shown else None, is_list=len(traces) * len(setups) > 1)
+    return output.finish(shown, write_tiered_report, write_plot, is_list=len(traces) * len(setups) > 1)
 
 
 def _as_dict(
-    trace: "TraceArrays", model: str, setup: "TieredSetup", result: "TieredResult", unplanned: "TieredResult | None"
+    trace: TraceArrays, model: str, setup: TieredSetup, result: TieredResult, unplanned: TieredResult | None
 ) -> dict[str, object]:
-    from kvtier.replay.tables import inputs, planner_warning
-
     warning = planner_warning(result, unplanned)
     return {
         "trace": trace.name,
@@ -102,13 +99,7 @@ def _as_dict(
     }
 
 
-def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]) -> "list[TieredSetup]":
-    from kvtier import size
-    from kvtier.core.limits import WritePolicy
-    from kvtier.policy.registry import DEFAULT_EVICTOR
-    from kvtier.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, prefill_of
-    from kvtier.replay.tiered import TieredSetup
-
+def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]) -> list[TieredSetup]:
     model = str(options["model"])
     gpu = find_parts(options["gpu"], "--gpu", "gpu") if options["gpu"] else None
     probe = ProbedSpeeds(options["probe"]) if options["probe"] else None
@@ -142,10 +133,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _print(
-    trace: "TraceArrays", model: str, done: "dict[TieredSetup, TieredResult]", unplanned: "TieredResult | None"
+    trace: TraceArrays, model: str, done: dict[TieredSetup, TieredResult], unplanned: TieredResult | None
 ) -> None:
-    from kvtier.replay.tables import comparison_table, inputs_table, planning_table, tiers_table, ttft_table
-
     setup, result = next(iter(done.items()))
     click.secho(f"{trace.name}: {len(trace):,} requests, {model}, {setup.token_bytes:,.0f} bytes a token", bold=True)
     if len(done) > 1:

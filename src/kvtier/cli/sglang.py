@@ -6,25 +6,23 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli.config import tier_option
+from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.options import OutputFile, Quantity, tell_written
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
-from kvtier.config.tier_list import spec
-from kvtier.connect.sglang.installed import BACKEND, EXTRA, Environment, check_version, is_supported, look
+from kvtier.connect.sglang.installed import (
+    BACKEND,
+    EXTRA,
+    PAGE_TOKENS,
+    UNUSED,
+    check_version,
+    is_supported,
+    look,
+)
 from kvtier.errors import ConfigError
 from kvtier.report.output import write_file
 
-PAGE_TOKENS = 64
-"""A page of SGLang's default is one token, which is too little for an object."""
-
-UNUSED = ("host.capacity_bytes",)
-"""Settings without effect here: SGLang keeps the host memory itself."""
-
-directory_option = click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
-)
 python_option = click.option(
     "--python",
     type=click.Path(path_type=Path),
@@ -38,14 +36,12 @@ def sglang() -> None:
 
 
 @sglang.command(name="config")
-@directory_option
 @tier_option
-@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+@set_option
 @click.option("--page-size", type=click.IntRange(1, 1 << 16), default=PAGE_TOKENS, show_default=True, help="Tokens.")
 @click.option("--file", type=OutputFile(), metavar="FILE", help="Write the JSON to FILE, and print @FILE instead.")
 @python_option
 def config_command(
-    directory: Path | None,
     tiers: tuple[str, ...],
     flags: tuple[str, ...],
     page_size: int,
@@ -62,7 +58,7 @@ def config_command(
     python -m sglang.launch_server --model-path MODEL \\
         $(kvtier sglang config --file kv.json --tier disk:/mnt/nvme/kv)
     """  # noqa: D301 - \b is click's mark for lines that are kept
-    loaded = load(flags=flags, tiers=tiers if directory is None else (*tiers, spec("directory", directory)))
+    loaded = load(flags=flags, tiers=tiers)
     text = json.dumps({**BACKEND, **given(loaded)}, separators=(",", ":"))
     found = [*notes(loaded, UNUSED), *_environment_notes(loaded.config, python, server_flags(page_size, text))]
     if file is not None:
@@ -101,11 +97,6 @@ def _environment_notes(config: Config, python: Path | None, flags: list[str]) ->
     environment = look(python, ["--model-path", "dummy", *flags])
     if environment.refused:
         raise ConfigError(f"SGLang {environment.version} does not take these flags: {environment.refused}")
-    return [*found, *_doubts(environment, python)]
-
-
-def _doubts(environment: Environment, python: Path | None) -> list[str]:
-    found: list[str] = []
     if not environment.has_kvtier:
         found.append(f"kvtier is not installed in the environment of {python}: the server does not start before it is")
     if not is_supported(environment.version or ""):
@@ -115,14 +106,12 @@ def _doubts(environment: Environment, python: Path | None) -> list[str]:
 
 @sglang.command()
 @click.argument("arguments", nargs=-1, metavar="[-- SERVER_FLAGS...]", type=click.UNPROCESSED)
-@directory_option
 @tier_option
 @python_option
 @click.option("--prompt-tokens", type=Quantity(), help="Tokens of the prompt that is not found.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     arguments: tuple[str, ...],
-    directory: Path | None,
     tiers: tuple[str, ...],
     python: Path | None,
     prompt_tokens: int | None,
@@ -134,13 +123,8 @@ def doctor(
     file and the environment are checked. The command changes nothing. Run it where the server runs, as its
     user. Exit code 1 with an error or a warning.
     """
+    # Here, because `config` prints flags while a server starts, and needs no store.
     from kvtier.cli.doctor_findings import report
-    from kvtier.cli.sglang_doctor import ServerToCheck, examine
+    from kvtier.cli.sglang_doctor import examine
 
-    server = ServerToCheck(
-        arguments=arguments,
-        tiers=tiers if directory is None else (*tiers, spec("directory", directory)),
-        python=python,
-        prompt_tokens=prompt_tokens,
-    )
-    return report(examine(server), as_json=as_json)
+    return report(examine(arguments, tiers, python, prompt_tokens), as_json=as_json)

@@ -5,19 +5,18 @@ resolves the server's flags (`server_arguments`), so that its own rules decide, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, machine, stores
-from kvtier.cli.engine_settings import overridden
-from kvtier.cli.sglang import PAGE_TOKENS, UNUSED
-from kvtier.config.loader import TIERS, Loaded, load
+from kvtier.cli.engine_settings import server_settings
 from kvtier.connect.local_files import local_folder
 from kvtier.connect.sglang.installed import (
     BACKEND,
     EXTRA,
     OWN_KEYS,
+    PAGE_TOKENS,
+    UNUSED,
     Environment,
     check_version,
     is_supported,
@@ -50,67 +49,53 @@ TERMS = EngineTerms(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerToCheck:
-    """The server to check, as given on the command line."""
+def examine(
+    arguments: Sequence[str], tiers: Sequence[str], python: Path | None, prompt_tokens: int | None
+) -> list[DoctorFinding]:
+    """All findings about a server, the most severe first.
 
-    arguments: Sequence[str] = ()
-    """Of ``python -m sglang.launch_server``."""
-    tiers: Sequence[str] = ()
-    """Overrides the list of tiers, as `--tier` gives them."""
-    python: Path | None = None
-    """Interpreter of SGLang's environment; None: this one."""
-    prompt_tokens: int | None = None
-    """Of the prompt that is not found."""
-
-
-def examine(server: ServerToCheck) -> list[DoctorFinding]:
-    """All findings about `server`, the most severe first."""
-    findings: list[DoctorFinding] = []
-    environment = look(server.python, server.arguments or None)
+    Args:
+        arguments: of ``python -m sglang.launch_server``.
+        tiers: overrides the list of tiers, as `--tier` gives them.
+        python: interpreter of SGLang's environment; None: this one.
+        prompt_tokens: of the prompt that is not found.
+    """
+    environment = look(python, arguments or None)
     fields = environment.fields
-    extra, found = _extra(server, fields)
-    findings += found
+    extra, findings = _extra(arguments, fields)
     unsupported = "refuse"
     try:
-        loaded = _settings(server, extra)
+        loaded = server_settings(tiers, None if extra is None else settings_in(extra), EXTRA)
     except ConfigError as error:
         advice = "correct the setting; with it the server does not attach the backend"
         findings.append(DoctorFinding("error", "settings", str(error), advice))
     else:
         unsupported = loaded.config.sglang.unsupported
         findings += machine(loaded, UNUSED)
-        page_tokens = (fields.get("page_size") or 1) if fields else 0
-        findings += stores(loaded.config, None, page_tokens, TERMS)
-    findings += _environment(environment, server.python, unsupported)
+        findings += stores(loaded.config, None, (fields.get("page_size") or 1) if fields else 0, TERMS)
+    findings += _environment(environment, python, unsupported)
     if fields:
-        findings += _hicache(fields)
-        findings += _pages(fields, environment.asked)
-        findings += _model(fields)
-        findings += _policies(fields)
+        findings += [*_hicache(fields), *_pages(fields, environment.asked), _model(fields), *_policies(fields)]
     elif not environment.refused:
         text = "no flags were given, so only settings and tiers were checked"
         findings.append(DoctorFinding("note", "server", text, "give the server's flags after --"))
     if extra is not None:
-        findings += _prompts(extra, fields, server.prompt_tokens)
+        findings += _prompts(extra, fields, prompt_tokens)
     findings.append(_hits(fields))
     return in_order(findings)
 
 
-def _extra(server: ServerToCheck, fields: Mapping[str, Any]) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
+def _extra(arguments: Sequence[str], fields: Mapping[str, Any]) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
     """The backend's configuration, if it is known, with findings about it."""
-    text: object = None
-    if fields:
-        text = fields.get("hicache_storage_backend_extra_config")
-    elif EXTRA in server.arguments[:-1]:  # where no SGLang reads the flags
-        text = server.arguments[list(server.arguments).index(EXTRA) + 1]
+    text = fields.get("hicache_storage_backend_extra_config")
+    if not fields and EXTRA in arguments[:-1]:  # where no SGLang reads the flags
+        text = arguments[list(arguments).index(EXTRA) + 1]
     if not text:
         return None, []
-    advice = "use the output of `kvtier sglang config`"
     try:
         extra = read_extra(str(text))
     except ConfigError as error:
-        return None, [DoctorFinding("error", EXTRA, str(error), advice)]
+        return None, [DoctorFinding("error", EXTRA, str(error), "use the output of `kvtier sglang config`")]
     return extra, list(_keys(extra)) or [DoctorFinding("fine", EXTRA, "names kvtier's backend")]
 
 
@@ -118,33 +103,16 @@ def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
     """Wrong values of SGLang's own keys."""
     for key, wanted in BACKEND.items():
         value = extra.get(key)
-        if key == "interface_v1" and not value:
-            text = "is not set, so SGLang hands over no pointers to its memory"
-            yield DoctorFinding("error", key, text, f"set it to {wanted!r}")
-        elif (key == "backend_name" and not value) or (key in {"module_path", "class_name"} and value != wanted):
-            text = f"is {value!r}, so SGLang does not use kvtier"
-            yield DoctorFinding("error", key, text, f"set it to {wanted!r}")
+        is_named = key in {"module_path", "class_name"}
+        if value != wanted if is_named else not value:
+            effect = "hands over no pointers to its memory" if key == "interface_v1" else "does not use kvtier"
+            yield DoctorFinding("error", key, f"is {value!r}, so SGLang {effect}", f"set it to {wanted!r}")
     for key, default in OWN_KEYS.items():
         allowed = (int, float) if key.startswith("prefetch_timeout") else type(default)
         value = extra.get(key, default)
         if default is not None and not isinstance(value, allowed):
             text = f"is {value!r}, so SGLang refuses the configuration"
             yield DoctorFinding("error", key, text, f"set it to a number such as {default!r}")
-
-
-def _settings(server: ServerToCheck, extra: Mapping[str, object] | None) -> Loaded:
-    """The server's settings, as visible from here.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
-    loaded = load(tiers=server.tiers)
-    if extra is None:
-        return loaded
-    given: dict[str, Any] = {
-        name: value for name, value in settings_in(extra).items() if name != TIERS or not server.tiers
-    }
-    return overridden(loaded, given, EXTRA)
 
 
 def _environment(found: Environment, python: Path | None, unsupported: str) -> Iterator[DoctorFinding]:
@@ -155,9 +123,9 @@ def _environment(found: Environment, python: Path | None, unsupported: str) -> I
         advice = "give the Python of the server's environment as --python, with a supported release installed there"
         yield DoctorFinding("error", "SGLang", f"{place}: {error}", advice)
     else:
-        version = found.version or ""
-        level, text = ("fine", "is supported") if is_supported(version) else ("note", "is not supported, but allowed")
-        yield DoctorFinding(cast("Any", level), "SGLang", f"{version} {text}")
+        is_tested = is_supported(found.version or "")
+        text = f"{found.version} {'is supported' if is_tested else 'is not supported, but allowed'}"
+        yield DoctorFinding("fine" if is_tested else "note", "SGLang", text)
     if found.version is not None and not found.has_kvtier:
         text = f"is not installed in {place}, so SGLang cannot import the backend"
         yield DoctorFinding("error", "kvtier", text, "install it there, in the same release as here")
@@ -171,24 +139,23 @@ def _hicache(fields: Mapping[str, Any]) -> Iterator[DoctorFinding]:
         text = "is off, so SGLang keeps KV in the GPU's memory only"
         yield DoctorFinding("error", "hierarchical cache", text, "add --enable-hierarchical-cache")
     if fields["disable_radix_cache"]:
-        text = "is off, so no prefix is reused"
-        yield DoctorFinding("error", "radix cache", text, "remove --disable-radix-cache")
-    for name in ("radix_cache_backend", "enable_unified_cache_external_linker"):
-        if fields.get(name):
-            flag = f"--{name.replace('_', '-')}"
+        yield DoctorFinding("error", "radix cache", "is off, so no prefix is reused", "remove --disable-radix-cache")
+    for flag in ("--radix-cache-backend", "--enable-unified-cache-external-linker"):
+        if fields.get(flag.removeprefix("--").replace("-", "_")):
             text = "replaces HiCache, so its storage backend is not used"
             yield DoctorFinding("error", flag, text, f"remove {flag}")
     backend = fields["hicache_storage_backend"]
-    if backend != "dynamic":
+    if backend is None:
         text = "none, so nothing is stored below host memory"
-        if backend is not None:
-            text = f"is {backend!r}, so SGLang does not use kvtier"
-        yield DoctorFinding("error", "storage backend", text, "use the flags of `kvtier sglang config`")
+    elif backend != "dynamic":
+        text = f"is {backend!r}, so SGLang does not use kvtier"
     elif not fields["hicache_storage_backend_extra_config"]:
         text = "dynamic, but no class is named"
-        yield DoctorFinding("error", "storage backend", text, f"add {EXTRA} (`kvtier sglang config`)")
-    elif fields["enable_hierarchical_cache"]:
-        yield DoctorFinding("fine", "storage backend", "dynamic, below the hierarchical cache")
+    else:
+        if fields["enable_hierarchical_cache"]:
+            yield DoctorFinding("fine", "storage backend", "dynamic, below the hierarchical cache")
+        return
+    yield DoctorFinding("error", "storage backend", text, "use the flags of `kvtier sglang config`")
 
 
 def _pages(fields: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[DoctorFinding]:
@@ -202,8 +169,8 @@ def _pages(fields: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Doct
     layout = fields["hicache_mem_layout"]
     given = asked.get("hicache_mem_layout", layout)
     if layout not in LAYOUTS:
-        text = f"{layout} is not supported"
-        yield DoctorFinding("error", "memory layout", text, f"use one of {', '.join(LAYOUTS)}")
+        allowed = f"use one of {', '.join(LAYOUTS)}"
+        yield DoctorFinding("error", "memory layout", f"{layout} is not supported", allowed)
     elif layout != given:
         text = (
             f"SGLang changes {given} to {layout} because of the io backend {asked['hicache_io_backend']}; "
@@ -217,25 +184,23 @@ def _pages(fields: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Doct
         yield DoctorFinding("fine", "memory layout", f"{layout}; KV stored in another layout is not found")
 
 
-def _model(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
+def _model(resolved: Mapping[str, Any]) -> DoctorFinding:
     """Whether the model's weights can be identified."""
     model = str(resolved["model_path"])
     if resolved["load_format"] == "dummy":
         text = "its weights are random (--load-format dummy), so its KV is of no use to another server"
-        yield DoctorFinding("error", "model", text, "serve real weights from a local folder")
-        return
+        return DoctorFinding("error", "model", text, "serve real weights from a local folder")
     folder = local_folder(model, resolved.get("revision"), None)
-    problem = f"the weights of {model} are in no local folder" if folder is None else ""
+    problem = f"the weights of {model} are in no local folder"
     if folder is not None:
         try:
             checkpoint_files(folder)
         except ConfigError as error:
             problem = str(error)
-    if problem:
-        advice = "serve it from a local folder with its weights, which this user can read"
-        yield DoctorFinding("error", "model", f"cannot be identified: {problem}", advice)
-    else:
-        yield DoctorFinding("fine", "model", f"is identified by the weights in {folder}")
+        else:
+            return DoctorFinding("fine", "model", f"is identified by the weights in {folder}")
+    advice = "serve it from a local folder with its weights, which this user can read"
+    return DoctorFinding("error", "model", f"cannot be identified: {problem}", advice)
 
 
 def _policies(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
@@ -246,9 +211,8 @@ def _policies(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
         yield DoctorFinding("warning", "write policy", text, "use --hicache-write-policy write_through")
     elif write == "write_through_selective":
         text = "write_through_selective: a page is stored at its second use, and found at its third"
-        yield DoctorFinding(
-            "note", "write policy", text, "to store at the first, use --hicache-write-policy write_through"
-        )
+        advice = "to store at the first, use --hicache-write-policy write_through"
+        yield DoctorFinding("note", "write policy", text, advice)
     else:
         yield DoctorFinding("fine", "write policy", write)
     if resolved["hicache_storage_prefetch_policy"] == "best_effort":
@@ -276,7 +240,5 @@ def _prompts(extra: Mapping[str, object], fields: Mapping[str, Any], tokens: int
 def _hits(fields: Mapping[str, Any]) -> DoctorFinding:
     """How to see hits."""
     text = 'a request with "return_cached_tokens_details": true gets the tokens found in device, host and storage'
-    advice = "with --enable-metrics also the counters " + ", ".join(METRICS)
-    if fields.get("enable_metrics"):
-        advice = "and read the counters " + ", ".join(METRICS)
-    return DoctorFinding("note", "hits", text, advice)
+    also = "and read" if fields.get("enable_metrics") else "with --enable-metrics also"
+    return DoctorFinding("note", "hits", text, f"{also} the counters {', '.join(METRICS)}")

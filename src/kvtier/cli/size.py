@@ -10,8 +10,8 @@ from typing import cast
 
 import click
 
-from kvtier.cli.options import Bytes, Quantity
-from kvtier.config.value_types import parse_size, within
+from kvtier.cli.options import Bytes, Quantity, gpu_option, tier_option
+from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table
@@ -23,7 +23,8 @@ from kvtier.size.sizes import reasons
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
 
-GPU_SIZES = ("memory_bytes", "weight_bytes", "kv_bytes")
+CAPACITY_KEYS = {"gpu": ("gpus", "replicas", "memory_bytes", "weight_bytes", "kv_bytes"), "tier": ("capacity_bytes",)}
+CAPACITY_PLACES = {"gpu": "on GPUs", "tier": "in the tier"}
 FIELD_ENTRIES_SHOWN = 6
 WIDTH_MAX = 100
 
@@ -44,17 +45,19 @@ WIDTH_MAX = 100
 @click.option(
     "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
-@click.option("--gpu", metavar="[Nx]NAME", help="Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
+@gpu_option("Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
 @click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
 @click.option(
-    "--weights", metavar="FORMAT|SIZE", default="bf16", show_default=True, help="Weights: bf16, fp8, fp4, or bytes."
-)
-@click.option(
-    "--tier", metavar="[NAME=]SIZE", help="Show what a tier holds: 10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue."
+    "--weights",
+    metavar="FORMAT|SIZE",
+    default="bf16",
+    show_default=True,
+    help="bf16, fp16, fp8, fp4, or bytes.",
 )
 @click.option(
     "--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here."
 )
+@tier_option("Show what a tier holds: disk=10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue.", multiple=False)
 @click.option("--list", "is_list", is_flag=True, help="List the models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def size(
@@ -93,13 +96,18 @@ def size(
     gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((tp or 1) * pp, memory)
     tp = tp or (max(1, gpus // pp) if gpu is not None else 1)
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
-    on_gpus = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights)) if memory_bytes is not None else None
-    on_tier = TierCapacity(kv=kv, capacity_bytes=_tier_bytes(tier)) if tier is not None else None
+    capacities: dict[str, GpuCapacity | TierCapacity] = {}
+    if memory_bytes is not None:
+        capacities["gpu"] = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights))
+    if tier is not None:
+        from kvtier.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
+
+        capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=parse_tier(tier).capacity_bytes)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     if as_json:
-        _print_json(_as_json(kv, totals) | _fits_as_json(totals, on_gpus, on_tier))
+        _print_json(_as_json(kv, totals) | _fits_as_json(totals, capacities))
     else:
-        _print(kv, totals, _fits(totals, on_gpus, on_tier))
+        _print(kv, totals, _fits(totals, capacities) if capacities else None)
     return 0
 
 
@@ -111,26 +119,13 @@ def _gpus(text: str) -> tuple[int, float]:
     return count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
 
 
-def _tier_bytes(text: str) -> int:
-    """Bytes of ``10TB``, ``disk=4x7.68TB`` or ``disk=4xpm1753``."""
-    from kvtier.plan.hardware import find, split_count
-
-    count, what = split_count(text.rpartition("=")[2], "--tier")
-    if what[:1].isalpha():
-        return (count or 1) * int(find("drive", what, "--tier").values["capacity_bytes"])
-    try:
-        return (count or 1) * within(parse_size(what), 1, 2**70)
-    except ValueError as error:
-        raise ConfigError(f"--tier {text!r}: {error}; allowed: such as 10TB, disk=4x7.68TB or disk=4xpm1753") from error
-
-
 def _weight_bytes(kv: KvSize, text: str) -> float:
     """Bytes of the weights: a size, or a format and the parameters of the catalogue."""
     if text not in WEIGHT_BYTES:
         try:
             return parse_size(text)
         except ValueError as error:
-            raise ConfigError(f"weights: {text!r} is neither a size nor one of {', '.join(WEIGHT_BYTES)}") from error
+            raise ConfigError(f"--weights {text!r}: neither a size nor one of {', '.join(WEIGHT_BYTES)}") from error
     parameters = kv.model.parameters_billion
     if parameters is None:
         raise ConfigError(f"weights: the parameters of {kv.model.name} are not known; give bytes, such as 141GB")
@@ -138,42 +133,38 @@ def _weight_bytes(kv: KvSize, text: str) -> float:
 
 
 def _fits_as_json(
-    totals: list[Total], on_gpus: GpuCapacity | None, on_tier: TierCapacity | None
+    totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]
 ) -> dict[str, dict[str, object]]:
     """The members `gpu` and `tier` of the JSON document, where they were asked for."""
-    documents: dict[str, dict[str, object]] = {}
-    if on_gpus is not None:
-        documents["gpu"] = {key: getattr(on_gpus, key) for key in ("gpus", "replicas", *GPU_SIZES)}
-    if on_tier is not None:
-        documents["tier"] = {"capacity_bytes": on_tier.capacity_bytes}
-    lengths = dict.fromkeys(total.tokens for total in totals)
-    for name, capacity in (("gpu", on_gpus), ("tier", on_tier)):
-        if capacity is not None:
-            documents[name]["held"] = [capacity.held(tokens)._asdict() for tokens in lengths]
-    return documents
+    return {
+        name: {
+            **{key: getattr(capacity, key) for key in CAPACITY_KEYS[name]},
+            "held": [capacity.held(tokens)._asdict() for tokens in _lengths(totals)],
+        }
+        for name, capacity in capacities.items()
+    }
 
 
-def _fits(totals: list[Total], on_gpus: GpuCapacity | None, on_tier: TierCapacity | None) -> Table | None:
+def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> Table:
     """What fits, one row for each length of a session."""
-    capacities: list[GpuCapacity | TierCapacity] = []
-    titles: list[str] = []
-    columns: list[str] = []
-    if on_gpus is not None:
-        capacities.append(on_gpus)
-        weights = decimal(on_gpus.weight_bytes * on_gpus.replicas)
-        titles.append(f"{on_gpus.gpus} GPUs: {weights} of weights, {decimal(on_gpus.kv_bytes)} left for KV")
-        columns += ["sessions on GPUs", "tokens on GPUs"]
-    if on_tier is not None:
-        capacities.append(on_tier)
-        titles.append(f"a tier of {decimal(on_tier.capacity_bytes)}")
-        columns += ["sessions in the tier", "tokens in the tier"]
-    if not capacities:
-        return None
+    columns = [f"{what} {CAPACITY_PLACES[name]}" for name in capacities for what in ("sessions", "tokens")]
     rows: list[tuple[str, ...]] = []
-    for tokens in dict.fromkeys(total.tokens for total in totals):
-        held = [capacity.held(tokens) for capacity in capacities]
+    for tokens in _lengths(totals):
+        held = [capacity.held(tokens) for capacity in capacities.values()]
         rows.append((_count(tokens), *(_count(each) for it in held for each in (it.sessions, it.tokens))))
-    return Table(("tokens", *columns), rows, numeric=1 + len(columns), title="; ".join(titles))
+    title = "; ".join(_capacity_title(capacity) for capacity in capacities.values())
+    return Table(("tokens", *columns), rows, numeric=1 + len(columns), title=title)
+
+
+def _capacity_title(capacity: GpuCapacity | TierCapacity) -> str:
+    if isinstance(capacity, TierCapacity):
+        return f"a tier of {decimal(capacity.capacity_bytes)}"
+    weights = decimal(capacity.weight_bytes * capacity.replicas)
+    return f"{capacity.gpus} GPUs: {weights} of weights, {decimal(capacity.kv_bytes)} left for KV"
+
+
+def _lengths(totals: list[Total]) -> dict[int, None]:
+    return dict.fromkeys(total.tokens for total in totals)
 
 
 def _as_json(kv: KvSize, totals: list[Total]) -> dict[str, object]:

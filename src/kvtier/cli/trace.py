@@ -1,5 +1,8 @@
 """`kvtier trace`: record, convert, anonymize and synthesize request traces."""
 
+import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -7,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import OutputFile
-from kvtier.cli.replay import load_trace, reading_options
+from kvtier.cli.options import Duration, OutputFile, Quantity
+from kvtier.cli.reading import load_trace, reading_options
+from kvtier.errors import ConfigError
 from kvtier.report.output import progress
 
 if TYPE_CHECKING:
@@ -23,7 +27,7 @@ _STATISTICS = (
     ("first-tokens", float, "Mean tokens of a first prompt after its shared part.  [1500]"),
     ("turn-tokens", float, "Mean growth of a prompt from turn to turn.  [600]"),
     ("output-tokens", float, "Mean tokens of a response.  [300]"),
-    ("think-s", float, "Mean seconds between the requests of a session.  [60]"),
+    ("think-s", Duration(), "Mean seconds between the requests of a session.  [60]"),
     ("spread", float, "Standard deviation of the logarithm of lengths and pauses.  [1]"),
     ("shared-prompts", int, "Distinct shared prompts.  [16]"),
     ("shared-tokens", int, "Tokens of each shared prompt.  [1024]"),
@@ -66,7 +70,7 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
     is_flag=True,
     help="Write one hash id for each block, which more tools read, instead of shorter runs.",
 )
-@click.option("--coarse-s", type=float, default=0.0, help="Round times down to multiples of this; 0: keep them.  [0]")
+@click.option("--coarse-s", type=Duration(), default=0.0, help="Round times down to multiples of this.  [0: keep them]")
 @click.option("--no-sessions", is_flag=True, help="Leave out session ids.")
 @reading_options
 def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sessions: bool, **reading: Any) -> None:  # noqa: ANN401
@@ -76,7 +80,6 @@ def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sess
     SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use time.
     Lengths, order and the number of uses of a block stay, and may identify something.
     """
-    from kvtier.errors import ConfigError
     from kvtier.trace.arrays import without_sessions
     from kvtier.trace.open import open_trace
 
@@ -91,8 +94,6 @@ def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sess
 
 
 def _check_distinct(source: Path, target: Path) -> None:
-    from kvtier.errors import ConfigError
-
     if target.resolve() == source.resolve():
         raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
 
@@ -116,10 +117,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     Equivalent to the settings trace.path and trace.capacity_bytes.
     """
-    import os
-
-    from kvtier.config.loader import load
-    from kvtier.errors import ConfigError
+    from kvtier.config.loader import load  # the kinds of tiers, so that help starts quickly
     from kvtier.runtime.line_file import SUFFIX
     from kvtier.tier.safe_open import make_root
 
@@ -145,9 +143,6 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
 def _run_program(command: Sequence[str]) -> int:
     """The exit code of a program, which gets the terminal and our signals; of a signal 128 plus its number."""
-    import signal
-    import subprocess
-
     child = subprocess.Popen(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to PROGRAM as well
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -166,27 +161,23 @@ def _statistics_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @trace.command()
 @click.argument("target", type=OutputFile())
-@click.option("--requests", help="Number of requests, such as 10M.  [100k; with --like: the trace's]")
+@click.option(
+    "--requests", "count", type=Quantity(), help="Number of requests, such as 10M.  [100k; with --like: the trace's]"
+)
 @click.option("--like", type=click.Path(path_type=Path), help="Take sessions from this trace.")
 @_statistics_options
 @reading_options
-def synthesize(target: Path, requests: str | None, like: Path | None, **options: Any) -> None:  # noqa: ANN401
+def synthesize(target: Path, count: int | None, like: Path | None, **options: Any) -> None:  # noqa: ANN401
     """Write a synthetic trace to TARGET (.gz: gzip); the same options and --seed give the same file.
 
     Sessions are drawn from the statistics above, or from the trace --like: whole sessions, with their lengths, pauses
     and shared blocks, in another order and under new ids.
     """
-    from kvtier.config.value_types import parse_count
-    from kvtier.errors import ConfigError
     from kvtier.trace.synthesize import StatisticalSource, Statistics, TraceSource, option_of, synthesized
     from kvtier.trace.write import write_lines
 
     values = {name: options.pop(name) for name in (it[0].replace("-", "_") for it in _STATISTICS)}
     given = {name: value for name, value in values.items() if value is not None}
-    try:
-        count = None if requests is None else parse_count(requests)
-    except ValueError as error:
-        raise ConfigError(f"--requests {requests!r}: {error}") from None
     if like is None:
         if options["block"] is not None:
             given["block_tokens"] = options["block"]

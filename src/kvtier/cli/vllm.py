@@ -2,25 +2,19 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import click
 
-from kvtier.cli.config import tier_option
+from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import Config
-from kvtier.config.tier_list import spec
 from kvtier.connect.vllm import support
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed
 from kvtier.errors import ConfigError
 
 ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's `kv_role` of each kind of server."""
-
-directory_option = click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
-)
 
 
 @click.group()
@@ -29,9 +23,8 @@ def vllm() -> None:
 
 
 @vllm.command(name="config")
-@directory_option
 @tier_option
-@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+@set_option
 @click.option(
     "--role",
     type=click.Choice(list(ROLES)),
@@ -39,7 +32,7 @@ def vllm() -> None:
     show_default=True,
     help="What the server does: prefill for other servers, decode what others prefill, or both.",
 )
-def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[str, ...], role: str) -> int:
+def config_command(tiers: tuple[str, ...], flags: tuple[str, ...], role: str) -> int:
     """Print the JSON for vLLM's --kv-transfer-config, one line, and nothing else.
 
     The JSON contains the settings of --tier and --set. vLLM's processes read the settings file and the environment
@@ -49,8 +42,6 @@ def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[
     python -m vllm.entrypoints.openai.api_server --model MODEL \\
         --kv-transfer-config "$(kvtier vllm config --tier disk:/mnt/nvme/kv)"
     """  # noqa: D301 - \b is click's mark for lines that are kept
-    if directory is not None:
-        tiers = (*tiers, spec("directory", directory))
     loaded = load(flags=flags, tiers=tiers)
     support.check_role(ROLES[role], loaded.config.store.write_policy)
     support.check_settings(loaded.config, loaded.origins, loaded.file)
@@ -76,18 +67,15 @@ def _engine_notes(config: Config) -> list[str]:
     Raises:
         ConfigError: it is not supported.
     """
-    found = (
-        [support.SHUTDOWN] if config.tiers else ["no --tier: KV is kept in host memory only, and ends with the server"]
-    )
+    found = support.SHUTDOWN if config.tiers else "no --tier: KV is kept in host memory only, and ends with the server"
     if installed() is None:
-        return [*found, "vLLM is not installed here, so its release was not checked"]
+        return [found, "vLLM is not installed here, so its release was not checked"]
     check_engine()
-    return found
+    return [found]
 
 
 @vllm.command()
 @click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
-@directory_option
 @tier_option
 @click.option("--model", help="Model: a folder, or a name in the local hub cache.")
 @click.option("--block-size", type=click.IntRange(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
@@ -100,7 +88,6 @@ def _engine_notes(config: Config) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     transfer: str | None,
-    directory: Path | None,
     tiers: tuple[str, ...],
     model: str | None,
     block_size: int | None,
@@ -113,20 +100,12 @@ def doctor(
     checked. The command changes nothing and starts no engine. Run it where the server runs, as its
     user. Exit code 1 with an error or a warning.
     """
+    # Here, because `config` prints flags while a server starts, and needs no store.
     from kvtier.cli.doctor_findings import report
-    from kvtier.cli.vllm_doctor import ServerDescription, examine
+    from kvtier.cli.vllm_doctor import examine
 
     try:
         engine_arguments = shlex.split(engine_args)
     except ValueError as error:
         raise ConfigError(f"--engine-args {engine_args!r}: {error}; allowed: a command line in shell syntax") from None
-    findings = examine(
-        ServerDescription(
-            transfer=transfer,
-            tiers=tiers if directory is None else (*tiers, spec("directory", directory)),
-            model=model,
-            block_tokens=block_size,
-            engine_arguments=engine_arguments,
-        )
-    )
-    return report(findings, as_json=as_json)
+    return report(examine(transfer, tiers, model, block_size, engine_arguments), as_json=as_json)

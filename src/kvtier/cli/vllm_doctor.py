@@ -7,13 +7,11 @@ engine.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
 from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, json_object, machine, stores
-from kvtier.cli.engine_settings import overridden
-from kvtier.config.loader import TIERS, Loaded, load
+from kvtier.cli.engine_settings import server_settings
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.connect.local_files import local_folder
@@ -41,43 +39,40 @@ TERMS = EngineTerms(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerDescription:
-    """The server to check, as given on the command line."""
+def examine(
+    transfer: str | None,
+    tiers: Sequence[str],
+    model: str | None,
+    block_tokens: int | None,
+    engine_arguments: Sequence[str],
+) -> list[DoctorFinding]:
+    """All findings about a server, the most severe first.
 
-    transfer: str | None = None
-    """The server's ``--kv-transfer-config``."""
-    tiers: Sequence[str] = ()
-    """Overrides the list of tiers, as `--tier` gives them."""
-    model: str | None = None
-    block_tokens: int | None = None
-    engine_arguments: Sequence[str] = ()
-    """The rest of the server's command line."""
-
-
-def examine(server: ServerDescription) -> list[DoctorFinding]:
-    """All findings about `server`, the most severe first."""
+    Args:
+        transfer: its ``--kv-transfer-config``.
+        tiers: overrides the list of tiers, as `--tier` gives them.
+        model: a folder, or a name in the local hub cache.
+        block_tokens: its ``--block-size``.
+        engine_arguments: the rest of its command line.
+    """
     try:
-        loaded = _settings(server)
+        loaded = server_settings(tiers, _extra(transfer), "kv_connector_extra_config")
     except ConfigError as error:
-        advice = "correct the setting; with it the server does not start"
-        findings = [
-            *_transfer(server.transfer, has_shared=True),
-            DoctorFinding("error", "settings", str(error), advice),
-        ]
-        return in_order([_version(), *findings])
+        wrong = DoctorFinding("error", "settings", str(error), "correct the setting; with it the server does not start")
+        return in_order([_version(), *_transfer(transfer, has_shared=True), wrong])
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
-    findings = list(_transfer(server.transfer, has_shared=has_shared, write_policy=config.store.write_policy))
+    findings = list(_transfer(transfer, has_shared=has_shared, write_policy=config.store.write_policy))
     findings += machine(loaded)
     findings.append(_version())
     with progress("asking vLLM what the server's command line means", None):
-        engine, found = _engine(server)
+        block_size = () if block_tokens is None else ("--block-size", str(block_tokens))
+        engine, found = _engine(model, [*engine_arguments, *block_size])
     findings += found
-    block_tokens = server.block_tokens or (engine.cache_config.block_size if engine is not None else None)
+    block_tokens = block_tokens or (engine.cache_config.block_size if engine is not None else None)
     chunk_tokens, found = _chunk(config, block_tokens)
     findings += found
-    findings += _host(config, server, engine, chunk_tokens)
+    findings += _host(config, model, engine, chunk_tokens)
     with progress("digesting the weights", None):
         mine = None if engine is None else _fingerprint(engine)
     findings += stores(config, mine, chunk_tokens if config.store.chunk_tokens else 0, TERMS)
@@ -88,26 +83,18 @@ def examine(server: ServerDescription) -> list[DoctorFinding]:
 
 def _version() -> DoctorFinding:
     try:
-        version = installed.check_engine()
+        return DoctorFinding("fine", "vLLM", f"{installed.check_engine()} is supported")
     except ConfigError as error:
         advice = "run this command in the server's environment, with a supported release of vLLM installed there"
         return DoctorFinding("error", "vLLM", str(error), advice)
-    return DoctorFinding("fine", "vLLM", f"{version} is supported")
-
-
-def _arguments(server: ServerDescription) -> list[str]:
-    """The known part of the server's command line."""
-    known = ["--model", server.model or "", *server.engine_arguments]
-    return known if server.block_tokens is None else [*known, "--block-size", str(server.block_tokens)]
 
 
 def _transfer(text: str | None, *, has_shared: bool, write_policy: str = "through") -> Iterator[DoctorFinding]:
-    about = "--kv-transfer-config"
+    about, advice = "--kv-transfer-config", "use the output of `kvtier vllm config`"
     if text is None:
         found = "not given, so role and failure policy were not checked"
         yield DoctorFinding("note", about, found, "give the server's --kv-transfer-config")
         return
-    advice = "use the output of `kvtier vllm config`"
     try:
         transfer = json_object(text)
     except ConfigError as error:
@@ -117,13 +104,13 @@ def _transfer(text: str | None, *, has_shared: bool, write_policy: str = "throug
         if transfer.get(key) != CONNECTOR[key]:
             found = f"is {transfer.get(key)!r}, so vLLM does not use kvtier"
             yield DoctorFinding("error", key, found, f"set it to {CONNECTOR[key]!r}")
-    role, view = transfer.get("kv_role"), SimpleNamespace()
-    view.kv_load_failure_policy = transfer.get("kv_load_failure_policy", "fail")
+    role = transfer.get("kv_role")
     try:
         support.check_role(role, write_policy)
     except ConfigError as error:
         yield DoctorFinding("error", about, str(error), "with it the server does not start; " + advice)
         return
+    view = SimpleNamespace(kv_load_failure_policy=transfer.get("kv_load_failure_policy", "fail"))
     warnings = support.warnings(view, str(role), has_shared=has_shared)
     for warning in warnings:
         yield DoctorFinding("warning", about, warning, advice)
@@ -131,35 +118,29 @@ def _transfer(text: str | None, *, has_shared: bool, write_policy: str = "throug
         yield DoctorFinding("fine", about, "role and failure policy are right")
 
 
-def _settings(server: ServerDescription) -> Loaded:
-    """The server's settings, as visible from here.
+def _extra(transfer: str | None) -> Mapping[str, object] | None:
+    """The settings in a ``--kv-transfer-config``; None: it has none, or it is no JSON, which `_transfer` reports.
 
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: they are no object.
     """
-    loaded = load(tiers=server.tiers)
     extra: object = None
-    if server.transfer is not None:
-        with suppress(ConfigError):  # `_transfer` reports it
-            extra = json_object(server.transfer).get("kv_connector_extra_config")
-    if extra is None:
-        return loaded
-    if not isinstance(extra, dict):
+    with suppress(ConfigError):
+        extra = None if transfer is None else json_object(transfer).get("kv_connector_extra_config")
+    if extra is not None and not isinstance(extra, dict):
         raise ConfigError(f"kv_connector_extra_config is {extra!r}; allowed: an object of settings")
-    given = {it: each for it, each in cast("Mapping[str, object]", extra).items() if it != TIERS or not server.tiers}
-    return overridden(loaded, given, "kv_connector_extra_config")
+    return cast("Mapping[str, object] | None", extra)
 
 
-def _engine(server: ServerDescription) -> tuple[VllmConfig | None, list[DoctorFinding]]:
+def _engine(model: str | None, arguments: Sequence[str]) -> tuple[VllmConfig | None, list[DoctorFinding]]:
     """VLLM's configuration of a server with this model, if vLLM is installed."""
-    model = server.model
     if model is None:
         return None, []
     if installed.installed() is None:
         found = "its fingerprint is unknown, because vLLM is not installed here"
         return None, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
     try:
-        engine = engine_config([*_arguments(server), "--kv-transfer-config", json.dumps(CONNECTOR)])
+        engine = engine_config(["--model", model, *arguments, "--kv-transfer-config", json.dumps(CONNECTOR)])
         support.check_engine(engine)
     except UnsupportedModelError as error:
         return None, [DoctorFinding("error", "model", str(error), 'see "What is supported" in docs/guides/vllm.md')]
@@ -192,11 +173,9 @@ def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFi
     ]
 
 
-def _host(
-    config: Config, server: ServerDescription, engine: VllmConfig | None, chunk_tokens: int
-) -> Iterator[DoctorFinding]:
+def _host(config: Config, model: str | None, engine: VllmConfig | None, chunk_tokens: int) -> Iterator[DoctorFinding]:
     """Whether host memory holds enough chunks."""
-    folder = None if server.model is None else local_folder(server.model, None, None)
+    folder = None if model is None else local_folder(model, None, None)
     if folder is None:
         return
     ranks = 1 if engine is None else engine.parallel_config.tensor_parallel_size
@@ -207,10 +186,10 @@ def _host(
     chunk_bytes = int(kv.bytes_per_token_stored * chunk_tokens + kv.state_bytes_stored)
     chunks = config.host.capacity_bytes // max(chunk_bytes, 1)
     holds = f"{size_text(config.host.capacity_bytes)} of host memory: {chunks} chunks, {chunks * chunk_tokens} tokens"
-    advice = f"raise host.capacity_bytes; a chunk takes {size_text(chunk_bytes)} (in 16-bit numbers)"
+    about, advice = "host.capacity_bytes", f"raise it; a chunk takes {size_text(chunk_bytes)} (in 16-bit numbers)"
     if chunks < SLOTS_MIN:
-        yield DoctorFinding("error", "host.capacity_bytes", f"{holds}; too few, so the server does not start", advice)
+        yield DoctorFinding("error", about, f"{holds}; too few, so the server does not start", advice)
     elif chunks < HOST_CHUNKS_FEW:
-        yield DoctorFinding("warning", "host.capacity_bytes", f"{holds}; each prompt evicts the previous one", advice)
+        yield DoctorFinding("warning", about, f"{holds}; each prompt evicts the previous one", advice)
     else:
-        yield DoctorFinding("fine", "host.capacity_bytes", holds)
+        yield DoctorFinding("fine", about, holds)

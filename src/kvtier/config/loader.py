@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.config.schema import read, read_toml, settings
 from kvtier.config.sections import SECTIONS, Config, find, find_section
-from kvtier.config.tier_list import SettingOrigin, TierList
+from kvtier.config.tier_list import HOST, SettingOrigin, TierList
 from kvtier.errors import ConfigError
 
 PREFIX = "KVTIER_"
@@ -105,7 +105,11 @@ def _read(raws: Iterable[_RawSetting], listed: TierList) -> tuple[dict[str, dict
             name, _, of_tier = key.partition(".")
             listed.set(name, of_tier, raw, origin, is_text=is_text)
         elif section == TIERS:
-            listed.replace(raw, origin)
+            host_bytes = listed.replace(raw, origin)
+            if host_bytes is not None:
+                setting = find(SECTIONS[HOST], "capacity_bytes", str(origin))
+                values.setdefault(HOST, {})[setting.key] = read(setting, host_bytes, str(origin), is_text=False)
+                origins[setting.name] = origin
         else:
             setting = find(find_section(section, str(origin)), key, str(origin))
             values.setdefault(section, {})[key] = read(setting, raw, str(origin), is_text=is_text)

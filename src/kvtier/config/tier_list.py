@@ -1,29 +1,42 @@
 """The ordered list of tiers while the layers of settings are read: as tables, or as texts of the form of a URL.
 
-    [NAME=]KIND:WHERE?key=value&key=value       disk:/mnt/nvme?capacity=200GiB
+    [NAME=]KIND[:WHERE][?key=value&key=value]   disk:/mnt/nvme?capacity=200GiB
+    KIND=SIZE[?key=value&key=value]             disk=4TiB, disk=4xpm1753, disk=4x7.68TB, host=64GiB
 
-KIND is a kind of the registry, WHERE fills the setting that the kind names, NAME is the kind's without ``NAME=``. WHERE
-and values may contain percent-encoded characters: ``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``.
-A key may leave out its unit (``_bytes``, ``_s``).
+Every command reads this form. KIND is a kind of the registry, or ``host`` for host memory. WHERE fills the setting that
+the kind names, and NAME is the kind's without ``NAME=``. SIZE is short for ``capacity=SIZE``, and for ``drives=SIZE``
+where it is a number of drives or a part of the catalogue. WHERE and values may contain percent-encoded characters:
+``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``. A key may leave out its unit (``_bytes``, ``_s``,
+``_bytes_per_s``).
+
+Keys are the kind's settings, and figures of a `DescribedTier` for `kvtier plan`, `replay` and `size`. A
+server measures its hardware and ignores them.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
-from kvtier.config.schema import near, read, settings
-from kvtier.config.value_types import PrivateText, without_login
+from kvtier.config.schema import Setting, SettingsSection, near, read, setting, settings
+from kvtier.config.value_types import PrivateText, Rate, Seconds, Size, Text, without_login
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierKind, TierSettings
 
 TIERS_MAX = 16
-FORM = "[NAME=]KIND:WHERE?key=value&key=value"
+FORM = "[NAME=]KIND[:WHERE][?key=value&key=value], or KIND=SIZE[?key=value&key=value]"
+HOST = "host"
+"""The word for host memory in a text. It is no kind, and no tier of the list."""
 
-_SPEC = re.compile(r"(?:(?P<name>[^=:?/%]*)=)?(?P<kind>[^=:?/%]*):(?P<rest>.*)", re.DOTALL)
+_SPEC = re.compile(
+    r"(?:(?P<name>[^=:?/%]*)=)?(?P<kind>[^=:?/%,]+)(?::(?P<where>[^?]*))?(?:\?(?P<query>.*))?", re.DOTALL
+)
 _NOT_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_SIZE = re.compile(r"[0-9.]+ ?(?!x)[A-Za-z]*")
+_UNITS = ("", "_bytes", "_s", "_bytes_per_s")
+_CAPACITY = "capacity_bytes"
 
 
 class SettingOrigin(NamedTuple):
@@ -34,6 +47,29 @@ class SettingOrigin(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.layer} {self.where}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedTier(SettingsSection):
+    """A tier that a text describes, for a model of it: no store is opened. Figures are those of the whole tier."""
+
+    section: ClassVar[str] = "tiers"
+
+    name: str
+    kind: str
+    """Of the registry, or `HOST`."""
+    is_remote: bool
+    """A lookup costs a round trip, and other nodes use the same store."""
+    is_default: bool
+    """The capacity is the kind's default."""
+    capacity_bytes: int | None = setting(None, Size(0, 2**60), "Bytes of KV that the tier holds; None: as the drives.")
+    drives: str | None = setting(None, Text(1, 100), "Drives: 4xpm1753 of the catalogue, or 4x7.68TB.")
+    read_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of reads; of host memory to the engine.")
+    write_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of writes; of host memory from the engine.")
+    latency_s: float | None = setting(None, Seconds(0, 60), "Time of the smallest read beyond its bytes.")
+
+
+_FIGURES = {each.key: each for each in settings(DescribedTier)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +104,10 @@ class TierList:
         """Of the list."""
         self._drafts = [_of_settings(tier, self.origin) for tier in tiers]
 
-    def replace(self, given: object, origin: SettingOrigin) -> None:
+    def replace(self, given: object, origin: SettingOrigin) -> int | None:
         """Replace the whole list by `given`, a list of tables, texts and settings.
+
+        Returns the capacity of host memory if a text names it. Such a text alone replaces no tiers.
 
         Raises:
             ConfigError: a tier is not well formed, or two have the same name.
@@ -79,9 +117,14 @@ class TierList:
         items = cast("Sequence[object]", given)
         if len(items) > TIERS_MAX:
             raise ConfigError(f"tiers (from {origin}): {len(items)} tiers; allowed: at most {TIERS_MAX}")
-        drafts = [_draft(item, origin) for item in items]
+        hosts = [item for item in items if isinstance(item, str) and _cut(item, origin).kind == HOST]
+        if len(hosts) > 1:
+            raise ConfigError(f"tiers (from {origin}): host memory is given twice; allowed: once")
+        drafts = [_draft(item, origin) for item in items if item not in hosts]
         refuse_equal_names([draft.name for draft in drafts], str(origin))
-        self._drafts, self.origin = drafts, origin
+        if drafts or not hosts:
+            self._drafts, self.origin = drafts, origin
+        return describe(hosts[0], origin).capacity_bytes if hosts else None
 
     def set(self, name: str, key: str, raw: object, origin: SettingOrigin, *, is_text: bool) -> None:
         """Set one value of the tier `name`.
@@ -112,21 +155,64 @@ class TierList:
                 yield each.name, draft.origins.get(each.key, SettingOrigin("default"))
 
 
-def parse(text: str, origin: str = "Python") -> TierSettings:
+def parse(text: str, origin: str = "Python", where: object = None) -> TierSettings:
     """The settings of one tier from a text of the form `FORM`.
+
+    Args:
+        text: the tier.
+        origin: its source, for messages.
+        where: replaces WHERE of the text.
 
     Raises:
         ConfigError: it has another form, or a value is not allowed.
     """
-    listed = TierList()
-    listed.replace([text], SettingOrigin("flag", origin))
-    return listed.settings()[0]
+    draft = _of_text(text, SettingOrigin("flag", origin))
+    values = draft.values if where is None else {**draft.values, draft.kind.where: where}
+    return registry.make(draft.kind, draft.name, values, str(draft.origin))
+
+
+def describe(text: str, origin: SettingOrigin) -> DescribedTier:
+    """The hardware of one tier, or of host memory, from a text of the form `FORM`.
+
+    The kind's own settings are checked; WHERE may be missing.
+
+    Raises:
+        ConfigError: it has another form, a value is not allowed, or it has no capacity.
+    """
+    parts = _cut(text, origin)
+    draft = None if parts.kind == HOST else _empty(parts.kind, parts.name, origin)
+    own = {} if draft is None else {each.key: each for each in settings(draft.kind.settings)}
+    values = _values(parts, {**own, **_FIGURES}, _CAPACITY if draft is None else draft.kind.where)
+    figures = {key: value for key, value in values.items() if key in _FIGURES}
+    if draft is None and "drives" in figures:
+        raise ConfigError(f"{parts.shown}: host memory has no drives; allowed: a size, such as host=64GiB")
+    is_default = not {_CAPACITY, "drives"} & figures.keys()
+    if is_default:
+        figures[_CAPACITY] = own[_CAPACITY].default if _CAPACITY in own else None
+        if not figures[_CAPACITY]:
+            raise ConfigError(f"{parts.shown}: no capacity; allowed: such as {parts.kind}=40TiB, or capacity=40TiB")
+    return DescribedTier(
+        name=HOST if draft is None else draft.name,
+        kind=parts.kind,
+        is_remote=draft is not None and draft.kind.is_remote,
+        is_default=is_default,
+        **cast("dict[str, Any]", figures),
+    )
+
+
+def kind_of(text: str, origin: str) -> TierKind[Any]:
+    """The kind of a tier from a text of the form `FORM`.
+
+    Raises:
+        ConfigError: the text has another form, or its kind is unknown.
+    """
+    return registry.by_name(_cut(text, SettingOrigin("flag", origin)).kind, origin)
 
 
 def is_spec(text: str) -> bool:
-    """Whether `text` begins like a tier, and is no path."""
+    """Whether `text` begins like a tier with a WHERE, and is no path."""
     found = _SPEC.fullmatch(text)
-    return found is not None and bool(registry.NAME.fullmatch(found["kind"]))
+    return found is not None and found["where"] is not None and bool(registry.NAME.fullmatch(found["kind"]))
 
 
 def spec(kind: str, where: object) -> str:
@@ -178,35 +264,61 @@ def _of_table(table: Mapping[str, object], origin: SettingOrigin) -> _Draft:
 
 
 def _of_text(text: str, origin: SettingOrigin) -> _Draft:
-    shown = without_login(text).partition("?")[0][:120]  # values may be secret
-    found = _SPEC.fullmatch(text.strip())
-    if found is None:
-        kinds = ", ".join(registry.names())
-        raise ConfigError(f"tier {shown!r} (from {origin}): not of the form {FORM}; known kinds: {kinds}")
-    where, question, query = found["rest"].partition("?")
-    draft = _empty(found["kind"], found["name"], origin)
-    if where:
-        draft.set(draft.kind.where, _decoded(where, shown, origin), origin, is_text=True)
-    for part in query.split("&") if question else ():
-        word, equals, raw = part.partition("=")
-        is_known = _full(word, draft.kind) in {each.key for each in settings(draft.kind.settings)}
-        if not is_known and any(isinstance(value, PrivateText) for value in draft.values.values()):
-            raise ConfigError(
-                f"tier {shown!r} (from {origin}): what follows a secret is no setting (hidden); write '&' in it as %26"
-            )
-        if not equals or not word:
-            raise ConfigError(f"tier {shown!r} (from {origin}): {word[:40]!r} is not key=value; allowed: {FORM}")
-        key = _full(word, draft.kind)
-        if key in draft.values:
-            raise ConfigError(f"{draft.label}.{key} (from {origin}): given twice; allowed: once")
-        draft.set(key, _decoded(raw, shown, origin), origin, is_text=True)
+    parts = _cut(text, origin)
+    draft = _empty(parts.kind, parts.name, origin)
+    own = {each.key: each for each in settings(draft.kind.settings)}
+    # A capacity that the kind does not enforce is refused: a server would exceed it.
+    hardware = {key: each for key, each in _FIGURES.items() if key != _CAPACITY}
+    values = _values(parts, {**hardware, **own}, draft.kind.where)
+    draft.values.update({key: value for key, value in values.items() if key in own})
+    draft.origins.update(dict.fromkeys(draft.values, origin))
     return draft
 
 
-def _full(key: str, kind: TierKind[Any]) -> str:
-    """`key`, or the one that differs by its unit."""
-    known = {each.key for each in settings(kind.settings)}
-    return next((full for full in (key, f"{key}_bytes", f"{key}_s") if full in known), key)
+class _Parts(NamedTuple):
+    """A text, cut at its marks; nothing is decoded."""
+
+    name: str | None
+    kind: str
+    where: str
+    words: list[str]
+    """``key=value``; one of SIZE comes first."""
+    origin: SettingOrigin
+    shown: str
+    """For messages: without values, which may be secret, and with the origin."""
+
+
+def _cut(text: str, origin: SettingOrigin) -> _Parts:
+    shown = f"tier {without_login(text).partition('?')[0][:120]!r} (from {origin})"
+    found = _SPEC.fullmatch(text.strip())
+    if found is None or (found["name"] is None and found["kind"][0].isdigit()):
+        raise ConfigError(f"{shown}: not of the form {FORM}; known kinds: {', '.join(registry.names())}")
+    name, kind, where, query = found.groups()
+    words = [] if query is None else query.split("&")
+    if name is not None and where is None and kind not in registry.names():
+        words = [f"{'capacity' if _SIZE.fullmatch(kind) else 'drives'}={kind}", *words]
+        name, kind = None, name
+    return _Parts(name, kind, where or "", words, origin, shown)
+
+
+def _values(parts: _Parts, known: Mapping[str, Setting], where: str) -> dict[str, object]:
+    """The values of a text by key; `where` is the key that WHERE fills."""
+    label = HOST if parts.kind == HOST else f"tiers.{parts.name or parts.kind}"
+    values: dict[str, object] = {}
+    for part in (*([f"{where}={parts.where}"] if parts.where else []), *parts.words):
+        word, equals, raw = part.partition("=")
+        key = next((word + unit for unit in _UNITS if word + unit in known), word)
+        if key not in known and any(isinstance(value, PrivateText) for value in values.values()):
+            raise ConfigError(f"{parts.shown}: what follows a secret is no setting (hidden); write '&' in it as %26")
+        if not equals or not word:
+            raise ConfigError(f"{parts.shown}: {word[:40]!r} is not key=value; allowed: {FORM}")
+        if key not in known:
+            unknown = f"unknown setting of a {parts.kind} tier{near(key, [*known])}"
+            raise ConfigError(f"{label}.{key} (from {parts.origin}): {unknown}")
+        if key in values:
+            raise ConfigError(f"{label}.{key} (from {parts.origin}): given twice; allowed: once")
+        values[key] = read(known[key]._replace(section=label), _decoded(raw, parts), str(parts.origin), is_text=True)
+    return values
 
 
 def _empty(kind_name: str, name: str | None, origin: SettingOrigin) -> _Draft:
@@ -218,10 +330,10 @@ def _empty(kind_name: str, name: str | None, origin: SettingOrigin) -> _Draft:
     return _Draft(name, kind, origin, {}, {})
 
 
-def _decoded(text: str, shown: str, origin: SettingOrigin) -> str:
+def _decoded(text: str, parts: _Parts) -> str:
     if _NOT_ENCODED.search(text):
-        raise ConfigError(f"tier {shown!r} (from {origin}): '%' is not followed by two hexadecimal digits; write %25")
+        raise ConfigError(f"{parts.shown}: '%' is not followed by two hexadecimal digits; write %25")
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
-        raise ConfigError(f"tier {shown!r} (from {origin}): its percent-encoded bytes are not UTF-8") from None
+        raise ConfigError(f"{parts.shown}: its percent-encoded bytes are not UTF-8") from None

@@ -169,6 +169,24 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
+class Rate(Kind):
+    """Bytes a second: a size and ``/s``, such as ``12GB/s``."""
+
+    @property
+    def allowed(self) -> str:
+        """The form."""
+        return "a size a second, such as 12GB/s"
+
+    def read(self, raw: object, *, is_text: bool) -> int:
+        """Read a rate; a number without a unit may be meant for another setting."""
+        if isinstance(raw, str) and raw.strip().endswith("/s"):
+            raw, is_text = parse_size(raw.strip().removesuffix("/s")), False
+        if is_text or not isinstance(raw, int) or isinstance(raw, bool):
+            raise ValueError("not a rate")
+        return within(raw, 1, 10**16)
+
+
+@dataclass(frozen=True, slots=True)
 class Count(Kind):
     """A whole number."""
 

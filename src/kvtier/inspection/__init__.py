@@ -28,21 +28,9 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
         ConfigError: there is no store of a known kind and version.
         TierError: it cannot be opened.
     """
-    if isinstance(where, TierSettings):
-        return open_tier(where, settings)
-    text = str(where)
-    if tier_list.is_spec(text) and not Path(text).exists():
-        return open_tier(tier_list.parse(text, without_login(text).partition("?")[0]), settings)
-    return StoreInspector([_view_at(Path(where))], text)
-
-
-def open_tier(tier: TierSettings, settings: Callable[[], Loaded] = load) -> StoreInspector:
-    """The inspector of a tier's store, or of the stores of all its ranks.
-
-    Raises:
-        ConfigError: there is no store of a known version.
-        TierError: it cannot be opened.
-    """
+    tier = _named_tier(where)
+    if tier is None:
+        return StoreInspector([_view_at(Path(str(where)))], str(where))
     kind = registry.kind_of(tier)
     place = str(getattr(tier, kind.where))
     if kind.inspect is not None:
@@ -61,6 +49,15 @@ def open_tier(tier: TierSettings, settings: Callable[[], Loaded] = load) -> Stor
     return StoreInspector(views, place)
 
 
+def _named_tier(where: str | Path | TierSettings) -> TierSettings | None:
+    """The tier of settings or of a text; None: `where` is a path."""
+    if isinstance(where, TierSettings):
+        return where
+    text = str(where)
+    is_text = tier_list.is_spec(text) and not Path(text).exists()
+    return tier_list.parse(text, without_login(text).partition("?")[0]) if is_text else None  # settings may be secret
+
+
 def repair_store(where: str | Path | TierSettings) -> list[str]:
     """Mend what keeps a store from opening, such as a missing marker. `where` as in `open_store`.
 
@@ -71,15 +68,13 @@ def repair_store(where: str | Path | TierSettings) -> list[str]:
         TierError: it cannot be read or written.
         OSError: it cannot be read or written.
     """
-    text = str(where)
-    shown = without_login(text).partition("?")[0]  # settings may be secret
-    if isinstance(where, TierSettings):
-        shown, tiers = where.name, [where]
-    elif tier_list.is_spec(text) and not Path(text).exists():
-        tiers = [tier_list.parse(text, shown)]
-    elif Path(text).is_dir():
+    tier = _named_tier(where)
+    shown = where.name if isinstance(where, TierSettings) else without_login(str(where)).partition("?")[0]
+    if tier is not None:
+        tiers = [tier]
+    elif Path(str(where)).is_dir():
         kinds = [it for it in registry.built_in() if registry.by_name(it).where == "path"]
-        tiers = [tier_list.parse(tier_list.spec(kind, Path(text).absolute())) for kind in kinds]
+        tiers = [tier_list.parse(kind, where=Path(str(where)).absolute()) for kind in kinds]
     else:
         raise ConfigError(f"{shown} is not a directory; allowed here: a store's directory, or KIND:WHERE")
     done = [lines for tier in tiers if (lines := registry.kind_of(tier).repair(tier)) is not None]

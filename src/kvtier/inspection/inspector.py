@@ -20,7 +20,7 @@ from kvtier.codec.frame import codec_of, verify_section
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
 from kvtier.layout import SECTION_BYTES_MAX
-from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, ScannedTier, StoreView, Usage, merged
+from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, Usage, merged
 from kvtier.types import ObjectName
 
 _Answer = TypeVar("_Answer")
@@ -90,19 +90,6 @@ class StoreStat(Usage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SectionRow:
-    """One line of a section table."""
-
-    layer: int
-    payload_offset: int
-    raw_bytes: int
-    offset: int
-    stored_bytes: int
-    checksum: str
-    codec: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectView:
     """One object's head and section table."""
 
@@ -115,7 +102,8 @@ class ObjectView:
     raw_bytes: int | None = None
     layers: int | None = None
     layout: str | None = None
-    sections: list[SectionRow] = field(default_factory=list[SectionRow])
+    sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
+    """The section table: the fields of `codec.head.Section`, with checksum and codec as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +166,6 @@ class StoreInspector:
             result.is_emptied_only |= one.is_emptied_only
             result.left = [*result.left, *one.left][:LEFT_MAX]
         return result
-
-    def close(self) -> None:
-        """Close tiers that were opened for inspection."""
-        for view in self.views:
-            if isinstance(view, ScannedTier):
-                view.close()
 
     def listing(
         self, *, limit: int, after: str = "", advance: Callable[[float], None] = lambda _count: None
@@ -270,15 +252,7 @@ class StoreInspector:
             layers=head.layers,
             layout=head.identity.layout_digest.hex(),
             sections=[
-                SectionRow(
-                    layer=section.layer,
-                    payload_offset=section.payload_offset,
-                    raw_bytes=section.raw_bytes,
-                    offset=section.offset,
-                    stored_bytes=section.stored_bytes,
-                    checksum=f"{section.checksum:016x}",
-                    codec=_codec_name(section.codec),
-                )
+                section._asdict() | {"checksum": f"{section.checksum:016x}", "codec": _codec_name(section.codec)}
                 for section in head.sections
             ],
         )

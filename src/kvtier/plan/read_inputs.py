@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.schema import Setting, near, read, read_toml
+from kvtier.config.tier_list import HOST, DescribedTier, SettingOrigin, describe
+from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import split_count
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
 from kvtier.plan.probe_record import fastest, read_links
-from kvtier.tier import registry
+from kvtier.size.capacity import WEIGHT_BYTES
 
 EXAMPLES = files("kvtier.plan") / "examples"
 OPTIONS = {
     "model.name": "model",
     "model.kv_dtype": "dtype",
     "model.weights": "weights",
+    "model.parameters": "weights",
     "model.tp": "tp",
     "gpu.name": "gpu",
     "gpu.count": "gpu",
@@ -31,11 +34,14 @@ OPTIONS = {
     "traffic.reuse": "reuse",
     "traffic.trace": "trace",
     "target.ttft_s": "ttft",
-    "host.capacity_bytes": "tier",
-    "disk.name": "tier",
-    "disk.count": "tier",
-    "disk.capacity_bytes": "tier",
-    "shared.capacity_bytes": "tier",
+    **dict.fromkeys(
+        (
+            *("host.capacity_bytes", "host.channels", "host.channel_bytes_per_s", "host.share"),
+            *("disk.name", "disk.count", "disk.capacity_bytes", "disk.read_bytes_per_s", "disk.write_bytes_per_s"),
+            *("shared.capacity_bytes", "shared.adapters", "shared.adapter_bytes_per_s"),
+        ),
+        "tier",
+    ),
 }
 """Inputs with an option on the command line, and its name; `--gpu` and `--tier` give several."""
 
@@ -133,36 +139,64 @@ def gpu_options(text: str) -> dict[str, object]:
     return {"gpu.name": name, "gpu.count": count or 1}
 
 
-def tier_options(texts: Sequence[str]) -> dict[str, object]:
-    """Inputs of all `--tier` options together: ``host=1TiB``, ``disk=4xpm1753``, ``disk=4x7.68TB``, ``shared=1000TB``.
+def weight_options(text: str) -> dict[str, object]:
+    """Inputs of ``--weights fp8``, or of their bytes: ``141GB`` are the parameters that fill them in bf16."""
+    if text in WEIGHT_BYTES:
+        return {"model.weights": "bf16" if text == "fp16" else text}
+    try:
+        return {"model.weights": "bf16", "model.parameters": parse_size(text) / WEIGHT_BYTES["bf16"]}
+    except ValueError:
+        raise ConfigError(f"--weights {text!r}: neither a size nor one of {', '.join(WEIGHT_BYTES)}") from None
 
-    Tiers that no text names have no capacity. A size of drives is that of one drive. The name of a kind stands for
-    ``shared`` if the kind is remote, and otherwise for ``disk``.
+
+def tier_options(texts: Sequence[str]) -> dict[str, object]:
+    """Inputs of all `--tier` options together: ``host=1TiB``, ``disk=4xpm1753``, ``disk=4x7.68TB``, ``s3=1000TB``.
+
+    Tiers that no text names have no capacity. A size of drives is that of one drive. A remote kind is the plan's
+    ``shared``, any other its ``disk``.
 
     Raises:
-        ConfigError: a text is malformed, or names a tier twice or one that a plan does not have.
+        ConfigError: a text is malformed, names a tier twice, or has a figure that a plan does not have.
     """
-    found: dict[str, object] = {}
+    found: dict[str, dict[str, object]] = {}
     for text in texts:
-        tier, equals, what = (it.strip() for it in text.partition("="))
-        if tier in registry.names():
-            tier = "shared" if registry.by_name(tier, f"--tier {text!r}").is_remote else "disk"
-        capacity = {"host": "host.capacity_bytes", "shared": "shared.capacity_bytes", "disk": "disk.count"}.get(tier)
-        if capacity is None or not equals or not what:
-            raise ConfigError(
-                f"--tier {text!r}; allowed: host=1TiB, disk=4xpm1753, disk=4x7.68TB, shared=1000TB, s3=1000TB"
-            )
-        if capacity in found:
-            raise ConfigError(f"--tier {text!r}: {tier} is given twice; allowed: once")
-        if tier != "disk":
-            found[capacity] = what
-            continue
-        count, name = (0, "") if what == "0" else split_count(what, "--tier")
-        found["disk.count"] = 1 if count is None else count
-        if name:
-            found["disk.capacity_bytes" if name[0].isdigit() else "disk.name"] = name
+        tier = describe(text, SettingOrigin("", "--tier"))
+        section = HOST if tier.kind == HOST else "shared" if tier.is_remote else "disk"
+        if section in found:
+            raise ConfigError(f"--tier {text!r}: {section} is given twice; allowed: once")
+        for figure in ("latency_s",) if section == "disk" else ("latency_s", "write_bytes_per_s", "drives"):
+            if getattr(tier, figure) is not None:
+                raise ConfigError(f"--tier {text!r}: a plan has no {figure} of {section}; allowed: without it")
+        found[section] = _drives(tier, text) if section == "disk" else _link(section, tier)
     absent = {"host.capacity_bytes": 0, "disk.count": 0, "shared.capacity_bytes": 0}
-    return {**absent, **found} if found else {}
+    return {**absent, **{name: value for inputs in found.values() for name, value in inputs.items()}} if found else {}
+
+
+def _drives(tier: DescribedTier, text: str) -> dict[str, object]:
+    """Inputs of drives; None: not given. Rates of a text are of all drives, those of inputs of one."""
+    if None not in (tier.capacity_bytes, tier.drives):
+        raise ConfigError(f"--tier {text!r}: a capacity and drives; allowed: one of them, and --set disk.filled")
+    number, part = split_count(tier.drives, "--tier") if tier.drives else (None, "")
+    count = 0 if tier.capacity_bytes == 0 else number or 1
+    read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
+    return {
+        "disk.count": count,
+        "disk.capacity_bytes": part if part[:1].isdigit() else tier.capacity_bytes or None,
+        "disk.name": None if part[:1].isdigit() else part or None,
+        "disk.read_bytes_per_s": read and count and read / count,
+        "disk.write_bytes_per_s": write and count and write / count,
+    }
+
+
+def _link(section: str, tier: DescribedTier) -> dict[str, object]:
+    """Inputs of host memory or of shared storage; None: not given. A rate is that of one link with its full share."""
+    one = None if tier.read_bytes_per_s is None else 1
+    link, number, more = {
+        HOST: ("channel_bytes_per_s", "channels", {"share": one}),
+        "shared": ("adapter_bytes_per_s", "adapters", {}),
+    }[section]
+    inputs = {"capacity_bytes": tier.capacity_bytes, link: tier.read_bytes_per_s, number: one, **more}
+    return {f"{section}.{key}": value for key, value in inputs.items()}
 
 
 def _from_options(options: Mapping[str, object]) -> Iterator[_Value]:

@@ -3,32 +3,27 @@
 A figure comes from the option itself, else a part of the hardware catalogue, a probe's record, or a default.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier import size
-from kvtier.config.schema import near
-from kvtier.config.value_types import parse_seconds, parse_size, within
+from kvtier.config.tier_list import HOST, SettingOrigin, describe
+from kvtier.config.value_types import parse_size, within
 from kvtier.errors import ConfigError
-from kvtier.plan.hardware import HardwareItem, catalogue, split_count
-from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
+from kvtier.plan.hardware import HardwareItem, find, split_count
+from kvtier.plan.inputs import GpuInputs, SoftwareInputs
 from kvtier.plan.model_cost import model_cost
 from kvtier.plan.probe_record import fastest, read_links, round_trip
 from kvtier.replay.prefill_speed import PrefillSpeed
-from kvtier.replay.results import HOST, TierSpec
-from kvtier.tier import registry
+from kvtier.replay.results import TierSpec
 
-_EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us, disk=4x7.68TB, disk=4xpm1753 or pool=40TiB,shared,remote"
 _FLOPS_SHARE = GpuInputs().flops_share
-_SHARES = {"gpu": SoftwareInputs().link_share, "memory": HostInputs().share}
-"""Usable share of a data sheet's bandwidth by kind of part, as in `kvtier plan`."""
+_LINK_SHARE = SoftwareInputs().link_share
+"""Usable share of a data sheet's bandwidth of a GPU's link, as in `kvtier plan`."""
 _BANDWIDTHS = {
     "drive": ("read_bytes_per_s", "write_bytes_per_s"),
     "gpu": ("link_bytes_per_s", "link_bytes_per_s"),
-    "memory": ("channel_bytes_per_s", "channel_bytes_per_s"),
-    "network": ("adapter_bytes_per_s", "adapter_bytes_per_s"),
 }
 """Fields of the catalogue by kind of part: reads, writes."""
 _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
@@ -38,13 +33,6 @@ _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
 }
 """Tier to links of a probe, the best first: link, operation to read, operation to write. The link of any other tier has
 its name."""
-_FLAGS: dict[str, dict[str, Any]] = {
-    "shared": {"is_shared": True},
-    "own": {"is_shared": False},
-    "remote": {"is_remote": True},
-    "local": {"is_remote": False},
-}
-"""Words that decide against the kind."""
 
 
 class TierSpeed(NamedTuple):
@@ -91,29 +79,25 @@ class Parts(NamedTuple):
     @property
     def speed(self) -> TierSpeed:
         """Speed of all parts together; for a GPU, of its link to the host."""
-        share = _SHARES.get(self.item.kind, 1.0)
+        share = _LINK_SHARE if self.item.kind == "gpu" else 1.0
         note = "" if share == 1 else f", {share:.0%} of it"
         read, write = (self.number * share * float(self.item.values[name]) for name in _BANDWIDTHS[self.item.kind])
         return TierSpeed(read, write, None, self.source + note)
 
 
-def find_parts(text: str, option: str, kind: str = "") -> Parts:
+def find_parts(text: str, option: str, kind: str) -> Parts:
     """The parts of ``pm1753`` or ``4xpm1753``; case and underscores do not matter.
 
     Args:
         text: number and name.
         option: for messages.
-        kind: gpu, drive, memory or network; empty: any.
+        kind: ``gpu`` or ``drive``.
 
     Raises:
         ConfigError: the catalogue has no such part of this kind.
     """
     number, name = split_count(text, option)
-    known = {name: item for of, items in catalogue().items() if kind in ("", of) for name, item in items.items()}
-    name = name.lower().replace("_", "-")
-    if name not in known:
-        raise ConfigError(f"{option}: {text!r} is not a {kind or 'part'} of the catalogue{near(name, sorted(known))}")
-    return Parts(number or 1, known[name])
+    return Parts(number or 1, find(kind, name, option))
 
 
 class ProbedSpeeds:
@@ -143,13 +127,10 @@ class ProbedSpeeds:
 
 
 def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | None = None) -> TierSpec:
-    """A tier of ``disk=4TiB``, ``disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared`` or of drives.
+    """A tier of the text that every `--tier` takes (`config.tier_list`), such as ``disk=4TiB?read=12GB/s``.
 
     Drives are ``disk=4xpm1753`` of the catalogue, with their speed, or ``disk=4x7.68TB`` of any make. A measured
-    or default speed is that of each drive, unless the tier is remote.
-
-    A tier that is named like a kind, or has ``kind=KIND``, is remote if the kind is, and then shared by all nodes. The
-    words ``remote``, ``local``, ``shared`` and ``own`` decide otherwise.
+    or default speed is that of each drive, unless the tier is remote. A tier of a remote kind is shared by all nodes.
 
     Args:
         text: the tier.
@@ -159,94 +140,40 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     Raises:
         ConfigError: it is malformed, or names a part that the catalogue does not have.
     """
-    option = f"--tier {text!r}"
-    head, *words = [it.strip() for it in text.split(",")]
-    name, _, capacity = head.partition("=")
-    if not name or not capacity:
-        raise ConfigError(f"{option}; allowed: such as {_EXAMPLE}")
-    given, parts, drive_bytes, kind, is_remote, is_shared = _parse_words(option, words)
-    is_kind_remote = _is_remote(option, name, kind)
-    is_remote = is_kind_remote if is_remote is None else is_remote
-    capacity_source = "--tier"
-    number, each = split_count(capacity, option)
-    if name == HOST and number is not None:
-        raise ConfigError(f"{option}: host memory has no drives; allowed: a size, such as host=64GiB")
-    drives = 1 if number is None or is_remote else number
-    if re.fullmatch(r"[0-9.,_]+ ?[a-z]*", each, re.IGNORECASE | re.ASCII):
-        capacity_bytes = round((number or 1) * _bytes(option, each))
-        drive_bytes = drive_bytes or (capacity_bytes if number else None)
-    else:
-        parts = find_parts(capacity, f"{option}: no size", "drive")
-        capacity_bytes, capacity_source = parts.capacity_bytes or 0, parts.source
+    tier = describe(text, SettingOrigin("", "--tier"))
+    drives, parts, drive_bytes = 1, None, None
+    if tier.drives is not None:
+        number, each = split_count(tier.drives, f"--tier {text!r}")
+        drives = 1 if number is None or tier.is_remote else number
+        if each[:1].isdigit():
+            drive_bytes = (number or 1) * _bytes(f"--tier {text!r}", each)
+        else:
+            parts = find_parts(tier.drives, f"--tier {text!r}", "drive")
+            drive_bytes = parts.capacity_bytes
     known = [
-        given,
+        TierSpeed(tier.read_bytes_per_s, tier.write_bytes_per_s, tier.latency_s, "--tier"),
         parts.speed if parts else UNKNOWN,
-        probe.speed(name, is_remote=is_remote).times(drives) if probe else UNKNOWN,
-        gpu.speed if gpu and name == HOST else UNKNOWN,
-        DEFAULTS.get(name, OTHERS).times(drives),
+        probe.speed(tier.name, is_remote=tier.is_remote).times(drives) if probe else UNKNOWN,
+        gpu.speed if gpu and tier.kind == HOST else UNKNOWN,
+        DEFAULTS.get(tier.kind, OTHERS).times(drives),
     ]
     speeds: dict[str, Any] = {}
-    sources = {"capacity_bytes": capacity_source}
+    sources = {"capacity_bytes": f"default of {tier.kind}" if tier.is_default else "--tier"}
+    if tier.capacity_bytes is None and parts is not None:
+        sources["capacity_bytes"] = parts.source
     for field in ("read_bytes_per_s", "write_bytes_per_s", "latency_s"):
         best = next(it for it in known if getattr(it, field) is not None)
         speeds[field], sources[field] = getattr(best, field), best.source
     return TierSpec(
-        name=name,
-        capacity_bytes=capacity_bytes,
-        is_shared=is_kind_remote if is_shared is None else is_shared,
-        is_remote=is_remote,
-        drive_bytes=drive_bytes or (parts.capacity_bytes if parts else None),
+        name=tier.name,
+        capacity_bytes=(drive_bytes or 0) if tier.capacity_bytes is None else tier.capacity_bytes,
+        is_shared=tier.is_remote,
+        is_remote=tier.is_remote,
+        drive_bytes=drive_bytes,
         rated_writes_per_day=parts.item.values.get("drive_writes_per_day") if parts else None,
         sources=sources,
         **speeds,
     )
-
-
-def _is_remote(option: str, name: str, kind: str) -> bool:
-    """Whether the kind is remote. A name that is no kind says nothing."""
-    if kind or name in registry.names():
-        return registry.by_name(kind or name, option).is_remote
-    return False
-
-
-class _Words(NamedTuple):
-    """What follows the capacity."""
-
-    speed: TierSpeed = UNKNOWN._replace(source="--tier")
-    parts: Parts | None = None
-    drive_bytes: int | None = None
-    kind: str = ""
-    is_remote: bool | None = None
-    """None: not given."""
-    is_shared: bool | None = None
-
-
-def _parse_words(option: str, words: Sequence[str]) -> _Words:
-    found = _Words()
-    speed = found.speed
-    for word in words:
-        key, _, value = word.partition("=")
-        if key == "read":
-            speed = speed._replace(read_bytes_per_s=_bytes(option, value.removesuffix("/s")))
-        elif key == "write":
-            speed = speed._replace(write_bytes_per_s=_bytes(option, value.removesuffix("/s")))
-        elif key == "latency":
-            try:
-                speed = speed._replace(latency_s=parse_seconds(value))
-            except ValueError:
-                raise ConfigError(f"{option}: latency {value!r}; allowed: such as 100us, 2ms or 1s") from None
-        elif key == "part":
-            found = found._replace(parts=find_parts(value, option))
-        elif key == "drives":
-            found = found._replace(drive_bytes=_bytes(option, value))
-        elif key == "kind":
-            found = found._replace(kind=value)
-        elif word in _FLAGS:
-            found = found._replace(**_FLAGS[word])
-        else:
-            allowed = "read=, write=, latency=, part=, drives=, kind=, shared, own, remote, local"
-            raise ConfigError(f"{option}: {word!r} is unknown; allowed: {allowed}")
-    return found._replace(speed=speed)
 
 
 def _bytes(option: str, text: str) -> int:

@@ -261,10 +261,6 @@ class ScannedTier:
                 result.bytes += sum(size_bytes for _, size_bytes in batch)
         return result
 
-    def close(self) -> None:
-        """Close the tier."""
-        self._tier.close()
-
 
 class _TierReader:
     def __init__(self, tier: Tier, stored: ObjectFile) -> None:

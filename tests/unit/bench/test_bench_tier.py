@@ -119,7 +119,7 @@ def test_a_client_that_moves_too_few_objects_in_time_gives_no_rate(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["nonsense"], "not of the form [NAME=]KIND:WHERE?key=value"),
+        (["nonsense"], "unknown kind; known here: directory"),
         (["drawer:/x"], "unknown kind"),
         (["directory:"], "tiers.directory.path (from flag KIND:WHERE): missing"),
         (["directory:/x?size=3"], "tiers.directory.size (from flag KIND:WHERE): unknown setting"),

@@ -421,7 +421,7 @@ def test_the_command_line_from_end_to_end(drive, capsys):
         (["--device", "/proc"], "no block device lies below it"),
         (["--device", ""], "--device : no name; allowed: a block device"),
         (["--pid", "999999999"], "--pid 999999999: no such process"),
-        (["--seconds", "0s"], "--seconds 0: allowed: more than 0"),
+        (["--seconds", "0s"], "0s: too small; allowed: seconds as a number"),
         (["--seconds", "soon"], "soon"),
         (["--pid", "0"], "0 is not in the range"),
     ],

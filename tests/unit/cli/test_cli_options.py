@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from kvtier.cli.main import run
+from kvtier.cli.main import cli, run
 from kvtier.errors import ConfigError
 from kvtier.report.output import write_file, write_json
 from kvtier.trace.write import write_lines
@@ -139,3 +140,29 @@ def test_nothing_planted_beside_an_output_is_written_to_or_removed(tmp_path, wri
     assert (tmp_path / "out").read_bytes() == b"new"
     assert precious.read_bytes() == b"years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([link.name, "out", "precious"])
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((it, "--seconds") for it in ("probe", "characterize", "bench serve")),
+        ("bench serve", "--ttft"),
+        ("trace anonymize", "--coarse-s"),
+        ("trace synthesize", "--think-s"),
+        *((it, "--sample") for it in ("bench io", "bench tier")),
+        *(("bench serve", it) for it in ("--memory", "--host", "--device-kv", "--store")),
+        ("probe", "--bytes"),
+        ("size", "--memory"),
+    ],
+)
+def test_durations_and_sizes_have_the_forms_of_the_settings(command: str, option: str) -> None:
+    context = click.Context(cli)
+    found: click.Command = cli
+    for word in command.split():
+        assert isinstance(found, click.Group)
+        found = found.get_command(context, word) or found
+    (kind,) = [it.type for it in found.params if option in it.opts]
+    forms = ("1min", "60", "60 s") if kind.name == "time" else ("1MiB", "1048576", "1 mib")
+    assert len({kind.convert(form, None, None) for form in forms}) == 1
+    with pytest.raises(click.BadParameter, match="allowed"):
+        kind.convert("soon", None, None)

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.report import table as report_table
+from kvtier.testing.tier import frame_of, object_name
 from kvtier.tier.directory.tier import DirectoryTier
 
 FIGURE = re.compile(r"[^\s()]*\d[^\s()]*")
@@ -48,8 +49,6 @@ def check(tables: list) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    from kvtier.testing.tier import frame_of, object_name
-
     tier = DirectoryTier(tmp_path / "store", capacity_bytes=1 << 30)
     for number in range(3):
         tier.write(object_name(number), frame_of(number))
@@ -67,10 +66,11 @@ COMMANDS = [
     "plan --hardware",
     "replay describe TRACE",
     "replay TRACE --policy lru,default --capacity-tokens 1M,inf --jobs 1",
-    "replay TRACE --tier host=64GiB --tier disk=4TiB,read=12GB/s --jobs 1",
+    "replay TRACE --tier host=64GiB --tier disk=4TiB?read=12GB/s --jobs 1",
     "inspect ls STORE",
     "inspect stat STORE",
     "inspect verify STORE",
+    "inspect show STORE OBJECT",
     "bench core --repeats 1",
     "bench tier disk:DIR --size 64KiB --in-flight 1 --repeats 1 --sample 64KiB",
 ]
@@ -80,7 +80,7 @@ COMMANDS = [
 def test_no_command_breaks_a_figure(command, drawn, store, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(f"{json.dumps({**LINE, 'timestamp': n * 123_456})}\n" for n in range(9)))
-    names = {"TRACE": str(trace), "STORE": str(store)}
+    names = {"TRACE": str(trace), "STORE": str(store), "OBJECT": object_name(1).hex()}
     words = command.replace("DIR", str(tmp_path / "kv")).split()
     assert run([names.get(it, it) for it in words]) in (0, 1)
     check(drawn)

@@ -91,14 +91,6 @@ def test_by_default_the_process_environment_is_read(monkeypatch):
     assert load().config.limits.stores_in_flight == 77
 
 
-def test_a_wrong_value_names_itself_its_origin_and_what_is_allowed():
-    refused(
-        "host.capacity_bytes = '12 parsecs' (from environment KVTIER_HOST__CAPACITY_BYTES): not a size; "
-        "allowed: bytes as an integer, or a number with KiB, MiB, GiB, TiB, kB, MB, GB, TB",
-        environ={"KVTIER_HOST__CAPACITY_BYTES": "12 parsecs"},
-    )
-
-
 def test_a_value_that_a_later_layer_replaces_is_still_checked():
     refused(
         "limits.stores_in_flight = 'many'",
@@ -251,13 +243,6 @@ def test_constructors_check_too():
     assert dataclasses.replace(HostConfig(), populate=True).populate is True
 
 
-def test_the_tree_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().host.capacity_bytes = 1
-    with pytest.raises(TypeError):
-        HostConfig(1)
-
-
 def test_every_setting_is_documented_and_its_default_is_allowed():
     for section in SECTIONS.values():
         assert section.__doc__
@@ -368,11 +353,18 @@ def test_any_path_survives_a_text(name):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "not of the form [NAME=]KIND:WHERE?key=value&key=value; known kinds: directory, disk"),
-        ("disk", "not of the form"),
+        ("", "not of the form [NAME=]KIND[:WHERE][?key=value&key=value], or KIND=SIZE[?key=value&key=value]; known"),
+        ("disk", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
+        ("disk=4TiB", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
+        (
+            "disk:/a?read=8",
+            "tiers.disk.read_bytes_per_s = '8' (from flag --tier): not a rate; allowed: a size a second",
+        ),
+        ("valkey:h?capacity=1GiB", "tiers.valkey.capacity (from flag --tier): unknown setting of a valkey tier"),
+        ("host=1KiB", "host.capacity_bytes = 1024 (from flag --tier): too small"),
         ("/mnt/kv", "not of the form"),
         ("dsk:/a", "unknown kind; did you mean disk? known here: directory, disk"),
-        (":/a", "unknown kind"),
+        (":/a", "not of the form"),
         ("disk:", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
         ("disk:?capacity_bytes=1GiB", "tiers.disk.path (from flag --tier): missing"),
         ("disk:/a?", "'' is not key=value"),

@@ -11,13 +11,13 @@ import pytest
 
 from kvtier.cli import doctor_findings, sglang, sglang_doctor
 from kvtier.cli.main import run
-from kvtier.config import machine_checks as machine
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
 from kvtier.connect.sglang.installed import Environment, look, read_extra, settings_in
 from kvtier.connect.sglang.server_arguments import FIELDS
 from kvtier.errors import ConfigError
-from kvtier.tier import machine as tier_machine
+
+pytestmark = pytest.mark.usefixtures("no_settings", "large_machine")
 
 SECRET = "5e" * 32
 
@@ -35,20 +35,6 @@ RECORDED = dict.fromkeys(FIELDS) | {
     "page_size": 64,
 }
 """What `server_arguments` wrote for the flags of `kvtier sglang config` with SGLang 0.5.23."""
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("KVTIER_"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def large_machine(monkeypatch):
-    """The default settings need more than a small machine has; `check` is tested elsewhere."""
-    monkeypatch.setattr(tier_machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
-    monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
 
 
 @pytest.fixture
@@ -132,7 +118,9 @@ def bad(findings: list[dict[str, str]]) -> list[str]:
 
 
 def test_config_prints_flags_to_paste_and_nothing_else(config, environment, tmp_path):
-    code, out, err = config("--dir", tmp_path / "k v", "--set", "limits.stores_in_flight=7", "--page-size", 32)
+    code, out, err = config(
+        "--tier", f"directory:{tmp_path}/k v", "--set", "limits.stores_in_flight=7", "--page-size", 32
+    )
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
     *flags, text = shlex.split(out)
@@ -154,11 +142,11 @@ def test_config_prints_flags_to_paste_and_nothing_else(config, environment, tmp_
 
 def test_config_writes_a_file_that_sglang_reads(config, environment, tmp_path):
     file = tmp_path / "kv.json"
-    code, out, _ = config("--dir", tmp_path / "kv", "--file", file)
+    code, out, _ = config("--tier", f"directory:{tmp_path}/kv", "--file", file)
     assert code == 0
     assert out.split()[-1] == f"@{file}"
     assert read_extra(f"@{file}")["tiers"] == [{"kind": "directory", "path": str(tmp_path / "kv")}]
-    assert config("--dir", tmp_path / "kv", "--file", tmp_path / "kv.conf")[0] == 2
+    assert config("--tier", f"directory:{tmp_path}/kv", "--file", tmp_path / "kv.conf")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -177,7 +165,7 @@ def test_a_wrong_setting_is_refused(config, environment, flag, message):
 
 
 def test_without_sglang_the_flags_are_printed_with_a_note(config, tmp_path):
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert code == 0
     assert out.startswith("--enable-hierarchical-cache ")
     assert err == "note: SGLang is not installed in this environment, so the flags were not checked\n"
@@ -185,17 +173,17 @@ def test_without_sglang_the_flags_are_printed_with_a_note(config, tmp_path):
 
 def test_a_release_that_was_not_tested_is_an_error_unless_it_is_allowed(config, environment, tmp_path):
     environment.version = "0.5.24"
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert (code, out) == (2, "")
     assert "SGLang 0.5.24 is not supported by this release of kvtier; allowed: 0.5.23" in err
-    code, out, err = config("--dir", tmp_path / "kv", "--set", "sglang.unsupported=allow")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv", "--set", "sglang.unsupported=allow")
     assert code == 0
     assert "SGLang 0.5.24 is not supported" in err
 
 
 def test_flags_that_sglang_refuses_are_an_error(config, environment, tmp_path):
     environment.refused = "unrecognized arguments: --hicache-storage-backend"
-    code, out, err = config("--dir", tmp_path / "kv")
+    code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert (code, out) == (2, "")
     assert "does not take these flags: unrecognized arguments" in err
 

@@ -67,5 +67,3 @@ def test_missing_libraries_are_named_with_what_brings_them(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert "needs no_such_library" in told
     assert "pip install 'tokenizers>=0.22' 'torch>=2.11' 'transformers>=5.17'" in told
-
-

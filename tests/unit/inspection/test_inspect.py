@@ -21,7 +21,6 @@ from kvtier.layout import GroupLayout, History, Part
 from kvtier.tier import store_notes as notes
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.registry import built_in
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (6000, 5000, 4096), "test/pages")
@@ -71,10 +70,7 @@ def tree(root: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
-    for variable in list(os.environ):
-        if variable.startswith("KVTIER_"):
-            monkeypatch.delenv(variable)
+def store(tmp_path, no_settings):
     root = tmp_path / "store"
     fill(root, 10).close()
     return root
@@ -216,7 +212,7 @@ def break_in_every_way(store: Path) -> dict[str, str]:
     return {name_of(number).hex(): words for number, words in enumerate(told)}
 
 
-def test_verify_finds_everything_that_is_bad_and_says_why(store, inspect):
+def test_verify_finds_everything_that_is_bad_and_a_repair_drops_it(store, inspect):
     expected = break_in_every_way(store)
     code, told = inspect("verify", store)
     assert (code, told["checked"], told["bad"], told["unreadable"], told["dropped"]) == (1, 10, 6, 1, 0)
@@ -224,21 +220,15 @@ def test_verify_finds_everything_that_is_bad_and_says_why(store, inspect):
     assert unreadable["name"] == name_of(5).hex()  # the version
     reasons = {bad["name"]: bad["reason"] for bad in [*told["bad_objects"], unreadable]}
     assert set(reasons) == set(expected)
-    for name, words in expected.items():
-        assert words in reasons[name]
+    assert [name for name, words in expected.items() if words not in reasons[name]] == []
     assert inspect("stat", store)[1]["objects"] == 10
-
-
-def test_repair_drops_what_is_bad_and_the_ledger_stays_exact(store, inspect):
-    expected = break_in_every_way(store)
     code, told = inspect("verify", store, "--repair")
     assert (code, told["bad"], told["dropped"]) == (1, 6, 6)
     code, told = inspect("verify", store)
     assert (code, told["checked"], told["bad"], told["unreadable"]) == (0, 4, 0, 1)
     told = inspect("stat", store)[1]
     assert (told["recorded_bytes"], told["charged_bytes"]) == (4 * FRAME, 4 * FRAME)
-    left = [name for name in expected if (store / "objects" / name[:2] / name).exists()]
-    assert left == [name_of(5).hex()]
+    assert [name for name in expected if (store / "objects" / name[:2] / name).exists()] == [name_of(5).hex()]
 
 
 def test_what_is_not_understood_is_kept_by_a_repair(store, inspect, capsys):
@@ -428,35 +418,11 @@ def test_purge_asks_and_takes_no_for_an_answer(store):
     assert list(store.iterdir()) == []
 
 
-def test_people_get_tables(store, capsys):
-    break_in_every_way(store)
-    for arguments, words in (
-        (["ls", str(store), "--limit", "4"], ["fingerprint", "tokens"]),
-        (["stat", str(store)], ["objects", "in use", MODELS[0].hex()[:12]]),
-        (["show", str(store), name_of(8).hex()], [name_of(8).hex(), "checksum", "raw"]),
-        (
-            ["verify", str(store)],
-            ["6 bad", "belongs to another object", "damaged, would be dropped", "1 unreadable here"],
-        ),
-        (["verify", str(store), "--repair"], ["6 dropped", "damaged, dropped: ", "unreadable here, kept: "]),
-        (["purge", str(store), "--yes"], ["4 objects", "removed"]),
-    ):
-        assert run(["inspect", *arguments]) in {0, 1}
-        told = capsys.readouterr().out
-        for word in words:
-            assert word in told
-
-
-def test_progress_goes_to_stderr_and_only_to_a_terminal(store):
-    command = [sys.executable, "-m", "kvtier.cli.main", "inspect", "verify", str(store), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
-    assert json.loads(done.stdout)["bad"] == 0
-
-
-def test_on_a_terminal_tables_are_drawn_and_progress_is_cleared(store):
-    main_end, program_end = os.openpty()
+def test_progress_is_drawn_on_stderr_of_a_terminal_only(store):
     command = [sys.executable, "-m", "kvtier.cli.main", "inspect"]
+    done = subprocess.run([*command, "stat", str(store)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    main_end, program_end = os.openpty()
     environ = {**os.environ, "COLUMNS": "130", "TERM": "xterm"}
     with subprocess.Popen(
         [*command, "stat", str(store)], stdout=program_end, stderr=program_end, env=environ
@@ -472,8 +438,6 @@ def test_on_a_terminal_tables_are_drawn_and_progress_is_cleared(store):
         assert program.wait(60) == 0
     os.close(main_end)
     assert b"reading heads" in told
-    assert "─".encode() in told
-    assert MODELS[1].hex()[:12].encode() in told
 
 
 def test_a_tier_as_text_is_inspected_like_its_directory(store, inspect):
@@ -512,9 +476,3 @@ def test_a_configured_tier_is_inspected_by_its_name(tmp_path, capsys, monkeypatc
     assert run(["inspect", "repair", "archive"]) == 0
     assert run(["inspect", "ls", "attic"]) == 2
     assert run(["inspect", "ls", str(tmp_path / "kv"), "--set", "tiers.attic.read_threads=2"]) == 2
-
-
-def test_the_help_lists_every_kind(capsys):
-    run(["inspect", "--help"])
-    shown = capsys.readouterr().out
-    assert all(kind in shown for kind in built_in())

@@ -72,12 +72,6 @@ def test_stat_counts_beside_a_running_process(store, capsys):
     assert run(["inspect", "stat", str(store)]) == 0
 
 
-def test_show_tells_the_sections(store, capsys):
-    code, result = told(capsys, "show", store, object_name(3).hex()[:10])
-    assert (code, result["object"]["depth"], len(result["sections"])) == (0, 3, 2)
-    assert run(["inspect", "show", str(store), "zz"]) == 2
-
-
 def test_verify_finds_what_is_damaged_and_repair_drops_it(store, capsys):
     assert told(capsys, "verify", store)[0] == 0
     damage(store)

@@ -14,7 +14,7 @@ from tests.unit.replay.test_replay_tiers import BLOCK, CHUNK, agents, hits, repl
 from tests.unit.report.test_report import check_page
 
 from kvtier.cli.main import run
-from kvtier.cli.replay import interruptible
+from kvtier.cli.signals import noted_signals
 from kvtier.core import planner as planner_module
 from kvtier.core.limits import WritePolicy
 from kvtier.core.load_budget import LoadBudget
@@ -186,10 +186,10 @@ def test_second_sums_spread_an_amount_evenly():
 
 
 def test_the_first_ctrl_c_stops_and_the_second_kills():
-    with interruptible() as should_stop:
-        assert not should_stop()
+    with noted_signals(signal.SIGINT) as noted:
+        assert noted() is None
         signal.raise_signal(signal.SIGINT)
-        assert should_stop()
+        assert noted() == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -324,7 +324,7 @@ def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
         "--tier",
         "disk=1xpm1753",
         "--tier",
-        "pool=1TiB,shared",
+        "shared_directory=1TiB",
         "--nodes",
         "2",
         "--block",

@@ -179,7 +179,10 @@ def test_affinity_routers_hit_more_than_random():
         (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: at least 1"),
         (("--tier", "host=1GiB", "--servers", "0"), "--servers 0; allowed: at least 1"),
         (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; allowed: adaptive, "),
-        (("--tier", "host=1GiB", "--gpu", "h1000"), "--gpu: 'h1000' is not a gpu of the catalogue; did you mean h100-"),
+        (
+            ("--tier", "host=1GiB", "--gpu", "h1000"),
+            "gpu.name = 'h1000' (from --gpu): not in the catalogue of gpus; did you mean h100-",
+        ),
         (("--tier", "host=1GiB", "--probe", "nowhere.json"), "--probe = nowhere.json: No such file"),
     ],
 )

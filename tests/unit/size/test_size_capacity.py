@@ -80,7 +80,7 @@ def printed(capsys, *arguments: str) -> dict:
 
 @pytest.mark.parametrize("name", ["8xh100-sxm", "h100-sxmx8"])
 def test_gpus_by_name_and_number(capsys, name):
-    found = printed(capsys, "llama-3.3-70b", "--gpu", name, "--tokens", "10k", "--tier", "1TB")
+    found = printed(capsys, "llama-3.3-70b", "--gpu", name, "--tokens", "10k", "--tier", "disk=1TB")
     assert (found["tp"], found["gpu"]["gpus"], found["gpu"]["weight_bytes"]) == (8, 8, 140_000_000_000)
     tokens = int((LEFT - 17.5e9) / 40_960)
     assert found["gpu"]["held"] == [{"session_tokens": 10_000, "sessions": tokens // 10_000, "tokens": tokens}]
@@ -100,7 +100,7 @@ def test_memory_and_weights_in_bytes(capsys):
     assert found["gpu"]["kv_bytes"] == pytest.approx(2 * (400 * GIB * 0.92 - 3_758_096_384 - 100e9))
 
 
-@pytest.mark.parametrize("text", ["40TB", "disk=40TB", "disk=4x10TB", "4x10TB"])
+@pytest.mark.parametrize("text", ["disk=40TB", "disk=4x10TB", "disk:/mnt/kv?capacity=40TB"])
 def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
     assert printed(capsys, "llama-3.1-8b", "--tier", text)["tier"]["capacity_bytes"] == 40 * 10**12
     drives = printed(capsys, "llama-3.1-8b", "--tier", "disk=4xpm1753")["tier"]
@@ -113,10 +113,11 @@ def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
         (("--gpu", "h10"), "not in the catalogue of gpus"),
         (("--gpu", "0xh100-sxm"), "'0xh100-sxm'; allowed: from 1"),
         (("--gpu", "h100-sxm", "--memory", "80GB"), "exclude each other"),
-        (("--memory", "80GB", "--weights", "int3"), "'int3' is neither a size nor one of bf16"),
-        (("--tier", "10 apples"), "10 apples"),
-        (("--tier", "0TB"), "--tier '0TB'"),
-        (("--tier", "disk=-5TB"), "disk=-5TB"),
+        (("--memory", "80GB", "--weights", "int3"), "--weights 'int3': neither a size nor one of bf16"),
+        (("--tier", "disk=10 apples"), "10 apples"),
+        (("--tier", "10TB"), "KIND=SIZE"),
+        (("--tier", "disk=0TB"), "capacity_bytes is 0; allowed: above 0"),
+        (("--tier", "disk=-5TB"), "disk.name = '-5TB' (from --tier 'disk=-5TB'): not in the catalogue"),
         (("--tier", "disk=4xpm17"), "not in the catalogue of drives"),
     ],
 )

@@ -68,7 +68,7 @@ def test_names_ids_and_time_of_day_are_removed(tmp_path, capsys):
     ("name", "options", "message"),
     [
         ("text", ["OUT"], "holds texts"),
-        ("blocks", ["OUT", "--coarse-s", "-1"], "--coarse-s -1; allowed: 0 to"),
+        ("blocks", ["OUT", "--coarse-s", "-1"], "-1: not a duration; allowed: seconds as a number"),
         ("blocks", ["blocks"], "allowed: another file"),
     ],
 )

@@ -183,7 +183,7 @@ def test_the_command(tmp_path, capsys):
     ("options", "message"),
     [
         (("--turns", "0.5"), "--turns 0.5; allowed: 1 to 1000"),
-        (("--requests", "none"), "--requests 'none'"),
+        (("--requests", "none"), "'none' is not a whole number"),
         (("--requests", "0"), "--requests 0; allowed: 1 to"),
         (("--block", "0"), "--block 0; allowed: 1 to"),
         (("--like", "LIKE", "--turns", "3"), "--turns and --like are both given"),

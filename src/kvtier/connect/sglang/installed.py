@@ -33,6 +33,12 @@ OWN_KEYS: Mapping[str, object] = {
 
 EXTRA = "--hicache-storage-backend-extra-config"
 
+PAGE_TOKENS = 64
+"""A page of SGLang's default is one token, which is too little for an object."""
+
+UNUSED = ("host.capacity_bytes",)
+"""Settings without effect here: SGLang keeps the host memory itself."""
+
 PROGRAM = Path(__file__).with_name("server_arguments.py")
 
 DEADLINE_S = 180.0

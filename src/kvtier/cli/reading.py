@@ -1,0 +1,56 @@
+"""Options for reading a trace, and what they read, for all commands that take a trace."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvtier.cli.options import is_given
+
+if TYPE_CHECKING:
+    from kvtier.trace.arrays import TraceArrays
+
+
+def reading_options(command: Callable[..., object]) -> Callable[..., object]:
+    """Options for reading a trace."""
+    for option in reversed(
+        (
+            click.option(
+                "--block", type=int, metavar="TOKENS", help="Tokens of a block.  [the trace's; sessions: 256]"
+            ),
+            click.option("--window-h", type=float, default=10.0, help="Hours over which sessions start.  [10]"),
+            click.option("--seed", type=int, default=1, help="Seed of all that is drawn, also start times.  [1]"),
+            click.option("--time-unit", default="ms", help="Unit of timestamps in request lines: s, ms, us.  [ms]"),
+            click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for traces of text."),
+            click.option("--strict", is_flag=True, help="Treat warnings about a trace as errors."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def load_trace(path: Path, options: dict[str, Any]) -> "TraceArrays":
+    """Read the trace at `path` with the options of `reading_options`; warnings go to stderr."""
+    return load_drawn(path, options)[0]
+
+
+def load_drawn(path: Path, options: dict[str, Any], *, is_quiet: bool = False) -> "tuple[TraceArrays, bool]":
+    """The trace, and whether start times are drawn for its sessions and decide their order."""
+    from kvtier.trace.arrays import read_arrays
+    from kvtier.trace.open import ReadOptions, open_trace
+
+    read_options: ReadOptions = ReadOptions(
+        block_tokens=options["block"],
+        window_h=options["window_h"],
+        seed=options["seed"],
+        time_unit=options["time_unit"],
+        tokenizer=options["tokenizer"],
+    )
+    reader = open_trace(path, read_options)
+    trace = read_arrays(reader, is_strict=options["strict"])
+    unused = (option for option in ("tokenizer", "window_h", "time_unit") if option not in reader.options)
+    remarks = [f"--{it.replace('_', '-')} has no effect on this format" for it in unused if is_given(it)]
+    for remark in () if is_quiet else (*remarks, *trace.warnings):
+        click.echo(f"kvtier: trace {path}: {remark}", err=True)
+    return trace, "window_h" in reader.options and int(trace.session.max()) > 0

@@ -1,0 +1,23 @@
+"""What tests of commands share: no settings of the machine's user, and a machine that is large enough."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.config import machine_checks
+from kvtier.tier import machine
+
+
+@pytest.fixture
+def no_settings(monkeypatch):
+    """The environment without kvtier's variables."""
+    for name in [name for name in os.environ if name.startswith("KVTIER_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def large_machine(monkeypatch):
+    """The default settings need more than a small machine has; `check` is tested elsewhere."""
+    monkeypatch.setattr(machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
+    monkeypatch.setattr(machine_checks, "memory_bytes", lambda: 2**40)
