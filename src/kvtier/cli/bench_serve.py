@@ -12,8 +12,7 @@ from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, WorkDirect
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.replay import load_trace, reading_options
 from kvtier.errors import ConfigError
-from kvtier.report.output import print_json, progress
-from kvtier.report.table import print_table
+from kvtier.report.output import progress
 
 if TYPE_CHECKING:
     from kvtier.bench.serve.arms import Arm
@@ -168,9 +167,8 @@ def serve(
     from kvtier.bench.serve.answer import ServeRecord
     from kvtier.bench.serve.join import write_joined
     from kvtier.bench.serve.regret import join_runs
-    from kvtier.bench.serve.report import write_report
+    from kvtier.bench.serve.report import serve_report
     from kvtier.bench.serve.results import Prices, serve_record
-    from kvtier.bench.serve.tables import arms_table, cost_table, notes, work_table
     from kvtier.report.output import check_matplotlib, write_json
 
     if report is not None:
@@ -193,22 +191,11 @@ def serve(
         directory=directory,
         ttft_limit_s=ttft_limit_s,
     )
-    prices = Prices(machine_hour=hour_price, kwh=kwh_price)
     if record_file is not None:
         write_json("--record", record_file, made)
-    if report is not None:
-        write_report(report, made, prices)
-    tell_written(record_file, report)
-    if as_json:
-        print_json(made["results"])
-    else:
-        served = ServeRecord.of(made, prices)
-        print_table(arms_table(served))
-        print_table(work_table(served))
-        if hour_price is not None or kwh_price is not None:
-            print_table(cost_table(served))
-        for note in notes(served):
-            click.echo(note, err=True)
+    shown = serve_report(ServeRecord.of(made, Prices(machine_hour=hour_price, kwh=kwh_price)))
+    tell_written(record_file)
+    shown.show(made["results"], as_json=as_json, page=report)
     return 1 if failed else 0
 
 

@@ -1,22 +1,16 @@
 """`kvtier plan`: users, capacity, bandwidth, wear, power and cost with and without tiers, and the binding limit."""
 
-import textwrap
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import OutputFile, tell_written
+from kvtier.cli.options import OutputFile
 from kvtier.report.output import check_chart, check_matplotlib, print_json
-from kvtier.report.table import Table, print_table
+from kvtier.report.table import print_table, print_text
 
 if TYPE_CHECKING:
-    from kvtier.plan.plan import Plan
     from kvtier.plan.published import PublishedFigure
-
-COLUMN = 48
-"""Width of each of two columns of assumptions."""
 
 
 @click.command()
@@ -106,7 +100,10 @@ def plan(
     if picture is not None:
         check_chart("--picture", picture)
 
+    from kvtier.plan.answer import conclusion, verdict
     from kvtier.plan.plan import make_plan, to_json
+    from kvtier.plan.report import plan_report
+    from kvtier.plan.settings import settings_toml
 
     result = make_plan(inputs)
     published: list[PublishedFigure] = []
@@ -114,88 +111,10 @@ def plan(
         from kvtier.plan.published import compare
 
         published = compare(example, result)
-    _write(report, picture, result, published)
-    if as_json:
-        figures = {"published": [it.to_json() for it in published]} if example else {}
-        print_json({**to_json(result), **figures, **_answer(result)})
-        return
-    _print(result, published, show_inputs=show_inputs)
-
-
-def _answer(result: "Plan") -> dict[str, object]:
-    """The sentences and settings of the text, for JSON."""
-    from kvtier.plan.settings import settings_toml
-    from kvtier.plan.tables import conclusion, verdict
-
-    return {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
-
-
-def _write(report: Path | None, picture: Path | None, result: "Plan", published: "list[PublishedFigure]") -> None:
-    if report is not None or picture is not None:
-        from kvtier.plan.report import write_plot, write_report
-
-        if report is not None:
-            write_report(report, result, published)
-        if picture is not None:
-            write_plot(picture, result)
-        tell_written(report, picture)
-
-
-def _print(result: "Plan", published: "list[PublishedFigure]", *, show_inputs: bool) -> None:
-    from kvtier.plan.settings import settings_toml
-    from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables, verdict
-
-    click.secho(textwrap.fill(f"{verdict(result)}.", 100), bold=True)
-    for sentence in conclusion(result):
-        _wrapped(sentence, 2)
-    _wrapped(heading(result), 2)
-    shown = list(tables(result))
-    if published:
-        from kvtier.plan.published import published_tables
-
-        shown += published_tables(published)
-    for table in shown:
-        click.echo()
-        print_table(table)
-    click.echo()
-    inputs = assumptions(result)
-    for name, text in circumstances(result):
-        _wrapped(f"  {name:<10}{text}", 12)
-    if show_inputs:
-        _print_assumptions(inputs)
-        for name, source, date in result.deployment.sources:
-            _wrapped(f"  source of {name}: {source}; read {date}", 4)
-    else:
-        defaults = sum(row[2].startswith("default") for row in inputs.rows)
-        _wrapped(f"  inputs    {len(inputs.rows)}, {defaults} of them by default; --show-inputs lists them", 12)
-    click.echo()
-    click.echo(settings_toml(result), nl=False)
-
-
-def _print_assumptions(table: Table) -> None:
-    """Inputs by origin, in two columns."""
-    groups: dict[str, list[str]] = {}
-    for name, value, origin, _ in table.rows:
-        groups.setdefault("given" if origin.startswith("--") else origin, []).append(f"{name} = {value}")
-    click.echo()
-    click.secho("Assumptions", bold=True)
-    # Options and files first, then catalogue and model, then defaults.
-    for origin in sorted(groups, key=lambda it: (it.startswith("default"), it.startswith(("catalogue", "model ")))):
-        cells = groups[origin]
-        if len(cells) == 1:
-            click.echo(f"  {origin}: {cells[0]}")
-            continue
-        click.echo(f"  {origin}:")
-        narrow = [cell for cell in cells if len(cell) < COLUMN]
-        for left, right in zip_longest(narrow[::2], narrow[1::2], fillvalue=""):
-            click.echo(f"    {left:<{COLUMN}}{right}".rstrip())
-        for cell in cells:
-            if len(cell) >= COLUMN:
-                click.echo(f"    {cell}")
-
-
-def _wrapped(text: str, indent: int) -> None:
-    click.echo(textwrap.fill(text, 100, subsequent_indent=" " * indent))
+    figures = {"published": [it.to_json() for it in published]} if example else {}
+    answer = {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
+    shown = plan_report(result, published, shows_inputs=show_inputs)
+    shown.show({**to_json(result), **figures, **answer}, as_json=as_json, page=report, picture=picture)
 
 
 def _list_hardware(as_json: bool) -> None:
@@ -213,4 +132,4 @@ def _list_hardware(as_json: bool) -> None:
     click.echo("Sources, with the date of reading:")
     for source, date in dict.fromkeys((it.source, it.date) for it in items):
         names = ", ".join(it.name for it in items if it.source == source)
-        _wrapped(f"  {names}: {source}; {date}", 4)
+        print_text(f"  {names}: {source}; {date}", 4)

@@ -12,13 +12,12 @@ import click
 
 from kvtier.cli.config import tier_option
 from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
-from kvtier.report.output import print_json, progress
-from kvtier.report.table import print_table
+from kvtier.report.output import progress
 
 if TYPE_CHECKING:
     from kvtier.bench.record import RecordedSetting
     from kvtier.config.loader import Loaded
-    from kvtier.probe.run import Effort, ProbeResult
+    from kvtier.probe.run import Effort
 
 
 @click.command()
@@ -75,6 +74,7 @@ def probe(
     """
     from kvtier.bench.record import make_record
     from kvtier.config.loader import load
+    from kvtier.probe.report import probe_report
     from kvtier.probe.run import ProbeRun, where_text
     from kvtier.report.output import check_chart, check_matplotlib, write_json
 
@@ -92,19 +92,8 @@ def probe(
         settings = {**origins, **_settings(loaded, directory)}
         made = make_record("probe", settings=settings, seed=None, results=asdict(result), directory=directory)
         write_json("--record", record, made)
-    if report is not None:
-        from kvtier.probe.report import write_report
-
-        write_report(report, result)
-    if picture is not None:
-        from kvtier.probe.report import write_plot
-
-        write_plot(picture, result)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        _print(result)
-    tell_written(report, picture, record)
+    probe_report(result).show(asdict(result), as_json=as_json, page=report, picture=picture)
+    tell_written(record)
     return 0 if result.is_complete else 1
 
 
@@ -155,17 +144,3 @@ def ended_by_signals() -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _print(result: "ProbeResult") -> None:
-    from kvtier.probe.report import place_lines, table
-
-    print_table(table(result))
-    for line in place_lines(result):
-        click.echo(line)
-    for text in result.skipped:
-        click.echo(f"not measured: {text}")
-    for text in result.warnings:
-        click.secho(f"warning: {text}", fg="yellow")
-    if not result.warnings:
-        click.echo("No misconfiguration found.")

@@ -17,6 +17,7 @@ from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
     from kvtier.replay.single_cache import CacheResult, Task
+    from kvtier.report.report import Report
     from kvtier.trace.arrays import TraceArrays
     from kvtier.trace.stats import TraceStats
 
@@ -89,22 +90,14 @@ class ReplayOutput:
         if self.picture is not None and count > 1:
             raise ConfigError(f"--picture: {count} {what}; allowed: one, or --report, which has charts of each")
 
-    def finish(
-        self, write_report: Callable[[Path], None], draw: Callable[[Path], None] | None, *, is_list: bool
-    ) -> int:
+    def finish(self, shown: "Report", *, is_list: bool) -> int:
         """Write the report and the charts, and print JSON; returns the exit code.
 
         Args:
-            write_report: writes the report.
-            draw: writes the picture; None: an interrupted replay has nothing to draw.
+            shown: the report.
             is_list: the JSON is a list, also of one object.
         """
-        if self.report is not None:
-            write_report(self.report)
-            tell_written(self.report)
-        if self.picture is not None and draw is not None:
-            draw(self.picture)
-            tell_written(self.picture)
+        tell_written(*shown.write(self.report, self.picture))
         if self.as_json:
             print_json(self.json if is_list or not self.json else self.json[0])
         return INTERRUPTED if self.is_interrupted else 0
@@ -295,11 +288,12 @@ def _run_policies(
     output: ReplayOutput,
 ) -> int:
     from kvtier.replay.policies.reference import infinite_hit_tokens
+    from kvtier.replay.report import cache_sections
     from kvtier.replay.single_cache import Task, mean_of
-    from kvtier.replay.tables import CacheReplays
+    from kvtier.report.report import Report, Section
     from kvtier.trace.stats import trace_stats
 
-    shown: list[CacheReplays] = []
+    shown: list[Section] = []
     for path in traces:
         trace, is_drawn = _load(path, options)
         sizes = dict.fromkeys(it.tokens_of(trace) for it in capacities)
@@ -311,28 +305,21 @@ def _run_policies(
             found = _sweep_draws(path, trace, tasks, seeds, options, watching)
         results = [mean_of(found[task]) for task in tasks if task in found]
         done = sum(map(len, found.values()))
-        if output.is_drawn:
-            shown.append(CacheReplays(trace_stats(trace), bound, results))
+        stats = trace_stats(trace) if output.is_drawn else None
+        sections = list(cache_sections(trace, bound, results, seeds, stats))
+        shown += sections
         output.json.append(
             {**_as_dict(trace, bound, results), "seeds": seeds if is_drawn else [], "is_complete": done == count}
         )
-        if not output.as_json:
-            _print(trace, bound, results, seeds)
+        for section in sections if not output.as_json else ():
+            section.print()
         if output.is_interrupted:
             click.echo(f"Interrupted: {done} of {count} replays of {path} are done.", err=True)
             break
 
-    def write(report: Path) -> None:
-        from kvtier.replay.report import write_report
-
-        write_report(report, shown)
-
-    def draw(picture: Path) -> None:
-        from kvtier.replay.report import write_plot
-
-        write_plot(picture, shown[0])
-
-    return output.finish(write, draw, is_list=len(traces) > 1)
+    title = ", ".join(dict.fromkeys(path.name for path in traces))
+    report = Report(command="kvtier replay", answer=f"Replay of {title}", sections=shown)
+    return output.finish(report, is_list=len(traces) > 1)
 
 
 def _sweep_draws(
@@ -366,7 +353,7 @@ def _sweep_draws(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN401  as above
     """Print statistics of TRACE: requests, tokens, reuse and its intervals, working set, sessions."""
-    from kvtier.replay.tables import stats_table
+    from kvtier.replay.report import stats_table
     from kvtier.trace.stats import trace_stats
 
     stats = trace_stats(load_trace(trace, reading))
@@ -468,22 +455,6 @@ def _as_dict(trace: "TraceArrays", bound: float, results: "list[CacheResult]") -
         "notes": trace.notes,
         "warnings": trace.warnings,
     }
-
-
-def _print(trace: "TraceArrays", bound: float, results: "list[CacheResult]", seeds: list[int]) -> None:
-    from kvtier.replay.tables import results_table
-    from kvtier.report.format import short_count
-
-    click.secho(f"{trace.name}: {len(trace):,} requests, blocks of {trace.block_tokens} tokens", bold=True)
-    click.echo(
-        f"  an infinite cache holds {short_count(trace.unique_tokens)} unique tokens and hits {bound:.4f} of the input "
-        "tokens; whole trace, no warm-up"
-    )
-    for note in trace.notes:
-        click.echo(f"  {note}")
-    if len(seeds) > 1:
-        click.echo(f"  {len(seeds)} draws of the start times, seeds {seeds[0]} to {seeds[-1]}")
-    print_table(results_table(bound, trace.unique_tokens, results))
 
 
 def _plain(stats: "TraceStats") -> dict[str, object]:

@@ -5,7 +5,7 @@ with no input set for them; and figures that it does not explain.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,11 @@ def compare(example: str, plan: Plan) -> list[PublishedFigure]:
     return [_figure(line, plan, plans) for line in example_tables(example).get(PUBLISHED, ())]
 
 
-def published_tables(figures: list[PublishedFigure], *, with_notes: bool = False) -> Iterator[Table]:
+def published_tables(figures: Sequence[PublishedFigure]) -> Iterator[Table]:
     """The published figures of an example beside those of the plan: a table for each of `HOW`."""
-    columns = ("figure", "published", "plan", "off", *(("why",) if with_notes else ()))
+    columns = ("figure", "published", "plan", "off", "why")
     for how, meaning in HOW.items():
-        rows = [figure_row(it)[: len(columns)] for it in figures if it.how == how]
+        rows = [figure_row(it) for it in figures if it.how == how]
         yield Table(columns, rows, title=f"Published figures: {how}", note=f"{meaning.capitalize()}.")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.report.test_report import check_page
 
-from kvtier.demo.report import CHARTS, render_report, table
+from kvtier.demo.report import demo_report, table
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
 
 
@@ -72,18 +72,19 @@ RESULT = DemoResult(
 
 def test_the_report_is_self_contained_escapes_text_and_lists_every_request():
     pytest.importorskip("matplotlib")
-    text = render_report(RESULT)
+    text = demo_report(RESULT).html()
     check_page(text)
-    assert text.count("<svg") == len(CHARTS)
+    assert text.count("<svg") == 2
     assert "a &lt;small&gt; model &amp; more" in text
     assert '<td class="name">1.2</td><td class="number">1,500</td><td class="number">600.0</td>' in text
 
 
 def test_without_matplotlib_the_report_has_no_charts(monkeypatch):
     monkeypatch.setattr("kvtier.report.output.find_spec", lambda _name: None)
-    text = render_report(RESULT)
+    text = demo_report(RESULT).html()
     check_page(text)
     assert "<svg" not in text
+    assert "Charts need matplotlib" in text
 
 
 def test_the_json_has_the_names_of_the_contract():
@@ -107,7 +108,7 @@ def test_a_different_answer_is_found_and_named():
     result = replace(RESULT, passes=(NONE, COLD, replace(WARM, samples=(WARM.samples[0], other, WARM.samples[2]))))
     assert result.difference.margin == 0.25
     assert "passes none and warm differ from token 1 of the answer in turn 2 of conversation 1" in result.problems[0]
-    assert 'class="bad">not identical' in render_report(result)
+    assert 'class="bad">not identical' in demo_report(result).html()
     assert "NO" in table(result).rows[-1]
 
 

@@ -6,12 +6,12 @@ import random
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.plan.answer import conclusion, verdict
 from kvtier.plan.plan import make_plan, to_json
 from kvtier.plan.queueing import decode_token_s, operate
 from kvtier.plan.read_inputs import load, tier_options
 from kvtier.plan.resolve import resolve
 from kvtier.plan.settings import settings_toml
-from kvtier.plan.tables import conclusion, verdict
 
 USABLE = 0.92, 3_758_096_384
 """Share of GPU memory that the engine takes, and what activations and libraries take of it."""

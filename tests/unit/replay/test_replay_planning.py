@@ -385,7 +385,7 @@ def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     page = path.read_text()
     check_page(page)
-    assert page.count("<svg") == page.count("<figure>") == 7
+    assert page.count("<svg") == page.count("<figure>") == 6
     out = capsys.readouterr().out
     regret = re.search(r"regret, sum and maximum +([0-9.]+ s)", out)[1]
     assert regret in page
@@ -396,7 +396,7 @@ def test_the_report_of_several_setups(several, tmp_path):
     path = tmp_path / "report.html"
     assert run([*several[:-4], "--jobs", "1", "--report", str(path), "--json"]) == 0
     page = path.read_text()
-    assert page.count("<svg") == page.count("<figure>") == 2 * 7
+    assert page.count("<svg") == page.count("<figure>") == 2 * 5 + 1
     check_page(page)
     assert page.index("eviction lru") < page.index("eviction fifo")
     assert page.count("first turns") == 1

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from html.parser import HTMLParser
@@ -13,6 +13,7 @@ from tests import browser
 
 from kvtier.errors import ConfigError
 from kvtier.report import page
+from kvtier.report.chart import Axis, Chart, Curve, Rule, stacked
 from kvtier.report.format import (
     binary,
     both,
@@ -26,6 +27,7 @@ from kvtier.report.format import (
     time_text,
 )
 from kvtier.report.output import check_chart, write_file, write_json
+from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
 
 WHEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
@@ -68,59 +70,88 @@ def check_page(text: str) -> None:
     assert len(ids) == len(set(ids))
 
 
+def squares(**given):
+    return Chart(heading="Squares", marks=[Curve(x=[1, 2, 3], y=[1, 4, 9], colour="host", **given)], x=Axis(label="n"))
+
+
+def page_of(**section):
+    return Report(command="c", answer="h", sections=[Section(**section)]).html(WHEN)
+
+
 def test_every_part_of_a_page_escapes_its_text():
-    text = page.page_html(
-        HOSTILE,
-        HOSTILE,
-        page.section_html(HOSTILE, page.list_html([HOSTILE]), page.paragraphs_html([HOSTILE], "bad")),
-        page.definitions_html([(HOSTILE, HOSTILE)]),
-        page.tiles_html([(HOSTILE, HOSTILE)]),
-        page.table_html(Table((HOSTILE,), [(HOSTILE,)], title=HOSTILE, note=HOSTILE)),
-        remark=HOSTILE,
-        made=WHEN,
-    )
+    pytest.importorskip("matplotlib")
+    chart = replace(squares(label=HOSTILE, note=HOSTILE), heading=HOSTILE, caption=HOSTILE)
+    section = Section(
+        title=HOSTILE, texts=[HOSTILE], problems=[HOSTILE], charts=lambda: {"a": chart},
+        notes=[HOSTILE], tables=[Table((HOSTILE,), [(HOSTILE,)], title=HOSTILE, note=HOSTILE)], code=HOSTILE,
+    )  # fmt: skip
+    text = Report(command=HOSTILE, answer=HOSTILE, sections=[section], remark=HOSTILE).html(WHEN)
     check_page(text)
     assert "script>" not in text
-    assert text.count("&lt;script&gt;alert") == 16
+    assert text.count("&lt;script&gt;alert") == 18
 
 
 def test_charts_take_the_colours_of_the_page():
     pytest.importorskip("matplotlib")
-    from kvtier.report.chart import Chart, figures_html
-
-    def draw(axes, values, colours):
-        for colour in colours:
-            axes.plot(values, color=colours[colour])
-
-    text = page.page_html("c", "h", figures_html({"a": Chart(HOSTILE, draw, HOSTILE), "b": Chart("B", draw)}, [1, 2]))
+    curves = [Curve(x=[1, 2], y=[1, 2], colour=colour) for colour in page.COLOURS]
+    charts = {"a": replace(squares(), marks=[*curves, Rule(at=1)]), "b": squares()}
+    text = page_of(charts=lambda: charts)
     check_page(text)
     assert set(re.findall(r"var\(--(\w+)\)", text.partition("<main>")[2])) == set(page.COLOURS)
     assert "#0a0b" not in text
 
 
+def test_a_terminal_has_the_answer_first_and_all_but_charts(capsys):
+    section = Section(
+        title="title", texts=["text"], problems=["problem"], charts=lambda: 1 / 0,
+        notes=["note " * 40], tables=[Table(("", ""), [("name", "words " * 40)]), Table(("n",), [("1",)])], code="code",
+    )  # fmt: skip
+    Report(command="c", answer="answer", sections=[section, replace(section, is_page_only=True)]).print()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    begins = [line.split()[0] for line in lines if line and not line.startswith(" ")]
+    assert begins == ["answer", "title", "text", "warning:", "-", "name", "n", "1", "code"]
+
+
 def test_a_browser_draws_a_page_within_the_width_of_a_phone(tmp_path):
     pytest.importorskip("matplotlib")
-    from kvtier.report.chart import Chart, figures_html
-
-    chart = Chart("Squares", lambda axes, values, colours: axes.plot(values, color=colours["host"]))
     wide = Table([f"column {number}" for number in range(30)], [["cell"] * 30])
+    facts = Table(("", ""), [("name", "/a/path/that/is/long" * 20)])
     path = tmp_path / "page.html"
-    path.write_text(page.page_html("c", "h", figures_html({"a": chart}, [1, 4, 9]), page.table_html(wide)))
+    path.write_text(page_of(charts=lambda: {"a": squares()}, tables=[wide, facts]))
     assert "Squares" in browser.rendered(path)
     assert browser.overflow(path, width=360) == 0
     path.write_text(path.read_text().replace("overflow-x:auto", ""))
     assert browser.overflow(path, width=360) > 0  # the control: what is wider than its window is noticed
 
 
+def test_an_axis_is_what_its_chart_says():
+    figure = pytest.importorskip("matplotlib.figure")
+    axes = figure.Figure().subplots()
+    Axis(label="n", is_log=True, least=1, most=1e6, text=binary, ticks=[1024, 2048]).set(axes, "x")
+    Axis(label="m", least=0).set(axes, "y")
+    assert (axes.get_xscale(), axes.get_xlabel(), axes.get_xlim()) == ("log", "n", (1, 1e6))
+    assert axes.xaxis.get_major_formatter()(2048) == "2 KiB"
+    assert list(axes.get_xticks()) == [1024, 2048]
+    assert (axes.get_yscale(), axes.get_ylim()[0]) == ("linear", 0)
+
+
+def test_stacked_parts_are_shares_that_fill_the_bar():
+    bars = stacked(["a", "b"], [("x", "host", [1, 0]), ("y", "disk", [3, 5])])
+    assert [(it.label, it.left, it.values, it.texts) for it in bars] == [
+        ("x", [0, 0], [0.25, 0], ["25%", ""]),
+        ("y", [0.25, 0], [0.75, 1], ["75%", "100%"]),
+    ]
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_a_chart_file_is_the_same_from_run_to_run(tmp_path, suffix):
     pytest.importorskip("matplotlib")
-    from kvtier.report.chart import Chart, write_charts
-
-    charts = {"a": Chart("A", lambda axes, values, colours: axes.plot(values, color=colours["host"]))}
     for name in ("one", "two"):
-        write_charts("--picture", tmp_path / f"{name}{suffix}", charts, [1, 2])
+        section = Section(charts=lambda: {"a": squares(), "b": squares(dash="", marker="o")})
+        paths = Report(command="c", answer="h", sections=[section]).write(None, tmp_path / f"{name}{suffix}")
     first, second = sorted(tmp_path.iterdir())
+    assert paths == [second]
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes()[:5] in {b"<?xml", b"\x89PNG\r"}
 
