@@ -22,9 +22,13 @@ FROM_DEVICE = 0.9
 def io_report(result: IoResult) -> Report:
     """What the benchmark found."""
     facts = machine()
+    found: dict[str, list[float]] = {}
+    for row in result.results:
+        found.setdefault(f"{row.tier} {row.op}", []).append(row.ratio)
+    spans = [f"{name} {min(ratios):.2f} to {max(ratios):.2f}" for name, ratios in found.items()]
     return Report(
         command="kvtier bench io",
-        answer="Store and cold load, next to the hardware's limit",
+        answer=f"Of the hardware's limit, by chunk: {', '.join(spans)}",
         sections=[
             Section(charts=partial(_charts, result), notes=list(notes(result)), tables=[_table(result)]),
         ],

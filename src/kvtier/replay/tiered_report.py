@@ -47,18 +47,24 @@ def tiered_sections(
         stats: the trace's statistics, for a page.
     """
     setup, is_one = next(iter(done)), len(done) == 1
+    speeds = [_inputs_table(setup)]
     bytes_text = f"{setup.token_bytes:,.0f} bytes a token"
     yield Section(
         title=f"{trace.name}: {len(trace):,} requests, {model}, {bytes_text}",
         texts=[INTRO, f"Whole blocks of {trace.block_tokens} tokens; write policy {setup.write_policy.value}."],
-        tables=[*([] if is_one else [_comparison_table(done)]), _inputs_table(setup)],
+        tables=[] if is_one else [_comparison_table(done), *speeds],
     )
     for one, result in done.items():
         yield Section(
             title="" if is_one else f"eviction {one.evictor}, nodes {one.nodes}, router {one.router}",
             texts=[_answer(one, result)],
             charts=dict if stats is None else partial(_charts, one, result, stats),
-            tables=[_tiers_table(result), _ttft_table(result, unplanned), _planning_table(result)],
+            tables=[
+                _tiers_table(result),
+                _ttft_table(result, unplanned),
+                _planning_table(result),
+                *(speeds if is_one else []),
+            ],
             is_page_only=not is_one,
         )
     if stats is not None:

@@ -83,7 +83,7 @@ class Curve:
         colour = colours[self.colour]
         axes.plot(
             self.x, self.y, color=colour, label=self.label or None, linestyle=self.dash, marker=self.marker,
-            markersize=3 if self.dash == "" else 4.5, linewidth=self.width, alpha=self.alpha,
+            markersize=4.5 if self.dash or self.note else 3, linewidth=self.width, alpha=self.alpha,
             drawstyle="steps-post" if self.is_step else "default",
             rasterized=not self.dash and len(self.x) > POINTS_MAX,
         )  # fmt: skip
@@ -92,7 +92,7 @@ class Curve:
             axes.fill_between(self.x, *self.band, color=colour, alpha=self.band_alpha, linewidth=0, step=step)
         if self.note:
             axes.annotate(
-                self.note, (self.x[-1], self.y[-1]), xytext=(-6, 7), textcoords="offset points", ha="right",
+                self.note, (self.x[-1], self.y[-1]), xytext=(6, -13), textcoords="offset points",
                 color=colour, fontweight="bold",
             )  # fmt: skip
 

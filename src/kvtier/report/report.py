@@ -40,23 +40,23 @@ class Section:
     is_page_only: bool = False
 
     def print(self) -> None:
-        """Print the section and an empty line to stdout; nothing if it is for a page only."""
+        """Print the section to stdout, after an empty line; nothing if it is for a page only."""
         if self.is_page_only:
             return
-        if self.title:
-            print_text(self.title, bold=True)
+        if self.title or self.texts or self.problems or self.notes:
+            click.echo()
+        print_text(self.title, bold=True)
         for text in self.texts:
             print_text(text)
         for text in self.problems:
             click.secho(f"warning: {text}", fg="yellow")
         for text in self.notes:
-            print_text(f"- {text}")
-        if self.title or self.texts or self.problems or self.notes:
-            click.echo()
+            print_text(f"- {text}", 2)
         for table in self.tables:
-            print_table(table)
             click.echo()
-        click.echo(self.code, nl=False)
+            print_table(table)
+        if self.code:
+            click.echo(f"\n{self.code}", nl=False)
 
     def html(self, prefix: str) -> str:
         """The section as a part of a page; `prefix` makes the ids of its charts unique there."""

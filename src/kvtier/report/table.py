@@ -34,8 +34,10 @@ class Table:
         return range(len(self.columns) - self.numeric, len(self.columns))
 
 
-def print_text(text: str, indent: int = 2, *, bold: bool = False) -> None:
-    """Print a paragraph to stdout; `indent` is that of all lines but the first."""
+def print_text(text: str, indent: int = 0, *, bold: bool = False) -> None:
+    """Print a paragraph to stdout, nothing without text; `indent` is that of all lines but the first."""
+    if not text:
+        return
     width = min(TEXT_WIDTH, shutil.get_terminal_size((TEXT_WIDTH, 24)).columns)
     lines = textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
     click.secho(lines, bold=bold or None)
@@ -46,8 +48,7 @@ def print_table(table: Table) -> None:
 
     Names with texts, a table of two columns without headings, are wrapped like text.
     """
-    if table.title:
-        print_text(table.title, 0, bold=True)
+    print_text(table.title, bold=True)
     if not any(table.columns) and len(table.columns) == 2:
         indent = max(len(name) for name, _ in table.rows) + 2
         for name, text in table.rows:
@@ -63,8 +64,7 @@ def print_table(table: Table) -> None:
                 for place, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
             click.echo("  ".join(padded).rstrip())
-    if table.note:
-        print_text(table.note, 0)
+    print_text(table.note)
 
 
 def _draw(table: Table) -> None:
