@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvtier.characterize.events import IoTrace, transfers
 from kvtier.characterize.measures import LASTS, IoMeasures, submitted_rows
 from kvtier.report.chart import POINTS_MAX, Axis, Chart, Charts, Curve, Rule
-from kvtier.report.format import NONE, binary, bytes_text, digits, rate_text, share_text, time_text
+from kvtier.report.format import NONE, bytes_text, digits, rate_text, share_text, time_text
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
 
@@ -212,7 +212,7 @@ def _charts(trace: IoTrace, it: IoMeasures) -> Charts:
     rows = transfers(trace.of_chosen(trace.at(trace.lowest)))
     over, drawn = it.over_time, rows[:: -(-len(rows) // POINTS_MAX)]
     ends = over.interval_s * np.arange(len(over.queue_depth) + 1)
-    of_size, of_time = Axis(label="bytes", is_log=True, text=binary), Axis(label="s")
+    of_size, of_time = Axis(label="bytes", is_log=True, text=bytes_text), Axis(label="s")
     return {
         "sizes": Chart(
             heading="Request sizes",

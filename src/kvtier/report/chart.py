@@ -46,7 +46,7 @@ LEGEND_CHARACTERS = 60
 """That fit beside each other in a legend, lines and gaps included."""
 LEGEND_ROW = 14
 """Points of a row of a legend."""
-FEW_DECADES = 1000.0
+FEW_DECADES = 300.0
 """Up to this ratio a logarithmic axis has labels at 1, 2 and 5 of each power of ten, above it only at the powers."""
 POINTS_MAX = 2000
 """Of single points; more of them are pixels, which a page cannot hold."""
@@ -92,7 +92,7 @@ class Curve:
             axes.fill_between(self.x, *self.band, color=colour, alpha=self.band_alpha, linewidth=0, step=step)
         if self.note:
             axes.annotate(
-                self.note, (self.x[-1], self.y[-1]), xytext=(6, -13), textcoords="offset points",
+                self.note, (self.x[-1], self.y[-1]), xytext=(6, -16), textcoords="offset points",
                 color=colour, fontweight="bold",
             )  # fmt: skip
 
