@@ -6,7 +6,7 @@ from bench.parts.size_check import check, parse_figure
 from kvtier import size
 from kvtier.config.value_types import parse_count
 from kvtier.errors import ConfigError
-from kvtier.report.format import binary, both, decimal, exact
+from kvtier.report.format import decimal
 
 SESSION, LONG = (4096, 1), (131_072, 1)
 
@@ -80,13 +80,6 @@ def test_the_nearest_is_one_of_ours():
 def test_a_text_that_is_not_a_size_is_refused(text):
     with pytest.raises(ConfigError, match=r"check: .*150 KB, 0\.33 GB or 144 KiB"):
         check(size.of("qwen3-8b"), text)
-
-
-def test_both_units_side_by_side():
-    assert both(147_456) == "147.5 kB = 144 KiB"
-    assert (decimal(999_960), binary(1023.99)) == ("1 MB", "1 KiB")
-    assert (decimal(0), binary(1)) == ("0 B", "1 B")
-    assert (exact(147_456.0), exact(4474.5)) == ("147,456", "4,474.5")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests import browser
 
+from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.report import page
 from kvtier.report.chart import Axis, Chart, Curve, Rule, stacked
@@ -26,7 +27,7 @@ from kvtier.report.format import (
     short_count,
     time_text,
 )
-from kvtier.report.output import check_chart, write_file, write_json
+from kvtier.report.output import write_file, write_json
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
 
@@ -156,9 +157,10 @@ def test_a_chart_file_is_the_same_from_run_to_run(tmp_path, suffix):
     assert first.read_bytes()[:5] in {b"<?xml", b"\x89PNG\r"}
 
 
-def test_a_chart_file_with_an_unknown_suffix_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"\.svg or \.png"):
-        check_chart("--picture", tmp_path / "x.gif")
+@pytest.mark.parametrize("command", ["probe", "plan llama-3.1-8b", "replay nothing.jsonl"])
+def test_a_picture_of_an_unknown_kind_is_refused_before_any_work(command, tmp_path, capsys):
+    assert run([*command.split(), "--picture", str(tmp_path / "x.gif")]) == 2
+    assert "unknown kind of picture; allowed: .svg or .png" in capsys.readouterr().err
 
 
 class Colour(Enum):
@@ -192,7 +194,13 @@ def test_numbers_have_units_and_as_many_digits_as_they_are_worth():
         "98,765",
     ]
     assert [decimal(it) for it in (0, 999, 147_456, 999_960, 1e21)] == ["0 B", "999 B", "147.5 kB", "1 MB", "1,000 EB"]
-    assert [binary(it) for it in (1023, 147_456, 1 << 40)] == ["1,023 B", "144 KiB", "1 TiB"]
+    assert [binary(it) for it in (1, 1023, 1023.99, 147_456, 1 << 40)] == [
+        "1 B",
+        "1,023 B",
+        "1 KiB",
+        "144 KiB",
+        "1 TiB",
+    ]
     assert both(147_456) == "147.5 kB = 144 KiB"
     assert [exact(it) for it in (147_456, 4444.25)] == ["147,456", "4,444.25"]
     assert [bytes_text(it) for it in (999_600, 147_456)] == ["1 MB", "147 kB"]
