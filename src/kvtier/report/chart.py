@@ -160,24 +160,21 @@ class Axis:
 
     def set(self, axes: "Axes", name: str) -> None:
         """Make the axis `name` ("x" or "y") of `axes` this one."""
-        from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
+        from matplotlib.ticker import LogLocator
 
-        settings: dict[str, Any] = {f"{name}label": self.label}
         own = axes.xaxis if name == "x" else axes.yaxis
         if self.is_log:
-            settings[f"{name}scale"] = "log"
-        axes.set(**settings)
-        if self.least is not None or self.most is not None:
-            axes.set(**{f"{name}lim": (self.least, self.most)})
+            axes.set(**{f"{name}scale": "log"})
+        axes.set(**{f"{name}label": self.label, f"{name}lim": (self.least, self.most)})
         if self.is_log:
             low, high = own.get_view_interval()
             own.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < FEW_DECADES * low else (1.0,)))
-            own.set_minor_formatter(NullFormatter())
-            own.set_major_formatter(lambda value, _: f"{value:,g}")
         if self.ticks:
-            own.set_major_locator(FixedLocator(list(self.ticks)))
+            own.set_ticks(list(self.ticks))
+        if self.is_log or self.ticks:
             own.minorticks_off()
-        if (text := self.text) is not None:
+        if self.text is not None or self.is_log:
+            text = self.text or "{:,g}".format
             own.set_major_formatter(lambda value, _: text(value))
 
 

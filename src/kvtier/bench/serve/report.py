@@ -304,7 +304,7 @@ def series_charts(served: ServeRecord) -> Charts:
         curves = [
             # A gap stays one: what is unknown is not drawn as zero.
             Curve(
-                x=run.series["at_s"],
+                x=np.array(run.series["at_s"], dtype=float),
                 y=np.array(run.series[column], dtype=float),
                 colour=hues[run.name],
                 dash="-" if number == 0 else DASHED,
