@@ -365,29 +365,15 @@ def test_partial_results_are_returned_and_not_kept(jobs, tmp_path):
 
 def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "report.html"
-    tiers = (
-        "--tier",
-        "host=1GiB",
-        "--tier",
-        "disk=1xpm1753",
-        "--tier",
-        "pool=1TiB,shared",
-        "--nodes",
-        "2",
-        "--block",
-        "512",
-    )
+    path, picture = tmp_path / "report.html", tmp_path / "charts.png"
     trace = str(MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz"))
-    picture = tmp_path / "charts.png"
-    arguments = ["replay", trace, *tiers, "--block", "512", "--model", "qwen3-0.6b", "--report", str(path)]
-    assert run([*arguments, "--picture", str(picture)]) == 0
+    tiers = "--tier host=1GiB --tier disk=1xpm1753 --tier pool=1TiB,shared --nodes 2 --block 512 --model qwen3-0.6b"
+    assert run(["replay", trace, *tiers.split(), "--report", str(path), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     page = path.read_text()
     check_page(page)
     assert page.count("<svg") == page.count("<figure>") == 6
-    out = capsys.readouterr().out
-    regret = re.search(r"regret, sum and maximum +([0-9.]+ s)", out)[1]
+    regret = re.search(r"regret, sum and maximum +([0-9.]+ s)", capsys.readouterr().out)[1]
     assert regret in page
 
 

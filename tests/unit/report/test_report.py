@@ -1,6 +1,7 @@
 """The report kit: pages are self-contained and escape hostile text, files are replaced whole, figures keep units."""
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -185,28 +186,23 @@ def test_json_of_dataclasses_bytes_paths_and_enums(tmp_path):
     assert (tmp_path / "z").read_bytes() == "é".encode()
 
 
-def test_numbers_have_units_and_as_many_digits_as_they_are_worth():
-    assert [digits(it) for it in (0.00123, 9.876, 98.76, 987.6, 98765.4)] == [
-        "0.00123",
-        "9.88",
-        "98.8",
-        "988",
-        "98,765",
-    ]
-    assert [decimal(it) for it in (0, 999, 147_456, 999_960, 1e21)] == ["0 B", "999 B", "147.5 kB", "1 MB", "1,000 EB"]
-    assert [binary(it) for it in (1, 1023, 1023.99, 147_456, 1 << 40)] == [
-        "1 B",
-        "1,023 B",
-        "1 KiB",
-        "144 KiB",
-        "1 TiB",
-    ]
-    assert both(147_456) == "147.5 kB = 144 KiB"
-    assert [exact(it) for it in (147_456, 4444.25)] == ["147,456", "4,444.25"]
-    assert [bytes_text(it) for it in (999_600, 147_456)] == ["1 MB", "147 kB"]
-    assert [time_text(it) for it in (2e-6, 0.0123, 1.5, 119, 7200, float("inf"))] == [
-        *("2 us", "12.3 ms", "1.5 s", "119 s", "2 h", "unbounded")
-    ]
-    assert [rate_text(it) for it in (0, 5e6, 12.5e9, 5e11)] == ["-", "5 MB/s", "12.50 GB/s", "500 GB/s"]
-    assert [short_count(it) for it in (None, 999, 131_072, 2.5e9)] == ["inf", "999", "131.1k", "2.5G"]
-    assert count_text(140.999999999) == "141"
+@pytest.mark.parametrize(
+    ("text_of", "texts"),
+    [
+        (digits, {0.00123: "0.00123", 9.876: "9.88", 98.76: "98.8", 987.6: "988", 98765.4: "98,765"}),
+        (decimal, {0: "0 B", 999: "999 B", 147_456: "147.5 kB", 999_960: "1 MB", 1e21: "1,000 EB"}),
+        (binary, {1: "1 B", 1023: "1,023 B", 1023.99: "1 KiB", 147_456: "144 KiB", 1 << 40: "1 TiB"}),
+        (both, {147_456: "147.5 kB = 144 KiB"}),
+        (exact, {147_456.0: "147,456", 4444.25: "4,444.25"}),
+        (bytes_text, {999_600: "1 MB", 147_456: "147 kB"}),
+        (
+            time_text,
+            {2e-6: "2 us", 0.0123: "12.3 ms", 1.5: "1.5 s", 119: "119 s", 7200: "2 h", math.inf: "unbounded"},
+        ),
+        (rate_text, {0: "-", 5e6: "5 MB/s", 12.5e9: "12.50 GB/s", 5e11: "500 GB/s"}),
+        (short_count, {None: "inf", 999: "999", 131_072: "131.1k", 2.5e9: "2.5G"}),
+        (count_text, {140.999999999: "141"}),
+    ],
+)
+def test_numbers_have_units_and_as_many_digits_as_they_are_worth(text_of, texts):
+    assert {it: text_of(it) for it in texts} == texts

@@ -290,7 +290,7 @@ def place_charts(served: ServeRecord) -> Charts:
         charts["ttft-load"] = _against_load(served, "Time to first token", p50_ms)
         charts["tokens-load"] = _against_load(served, "Output tokens", tokens_per_s)
     if any(len(it.by_turn) > 1 for it in served.results):
-        hits = Axis(label="prompt tokens not computed", least=0, most=1, text=_percent)
+        hits = Axis(label="prompt tokens not computed", least=0, most=1, text=share_text)
         charts["turns"] = _by_turn(served, "Hits by turn", hits, _turn_hits)
         charts["turns-ttft"] = _by_turn(served, "Time to first token by turn", _axis(p50_ms), _turn_ms)
     return charts
@@ -301,11 +301,12 @@ def series_charts(served: ServeRecord) -> Charts:
     hues = _hues(served.names, _HUES)
     charts: dict[str, Chart] = {}
     for name, heading, columns, unit in SERIES:
+        is_bytes = unit == "bytes a second"
         curves = [
             # A gap stays one: what is unknown is not drawn as zero.
             Curve(
                 x=np.array(run.series["at_s"], dtype=float),
-                y=np.array(run.series[column], dtype=float),
+                y=np.array(run.series[column], dtype=float) * (1e9 if is_bytes else 1.0),
                 colour=hues[run.name],
                 dash="-" if number == 0 else DASHED,
                 width=1.4,
@@ -315,9 +316,8 @@ def series_charts(served: ServeRecord) -> Charts:
             for number, (column, label) in enumerate(columns)
             if column in run.series
         ]
-        text = _gb_text if unit == "bytes a second" else None
         if curves:
-            x, y = Axis(label="seconds", least=0), Axis(label=unit, least=0, text=text)
+            x, y = Axis(label="seconds", least=0), Axis(label=unit, least=0, text=decimal if is_bytes else None)
             charts[name] = Chart(
                 heading=heading, marks=curves, x=x, y=y, caption="Seconds since the measured part began."
             )
@@ -390,7 +390,7 @@ def _places(served: ServeRecord) -> Chart:
     return Chart(
         heading="Prompt tokens by place",
         marks=stacked(list(known), parts),
-        x=Axis(label="share of the prompt tokens", least=0, most=1, text=_percent),
+        x=Axis(label="share of the prompt tokens", least=0, most=1, text=share_text),
         caption="Share of the prompt tokens, of all complete runs at the point of the answer.",
     )
 
@@ -440,14 +440,6 @@ def _hues(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
     """The colour of each name."""
     spare = iter(_OTHER_HUES)
     return {name: known.get(name) or next(spare, "soft") for name in names}
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
-
-
-def _gb_text(gb_per_s: float) -> str:
-    return decimal(1e9 * gb_per_s)
 
 
 def _turn_hits(row: Mapping[str, Any]) -> float | None:
