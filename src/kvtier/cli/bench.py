@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvtier.cli.bench_serve import serve
-from kvtier.cli.options import Bytes, OutputFile, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, OutputFile, ReportFile, WorkDirectory, origin, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress
@@ -117,7 +117,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
 )
 @click.option("--all", "keep_all", is_flag=True, help="Show every thread count, not only the best.")
 @click.option("--fresh", is_flag=True, help="Store to new files instead of into a full tier.")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report.")
+@click.option("--report", type=ReportFile(), help="Also write an HTML report.")
 @click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def io(
@@ -134,10 +134,6 @@ def io(
     from kvtier.bench.record import RecordedSetting, make_record
     from kvtier.report.output import write_json
 
-    if report is not None:
-        from kvtier.report.output import check_matplotlib
-
-        check_matplotlib("--report")
     percents = [_read_percent(mix) for mix in given["mixes"]]
     is_thorough: bool = given["thorough"]
     is_quick = not is_thorough and not any(given[it] for it in ("sizes", "threads", "repeats", "sample_bytes", "mixes"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, ReportFile, WorkDirectory, origin, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.replay import load_trace, reading_options
 from kvtier.errors import ConfigError
@@ -143,7 +143,7 @@ def _conversation_options(command: Any) -> Any:  # noqa: ANN401 - click's decora
 )
 @click.option("--hour-price", type=click.FloatRange(0), help="Price of an hour of the machine, in any currency.")
 @click.option("--kwh-price", type=click.FloatRange(0), help="Price of a kilowatt-hour.")
-@click.option("--report", type=OutputFile(), metavar="FILE.html", help="Also write an HTML report.")
+@click.option("--report", type=ReportFile(), metavar="FILE.html", help="Also write an HTML report.")
 @click.option("--record", "record_file", type=OutputFile(), metavar="FILE", help="Also write the JSON record to FILE.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reading_options
@@ -169,10 +169,8 @@ def serve(
     from kvtier.bench.serve.regret import join_runs
     from kvtier.bench.serve.report import serve_report
     from kvtier.bench.serve.results import Prices, serve_record
-    from kvtier.report.output import check_matplotlib, write_json
+    from kvtier.report.output import write_json
 
-    if report is not None:
-        check_matplotlib("--report")
     it = _record(directory, given)
     failed = _measure(it)
     runs = join_runs(it.done())

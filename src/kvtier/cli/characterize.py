@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtier.cli.options import Duration, OutputFile
+from kvtier.cli.options import Duration, ReportFile
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
-from kvtier.report.output import check_matplotlib
 
 if TYPE_CHECKING:
     from kvtier.characterize.events import IoTrace
@@ -59,7 +58,7 @@ STDERR = 2
     metavar="FILE",
     help="kvtier's journal, read after the capture: the tier's write amplification. Repeatable.",
 )
-@click.option("--report", type=OutputFile(), metavar="FILE.html", help="Also write an HTML report with charts.")
+@click.option("--report", type=ReportFile(), metavar="FILE.html", help="Also write an HTML report with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; the output of COMMAND goes to stderr.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def characterize(
@@ -82,8 +81,6 @@ def characterize(
     """
     from kvtier.characterize.capture import CaptureSettings, run
 
-    if report is not None:
-        check_matplotlib("--report")
     if seconds is not None and seconds <= 0:
         raise ConfigError(f"--seconds {seconds:g}: allowed: more than 0")
     if inputs:

@@ -40,6 +40,30 @@ class OutputFile(click.Path):
         return super().convert(value, param, ctx)
 
 
+class ReportFile(OutputFile):
+    """An HTML report with charts: also refused without matplotlib."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+        """See `click.ParamType`."""
+        from kvtier.report.output import check_matplotlib
+
+        path = super().convert(value, param, ctx)
+        check_matplotlib("--report")
+        return path
+
+
+class PictureFile(OutputFile):
+    """A file of charts: also refused without matplotlib, or if it is neither .svg nor .png."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+        """See `click.ParamType`."""
+        from kvtier.report.output import check_chart
+
+        path = super().convert(value, param, ctx)
+        check_chart("--picture", path)
+        return path
+
+
 class Bytes(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
     """Bytes, such as ``64GiB``."""
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import OutputFile
-from kvtier.report.output import check_chart, check_matplotlib, print_json
+from kvtier.cli.options import PictureFile, ReportFile
+from kvtier.report.output import print_json
 from kvtier.report.table import print_table, print_text
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier: samsung, or prices (an illustration).")
 @click.option("--show-inputs", is_flag=True, help="Also print every input in use with its origin, and the sources.")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
+@click.option("--report", type=ReportFile(), help="Also write an HTML report with charts.")
+@click.option("--picture", type=PictureFile(), help="Also write the charts to a .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--hardware", "list_hardware", is_flag=True, help="List the hardware catalogue with its sources.")
 def plan(
@@ -95,10 +95,6 @@ def plan(
     inputs = load(example=example or "", file=file, options=options | tier_options(tiers), sets=sets, probe=probe)
     if not inputs.model.name:
         raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
-    if report is not None:
-        check_matplotlib("--report")
-    if picture is not None:
-        check_chart("--picture", picture)
 
     from kvtier.plan.answer import conclusion, verdict
     from kvtier.plan.plan import make_plan, to_json

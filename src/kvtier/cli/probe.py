@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtier.cli.config import tier_option
-from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, Duration, OutputFile, PictureFile, ReportFile, WorkDirectory, origin, tell_written
 from kvtier.report.output import progress
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 )
 @click.option("--seconds", type=Duration(), help="Time limit of each measurement.  [default: 0.5 s]")
 @click.option("--bytes", "write_bytes", type=Bytes(), help="Byte limit of all writes together.  [default: 8 GiB]")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
+@click.option("--report", type=ReportFile(), help="Also write an HTML report with charts.")
+@click.option("--picture", type=PictureFile(), help="Also write the charts to a .svg or .png file.")
 @click.option(
     "--record",
     type=OutputFile(),
@@ -76,12 +76,8 @@ def probe(
     from kvtier.config.loader import load
     from kvtier.probe.report import probe_report
     from kvtier.probe.run import ProbeRun, where_text
-    from kvtier.report.output import check_chart, check_matplotlib, write_json
+    from kvtier.report.output import write_json
 
-    if report is not None:
-        check_matplotlib("--report")
-    if picture is not None:
-        check_chart("--picture", picture)
     loaded = load(file, flags=flags, tiers=tiers)
     effort, origins = _effort(quick, sizes, depths, seconds, write_bytes)
     it = ProbeRun(loaded, directory, effort)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from kvtier.cli.options import OutputFile, tell_written
-from kvtier.report.output import check_chart, check_matplotlib, print_json, progress
+from kvtier.cli.options import OutputFile, PictureFile, ReportFile, tell_written
+from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
@@ -212,8 +212,8 @@ def replay() -> None:
 @reading_options
 @click.option("--jobs", type=click.IntRange(1, 256), help="Maximum number of processes.  [one for each core]")
 @click.option("--keep", type=OutputFile(), help="Journal file: an interrupted run continues from it.")
-@click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--picture", type=OutputFile(), help="Also write the charts of one replay to a .svg or .png file.")
+@click.option("--report", type=ReportFile(), help="Also write an HTML report with charts.")
+@click.option("--picture", type=PictureFile(), help="Also write the charts of one replay to a .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def run(
     traces: tuple[Path, ...],
@@ -252,10 +252,6 @@ def run(
     """
     names = _names(policies)
     _check_given(has_tiers=bool(tiers))
-    if report is not None:
-        check_matplotlib("--report")
-    if picture is not None:
-        check_chart("--picture", picture)
     output = ReplayOutput(report, picture, as_json=as_json)
     output.refuse_several("traces", len(traces))
     if tiers:
