@@ -210,7 +210,7 @@ def _latency(it: dict[str, float]) -> str:
 
 def _charts(trace: IoTrace, it: IoMeasures) -> Charts:
     rows = transfers(trace.of_chosen(trace.at(trace.lowest)))
-    over, drawn = it.over_time, rows[:: -(-len(rows) // POINTS_MAX)]
+    over, drawn = it.over_time, rows[:: max(1, -(-len(rows) // POINTS_MAX))]
     ends = over.interval_s * np.arange(len(over.queue_depth) + 1)
     of_size, of_time = Axis(label="bytes", is_log=True, text=bytes_text), Axis(label="s")
     return {

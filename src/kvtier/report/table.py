@@ -39,8 +39,10 @@ def print_text(text: str, indent: int = 0, *, bold: bool = False) -> None:
     if not text:
         return
     width = min(TEXT_WIDTH, shutil.get_terminal_size((TEXT_WIDTH, 24)).columns)
-    lines = textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
-    click.secho(lines, bold=bold or None)
+    # In a pipe a long word, such as a path, stays whole.
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    wrapper.break_long_words = sys.stdout.isatty()
+    click.secho(wrapper.fill(text), bold=bold or None)
 
 
 def print_table(table: Table) -> None:
@@ -50,7 +52,7 @@ def print_table(table: Table) -> None:
     """
     print_text(table.title, bold=True)
     if not any(table.columns) and len(table.columns) == 2:
-        indent = max(len(name) for name, _ in table.rows) + 2
+        indent = max((len(name) for name, _ in table.rows), default=0) + 2
         for name, text in table.rows:
             print_text(f"{name:<{indent}}{text}", indent)
     elif sys.stdout.isatty():
@@ -89,6 +91,7 @@ def _draw(table: Table) -> None:
         # Not even single words fit: print each row as lines of heading and value.
         for row in table.rows:
             print_table(Table(("", ""), [pair for pair in zip(table.columns, row, strict=True) if pair[1]]))
+            click.echo()
         return
     for _ in range(min(spare, sum(natural) - sum(widths))):
         widths[max(range(len(widths)), key=lambda place: natural[place] - widths[place])] += 1

@@ -30,7 +30,7 @@ from kvtier.report.format import (
 )
 from kvtier.report.output import write_file, write_json
 from kvtier.report.report import Report, Section
-from kvtier.report.table import Table
+from kvtier.report.table import Table, print_text
 
 WHEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 VOID = {"meta", "br", "link", "img", "path", "use", "rect"}
@@ -113,6 +113,8 @@ def test_a_terminal_has_the_answer_first_and_all_but_charts(capsys):
     assert max(map(len, lines)) <= 100
     begins = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     assert begins == ["answer", "title", "text", "warning:", "-", "name", "n", "1", "code"]
+    print_text(f"in {'/long' * 40}")
+    assert "/long" * 40 in capsys.readouterr().out  # a path is whole in a pipe
 
 
 def test_a_browser_draws_a_page_within_the_width_of_a_phone(tmp_path):

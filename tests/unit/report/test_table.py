@@ -30,7 +30,8 @@ def test_no_table_breaks_a_figure(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     chance = random.Random(18)
     facts = Table(("", ""), [("name", text) for text in (*TEXTS, *NUMBERS)])
-    for table in (facts, *(random_table(chance, chance.randrange(1, 14)) for _ in range(80))):
+    empty = Table(HEADINGS * 3, [[""] * 15])
+    for table in (facts, empty, *(random_table(chance, chance.randrange(1, 14)) for _ in range(80))):
         print_table(table)
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= width, lines
