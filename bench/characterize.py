@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -42,12 +42,9 @@ from kvtier.cli.options import Bytes, WorkDirectory, tell_written
 from kvtier.cli.signals import ended_by_signals
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.report.chart import Chart, Colours, write_charts
+from kvtier.report.chart import Axis, Chart, Curve, write_charts
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PARTS = Path(__file__).parent / "parts"
 DEADLINE_S = 900.0
@@ -234,18 +231,16 @@ def without_gaps(rows: np.ndarray) -> np.ndarray:
     return below
 
 
-def _draw_map(axes: "Axes", rows: np.ndarray, colours: Colours) -> None:
+def _map(heading: str, rows: np.ndarray) -> Chart:
     every = max(1, len(rows) // POINTS_MAX)
     place_gb = without_gaps(rows) / 1e9
+    marks: list[Curve] = []
     for is_write, label, colour in ((False, "read", "disk"), (True, "write", "tiered")):
         of_way = np.flatnonzero(rows["is_write"] == is_write)
         shown = of_way[:: every if len(of_way) > POINTS_MAX // 3 else 1]
-        axes.plot(
-            rows["issued_s"][shown], place_gb[shown], ".", ms=3, color=colours[colour],
-            label=f"{label} ({len(of_way):,})", rasterized=True,
-        )  # fmt: skip
-    axes.set(xlabel="seconds", ylabel="address, gaps left out, GB")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+        x, y = rows["issued_s"][shown], place_gb[shown]
+        marks.append(Curve(x=x, y=y, colour=colour, dash="", marker=".", label=f"{label} ({len(of_way):,})"))
+    return Chart(heading=heading, marks=marks, x=Axis(label="seconds"), y=Axis(label="address, gaps left out, GB"))
 
 
 def draw_maps(path: Path, requests: dict[tuple[str, int], np.ndarray], size: int) -> None:
@@ -254,14 +249,12 @@ def draw_maps(path: Path, requests: dict[tuple[str, int], np.ndarray], size: int
     Raises:
         ConfigError: the file cannot be written.
     """
-    charts: dict[str, Chart[Any]] = {}
-    for (arm, of_size), rows in requests.items():
-        if of_size == size and "page cache" not in arm:
-            charts[arm] = Chart(
-                f"{arm}, objects of {size_text(size)}",
-                lambda axes, _subject, colours, rows=rows: _draw_map(axes, rows, colours),
-            )
-    write_charts("--picture", path, charts, None, SIZE_INCHES, columns=len(charts))
+    charts = {
+        arm: _map(f"{arm}, objects of {size_text(size)}", rows)
+        for (arm, of_size), rows in requests.items()
+        if of_size == size and "page cache" not in arm
+    }
+    write_charts("--picture", path, charts, SIZE_INCHES, columns=len(charts))
 
 
 def table(rows: Sequence[ArmRow]) -> Table:

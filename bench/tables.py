@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -21,16 +21,12 @@ from bench.parts.seen_table import seen_table
 
 from kvtier.bench.ratio import ratio, ratio_text
 from kvtier.bench.serve.answer import ServeRecord, answer
-from kvtier.bench.serve.report import write_picture
-from kvtier.bench.serve.tables import arms_table, work_table
+from kvtier.bench.serve.report import arms_table, work_table, write_picture
 from kvtier.config.value_types import size_text
 from kvtier.plan.plan import make_plan
 from kvtier.plan.read_inputs import load
-from kvtier.plan.report import write_plot
-from kvtier.report.chart import Chart, Colours, write_charts
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from kvtier.plan.report import plan_report
+from kvtier.report.chart import Axis, Bars, Chart, write_charts
 
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
@@ -253,16 +249,18 @@ def ttft_bars(record: dict[str, Any]) -> dict[str, tuple[float, str]]:
     }
 
 
-def _draw_ttft(axes: "Axes", record: dict[str, Any], colours: Colours) -> None:
+def ttft_chart(record: dict[str, Any]) -> Chart:
+    """The README's picture."""
     bars = ttft_bars(record)
-    drawn = axes.barh(list(bars), [it[0] for it in bars.values()], color=[colours[it[1]] for it in bars.values()])
-    axes.bar_label(drawn, [f"{it[0]:.2f} s" for it in bars.values()], padding=4)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds to the first token")
-    axes.set_xlim(0, 1.12 * max(it[0] for it in bars.values()))
-
-
-TTFT = Chart("Time to first token, prompt of 8,000 tokens", _draw_ttft)
+    seconds = [it for it, _ in bars.values()]
+    drawn = Bars(
+        names=list(bars),
+        values=seconds,
+        colours=[colour for _, colour in bars.values()],
+        texts=[f"{it:.2f} s" for it in seconds],
+    )
+    x = Axis(label="seconds to the first token", least=0, most=1.12 * max(seconds))
+    return Chart(heading="Time to first token, prompt of 8,000 tokens", marks=[drawn], x=x)
 
 
 def shared(record: dict[str, Any]) -> str:
@@ -512,6 +510,6 @@ if __name__ == "__main__":
         document.write_text(after, encoding="utf-8")
     if "--check" in sys.argv:
         sys.exit()
-    write_plot(PLAN_PICTURE, plan)
+    plan_report(plan).write(None, PLAN_PICTURE)
     write_picture(SERVED_PICTURE, _read("serve_dell"))
-    write_charts("ttft.svg", PICTURE, {"ttft": TTFT}, _read("vllm"))
+    write_charts("ttft.svg", PICTURE, {"ttft": ttft_chart(_read("vllm"))})

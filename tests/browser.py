@@ -1,4 +1,4 @@
-"""Pages in a real browser: what Chromium makes of a file or an address, as text and as a picture."""
+"""Pages in a real browser: what Chromium makes of a file or an address, as text, and how wide it is."""
 
 import shutil
 import subprocess
@@ -29,20 +29,13 @@ def chromium() -> str:
     return found
 
 
-def rendered(page: Path | str, *, width: int = 1280, settle_s: float = 0.0) -> str:
+def rendered(page: Path | str, *, settle_s: float = 0.0) -> str:
     """The document after it was loaded and drawn, as HTML. `page` is a file or an address of this machine.
 
     `settle_s`: time that the page's own timers see pass before that, for one that asks a server for what it shows.
     """
     settle = [f"--virtual-time-budget={settle_s * 1000:.0f}"] if settle_s else []
-    return _run(page, "--dump-dom", f"--window-size={width},1000", *settle).decode()
-
-
-def screenshot(page: Path | str, target: Path, *, width: int = 1280, height: int = 1600, dark: bool = False) -> None:
-    """Draw the top of a page, `width` x `height` pixels, into the PNG file `target`."""
-    theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    _run(page, f"--screenshot={target}", f"--window-size={width},{height}", *theme)
-    assert target.read_bytes()[:4] == b"\x89PNG"
+    return _run(page, "--dump-dom", "--window-size=1280,1000", *settle).decode()
 
 
 def overflow(page: Path, *, width: int) -> int:

@@ -1,13 +1,13 @@
 """Charts of the benchmarks that run an engine. Needs matplotlib."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmSummary, MultiturnResult
-from matplotlib.axes import Axes
 
-from kvtier.report.chart import Chart, Colours, write_charts
+from kvtier.report.chart import Axis, Chart, Curve, stacked, write_charts
 
 COLOURS = {RECOMPUTE: "computed", HOST: "host", DISK: "disk"}
 NAMES = {RECOMPUTE: "recompute", HOST: "kvtier, host memory", DISK: "kvtier, host memory and disk"}
@@ -27,8 +27,19 @@ def draw_ttft(summary: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    chart = Chart(f"{summary['shape']}, {summary['device']}", _draw_contexts)
-    write_charts("--picture", path, {"ttft": chart}, summary["ttft_ms"])
+    marks: list[Curve] = []
+    for arm, (label, colour) in TTFT_ARMS.items():
+        points = sorted((int(context), ms) for context, ms in summary["ttft_ms"].get(arm, {}).items())
+        if points:
+            x, y = [context for context, _ in points], [ms for _, ms in points]
+            marks.append(Curve(x=x, y=y, colour=colour, label=label, marker="o"))
+    chart = Chart(
+        heading=f"{summary['shape']}, {summary['device']}",
+        marks=marks,
+        x=Axis(label="tokens of the prompt", is_log=True),
+        y=Axis(label="time to first token, ms (median)", is_log=True),
+    )
+    write_charts("--picture", path, {"ttft": chart})
 
 
 def draw_multiturn(result: MultiturnResult, path: Path) -> None:
@@ -37,76 +48,52 @@ def draw_multiturn(result: MultiturnResult, path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    charts = {
-        "ttft": Chart("Time to first token by users", _draw_ttft),
-        "rate": Chart("Output tokens per second by users", _draw_rate),
-        "sources": Chart("Source of the KV of prompts", _draw_sources),
-    }
     found = result.summaries()
+    by_arm = {arm: points for arm in ARMS if (points := [it for it in found if it.arm == arm])}
+    users = Axis(label="users", ticks=sorted({it.users for it in found}))
+    medians = [_line(arm, points, lambda it: it.ttft_ms["p50"]) for arm, points in by_arm.items()]
+    tails = [
+        replace(_line(arm, points, lambda it: it.ttft_ms["p95"]), dash=":", width=1.4, marker="", label="")
+        for arm, points in by_arm.items()
+    ]
+    names = [f"{it.users} users, {it.arm}" for it in found]
+    shares = [(source, colour, [_tokens(it, source) for it in found]) for source, colour in SOURCES]
+    charts = {
+        "ttft": Chart(
+            heading="Time to first token by users",
+            marks=[*medians, *tails],
+            x=users,
+            y=Axis(label="ms, later turns; median, dotted: p95", is_log=True),
+        ),
+        "rate": Chart(
+            heading="Output tokens per second by users",
+            marks=[_line(arm, points, lambda it: it.output_tokens_per_s) for arm, points in by_arm.items()],
+            x=users,
+            y=Axis(label="output tokens/s", least=0),
+        ),
+        "sources": Chart(
+            heading="Source of the KV of prompts",
+            marks=stacked(names, shares),
+            x=Axis(label="of all prompt tokens", least=0, most=1),
+        ),
+    }
     if any(it.joules_per_output_token is not None for it in found):
-        charts["energy"] = Chart("Energy per output token", _draw_energy)
-    write_charts("--picture", path, charts, found)
+        charts["energy"] = Chart(
+            heading="Energy per output token",
+            marks=[_line(arm, points, lambda it: it.joules_per_output_token) for arm, points in by_arm.items()],
+            x=users,
+            y=Axis(label="J for an output token", least=0),
+        )
+    write_charts("--picture", path, charts)
 
 
-def _draw_contexts(axes: Axes, ttft_ms: Mapping[str, Mapping[str, float]], colours: Colours) -> None:
-    for arm, (label, colour) in TTFT_ARMS.items():
-        points = sorted((int(context), ms) for context, ms in ttft_ms.get(arm, {}).items())
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", label=label, color=colours[colour])
-    axes.set_xscale("log", base=2)
-    axes.set(yscale="log", xlabel="tokens of the prompt", ylabel="time to first token, ms (median)")
-    axes.legend()
-
-
-def _draw_ttft(axes: Axes, found: Sequence[ArmSummary], colours: Colours) -> None:
-    for arm, points in _by_arm(found):
-        colour, users = colours[COLOURS[arm]], [it.users for it in points]
-        axes.plot(users, [it.ttft_ms["p50"] for it in points], "o-", color=colour, label=NAMES[arm], markersize=5)
-        axes.plot(users, [it.ttft_ms["p95"] for it in points], ":", color=colour, linewidth=1.4)
-    axes.set(yscale="log", xlabel="users", ylabel="ms, later turns; median, dotted: p95")
-    _finish(axes, found)
-
-
-def _draw_rate(axes: Axes, found: Sequence[ArmSummary], colours: Colours) -> None:
-    for arm, points in _by_arm(found):
-        rates = [it.output_tokens_per_s for it in points]
-        axes.plot([it.users for it in points], rates, "o-", color=colours[COLOURS[arm]], label=NAMES[arm], markersize=5)
-    axes.set(xlabel="users", ylabel="output tokens/s", ylim=(0, None))
-    _finish(axes, found)
-
-
-def _draw_energy(axes: Axes, found: Sequence[ArmSummary], colours: Colours) -> None:
-    for arm, points in _by_arm(found):
-        known = [it for it in points if it.joules_per_output_token is not None]
-        users, joules = [it.users for it in known], [it.joules_per_output_token for it in known]
-        axes.plot(users, joules, "o-", color=colours[COLOURS[arm]], label=NAMES[arm], markersize=5)
-    axes.set(xlabel="users", ylabel="J for an output token", ylim=(0, None))
-    _finish(axes, found)
-
-
-def _draw_sources(axes: Axes, found: Sequence[ArmSummary], colours: Colours) -> None:
-    places = range(len(found))
-    begins = [0.0] * len(found)
-    for source, colour in SOURCES:
-        shares = [_tokens(it, source) / it.prompt_tokens for it in found]
-        axes.barh(places, shares, left=begins, color=colours[colour], label=source, height=0.7)
-        begins = [begin + share for begin, share in zip(begins, shares, strict=True)]
-    axes.set_yticks(places, [f"{it.users} users, {it.arm}" for it in found], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="of all prompt tokens", xlim=(0, 1))
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2, handlelength=1.2)
+def _line(arm: str, points: Sequence[ArmSummary], of: Callable[[ArmSummary], float | None]) -> Curve:
+    known = [(it.users, value) for it in points if (value := of(it)) is not None]
+    x, y = [users for users, _ in known], [value for _, value in known]
+    return Curve(x=x, y=y, colour=COLOURS[arm], label=NAMES[arm], marker="o")
 
 
 def _tokens(it: ArmSummary, source: str) -> int:
     if source in {"resident", "computed"}:
         return it.resident_tokens if source == "resident" else it.computed_tokens
     return sum(tokens for place, tokens in it.restored_tokens.items() if (place == "host") == (source == "host"))
-
-
-def _by_arm(found: Sequence[ArmSummary]) -> list[tuple[str, list[ArmSummary]]]:
-    return [(arm, points) for arm in ARMS if (points := [it for it in found if it.arm == arm])]
-
-
-def _finish(axes: Axes, found: Sequence[ArmSummary]) -> None:
-    axes.set_xticks(sorted({it.users for it in found}))
-    axes.legend(loc="best")

@@ -1,25 +1,16 @@
-"""The table, charts and HTML report of `kvtier bench io`."""
-# matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false
+"""What `kvtier bench io` shows."""
 
 from collections.abc import Iterator
-from datetime import datetime
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvtier.bench.io import IoResult, IoRow
 from kvtier.bench.ratio import ratio_text
 from kvtier.bench.record import machine
 from kvtier.config.value_types import size_text
-from kvtier.report.chart import Chart, Colours, figures_html
-from kvtier.report.format import NONE, time_text
-from kvtier.report.output import write_file
-from kvtier.report.page import list_html, page_html, table_html
+from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule
+from kvtier.report.format import NONE, binary, time_text
+from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 OPS = {"store": "Store", "load": "Cold load, verified", "mix": "Reads and writes mixed"}
 CAPTION = "Share of the ceiling; dots are single repeats, lines their medians."
@@ -28,37 +19,25 @@ FROM_DEVICE = 0.9
 """Share of the loaded bytes: when the device delivers less, a note says that a cache delivered the rest."""
 
 
-def write_report(path: Path, result: IoResult) -> None:
-    """Write the HTML report.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_file("--report", path, render_report(result))
-
-
-def render_report(result: IoResult, made: datetime | None = None) -> str:
-    """The HTML of the report."""
+def io_report(result: IoResult) -> Report:
+    """What the benchmark found."""
     facts = machine()
-    charts = {
-        op: Chart(title, partial(_draw, op=op), CAPTION)
-        for op, title in OPS.items()
-        if any(row.op == op for row in result.results)
-    }
-    return page_html(
-        "kvtier bench io",
-        "Store and cold load, next to the hardware's limit",
-        figures_html(charts, result),
-        list_html(notes(result)),
-        table_html(table(result)),
+    found: dict[str, list[float]] = {}
+    for row in result.results:
+        found.setdefault(f"{row.tier} {row.op}", []).append(row.ratio)
+    spans = [f"{name} {min(ratios):.2f} to {max(ratios):.2f}" for name, ratios in found.items()]
+    return Report(
+        command="kvtier bench io",
+        answer=f"Of the hardware's limit, by chunk: {', '.join(spans)}",
+        sections=[
+            Section(charts=partial(_charts, result), notes=list(notes(result)), tables=[_table(result)]),
+        ],
         remark=f"{facts['processor']}, {facts['cores']} cores; samples of {size_text(result.bytes_per_sample)}, "
         f"medians of {result.repeats}.",
-        made=made,
     )
 
 
-def table(result: IoResult) -> Table:
-    """One line per row."""
+def _table(result: IoResult) -> Table:
     return Table(
         title=f"Medians of {result.repeats}; ceilings: memcpy for host, {result.ceiling} for the others",
         columns=(
@@ -105,23 +84,32 @@ def _cells(row: IoRow) -> tuple[str, ...]:
     )
 
 
-def _draw(axes: "Axes", result: IoResult, colours: Colours, *, op: str) -> None:
-    rows = [row for row in result.results if row.op == op]
+def _charts(result: IoResult) -> Charts:
+    by_op = {op: [row for row in result.results if row.op == op] for op in OPS}
+    return {
+        op: Chart(
+            heading=OPS[op],
+            marks=[*_curves(rows), Rule(at=1.0)],
+            x=Axis(label="chunk", is_log=True, text=binary, ticks=sorted({row.chunk_bytes for row in rows})),
+            y=Axis(label="of the ceiling", least=0),
+            caption=CAPTION,
+        )
+        for op, rows in by_op.items()
+        if rows
+    }
+
+
+def _curves(rows: list[IoRow]) -> Iterator[Curve]:
     lines: dict[str, list[IoRow]] = {}
     for row in sorted(rows, key=lambda it: it.chunk_bytes):
         lines.setdefault(_line_name(rows, row), []).append(row)
     for name, chosen in lines.items():
-        colour = colours[COLOURS.get(chosen[0].tier, "tiered")]
-        axes.plot([row.chunk_bytes for row in chosen], [row.ratio for row in chosen], color=colour, label=name)
+        colour = COLOURS.get(chosen[0].tier, "tiered")
+        yield Curve(x=[it.chunk_bytes for it in chosen], y=[it.ratio for it in chosen], colour=colour, label=name)
         for row in chosen:
             shares = [ours / ceiling for ours, ceiling, _ in row.samples]
-            axes.plot([row.chunk_bytes] * len(shares), shares, "o", color=colour, markersize=3, alpha=0.5)
-    sizes = sorted({row.chunk_bytes for row in rows})
-    axes.axhline(1.0, color=colours["soft"], linewidth=1.2, linestyle=(0, (5, 3)))
-    axes.set(xscale="log", ylim=(0, None), xlabel="chunk", ylabel="of the ceiling")
-    axes.set_xticks(sizes, [size_text(size) for size in sizes])
-    axes.minorticks_off()
-    axes.legend(loc="best")
+            x = [row.chunk_bytes] * len(shares)
+            yield Curve(x=x, y=shares, colour=colour, dash="", marker="o", alpha=0.5)
 
 
 def _line_name(rows: list[IoRow], row: IoRow) -> str:

@@ -127,6 +127,7 @@ def io(
 ) -> None:
     """Measure stores and cold loads through the whole path, next to memcpy and fio in the same run."""
     from kvtier.bench import io as benchmark
+    from kvtier.bench.io_report import io_report
 
     percents = [_read_percent(mix) for mix in given["mixes"]]
     is_thorough: bool = given["thorough"]
@@ -163,20 +164,9 @@ def io(
             keep=keep,
             deadline_s=benchmark.QUICK_S if is_quick else None,
         )
-    if report is not None:
-        from kvtier.bench.io_report import write_report
-
-        write_report(report, result)
-    tell_written(report, record)
-    if as_json:
-        print_json(result)
-        return
-    from kvtier.bench.io_report import notes, table
-
-    print_table(table(result))
-    for note in notes(result):
-        click.echo(note, err=True)
-    if is_quick:
+    tell_written(record)
+    io_report(result).show(result, as_json=as_json, page=report)
+    if is_quick and not as_json:
         click.echo("--thorough also tries 1 and 2 threads, with samples of 1 GiB and medians of 5.", err=True)
 
 

@@ -16,11 +16,10 @@ from kvtier.bench.serve.generator import find_generator, served_model
 from kvtier.bench.serve.join import write_joined
 from kvtier.bench.serve.load import GeneratedLoad, LoadSettings, tokens_per_word
 from kvtier.bench.serve.regret import join_runs
-from kvtier.bench.serve.report import write_report
+from kvtier.bench.serve.report import serve_report
 from kvtier.bench.serve.results import Prices, serve_record
 from kvtier.bench.serve.run import START_S, Record, RunKey, ServeSettings, known_context, pinned
 from kvtier.bench.serve.server import find_vllm
-from kvtier.bench.serve.tables import arms_table, cost_table, notes, work_table
 from kvtier.bench.serve.workload import PRESETS, ConversationSizes, SingleShotSizes
 from kvtier.cli import engine_settings
 from kvtier.cli.options import origin, tell_written
@@ -29,8 +28,7 @@ from kvtier.cli.signals import ended_by_signals
 from kvtier.config.loader import TIERS, load
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
-from kvtier.report.output import print_json, progress, write_json
-from kvtier.report.table import print_table
+from kvtier.report.output import progress, write_json
 from kvtier.size import of
 from kvtier.trace.arrays import TraceArrays
 
@@ -82,22 +80,11 @@ def run(
         directory=directory,
         ttft_limit_s=ttft_limit_s,
     )
-    prices = Prices(machine_hour=hour_price, kwh=kwh_price)
     if record_file is not None:
         write_json("--record", record_file, made)
-    if report is not None:
-        write_report(report, made, prices)
-    tell_written(record_file, report)
-    if as_json:
-        print_json(made["results"])
-    else:
-        served = ServeRecord.of(made, prices)
-        print_table(arms_table(served))
-        print_table(work_table(served))
-        if hour_price is not None or kwh_price is not None:
-            print_table(cost_table(served))
-        for note in notes(served):
-            click.echo(note, err=True)
+    shown = serve_report(ServeRecord.of(made, Prices(machine_hour=hour_price, kwh=kwh_price)))
+    tell_written(record_file)
+    shown.show(made["results"], as_json=as_json, page=report)
     return 1 if failed else 0
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtier.cli.options import Duration, OutputFile, tell_written
+from kvtier.cli.options import Duration, OutputFile
 from kvtier.cli.signals import noted_signals
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
-from kvtier.report.output import print_json
 
 if TYPE_CHECKING:
     from kvtier.characterize.events import IoTrace
@@ -121,23 +120,9 @@ def _joined(trace: "IoTrace", journals: tuple[Path, ...]) -> dict[str, object]:
 
 def _show(trace: "IoTrace", command: dict[str, object], report: Path | None, *, as_json: bool) -> None:
     from kvtier.characterize.measures import measure
+    from kvtier.characterize.report import io_report
 
     measures = measure(trace)
-    if report is not None:
-        from kvtier.characterize.report import write_report
-
-        write_report(report, trace, measures)
-    tell_written(report)
-    if as_json:
-        print_json(asdict(measures) | command)
-        return
-    from kvtier.characterize.tables import notes, tables
-    from kvtier.report.table import print_table
-
-    for table in tables(measures):
-        print_table(table)
-        click.echo()
-    for note in notes(measures):
-        click.echo(note, err=True)
-    if "command" in command:
+    io_report(trace, measures).show(asdict(measures) | command, as_json=as_json, page=report)
+    if "command" in command and not as_json:
         click.echo(f"exit code of {command['command']}: {command['exit_code']}", err=True)

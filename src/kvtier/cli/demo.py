@@ -7,8 +7,7 @@ import click
 
 from kvtier.cli.options import OutputFile, origin, tell_written
 from kvtier.cli.signals import ended_by_signals
-from kvtier.report.output import check_writable, print_json
-from kvtier.report.table import print_table
+from kvtier.report.output import check_writable
 
 REPORT = Path("demo-out/report.html")
 # Of the seeds 1 to 12 the one with the largest margin: with the small model the best two tokens of every choice are at
@@ -48,7 +47,7 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
 
     Exit code 1 when passes differ in a token, or when the warm pass restores less than 90 % of what can be restored.
     """
-    from kvtier.demo.report import conditions_in_short, headline, table, write_report
+    from kvtier.demo.report import demo_report
     from kvtier.demo.run import DemoSettings, check_libraries, run_demo, write_record
     from kvtier.demo.worker import DemoError
 
@@ -66,17 +65,8 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
         context.exit(1)
     if record is not None:
         write_record(record, result, settings, {name: origin(name) for name in given})
-    if report is not None:
-        write_report(report, result)
-    if as_json:
-        print_json(result.as_dict())
-    else:
-        click.echo(f"Model: {result.model}\n  ({result.why})\nRequests: {result.conversations}\n")
-        print_table(table(result))
-        click.echo(f"\n{headline(result)}\n{conditions_in_short(result)}")
-        if result.directory is not None:
-            click.echo(f"Store: {result.directory}")
-    tell_written(report, record)
-    for problem in result.problems:
+    tell_written(record)
+    demo_report(result).show(result.as_dict(), as_json=as_json, page=report)
+    for problem in result.problems if as_json else ():
         click.echo(f"kvtier: {problem}", err=True)
     context.exit(1 if result.problems else 0)

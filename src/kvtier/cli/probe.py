@@ -12,11 +12,10 @@ from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origi
 from kvtier.cli.signals import ended_by_signals
 from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import all_settings, value_of
-from kvtier.report.output import print_json, progress, write_json
-from kvtier.report.table import print_table
+from kvtier.report.output import progress, write_json
 
 if TYPE_CHECKING:
-    from kvtier.probe.run import Effort, ProbeResult
+    from kvtier.probe.run import Effort
 
 
 @click.command()
@@ -63,6 +62,7 @@ def probe(
     Tiers are measured in temporary stores on the same file systems, which are removed at the end. Existing stores are
     not opened. Exit code 1 if a tier could not be measured.
     """
+    from kvtier.probe.report import probe_report
     from kvtier.probe.run import ProbeRun, where_text
 
     loaded = load(file, flags=flags, tiers=tiers)
@@ -75,19 +75,8 @@ def probe(
         settings = {**origins, **_settings(loaded, directory)}
         made = make_record("probe", settings=settings, seed=None, results=asdict(result), directory=directory)
         write_json("--record", record, made)
-    if report is not None:
-        from kvtier.probe.report import write_report
-
-        write_report(report, result)
-    if picture is not None:
-        from kvtier.probe.report import write_plot
-
-        write_plot(picture, result)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        _print(result)
-    tell_written(report, picture, record)
+    probe_report(result).show(asdict(result), as_json=as_json, page=report, picture=picture)
+    tell_written(record)
     return 0 if result.is_complete else 1
 
 
@@ -119,17 +108,3 @@ def _settings(loaded: Loaded, directory: Path | None) -> dict[str, RecordedSetti
         if it.name in names or it.name.endswith(".direct_io")
     }
     return {**configured, "directory": RecordedSetting(None if directory is None else str(directory), "flag")}
-
-
-def _print(result: "ProbeResult") -> None:
-    from kvtier.probe.report import place_lines, table
-
-    print_table(table(result))
-    for line in place_lines(result):
-        click.echo(line)
-    for text in result.skipped:
-        click.echo(f"not measured: {text}")
-    for text in result.warnings:
-        click.secho(f"warning: {text}", fg="yellow")
-    if not result.warnings:
-        click.echo("No misconfiguration found.")

@@ -153,7 +153,7 @@ def _check_given(*, has_tiers: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN401  as above
     """Print statistics of TRACE: requests, tokens, reuse and its intervals, working set, sessions."""
-    from kvtier.replay.tables import stats_table  # numpy, as above
+    from kvtier.replay.report import stats_table  # numpy, as above
     from kvtier.trace.stats import trace_stats
 
     stats = trace_stats(load_trace(trace, reading))

@@ -4,14 +4,12 @@ import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from kvtier.cli.options import tell_written
 from kvtier.cli.signals import noted_signals
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress
-
-Shown = TypeVar("Shown")
+from kvtier.report.report import Report
 
 
 class ReplayOutput:
@@ -52,27 +50,14 @@ class ReplayOutput:
         if self.picture is not None and count > 1:
             raise ConfigError(f"--picture: {count} {what}; allowed: one, or --report, which has charts of each")
 
-    def finish(
-        self,
-        shown: list[Shown],
-        write_report: Callable[[Path, list[Shown]], None],
-        write_plot: Callable[[Path, Shown], None],
-        *,
-        is_list: bool,
-    ) -> int:
+    def finish(self, shown: Report, *, is_list: bool) -> int:
         """Write the report and the charts, and print JSON; returns the exit code.
 
         Args:
-            shown: what is drawn; empty without a report and a picture, or after an early Ctrl-C.
-            write_report: writes the report.
-            write_plot: writes the picture of one replay.
+            shown: the report.
             is_list: the JSON is a list, also of one object.
         """
-        if self.report is not None:
-            write_report(self.report, shown)
-        if self.picture is not None and shown:
-            write_plot(self.picture, shown[0])
-        tell_written(self.report, self.picture if shown else None)
+        tell_written(*shown.write(self.report, self.picture))
         if self.as_json:
             print_json(self.json if is_list or not self.json else self.json[0])
         return 128 + signal.SIGINT if self.is_interrupted else 0

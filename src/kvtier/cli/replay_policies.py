@@ -13,11 +13,10 @@ from kvtier.config.value_types import parse_count
 from kvtier.errors import ConfigError
 from kvtier.replay.policies.reference import infinite_hit_tokens
 from kvtier.replay.policies.registry import REFERENCES, policy_names
-from kvtier.replay.report import write_plot, write_report
+from kvtier.replay.report import cache_sections
 from kvtier.replay.single_cache import CacheResult, Task, mean_of
 from kvtier.replay.sweep import sweep
-from kvtier.replay.tables import CacheReplays, results_table
-from kvtier.report.format import short_count
+from kvtier.report.report import Report, Section
 from kvtier.report.table import Table, print_table
 from kvtier.trace.arrays import TraceArrays
 from kvtier.trace.stats import trace_stats
@@ -91,7 +90,7 @@ def run_policies(
         options: of `kvtier replay run`.
         output: collects the results.
     """
-    shown: list[CacheReplays] = []
+    shown: list[Section] = []
     for path in traces:
         trace, is_drawn = load_drawn(path, options)
         sizes = dict.fromkeys(it.tokens_of(trace) for it in capacities)
@@ -103,17 +102,20 @@ def run_policies(
             found = _sweep_draws(path, trace, tasks, seeds, options, watching)
         results = [mean_of(found[task]) for task in tasks if task in found]
         done = sum(map(len, found.values()))
-        if output.is_drawn:
-            shown.append(CacheReplays(trace_stats(trace), bound, results))
+        stats = trace_stats(trace) if output.is_drawn else None
+        sections = list(cache_sections(trace, bound, results, seeds, stats))
+        shown += sections
         output.json.append(
             {**_as_dict(trace, bound, results), "seeds": seeds if is_drawn else [], "is_complete": done == count}
         )
-        if not output.as_json:
-            _print(trace, bound, results, seeds)
+        for section in sections if not output.as_json else ():
+            section.print()
         if output.is_interrupted:
             click.echo(f"Interrupted: {done} of {count} replays of {path} are done.", err=True)
             break
-    return output.finish(shown, write_report, write_plot, is_list=len(traces) > 1)
+    title = ", ".join(dict.fromkeys(path.name for path in traces))
+    report = Report(command="kvtier replay", answer=f"Replay of {title}", sections=shown)
+    return output.finish(report, is_list=len(traces) > 1)
 
 
 def _sweep_draws(
@@ -151,16 +153,3 @@ def _as_dict(trace: TraceArrays, bound: float, results: list[CacheResult]) -> di
         "notes": trace.notes,
         "warnings": trace.warnings,
     }
-
-
-def _print(trace: TraceArrays, bound: float, results: list[CacheResult], seeds: list[int]) -> None:
-    click.secho(f"{trace.name}: {len(trace):,} requests, blocks of {trace.block_tokens} tokens", bold=True)
-    click.echo(
-        f"  an infinite cache holds {short_count(trace.unique_tokens)} unique tokens and hits {bound:.4f} of the input "
-        "tokens; whole trace, no warm-up"
-    )
-    for note in trace.notes:
-        click.echo(f"  {note}")
-    if len(seeds) > 1:
-        click.echo(f"  {len(seeds)} draws of the start times, seeds {seeds[0]} to {seeds[-1]}")
-    print_table(results_table(bound, trace.unique_tokens, results))

@@ -13,20 +13,10 @@ from kvtier.cli.replay_output import ReplayOutput
 from kvtier.core.limits import WritePolicy
 from kvtier.policy.registry import DEFAULT_EVICTOR
 from kvtier.replay.results import TieredResult
-from kvtier.replay.tables import (
-    TieredReplay,
-    comparison_table,
-    inputs,
-    inputs_table,
-    planner_warning,
-    planning_table,
-    tiers_table,
-    ttft_table,
-)
 from kvtier.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, prefill_of
 from kvtier.replay.tiered import TieredSetup, sweep_tiers
-from kvtier.replay.tiered_report import write_plot, write_tiered_report
-from kvtier.report.table import print_table
+from kvtier.replay.tiered_report import inputs, planner_warning, tiered_sections
+from kvtier.report.report import Report, Section
 from kvtier.trace.arrays import TraceArrays
 from kvtier.trace.stats import trace_stats
 
@@ -53,7 +43,7 @@ def run_tiers(
     twin = replace(setups[0], is_planned=False) if len(setups) == 1 and setups[0].is_planned else None
     all_setups = setups if twin is None else [*setups, twin]
     model = str(options["model"])
-    shown: list[TieredReplay] = []
+    shown: list[Section] = []
     for path in traces:
         trace = load_trace(path, options)
         with output.watch(path.name, len(trace) * len(all_setups)) as (advance, should_stop):
@@ -63,22 +53,24 @@ def run_tiers(
         unplanned = done.pop(twin, None) if twin is not None else None
         if unplanned is not None and not (unplanned.is_complete and all(it.is_complete for it in done.values())):
             unplanned = None
-        if output.is_drawn:
-            stats = trace_stats(trace)
-            shown += [TieredReplay(stats, model, setup, result) for setup, result in done.items()]
+        stats = trace_stats(trace) if output.is_drawn else None
+        sections = list(tiered_sections(trace, model, done, unplanned, stats)) if done else []
+        shown += sections
         for setup, result in done.items():
             output.json.append(_as_dict(trace, model, setup, result, unplanned))
             if warning := planner_warning(result, unplanned):
                 click.echo(f"kvtier: trace {path}: {warning}", err=True)
-        if done and not output.as_json:
-            _print(trace, model, done, unplanned)
+        for section in sections if not output.as_json else ():
+            section.print()
         if output.is_interrupted:
             partial = [f"{it.requests:,}" for it in done.values() if not it.is_complete]
             rest = f"; of others, {' and '.join(partial)} of {len(trace):,} requests" if partial else ""
             finished = len(done) - len(partial)
             click.echo(f"Interrupted: {finished} of {len(setups)} replays of {path} are done{rest}.", err=True)
             break
-    return output.finish(shown, write_tiered_report, write_plot, is_list=len(traces) * len(setups) > 1)
+    names = ", ".join(dict.fromkeys(path.name for path in traces))
+    report = Report(command="kvtier replay --tier", answer=f"{names} through tiers", sections=shown)
+    return output.finish(report, is_list=len(traces) * len(setups) > 1)
 
 
 def _as_dict(
@@ -130,23 +122,3 @@ def _counts(text: str) -> list[int]:
         return [int(it) for it in _words(text)]
     except ValueError:
         raise click.UsageError(f"--nodes {text!r}: allowed: whole numbers, with commas between them") from None
-
-
-def _print(
-    trace: TraceArrays, model: str, done: dict[TieredSetup, TieredResult], unplanned: TieredResult | None
-) -> None:
-    setup, result = next(iter(done.items()))
-    click.secho(f"{trace.name}: {len(trace):,} requests, {model}, {setup.token_bytes:,.0f} bytes a token", bold=True)
-    if len(done) > 1:
-        click.echo(f"  whole blocks of {trace.block_tokens} tokens; write policy {setup.write_policy.value}")
-        tables = [comparison_table(done)]
-    else:
-        nodes = "one node" if result.nodes == 1 else f"{result.nodes:,} nodes, router {setup.router}"
-        click.echo(
-            f"  {nodes}, {result.servers} prompts at a time on each; whole blocks of {trace.block_tokens} tokens; "
-            f"{result.hit_rate:.4f} of input tokens loaded"
-        )
-        tables = [tiers_table(result), ttft_table(result, unplanned), planning_table(result)]
-    for table in (*tables, inputs_table(setup)):
-        click.echo()
-        print_table(table)

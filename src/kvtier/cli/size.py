@@ -1,9 +1,5 @@
 """`kvtier size`: KV size of a model, with formulas."""
 
-import shutil
-import sys
-import textwrap
-from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import product
 from typing import cast
@@ -26,7 +22,6 @@ TOKENS = (4096, 131_072)
 CAPACITY_KEYS = {"gpu": ("gpus", "replicas", "memory_bytes", "weight_bytes", "kv_bytes"), "tier": ("capacity_bytes",)}
 CAPACITY_PLACES = {"gpu": "on GPUs", "tier": "in the tier"}
 FIELD_ENTRIES_SHOWN = 6
-WIDTH_MAX = 100
 
 
 @click.command()
@@ -204,63 +199,51 @@ def _as_json(kv: KvSize, totals: list[Total]) -> dict[str, object]:
 
 
 def _print(kv: KvSize, totals: list[Total], fits: Table | None) -> None:
+    from kvtier.report.report import Report, Section
+
     model = kv.model
     ranks = "".join(f", {name} {count}" for name, count in (("TP", kv.tp), ("PP", kv.pp)) if count > 1)
-    _wrap(f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}", bold=True)
-    _wrap(f"{model.source}{f', read {model.date}' if model.date else ''}")
-    _gap()
-    print_table(
-        Table(
-            ("layers", "kind", "KV heads", "head dim", "window", "bytes a token", "constant"),
-            [
-                (
-                    str(layer.count),
-                    layer.cache.kind,
-                    *(_count(value) for value in (layer.cache.kv_heads, layer.cache.head_dim, layer.cache.window)),
-                    exact(layer.bytes_per_token) if layer.bytes_per_token else "-",
-                    binary(layer.bytes_per_session) if layer.bytes_per_session else "-",
-                )
-                for layer in kv.layers
-            ],
-            numeric=5,
+    layers = [
+        (
+            str(layer.count),
+            layer.cache.kind,
+            *(_count(value) for value in (layer.cache.kv_heads, layer.cache.head_dim, layer.cache.window)),
+            exact(layer.bytes_per_token) if layer.bytes_per_token else "-",
+            binary(layer.bytes_per_session) if layer.bytes_per_session else "-",
         )
-    )
-    _gap()
-    print_table(
-        Table(
-            ("what", "bytes", "decimal", "binary"),
-            [(what, exact(count), decimal(count), binary(count)) for what, count in _sizes(kv)],
-            numeric=3,
+        for layer in kv.layers
+    ]
+    sizes = [(what, exact(count), decimal(count), binary(count)) for what, count in _sizes(kv)]
+    sums = [
+        (
+            _count(total.tokens),
+            _count(total.users),
+            decimal(total.bytes_minimum),
+            binary(total.bytes_minimum),
+            decimal(total.bytes),
+            binary(total.bytes),
         )
-    )
-    _gap()
-    print_table(
-        Table(
-            ("tokens", "users", "minimum", "", "all layers, all ranks", ""),
-            [
-                (
-                    _count(total.tokens),
-                    _count(total.users),
-                    decimal(total.bytes_minimum),
-                    binary(total.bytes_minimum),
-                    decimal(total.bytes),
-                    binary(total.bytes),
-                )
-                for total in totals
-            ],
-            numeric=6,
-        )
-    )
-    _gap()
-    if fits is not None:
-        print_table(fits)
-        _gap()
-    _wrap("Why", bold=True)
-    _wrap_all(
-        f"- {layer.cache.kind}: {layer.cache.expression}; {layer.formula}. {layer.cache.source}." for layer in kv.layers
-    )
-    _wrap_all(f"- {reason}" for reason in _reasons(kv, totals))
-    _wrap_all([f"- Fields used: {', '.join(f'{key} = {_short(value)}' for key, value in model.fields.items())}."])
+        for total in totals
+    ]
+    tables = [
+        Table(("layers", "kind", "KV heads", "head dim", "window", "bytes a token", "constant"), layers, numeric=5),
+        Table(("what", "bytes", "decimal", "binary"), sizes, numeric=3),
+        Table(("tokens", "users", "minimum", "", "all layers, all ranks", ""), sums, numeric=6),
+        *([] if fits is None else [fits]),
+    ]
+    why = [
+        *(f"{it.cache.kind}: {it.cache.expression}; {it.formula}. {it.cache.source}." for it in kv.layers),
+        *_reasons(kv, totals),
+        f"Fields used: {', '.join(f'{key} = {_short(value)}' for key, value in model.fields.items())}.",
+    ]
+    Report(
+        command="kvtier size",
+        answer=f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}",
+        sections=[
+            Section(texts=[f"{model.source}{f', read {model.date}' if model.date else ''}"], tables=tables),
+            Section(title="Why", notes=why),
+        ],
+    ).print()
 
 
 def _reasons(kv: KvSize, totals: list[Total]) -> list[str]:
@@ -344,19 +327,3 @@ def _short(value: object) -> str:
     text = str(value)
     length = text.count(",") + 1
     return f"[{length} entries]" if text.startswith("[") and length > FIELD_ENTRIES_SHOWN else text
-
-
-def _gap() -> None:
-    """An empty line, unless a drawn table has made one."""
-    if not sys.stdout.isatty():
-        click.echo()
-
-
-def _wrap_all(paragraphs: Iterable[str]) -> None:
-    for paragraph in paragraphs:
-        _wrap(paragraph, "  ")
-
-
-def _wrap(text: str, indent: str = "", *, bold: bool = False) -> None:
-    width = min(WIDTH_MAX, shutil.get_terminal_size((WIDTH_MAX, 24)).columns)
-    click.secho(textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False), bold=bold or None)

@@ -1,32 +1,15 @@
-"""The demo's table, charts and HTML report."""
-# matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false
+"""What `kvtier demo` shows."""
 
-from collections.abc import Mapping
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
-from kvtier.demo.result import DemoResult
+from kvtier.demo.result import DemoResult, PassResult
 from kvtier.demo.trace import TRACE_NAME
-from kvtier.errors import install_hint
-from kvtier.report.chart import Chart, Charts, Colours, figures_html
+from kvtier.report.chart import Axis, Chart, Charts, Curve, stacked
 from kvtier.report.format import NONE, bytes_text, time_text
-from kvtier.report.output import has_matplotlib, write_file
-from kvtier.report.page import (
-    definitions_html,
-    list_html,
-    page_html,
-    paragraphs_html,
-    section_html,
-    table_html,
-    tiles_html,
-)
+from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PASSES = {
     "none": "the engine alone: every prompt is computed from its first token",
@@ -46,45 +29,27 @@ LIMITS = (
 )
 
 
-def write_report(path: Path, result: DemoResult) -> None:
-    """Write the HTML report.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_file("--report", path, render_report(result))
-
-
-def render_report(result: DemoResult, made: datetime | None = None) -> str:
-    """The HTML of the report; without matplotlib it has no charts."""
-    warm, speed_up = result.find_pass("warm"), result.speed_up
-    before, after = (time_text(it.ttft_ms(95) / 1e3) for it in (result.find_pass("none"), warm))
-    tiles = [
-        (f"{speed_up('warm'):.1f}x", "faster to the first token after a restart, median"),
-        (f"{before} → {after}", f"time to first token, p95 ({speed_up('warm', 95):.1f}x)"),
-        (f"{warm.hit_rate:.1%}", f"of {warm.input_tokens:,} prompt tokens restored, not computed"),
-        ("different" if result.difference else "identical", f"answers in all {len(result.passes)} passes"),
-    ]
-    return page_html(
-        "kvtier demo",
-        headline(result),
-        paragraphs_html([conditions_in_short(result)]),
-        paragraphs_html(result.problems, "bad"),
-        tiles_html(tiles),
-        figures_html(CHARTS, result)
-        if has_matplotlib()
-        else paragraphs_html([f"Charts need matplotlib: {install_hint('plots')}"]),
-        table_html(table(result)),
-        definitions_html((it.name, PASSES[it.name]) for it in result.passes),
-        section_html("Conditions", definitions_html(conditions(result))),
-        section_html("What this does not show", list_html(LIMITS)),
-        f"<details><summary>All requests, in sending order</summary>{table_html(_requests_table(result))}</details>",
-        made=made,
+def demo_report(result: DemoResult) -> Report:
+    """What the demo found; without matplotlib it has no charts."""
+    passes = Table(("", ""), [(it.name, PASSES[it.name]) for it in result.passes])
+    conditions = Table(("", ""), _conditions(result), title="Conditions")
+    return Report(
+        command="kvtier demo",
+        answer=_headline(result),
+        sections=[
+            Section(
+                texts=[_conditions_in_short(result)],
+                problems=result.problems,
+                charts=partial(_charts, result),
+                tables=[table(result), passes, conditions],
+            ),
+            Section(title="What this does not show", notes=LIMITS, is_page_only=True),
+            Section(tables=[_requests_table(result)], is_page_only=True),
+        ],
     )
 
 
-def headline(result: DemoResult) -> str:
-    """The outcome in one sentence."""
+def _headline(result: DemoResult) -> str:
     before, after = (time_text(result.find_pass(name).ttft_ms(50) / 1e3) for name in ("none", "warm"))
     same = "BUT THE ANSWERS DIFFER" if result.difference else "the answers are the same, token for token"
     return (
@@ -93,8 +58,7 @@ def headline(result: DemoResult) -> str:
     )
 
 
-def conditions_in_short(result: DemoResult) -> str:
-    """The conditions of the headline's figures, in one sentence."""
+def _conditions_in_short(result: DemoResult) -> str:
     prompts = [it.prompt_tokens for it in result.passes[0].samples]
     return (
         f"{len(prompts)} requests of {min(prompts):,} to {max(prompts):,} prompt tokens, one at a time, on "
@@ -112,6 +76,7 @@ def table(result: DemoResult) -> Table:
         ("time to first token, median", *(time_text(it.ttft_ms(50) / 1e3) for it in passes)),
         ("time to first token, p95", *(time_text(it.ttft_ms(95) / 1e3) for it in passes)),
         ("speed-up of the median", *(f"{result.speed_up(it.name):.1f}x" for it in passes)),
+        ("speed-up of p95", *(f"{result.speed_up(it.name, 95):.1f}x" for it in passes)),
         ("prompt tokens", *(f"{it.input_tokens:,}" for it in passes)),
         ("tokens computed", *(f"{it.computed_tokens:,}" for it in passes)),
         *(
@@ -134,8 +99,7 @@ def table(result: DemoResult) -> Table:
     return Table(("", *(it.name for it in passes)), rows, len(passes), title="The passes in numbers", note=note)
 
 
-def conditions(result: DemoResult) -> list[tuple[str, str]]:
-    """Name and value of everything that the figures depend on."""
+def _conditions(result: DemoResult) -> list[tuple[str, str]]:
     facts, cost = result.machine, result.miss_cost
     prefill = f"{result.passes[0].prefill_share:.0%} of the time without kvtier was prefill"
     rows = [
@@ -175,7 +139,8 @@ def conditions(result: DemoResult) -> list[tuple[str, str]]:
 
 
 def _requests_table(result: DemoResult) -> Table:
-    columns = [f"{it.name}, {what}" for it in result.passes for what in ("ms", "restored")]
+    of_passes = (f"{it.name}, {what}" for it in result.passes for what in ("ms", "restored"))
+    columns = ["conversation.turn", "prompt tokens", *of_passes]
     rows = [
         (
             f"{samples[0].session + 1}.{samples[0].turn + 1}",
@@ -184,72 +149,43 @@ def _requests_table(result: DemoResult) -> Table:
         )
         for samples in zip(*(it.samples for it in result.passes), strict=True)
     ]
-    return Table(("conversation.turn", "prompt tokens", *columns), rows, numeric=1 + len(columns))
+    return Table(columns, rows, numeric=len(columns) - 1, title="All requests, in sending order")
 
 
-def _draw_turns(axes: "Axes", result: DemoResult, colours: Colours) -> None:
-    for place, it in enumerate(result.passes):
-        colour = colours[PASS_COLOURS[it.name]]
-        # Passes are drawn beside each other within a turn, so that no dot hides another.
-        offset = 1 + (place - (len(result.passes) - 1) / 2) * 0.16
-        axes.plot(
-            [sample.turn + offset for sample in it.samples],
-            [sample.ttft_ms for sample in it.samples],
-            "o",
-            color=colour,
-            markersize=3,
-            alpha=0.4,
-        )
-        turns: dict[int, list[float]] = {}
-        for sample in it.samples:
-            turns.setdefault(sample.turn, []).append(sample.ttft_ms)
-        medians = sorted((turn + 1, median(values)) for turn, values in turns.items())
-        axes.plot(*zip(*medians, strict=True), color=colour, label=it.name)
-    axes.set(xlabel="turn of the conversation", ylabel="time to first token, ms", ylim=(0, None))
-    axes.legend(loc="upper left")
-
-
-def _draw_requests(axes: "Axes", result: DemoResult, colours: Colours) -> None:
-    samples = result.passes[0].samples
-    order = sorted(range(len(samples)), key=lambda place: (samples[place].session, place))
-    highest_ms = max(sample.ttft_ms for it in result.passes for sample in it.samples)
-    bases = [-1.1 * highest_ms * row for row in range(len(result.passes))]
-    for it, base in zip(result.passes, bases, strict=True):
-        tops = [base + it.samples[place].ttft_ms for place in order]
-        axes.vlines(range(len(order)), base, tops, colors=colours[PASS_COLOURS[it.name]], linewidth=2)
-    axes.set_yticks(bases, [it.name for it in result.passes])
-    axes.set(xlabel=f"requests, by conversation; the highest bar is {time_text(highest_ms / 1e3)}")
-
-
-def _draw_sources(axes: "Axes", result: DemoResult, colours: Colours) -> None:
-    names = [it.name for it in result.passes]
-    tiers = list(dict.fromkeys(tier for it in result.passes for tier in it.restored_by_tier))
-    shares: Mapping[str, list[int]] = {
-        "computed": [it.computed_tokens for it in result.passes],
-        **{tier: [it.restored_by_tier.get(tier, 0) for it in result.passes] for tier in tiers},
+def _charts(result: DemoResult) -> Charts:
+    passes = result.passes
+    tiers = list(dict.fromkeys(tier for it in passes for tier in it.restored_by_tier))
+    parts = [
+        ("computed", "computed", [it.computed_tokens for it in passes]),
+        *(
+            (TIERS.get(it, it), TIER_COLOURS.get(it, "shared"), [one.restored_by_tier.get(it, 0) for one in passes])
+            for it in tiers
+        ),
+    ]
+    return {
+        "turns": Chart(
+            heading="Time to first token by turn",
+            marks=[mark for place, it in enumerate(passes) for mark in _turns(it, place - (len(passes) - 1) / 2)],
+            x=Axis(label="turn of the conversation"),
+            y=Axis(label="time to first token, ms", least=0),
+            caption="A dot is one request; lines join the medians of each turn. A conversation grows with every turn, "
+            "and so does the prompt to compute without kvtier.",
+        ),
+        "sources": Chart(
+            heading="Where the prompts' KV came from",
+            marks=stacked([it.name for it in passes], parts),
+            x=Axis(label="share of the prompt tokens", least=0, most=1),
+            caption="A pass reads a chunk from disk once; later requests of the pass find it in host memory.",
+        ),
     }
-    begins = [0] * len(names)
-    for source, tokens in shares.items():
-        colour = colours["computed" if source == "computed" else TIER_COLOURS.get(source, "shared")]
-        axes.barh(names, tokens, left=begins, color=colour, label=TIERS.get(source, source))
-        begins = [begin + count for begin, count in zip(begins, tokens, strict=True)]
-    axes.invert_yaxis()
-    axes.set(xlabel="prompt tokens")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2, handlelength=1.2)
 
 
-CHARTS: Charts[DemoResult] = {
-    "turns": Chart(
-        "Time to first token by turn",
-        _draw_turns,
-        "A dot is one request; lines join the medians of each turn. A conversation grows with every turn, and so does "
-        "the prompt to compute without kvtier.",
-    ),
-    "requests": Chart("Every request", _draw_requests, "Time to first token, one bar a request, one scale for all."),
-    "sources": Chart(
-        "Where the prompts' KV came from",
-        _draw_sources,
-        "A pass reads a chunk from disk once; later requests of the pass find it in host memory.",
-    ),
-}
+def _turns(it: PassResult, place: float) -> Iterator[Curve]:
+    """Single requests, beside those of other passes, so that no dot hides another; and the medians of the turns."""
+    turns: dict[int, list[float]] = {}
+    for sample in it.samples:
+        turns.setdefault(sample.turn + 1, []).append(sample.ttft_ms)
+    colour, medians = PASS_COLOURS[it.name], {turn: median(turns[turn]) for turn in sorted(turns)}
+    x, y = [sample.turn + 1 + 0.16 * place for sample in it.samples], [sample.ttft_ms for sample in it.samples]
+    yield Curve(x=x, y=y, colour=colour, dash="", marker="o", alpha=0.4)
+    yield Curve(x=list(medians), y=list(medians.values()), colour=colour, label=it.name)

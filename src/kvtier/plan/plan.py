@@ -58,7 +58,7 @@ class Variant:
     cost: Cost
     """At the served load."""
     cost_at_most: Cost | None
-    """At the highest load within all limits; None where that is no load."""
+    """At the highest load within all limits; None where not one user is within them."""
 
     @property
     def users(self) -> float:
@@ -249,6 +249,7 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
     served = min(requested, most)
     point = operate(deployment, served, with_tiers=with_tiers)
     within = top.binding.requests_per_s
+    is_any = deployment.workload.is_any(in_users(deployment, within))
     return Variant(
         deployment=deployment,
         with_tiers=with_tiers,
@@ -264,7 +265,7 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
         gpus_least=gpus_needed(deployment, requested, top.binding.requests_per_s, used=1.0),
         gpus_needed=gpus_needed(deployment, requested, top.binding.requests_per_s),
         cost=cost(deployment, point, served_per_s=served),
-        cost_at_most=cost(deployment, top.point, served_per_s=within) if within else None,
+        cost_at_most=cost(deployment, top.point, served_per_s=within) if is_any else None,
     )
 
 

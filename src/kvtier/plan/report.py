@@ -1,48 +1,50 @@
-"""A plan's HTML report, its charts, and their curves."""
-# matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false
+"""What `kvtier plan` shows: the plan's tables, and its charts with their curves."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
-from kvtier.plan.cost import cost
-from kvtier.plan.limits import in_users
-from kvtier.plan.plan import Plan, Variant
-from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
-from kvtier.plan.settings import settings_toml
-from kvtier.plan.tables import (
-    assumptions,
+from kvtier.plan.answer import (
     circumstances,
     conclusion,
     heading,
+    kept,
     load_text,
     load_unit,
-    tables,
+    served_text,
     verdict,
+    within,
 )
-from kvtier.plan.worth import TIER_NAMES
-from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
-from kvtier.report.format import bytes_text, short_count, time_text
-from kvtier.report.output import write_file
-from kvtier.report.page import (
-    code_html,
-    definitions_html,
-    list_html,
-    page_html,
-    paragraphs_html,
-    section_html,
-    table_html,
+from kvtier.plan.cost import Cost, cost
+from kvtier.plan.inputs import SETTINGS, ModelInputs
+from kvtier.plan.limits import in_users
+from kvtier.plan.plan import DriveLoad, Plan, Variant
+from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
+from kvtier.plan.search import PlannedSize
+from kvtier.plan.sensitivity import STEP, InputSensitivity
+from kvtier.plan.settings import settings_toml
+from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
+from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve, Rule
+from kvtier.report.format import (
+    NONE,
+    YEAR_S,
+    bytes_text,
+    count_text,
+    digits,
+    rate_text,
+    ratio_text,
+    share_text,
+    short_count,
+    time_text,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from kvtier.report.report import Report, Section
+from kvtier.report.table import Table
 
 POINTS = 120
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
+SENSITIVITIES = 12
+"""Inputs in the table of sensitivities."""
 LIMITS = (
     (
         "Limits are of mean times. The 95th percentile assumes an exponential tail of the waiting time, and no other "
@@ -65,82 +67,94 @@ LIMITS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One curve of a chart."""
+def plan_report(plan: Plan, *, shows_inputs: bool = False) -> Report:
+    """What a plan found.
 
-    name: str
-    kind: str
-    """Colour: the same in every chart."""
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-
-def write_report(path: Path, plan: Plan) -> None:
-    """Write the HTML report.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    Args:
+        plan: the plan.
+        shows_inputs: a terminal shows every input in use, too; a page always has them.
     """
-    write_file("--report", path, render_report(plan))
-
-
-def write_plot(path: Path, plan: Plan) -> None:
-    """Write all charts to one file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_charts("--picture", path, charts(plan), plan)
-
-
-def render_report(plan: Plan, made: datetime | None = None) -> str:
-    """The HTML of the report."""
-    sources = [f"{name}: {source}; read {date}" for name, source, date in plan.deployment.sources]
-    answer, *others = charts(plan).items()
-    return page_html(
-        "kvtier plan",
-        verdict(plan),
-        paragraphs_html([heading(plan)]),
-        figures_html(dict([answer]), plan),
-        list_html(conclusion(plan)),
-        *(table_html(it) for it in tables(plan)),
-        figures_html(dict(others), plan),
-        section_html("Settings of kvtier", code_html(settings_toml(plan))),
-        section_html("Model and traffic", definitions_html(circumstances(plan))),
-        f'<div class="assumptions">{table_html(assumptions(plan))}{list_html(sources)}</div>',
-        section_html("Not modelled", list_html(LIMITS)),
-        made=made,
+    inputs = _assumptions(plan)
+    defaults = sum(row[2].startswith("default") for row in inputs.rows)
+    count = ("inputs", f"{len(inputs.rows)}, {defaults} of them by default; --show-inputs lists them")
+    facts = [Table(("", ""), [*circumstances(plan), count], title="Model and traffic")]
+    sources = [f"source of {name}: {source}; read {date}" for name, source, date in plan.deployment.sources]
+    return Report(
+        command="kvtier plan",
+        answer=verdict(plan),
+        sections=[
+            Section(texts=[heading(plan)], charts=partial(_answer_chart, plan), notes=conclusion(plan)),
+            Section(tables=list(tables(plan))),
+            Section(charts=partial(_other_charts, plan), is_page_only=True),
+            Section(tables=facts),
+            Section(notes=sources, tables=[inputs], is_page_only=not shows_inputs),
+            Section(title="Not modelled", notes=LIMITS, is_page_only=True),
+            Section(title="Settings of kvtier", code=settings_toml(plan)),
+        ],
     )
 
 
-def charts(plan: Plan) -> Charts[Plan]:
-    """The plan's charts by name."""
-    computed, *fetched = single_prompt_curves(plan)
-    crossings = [
-        f"{curve.name} from {at:,.0f} tokens on" for curve in fetched if (at := crossing(computed, curve)) is not None
-    ]
-    faster = f" It is faster {'; '.join(crossings)}." if crossings else ""
+def _answer_chart(plan: Plan) -> Charts:
+    limit_s = plan.inputs.target.ttft_s
+    met = [
+        Curve(
+            x=[it.users_at_ttft], y=[limit_s], colour=colour, dash="", marker="o",
+            note=load_text(plan, it.users_at_ttft),
+        )
+        for colour, it in (("alone", plan.alone), ("tiered", plan.tiered))
+    ]  # fmt: skip
     return {
         "ttft": Chart(
-            "Time to first token against the load",
-            _draw_ttft,
-            "Dashed: the limit; a dot is where the mean meets it. Curves end where queues grow without bound.",
-        ),
+            heading="Time to first token against the load",
+            marks=[*ttft_curves(plan), Rule(at=limit_s), *met],
+            x=Axis(label=load_unit(plan), least=0),
+            y=Axis(label="mean time to first token, s", least=0, most=3 * limit_s),
+            caption="Dashed: the limit; a dot is where the mean meets it. Curves end where queues grow without bound.",
+        )
+    }
+
+
+def _other_charts(plan: Plan) -> Charts:
+    computed, *fetched = single_prompt_curves(plan)
+    crossed = [(it, place) for it in fetched if (place := crossing(computed, it)) is not None]
+    since = "; ".join(f"{it.label} from {it.x[place]:,.0f} tokens on" for it, place in crossed)
+    floor = min(min(it.y) for it in (computed, *fetched))
+    falls = [
+        Curve(x=[it.x[place]] * 2, y=[floor, it.y[place]], colour=it.colour, dash=":", width=1.0)
+        for it, place in crossed
+    ]
+    held = capacity_curves(plan)
+    room = [
+        Curve(
+            x=held[0].x, y=[it.capacity_bytes] * 2, colour=it.name, dash=DASHED, width=1.4,
+            label=f"{TIER_NAMES[it.name]}, {bytes_text(it.capacity_bytes)}",
+        )
+        for it in plan.tiers
+    ]  # fmt: skip
+    costs = cost_curves(plan)
+    price = plan.inputs.price.currency if _has_prices(plan) else "kWh"
+    return {
         "capacity": Chart(
-            "KV against conversations and context",
-            _draw_capacity,
-            "Each conversation has its own KV. Dashed: the capacity of each tier. Both axes are logarithmic.",
+            heading="KV against conversations and context",
+            marks=[*held, *room],
+            x=Axis(label="conversations held", is_log=True, text=short_count),
+            y=Axis(label="KV", is_log=True, text=bytes_text),
+            caption="Each conversation has its own KV. Dashed: the capacity of each tier. Both axes are logarithmic.",
         ),
         "prompt": Chart(
-            "One prompt: computed, or fetched",
-            _draw_single_prompt,
-            f"One prompt whose KV is all stored, on an idle machine.{faster}",
+            heading="One prompt: computed, or fetched",
+            marks=[computed, *fetched, *falls],
+            x=Axis(label="tokens of the prompt", is_log=True, text=short_count),
+            y=Axis(label="time to its KV", is_log=True, text=time_text),
+            caption="One prompt whose KV is all stored, on an idle machine."
+            + (f" It is faster {since}." if since else ""),
         ),
         "cost": Chart(
-            "Cost of a million output tokens" if _has_prices(plan) else "Energy of a million output tokens",
-            _draw_cost,
-            "The same machines under growing load: a curve ends where throughput saturates.",
+            heading=f"{'Cost' if _has_prices(plan) else 'Energy'} of a million output tokens",
+            marks=costs,
+            x=Axis(label=load_unit(plan), least=0),
+            y=Axis(label=f"{price} for a million output tokens", least=0, most=8 * min(min(it.y) for it in costs)),
+            caption="The same machines under growing load: a curve ends where throughput saturates.",
         ),
     }
 
@@ -149,16 +163,18 @@ def capacity_curves(plan: Plan) -> list[Curve]:
     """Bytes of KV against users, for several contexts that the model allows."""
     model = plan.deployment.model
     most = model.tokens_max or CONTEXTS[-1]
+    contexts = [it for it in CONTEXTS if it <= most] or [most]
     last = max(10_000.0, 10 * plan.binding.users, 10 * plan.requested_users)
     users = (1.0, 10.0 ** math.ceil(math.log10(min(last, 1e7))))
     return [
         Curve(
-            name=f"{tokens // 1024:,}k tokens",
-            kind="tiered",
+            label=f"{tokens // 1024:,}k tokens",
+            colour="tiered",
+            alpha=0.35 + 0.65 * number / len(contexts),
             x=users,
-            y=tuple(model.stored_bytes(tokens) * it for it in users),
+            y=[model.stored_bytes(tokens) * it for it in users],
         )
-        for tokens in [it for it in CONTEXTS if it <= most] or [most]
+        for number, tokens in enumerate(contexts, 1)
     ]
 
 
@@ -168,12 +184,12 @@ def single_prompt_curves(plan: Plan) -> list[Curve]:
     least, most = 1_000.0, min(deployment.model.tokens_max or CONTEXTS[-1], CONTEXTS[-1])
     tokens = tuple(least * (most / least) ** (step / (POINTS - 1)) for step in range(POINTS))
     computed = Curve(
-        name="computed", kind="computed", x=tokens, y=tuple(prefill_s(deployment, it, it) for it in tokens)
+        label="computed", colour="computed", x=tokens, y=tuple(prefill_s(deployment, it, it) for it in tokens)
     )
     return [computed] + [
         Curve(
-            name=f"fetched from {TIER_NAMES[tier.name]}",
-            kind=tier.name,
+            label=f"fetched from {TIER_NAMES[tier.name]}",
+            colour=tier.name,
             x=tokens,
             y=tuple(fetch_s(deployment, tier.name, it) for it in tokens),
         )
@@ -181,10 +197,10 @@ def single_prompt_curves(plan: Plan) -> list[Curve]:
     ]
 
 
-def crossing(computed: Curve, fetched: Curve) -> float | None:
-    """Tokens from which on fetching is faster; None when it always or never is."""
+def crossing(computed: Curve, fetched: Curve) -> int | None:
+    """The first point of `fetched` from which on it is faster; None when it always or never is."""
     faster = [fetch < compute for fetch, compute in zip(fetched.y, computed.y, strict=True)]
-    return fetched.x[faster.index(True)] if True in faster and not faster[0] else None
+    return faster.index(True) if True in faster and not faster[0] else None
 
 
 def ttft_curves(plan: Plan) -> list[Curve]:
@@ -199,15 +215,16 @@ def cost_curves(plan: Plan) -> list[Curve]:
         at_load = cost(plan.deployment, point, served_per_s=point.requests_per_s)
         return at_load.per_million_output_tokens or 1e6 / at_load.tokens_per_s_per_watt / 3.6e6
 
-    return [_variant_curve(plan, variant, of) for variant in (plan.alone, plan.tiered)]
+    curves = [_variant_curve(plan, variant, of) for variant in (plan.alone, plan.tiered)]
+    return [replace(it, note=f"{it.y[-1]:.3g}") for it in curves]
 
 
 def _variant_curve(plan: Plan, variant: Variant, of: Callable[[OperatingPoint], float]) -> Curve:
     most = variant.throughput_per_s * 0.9999
     rates = [most * (step + 1) / POINTS for step in range(POINTS)]
     return Curve(
-        name="with tiers" if variant.with_tiers else "GPU memory alone",
-        kind="tiered" if variant.with_tiers else "alone",
+        label="with tiers" if variant.with_tiers else "GPU memory alone",
+        colour="tiered" if variant.with_tiers else "alone",
         x=tuple(in_users(plan.deployment, rate) for rate in rates),
         y=tuple(of(operate(variant.deployment, rate, with_tiers=variant.with_tiers)) for rate in rates),
     )
@@ -217,82 +234,328 @@ def _has_prices(plan: Plan) -> bool:
     return plan.tiered.cost.per_hour is not None
 
 
-def _draw_capacity(axes: "Axes", plan: Plan, colours: Colours) -> None:
-    curves = capacity_curves(plan)
-    first, last = curves[0].x
-    labels: list[tuple[float, str, str]] = []
-    for index, curve in enumerate(curves, 1):
-        axes.plot(curve.x, curve.y, color=colours[curve.kind], alpha=0.35 + 0.65 * index / len(curves))
-        labels.append((curve.y[-1], curve.name, colours[curve.kind]))
-    for tier in plan.tiers:
-        colour = colours[tier.name]
-        axes.hlines(tier.capacity_bytes, first, last, colors=colour, linewidth=1.4, linestyles=(0, (5, 3)))
-        labels.append((tier.capacity_bytes, f"{TIER_NAMES[tier.name]}, {bytes_text(tier.capacity_bytes)}", colour))
-    axes.set(xscale="log", yscale="log", xlabel="conversations held", ylabel="KV")
-    axes.yaxis.set_major_formatter(lambda value, _: bytes_text(value))
-    # Leave room for the names to the right of the curves.
-    axes.xaxis.set_major_formatter(lambda value, _: short_count(value) if value <= last else "")
-    axes.set_xlim(first, last * 10 ** (0.4 * math.log10(last / first)))
-    _label_ends(axes, last, labels)
+def tables(plan: Plan) -> Iterator[Table]:
+    """The tables of a plan's figures, in reading order."""
+    if len(plan.sizes) > 1:
+        yield _sizes(plan)
+    yield _gains(plan)
+    yield _tiers(plan)
+    if plan.given.deployment.tiers:
+        yield _worth(plan)
+    if plan.drives is not None:
+        yield _drives(plan, plan.drives)
+    yield _capacities(plan)
+    yield _limits(plan)
+    if plan.break_evens:
+        yield _break_evens(plan)
+    if plan.sensitivities:
+        yield _sensitivities(plan)
 
 
-def _label_ends(axes: "Axes", x: float, labels: list[tuple[float, str, str]]) -> None:
-    """Write names at the right ends of lines, moved up where they would overlap."""
-    low, high = axes.get_ylim()
-    apart = (high / low) ** 0.05
-    least = 0.0
-    for y, text, colour in sorted(labels):
-        least = max(y, least * apart)
-        axes.annotate(
-            text, (x, least), xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontsize=9
+def _gains(plan: Plan) -> Table:
+    currency, unit, missing = plan.inputs.price.currency, load_unit(plan), plan.tiered.cost.missing
+    requested = f"{load_text(plan, plan.requested_users)} {unit}"
+
+    def row(
+        name: str, of: Callable[[Variant], float | None], text: Callable[[float], str] = digits
+    ) -> tuple[str, str, str, str]:
+        before, after = of(plan.alone), of(plan.tiered)
+        return name, _optional(before, text), _optional(after, text), ratio_text(after, before)
+
+    def most(
+        name: str, of: Callable[[Cost], float | None], text: Callable[[float], str] = digits
+    ) -> tuple[str, str, str, str]:
+        return row(f"{name} *", lambda it: of(it.cost_at_most) if it.cost_at_most else None, text)
+
+    alone, tiered, used = plan.alone.point, plan.tiered.point, plan.inputs.target.gpu_used
+    rows = [
+        ("GPUs of a copy", *(_size_name(it.deployment.inputs.model) for it in (plan.alone, plan.tiered)), ""),
+        row(f"{unit} {within(plan)}", lambda it: it.users, partial(load_text, plan)),
+        row(
+            "95 % of first tokens within *",
+            lambda it: it.ceiling.point.ttft_within_s(0.95) if it.cost_at_most else None,
+            time_text,
+        ),
+        row(f"{unit} at which throughput saturates", lambda it: it.throughput_users, partial(load_text, plan)),
+        row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
+        row(f"95 % of first tokens within, at {requested}", lambda it: it.ttft_p95_s, time_text),
+        row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
+        (f"prompt tokens not computed at {requested}", share_text(alone.hit_rate), share_text(tiered.hit_rate), ""),
+        row(f"output tokens/s at {requested}", lambda it: it.output_tokens_per_s),
+        row(f"GPUs for {requested}, in copies of this size", lambda it: it.gpus_least, count_text),
+        row(f"the same at {used:.0%} (target.gpu_used)", lambda it: it.gpus_needed, count_text),
+        most("power", lambda it: it.watts, lambda it: f"{it / 1000:,.2f} kW"),
+        row(
+            "power of a user *",
+            lambda it: _of_user(it, lambda cost: cost.watts),
+            lambda it: f"{digits(it)} W",
+        ),
+        most("output tokens/s per watt", lambda it: it.tokens_per_s_per_watt),
+    ]
+    if plan.tiered.cost.per_hour is not None:
+        rows += [
+            most(f"per hour, {currency}", lambda it: it.per_hour),
+            row(f"per hour and user, {currency} *", lambda it: _of_user(it, lambda cost: cost.per_hour)),
+            most(f"per million output tokens, {currency}", lambda it: it.per_million_output_tokens),
+            most(f"per million tokens in and out, {currency}", lambda it: it.per_million_tokens),
+            most(f"output tokens/s for 1,000 {currency}", lambda it: (it.tokens_per_s_per_price or 0.0) * 1000),
+        ]
+    loads = f"{load_text(plan, plan.alone.users)} and {load_text(plan, plan.tiered.users)}"
+    note = f"*: each at its own most {unit} within the limits, {loads}."
+    note += f" Costs need prices as inputs: {', '.join(missing)}." if missing else ""
+    name = f"with {kept(plan)}" if plan.idle_tiers and plan.deployment.tiers else "with tiers"
+    return Table(("", "GPU memory alone", name, "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
+
+
+def _of_user(variant: Variant, of: Callable[[Cost], float | None]) -> float | None:
+    """A cost at the highest load within the limits, divided by its users."""
+    whole = of(variant.cost_at_most) if variant.cost_at_most else None
+    return whole / variant.users if whole else None
+
+
+def _sizes(plan: Plan) -> Table:
+    planned = {"GPU memory alone": plan.alone, "with tiers": plan.tiered}
+    rows = [
+        (
+            _size_name(size),
+            str(size.copies),
+            load_text(plan, size.users_without_tiers),
+            load_text(plan, size.users_with_tiers),
+            ", ".join(
+                name for name, it in planned.items() if _size_name(it.deployment.inputs.model) == _size_name(size)
+            ),
         )
+        for size in plan.sizes
+    ]
+    return Table(
+        ("GPUs of a copy", "copies", *planned, "planned for"),
+        rows,
+        numeric=4,
+        title="Users by size",
+        note=f"{load_unit(plan).capitalize()} {within(plan)}. The exchange between GPUs takes no time here beyond "
+        "gpu.flops_share: measure that share at your size.",
+    )
 
 
-def _draw_single_prompt(axes: "Axes", plan: Plan, colours: Colours) -> None:
-    computed, *fetched = curves = single_prompt_curves(plan)
-    _plot(axes, curves, colours)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="time to its KV")
-    floor = axes.get_ylim()[0]
-    for curve in fetched:
-        at = crossing(computed, curve)
-        if at is not None:
-            axes.vlines(at, floor, curve.y[curve.x.index(at)], colors=colours[curve.kind], linewidth=1, linestyles=":")
-    axes.set_ylim(bottom=floor)
-    axes.yaxis.set_major_formatter(lambda value, _: time_text(value))
-    axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
-    axes.legend(loc="upper left")
+def _size_name(size: ModelInputs | PlannedSize) -> str:
+    return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
 
 
-def _draw_ttft(axes: "Axes", plan: Plan, colours: Colours) -> None:
-    limit_s = plan.inputs.target.ttft_s
-    _plot(axes, ttft_curves(plan), colours)
-    axes.axhline(limit_s, color=colours["soft"], linewidth=1.2, linestyle=(0, (5, 3)))
-    for kind, variant in (("alone", plan.alone), ("tiered", plan.tiered)):
-        users = variant.users_at_ttft
-        _dot(axes, users, limit_s, load_text(plan, users), colours[kind], offset=(-6, 7), ha="right")
-    axes.set(xlabel=load_unit(plan), ylabel="mean time to first token, s", ylim=(0, 3 * limit_s), xlim=(0, None))
-    # Between the axes and the heading, where no curve is.
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.4)
+def _worth(plan: Plan) -> Table:
+    unit, now, lower = load_unit(plan), plan.given, plan.tiers[1:]
+    whole, found = load_text(plan, now.users), share_text(sum(it.hit_share for it in lower))
+    rows = [
+        (
+            TIER_NAMES[it.name],
+            share_text(it.hit_share),
+            load_text(plan, it.worth.users_alone),
+            load_text(plan, it.worth.without.users),
+            time_text(it.worth.without.ttft_s),
+            digits(it.worth.without.output_tokens_per_s),
+            "yes" if it.worth.worth_it else "no",
+        )
+        for it in lower
+    ]
+    rows.append(("(with all)", found, NONE, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
+    return Table(
+        ("tier", f"hits at {whole} {unit}", "alone", "without it", "TTFT", "tokens/s", "worth it"),
+        rows,
+        numeric=6,
+        title="Each tier's own worth",
+        note=f"{unit.capitalize()} within the limits at the planned size, with the tier alone and without it. A tier "
+        f"is worth it if the plan without it is {LEAST_GAIN - 1:.0%} worse in {unit}; or, at a requested load within "
+        "the limits, in TTFT or tokens/s. Of two that can stand in for each other, the dearer, or else the lower, is "
+        "not; the other is judged without it.",
+    )
 
 
-def _draw_cost(axes: "Axes", plan: Plan, colours: Colours) -> None:
-    curves = cost_curves(plan)
-    _plot(axes, curves, colours)
-    for curve in curves:
-        last = curve.y[-1]
-        _dot(axes, curve.x[-1], last, f"{last:.3g}", colours[curve.kind], offset=(0, -14), ha="center")
-    unit = plan.inputs.price.currency if _has_prices(plan) else "kWh"
-    least = min(min(curve.y) for curve in curves)
-    axes.set(xlabel=load_unit(plan), ylabel=f"{unit} for a million output tokens", ylim=(0, 8 * least), xlim=(0, None))
-    axes.legend(loc="upper right")
+def _optional(value: float | None, text: Callable[[float], str]) -> str:
+    return NONE if value is None else text(value)
 
 
-def _plot(axes: "Axes", curves: list[Curve], colours: Colours) -> None:
-    for curve in curves:
-        axes.plot(curve.x, curve.y, color=colours[curve.kind], label=curve.name)
+def _tiers(plan: Plan) -> Table:
+    rows = [
+        (
+            TIER_NAMES[it.name],
+            bytes_text(it.capacity_bytes),
+            f"{it.capacity_tokens / 1e6:,.2f} M",
+            count_text(it.sessions),
+            time_text(it.residence_s),
+            share_text(it.found),
+            rate_text(it.read_bytes_per_s) if it.provided_bytes_per_s else NONE,
+            rate_text(it.write_bytes_per_s) if it.provided_bytes_per_s else NONE,
+        )
+        for it in plan.tiers
+    ]
+    return Table(
+        ("tier", "for KV", "tokens", "sessions", "residence", "hits", "read", "written"),
+        rows,
+        numeric=7,
+        title=f"Tiers at {served_text(plan, plan.given)}",
+        note="All that are given. Residence: how long unused KV survives. Hits: share of all prompt tokens. All are "
+        "averages at this load.",
+    )
 
 
-def _dot(axes: "Axes", x: float, y: float, text: str, colour: str, *, offset: tuple[int, int], ha: str) -> None:
-    """A point with a label."""
-    axes.plot([x], [y], "o", color=colour, markersize=6)
-    axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha=ha, color=colour, fontweight="bold")
+def _drives(plan: Plan, drives: DriveLoad) -> Table:
+    disk, target = plan.inputs.disk, plan.inputs.target
+    average, burst, wanted = (
+        rate_text(rate) for rate in (drives.read_bytes_per_s, drives.read_burst_bytes_per_s, drives.wanted_bytes_per_s)
+    )
+    rows = [
+        (
+            "reads",
+            f"{average} on average, {burst} in bursts (x {target.burst:g})",
+            f"{rate_text(drives.provided_bytes_per_s)} by {disk.count} drives",
+        ),
+        (
+            "chunks",
+            f"{digits(drives.chunks_read_per_s)} a second of {bytes_text(drives.chunk_bytes)}",
+            f"{bytes_text(disk.command_bytes)} a command",
+        ),
+        (
+            "queue depth",
+            f"{digits(drives.depth)} commands on average, {digits(drives.depth_burst)} in bursts",
+            f"{digits(drives.depth / disk.count)} for each drive",
+        ),
+        (
+            "time",
+            f"{share_text(drives.used)} of the drives' time, bursts and writes",
+            f"needs {drives.drives_for_bandwidth} drives",
+        ),
+        (
+            "writes",
+            f"{bytes_text(drives.written_bytes_per_day)} a day, {digits(drives.writes_per_day)} drive writes a day",
+            f"rated for {drives.rated_writes_per_day:g} a day for {disk.rated_years:g} years",
+        ),
+        (
+            "life",
+            time_text(drives.life_years * YEAR_S),
+            f"{target.life_years:g} years need {drives.drives_for_life} drives",
+        ),
+        (
+            "life by policy",
+            f"second use: {time_text(min(drives.life_selective_years * YEAR_S, 1e4 * YEAR_S))}",
+            f"{target.life_years:g} years allow {share_text(drives.write_share)} of new KV",
+        ),
+    ]
+    is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
+    note = f"All hits are {wanted}; the rest computes faster than it loads." if is_slow else ""
+    return Table(("", f"at {served_text(plan, plan.tiered)}", "provided"), rows, title="Drives", note=note)
+
+
+def _capacities(plan: Plan) -> Table:
+    rows = [
+        (
+            f"{it.hit_share:.0%}" + (" (target)" if it.hit_share == plan.inputs.target.hit_share else ""),
+            share_text(it.hit_rate),
+            time_text(it.residence_s),
+            f"{it.tokens / 1e6:,.2f} M",
+            bytes_text(it.bytes),
+            rate_text(it.read_bytes_per_s),
+            rate_text(it.read_burst_bytes_per_s),
+        )
+        for it in plan.capacities
+    ]
+    return Table(
+        ("of possible hits", "hit rate", "residence", "tokens", "KV", "read", "in bursts"),
+        rows,
+        numeric=6,
+        title="Capacity for a share of the possible hits",
+        note=f"At {load_text(plan, plan.requested_users)} {load_unit(plan)}, GPU memory included; reads as if it had "
+        "no hits.",
+    )
+
+
+def _limits(plan: Plan) -> Table:
+    ranks = {it.name: rank for it, rank in zip(plan.tiered.ceiling.serving, ("binds", "next"), strict=False)}
+    rows = [
+        (
+            limit.name,
+            limit.meaning,
+            load_text(plan, limit.users) if math.isfinite(limit.users) else "not met",
+            share_text(plan.used[limit.name]),
+            "reserve" if limit.is_reserve else ranks.get(limit.name, "") if math.isfinite(limit.users) else "",
+        )
+        for limit in plan.tiered.ceiling.limits
+    ]
+    columns = ("limit", "meaning", f"met at {load_unit(plan)}", "used at load", "")
+    note = "Reserve: bandwidth for bursts. Where it is short, loads take longer or prompts are computed."
+    return Table(columns, rows, numeric=3, title="Limits, with tiers", note=note)
+
+
+def _break_evens(plan: Plan) -> Table:
+    rows = [
+        (
+            TIER_NAMES[it.tier],
+            it.instead_of,
+            f"{time_text(it.per_price_ratio_s)} x price of a {it.saved_unit} / {it.unit}",
+            _optional(it.residence_s, time_text),
+        )
+        for it in plan.break_evens
+    ]
+    return Table(
+        ("in", "instead of", "up to", "with your prices"),
+        rows,
+        numeric=1,
+        title="How long KV is worth keeping",
+        note="The five-minute rule: keep KV that is reused within this time.",
+    )
+
+
+def _sensitivities(plan: Plan) -> Table:
+    planned = plan.sensitivities[0].users
+
+    def tried(it: InputSensitivity, value: float | None, users: float | None) -> str:
+        if value is None or users is None:
+            return NONE
+        # Whole numbers move by whole steps, and GPUs by whole copies of the model.
+        is_other = not math.isclose(abs(value / it.value - 1), STEP)
+        return load_text(plan, users) + (f" (at {SETTINGS[it.name].kind.show(value)})" if is_other else "")
+
+    rows = [
+        (
+            it.name,
+            SETTINGS[it.name].kind.show(it.value),
+            tried(it, it.lower, it.users_lower),
+            tried(it, it.higher, it.users_higher),
+        )
+        for it in plan.sensitivities[:SENSITIVITIES]
+        if it.swing > 0.001
+    ]
+    return Table(
+        ("input", "value", f"-{STEP:.0%}", f"+{STEP:.0%}"),
+        rows,
+        numeric=2,
+        title="Sensitivity",
+        note=f"{load_unit(plan).capitalize()} within every limit, with one input a fifth lower or higher, or at the "
+        f"value in brackets, at the planned size. As planned: {load_text(plan, planned)}.",
+    )
+
+
+def _assumptions(plan: Plan) -> Table:
+    """Name, value, origin and meaning of every input in use."""
+    rows = [
+        (name, setting.kind.show(plan.inputs.value(name)), plan.inputs.origin(name), setting.help)
+        for name, setting in SETTINGS.items()
+        if _is_used(plan, name)
+    ]
+    return Table(("input", "value", "from", "meaning"), rows, title="Assumptions")
+
+
+def _is_used(plan: Plan, name: str) -> bool:
+    section, _, key = name.partition(".")
+    inputs = plan.inputs
+    if not inputs.origin(name).startswith("default"):
+        return True
+    if section == "traffic" and plan.deployment.basis.trace:
+        has_users = plan.deployment.workload.has_users
+        by_users = {"turns", "interval_s", "interval_cv"} if has_users else set[str]()
+        return key in {"trace", "trace_window_s", "load", "arrivals_cv2", "reuse", *by_users}
+    is_used = {
+        "host": inputs.host.capacity_bytes,
+        "disk": inputs.disk.count,
+        "shared": inputs.shared.capacity_bytes,
+        "price": inputs.value(name),
+    }
+    return bool(is_used.get(section, True)) and name not in {"traffic.trace", "traffic.trace_window_s", "traffic.load"}

@@ -6,8 +6,8 @@ share. Paths are examples.
 
 from collections.abc import Iterator
 
+from kvtier.plan.answer import load_text, load_unit, size_text
 from kvtier.plan.plan import Plan
-from kvtier.plan.tables import load_text, load_unit, size_text
 
 _MIB = 2**20
 

@@ -1,72 +1,54 @@
-"""A probe's table, charts and HTML report."""
-# matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false
+"""What `kvtier probe` shows."""
 
-from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from kvtier.config.value_types import size_text
-from kvtier.probe.links import LinkMeasures, Measure
+from kvtier.probe.links import Measure
 from kvtier.probe.run import ProbeResult
 from kvtier.probe.tiers import TierFacts
-from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
-from kvtier.report.format import time_text
-from kvtier.report.output import write_file
-from kvtier.report.page import definitions_html, list_html, page_html, section_html, table_html, tiles_html
+from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve
+from kvtier.report.format import binary, time_text
+from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLOURS = {"host": "host", "gpu": "gpu", "directory": "shared", "disk": "disk"}
 """The colour of each link. Other tiers have one colour, and other links are not drawn."""
-DASHED = ("write", "from_gpu")
 
 
-def write_report(path: Path, result: ProbeResult) -> None:
-    """Write the HTML report.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_file("--report", path, render_report(result))
-
-
-def write_plot(path: Path, result: ProbeResult) -> None:
-    """Write the charts to one file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_charts("--picture", path, CHARTS, result)
-
-
-def render_report(result: ProbeResult, made: datetime | None = None) -> str:
-    """The HTML of the report."""
-    tiles = [
-        (f"{best.gb_per_s:.2f} GB/s", f"{link.name} {op.replace('_', ' ')}, at its best")
+def probe_report(result: ProbeResult) -> Report:
+    """What a probe found."""
+    best = [
+        f"{link.name} {op.replace('_', ' ')} {it.gb_per_s:.2f} GB/s"
         for link in result.links
         for op in ("copy", "to_gpu", "read", "write", "hash")
-        if (best := link.best(op)) is not None
+        if (it := link.best(op)) is not None
     ]
-    return page_html(
-        "kvtier probe",
-        "Links of this machine",
-        definitions_html((it.tier, place_text(it)) for it in result.places),
-        tiles_html(tiles),
-        section_html("Misconfigured", list_html(result.warnings or ["none found"])),
-        figures_html(CHARTS, result),
-        table_html(table(result)),
-        section_html("Not measured", list_html(result.skipped)) if result.skipped else "",
+    facts = [
+        *(
+            (f"{link.name}, lookup", f"an absent name takes {time_text(link.round_trip_us / 1e6)}")
+            for link in result.links
+            if link.round_trip_us is not None
+        ),
+        *((it.tier, _place_text(it)) for it in result.places),
+        *(("not measured", it) for it in result.skipped),
+    ]
+    return Report(
+        command="kvtier probe",
+        answer=f"At its best: {', '.join(best)}" if best else "Nothing was measured",
+        sections=[
+            Section(
+                texts=[] if result.warnings else ["No misconfiguration found."],
+                problems=result.warnings,
+                charts=partial(_charts, result),
+                tables=[_table(result), *([Table(("", ""), facts)] if facts else [])],
+            )
+        ],
         remark=f"{result.bounds}.",
-        made=made,
     )
 
 
-def table(result: ProbeResult) -> Table:
-    """One row per measure."""
+def _table(result: ProbeResult) -> Table:
     rows = tuple(
         (
             link.name,
@@ -81,7 +63,6 @@ def table(result: ProbeResult) -> Table:
         for it in link.measures
     )
     return Table(
-        title="Links of this machine",
         columns=("link", "op", "size", "depth", "GB/s", "p50", "p99"),
         rows=rows,
         numeric=5,
@@ -92,17 +73,7 @@ def table(result: ProbeResult) -> Table:
     )
 
 
-def place_lines(result: ProbeResult) -> Iterator[str]:
-    """Lines about the tiers: their round trips and their places."""
-    for link in result.links:
-        if link.round_trip_us is not None:
-            yield f"{link.name}: an absent name takes {time_text(link.round_trip_us / 1e6)}"
-    for place in result.places:
-        yield f"{place.tier}: {place_text(place)}"
-
-
-def place_text(place: TierFacts) -> str:
-    """The file system of a tier."""
+def _place_text(place: TierFacts) -> str:
     direct = "no direct I/O"
     if place.alignment_bytes is not None:
         used = "used" if place.direct_io else "not used"
@@ -113,31 +84,43 @@ def place_text(place: TierFacts) -> str:
     )
 
 
-def _draw_rates(axes: "Axes", result: ProbeResult, colours: Colours) -> None:
-    """The best depth of each size."""
-    for link, op, measures in _series(result.links):
-        best = _by_size(measures, lambda it: -it.gb_per_s)
-        _line(axes, link, op, [it.bytes for it in best], [it.gb_per_s for it in best], colours)
-    axes.set(ylabel="GB/s, at the best depth")
-    _finish(axes, result)
+def _charts(result: ProbeResult) -> Charts:
+    sizes = sorted({it.bytes for _, _, measures in _series(result) for it in measures})
+    size = Axis(label="size of an operation", is_log=True, text=binary, ticks=sizes[:: max(1, len(sizes) // 5)])
+    return {
+        "rates": Chart(
+            heading="Bandwidth",
+            marks=list(_curves(result, lambda it: -it.gb_per_s, ("gb_per_s", "gb_per_s"))),
+            x=size,
+            y=Axis(label="GB/s, at the best depth", is_log=True),
+        ),
+        "latencies": Chart(
+            heading="Latency of one operation",
+            marks=list(_curves(result, lambda it: it.depth, ("latency_us_p50", "latency_us_p99"))),
+            x=size,
+            y=Axis(label="microseconds, one operation; band: up to p99", is_log=True),
+        ),
+    }
 
 
-def _draw_latencies(axes: "Axes", result: ProbeResult, colours: Colours) -> None:
-    """Median at the least depth of each size, with a band up to the 99th percentile."""
-    for link, op, measures in _series(result.links):
-        least = _by_size(measures, lambda it: it.depth)
-        sizes = [it.bytes for it in least]
-        _line(axes, link, op, sizes, [it.latency_us_p50 for it in least], colours)
-        colour = colours[COLOURS.get(link, "tiered")]
-        axes.fill_between(
-            sizes, [it.latency_us_p50 for it in least], [it.latency_us_p99 for it in least], color=colour, alpha=0.12
+def _curves(result: ProbeResult, cost: Callable[[Measure], float], names: tuple[str, str]) -> Iterator[Curve]:
+    """A figure of each link's operations and the upper end of its band, at the depth that costs least for each size."""
+    for link, op, measures in _series(result):
+        least = _by_size(measures, cost)
+        low, high = ([getattr(it, name) for it in least] for name in names)
+        yield Curve(
+            x=[it.bytes for it in least],
+            y=low,
+            band=(low, high),
+            colour=COLOURS.get(link, "tiered"),
+            dash=DASHED if op in ("write", "from_gpu") else "-",
+            marker="o",
+            label=f"{link} {op.replace('_', ' ')}",
         )
-    axes.set(ylabel="microseconds, one operation; band: up to p99")
-    _finish(axes, result)
 
 
-def _series(links: Iterable[LinkMeasures]) -> Iterable[tuple[str, str, list[Measure]]]:
-    for link in links:
+def _series(result: ProbeResult) -> Iterator[tuple[str, str, list[Measure]]]:
+    for link in result.links:
         if link.name in COLOURS or any(it.op == "read" for it in link.measures):
             for op in dict.fromkeys(it.op for it in link.measures if not it.op.endswith("pageable")):
                 yield link.name, op, [it for it in link.measures if it.op == op]
@@ -146,25 +129,3 @@ def _series(links: Iterable[LinkMeasures]) -> Iterable[tuple[str, str, list[Meas
 def _by_size(measures: list[Measure], cost: Callable[[Measure], float]) -> list[Measure]:
     sizes = sorted({it.bytes for it in measures})
     return [min((it for it in measures if it.bytes == size), key=cost) for size in sizes]
-
-
-def _line(axes: "Axes", link: str, op: str, x: list[int], y: list[float], colours: Colours) -> None:
-    style = (0, (4, 2)) if op in DASHED else "-"
-    name = f"{link} {op.replace('_', ' ')}"
-    axes.plot(x, y, color=colours[COLOURS.get(link, "tiered")], linestyle=style, marker="o", markersize=4, label=name)
-
-
-def _finish(axes: "Axes", result: ProbeResult) -> None:
-    axes.set(xscale="log", yscale="log", xlabel="size of an operation")
-    sizes = sorted({it.bytes for _, _, measures in _series(result.links) for it in measures})
-    shown = [size for number, size in enumerate(sizes) if number % max(1, len(sizes) // 5) == 0]
-    axes.set_xticks(shown, [size_text(size) for size in shown])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.legend(loc="best", ncols=2)
-
-
-CHARTS: Charts[ProbeResult] = {
-    "rates": Chart("Bandwidth", _draw_rates),
-    "latencies": Chart("Latency of one operation", _draw_latencies),
-}

@@ -1,160 +1,193 @@
-"""The HTML report of replays through one cache, and parts that the report of tiers uses too."""
-# matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false
+"""What `kvtier replay` and `kvtier replay describe` show of a trace, and of its replays through one cache."""
 
-from collections.abc import Sequence
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.replay.tables import CONVENTION, CacheReplays, TieredReplay, results_table, stats_table
-from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
-from kvtier.report.format import short_count
-from kvtier.report.output import write_file
-from kvtier.report.page import list_html, page_html, paragraphs_html, section_html, table_html, tiles_html
+from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve, Dash, Rule
+from kvtier.report.format import NONE, share_text, short_count
+from kvtier.report.report import Section
+from kvtier.report.table import Table
+from kvtier.trace.arrays import TraceArrays
 from kvtier.trace.stats import TraceStats
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from kvtier.replay.single_cache import CacheResult
 
+CONVENTION = (
+    "One cache, the whole trace, no warm-up. Hit rate: tokens of the longest leading run of cached blocks, over input "
+    "tokens; prompts only. A prompt's last block is accessed first. Capacity and written tokens count whole blocks. "
+    "Of unique: capacity, as a share of the trace's unique tokens."
+)
+DRAWS = "Means over several draws of the sessions' start times; least to most: the hit rates of single draws."
 _HUES = ("gpu", "disk", "shared", "host", "ink")
-_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+_DASHES: tuple[Dash, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+_OWN = {"default": "tiered", "lru": "alone", "min": "soft"}
 _INTERVAL_LEAST_S = 0.1
-_OWN = {"default": "tiered", "lru": "alone"}
 
 
-def write_report(path: Path, replayed: Sequence[CacheReplays]) -> None:
-    """Write the HTML report.
+def cache_sections(
+    trace: TraceArrays, bound: float, results: "Sequence[CacheResult]", seeds: Sequence[int], stats: TraceStats | None
+) -> Iterator[Section]:
+    """Replays of one trace through one cache.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Args:
+        trace: as it was replayed.
+        bound: hit rate of an infinite cache.
+        results: a row for each policy and capacity.
+        seeds: of the draws of start times.
+        stats: the trace's statistics, for a page.
     """
-    write_file("--report", path, render_report(replayed))
-
-
-def write_plot(path: Path, replayed: CacheReplays) -> None:
-    """Write all charts of one replay to one file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_charts("--picture", path, CHARTS, replayed)
-
-
-def render_report(replayed: Sequence[CacheReplays], made: datetime | None = None) -> str:
-    """The HTML of the report."""
-    return page_html(
-        "kvtier replay",
-        f"Replay of {trace_names([it.stats for it in replayed])}",
-        paragraphs_html([CONVENTION]),
-        *(_replay_html(it, f"t{number}-") for number, it in enumerate(replayed)),
-        made=made,
+    unique = short_count(trace.unique_tokens)
+    text = f"An infinite cache holds {unique} unique tokens and hits {bound:.4f} of the input tokens."
+    draws = f"{len(seeds)} draws of the start times, seeds {seeds[0]} to {seeds[-1]}."
+    yield Section(
+        title=f"{trace.name}: {len(trace):,} requests, blocks of {trace.block_tokens} tokens",
+        texts=[text, draws] if len(seeds) > 1 else [text],
+        notes=trace.notes,
+        tables=[results_table(bound, trace.unique_tokens, results)],
     )
+    if stats is not None:
+        charts = partial(_cache_charts, bound, results, stats)
+        yield Section(charts=charts, notes=stats.warnings, tables=[stats_table(stats)], is_page_only=True)
 
 
-def _replay_html(replayed: CacheReplays, prefix: str) -> str:
-    trace = replayed.stats
-    tiles = [
-        (f"{trace.requests:,}", f"requests in {trace.duration_s:,.0f} s"),
-        (short_count(trace.input_tokens), "input tokens"),
-        (f"{replayed.bound:.1%}", "hit rate of an infinite cache"),
-        (short_count(trace.unique_tokens), "tokens in distinct blocks"),
+def results_table(bound: float, unique_tokens: int | None, results: "Sequence[CacheResult]") -> Table:
+    """A row for each policy and capacity.
+
+    Args:
+        bound: hit rate of an infinite cache.
+        unique_tokens: what an infinite cache holds at the end.
+        results: the rows.
+    """
+    is_drawn = any(it.hit_rates for it in results)
+    rows = tuple(
+        (
+            it.policy,
+            short_count(it.capacity_tokens),
+            f"{it.capacity_tokens / unique_tokens:.1%}" if it.capacity_tokens and unique_tokens else NONE,
+            f"{it.hit_rate:.4f}",
+            *([f"{min(it.hit_rates):.4f} to {max(it.hit_rates):.4f}" if it.hit_rates else NONE] * is_drawn),
+            f"{it.hit_rate / bound:.1%}" if bound else NONE,
+            short_count(it.hit_tokens),
+            short_count(it.written_tokens),
+            f"{it.evictions:,}",
+            f"{it.cpu_s:,.2f}",
+        )
+        for it in results
+    )
+    columns = (
+        *("policy", "capacity", "of unique", "hit rate", *(["least to most"] * is_drawn)),
+        *("of possible", "hit tokens", "written tokens", "evictions", "CPU, s"),
+    )
+    note = f"{CONVENTION} {DRAWS}" if is_drawn else CONVENTION
+    return Table(title="Hit rates", columns=columns, rows=rows, numeric=len(columns) - 1, note=note)
+
+
+def stats_table(stats: TraceStats) -> Table:
+    """The statistics of a trace."""
+
+    def text(value: float | None, form: str, unit: str = "") -> str:
+        return NONE if value is None else f"{value:{form}}{unit}"
+
+    rows = [
+        ("requests", f"{stats.requests:,}"),
+        ("duration", f"{stats.duration_s:,.1f} s"),
+        ("sessions", text(stats.sessions, ",")),
+        ("tokens of a block", f"{stats.block_tokens:,}"),
+        ("input tokens", f"{stats.input_tokens:,}"),
+        ("input tokens of a request, mean", f"{stats.input_mean:,.0f}"),
+        ("input tokens of a request, median", f"{stats.input_p50:,.0f}"),
+        ("input tokens of a request, 99 %", f"{stats.input_p99:,.0f}"),
+        ("output tokens of a request, mean", f"{stats.output_mean:,.0f}"),
+        ("unique tokens", text(stats.unique_tokens, ",")),
+        ("hit rate of an infinite cache", text(stats.infinite_hit_rate, ".4f")),
+        ("the same, second half of the requests", text(stats.infinite_hit_rate_second_half, ".4f")),
+        ("blocks used once", share_text(stats.used_once)),
+        ("share of reuse by the top 1 % of blocks", share_text(stats.top_reuse)),
+        ("reuse interval, median", text(stats.interval_p50_s, ",.1f", " s")),
+        ("reuse interval, 90 %", text(stats.interval_p90_s, ",.1f", " s")),
+        ("reuse interval, 99 %", text(stats.interval_p99_s, ",.1f", " s")),
+        ("first turns", share_text(stats.first_turns)),
+        ("tokens written for each token read, infinite cache", text(stats.written_per_read, ".3f")),
     ]
-    return (
-        section_html(trace.name, tiles_html(tiles), figures_html(CHARTS, replayed, prefix))
-        + table_html(results_table(replayed.bound, trace.unique_tokens, replayed.results))
-        + trace_html(trace)
-    )
+    rows += [
+        (f"working set, {window_s:,.0f} s after the last use", f"{tokens:,.0f} tokens")
+        for window_s, tokens in stats.working_set_tokens.items()
+    ]
+    rows += [("blocks after a different parent", f"{stats.prefix_violations:,}")] * bool(stats.prefix_violations)
+    return Table(title="The trace", columns=("", "value"), rows=tuple(rows), numeric=1)
 
 
-def trace_names(stats: Sequence[TraceStats]) -> str:
-    """The files' names, each once."""
-    return ", ".join(dict.fromkeys(Path(it.name).name for it in stats))
-
-
-def trace_html(trace: TraceStats) -> str:
-    """The statistics of a trace, its warnings and notes."""
-    return table_html(stats_table(trace)) + list_html([*trace.warnings, *trace.notes])
-
-
-def _draw_capacity(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
-    by_policy: dict[str, list[tuple[float, float]]] = {}
-    for it in replayed.results:
-        if it.capacity_tokens is not None:
-            by_policy.setdefault(it.policy, []).append((it.capacity_tokens, it.hit_rate))
-    others = 0
-    for policy, points in by_policy.items():
-        x, y = zip(*sorted(points), strict=True)
-        if policy == "min":
-            axes.plot(x, y, color=colours["soft"], linestyle=(0, (5, 3)), marker="o", markersize=3, label="min (bound)")
-            continue
-        if policy in _OWN:
-            colour, dash = colours[_OWN[policy]], "-"
-        else:
-            colour, dash = colours[_HUES[others % len(_HUES)]], _DASHES[others // len(_HUES) % len(_DASHES)]
-            others += 1
-        axes.plot(x, y, color=colour, linestyle=dash, marker="o", markersize=4, label=policy)
-    axes.axhline(replayed.bound, color=colours["soft"], linewidth=1.2, linestyle=":", label="infinite cache")
-    axes.set(xscale="log", xlabel="tokens of capacity", ylabel="hit rate of tokens", ylim=(0, None))
-    axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
-    axes.xaxis.set_minor_formatter(lambda value, _: short_count(value) if f"{value:e}"[0] in "25" else "")
-    axes.legend(loc="best")
-
-
-def draw_intervals(axes: "Axes", replayed: "CacheReplays | TieredReplay", colours: Colours) -> None:
-    """The distribution of reuse intervals; also used by the report of tiers."""
-    it = replayed.stats.intervals
-    total = it.counts.sum()
-    if not total:
-        axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=colours["soft"])
-        return
-    share = np.cumsum(it.counts) / total
+def intervals_chart(stats: TraceStats) -> Chart:
+    """The distribution of the times between two uses of a block."""
+    it = stats.intervals
+    share = np.cumsum(it.counts) / max(it.counts.sum(), 1)
     shown = (it.seconds >= _INTERVAL_LEAST_S) & (share > 0.001) & (share < 0.9999)
     if not shown.any():
         shown = it.counts > 0
-    axes.plot(it.seconds[shown], share[shown], color=colours["tiered"])
-    axes.set(xscale="log", xlabel="seconds since the last use", ylabel="share of reuse within", ylim=(0, 1))
+    return Chart(
+        heading="Reuse intervals",
+        marks=[Curve(x=it.seconds[shown], y=share[shown], colour="tiered")],
+        x=Axis(label="seconds since the last use", is_log=bool(shown.any())),
+        y=Axis(label="share of reuse within", least=0, most=1),
+        caption="Accesses to blocks that were used before, by the time since the last use.",
+    )
 
 
-def _draw_working_set(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
-    it = replayed.stats.over_time
-    minutes = (np.arange(len(it.unique_tokens)) + 1) * it.bin_s / 60
-    axes.plot(minutes, it.unique_tokens, color=colours["disk"], label="distinct so far")
-    axes.plot(minutes, it.used_tokens, color=colours["tiered"], label=f"used within {it.bin_s:,.0f} s")
-    axes.set(xlabel="minutes", ylabel="tokens", ylim=(0, None))
-    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
-    axes.legend(loc="upper left")
+def _cache_charts(bound: float, results: "Sequence[CacheResult]", stats: TraceStats) -> Charts:
+    over_time = stats.over_time
+    minutes = (np.arange(len(over_time.unique_tokens)) + 1) * over_time.bin_s / 60
+    per_s = max(over_time.bin_s, 1e-9)
+    tokens = Axis(label="tokens", least=0, text=short_count)
+    return {
+        "capacity": Chart(
+            heading="Hit rate against capacity",
+            marks=[*_policy_curves(results), Rule(at=bound, label="infinite cache", dash=":")],
+            x=Axis(label="tokens of capacity", is_log=True, text=short_count),
+            y=Axis(label="hit rate of tokens", least=0),
+            caption="Dashed: Belady's bound for whole prefixes. Dotted: an infinite cache.",
+        ),
+        "intervals": intervals_chart(stats),
+        "working-set": Chart(
+            heading="Working set over time",
+            marks=[
+                Curve(x=minutes, y=over_time.unique_tokens, colour="disk", label="distinct so far"),
+                Curve(
+                    x=minutes, y=over_time.used_tokens, colour="tiered", label=f"used within {over_time.bin_s:,.0f} s"
+                ),
+            ],
+            x=Axis(label="minutes"),
+            y=tokens,
+            caption="Distinct blocks since the start, and blocks that are used within one interval.",
+        ),
+        "demand": Chart(
+            heading="Demand over time",
+            marks=[
+                Curve(x=minutes, y=over_time.input_tokens / per_s, colour="gpu", label="all"),
+                Curve(x=minutes, y=over_time.new_tokens / per_s, colour="tiered", label="new"),
+            ],
+            x=Axis(label="minutes"),
+            y=Axis(label="input tokens a second", least=0, text=short_count),
+            caption="New tokens must be computed with any cache.",
+        ),
+    }
 
 
-def _draw_demand(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
-    it = replayed.stats.over_time
-    minutes = (np.arange(len(it.input_tokens)) + 0.5) * it.bin_s / 60
-    per_s = max(it.bin_s, 1e-9)
-    axes.plot(minutes, it.input_tokens / per_s, color=colours["gpu"], label="all")
-    axes.plot(minutes, it.new_tokens / per_s, color=colours["tiered"], label="new")
-    axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.25 * float(it.input_tokens.max()) / per_s))
-    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
-    axes.legend(loc="upper right")
-
-
-INTERVALS_CAPTION = "Accesses to blocks that were used before, by the time since the last use."
-CHARTS: Charts[CacheReplays] = {
-    "capacity": Chart(
-        "Hit rate against capacity",
-        _draw_capacity,
-        "Dashed: Belady's bound for whole prefixes. Dotted: an infinite cache.",
-    ),
-    "intervals": Chart("Reuse intervals", draw_intervals, INTERVALS_CAPTION),
-    "working-set": Chart(
-        "Working set over time",
-        _draw_working_set,
-        "Distinct blocks since the start, and blocks that are used within one interval.",
-    ),
-    "demand": Chart(
-        "Demand over time",
-        _draw_demand,
-        "New tokens must be computed with any cache.",
-    ),
-}
+def _policy_curves(results: "Sequence[CacheResult]") -> Iterator[Curve]:
+    limited = [it for it in results if it.capacity_tokens is not None]
+    policies = list(dict.fromkeys(it.policy for it in limited))
+    others = [it for it in policies if it not in _OWN]
+    for policy in policies:
+        place = others.index(policy) if policy in others else 0
+        points = sorted((it.capacity_tokens or 0, it.hit_rate) for it in limited if it.policy == policy)
+        yield Curve(
+            x=[tokens for tokens, _ in points],
+            y=[rate for _, rate in points],
+            colour=_OWN.get(policy) or _HUES[place % len(_HUES)],
+            dash=DASHED if policy == "min" else _DASHES[place // len(_HUES) % len(_DASHES)],
+            marker="o",
+            label="min (bound)" if policy == "min" else policy,
+        )

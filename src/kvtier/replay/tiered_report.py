@@ -1,34 +1,26 @@
-"""The HTML report of replays through tiers."""
-# matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false
+"""What `kvtier replay --tier` shows of replays through tiers."""
 
-from collections.abc import Iterator, Sequence
-from datetime import datetime
-from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.replay.report import INTERVALS_CAPTION, draw_intervals, trace_html, trace_names
-from kvtier.replay.results import HOST, QUANTILES, LinkStats, TieredResult, TieredSeries
-from kvtier.replay.tables import (
-    TieredReplay,
-    comparison_table,
-    directions,
-    inputs_table,
-    planning_table,
-    tiers_table,
-    ttft_table,
-)
-from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
-from kvtier.report.format import decimal, short_count
-from kvtier.report.output import write_file
-from kvtier.report.page import page_html, paragraphs_html, section_html, table_html, tiles_html
+from kvtier.replay.report import intervals_chart, stats_table
+from kvtier.replay.results import HOST, QUANTILES, LinkStats, TieredResult, TieredSeries, TtftStats
+from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve
+from kvtier.report.format import NONE, binary, decimal, short_count
+from kvtier.report.report import Section
+from kvtier.report.table import Table
+from kvtier.trace.arrays import TraceArrays
+from kvtier.trace.stats import TraceStats
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+if TYPE_CHECKING:  # the core
+    from kvtier.replay.tiered import TieredSetup
 
+PLANNER_SLACK = 1.01
+"""The planner loses if it makes the mean time to first token longer than this many times."""
 INTRO = (
     "The real core and planner on each node, in virtual time. The engine's own prefix cache is not modelled: "
     "every hit is a load."
@@ -37,234 +29,322 @@ _OTHERS = ("shared", "gpu", "tiered")
 """Colours of tiers that are neither host memory nor disk."""
 _MINUTE_S = 60.0
 
-Curves = tuple[Sequence[float], Sequence[float]]
 
+def tiered_sections(
+    trace: TraceArrays,
+    model: str,
+    done: "Mapping[TieredSetup, TieredResult]",
+    unplanned: TieredResult | None,
+    stats: TraceStats | None,
+) -> Iterator[Section]:
+    """Replays of one trace through tiers.
 
-def write_tiered_report(path: Path, replayed: Sequence[TieredReplay]) -> None:
-    """Write the HTML report.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    Args:
+        trace: as it was replayed.
+        model: whose KV is stored.
+        done: at least one result; all setups have tiers of the same names and speeds.
+        unplanned: of the only setup, without the planner.
+        stats: the trace's statistics, for a page.
     """
-    write_file("--report", path, render_tiered_report(replayed))
-
-
-def write_plot(path: Path, replayed: TieredReplay) -> None:
-    """Write all charts of one replay to one file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_charts("--picture", path, CHARTS, replayed)
-
-
-def render_tiered_report(replayed: Sequence[TieredReplay], made: datetime | None = None) -> str:
-    """The HTML of the report."""
-    traces = [list(group) for _, group in groupby(replayed, lambda it: id(it.stats))]
-    return page_html(
-        "kvtier replay --tier",
-        f"{trace_names([it.stats for it in replayed])} through tiers",
-        paragraphs_html([INTRO]),
-        *(_trace_html(group, f"t{number}-") for number, group in enumerate(traces)),
-        made=made,
+    setup, is_one = next(iter(done)), len(done) == 1
+    speeds = [_inputs_table(setup)]
+    bytes_text = f"{setup.token_bytes:,.0f} bytes a token"
+    yield Section(
+        title=f"{trace.name}: {len(trace):,} requests, {model}, {bytes_text}",
+        texts=[INTRO, f"Whole blocks of {trace.block_tokens} tokens; write policy {setup.write_policy.value}."],
+        tables=[] if is_one else [_comparison_table(done), *speeds],
     )
+    for one, result in done.items():
+        yield Section(
+            title="" if is_one else f"eviction {one.evictor}, nodes {one.nodes}, router {one.router}",
+            texts=[_answer(one, result)],
+            charts=dict if stats is None else partial(_charts, one, result, stats),
+            tables=[
+                _tiers_table(result),
+                _ttft_table(result, unplanned),
+                _planning_table(result),
+                *(speeds if is_one else []),
+            ],
+            is_page_only=not is_one,
+        )
+    if stats is not None:
+        yield Section(
+            charts=lambda: {"intervals": intervals_chart(stats)},
+            notes=[*stats.warnings, *stats.notes],
+            tables=[stats_table(stats)],
+            is_page_only=True,
+        )
 
 
-def _trace_html(replayed: Sequence[TieredReplay], prefix: str) -> str:
-    parts: list[str] = []
-    if len(replayed) > 1:
-        parts.append(table_html(comparison_table({it.setup: it.result for it in replayed})))
-    for number, it in enumerate(replayed):
-        parts += [
-            section_html(
-                it.stats.name,
-                paragraphs_html([_circumstances(it)]),
-                tiles_html(_tiles(it.result)),
-                figures_html(CHARTS, it, f"{prefix}s{number}-"),
-            ),
-            table_html(ttft_table(it.result)),
-            table_html(tiers_table(it.result)),
-            table_html(planning_table(it.result)),
-            table_html(inputs_table(it.setup)),
-        ]
-    return "\n".join([*parts, trace_html(replayed[0].stats)])
-
-
-def _circumstances(replayed: TieredReplay) -> str:
-    setup, result = replayed.setup, replayed.result
+def _answer(setup: "TieredSetup", result: TieredResult) -> str:
     nodes = f"{result.nodes:,} nodes, router {setup.router}" if result.nodes > 1 else "One node"
     cut = "" if result.is_complete else " Interrupted: only the requests until then."
+    with_s, without_s = result.ttft.mean_s, result.ttft_without.mean_s
     return (
-        f"{nodes}, {result.servers} prompts at a time on each; {replayed.model}, {setup.token_bytes:,.0f} bytes a "
-        f"token; eviction {setup.evictor}, write policy {setup.write_policy.value}.{cut}"
+        f"{nodes}, {result.servers} prompts at a time on each, eviction {setup.evictor}: {result.hit_rate:.4f} of "
+        f"{result.requests:,} requests' input tokens loaded; mean time to first token {with_s:.3g} s, {without_s:.3g} "
+        f"s without tiers ({without_s / max(with_s, 1e-9):.2g}x).{cut}"
     )
 
 
-def _tiles(result: TieredResult) -> list[tuple[str, str]]:
-    without_s = result.ttft_without.mean_s
-    gain = without_s / max(result.ttft.mean_s, 1e-9)
-    lowest = result.tiers[-1]
-    rated = "" if lowest.rated_writes_per_day is None else f"; rated for {lowest.rated_writes_per_day:g}"
-    return [
-        (f"{result.hit_rate:.1%}", f"of {result.requests:,} requests' input tokens loaded"),
+def _comparison_table(results: "Mapping[TieredSetup, TieredResult]") -> Table:
+    """A row for each setup; all have tiers of the same names."""
+    names = [it.name for it in next(iter(results)).tiers]
+    rows = tuple(
         (
-            f"{result.ttft.mean_s:.3g} s",
-            f"mean time to first token; {result.ttft_without.mean_s:.3g} s without ({gain:.2g}x)",
-        ),
-        (f"{result.busy_share:.0%}", f"of the time prefill is busy; {result.busy_share_without:.0%} without"),
+            setup.evictor,
+            f"{setup.nodes:,}",
+            setup.router if setup.nodes > 1 else NONE,
+            f"{it.requests:,}",
+            f"{it.hit_rate:.4f}",
+            *(f"{tier.hit_rate:.4f}" for tier in it.tiers),
+            f"{it.ttft.mean_s:.3f}",
+            f"{it.ttft.p95_s:.3f}",
+            f"{it.ttft_without.mean_s:.3f}",
+            f"{it.planning.regret_s:,.1f} s",
+            f"{it.dropped_chunks:,}",
+            f"{it.tiers[-1].drive_writes_per_day:,.2f}",
+        )
+        for setup, it in results.items()
+    )
+    columns = (
+        *("policy", "nodes", "router", "requests", "hit rate", *names),
+        *("TTFT mean, s", "p95", "without", "regret", "chunks not stored", f"writes a day of {names[-1]}"),
+    )
+    note = "Rows with fewer requests than the trace were interrupted and are not comparable."
+    return Table(title="Comparison", columns=columns, rows=rows, numeric=len(columns) - 3, note=note)
+
+
+def inputs(setup: "TieredSetup") -> list[dict[str, str]]:
+    """The speeds and capacities of a replay, each with its source."""
+    prefill = setup.prefill
+    rows = [("prefill of one prompt", f"{prefill.tokens_per_s:,.0f} tokens/s", prefill.source)]
+    for number, tier in enumerate(setup.tiers):
+        reads, writes = _directions(is_host=not number)
+        figures = (
+            ("capacity_bytes", "capacity", binary(tier.capacity_bytes)),
+            ("read_bytes_per_s", reads, _rate(tier.read_bytes_per_s)),
+            ("write_bytes_per_s", writes, _rate(tier.write_bytes_per_s)),
+            ("latency_s", "latency", f"{tier.latency_s * 1e6:,.0f} us"),
+        )
+        rows += [(f"{tier.name}, {what}", value, tier.sources.get(field, "given")) for field, what, value in figures]
+        if tier.is_remote:
+            rows.append((f"{tier.name}, lookups", "remote: in rounds, each takes the latency", "--tier"))
+    return [{"what": what, "value": value, "source": source} for what, value, source in rows]
+
+
+def _inputs_table(setup: "TieredSetup") -> Table:
+    """A row for each input."""
+    rows = tuple(tuple(it.values()) for it in inputs(setup))
+    return Table(title="Inputs", columns=("", "value", "source"), rows=rows)
+
+
+def _tiers_table(result: TieredResult) -> Table:
+    """A row for each tier."""
+    rows = tuple(
         (
-            f"{lowest.drive_writes_per_day:,.2f}",
-            f"drive writes a day of {lowest.name}, {decimal(lowest.writes.total_bytes)} in the trace{rated}",
-        ),
-        (f"{result.planning.regret_s:,.1f} s", "regret of all plans together, against each request's best split"),
+            it.name,
+            binary(it.capacity_bytes),
+            f"{it.hit_rate:.4f}",
+            short_count(it.hit_tokens),
+            decimal(it.reads.total_bytes),
+            f"{_rate(it.reads.mean_bytes_per_s)} / {_rate(it.reads.peak_together_bytes_per_s)}",
+            f"{it.reads.used_share:.0%}",
+            f"{it.reads.mean_depth:.1f} / {it.reads.peak_depth}",
+            decimal(it.writes.total_bytes),
+            f"{_rate(it.writes.mean_bytes_per_s)} / {_rate(it.writes.peak_together_bytes_per_s)}",
+            f"{it.writes.used_share:.0%}",
+            f"{it.writes.mean_depth:.1f} / {it.writes.peak_depth}",
+            f"{it.drive_writes_per_day:,.2f}{_of_rated(it.rated_writes_per_day)}" if number else NONE,
+        )
+        for number, it in enumerate(result.tiers)
+    )
+    columns = (
+        *("tier", "capacity", "hit rate", "hit tokens", "read", "mean / peak", "used", "depth"),
+        *("written", "mean / peak", "used", "depth", "drive writes a day"),
+    )
+    note = (
+        "Host: read = to the engine, written = from the engine. Lower tiers: promotions and demotions. A tier of each "
+        "node is summed over nodes, except its capacity, depth and drive writes. Peak: busiest second. Used: share of "
+        "the bandwidth. Depth: active and queued transfers, mean and maximum."
+    )
+    return Table(title="Tiers", columns=columns, rows=rows, numeric=12, note=note)
+
+
+def _planning_table(result: TieredResult) -> Table:
+    """Decisions of the planner, and their regret."""
+    it = result.planning
+
+    def tokens(count: int) -> str:
+        return f"{short_count(count)} ({count / result.input_tokens:.1%} of the input)"
+
+    rows = (
+        ("requests with a hit", f"{it.requests:,}"),
+        ("loads, trials of a slow tier among them", f"{it.loads:,}, {it.trials:,}"),
+        ("loads that were cut", f"{it.cut_loads:,}"),
+        ("loads with chunks in transfer for another request", f"{result.convoys:,}"),
+        ("tokens loaded", tokens(it.loaded_tokens)),
+        ("tokens cached, but computing was expected to be faster", tokens(it.skipped_tokens)),
+        ("tokens planned and not delivered", tokens(it.cut_tokens)),
+        ("time of loads, expected and actual", f"{it.predicted_load_s:,.1f} s, {it.load_s:,.1f} s"),
+        ("time of the requests, everything computed", f"{it.recompute_s:,.1f} s"),
+        ("time of the requests", f"{it.taken_s:,.1f} s"),
+        ("time of the requests, best splits", f"{it.best_s:,.1f} s"),
+        ("regret, sum and maximum", f"{it.regret_s:,.2f} s, {it.regret_most_s:,.3f} s"),
+        ("chunks not stored", f"{result.dropped_chunks:,}"),
+        ("demotions dropped", f"{result.dropped_demotions:,}"),
+    )
+    note = (
+        "The time of a request is that of its load, or of the prompts before it if that is longer, and of computing "
+        "the rest. The best split is found by trying every one, with the true speeds and queues of the links, after "
+        "the loads that are running."
+    )
+    return Table(title="Load or compute", columns=("", "value"), rows=rows, numeric=1, note=note)
+
+
+def planner_warning(result: TieredResult, unplanned: TieredResult | None) -> str:
+    """A warning if requests are slower with the planner than without; else empty."""
+    if unplanned is None or result.ttft.mean_s <= PLANNER_SLACK * unplanned.ttft.mean_s:
+        return ""
+    return (
+        f"the planner loses here: mean time to first token {result.ttft.mean_s:.3f} s, and "
+        f"{unplanned.ttft.mean_s:.3f} s with --no-planner"
+    )
+
+
+def _ttft_table(result: TieredResult, unplanned: TieredResult | None = None) -> Table:
+    """Time to first token with and without tiers, and, given `unplanned`, without the planner."""
+
+    def row(name: str, it: TtftStats, busy: float) -> tuple[str, ...]:
+        return (name, *(f"{value:.3f}" for value in (it.mean_s, it.p50_s, it.p95_s, it.p99_s)), f"{busy:.0%}")
+
+    rows = [
+        row("without tiers", result.ttft_without, result.busy_share_without),
+        row("with tiers", result.ttft, result.busy_share),
     ]
+    if unplanned is not None:
+        rows.append(row("with tiers, no planner", unplanned.ttft, unplanned.busy_share))
+    columns = ("time to first token, s", "mean", "p50", "p95", "p99", "prefill busy")
+    return Table(title="Time to first token", columns=columns, rows=rows, numeric=5)
+
+
+def _directions(*, is_host: bool) -> tuple[str, str]:
+    """Names of a tier's links."""
+    return ("to the engine", "from the engine") if is_host else ("reads", "writes")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{decimal(bytes_per_s)}/s"
+
+
+def _of_rated(writes_per_day: float | None) -> str:
+    return "" if writes_per_day is None else f" of {writes_per_day:g} rated"
+
+
+def _charts(setup: "TieredSetup", result: TieredResult, stats: TraceStats) -> Charts:
+    over_time, trace = result.over_time, stats.over_time
+    hues = _hues([it.name for it in setup.tiers])
+    bins = (np.arange(len(trace.unique_tokens)) + 1) * trace.bin_s / _MINUTE_S
+    token_bytes, minutes = setup.token_bytes, Axis(label="minutes", least=0)
+    share = np.linspace(0, 1, QUANTILES + 1)
+    arms = (("everything computed", result.ttft_without, "alone"), ("with tiers", result.ttft, "tiered"))
+    ends = _minutes(over_time, at=1.0)
+    return {
+        "stack": Chart(
+            heading="Where prompts came from, over time",
+            marks=list(_stack(over_time, hues)),
+            x=minutes,
+            y=Axis(label="input tokens a second", least=0, text=short_count),
+            caption="By the arrival of the requests. Cached, but computed: computing was expected to be faster.",
+        ),
+        "ttft": Chart(
+            heading="Time to first token",
+            marks=[
+                Curve(
+                    x=np.maximum(it.quantiles_s, 1e-4), y=share, colour=colour,
+                    label=f"{name}: {it.p50_s:.3g} s median, {it.p99_s:.3g} s p99",
+                )
+                for name, it, colour in arms
+            ],
+            x=Axis(label="seconds to the first token", is_log=True),
+            y=Axis(label="share of requests within", least=0, most=1),
+            caption="The same requests on the same nodes, with tiers and with everything computed.",
+        ),
+        "demand": Chart(
+            heading="Bandwidth used on each link",
+            marks=[
+                replace(bandwidth, label=f"{bandwidth.label}: {_rate(it.mean_bytes_per_s)} mean, "
+                        f"{_rate(it.peak_together_bytes_per_s)} peak")
+                for it, bandwidth, _ in _links(result, hues)
+            ],
+            x=minutes,
+            y=Axis(label="bytes a second", least=0, text=decimal),
+            caption="All nodes together. A link that is always busy shows its own limit; give it more bandwidth to see "
+            "demand.",
+        ),
+        "depth": Chart(
+            heading="Queue depth",
+            marks=[depth for *_, depth in _links(result, hues)],
+            x=minutes,
+            y=Axis(label="active and queued transfers", least=0),
+            caption="Transfers on all links of a tier together, mean of each part of the time.",
+        ),
+        "working-set": Chart(
+            heading="Working set, and bytes held",
+            marks=[
+                Curve(
+                    x=bins, y=trace.unique_tokens * token_bytes, colour="soft", dash=":", label="distinct so far"
+                ),
+                Curve(
+                    x=bins, y=trace.used_tokens * token_bytes, colour="tiered", width=1.5,
+                    label=f"used within {trace.bin_s:,.0f} s",
+                ),
+                *(
+                    Curve(x=ends, y=it.held_bytes, colour=hues[name], label=f"held by {name}")
+                    for name, it in over_time.tiers.items()
+                ),
+            ],
+            x=minutes,
+            y=Axis(label="KV", least=0, text=decimal),
+            caption="Dotted: all blocks used so far.",
+        ),
+    }  # fmt: skip
 
 
 def _minutes(over_time: TieredSeries, *, at: float) -> list[float]:
     """The times of all parts: 0.5 is a part's middle, 1 its end."""
-    count = len(over_time.input_tokens_per_s)
-    return [(place + at) * over_time.part_s / _MINUTE_S for place in range(count)]
+    return [(place + at) * over_time.part_s / _MINUTE_S for place in range(len(over_time.input_tokens_per_s))]
 
 
-def _hues(replayed: TieredReplay, colours: Colours) -> dict[str, str]:
-    names = [it.name for it in replayed.setup.tiers]
+def _hues(names: Sequence[str]) -> dict[str, str]:
+    """The colour of each tier."""
     others = [name for name in names if name not in (HOST, "disk")]
-    picked = {name: _OTHERS[place % len(_OTHERS)] for place, name in enumerate(others)}
-    return {name: colours[picked.get(name, name)] for name in names}
+    return {name: _OTHERS[others.index(name) % len(_OTHERS)] if name in others else name for name in names}
 
 
-def _sources(replayed: TieredReplay) -> list[tuple[str, Sequence[float]]]:
-    """Name and tokens a second of each source of prompt tokens; computed tokens come last."""
-    over_time = replayed.result.over_time
-    parts: list[tuple[str, Sequence[float]]] = [(name, it.hit_tokens_per_s) for name, it in over_time.tiers.items()]
-    loaded = np.sum([it for _, it in parts], axis=0)
-    skipped = np.asarray(over_time.skipped_tokens_per_s)
-    computed = np.maximum(np.asarray(over_time.input_tokens_per_s) - loaded - skipped, 0.0)
-    return [*parts, ("cached, but computed", skipped.tolist()), ("computed", computed.tolist())]
+def _stack(over_time: TieredSeries, hues: Mapping[str, str]) -> Iterator[Curve]:
+    """Tokens a second of each source of prompt tokens, on top of each other; computed tokens come last."""
+    minutes = _minutes(over_time, at=0.5)
+    parts = [(name, hues[name], it.hit_tokens_per_s) for name, it in over_time.tiers.items()]
+    parts.append(("cached, but computed", "soft", over_time.skipped_tokens_per_s))
+    known = np.sum([values for *_, values in parts], axis=0)
+    parts.append(("computed", "line", np.maximum(np.asarray(over_time.input_tokens_per_s) - known, 0.0).tolist()))
+    below = np.zeros(len(minutes))
+    for label, colour, values in parts:
+        above = below + values
+        yield Curve(x=minutes, y=above, colour=colour, label=label, width=1.0, band=(below, above), band_alpha=1.0)
+        below = above
 
 
-def _source_colours(replayed: TieredReplay, colours: Colours) -> list[str]:
-    return [*_hues(replayed, colours).values(), colours["soft"], colours["line"]]
-
-
-def _draw_stack(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    sources = _sources(replayed)
-    minutes = _minutes(replayed.result.over_time, at=0.5)
-    names = [name for name, _ in sources]
-    values = [list(it) for _, it in sources]
-    axes.stackplot(minutes, values, labels=names, colors=_source_colours(replayed, colours), linewidth=0)
-    most = max(replayed.result.over_time.input_tokens_per_s)
-    axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.35 * most), xlim=(0, None))
-    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
-    axes.legend(loc="upper right", ncols=2)
-
-
-def _draw_total(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    part_s = replayed.result.over_time.part_s
-    sources = _sources(replayed)
-    tokens = [sum(it) * part_s for _, it in sources]
-    names = [name for name, _ in sources]
-    axes.barh(names, tokens, color=_source_colours(replayed, colours))
-    total = max(sum(tokens), 1.0)
-    for place, count in enumerate(tokens):
-        axes.annotate(
-            f"{count / total:.1%}",
-            (count, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            color=colours["ink"],
-        )
-    axes.invert_yaxis()
-    axes.set(xlabel="input tokens", xlim=(0, 1.15 * max(*tokens, 1.0)))
-    axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
-
-
-def _links(replayed: TieredReplay, colours: Colours) -> Iterator[tuple[str, LinkStats, Curves, dict[str, Any]]]:
-    """Name, statistics, (bytes a second, depth) and line style of each tier's links."""
-    for tier, colour in zip(replayed.result.tiers, _hues(replayed, colours).values(), strict=True):
-        it = replayed.result.over_time.tiers[tier.name]
-        reads, writes = directions(is_host=tier.name == HOST)
-        style = {"color": colour, "linewidth": 1.5}
-        yield f"{tier.name} {reads}", tier.reads, (it.read_bytes_per_s, it.read_depth), style
-        dashed = {**style, "linestyle": (0, (4, 2))}
-        yield f"{tier.name} {writes}", tier.writes, (it.written_bytes_per_s, it.write_depth), dashed
-
-
-def _draw_demand(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    minutes = _minutes(replayed.result.over_time, at=0.5)
-    for name, stats, (bytes_per_s, _), style in _links(replayed, colours):
-        mean, peak = decimal(stats.mean_bytes_per_s), decimal(stats.peak_together_bytes_per_s)
-        axes.plot(minutes, bytes_per_s, label=f"{name}: {mean}/s mean, {peak}/s peak", **style)
-    # Room for the legend above the curves.
-    axes.set(xlabel="minutes", ylabel="bytes a second", ylim=(0, None), xlim=(0, None))
-    axes.set_ylim(top=(1.2 + 0.16 * len(replayed.result.tiers)) * axes.dataLim.y1)
-    axes.yaxis.set_major_formatter(lambda value, _: decimal(value))
-    axes.legend(loc="upper right")
-
-
-def _draw_depth(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    minutes = _minutes(replayed.result.over_time, at=0.5)
-    for name, _, (_, depth), style in _links(replayed, colours):
-        axes.plot(minutes, depth, label=name, **style)
-    axes.set(xlabel="minutes", ylabel="active and queued transfers", ylim=(0, None), xlim=(0, None))
-    axes.set_ylim(top=1.3 * axes.get_ylim()[1])
-    axes.legend(loc="upper right", ncols=2)
-
-
-def _draw_working_set(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    over_time, trace = replayed.result.over_time, replayed.stats.over_time
-    token_bytes = replayed.setup.token_bytes
-    minutes = (np.arange(len(trace.unique_tokens)) + 1) * trace.bin_s / _MINUTE_S
-    axes.plot(minutes, trace.unique_tokens * token_bytes, color=colours["soft"], linestyle=":", label="distinct so far")
-    used = f"used within {trace.bin_s:,.0f} s"
-    axes.plot(minutes, trace.used_tokens * token_bytes, color=colours["tiered"], linewidth=1.5, label=used)
-    for (name, it), colour in zip(over_time.tiers.items(), _hues(replayed, colours).values(), strict=True):
-        axes.plot(_minutes(over_time, at=1.0), it.held_bytes, color=colour, label=f"held by {name}")
-    axes.set(xlabel="minutes", ylabel="KV", ylim=(0, None), xlim=(0, None))
-    axes.yaxis.set_major_formatter(lambda value, _: decimal(value))
-    axes.legend(loc="upper left")
-
-
-def _draw_ttft(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    result = replayed.result
-    share = np.linspace(0, 1, QUANTILES + 1)
-    for name, it, colour in (
-        ("everything computed", result.ttft_without, colours["alone"]),
-        ("with tiers", result.ttft, colours["tiered"]),
-    ):
-        label = f"{name}: {it.p50_s:.3g} s median, {it.p99_s:.3g} s p99"
-        axes.plot(np.maximum(it.quantiles_s, 1e-4), share, color=colour, label=label)
-    axes.set(xscale="log", xlabel="seconds to the first token", ylabel="share of requests within", ylim=(0, 1.2))
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.legend(loc="upper left")
-
-
-CHARTS: Charts[TieredReplay] = {
-    "stack": Chart(
-        "Where prompts came from, over time",
-        _draw_stack,
-        "By the arrival of the requests. Cached, but computed: computing was expected to be faster.",
-    ),
-    "total": Chart(
-        "Where prompts came from, in total",
-        _draw_total,
-        "Prompt tokens by the tier that held their KV; light: computed.",
-    ),
-    "ttft": Chart(
-        "Time to first token",
-        _draw_ttft,
-        "The same requests on the same nodes, with tiers and with everything computed.",
-    ),
-    "demand": Chart(
-        "Bandwidth used on each link",
-        _draw_demand,
-        "All nodes together. A link that is always busy shows its own limit; give it more bandwidth to see demand.",
-    ),
-    "depth": Chart(
-        "Queue depth", _draw_depth, "Transfers on all links of a tier together, mean of each part of the time."
-    ),
-    "working-set": Chart("Working set, and bytes held", _draw_working_set, "Dotted: all blocks used so far."),
-    "intervals": Chart("Reuse intervals", draw_intervals, INTERVALS_CAPTION),
-}
+def _links(result: TieredResult, hues: Mapping[str, str]) -> Iterator[tuple[LinkStats, Curve, Curve]]:
+    """Statistics, bytes a second and depth of each tier's links."""
+    minutes = _minutes(result.over_time, at=0.5)
+    for tier in result.tiers:
+        it = result.over_time.tiers[tier.name]
+        reads, writes = _directions(is_host=tier.name == HOST)
+        for stats, way, dash, rate, depth in (
+            (tier.reads, reads, "-", it.read_bytes_per_s, it.read_depth),
+            (tier.writes, writes, DASHED, it.written_bytes_per_s, it.write_depth),
+        ):
+            curve = Curve(x=minutes, y=rate, colour=hues[tier.name], dash=dash, width=1.5, label=f"{tier.name} {way}")
+            yield stats, curve, replace(curve, y=depth)

@@ -1,1 +1,1 @@
-"""Presentation of results: `format` (numbers), `table`, `chart`, `page` (HTML), `output` (JSON and files)."""
+"""Presentation of results: `report` (a command's result), `table`, `chart`, `format` (numbers), `output` (files)."""

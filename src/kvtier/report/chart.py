@@ -1,4 +1,4 @@
-"""Charts, drawn by matplotlib: as a file, or as SVG in a page with the page's colours.
+"""Charts as values, and how matplotlib draws them: as a file, or as SVG in a page with the page's colours.
 
 matplotlib is imported when a chart is drawn, not before; `report.output.check_matplotlib` says whether it is there.
 """
@@ -7,18 +7,21 @@ matplotlib is imported when a chart is drawn, not before; `report.output.check_m
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvtier.report.output import write_file
 from kvtier.report.page import LIGHT
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    Values = Sequence[float] | npt.NDArray[np.floating[Any] | np.integer[Any]]
 
 MARKED = {name: f"#0a0b{number:02x}" for number, name in enumerate(LIGHT)}
 """Placeholders that are replaced by the style sheet's variables once matplotlib has drawn."""
@@ -35,56 +38,189 @@ RC: Any = {
     "axes.titleweight": "bold",
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "lines.linewidth": 2.2,
 }
 SIZE_INCHES = (5.0, 3.7)
 """Of a chart in a page: on a phone its letters are still of nine pixels."""
 FILE_SIZE_INCHES = (6.2, 4.3)
+LEGEND_CHARACTERS = 60
+"""That fit beside each other in a legend, lines and gaps included."""
+LEGEND_ROW = 14
+"""Points of a row of a legend."""
+FEW_DECADES = 300.0
+"""Up to this ratio a logarithmic axis has labels at 1, 2 and 5 of each power of ten, above it only at the powers."""
+POINTS_MAX = 2000
+"""Of single points; more of them are pixels, which a page cannot hold."""
+DASHED = (0, (5, 3))
+Dash = str | tuple[float, tuple[float, ...]]
+"""matplotlib's line style; empty: no line."""
 Colours = Mapping[str, str]
 
-Subject = TypeVar("Subject")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A line through points, or the points alone. Colours are names of `report.page.COLOURS`."""
+
+    x: "Values"
+    y: "Values"
+    colour: str
+    label: str = ""
+    """In the legend; empty: not there."""
+    dash: Dash = "-"
+    marker: str = ""
+    """matplotlib's marker of each point."""
+    width: float = 2.2
+    alpha: float = 1.0
+    band: "tuple[Values, Values] | None" = None
+    """Lower and upper ends of an area around it."""
+    band_alpha: float = 0.15
+    is_step: bool = False
+    """Each value lasts until the next x."""
+    note: str = ""
+    """Beside the last point."""
+
+    def draw(self, axes: "Axes", colours: Colours) -> None:
+        """Draw the curve into `axes`."""
+        colour = colours[self.colour]
+        axes.plot(
+            self.x, self.y, color=colour, label=self.label or None, linestyle=self.dash, marker=self.marker,
+            markersize=4.5 if self.dash or self.note else 3, linewidth=self.width, alpha=self.alpha,
+            drawstyle="steps-post" if self.is_step else "default",
+            rasterized=not self.dash and len(self.x) > POINTS_MAX,
+        )  # fmt: skip
+        if self.band is not None:
+            step = "post" if self.is_step else None
+            axes.fill_between(self.x, *self.band, color=colour, alpha=self.band_alpha, linewidth=0, step=step)
+        if self.note:
+            axes.annotate(
+                self.note, (self.x[-1], self.y[-1]), xytext=(6, -16), textcoords="offset points",
+                color=colour, fontweight="bold",
+            )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Chart(Generic[Subject]):
-    """One chart of a subject such as a plan or a replay."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A line across the whole chart."""
+
+    at: float
+    label: str = ""
+    dash: Dash = DASHED
+    is_vertical: bool = False
+
+    def draw(self, axes: "Axes", colours: Colours) -> None:
+        """Draw the line into `axes`."""
+        draw = axes.axvline if self.is_vertical else axes.axhline
+        draw(self.at, color=colours["soft"], linewidth=1.2, linestyle=self.dash, label=self.label or None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Horizontal bars, the first on top, or a part of each of them."""
+
+    names: Sequence[str]
+    values: Sequence[float]
+    colours: Sequence[str]
+    """Of each bar."""
+    label: str = ""
+    """In the legend; empty: not there."""
+    left: Sequence[float] | None = None
+    """Where the parts begin."""
+    texts: Sequence[str] = ()
+    """At the end of each bar, and in the middle of each part."""
+    ends: tuple[Sequence[float], Sequence[float]] | None = None
+    """Lengths of a line below and above each value."""
+
+    def draw(self, axes: "Axes", colours: Colours) -> None:
+        """Draw the bars into `axes`."""
+        is_part = self.left is not None
+        drawn = axes.barh(
+            self.names, self.values, left=self.left or 0, color=[colours[it] for it in self.colours],
+            label=self.label or None, xerr=self.ends, ecolor=colours["ink"],
+        )  # fmt: skip
+        # White is read on every hue but the light one of lines.
+        ink = "#ffffff" if is_part and "line" not in self.colours else colours["ink"]
+        if self.texts:
+            place = "center" if is_part else "edge"
+            axes.bar_label(drawn, self.texts, label_type=place, padding=0 if is_part else 4, color=ink)
+        if not axes.yaxis_inverted():
+            axes.invert_yaxis()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis of a chart."""
+
+    label: str = ""
+    is_log: bool = False
+    least: float | None = None
+    most: float | None = None
+    text: Callable[[float], str] | None = None
+    """Text of a value; None: the number."""
+    ticks: Sequence[float] = ()
+    """The values that are named; empty: round ones."""
+
+    def set(self, axes: "Axes", name: str) -> None:
+        """Make the axis `name` ("x" or "y") of `axes` this one."""
+        from matplotlib.ticker import LogLocator
+
+        own = axes.xaxis if name == "x" else axes.yaxis
+        if self.is_log:
+            axes.set(**{f"{name}scale": "log"})
+        axes.set(**{f"{name}label": self.label, f"{name}lim": (self.least, self.most)})
+        if self.is_log:
+            low, high = own.get_view_interval()
+            own.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < FEW_DECADES * low else (1.0,)))
+        if self.ticks:
+            own.set_ticks(list(self.ticks))
+        if self.is_log or self.ticks:
+            own.minorticks_off()
+        if self.text is not None or self.is_log:
+            text = self.text or "{:,g}".format
+            own.set_major_formatter(lambda value, _: text(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """What one chart shows."""
 
     heading: str
-    draw: "Callable[[Axes, Subject, Colours], None]"
+    marks: Sequence[Curve | Rule | Bars]
+    x: Axis
+    y: Axis = Axis()
     caption: str = ""
     """Shown below it in a page."""
 
 
-Charts = Mapping[str, Chart[Subject]]
-"""Charts of one subject, by name."""
+Charts = Mapping[str, Chart]
+"""Charts by name."""
 
 
-def figures_html(charts: Charts[Subject], subject: Subject, prefix: str = "") -> str:
-    """All charts with headings and captions, as a part of a page.
+def stacked(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float]]], least: float = 0.06) -> list[Bars]:
+    """Bars of parts that lie end to end, each with its share of the bar.
 
     Args:
-        charts: what to draw.
-        subject: of what.
-        prefix: makes the ids unique in a page that shows several subjects.
+        names: of the bars.
+        parts: label, colour, and value for each bar.
+        least: smaller shares have no text.
     """
-    figures = "".join(
-        f"<figure><h3>{escape(chart.heading)}</h3>{svg(chart, subject, f'{prefix}{name}')}"
-        f"<figcaption>{escape(chart.caption)}</figcaption></figure>"
-        for name, chart in charts.items()
-    )
-    return f'<div class="pictures">{figures}</div>'
+    left = [0.0] * len(names)
+    bars: list[Bars] = []
+    whole = [max(sum(values), 1e-12) for values in zip(*(values for *_, values in parts), strict=True)]
+    for label, colour, values in parts:
+        shares = [value / total for value, total in zip(values, whole, strict=True)]
+        texts = [f"{share:.0%}" if share > least else "" for share in shares]
+        bars.append(Bars(names=names, values=shares, colours=[colour], label=label, left=left, texts=texts))
+        left = [begin + share for begin, share in zip(left, shares, strict=True)]
+    return bars
 
 
-def svg(chart: Chart[Subject], subject: Subject, name: str) -> str:
+def svg(chart: Chart, name: str) -> str:
     """The chart without heading as an SVG element; `name` makes its ids unique in the page."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(RC):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-        axes = figure.subplots()
-        chart.draw(axes, subject, MARKED)
-        _style(axes, MARKED)
+        _draw(figure.subplots(), chart, MARKED)
         text = _bytes(figure, "svg").decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(
@@ -96,23 +232,8 @@ def svg(chart: Chart[Subject], subject: Subject, name: str) -> str:
     return text
 
 
-def logarithmic_y(axes: "Axes") -> None:
-    """Make the vertical axis logarithmic, with labels at 1, 2 and 5 of each power of ten."""
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axes.minorticks_off()
-
-
 def write_charts(
-    option: str,
-    path: Path,
-    charts: Charts[Subject],
-    subject: Subject,
-    size_inches: tuple[float, float] = FILE_SIZE_INCHES,
-    columns: int = 2,
+    option: str, path: Path, charts: Charts, size_inches: tuple[float, float] = FILE_SIZE_INCHES, columns: int = 2
 ) -> None:
     """Write all charts to one file, beside each other, on a light ground; the suffix gives the format.
 
@@ -120,7 +241,6 @@ def write_charts(
         option: the command line's option, for error messages.
         path: the file.
         charts: what to draw.
-        subject: of what.
         size_inches: width and height of each chart; letters keep their size.
         columns: charts in a row.
 
@@ -138,9 +258,8 @@ def write_charts(
         )
         for number, chart in enumerate(charts.values(), 1):
             axes = figure.add_subplot(rows, columns, number)
-            chart.draw(axes, subject, LIGHT)
-            axes.set_title(chart.heading, pad=22)  # a legend fits between it and the axes
-            _style(axes, LIGHT)
+            legend_rows = _draw(axes, chart, LIGHT)
+            axes.set_title(chart.heading, pad=8 + LEGEND_ROW * legend_rows, color=LIGHT["ink"])
         write_file(option, path, _bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))
 
 
@@ -153,17 +272,26 @@ def _bytes(figure: "Figure", form: str, dpi: float = 72) -> bytes:
     return buffer.getvalue()
 
 
-def _style(axes: "Axes", colours: Colours) -> None:
-    """Set the colours of axes, grid and text."""
+def _draw(axes: "Axes", chart: Chart, colours: Colours) -> int:
+    """Draw a chart with its legend above it, where it hides no curve; returns the legend's rows."""
+    for mark in chart.marks:
+        mark.draw(axes, colours)
+    chart.x.set(axes, "x")
+    chart.y.set(axes, "y")
     axes.set_facecolor("none")
     axes.grid(visible=True, color=colours["line"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=colours["soft"], length=0)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(colours["line"])
-    axes.xaxis.label.set_color(colours["soft"])
-    axes.yaxis.label.set_color(colours["soft"])
-    axes.title.set_color(colours["ink"])
-    legend = axes.get_legend()
-    for text in legend.get_texts() if legend else ():
-        text.set_color(colours["ink"])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(colours["soft"])
+    labels = axes.get_legend_handles_labels()[1]
+    if not labels:
+        return 0
+    columns = max(1, LEGEND_CHARACTERS // (max(map(len, labels)) + 5))
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, handlelength=1.6, columnspacing=1.2,
+        labelcolor=colours["ink"],
+    )  # fmt: skip
+    return -(-len(labels) // columns)

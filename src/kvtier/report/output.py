@@ -75,24 +75,35 @@ def write_json(option: str, path: Path, result: object) -> None:
 
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:
-    """Write a file atomically: until it is complete, the path keeps its old content.
+    """Write a file atomically, see `replaced`; text is encoded as UTF-8.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with replaced(option, path) as draft, draft.open("xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replaced(option: str, path: Path) -> Generator[Path]:
+    """Yield the path of a draft, to be created with "x", that replaces `path` once it is complete.
 
     Args:
-        option: the command line's option, for the error message.
+        option: the command line's option, for the error message; may be empty.
         path: the file; a symbolic link is kept and its target replaced.
-        content: text is encoded as UTF-8.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     target = path.resolve()
+    # The name cannot be foreseen, and "x" follows no link that is planted under it.
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with draft.open("xb") as file:  # "x" follows no link that is planted under this name
-            file.write(content.encode() if isinstance(content, str) else content)
+        yield draft
         draft.replace(target)
     except OSError as error:
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: {error.strerror or error}") from error
+        message = f"{option} {str(path)!r} cannot be written: {error.strerror or error}"
+        raise ConfigError(message.lstrip()) from error
     finally:
         with suppress(OSError):
             draft.unlink()

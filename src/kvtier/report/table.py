@@ -1,5 +1,6 @@
 """A table of text, for the terminal and for HTML pages alike, and how it is printed."""
 
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 import click
 
-NOTE_WIDTH = 100
+TEXT_WIDTH = 100
+"""Of text on a wider terminal, and in a pipe."""
 _TEXT_LEAST = 12
 """Characters to which a column of text may be narrowed."""
 _WORD_MOST = 24
@@ -32,14 +34,31 @@ class Table:
         return range(len(self.columns) - self.numeric, len(self.columns))
 
 
+def print_text(text: str, indent: int = 0, *, bold: bool = False) -> None:
+    """Print a paragraph to stdout, nothing without text; `indent` is that of all lines but the first."""
+    if not text:
+        return
+    width = min(TEXT_WIDTH, shutil.get_terminal_size((TEXT_WIDTH, 24)).columns)
+    # In a pipe a long word, such as a path, stays whole.
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    wrapper.break_long_words = sys.stdout.isatty()
+    click.secho(wrapper.fill(text), bold=bold or None)
+
+
 def print_table(table: Table) -> None:
-    """Print to stdout: drawn to the width of a terminal; aligned and never cut in a pipe."""
-    if table.title:
-        click.secho(table.title, bold=True)
-    if sys.stdout.isatty():
+    """Print to stdout: drawn to the width of a terminal; aligned and never cut in a pipe.
+
+    Names with texts, a table of two columns without headings, are wrapped like text.
+    """
+    print_text(table.title, bold=True)
+    if not any(table.columns) and len(table.columns) == 2:
+        indent = max((len(name) for name, _ in table.rows), default=0) + 2
+        for name, text in table.rows:
+            print_text(f"{name:<{indent}}{text}", indent)
+    elif sys.stdout.isatty():
         _draw(table)
     else:
-        lines = [table.columns, *table.rows] if any(table.columns) else table.rows
+        lines = [table.columns, *table.rows]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         for line in lines:
             padded = (
@@ -47,8 +66,7 @@ def print_table(table: Table) -> None:
                 for place, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
             click.echo("  ".join(padded).rstrip())
-    if table.note:
-        click.echo(textwrap.fill(table.note, NOTE_WIDTH))
+    print_text(table.note)
 
 
 def _draw(table: Table) -> None:
@@ -59,7 +77,7 @@ def _draw(table: Table) -> None:
     from rich.text import Text
 
     console = Console()
-    drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_header=any(table.columns))
+    drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     for place, heading in enumerate(table.columns):
         drawn.add_column(heading, justify="right" if place in table.right else "left", overflow="fold")
     for row in table.rows:
@@ -72,7 +90,8 @@ def _draw(table: Table) -> None:
     if spare < 0 and len(table.columns) > 2:
         # Not even single words fit: print each row as lines of heading and value.
         for row in table.rows:
-            _draw(Table(("", ""), [pair for pair in zip(table.columns, row, strict=True) if pair[1]]))
+            print_table(Table(("", ""), [pair for pair in zip(table.columns, row, strict=True) if pair[1]]))
+            click.echo()
         return
     for _ in range(min(spare, sum(natural) - sum(widths))):
         widths[max(range(len(widths)), key=lambda place: natural[place] - widths[place])] += 1

@@ -2,14 +2,13 @@
 
 import gzip
 import json
-import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from kvtier.errors import ConfigError
+from kvtier.report.output import replaced
 from kvtier.trace.arrays import NEXT_TURNS, Column, TraceArrays
 
 COARSE_MAX_S = 86_400.0
@@ -44,18 +43,10 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    target = path.resolve()  # keeps a symbolic link, and replaces its target
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    try:
+    with replaced("", path) as draft:
         is_gzip = path.suffix == ".gz"
         with gzip.open(draft, "xt", 6, encoding="utf-8") if is_gzip else draft.open("x", encoding="utf-8") as stream:
             stream.writelines(lines)
-        draft.replace(target)
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def request_lines(trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -> Iterator[dict[str, object]]:

@@ -2,19 +2,28 @@
 
 import json
 import re
-from collections import defaultdict
 from dataclasses import asdict, replace
 
 import pytest
-from tests import browser
 from tests.serve_runs import write_run
 from tests.unit.report.test_report import check_page
 
 from kvtier.bench.serve.answer import ServeRecord, answer, headline, p50_ms
 from kvtier.bench.serve.regret import join_runs
-from kvtier.bench.serve.report import charts_of, render_report, write_picture, write_report
+from kvtier.bench.serve.report import (
+    answer_charts,
+    arms_table,
+    conditions,
+    cost_table,
+    notes,
+    place_charts,
+    runs_table,
+    series_charts,
+    serve_report,
+    work_table,
+    write_picture,
+)
 from kvtier.bench.serve.results import Prices, arm_result, serve_record
-from kvtier.bench.serve.tables import arms_table, conditions, cost_table, notes, runs_table, work_table
 
 CONDITIONS = {
     "model": "random weights",
@@ -51,6 +60,21 @@ def loaded(tmp_path_factory):
     )
 
 
+def only(served, when):
+    """The record with some of its runs."""
+    return replace(served, results=[it for it in served.results if when(it)])
+
+
+def changed(served, when, **fields):
+    """The record with other figures in some of its runs."""
+    return replace(served, results=[replace(it, **fields) if when(it) else it for it in served.results])
+
+
+def with_p50(served, name, ms, **other):
+    """The record with the same median in all runs of one arm."""
+    return changed(served, lambda it: it.name == name, ttft_ms={"p50": ms, "p95": ms}, **other)
+
+
 def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
     served = ServeRecord.of(swept)
     assert served.top == ((), 0.1)
@@ -58,27 +82,20 @@ def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):
     text = answer(served)
     assert f"against {theirs.median:.3g} ms without ({theirs.median / ours.median:.2g} times as fast; " in text
     assert "over the runs, n = 48 in 2 runs each, load average 0.5 to 1.5)" in text
-    assert "native (memcpy stand-in)" in text
     assert "With a throttled drive kvtier is faster at R = 0.1 and 1 and is slower at R = 20 (n = 48 or more)." in text
     heading = f"With kvtier the first token comes {theirs.median / ours.median:.2g} times as fast as without ("
     assert headline(served).startswith(heading)
-
-
-def test_a_faster_arm_is_in_the_heading(swept):
-    served = ServeRecord.of(swept)
-    faster = [
-        replace(it, ttft_ms={"p50": it.ttft_ms["p50"] / 3, "p95": None}) if it.name == "native" else it
-        for it in served.results
-    ]
-    assert ", with native (memcpy stand-in) " in headline(replace(served, results=faster))
+    faster = with_p50(served, "native", ours.median / 3)
+    assert ", with native (memcpy stand-in) " in headline(faster)
+    without = with_p50(with_p50(only(served, lambda it: it.name != "none"), "native", 1000), "kvtier", 500)
+    assert "2 times as fast as with native (memcpy stand-in) (" in headline(without)
 
 
 def test_without_two_arms_nothing_is_compared(swept):
     served = ServeRecord.of(swept)
-    alone = replace(served, results=[it for it in served.results if it.name == "kvtier"])
+    alone = only(served, lambda it: it.name == "kvtier")
     assert answer(alone) == "One arm only: there is nothing to compare with."
-    broken = [replace(it, status="failed", error="server ended") for it in served.results if it.name == "kvtier"]
-    failed = replace(served, results=broken + [it for it in served.results if it.name == "none"])
+    failed = changed(served, lambda it: it.name == "kvtier", status="failed", error="server ended")
     assert "No complete runs of both" in answer(failed)
     assert any("kvtier (repetition 1, R = 0.1) failed: server ended" in note for note in notes(failed))
 
@@ -86,12 +103,10 @@ def test_without_two_arms_nothing_is_compared(swept):
 def test_tables_have_every_arm_and_its_spread(swept):
     served = ServeRecord.of(swept)
     assert [row[0] for row in arms_table(served).rows] == ["none", *["native", "kvtier"] * 3]
-    assert len(work_table(served).rows) == 7
-    assert len(runs_table(served).rows) == 14
-    rows = cost_table(replace(served, prices=Prices(machine_hour=3.0, kwh=0.25)))
-    assert "3 for an hour of the machine, 0.25 for a kWh" in rows.note
-    assert "processor" in rows.note
-    assert "-" not in [cell for row in rows.rows for cell in row]
+    assert (len(work_table(served).rows), len(runs_table(served).rows)) == (7, 14)
+    priced = cost_table(replace(served, prices=Prices(machine_hour=3.0, kwh=0.25)))
+    assert "3 for an hour of the machine, 0.25 for a kWh. Energy: processor" in priced.note
+    assert "-" not in [cell for row in priced.rows for cell in row]
     assert {row[1] for row in cost_table(served).rows} == {"-"}
 
 
@@ -103,49 +118,30 @@ def test_notes_say_what_was_left_out(swept):
     assert re.findall(r"\b([2345]) ", said) == ["2", "3", "4", "5"]
 
 
-def test_the_page_is_self_contained_and_a_browser_draws_it(swept, tmp_path):
+def test_the_page_is_self_contained_and_has_every_part(swept):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "report.html"
-    write_report(path, swept, Prices(machine_hour=3.0))
-    page = path.read_text()
+    page = serve_report(ServeRecord.of(swept, Prices(machine_hour=3.0))).html()
     check_page(page)
-    for heading in (
-        *(
-            "Time to first token against the drive",
-            "Hits by turn",
-            "Prompt tokens by place",
-            "Queue depth of the drive",
-        ),
-        *("Speed", "Cost and energy of a million tokens", "Conditions", "Definitions", "All runs"),
-    ):
-        assert heading in page
-    assert "Regret of a request" in page
-    assert browser.overflow(path, width=360) == 0
+    assert len(page) < 2_000_000
+    parts = (
+        *("Time to first token against the drive", "Speed", "Hits by turn", "Prompt tokens by place"),
+        *("Queue depth of the drive", "Cost and energy of a million tokens", "All runs", "Regret of a request"),
+    )
+    assert [it for it in parts if it not in page] == []
 
 
 def test_the_charts_follow_what_was_varied(swept, loaded, tmp_path):
     pytest.importorskip("matplotlib")
-    assert {"ttft", "tokens", "places", "turns", "reads", "depth"} <= set(charts_of(ServeRecord.of(swept)))
-    assert charts_of(ServeRecord.of(swept))["ttft"].heading.endswith("the drive's speed")
-    assert charts_of(ServeRecord.of(loaded))["ttft"].heading.endswith("load")
-    assert "watts" in charts_of(ServeRecord.of(swept))
-    assert "watts" not in charts_of(ServeRecord.of(loaded))
-    check_page(render_report(loaded))
+    by_ratio, by_load = ServeRecord.of(swept), ServeRecord.of(loaded)
+    assert list(place_charts(by_ratio)) == ["places", "turns", "turns-ttft"]
+    assert {"reads", "depth", "watts"} <= set(series_charts(by_ratio))
+    assert "watts" not in series_charts(by_load)
+    assert answer_charts(by_ratio)["ttft"].heading.endswith("the drive's speed")
+    assert answer_charts(by_load)["ttft"].heading.endswith("load")
     write_picture(tmp_path / "picture.svg", loaded)
     assert "requests/s asked for" in (tmp_path / "picture.svg").read_text()
-    one = ServeRecord.of(loaded)
-    one = replace(one, results=[it for it in one.results if it.load["requests_per_s"] == 2])
-    assert charts_of(one)["ttft"].heading == "Time to first token"
-
-
-def with_p50(served, name, ms, **other):
-    """The record with the same median in all runs of one arm."""
-    return replace(
-        served,
-        results=[
-            replace(it, ttft_ms={"p50": ms, "p95": ms}, **other) if it.name == name else it for it in served.results
-        ],
-    )
+    one = only(by_load, lambda it: it.load["requests_per_s"] == 2)
+    assert answer_charts(one)["ttft"].heading == "Time to first token"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +193,6 @@ def test_the_conditions_name_the_rate_that_ran(loaded):
     served = replace(ServeRecord.of(loaded), conditions=changed)
     found = dict(conditions(served))
     assert found["workload"] == "sizes users 4, seconds 30"
-    assert "memcpy" in found["arms"]
     assert "cores" in found["machine"]
     ran = {it.load["requests_per_s"]: f"{it.requests_per_s:.3g}" for it in served.results if it.name == "kvtier"}
     assert found["requests a second"].startswith("1 asked for, ran at without ")
@@ -221,13 +216,6 @@ def test_goodput_is_of_requests_within_the_limit(tmp_path):
     assert "within 0.1 s" in table.note
 
 
-def test_the_heading_names_what_it_compares_with(swept):
-    served = ServeRecord.of(swept)
-    served = replace(served, results=[it for it in served.results if it.name != "none"])
-    served = with_p50(with_p50(served, "native", 1000), "kvtier", 500)
-    assert "2 times as fast as with native (memcpy stand-in) (" in headline(served)
-
-
 def test_a_sweep_tells_noise_from_a_difference(swept):
     served = with_p50(with_p50(ServeRecord.of(swept), "none", 1000), "kvtier", 999)
     assert "kvtier is as fast at R = 0.1, 1 and 20 (" in answer(served)
@@ -241,17 +229,13 @@ def test_a_sweep_tells_noise_from_a_difference(swept):
 
 
 def test_the_answer_is_at_a_point_that_both_arms_were_measured_at(swept, loaded):
-    served = ServeRecord.of(swept)
-    failed = [replace(it, status="failed") if it.tier_ratio == 0.1 else it for it in served.results]
-    assert replace(served, results=failed).top == ((), 1.0)
-    assert answer(replace(served, results=failed)).startswith("At R = 1, with kvtier the median")
+    failed = changed(ServeRecord.of(swept), lambda it: it.tier_ratio == 0.1, status="failed")
+    assert failed.top == ((), 1.0)
+    assert answer(failed).startswith("At R = 1, with kvtier the median")
     served = ServeRecord.of(loaded)
     assert answer(served).startswith("At 2 requests/s, with kvtier the median")
-    failed = [
-        replace(it, status="failed") if (it.name, it.load["requests_per_s"]) == ("none", 2) else it
-        for it in served.results
-    ]
-    assert answer(replace(served, results=failed)).startswith("At 1 requests/s, with kvtier the median")
+    failed = changed(served, lambda it: (it.name, it.load["requests_per_s"]) == ("none", 2), status="failed")
+    assert answer(failed).startswith("At 1 requests/s, with kvtier the median")
 
 
 def test_failed_requests_are_beside_the_answer(loaded):
@@ -267,23 +251,6 @@ def test_failed_requests_are_beside_the_answer(loaded):
     assert any("no request ended well" in note for note in notes(replace(served, results=[nothing])))
 
 
-def test_names_from_outside_are_text_in_the_page(loaded):
-    evil = "<script>alert(1)</script>"
-    loaded = json.loads(json.dumps(loaded).replace('"none"', json.dumps(evil)).replace("random weights", evil))
-    loaded["results"]["arms"][0] |= {"status": "failed", "error": evil}
-    page = render_report(loaded)
-    assert evil not in page
-    assert page.count("&lt;script&gt;alert(1)") > 3
-    assert len(page) < 2_000_000
-
-
-def drawn(served, chart):
-    """The axes of a chart."""
-    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    charts_of(served)[chart].draw(axes, served, defaultdict(lambda: "#123456"))
-    return axes
-
-
 def test_turns_have_the_median_of_an_even_number_of_runs(swept):
     served = ServeRecord.of(swept)
     results = [
@@ -292,19 +259,19 @@ def test_turns_have_the_median_of_an_even_number_of_runs(swept):
         )
         for it in served.results
     ]
-    axes = drawn(replace(served, results=results), "turns-ttft")
-    assert {value for line in axes.get_lines() for value in line.get_ydata()} == {200.0}
+    curves = place_charts(replace(served, results=results))["turns-ttft"].marks
+    assert {value for curve in curves for value in curve.y} == {200.0}
 
 
-@pytest.mark.parametrize(("plain_ms", "scale"), [(900.0, "linear"), (1100.0, "log")])
-def test_times_that_differ_more_than_tenfold_are_on_a_logarithmic_axis(loaded, plain_ms, scale):
+@pytest.mark.parametrize(("plain_ms", "is_log"), [(900.0, False), (1100.0, True)])
+def test_times_that_differ_more_than_tenfold_are_on_a_logarithmic_axis(loaded, plain_ms, is_log):
     served = with_p50(with_p50(ServeRecord.of(loaded), "none", plain_ms), "kvtier", 100.0)
-    assert drawn(served, "ttft").get_yscale() == scale
+    assert answer_charts(served)["ttft"].y.is_log == is_log
 
 
 def test_the_points_of_a_line_are_in_the_order_of_the_load(loaded):
     served = ServeRecord.of(loaded)
     run = next(it for it in served.results if it.name == "kvtier")
     results = [replace(run, load={"requests_per_s": rate}) for rate in (8, 1, 6, 2, 5, 3, 7)]
-    axes = drawn(replace(served, results=results), "ttft")
-    assert [line.get_xdata().tolist() for line in axes.get_lines()] == [[1, 2, 3, 5, 6, 7, 8]]
+    curves = answer_charts(replace(served, results=results))["ttft"].marks
+    assert [curve.x for curve in curves] == [[1, 2, 3, 5, 6, 7, 8]]

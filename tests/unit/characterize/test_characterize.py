@@ -12,10 +12,9 @@ from kvtier.characterize.calls import joined
 from kvtier.characterize.events import REQUEST, IoKind, IoLayer, IoTrace, by_time, kinds_of, rows_of, transfers
 from kvtier.characterize.measures import is_sequential, measure
 from kvtier.characterize.pairing import covering, pair
-from kvtier.characterize.report import render_report
+from kvtier.characterize.report import io_report, notes
 from kvtier.characterize.ring_buffer import PAGE_BYTES, PageEvents, event_format
 from kvtier.characterize.steps import Steps
-from kvtier.characterize.tables import notes, tables
 from kvtier.errors import BadCallError
 
 MIB = 1 << 20
@@ -162,8 +161,9 @@ def test_a_request_without_completion_is_said_and_left_out():
 def test_no_requests_are_an_answer_too():
     it = measure(trace(np.zeros(0, REQUEST), chosen=frozenset({7})))
     assert (it.requests, it.read_share_bytes, it.sequential_share) == (0, None, {"device": None, "per_process": None})
-    assert next(tables(it)).title.startswith("No request")
-    check_page(render_report(trace(np.zeros(0, REQUEST)), it))
+    shown = io_report(trace(np.zeros(0, REQUEST)), it)
+    assert shown.answer.startswith("No request")
+    check_page(shown.html())
 
 
 def test_rows_of_another_type_are_refused():
@@ -189,7 +189,7 @@ def test_json_has_the_keys_of_the_contract_and_the_report_is_whole():
     assert {"mean", "peak"} <= set(made["queue_depth"]) & set(made["gb_per_s"])
     assert "submitted" in made["queue_depth"]
     assert {"p50", "p99"} <= set(made["latency_us"])
-    page = render_report(seen, it)
+    page = io_report(seen, it).html()
     check_page(page)
     assert page.count("<svg") == 6
     assert "3 events were lost" in page

@@ -7,12 +7,13 @@ import pytest
 from tests.unit.plan.plans import planned
 
 from kvtier.errors import ConfigError
+from kvtier.plan.answer import circumstances, conclusion, verdict
 from kvtier.plan.plan import make_plan, to_json
 from kvtier.plan.queueing import decode_token_s, operate
 from kvtier.plan.read_inputs import load
+from kvtier.plan.report import tables
 from kvtier.plan.resolve import resolve
 from kvtier.plan.settings import settings_toml
-from kvtier.plan.tables import circumstances, conclusion, tables, verdict
 
 USABLE = 0.92, 3_758_096_384
 """Share of GPU memory that the engine takes, and what activations and libraries take of it."""

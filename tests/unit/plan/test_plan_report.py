@@ -8,13 +8,11 @@ from tests.unit.report.test_report import check_page
 from kvtier.plan.plan import make_plan
 from kvtier.plan.read_inputs import load
 from kvtier.plan.report import (
-    charts,
     cost_curves,
     crossing,
-    render_report,
+    plan_report,
     single_prompt_curves,
     ttft_curves,
-    write_plot,
 )
 
 pytest.importorskip("matplotlib")
@@ -26,9 +24,9 @@ def plan():
 
 
 def test_the_page_begins_with_the_finding_and_repeats_no_sentence(plan):
-    page = render_report(plan)
+    page = plan_report(plan).html()
     check_page(page)
-    assert page.count("<svg") == len(charts(plan)) == 4
+    assert page.count("<svg") == 4
     for text in ("llama-3.1-8b on 8 x h100-nvl", "traffic.history_tokens", "[[tiers]]"):
         assert text in page
     assert "<h1>Tiers serve 252 users within 1 s on average to the first token (95 % within " in page
@@ -37,12 +35,6 @@ def test_the_page_begins_with_the_finding_and_repeats_no_sentence(plan):
     texts = [it for it in re.findall(r">([^<]{40,})<", page.partition("Assumptions")[0]) if "{stroke" not in it]
     assert len(texts) > 20
     assert sorted(texts) == sorted(set(texts))
-
-
-def test_the_same_plan_draws_the_same_file(plan, tmp_path):
-    for name in ("a.svg", "b.svg"):
-        write_plot(tmp_path / name, plan)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_the_curves_meet_the_limit_where_the_plan_says(plan):
@@ -63,9 +55,8 @@ def test_computing_and_fetching_cross_where_they_are_equal():
     }
     plan = make_plan(load(options=values), with_sensitivities=False)
     computed, *fetched = single_prompt_curves(plan)
-    network = next(it for it in fetched if it.kind == "shared")
-    at = crossing(computed, network)
-    place = network.x.index(at)
+    network = next(it for it in fetched if it.colour == "shared")
+    place = crossing(computed, network)
     assert network.y[place] < computed.y[place]
     assert network.y[place - 1] >= computed.y[place - 1]
     assert crossing(computed, computed) is None

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,8 +73,9 @@ def test_what_it_will_do_is_said_before_and_people_get_a_table(tmp_path, capsys)
     out, err = capsys.readouterr()
     assert f"temporary stores, removed at the end (directory: in {tmp_path}" in err
     assert "measures in at most about" in err
-    assert out.splitlines()[1].split() == ["link", "op", "size", "depth", "GB/s", "p50", "p99"]
-    assert "not measured: gpu" in out
+    assert out.startswith("At its best: ")
+    assert ["link", "op", "size", "depth", "GB/s", "p50", "p99"] in [line.split() for line in out.splitlines()]
+    assert re.search(r"^not measured +gpu", out, re.MULTILINE)
 
 
 def test_without_a_tier_only_the_machine_is_measured(capsys, monkeypatch, tmp_path):

@@ -317,29 +317,18 @@ def test_partial_results_are_returned_and_not_kept(jobs, tmp_path):
 
 def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "report.html"
-    tiers = (
-        "--tier",
-        "host=1GiB",
-        "--tier",
-        "disk=1xpm1753",
-        "--tier",
-        "shared_directory=1TiB",
-        "--nodes",
-        "2",
-        "--block",
-        "512",
-    )
+    path, picture = tmp_path / "report.html", tmp_path / "charts.png"
     trace = str(MINISWE)
-    picture = tmp_path / "charts.png"
-    arguments = ["replay", trace, *tiers, "--block", "512", "--model", "qwen3-0.6b", "--report", str(path)]
-    assert run([*arguments, "--picture", str(picture)]) == 0
+    tiers = "--tier host=1GiB --tier disk=1xpm1753 --tier shared_directory=1TiB --nodes 2"
+    options = "--block 512 --model qwen3-0.6b"
+    assert (
+        run(["replay", trace, *tiers.split(), *options.split(), "--report", str(path), "--picture", str(picture)]) == 0
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     page = path.read_text()
     check_page(page)
-    assert page.count("<svg") == page.count("<figure>") == 7
-    out = capsys.readouterr().out
-    regret = re.search(r"regret, sum and maximum +([0-9.]+ s)", out)[1]
+    assert page.count("<svg") == page.count("<figure>") == 6
+    regret = re.search(r"regret, sum and maximum +([0-9.]+ s)", capsys.readouterr().out)[1]
     assert regret in page
 
 
@@ -348,7 +337,7 @@ def test_the_report_of_several_setups(several, tmp_path):
     path = tmp_path / "report.html"
     assert run([*several[:-4], "--jobs", "1", "--report", str(path), "--json"]) == 0
     page = path.read_text()
-    assert page.count("<svg") == page.count("<figure>") == 2 * 7
+    assert page.count("<svg") == page.count("<figure>") == 2 * 5 + 1
     check_page(page)
     assert page.index("eviction lru") < page.index("eviction fifo")
     assert page.count("first turns") == 1

@@ -10,9 +10,9 @@ from kvtier.errors import ConfigError
 from kvtier.plan.hardware import catalogue
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import TierSpec
-from kvtier.replay.tables import inputs
 from kvtier.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, prefill_of
 from kvtier.replay.tiered import TieredSetup
+from kvtier.replay.tiered_report import inputs
 
 TRACE = Path(__file__).parents[2] / "golden" / "traces" / "lmcache_miniswe_b64.jsonl.gz"
 DRIVE = catalogue()["drive"]["pm1753"].values

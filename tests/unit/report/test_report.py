@@ -1,8 +1,9 @@
 """The report kit: pages are self-contained and escape hostile text, files are replaced whole, figures keep units."""
 
 import json
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from html.parser import HTMLParser
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 from tests import browser
 
+from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.report import page
+from kvtier.report.chart import Axis, Chart, Curve, Rule, stacked
 from kvtier.report.format import (
     binary,
     both,
@@ -25,8 +28,9 @@ from kvtier.report.format import (
     short_count,
     time_text,
 )
-from kvtier.report.output import check_chart, write_file, write_json
-from kvtier.report.table import Table
+from kvtier.report.output import write_file, write_json
+from kvtier.report.report import Report, Section
+from kvtier.report.table import Table, print_text
 
 WHEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 VOID = {"meta", "br", "link", "img", "path", "use", "rect"}
@@ -68,66 +72,98 @@ def check_page(text: str) -> None:
     assert len(ids) == len(set(ids))
 
 
+def squares(**given):
+    return Chart(heading="Squares", marks=[Curve(x=[1, 2, 3], y=[1, 4, 9], colour="host", **given)], x=Axis(label="n"))
+
+
+def page_of(**section):
+    return Report(command="c", answer="h", sections=[Section(**section)]).html(WHEN)
+
+
 def test_every_part_of_a_page_escapes_its_text():
-    text = page.page_html(
-        HOSTILE,
-        HOSTILE,
-        page.section_html(HOSTILE, page.list_html([HOSTILE]), page.paragraphs_html([HOSTILE], "bad")),
-        page.definitions_html([(HOSTILE, HOSTILE)]),
-        page.tiles_html([(HOSTILE, HOSTILE)]),
-        page.table_html(Table((HOSTILE,), [(HOSTILE,)], title=HOSTILE, note=HOSTILE)),
-        remark=HOSTILE,
-        made=WHEN,
-    )
+    pytest.importorskip("matplotlib")
+    chart = replace(squares(label=HOSTILE, note=HOSTILE), heading=HOSTILE, caption=HOSTILE)
+    section = Section(
+        title=HOSTILE, texts=[HOSTILE], problems=[HOSTILE], charts=lambda: {"a": chart},
+        notes=[HOSTILE], tables=[Table((HOSTILE,), [(HOSTILE,)], title=HOSTILE, note=HOSTILE)], code=HOSTILE,
+    )  # fmt: skip
+    text = Report(command=HOSTILE, answer=HOSTILE, sections=[section], remark=HOSTILE).html(WHEN)
     check_page(text)
     assert "script>" not in text
-    assert text.count("&lt;script&gt;alert") == 16
+    assert text.count("&lt;script&gt;alert") == 18
 
 
 def test_charts_take_the_colours_of_the_page():
     pytest.importorskip("matplotlib")
-    from kvtier.report.chart import Chart, figures_html
-
-    def draw(axes, values, colours):
-        for colour in colours:
-            axes.plot(values, color=colours[colour])
-
-    text = page.page_html("c", "h", figures_html({"a": Chart(HOSTILE, draw, HOSTILE), "b": Chart("B", draw)}, [1, 2]))
+    curves = [Curve(x=[1, 2], y=[1, 2], colour=colour) for colour in page.COLOURS]
+    charts = {"a": replace(squares(), marks=[*curves, Rule(at=1)]), "b": squares()}
+    text = page_of(charts=lambda: charts)
     check_page(text)
     assert set(re.findall(r"var\(--(\w+)\)", text.partition("<main>")[2])) == set(page.COLOURS)
     assert "#0a0b" not in text
 
 
+def test_a_terminal_has_the_answer_first_and_all_but_charts(capsys):
+    section = Section(
+        title="title", texts=["text"], problems=["problem"], charts=lambda: 1 / 0,
+        notes=["note " * 40], tables=[Table(("", ""), [("name", "words " * 40)]), Table(("n",), [("1",)])], code="code",
+    )  # fmt: skip
+    Report(command="c", answer="answer", sections=[section, replace(section, is_page_only=True)]).print()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    begins = [line.split()[0] for line in lines if line and not line.startswith(" ")]
+    assert begins == ["answer", "title", "text", "warning:", "-", "name", "n", "1", "code"]
+    print_text(f"in {'/long' * 40}")
+    assert "/long" * 40 in capsys.readouterr().out  # a path is whole in a pipe
+
+
 def test_a_browser_draws_a_page_within_the_width_of_a_phone(tmp_path):
     pytest.importorskip("matplotlib")
-    from kvtier.report.chart import Chart, figures_html
-
-    chart = Chart("Squares", lambda axes, values, colours: axes.plot(values, color=colours["host"]))
     wide = Table([f"column {number}" for number in range(30)], [["cell"] * 30])
+    facts = Table(("", ""), [("name", "/a/path/that/is/long" * 20)])
     path = tmp_path / "page.html"
-    path.write_text(page.page_html("c", "h", figures_html({"a": chart}, [1, 4, 9]), page.table_html(wide)))
+    path.write_text(page_of(charts=lambda: {"a": squares()}, tables=[wide, facts]))
     assert "Squares" in browser.rendered(path)
     assert browser.overflow(path, width=360) == 0
     path.write_text(path.read_text().replace("overflow-x:auto", ""))
     assert browser.overflow(path, width=360) > 0  # the control: what is wider than its window is noticed
 
 
+def test_an_axis_is_what_its_chart_says():
+    figure = pytest.importorskip("matplotlib.figure")
+    axes = figure.Figure().subplots()
+    Axis(label="n", is_log=True, least=1, most=1e6, text=binary, ticks=[1024, 2048]).set(axes, "x")
+    Axis(label="m", least=0).set(axes, "y")
+    assert (axes.get_xscale(), axes.get_xlabel(), axes.get_xlim()) == ("log", "n", (1, 1e6))
+    assert axes.xaxis.get_major_formatter()(2048) == "2 KiB"
+    assert list(axes.get_xticks()) == [1024, 2048]
+    assert (axes.get_yscale(), axes.get_ylim()[0]) == ("linear", 0)
+
+
+def test_stacked_parts_are_shares_that_fill_the_bar():
+    bars = stacked(["a", "b"], [("x", "host", [1, 0]), ("y", "disk", [3, 5])])
+    assert [(it.label, it.left, it.values, it.texts) for it in bars] == [
+        ("x", [0, 0], [0.25, 0], ["25%", ""]),
+        ("y", [0.25, 0], [0.75, 1], ["75%", "100%"]),
+    ]
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_a_chart_file_is_the_same_from_run_to_run(tmp_path, suffix):
     pytest.importorskip("matplotlib")
-    from kvtier.report.chart import Chart, write_charts
-
-    charts = {"a": Chart("A", lambda axes, values, colours: axes.plot(values, color=colours["host"]))}
     for name in ("one", "two"):
-        write_charts("--picture", tmp_path / f"{name}{suffix}", charts, [1, 2])
+        section = Section(charts=lambda: {"a": squares(), "b": squares(dash="", marker="o")})
+        paths = Report(command="c", answer="h", sections=[section]).write(None, tmp_path / f"{name}{suffix}")
     first, second = sorted(tmp_path.iterdir())
+    assert paths == [second]
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes()[:5] in {b"<?xml", b"\x89PNG\r"}
 
 
-def test_a_chart_file_with_an_unknown_suffix_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"\.svg or \.png"):
-        check_chart("--picture", tmp_path / "x.gif")
+@pytest.mark.parametrize("command", ["probe", "plan llama-3.1-8b", "replay nothing.jsonl"])
+def test_a_picture_of_an_unknown_kind_is_refused_before_any_work(command, tmp_path, capsys):
+    assert run([*command.split(), "--picture", str(tmp_path / "x.gif")]) == 2
+    assert "unknown kind of picture; allowed: .svg or .png" in capsys.readouterr().err
 
 
 class Colour(Enum):
@@ -152,22 +188,23 @@ def test_json_of_dataclasses_bytes_paths_and_enums(tmp_path):
     assert (tmp_path / "z").read_bytes() == "é".encode()
 
 
-def test_numbers_have_units_and_as_many_digits_as_they_are_worth():
-    assert [digits(it) for it in (0.00123, 9.876, 98.76, 987.6, 98765.4)] == [
-        "0.00123",
-        "9.88",
-        "98.8",
-        "988",
-        "98,765",
-    ]
-    assert [decimal(it) for it in (0, 999, 147_456, 999_960, 1e21)] == ["0 B", "999 B", "147.5 kB", "1 MB", "1,000 EB"]
-    assert [binary(it) for it in (1023, 147_456, 1 << 40)] == ["1,023 B", "144 KiB", "1 TiB"]
-    assert both(147_456) == "147.5 kB = 144 KiB"
-    assert [exact(it) for it in (147_456, 4444.25)] == ["147,456", "4,444.25"]
-    assert [bytes_text(it) for it in (999_600, 147_456)] == ["1 MB", "147 kB"]
-    assert [time_text(it) for it in (2e-6, 0.0123, 1.5, 119, 7200, float("inf"))] == [
-        *("2 us", "12.3 ms", "1.5 s", "119 s", "2 h", "unbounded")
-    ]
-    assert [rate_text(it) for it in (0, 5e6, 12.5e9, 5e11)] == ["-", "5 MB/s", "12.50 GB/s", "500 GB/s"]
-    assert [short_count(it) for it in (None, 999, 131_072, 2.5e9)] == ["inf", "999", "131.1k", "2.5G"]
-    assert count_text(140.999999999) == "141"
+@pytest.mark.parametrize(
+    ("text_of", "texts"),
+    [
+        (digits, {0.00123: "0.00123", 9.876: "9.88", 98.76: "98.8", 987.6: "988", 98765.4: "98,765"}),
+        (decimal, {0: "0 B", 999: "999 B", 147_456: "147.5 kB", 999_960: "1 MB", 1e21: "1,000 EB"}),
+        (binary, {1: "1 B", 1023: "1,023 B", 1023.99: "1 KiB", 147_456: "144 KiB", 1 << 40: "1 TiB"}),
+        (both, {147_456: "147.5 kB = 144 KiB"}),
+        (exact, {147_456.0: "147,456", 4444.25: "4,444.25"}),
+        (bytes_text, {999_600: "1 MB", 147_456: "147 kB"}),
+        (
+            time_text,
+            {2e-6: "2 us", 0.0123: "12.3 ms", 1.5: "1.5 s", 119: "119 s", 7200: "2 h", math.inf: "unbounded"},
+        ),
+        (rate_text, {0: "-", 5e6: "5 MB/s", 12.5e9: "12.50 GB/s", 5e11: "500 GB/s"}),
+        (short_count, {None: "inf", 999: "999", 131_072: "131.1k", 2.5e9: "2.5G"}),
+        (count_text, {140.999999999: "141"}),
+    ],
+)
+def test_numbers_have_units_and_as_many_digits_as_they_are_worth(text_of, texts):
+    assert {it: text_of(it) for it in texts} == texts

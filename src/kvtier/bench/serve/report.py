@@ -1,119 +1,41 @@
-"""The charts and HTML report of `kvtier bench serve`."""
-# matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false
+"""What `kvtier bench serve` shows."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import datetime
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kvtier.bench.serve.answer import OWN, Figure, ServeRecord, answer, headline, joined, p50_ms, tokens_per_s
+from kvtier.bench.serve.answer import (
+    OWN,
+    Figure,
+    ServeRecord,
+    answer,
+    headline,
+    joined,
+    load_text,
+    ms_text,
+    p50_ms,
+    tokens_per_s,
+)
 from kvtier.bench.serve.join import CACHED, COMPUTED, EXTERNAL, NO_CONNECTOR, RESIDENT
-from kvtier.bench.serve.results import Prices, Spread, hit_share, repetitions
-from kvtier.bench.serve.tables import arms_table, conditions, cost_table, notes, run_name, runs_table, work_table
-from kvtier.report.chart import Chart, Charts, Colours, figures_html, logarithmic_y, write_charts
-from kvtier.report.format import decimal, digits
-from kvtier.report.output import write_file
-from kvtier.report.page import definitions_html, list_html, page_html, paragraphs_html, section_html, table_html
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from kvtier.bench.serve.results import ArmResult, Spread, hit_share, repetitions, spread, unit_cost
+from kvtier.bench.serve.run_files import as_row
+from kvtier.report.chart import DASHED, Axis, Bars, Chart, Charts, Curve, Rule, stacked, write_charts
+from kvtier.report.format import NONE, bytes_text, decimal, digits, share_text
+from kvtier.report.report import Report, Section
+from kvtier.report.table import Table
 
 _HUES = {NO_CONNECTOR: "computed", "native": "shared", OWN: "tiered"}
 _OTHER_HUES = ("gpu", "disk", "host", "ink")
 _PLACE_HUES = {COMPUTED: "line", RESIDENT: "gpu", "host": "host", "disk": "disk", EXTERNAL: "shared", CACHED: "shared"}
-
-
-def write_report(path: Path, record: dict[str, Any], prices: Prices | None = None) -> None:
-    """Write the HTML report of a record.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_file("--report", path, render_report(record, prices))
-
-
-def write_picture(path: Path, record: dict[str, Any]) -> None:
-    """Write the picture of the answer, legible at a width of 700 pixels.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    served = ServeRecord.of(record)
-    charts = {name: chart for name, chart in charts_of(served).items() if name in HEADLINE}
-    write_charts("--picture", path, charts, served, PICTURE_INCHES)
-
-
-def render_report(record: dict[str, Any], prices: Prices | None = None, made: datetime | None = None) -> str:
-    """The HTML of the report."""
-    served = ServeRecord.of(record, prices)
-    charts = charts_of(served)
-    shown = {name: chart for name, chart in charts.items() if name in HEADLINE}
-    others = {name: chart for name, chart in charts.items() if name not in HEADLINE and name not in OVER_TIME}
-    over_time = {name: chart for name, chart in charts.items() if name in OVER_TIME}
-    return page_html(
-        "kvtier bench serve",
-        headline(served),
-        paragraphs_html([answer(served)]),
-        figures_html(shown, served),
-        list_html(notes(served)),
-        section_html("Where the tokens came from", figures_html(others, served)) if others else "",
-        section_html("Over time", paragraphs_html([_over_time_text(served)]), figures_html(over_time, served))
-        if over_time
-        else "",
-        table_html(replace(arms_table(served), title="Speed")),
-        table_html(work_table(served)),
-        table_html(cost_table(served)),
-        section_html("Conditions", definitions_html(conditions(served))),
-        section_html("Definitions", paragraphs_html(served.definitions.values())),
-        table_html(runs_table(served)),
-        remark=f"{served.machine.get('processor', '')}, {served.machine.get('cores', '?')} cores.",
-        made=made,
-    )
-
-
-def charts_of(served: ServeRecord) -> Charts[ServeRecord]:
-    """The charts that the record has figures for."""
-    charts: dict[str, Chart[ServeRecord]] = {}
-    loads = sorted({load for load, _ in served.points})
-    limited = [ratio for ratio in served.ratios if ratio]
-    if limited:
-        charts["ttft"] = Chart("Time to first token against the drive's speed", partial(_draw_ratio, of=p50_ms), RATIO)
-        charts["tokens"] = Chart(
-            "Output tokens against the drive's speed", partial(_draw_ratio, of=tokens_per_s), RATIO
-        )
-    if len(loads) > 1:
-        charts["ttft-load" if limited else "ttft"] = Chart(
-            "Time to first token against load", partial(_draw_load, of=p50_ms), LOAD
-        )
-        charts["tokens-load" if limited else "tokens"] = Chart(
-            "Output tokens against load", partial(_draw_load, of=tokens_per_s), LOAD
-        )
-    elif not limited:
-        charts["ttft"] = Chart("Time to first token", partial(_draw_bars, of=p50_ms), BARS)
-        charts["tokens"] = Chart("Output tokens", partial(_draw_bars, of=tokens_per_s), BARS)
-    charts["places"] = Chart("Prompt tokens by place", _draw_places, PLACES_CAPTION)
-    if any(len(it.by_turn) > 1 for it in served.results):
-        charts["turns"] = Chart("Hits by turn", partial(_draw_turns, of=_turn_hits), TURNS)
-        charts["turns-ttft"] = Chart("Time to first token by turn", partial(_draw_turns, of=_turn_ms), TURNS)
-    for name, heading, columns, unit in SERIES:
-        if any(column in it.series for it in served.results for column, _ in columns):
-            draw = partial(_draw_series, columns=columns, unit=unit)
-            charts[name] = Chart(heading, draw, "Seconds since the measured part began.")
-    return charts
-
-
 PICTURE_INCHES = (4.6, 3.6)
 """Of each of the two charts in a picture: at 700 pixels together their letters are of ten."""
 LOGARITHMIC_FROM = 10.0
 """Above this ratio of the largest to the smallest median an axis of load is logarithmic."""
-HEADLINE = ("ttft", "tokens")
-"""Charts of the answer."""
 SERIES = (
     ("reads", "Reads from storage", (("read_gb_per_s", ""),), "bytes a second"),
     ("writes", "Writes to storage", (("write_gb_per_s", ""),), "bytes a second"),
@@ -122,175 +44,407 @@ SERIES = (
     ("cpu", "Processor of the server", (("cpu_cores", ""),), "cores"),
     ("watts", "Power", (("gpu_watts", "GPU"), ("package_watts", "processor")), "W"),
 )
-OVER_TIME = tuple(name for name, *_ in SERIES)
-BARS = "Medians of the runs; lines: smallest and largest."
-LOAD = "Medians of the runs; bands: smallest and largest. The drive has no limit, or the highest."
-RATIO = (
-    "R is the KV that the engine computes in a second over what the drive moves in one: right of 1 the drive is slower "
-    "than computing. Medians of the runs; bands: smallest and largest."
-)
-TURNS = "All complete runs at the point of the answer. The first turn of a conversation has no history to load."
-PLACES_CAPTION = "Share of the prompt tokens, of all complete runs at the point of the answer."
+"""Charts over time: name, heading, columns with their labels, unit."""
+COSTS = {
+    "per_million_output_tokens": "cost, output tokens",
+    "per_million_tokens": "cost, all tokens",
+    "kwh_per_million_output_tokens": "kWh, output tokens",
+    "joules_per_output_token": "J per output token",
+}
+"""Fields of `UnitCost`, and their headings."""
 
 
-def _draw_ratio(axes: "Axes", served: ServeRecord, colours: Colours, *, of: Figure) -> None:
+def serve_report(served: ServeRecord) -> Report:
+    """What a record of the benchmark says; its cost is printed where prices are stated."""
+    cost = [cost_table(served)]
+    is_priced = (served.prices.machine_hour, served.prices.kwh) != (None, None)
+    timed = joined([run_name(it) for it in served.results if it.series])
+    over_time = (
+        f"One run of each arm: {timed}. Reads and writes are the server's own where they are known, else the drive's. "
+        "Queue depth is the drive's, with what other processes did."
+    )
+    facts = Table(("", ""), conditions(served), title="Conditions")
+    return Report(
+        command="kvtier bench serve",
+        answer=headline(served),
+        sections=[
+            Section(
+                texts=[answer(served)],
+                charts=partial(answer_charts, served),
+                notes=list(notes(served)),
+                tables=[arms_table(served), work_table(served), *(cost if is_priced else [])],
+            ),
+            Section(title="Where the tokens came from", charts=partial(place_charts, served), is_page_only=True),
+            Section(
+                title="Over time" if timed else "",
+                texts=[over_time] if timed else [],
+                charts=partial(series_charts, served),
+                is_page_only=True,
+            ),
+            Section(tables=[*([] if is_priced else cost), facts, runs_table(served)], is_page_only=True),
+            Section(title="Definitions", notes=list(served.definitions.values()), is_page_only=True),
+        ],
+        remark=f"{served.machine.get('processor', '')}, {served.machine.get('cores', '?')} cores.",
+    )
+
+
+def write_picture(path: Path, record: dict[str, Any]) -> None:
+    """Write the picture of the answer, legible at a width of 700 pixels.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_charts("--picture", path, answer_charts(ServeRecord.of(record)), PICTURE_INCHES)
+
+
+def conditions(served: ServeRecord) -> list[tuple[str, str]]:
+    """The circumstances of the figures, as name and text."""
+    found: list[tuple[str, str]] = []
+    varied = {name for it in served.results for name in it.load}
+    for name, value in served.conditions.items():
+        inner = as_row(value)
+        if "sizes" in inner:  # what was varied did not run with the preset's value
+            inner = inner | {"sizes": {size: it for size, it in as_row(inner["sizes"]).items() if size not in varied}}
+        found.append((name.replace("_", " "), _flat(inner or value)))
+    found.append(("requests a second", "; ".join(_rates(served))))
+    facts = served.machine
+    memory = bytes_text(facts["memory_bytes"]) if "memory_bytes" in facts else "?"
+    machine = f"{facts.get('processor', '?')}, {facts.get('cores', '?')} cores, {memory} of memory, "
+    return [*found, ("machine", machine + f"{facts.get('system', '?')}, {facts.get('file_system', '?')}")]
+
+
+def _rates(served: ServeRecord) -> Iterator[str]:
+    """What was asked for and what each arm ran at, of each load."""
+    preset = as_row(as_row(served.conditions.get("workload")).get("sizes")).get("requests_per_s")
+    for load in sorted({load for load, _ in served.points}):
+        asked = dict(load).get("requests_per_s", preset)
+        ran = [
+            f"{served.label(name)} {found.text()}"
+            for name in served.names
+            if (found := spread((it for it in served.results if it.name == name and it.point[0] == load), _rate))
+        ]
+        yield f"{'as recorded' if asked is None else f'{asked:g} asked for'}, ran at {', '.join(ran) or NONE}"
+
+
+def _rate(run: ArmResult) -> float | None:
+    return run.requests_per_s
+
+
+def _flat(value: object) -> str:
+    """A JSON object as ``name value, name value``; whole objects inside it in the same way."""
+    inner = as_row(value)
+    return ", ".join(f"{key.replace('_', ' ')} {_flat(it)}" for key, it in inner.items()) if inner else str(value)
+
+
+def notes(served: ServeRecord) -> Iterator[str]:
+    """What limits the figures."""
+    for it in served.results:
+        if it.status != "ok":
+            done = f"{it.requests} of {it.requests + it.failed} requests completed; " if it.failed else ""
+            yield f"{run_name(it)} failed: {done}{it.error or 'unknown error'}. Its figures are left out."
+        elif not it.requests:
+            yield f"{run_name(it)}: no request ended well. It has no figures."
+    failed = {run_name(it): it.failed for it in served.results if it.failed}
+    each = ", ".join(f"{name} {count:,}" for name, count in failed.items())
+    counts = (
+        (
+            sum(it.wrong_sums for it in served.results),
+            "requests have places that do not add up to their prompt; they are in no sum of places",
+        ),
+        (
+            sum(it.unmatched for it in served.results),
+            "requests have no line in a server's log; their places and regret are unknown",
+        ),
+        (sum(failed.values()), f"requests failed; they are in no figure but this one: {each}"),
+        (sum(it.skipped_lines for it in served.results), "torn lines were left out"),
+    )
+    yield from (f"{count:,} {text}." for count, text in counts if count)
+
+
+def arms_table(served: ServeRecord) -> Table:
+    """Speed: a line for each arm, load and R."""
+    rows = [
+        (
+            *_point(runs), str(len(runs)), f"{sum(it.requests for it in runs):,}",
+            _cell(runs, p50_ms), _cell(runs, lambda it: it.ttft_ms["p95"]),
+            _cell(runs, lambda it: it.tpot_ms["p50"]), _cell(runs, tokens_per_s),
+            _cell(runs, _rate), _cell(runs, lambda it: it.goodput_per_s),
+        )
+        for runs in _rows(served)
+    ]  # fmt: skip
+    limits = {it.ttft_limit_s for it in served.results} - {None}
+    goodput = "".join(f" Goodput: requests a second whose first token came within {limit:g} s." for limit in limits)
+    return Table(
+        title="Speed",
+        columns=(
+            "arm", "load", "R", "runs", "n", "TTFT p50, ms", "p95, ms", "TPOT, ms", "tokens/s", "requests/s", "goodput",
+        ),
+        rows=rows,
+        numeric=8,
+        note="n: requests of all runs that ended well. Medians of the runs, with the smallest and the largest. R is "
+        "the KV that the engine computes in a second over what the drive moves in one. Tokens are output tokens. Rates "
+        "are of requests that ended well, over the time until the last request ended." + goodput,
+    )  # fmt: skip
+
+
+def work_table(served: ServeRecord) -> Table:
+    """What the figures of `arms_table` took: the lines are the same."""
+    rows = [
+        (
+            *_point(runs), _cell(runs, lambda it: hit_share(it.tokens_by_place), share_text),
+            _cell(runs, lambda it: it.loaded_bytes, bytes_text), _cell(runs, lambda it: it.read_bytes, bytes_text),
+            _cell(runs, lambda it: it.written_bytes, bytes_text), _cell(runs, lambda it: it.cpu_s),
+            _cell(runs, lambda it: it.regret_ms["mean"], lambda value: f"{value:,.1f}"),
+        )
+        for runs in _rows(served)
+    ]  # fmt: skip
+    return Table(
+        title="Work",
+        columns=("arm", "load", "R", "not computed", "loaded", "read", "written", "CPU, s", "regret, ms"),
+        rows=rows,
+        numeric=6,
+        note="Not computed: of the prompt tokens. Loaded: KV, by kvtier's log. Read and written: storage, by the "
+        "server's processes. Regret: mean of a request that was offered KV.",
+    )
+
+
+def _rows(served: ServeRecord) -> list[list[ArmResult]]:
+    """Repetitions, by load and R, arms in the order of the record."""
+    found = repetitions(served.results)
+    return [runs for _, runs in sorted(found.items(), key=lambda it: (it[0][1], served.names.index(it[0][0])))]
+
+
+def _point(runs: list[ArmResult]) -> tuple[str, str, str]:
+    first = runs[0]
+    return first.name, load_text(first.load), f"{first.tier_ratio:g}" if first.tier_ratio else "no limit"
+
+
+def _cell(runs: list[ArmResult], figure: Figure, show: Callable[[float], str] = digits) -> str:
+    found = spread(runs, figure)
+    return NONE if found is None else found.text(show)
+
+
+def cost_table(served: ServeRecord) -> Table:
+    """Cost and energy of a million tokens at the stated prices, at the point of the answer."""
+
+    def cell(name: str, field: str) -> str:
+        return _cell(served.runs_at(name, served.top), lambda it: getattr(unit_cost(it, served.prices), field))
+
+    rows = [(name, *(cell(name, field) for field in COSTS)) for name in served.names]
+    hour, kwh = served.prices.machine_hour, served.prices.kwh
+    machine = "none stated for the machine" if hour is None else f"{hour:g} for an hour of the machine"
+    energy = "energy included in it" if kwh is None else f"{kwh:g} for a kWh"
+    sources = joined(sorted({it.energy_source for it in served.results}))
+    return Table(
+        title="Cost and energy of a million tokens",
+        columns=("arm", *COSTS.values()),
+        rows=rows,
+        numeric=4,
+        note=f"Prices: {machine}, {energy}. Energy: {sources}. All tokens are those of prompts and answers.",
+    )
+
+
+def runs_table(served: ServeRecord) -> Table:
+    """Every run."""
+    rows = [
+        (
+            it.name, load_text(it.load), f"{it.tier_ratio:g}" if it.tier_ratio else "no limit", str(it.repetition + 1),
+            it.status, f"{it.requests:,}", f"{it.failed:,}", ms_text(it.ttft_ms["p50"]), ms_text(it.ttft_ms["p95"]),
+            *(NONE if value is None else digits(value) for value in (it.output_tokens_per_s, it.cpu_s)),
+            *(NONE if value is None else bytes_text(value) for value in (it.rss_bytes, it.memory_bytes)),
+            f"{it.wrong_sums + it.unmatched:,}",
+        )
+        for it in sorted(served.results, key=lambda it: (it.point, it.repetition, it.name))
+    ]  # fmt: skip
+    return Table(
+        title="All runs",
+        columns=(
+            "arm", "load", "R", "repetition", "status", "requests", "failed", "TTFT p50", "p95", "tokens/s", "CPU s",
+            "RSS", "memory", "not joined",
+        ),
+        rows=rows,
+        numeric=9,
+        note="Memory: the control group's largest, page cache included. Not joined: requests whose logs contradict "
+        "each other, or are missing.",
+    )  # fmt: skip
+
+
+def run_name(run: ArmResult) -> str:
+    """A run in words."""
+    parts = [f"repetition {run.repetition + 1}", *([load_text(run.load)] if run.load else [])]
+    return f"{run.name} ({', '.join(parts + ([f'R = {run.tier_ratio:g}'] if run.tier_ratio else []))})"
+
+
+def answer_charts(served: ServeRecord) -> Charts:
+    """Times to the first token and output tokens, against what was varied."""
+    limited = [ratio for ratio in served.ratios if ratio]
+    loads = {load for load, _ in served.points}
+    make = _against_ratio if limited else _against_load if len(loads) > 1 else _of_arms
+    return {"ttft": make(served, "Time to first token", p50_ms), "tokens": make(served, "Output tokens", tokens_per_s)}
+
+
+def place_charts(served: ServeRecord) -> Charts:
+    """What was loaded from where, by turn too; and the answer against the load where R was varied as well."""
+    charts = {"places": _places(served)}
+    if any(served.ratios) and len({load for load, _ in served.points}) > 1:
+        charts["ttft-load"] = _against_load(served, "Time to first token", p50_ms)
+        charts["tokens-load"] = _against_load(served, "Output tokens", tokens_per_s)
+    if any(len(it.by_turn) > 1 for it in served.results):
+        hits = Axis(label="prompt tokens not computed", least=0, most=1, text=share_text)
+        charts["turns"] = _by_turn(served, "Hits by turn", hits, _turn_hits)
+        charts["turns-ttft"] = _by_turn(served, "Time to first token by turn", _axis(p50_ms), _turn_ms)
+    return charts
+
+
+def series_charts(served: ServeRecord) -> Charts:
+    """What the runs did over time, where it was recorded."""
+    hues = _hues(served.names, _HUES)
+    charts: dict[str, Chart] = {}
+    for name, heading, columns, unit in SERIES:
+        is_bytes = unit == "bytes a second"
+        curves = [
+            # A gap stays one: what is unknown is not drawn as zero.
+            Curve(
+                x=np.array(run.series["at_s"], dtype=float),
+                y=np.array(run.series[column], dtype=float) * (1e9 if is_bytes else 1.0),
+                colour=hues[run.name],
+                dash="-" if number == 0 else DASHED,
+                width=1.4,
+                label=f"{served.label(run.name)} {label}".strip(),
+            )
+            for run in served.results
+            for number, (column, label) in enumerate(columns)
+            if column in run.series
+        ]
+        if curves:
+            x, y = Axis(label="seconds", least=0), Axis(label=unit, least=0, text=decimal if is_bytes else None)
+            charts[name] = Chart(
+                heading=heading, marks=curves, x=x, y=y, caption="Seconds since the measured part began."
+            )
+    return charts
+
+
+def _against_ratio(served: ServeRecord, what: str, of: Figure) -> Chart:
     load, ratios = served.top[0], [ratio for ratio in served.ratios if ratio]
-    for name, colour in _colours(served, colours).items():
-        found = [(ratio, it) for ratio in ratios if (it := served.at(name, (load, ratio), of))]
-        _line(axes, found, colour, label=served.label(name))
-    axes.axvline(1.0, color=colours["soft"], linewidth=1.0, linestyle=":")
-    axes.set(xscale="log", xlabel="R: computing over the drive", ylabel=_unit(of), ylim=(0, None))
-    axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-    axes.minorticks_off()
-    _legend(axes)
+    found = {
+        name: [(ratio, it) for ratio in ratios if (it := served.at(name, (load, ratio), of))] for name in served.names
+    }
+    return Chart(
+        heading=f"{what} against the drive's speed",
+        marks=[*_lines(served, found), Rule(at=1.0, dash=":", is_vertical=True)],
+        x=Axis(label="R: computing over the drive", is_log=True, ticks=ratios),
+        y=_axis(of),
+        caption="R is the KV that the engine computes in a second over what the drive moves in one: right of 1 the "
+        "drive is slower than computing. Medians of the runs; bands: smallest and largest.",
+    )
 
 
-def _draw_load(axes: "Axes", served: ServeRecord, colours: Colours, *, of: Figure) -> None:
+def _against_load(served: ServeRecord, what: str, of: Figure) -> Chart:
     names = list(dict.fromkeys(name for load, _ in served.points for name, _ in load))
     moving = next((name for name in names if len({dict(load).get(name) for load, _ in served.points}) > 1), "")
     own = sorted({it.point for it in served.results if it.name == served.own})
     lowest = {load: min(ratio for other, ratio in own if other == load) for load, _ in own}
-    medians: list[float] = []
-    for arm, colour in _colours(served, colours).items():
-        points = [(dict(load).get(moving, 0.0), served.at(arm, (load, ratio), of)) for load, ratio in lowest.items()]
-        found = [(at, it) for at, it in points if it]
-        _line(axes, found, colour, label=served.label(arm))
-        medians += [it.median for _, it in found]
+    found = {
+        name: [(dict(load).get(moving, 0.0), it) for load, ratio in lowest.items()
+               if (it := served.at(name, (load, ratio), of))]
+        for name in served.names
+    }  # fmt: skip
+    medians = [it.median for points in found.values() for _, it in points]
+    is_log = min(medians, default=0.0) > 0 and max(medians) > LOGARITHMIC_FROM * min(medians)
     known = {"requests_per_s": "requests/s asked for", "users": "users"}
-    axes.set(xlabel=known.get(moving, moving.replace("_", " ")), ylabel=_unit(of))
-    if min(medians, default=0.0) > 0 and max(medians) > LOGARITHMIC_FROM * min(medians):
-        logarithmic_y(axes)
-    else:
-        axes.set_ylim(0, None)
-    _legend(axes)
+    return Chart(
+        heading=f"{what} against load",
+        marks=_lines(served, found),
+        x=Axis(label=known.get(moving, moving.replace("_", " "))),
+        y=Axis(label=_axis(of).label, is_log=True) if is_log else _axis(of),
+        caption="Medians of the runs; bands: smallest and largest. The drive has no limit, or the highest.",
+    )
 
 
-def _draw_bars(axes: "Axes", served: ServeRecord, colours: Colours, *, of: Figure) -> None:
-    hues = _colours(served, colours)
+def _of_arms(served: ServeRecord, what: str, of: Figure) -> Chart:
+    hues = _hues(served.names, _HUES)
     found = {name: it for name in served.names if (it := served.at(name, served.top, of))}
-    middles = [it.median for it in found.values()]
-    ends = [[it.median - it.low for it in found.values()], [it.high - it.median for it in found.values()]]
-    drawn = axes.barh(
-        [served.label(name).replace(" (", "\n(") for name in found],
-        middles,
-        color=[hues[name] for name in found],
-        xerr=ends,
-        ecolor=colours["ink"],
+    bars = Bars(
+        names=[served.label(name).replace(" (", "\n(") for name in found],
+        values=[it.median for it in found.values()],
+        colours=[hues[name] for name in found],
+        texts=[digits(it.median) for it in found.values()],
+        ends=([it.median - it.low for it in found.values()], [it.high - it.median for it in found.values()]),
     )
-    axes.bar_label(drawn, [digits(it) for it in middles], padding=4, color=colours["ink"])
-    axes.invert_yaxis()
-    axes.set(xlabel=_unit(of), xlim=(0, 1.18 * max([it.high for it in found.values()], default=1.0)))
+    most = 1.18 * max([it.high for it in found.values()], default=1.0)
+    x = Axis(label=_axis(of).label, least=0, most=most)
+    return Chart(heading=what, marks=[bars], x=x, caption="Medians of the runs; lines: smallest and largest.")
 
 
-def _draw_places(axes: "Axes", served: ServeRecord, colours: Colours) -> None:
-    rows: dict[str, dict[str, float]] = {}
-    found = sorted(repetitions(served.results).items(), key=lambda it: served.names.index(it[0][0]))
-    for (name, point), runs in found:
-        if point == served.top or (name == served.plain and point[0] == served.top[0]):
-            sums: dict[str, float] = {}
-            for place, tokens in ((place, n) for run in runs for place, n in (run.tokens_by_place or {}).items()):
-                sums[place] = sums.get(place, 0) + tokens
-            if total := sum(sums.values()):
-                rows[served.label(name).replace(" (", "\n(")] = {
-                    place: tokens / total for place, tokens in sums.items()
-                }
+def _places(served: ServeRecord) -> Chart:
+    sums = {name: Counter[str]() for name in served.names}
+    for name, found in sums.items():
+        for run in served.runs_at(name, served.top):
+            found.update(run.tokens_by_place or {})
+    known = {served.label(name).replace(" (", "\n("): it for name, it in sums.items() if it.total()}
     places = sorted(
-        {place for row in rows.values() for place in row}, key=lambda it: (it == COMPUTED, it != RESIDENT, it)
+        {place for it in sums.values() for place in it}, key=lambda it: (it == COMPUTED, it != RESIDENT, it)
     )
-    left = dict.fromkeys(rows, 0.0)
+    hues = _hues(places, _PLACE_HUES)
+    parts = [(place, hues[place], [it[place] for it in known.values()]) for place in places]
+    return Chart(
+        heading="Prompt tokens by place",
+        marks=stacked(list(known), parts),
+        x=Axis(label="share of the prompt tokens", least=0, most=1, text=share_text),
+        caption="Share of the prompt tokens, of all complete runs at the point of the answer.",
+    )
+
+
+def _by_turn(served: ServeRecord, heading: str, y: Axis, of: Callable[[Mapping[str, Any]], float | None]) -> Chart:
+    found: dict[str, list[tuple[float, Spread]]] = {}
+    for name in served.names:
+        rows = [row for run in served.runs_at(name, served.top) for row in run.by_turn]
+        turns: dict[int, list[float]] = {}
+        for turn, value in ((row["turn"] + 1, of(row)) for row in rows):
+            if value is not None:
+                turns.setdefault(turn, []).append(value)
+        found[name] = [(turn, Spread(median(own), min(own), max(own))) for turn, own in sorted(turns.items())]
+    ticks = sorted({row["turn"] + 1 for run in served.results for row in run.by_turn})
+    return Chart(
+        heading=heading,
+        marks=_lines(served, found),
+        x=Axis(label="turn of the conversation", ticks=ticks),
+        y=y,
+        caption="All complete runs at the point of the answer. The first turn of a conversation has no history to "
+        "load.",
+    )
+
+
+def _lines(served: ServeRecord, found: Mapping[str, Sequence[tuple[float, Spread]]]) -> list[Curve]:
+    """Medians of each arm, with a band from the smallest to the largest."""
+    hues = _hues(served.names, _HUES)
+    return [
+        Curve(
+            x=[at for at, _ in points],
+            y=[it.median for _, it in points],
+            colour=hues[name],
+            label=served.label(name),
+            marker="o",
+            band=([it.low for _, it in points], [it.high for _, it in points]),
+        )
+        for name, points in found.items()
+        if points
+    ]
+
+
+def _axis(of: Figure) -> Axis:
+    return Axis(label="median ms to the first token" if of is p50_ms else "output tokens/s", least=0)
+
+
+def _hues(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """The colour of each name."""
     spare = iter(_OTHER_HUES)
-    for place in places:
-        hue = _PLACE_HUES.get(place) or next(spare, "ink")
-        widths = [row.get(place, 0.0) for row in rows.values()]
-        drawn = axes.barh(list(rows), widths, left=list(left.values()), color=colours[hue], label=place)
-        # White is read on every hue of a tier; the light bar of what is computed takes ink.
-        ink = colours["ink"] if place == COMPUTED else "#ffffff"
-        axes.bar_label(drawn, [f"{it:.0%}" if it > 0.06 else "" for it in widths], label_type="center", color=ink)
-        left = {name: at + width for (name, at), width in zip(left.items(), widths, strict=True)}
-    axes.invert_yaxis()
-    axes.set(xlabel="share of the prompt tokens", xlim=(0, 1))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _legend(axes)
+    return {name: known.get(name) or next(spare, "soft") for name in names}
 
 
-def _draw_turns(
-    axes: "Axes", served: ServeRecord, colours: Colours, *, of: Callable[[dict[str, Any]], float | None]
-) -> None:
-    for name, colour in _colours(served, colours).items():
-        found: dict[int, list[float]] = {}
-        for (arm, point), runs in repetitions(served.results).items():
-            if arm == name and (point == served.top or (name == served.plain and point[0] == served.top[0])):
-                for row, value in ((row, of(row)) for run in runs for row in run.by_turn):
-                    if value is not None:
-                        found.setdefault(row["turn"] + 1, []).append(value)
-        middles = [(turn, Spread(median(own), min(own), max(own))) for turn, own in sorted(found.items())]
-        _line(axes, middles, colour, label=served.label(name))
-    axes.set(xlabel="turn of the conversation", ylabel=_turn_unit(of), ylim=(0, None))
-    if of is _turn_hits:
-        axes.set(ylim=(0, 1))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xticks(sorted({row["turn"] + 1 for run in served.results for row in run.by_turn}))
-    _legend(axes)
-
-
-def _draw_series(
-    axes: "Axes", served: ServeRecord, colours: Colours, *, columns: Sequence[tuple[str, str]], unit: str
-) -> None:
-    hues = _colours(served, colours)
-    for run in served.results:
-        for column, label in columns:
-            if column not in run.series:
-                continue
-            # A gap stays one: what is unknown is not drawn as zero.
-            at_s, values = (np.array(run.series[name], dtype=float) for name in ("at_s", column))
-            dash = "-" if (column, label) == columns[0] else (0, (4, 2))
-            text = f"{served.label(run.name)} {label}".strip()
-            axes.plot(at_s, values, color=hues[run.name], linestyle=dash, linewidth=1.4, label=text)
-    axes.set(xlabel="seconds", ylabel=unit, ylim=(0, None), xlim=(0, None))
-    if columns[0][0].endswith("_gb_per_s"):
-        axes.yaxis.set_major_formatter(lambda value, _: decimal(1e9 * value))
-    _legend(axes)
-
-
-def _line(axes: "Axes", found: Sequence[tuple[float, Spread]], colour: str, *, label: str) -> None:
-    """Medians as a line with a marker each, and a band from the smallest to the largest."""
-    if found:
-        at = [place for place, _ in found]
-        axes.plot(at, [it.median for _, it in found], color=colour, marker="o", markersize=5, label=label)
-        axes.fill_between(at, [it.low for _, it in found], [it.high for _, it in found], color=colour, alpha=0.15, lw=0)
-
-
-def _legend(axes: "Axes") -> None:
-    """Above the axes, where it hides no line."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.2, handlelength=1.6)
-
-
-def _colours(served: ServeRecord, colours: Colours) -> dict[str, str]:
-    """By arm."""
-    spare = iter(_OTHER_HUES)
-    return {name: colours[_HUES.get(name) or next(spare, "soft")] for name in served.names}
-
-
-def _turn_hits(row: dict[str, Any]) -> float | None:
+def _turn_hits(row: Mapping[str, Any]) -> float | None:
     return hit_share(row["tokens_by_place"])
 
 
-def _turn_ms(row: dict[str, Any]) -> float | None:
+def _turn_ms(row: Mapping[str, Any]) -> float | None:
     return row["ttft_ms"]["p50"]
-
-
-def _turn_unit(of: Callable[[dict[str, Any]], float | None]) -> str:
-    return "prompt tokens not computed" if of is _turn_hits else "median ms to the first token"
-
-
-def _unit(of: Figure) -> str:
-    return "median ms to the first token" if of is p50_ms else "output tokens/s"
-
-
-def _over_time_text(served: ServeRecord) -> str:
-    shown = [f"{run_name(it)}" for it in served.results if it.series]
-    return (
-        f"One run of each arm: {joined(shown)}. Reads and writes are the server's own where they are known, else the "
-        "drive's. Queue depth is the drive's, with what other processes did."
-    )
