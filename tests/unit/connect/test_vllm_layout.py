@@ -321,22 +321,6 @@ def test_states_without_prefix_caching_are_refused():
         geometry("gdn_nocache")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("kv_quant_mode", SimpleNamespace(name="INT8_PER_TOKEN_HEAD"), "INT8_PER_TOKEN_HEAD is not supported. Use"),
-        ("tokens_per_state", 4, "one state per 4 tokens"),
-        ("non_causal", True, "attends to later tokens"),
-        ("prefix_cacheable", False, "never reuses this KV"),
-    ],
-)
-def test_kv_that_we_cannot_read_is_refused(field, value, message):
-    engine = recorded("llama32")
-    setattr(engine.config.kv_cache_groups[0].kv_cache_spec, field, value)
-    with pytest.raises(UnsupportedModelError, match=message):
-        Geometry.of(engine.config)
-
-
 @pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "RSWASpec", "SlidingWindowMLASpec", "MyAttentionSpec"])
 def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
     engine = recorded("llama32")
@@ -349,32 +333,27 @@ def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
     assert ("--disable-hybrid-kv-cache-manager" in str(result.value)) == (kind == "ChunkedLocalAttentionSpec")
 
 
+NO_PURPOSE = r"KV group 0 \(model\.layers\.0\.self_attn\.attn and 3 more"
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("host_resident", True), ("enable_kv_transfer", False)],
+    ("case", "owner", "field", "value", "message"),
+    [
+        ("llama32", "spec", "kv_quant_mode", SimpleNamespace(name="INT8_X"), "INT8_X is not supported. Use"),
+        ("llama32", "spec", "tokens_per_state", 4, "one state per 4 tokens"),
+        ("llama32", "spec", "non_causal", True, "attends to later tokens"),
+        ("llama32", "spec", "prefix_cacheable", False, "never reuses this KV"),
+        ("llama32", "group", "host_resident", True, NO_PURPOSE),
+        ("llama32", "group", "enable_kv_transfer", False, NO_PURPOSE),
+        ("mla", "spec", "model_version", "deepseek_v4", "MLA with .*deepseek_v4"),
+        ("mla", "spec", "cache_role", SimpleNamespace(name="INDEXER"), "MLA with .*INDEXER"),
+        ("swa32", "spec", "sliding_window", 1, "sliding window of 1; allowed: at least 2"),
+        ("gdn", "spec", "num_speculative_blocks", 2, "states with speculative decoding"),
+    ],
 )
-def test_a_group_with_another_purpose_is_refused(field, value):
-    engine = recorded("llama32")
-    setattr(engine.config.kv_cache_groups[0], field, value)
-    with pytest.raises(UnsupportedModelError, match=r"KV group 0 \(model\.layers\.0\.self_attn\.attn and 3 more"):
-        Geometry.of(engine.config)
-
-
-@pytest.mark.parametrize(("field", "value"), [("model_version", "deepseek_v4"), ("cache_role", "INDEXER")])
-def test_other_kinds_of_mla_are_refused(field, value):
-    engine = recorded("mla")
-    spec = engine.config.kv_cache_groups[0].kv_cache_spec
-    setattr(spec, field, SimpleNamespace(name=value) if field == "cache_role" else value)
-    with pytest.raises(UnsupportedModelError, match=f"MLA with .*{value}"):
-        Geometry.of(engine.config)
-
-
-def test_a_window_of_one_token_is_refused_and_states_with_drafts_are():
-    engine = recorded("swa32")
-    engine.config.kv_cache_groups[0].kv_cache_spec.sliding_window = 1
-    with pytest.raises(UnsupportedModelError, match="sliding window of 1; allowed: at least 2"):
-        Geometry.of(engine.config)
-    engine = recorded("gdn")
-    engine.config.kv_cache_groups[0].kv_cache_spec.num_speculative_blocks = 2
-    with pytest.raises(UnsupportedModelError, match="states with speculative decoding"):
+def test_kv_that_we_cannot_serve_is_refused(case, owner, field, value, message):
+    engine = recorded(case)
+    group = engine.config.kv_cache_groups[0]
+    setattr(group if owner == "group" else group.kv_cache_spec, field, value)
+    with pytest.raises(UnsupportedModelError, match=message):
         Geometry.of(engine.config)

@@ -3,11 +3,11 @@
 import logging
 import random
 import threading
-import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from tests.system import until
 from tests.vllm_recorded import recorded
 
 from kvtier.config import sections
@@ -238,13 +238,6 @@ def test_with_windows_a_load_counts_whole_or_not_at_all(open_loads):
 # ---- the thread that polls -----------------------------------------------------------------------------------------
 
 
-def wait_until(is_so) -> None:
-    until_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
-
-
 def test_the_end_of_a_load_is_reported_at_once_and_all_events_are_kept(open_loads):
     session, notes = Talking(), []
     loads = open_loads(session=session, send_note=notes.append)
@@ -256,7 +249,7 @@ def test_the_end_of_a_load_is_reported_at_once_and_all_events_are_kept(open_load
     ]
     session.say(*events)
     seen = []
-    wait_until(lambda: seen.extend(loads.take_events()) or len(seen) == 3)
+    until(lambda: seen.extend(loads.take_events()) or len(seen) == 3)
     assert seen == events
     assert notes == [Note(LOADED_NOTE, load.name, (), flag=False)]
     assert loads.reports() == (LoadReport(load.name, (), is_failed=False),)
@@ -268,7 +261,7 @@ def test_a_poller_whose_thread_has_died_raises(open_loads):
     session = Talking()
     loads = open_loads(session=session)
     session.say("die")
-    wait_until(lambda: not loads._thread.is_alive())
+    until(lambda: not loads._thread.is_alive())
     with pytest.raises(RuntimeError, match="polls the session has ended"):
         loads.take_events()
 

@@ -43,19 +43,6 @@ def test_an_announcement_of_another_type_is_ignored_and_named(tokens, is_bare):
     assert problem.endswith("allowed: a number of tokens, as the prefill engine announced it")
 
 
-@pytest.fixture
-def start():
-    engines = []
-
-    def begin(**options) -> SmallEngine:
-        engines.append(SmallEngine(**options))
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.close()
-
-
 def run(engine: SmallEngine, **said: object) -> object:
     request = engine.add(PROMPT, 1, **said)
     engine.run()

@@ -1,8 +1,10 @@
 """Waiting requests keep their cached prefixes: blocks that no waiting request needs are handed out first."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+from tests.conftest import opened_by
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Pool, Request
 
@@ -17,15 +19,7 @@ TOKENS, BLOCK, USERS, ROOM = 640, 32, 8, 5
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., SmallEngine]]:
-    engines: list[SmallEngine] = []
-
-    def begin(**options) -> SmallEngine:
-        engines.append(SmallEngine(blocks=1 + ROOM * (TOKENS // BLOCK + 1), **options))
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.close()
+    yield from opened_by(partial(SmallEngine, blocks=1 + ROOM * (TOKENS // BLOCK + 1)))
 
 
 def prompts(engine: SmallEngine, count: int = USERS) -> list[list[int]]:

@@ -53,19 +53,6 @@ def blocks(way: dict) -> int:
     return 60 if way["case"] == "llama32" else 320
 
 
-@pytest.fixture
-def start():
-    engines = []
-
-    def begin(**options) -> SmallEngine:
-        engines.append(SmallEngine(**options))
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.close()
-
-
 def conversations(engine: SmallEngine, *, turns: int = 3, users: int = 5, aborts: float = 0.1) -> None:
     """Conversations with common prefixes; some requests are aborted."""
     draw = engine.draw
@@ -263,25 +250,6 @@ def test_blocks_that_another_request_is_still_computing_are_not_stored(start):
     twins(engine)
     assert engine.loaded_tokens == 512
     check_all_is_over(engine)
-
-
-def test_the_control_blocks_that_another_request_is_still_computing(start, monkeypatch):
-    def hasty(tracked: TrackedRequest, _confirmed_step: int) -> int:
-        request = tracked.request
-        return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-
-    monkeypatch.setattr(TrackedRequest, "computed_tokens", hasty)
-    monkeypatch.setattr(Scheduler, "stepped", _hasty_step)
-    with pytest.raises(LieError):
-        many(start, twins, blocks=60, is_overlapped=True, rest=1.0)
-
-
-def _hasty_step(self: Scheduler, done) -> None:
-    self._confirmed_step = done.step
-    self._settle()
-    for name, tracked in list(self._due.items()):
-        self._store_full_chunks(tracked, self._tables(name))
-    self._stores.send()
 
 
 # ---- a convoy, a reset, a mishap -----------------------------------------------------------------------------------

@@ -133,11 +133,6 @@ def test_switched_off_it_loads_all_there_is_to_the_end() -> None:
     assert planner.plan(lookup_of(option(900, 50.0)), TOTAL, now_s=60.0).tokens == 900
 
 
-def test_a_plan_has_no_effect() -> None:
-    planner, lookup = taught(), lookup_of(option(900, 0.1))
-    assert planner.plan(lookup, TOTAL, now_s=0.0) == planner.plan(lookup, TOTAL, now_s=0.0)
-
-
 # ---- budget --------------------------------------------------------------------------------------------------------
 
 
@@ -183,22 +178,19 @@ def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for
     assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial
 
 
-def test_no_more_is_lent_than_a_load_may_bring() -> None:
-    plan = taught().plan(lookup_of(option(900, 0.4, wait_s=0.3)), TOTAL, now_s=0.0)
+@pytest.mark.parametrize(
+    ("offer", "total", "allowance_s"),
+    [
+        pytest.param((900, 0.4, 0.3), TOTAL, SLACK + 0.5, id="no more than it may bring"),
+        pytest.param((900, 0.7, 0.3), TOTAL, SLACK + RISK_FACTOR_MIN * 0.3, id="a little for one that brings little"),
+        pytest.param((9, 0.0, 0.0), 10, SLACK_S_MIN, id="some milliseconds for a short prompt"),
+    ],
+)
+def test_what_is_lent_to_a_load(offer: tuple[int, float, float], total: int, allowance_s: float) -> None:
+    tokens, seconds, wait_s = offer
+    plan = taught().plan(lookup_of(option(tokens, seconds, wait_s=wait_s)), total, now_s=0.0)
     assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK + 0.5, rel=0.01)
-
-
-def test_a_load_that_brings_little_may_be_a_little_late() -> None:
-    plan = taught().plan(lookup_of(option(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK + RISK_FACTOR_MIN * 0.3, rel=0.01)
-
-
-def test_a_short_prompt_has_some_milliseconds_too() -> None:
-    plan = taught().plan(lookup_of(option(9, 0.0, wait_s=0.0)), 10, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK_S_MIN)
+    assert plan.budget.allowance_s == pytest.approx(allowance_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("tokens", "first_look_s"), [(1000, 0.15), (10_000, 0.2), (100_000, 0.4)])
