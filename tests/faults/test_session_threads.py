@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.memory_tier import GatedTier, MemoryTier, MischievousTier
-from tests.rig import CHUNK_TOKENS, Engine, load_places, local, places_of, prefix_of
+from tests.rig import CHUNK_TOKENS, Engine, GatedCopier, load_places, local, places_of, prefix_of
 from tests.system import in_child
 
 from kvtier.core.limits import Limits, WritePolicy
@@ -109,18 +109,24 @@ def test_all_that_many_threads_begin_ends_once(seed: int) -> None:
     assert closed.lost == 0 or not closed.flushed
 
 
+def closed_twice(session: Session, deadline_s: float) -> list[Closed]:
+    """The answers of two threads that close `session` at once."""
+    answers: list[Closed] = []
+    closers = [threading.Thread(target=lambda: answers.append(session.close(deadline_s))) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(PATIENCE_S)
+    return answers
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("hasty")
 def test_two_threads_close_a_busy_session(seed: int) -> None:
     session = opened(MischievousTier("below", seed, 64 << 20, 0.002), slots=8)
     callers = Callers(session, 4, 1000)
     time.sleep(0.05 * seed)
-    answers: list[Closed] = []
-    closers = [threading.Thread(target=lambda: answers.append(session.close(5.0))) for _ in range(2)]
-    for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join(PATIENCE_S)
+    answers = closed_twice(session, 5.0)
     assert len(answers) == 2
     assert answers[0] == answers[1]
     callers.finish()
@@ -163,10 +169,10 @@ class Scripted:
         return True
 
 
-def scripted() -> Session:
+def scripted(executor: type[Scripted] = Scripted) -> Session:
     idle, cache, _ = local(Engine(8).copier(), {})
     idle.close()
-    return Session(cache, Scripted(), has_thread=False)
+    return Session(cache, executor(), has_thread=False)
 
 
 def test_what_is_completed_while_the_lock_is_held_is_settled_by_the_holder() -> None:
@@ -213,14 +219,10 @@ def test_an_executor_that_completes_while_it_takes_commands_makes_nothing_slow_h
             flushed.append(session._holder)
             return True
 
-        needs_flush = True
-
     seen: list[bool] = []
     flushed: list[int] = []
     held: list[int] = []
-    idle, cache, _ = local(Engine(8).copier(), {})
-    idle.close()
-    session = Session(cache, Refusing(), has_thread=False)
+    session = scripted(Refusing)
     handler = logging.Handler()
     handler.emit = lambda record: held.append(session._holder)  # type: ignore[method-assign]
     module.logger.addHandler(handler)
@@ -330,19 +332,9 @@ def test_two_threads_close_whatever_hangs(state: str, monkeypatch: pytest.Monkey
         first.store(RequestId("a"), prefix, places)
         assert first.close().flushed
     tier.shut = {"write" if state == "flush" else state}
-    real = source.copier()
-
-    class Copier:
-        done = real.done
-        scatter = real.scatter
-
-        def gather(self, *arguments):
-            tier.enter("copy")
-            return real.gather(*arguments)
-
     policy = WritePolicy.BACK if state == "flush" else WritePolicy.THROUGH
     rules = {"probe_deadline_s": 60.0, "transfer_deadline_s": 60.0}
-    copier, threads = Copier(), Threads(device=1)
+    copier, threads = GatedCopier(source.copier(), tier), Threads(device=1)
     session = local(copier, {"below": tier}, threads=threads, rules=rules, limits=Limits(write_policy=policy))[0]
     wanted: list[str] = []
     waiter = threading.Thread(target=lambda: _ignore(lambda: session.lookup(RequestId("w"), prefix, wait_s=60.0)))
@@ -359,13 +351,8 @@ def test_two_threads_close_whatever_hangs(state: str, monkeypatch: pytest.Monkey
         session._shut(AssertionError("planted"))
     elif state != "flush":
         assert tier.hangs.wait(20)
-    answers: list[Closed] = []
     began_s = time.monotonic()
-    closers = [threading.Thread(target=lambda: answers.append(session.close(0.3))) for _ in range(2)]
-    for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join(PATIENCE_S)
+    answers = closed_twice(session, 0.3)
     assert time.monotonic() - began_s < 5.0
     assert len(set(answers)) == 1
     assert answers[0].flushed == (state in ("contains", "read", "copy"))  # what was not gathered is not pending

@@ -64,20 +64,20 @@ def test_scheduler_and_worker_agree_on_all_but_the_names_of_pages():
     assert worker.digest(1) != found.layout.digest(1)
 
 
-@pytest.mark.parametrize("field", ["dtype", "num_kv_heads", "block_size", "kv_cache_layout"])
-def test_other_pages_have_other_names(field):
-    engine = recorded("llama32")
-    before = Geometry.of(engine.config).layout.digest(0)
-    spec = engine.config.kv_cache_groups[0].kv_cache_spec
-    if field == "dtype":
-        spec.dtype = "torch.float16"  # as many bytes, other numbers
-    elif field == "num_kv_heads":
-        spec.num_heads, spec.state_content_size_bytes = 1, 512  # as many bytes, other heads
-    elif field == "block_size":
-        spec.block_size, spec.num_states = 64, 64
-    else:
-        engine.config.kv_cache_layout = "LBNHC"
-    assert Geometry.of(engine.config).layout.digest(0) != before
+@pytest.mark.parametrize(
+    ("owner", "fields"),
+    [
+        ("spec", {"dtype": "torch.float16"}),  # as many bytes, other numbers
+        ("spec", {"num_heads": 1, "state_content_size_bytes": 512}),  # as many bytes, other heads
+        ("spec", {"block_size": 64, "num_states": 64}),
+        ("config", {"kv_cache_layout": "LBNHC"}),
+    ],
+)
+def test_other_pages_have_other_names(owner, fields):
+    config = recorded("llama32").config
+    before = Geometry.of(config).layout.digest(0)
+    vars(config if owner == "config" else config.kv_cache_groups[0].kv_cache_spec).update(fields)
+    assert Geometry.of(config).layout.digest(0) != before
 
 
 def test_the_chunk_is_a_multiple_of_every_block_and_of_what_hits_are_aligned_to():
@@ -120,10 +120,11 @@ def test_a_hit_leaves_a_token_to_compute(tokens, most):
 # ---- stores ------------------------------------------------------------------------------------------------------
 
 
-def test_the_chunks_of_a_prompt_lie_in_its_table():
+def test_the_chunks_of_a_prompt_that_are_wholly_allocated_lie_in_its_table():
     engine = recorded("llama32")
-    found = Geometry.of(engine.config).sources(range(2), step(engine, 700).blocks)
-    assert found == [Place(0, 0, tuple(range(1, 9))), Place(0, 1, tuple(range(9, 17)))]
+    for asked in (range(2), range(5)):
+        found = Geometry.of(engine.config).sources(asked, step(engine, 700).blocks)
+        assert found == [Place(0, 0, tuple(range(1, 9))), Place(0, 1, tuple(range(9, 17)))]
 
 
 def test_blocks_of_another_order_are_named_in_token_order():
@@ -276,19 +277,19 @@ def test_a_window_that_begins_within_a_chunk_is_loaded_in_part():
     assert SKIP not in result[3]
 
 
-@pytest.mark.parametrize("tables_of", ["a window of one token more", "a state too early", "too few", "a hole"])
-def test_what_a_load_would_leave_unfilled_is_not_loaded(tables_of):
-    window, state = geometry("swa_win100"), geometry("gdn")
-    found, tables = window, allocated(window, 1024)
-    if tables_of == "a window of one token more":
-        tables[2][27] = 999  # VLLM would read it, and no object has it
-    elif tables_of == "a state too early":
-        found, tables = state, allocated(state, 1024)
-        tables[1][1] = 999
-    elif tables_of == "too few":
-        tables[4].pop()
-    else:
-        tables[5][3] = NULL_BLOCK
+@pytest.mark.parametrize(
+    ("case", "table", "at", "blocks"),
+    [
+        pytest.param("swa_win100", 2, slice(27, 28), [999], id="a window of one token more"),  # no object has it
+        pytest.param("gdn", 1, slice(1, 2), [999], id="a state too early"),
+        pytest.param("swa_win100", 4, slice(-1, None), [], id="too few"),
+        pytest.param("swa_win100", 5, slice(3, 4), [NULL_BLOCK], id="a hole"),
+    ],
+)
+def test_what_a_load_would_leave_unfilled_is_not_loaded(case, table, at, blocks):
+    found = geometry(case)
+    tables = allocated(found, 1024)
+    tables[table][at] = blocks
     assert found.targets(1024, tables) is None
 
 

@@ -46,8 +46,7 @@ def in_turn(engine: SmallEngine) -> list[int]:
     """Cached tokens of users that return all at once, in the order of their first prompts."""
     asked = prompts(engine)
     for prompt in asked:
-        engine.add(prompt, 1)
-        engine.run()
+        engine.ask(prompt, 1)
         engine.settle()
         engine.idle()
     return found(engine, asked)
@@ -57,8 +56,7 @@ def test_blocks_that_no_request_waits_for_go_first(start):
     engine = start()
     first, *others, new = prompts(engine, ROOM + 1)
     for prompt in (first, *others):
-        engine.add(prompt, 1)
-        engine.run()
+        engine.ask(prompt, 1)
     # The oldest blocks belong to the first request, which waits again behind a new one.
     assert found(engine, [new, first])[1] >= TOKENS - BLOCK
 
@@ -73,8 +71,7 @@ def test_what_two_share_goes_last(start):
     engine = start()
     common, *others = prompts(engine, ROOM)
     for prompt in (common, *others):
-        engine.add(prompt, 1)
-        engine.run()
+        engine.ask(prompt, 1)
     tails = [[engine.draw.randrange(1000) for _ in range(BLOCK)] for _ in range(2)]
     asked = [prompts(engine, 1)[0], [*common, *tails[0]], *others, [*common, *tails[1]]]
     tokens = found(engine, asked)

@@ -114,8 +114,7 @@ def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(start, 
     engine = start(config=Config(host=HostConfig(capacity_bytes="64MiB", evictor="heard")))
     prompt = [engine.draw.randrange(1000) for _ in range(1000)]
     for params in ({"session": "a", "next_turn": "user"}, {"session": "b"}, None, {"session": 5}):
-        engine.add(prompt, 1, kv_transfer_params=params)
-        engine.run()
+        engine.ask(prompt, 1, kv_transfer_params=params)
         engine.settle()
         engine.forget()
     engine.close()

@@ -46,6 +46,7 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import Session
+from kvtier.tier.base import UNKNOWN
 from kvtier.types import (
     SEVERITY,
     Cancel,
@@ -94,6 +95,13 @@ def engines_of(first_seed, blocks=64):
     return [Engine(blocks, seed=first_seed + rank) for rank in range(2)]
 
 
+def keep(prefix, engines, tiers, layout=LAYOUT):
+    """A session that stores `prefix` in `tiers` and is closed."""
+    session = session_of(engines, tiers, layout=layout)
+    stored(session, "a", prefix, places_of(range(len(prefix.keys)), range(len(layout.groups))))
+    session.close()
+
+
 # ---- the whole stack -----------------------------------------------------------------------------------------------
 
 
@@ -131,10 +139,8 @@ def test_the_journal_counts_payload_and_frames_of_all_ranks(tmp_path, count):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_chunk_that_one_rank_lacks_is_no_hit(rank):
     tiers = memory_tiers()
-    first = session_of(engines_of(1), tiers)
     prefix = prefix_of(4)
-    stored(first, "a", prefix, places_of(range(4)))
-    first.close()
+    keep(prefix, engines_of(1), tiers)
     tiers[rank].delete(name_on(rank, prefix.keys[2]))
     second = session_of(engines_of(11), tiers)
     assert looked_up(second, "b", prefix).tokens == 2 * CHUNK_TOKENS
@@ -146,10 +152,8 @@ def test_in_a_remote_tier_a_rank_that_lacks_a_chunk_shortens_the_load(rank, foun
     history = KvLayout(CHUNK_TOKENS, LAYOUT.groups[:1])
     tiers = memory_tiers()
     sources, targets = engines_of(1), engines_of(11)
-    first = session_of(sources, tiers, layout=history)
     prefix = prefix_of(4)
-    stored(first, "a", prefix, places_of(range(4), (0,)))
-    first.close()
+    keep(prefix, sources, tiers, history)
     tiers[rank].delete(name_on(rank, prefix.keys[2]))
     second = session_of(targets, tiers, remote={"below"}, layout=history)
     answer = looked_up(second, "b", prefix)
@@ -167,17 +171,13 @@ def test_in_a_remote_tier_a_rank_that_lacks_a_chunk_shortens_the_load(rank, foun
 
 def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
     tiers = memory_tiers()
-    first = session_of(engines_of(1), tiers)
     prefix = prefix_of(1)
-    stored(first, "a", prefix, places_of(range(1)))
-    first.close()
+    keep(prefix, engines_of(1), tiers)
     name = name_on(1, prefix.keys[0])
     frame = bytearray(1 << 20)
     size = tiers[1].read(name, memoryview(frame))
     frame[size - 1] ^= 1
     tiers[1].delete(name)
-    from kvtier.tier.base import UNKNOWN
-
     tiers[1].write(name, memoryview(frame)[:size], UNKNOWN)
     second = session_of(engines_of(11), tiers)
     assert looked_up(second, "b", prefix).tokens == CHUNK_TOKENS

@@ -11,6 +11,7 @@ from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
     Engine,
+    GatedCopier,
     ended,
     load_places,
     loaded,
@@ -21,6 +22,7 @@ from tests.rig import (
     prefix_of,
     stored,
 )
+from tests.system import until
 
 from kvtier.core import operations, probes
 from kvtier.core.cache import Cache
@@ -115,58 +117,42 @@ def test_bad_arguments_raise_in_the_caller():
 
 
 def test_after_an_internal_error_running_copies_end_and_everything_else_fails(monkeypatch, caplog):
-    hold, has_begun = threading.Event(), threading.Event()
-    inner = Engine(64).copier()
-
-    class Held:
-        done = inner.done
-
-        def gather(self, *arguments):
-            has_begun.set()
-            assert hold.wait(30)
-            return inner.gather(*arguments)
-
+    gate = GatedTier("gathers")
+    gate.shut = {"copy"}
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
-    session, _, _ = local(Held(), {}, threads=Threads(device=1), limits=Limits(gathers=1))
+    session, _, _ = local(
+        GatedCopier(Engine(64).copier(), gate), {}, threads=Threads(device=1), limits=Limits(gathers=1)
+    )
     try:
         session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
         session.store(RequestId("b"), prefix_of(1, seed=1), places_of(range(1)))
-        assert has_begun.wait(20)
+        assert gate.hangs.wait(20)
         monkeypatch.setattr(Cache, "expects", None)
         session.expects("conversation", None)
         assert session.poll(20.0) == [StoreDone(RequestId("b"), 0, 2)]  # its gather has not begun
         assert session.poll(0.2) == []
-        hold.set()
+        gate.open_again()
         assert session.poll(20.0) == [StoreDone(RequestId("a"), 0, 2)]
     finally:
-        hold.set()
+        gate.open_again()
     assert not session.close().flushed
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def test_after_an_internal_error_a_copy_is_awaited_until_its_deadline(monkeypatch):
-    hold, has_begun = threading.Event(), threading.Event()
-    inner = Engine(64).copier()
-
-    class Hanging:
-        done = inner.done
-
-        def gather(self, *arguments):
-            has_begun.set()
-            hold.wait(30)
-            return inner.gather(*arguments)
-
+    gate = GatedTier("gathers")
+    gate.shut = {"copy"}
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(module, "COPY_DEADLINE_S", 0.05)
-    session, _, _ = local(Hanging(), {})
+    session, _, _ = local(GatedCopier(Engine(64).copier(), gate), {})
     try:
         session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
-        assert has_begun.wait(20)
+        assert gate.hangs.wait(20)
         monkeypatch.setattr(Cache, "expects", None)
         session.expects("conversation", None)
         assert session.poll(20.0) == [StoreDone(RequestId("a"), 0, 2)]
     finally:
-        hold.set()
+        gate.open_again()
     session.close()
 
 
@@ -275,16 +261,8 @@ def objects(store):
 def test_stores_reach_the_tier_while_the_engine_idles(tmp_path):
     kv = opened(tmp_path / "kv", Engine(64))
     stored(kv.session, "a", prefix_of(3, kv.root), places_of(range(3)))
-    until = time.monotonic() + 60
-    while len(objects(tmp_path / "kv")) < 6 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert len(objects(tmp_path / "kv")) == 6
+    until(lambda: len(objects(tmp_path / "kv")) == 6)
     kv.session.close()
-
-
-def held_bytes(kv):
-    """What the metrics have of the directory, which is what its threads saw a second ago."""
-    return kv.metrics.get(table.HELD_BYTES, place="directory")
 
 
 def test_announced_tokens_are_counted_once_per_request(tmp_path):
@@ -307,13 +285,13 @@ def test_metrics_tell_what_happened(tmp_path):
     looked_up(kv.session, "b", prefix)
     looked_up(kv.session, "b", prefix)
     loaded(kv.session, "b", prefix, 32, load_places(32))
-    until = time.monotonic() + 60
-    used_bytes = 0
-    while (used_bytes == 0 or held_bytes(kv) != used_bytes) and time.monotonic() < until:
-        time.sleep(0.05)
-        used_bytes = sum(-(-file.stat().st_size // 4096) * 4096 for file in objects(tmp_path / "kv"))
+
+    def used_bytes():
+        return sum(-(-file.stat().st_size // 4096) * 4096 for file in objects(tmp_path / "kv"))
+
+    # The metrics have of the directory what its threads saw a second ago.
+    until(lambda: 0 < kv.metrics.get(table.HELD_BYTES, place="directory") == used_bytes())
     values = values_of(kv.metrics)
-    assert held_bytes(kv) == used_bytes > 0
     assert kv.metrics.get(table.HELD_BYTES, place="host") > 0
     assert values['kvtier_load_tokens_total{place="host"}'] == 32
     assert values['kvtier_lookup_tokens_total{result="ready"}'] == 32
