@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import Evictor
@@ -139,9 +139,9 @@ GATE_S = 60.0
 class GatedTier(MemoryTier):
     """Hangs in the methods of `shut` until `open_again`, and fails in those of `broken`."""
 
-    def __init__(self, name: str = "gated", capacity_bytes: int = 64 << 20) -> None:
+    def __init__(self, name: str = "gated", capacity_bytes: int = 64 << 20, *, shut: Collection[str] = ()) -> None:
         super().__init__(name, capacity_bytes=capacity_bytes)
-        self.shut: set[str] = set()
+        self.shut = set(shut)
         self.broken: set[str] = set()
         self.gate, self.hangs = threading.Event(), threading.Event()
         self.writes = 0

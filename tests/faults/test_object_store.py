@@ -75,6 +75,14 @@ def over():
     yield from opened_by(make)
 
 
+def gated(over, count, **rules):
+    """A tier that can hang, and a store over it with `count` objects."""
+    tier = GatedTier()
+    store = over(tier, **rules)
+    put(store, range(count))
+    return tier, store
+
+
 @pytest.fixture
 def hanging(tmp_path):
     yield from hanging_fs(tmp_path)
@@ -106,9 +114,7 @@ def test_a_file_system_that_hangs_costs_misses_in_time(hanging, kind, what, open
 
 
 def test_a_late_read_leaves_the_callers_memory_alone(over):
-    tier = GatedTier()
-    store = over(tier)
-    put(store, range(4))
+    tier, store = gated(over, 4)
     tier.shut = {"read"}
     memory = [empty_pieces() for _ in range(4)]
     reads = [ObjectBytes(object_id(number), pieces) for number, pieces in enumerate(memory)]
@@ -120,9 +126,7 @@ def test_a_late_read_leaves_the_callers_memory_alone(over):
 
 
 def test_reads_that_hang_leave_slots_for_writes_and_come_back(over):
-    tier = GatedTier()
-    store = over(tier, transfer_deadline_s=PATIENCE_S)
-    put(store, range(4 * STAGED))
+    tier, store = gated(over, 4 * STAGED, transfer_deadline_s=PATIENCE_S)
     tier.shut = {"read"}
     with ThreadPoolExecutor(1) as other:
         reading = other.submit(got, store, range(4 * STAGED), 0, 2.0)
@@ -134,9 +138,7 @@ def test_reads_that_hang_leave_slots_for_writes_and_come_back(over):
 
 
 def test_slots_of_overdue_commands_return_when_their_threads_do(over):
-    tier = GatedTier()
-    store = over(tier)
-    put(store, range(STAGED))
+    tier, store = gated(over, STAGED)
     for what, call in (("read", got), ("write", lambda *args: put(args[0], range(50, 50 + STAGED)))):
         tier.gate.clear()
         tier.shut = {what}
@@ -165,9 +167,7 @@ def test_a_get_does_not_wait_for_a_tier_whose_reads_have_stopped(over):
 
 def test_a_tier_that_is_away_is_left_alone_and_taken_back(caplog, over):
     caplog.set_level(logging.INFO, "kvtier")
-    tier = GatedTier()
-    store = over(tier)
-    put(store, range(4))
+    tier, store = gated(over, 4)
     tier.broken = {"read", "write", "contains"}
     assert got(store, range(4)) == [FAILED] * 3 + [CANCELLED] or DONE not in got(store, range(4))
     assert DONE not in put(store, range(10, 20))
@@ -220,9 +220,8 @@ def test_a_tier_that_admits_nothing_is_passed_over(over):
 
 def test_a_slow_tier_gets_everything_later_and_delays_no_put(over):
     """Its writes give up their slots, and the objects are relayed from the faster tier."""
-    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow")
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow", shut=["write"])
     store = over(fast, slow, transfer_deadline_s=PATIENCE_S, demotes=1)
-    slow.shut = {"write"}
     count = 8 * STAGED
     assert put(store, range(count)) == [DONE] * count
     assert slow.object_count == 0
@@ -235,9 +234,8 @@ def test_a_slow_tier_gets_everything_later_and_delays_no_put(over):
 
 
 def test_a_relay_whose_source_has_lost_the_object_is_dropped_and_counted(over):
-    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow")
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow", shut=["write"])
     store = over(fast, slow, transfer_deadline_s=PATIENCE_S, demotes=1)
-    slow.shut = {"write"}
     count = 4 * STAGED
     assert put(store, range(count)) == [DONE] * count
     for name, _ in list(fast.scan()):
@@ -377,9 +375,8 @@ def test_the_random_model_finds_a_store_that_does_not_verify(monkeypatch, over):
 
 
 def test_closing_finishes_writes_to_slower_tiers(over):
-    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow")
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow", shut=["write"])
     store = over(fast, slow, transfer_deadline_s=PATIENCE_S)
-    slow.shut = {"write"}
     put(store, range(4))
     threading.Timer(0.2, slow.open_again).start()
     assert store.close(PATIENCE_S).flushed
@@ -387,9 +384,7 @@ def test_closing_finishes_writes_to_slower_tiers(over):
 
 
 def test_closing_does_not_wait_for_a_tier_that_hangs(over):
-    tier = GatedTier()
-    store = over(tier)
-    put(store, range(4))
+    tier, store = gated(over, 4)
     tier.shut = {"read", "write"}
     with ThreadPoolExecutor(2) as others:
         calls = [others.submit(got, store, range(4), 0, PATIENCE_S), others.submit(put, store, range(10, 14))]
@@ -442,9 +437,8 @@ def test_a_call_without_end_waits_for_a_slot(monkeypatch, over):
 
 
 def test_closing_with_a_deadline_that_is_no_number_waits_for_nothing(over):
-    tier = GatedTier()
+    tier = GatedTier(shut=["write"])
     store = over(tier)
-    tier.shut = {"write"}
     with ThreadPoolExecutor(1) as other:
         writing = other.submit(put, store, [1])
         until(lambda: store._cache.pending_count)

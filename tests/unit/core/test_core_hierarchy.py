@@ -6,7 +6,7 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 from kvtier.core import pending_writes, tier_state
 from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, State, Window
-from kvtier.types import ChunkKey, Direction, Outcome, Prefix, Presence, RequestId
+from kvtier.types import ChunkKey, Direction, Outcome, Prefix, Presence
 
 LONG_S = 1000.0
 
@@ -149,33 +149,24 @@ def test_a_remote_tier_that_fails_between_two_rounds_keeps_what_it_reported() ->
 def test_a_request_waits_for_a_remote_tier_a_small_share_of_what_computing_takes() -> None:
     core, prompt = near_and_far(), prefix_of("ab")
     core.fill("far", prompt)
-
-    def lookup(request: str):
-        answer = core.cache.lookup(RequestId(request), prompt, core.now_s, compute_s=1.0)
-        core._take()
-        return answer
-
     for tier in core.cache._tiers.all:
         tier.hit_rate = 0.0
-    lookup("r")
+    core.lookup("r", prompt, compute_s=1.0)
     tell(core)
-    assert lookup("r").presence is Presence.PROBING
+    assert core.lookup("r", prompt, compute_s=1.0).presence is Presence.PROBING
     assert core.cache.next_deadline() == pytest.approx(0.01)
     core.wait(0.011)
-    assert lookup("r").presence is Presence.ABSENT, "the probe is open, and the request goes on"
+    assert core.lookup("r", prompt, compute_s=1.0).presence is Presence.ABSENT, "its probe is open, and it goes on"
     core.run()
-    later = lookup("other")
-    core.run()
-    later = lookup("other")
-    assert later.tokens == 8, "the late answer serves the next request"
+    core.lookup_and_run("other", prompt, compute_s=1.0)
+    assert core.lookup("other", prompt, compute_s=1.0).tokens == 8, "the late answer serves the next request"
 
 
 def test_a_hit_rate_that_repays_it_makes_requests_wait_longer() -> None:
     core, prompt = near_and_far(), prefix_of("ab")
     core.cache._tiers["far"].hit_rate = 0.8
     core.fill("disk", prefix_of("a"))
-    core.cache.lookup(RequestId("r"), prompt, 0.0, compute_s=1.0)
-    core._take()
+    core.lookup("r", prompt, compute_s=1.0)
     tell(core)
     half_s, load_s = 0.5, 0.25  # the disk has half of the prompt; loading is taken to need half of computing
     assert core.cache.next_deadline() == pytest.approx(0.8 * (half_s - load_s))
@@ -185,8 +176,7 @@ def test_a_request_waits_a_share_of_what_the_missing_part_takes() -> None:
     core, prompt = near_and_far(), long_prefix(10)
     core.cache._tiers["far"].hit_rate = 0.0
     core.fill("disk", Prefix(prompt.keys[:9], CHUNK))
-    core.cache.lookup(RequestId("r"), prompt, 0.0, compute_s=1.0)
-    core._take()
+    core.lookup("r", prompt, compute_s=1.0)
     tell(core)
     assert core.cache.next_deadline() == pytest.approx(0.001), "one of ten chunks is missing"
 
@@ -197,10 +187,9 @@ def test_no_request_waits_for_answers_that_usually_come_too_late(answer_s: float
     core.cache._tiers["far"].hit_rate = 0.0
     for number in range(60):
         prompt = long_prefix(2, f"p{number}-")
-        core.cache.lookup(RequestId(f"r{number}"), prompt, core.now_s, compute_s=1.0)
-        core._take()
+        core.lookup(f"r{number}", prompt, compute_s=1.0)
         tell(core)
-        answer = core.cache.lookup(RequestId(f"r{number}"), prompt, core.now_s, compute_s=1.0)
+        answer = core.lookup(f"r{number}", prompt, compute_s=1.0)
         core.wait(answer_s)
         tell(core)
     assert answer.presence is (Presence.PROBING if answer_s < 0.01 else Presence.ABSENT)

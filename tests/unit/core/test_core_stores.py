@@ -6,18 +6,7 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 from kvtier.core import operations
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
-from kvtier.types import Direction, Outcome, Place, Presence, RequestId, StoreDone
-
-
-def test_an_acknowledged_store_is_readable() -> None:
-    core = Driver(tiers=())
-    core.store("a", prefix_of("ab"))
-    first, second = core.going(Direction.GATHER)
-    core.answer(first)
-    assert not core.stored(), "one of its gathers is still out"
-    core.answer(second)
-    assert core.stored() == [StoreDone(RequestId("a"), 2, 0)]
-    assert core.lookup("b", prefix_of("ab")).ready_tokens == 8
+from kvtier.types import Direction, Outcome, Presence, RequestId, StoreDone
 
 
 def test_what_is_there_already_is_held_without_moving() -> None:
@@ -66,13 +55,6 @@ def test_a_joined_store_drops_the_object_when_the_queue_is_full(monkeypatch: pyt
     core.answer(core.going(Direction.GATHER)[0], Outcome.FAILED)
     done = {one.request: (one.held, one.dropped) for one in core.stored()}
     assert done == {"a": (0, 1), "b": (0, 1)}
-
-
-def test_a_store_larger_than_host_memory_keeps_what_fits_in_time() -> None:
-    core = Driver(slots=2)
-    core.store_and_run("a", prefix_of("abcdef"))
-    assert core.stored()[0].held == 6
-    assert len(core.held["disk"]) == 6
 
 
 def test_a_child_leaves_before_its_parent() -> None:
@@ -204,12 +186,6 @@ def test_write_back_lets_as_many_small_objects_leave_as_may_be_on_their_way() ->
     assert len(core.going(Direction.DEMOTE)) == 6
     core.run()
     assert core.stored()[-1] == StoreDone(RequestId("b"), 10, 0)
-
-
-def test_a_store_that_makes_no_sense_is_refused() -> None:
-    core = Driver()
-    with pytest.raises(ValueError, match="outside the prefix"):
-        core.cache.store(RequestId("r"), prefix_of("ab"), [Place(0, 2, ())], 0.0)
 
 
 def test_write_through_demotes_as_soon_as_the_copy_is_ready() -> None:

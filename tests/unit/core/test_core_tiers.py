@@ -86,17 +86,6 @@ def test_an_unanswered_probe_means_absent_after_its_deadline() -> None:
     assert core.cache.next_deadline() is None
 
 
-def test_a_released_request_drops_its_probe_answers() -> None:
-    core = Driver()
-    prompt = prefix_of("a")
-    core.lookup("r", prompt)
-    (probe,) = core.probes.values()
-    core.release("r")
-    core.tell(probe, [True])
-    assert core.lookup("r", prompt).presence is Presence.PROBING, "the new request of that name asks anew"
-    core.release("unheard of")
-
-
 def test_only_so_many_requests_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "REQUESTS_MAX", 1)
     core = Driver()
@@ -484,28 +473,6 @@ def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
     assert len(core.going(Direction.DEMOTE)) == 1
     core.run()
     assert len(core.held["disk"]) == 2
-
-
-def test_a_hanging_tier_is_a_miss_and_the_next_tier_is_tried() -> None:
-    core = Driver(tiers=("disk", "shared"), transfer_deadline_s=2.0)
-    core.fill("shared", prefix_of("a"))
-    core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Direction.PROMOTE)
-    core.wait(2.0)
-    assert core.cancelled == [stuck.id]
-    core.run(keep=lambda one: one is stuck)
-    assert core.loaded()[0].sources == (("shared", 4),)
-    assert core.cache.counters.late == 1
-
-
-def test_a_tier_with_only_stuck_transfers_is_not_probed() -> None:
-    core = Driver(slots=8, promotes=1, transfer_deadline_s=2.0, failures=9)
-    core.load("a", prefix_of("a"))
-    core.load("b", prefix_of("b"))
-    core.wait(2.0)
-    assert [done.request for done in core.loaded()] == ["a", "b"], "no load waits for stuck transfers"
-    core.lookup("c", prefix_of("c"))
-    assert not core.probes
 
 
 def test_stores_go_on_while_their_tier_hangs() -> None:

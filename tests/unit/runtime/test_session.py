@@ -117,8 +117,7 @@ def test_bad_arguments_raise_in_the_caller():
 
 
 def test_after_an_internal_error_running_copies_end_and_everything_else_fails(monkeypatch, caplog):
-    gate = GatedTier("gathers")
-    gate.shut = {"copy"}
+    gate = GatedTier("gathers", shut=["copy"])
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
     session, _, _ = local(
         GatedCopier(Engine(64).copier(), gate), {}, threads=Threads(device=1), limits=Limits(gathers=1)
@@ -140,8 +139,7 @@ def test_after_an_internal_error_running_copies_end_and_everything_else_fails(mo
 
 
 def test_after_an_internal_error_a_copy_is_awaited_until_its_deadline(monkeypatch):
-    gate = GatedTier("gathers")
-    gate.shut = {"copy"}
+    gate = GatedTier("gathers", shut=["copy"])
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(module, "COPY_DEADLINE_S", 0.05)
     session, _, _ = local(GatedCopier(Engine(64).copier(), gate), {})
@@ -206,8 +204,7 @@ def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch)
 
 
 def test_a_lookup_waits_for_the_probe_up_to_its_wait_s():
-    tier = GatedTier("below")
-    tier.shut = {"contains"}
+    tier = GatedTier("below", shut=["contains"])
     session, _, _ = local(Engine(8).copier(), {"below": tier}, rules={"probe_deadline_s": 60.0})
     assert session.lookup(RequestId("a"), prefix_of(2), wait_s=0.01).presence is Presence.PROBING
     threading.Timer(0.05, tier.open_again).start()
@@ -216,8 +213,7 @@ def test_a_lookup_waits_for_the_probe_up_to_its_wait_s():
 
 
 def test_other_calls_go_on_while_a_lookup_waits():
-    tier = GatedTier("below")
-    tier.shut = {"contains"}
+    tier = GatedTier("below", shut=["contains"])
     session, _, _ = local(Engine(8).copier(), {"below": tier}, rules={"probe_deadline_s": 60.0})
     waiter = threading.Thread(target=session.lookup, args=(RequestId("a"), prefix_of(2)), kwargs={"wait_s": 60.0})
     waiter.start()
