@@ -343,6 +343,7 @@ def test_a_hostile_index_with_a_good_checksum_costs_nothing(root):
 
 COUNTS = [CAPACITY + 4096, (1 << 64) - 4096, (1 << 64) - 1, 4095]
 LEDGERS = [struct.pack("<8sQQ", b"kvledger", count, count ^ ((1 << 64) - 1)) for count in COUNTS]
+LEDGERS += [struct.pack("<8sQQ", b"kvledger", 0, 0)]  # the second is not the first with all bits flipped
 LEDGERS += [b"", b"kvledger", b"kvcounts0123456789abcdef", b"../../../../../x", bytes(24), b"\xff" * 24, b"junk" * 100]
 
 

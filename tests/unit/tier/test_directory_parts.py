@@ -11,7 +11,7 @@ from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import UNKNOWN
 from kvtier.tier.direct import aligned_buffer, is_aligned
 from kvtier.tier.directory import tier as directory
-from kvtier.tier.directory.snapshot import SnapshotRow, load_snapshot, save_snapshot
+from kvtier.tier.directory.snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.operation_guard import OperationGuard
 
@@ -31,6 +31,16 @@ def rows(count):
         SnapshotRow(object_name(n), object_name(n - 1) if n % 3 else None, n * 4096, 10**18 + n, n % 3, n % 2)
         for n in range(count)
     ]
+
+
+def test_any_flipped_bit_makes_a_hint_useless():
+    told = pack_snapshot(rows(20))
+    for position in random.Random(3).sample(range(8 * len(told)), 300):
+        damaged = bytearray(told)
+        damaged[position // 8] ^= 1 << position % 8
+        assert unpack_snapshot(bytes(damaged)) is None
+    for length in range(0, len(told), 7):
+        assert unpack_snapshot(told[:length]) is None
 
 
 def test_a_hint_that_cannot_be_written_leaves_the_old_one(tmp_path):
