@@ -33,6 +33,14 @@ def rows(count):
     ]
 
 
+def test_a_hint_with_names_that_end_in_zeros_comes_back_as_it_was():
+    told = [
+        SnapshotRow(bytes(31) + b"\1", bytes(32), 1, 1, 1, 1),
+        SnapshotRow(b"\1" + bytes(31), None, 2**63, -5, 2**32 - 1, 65535),
+    ]
+    assert list(unpack_snapshot(pack_snapshot(told)) or ()) == sorted(told, key=lambda row: row.used_ns)
+
+
 def test_any_flipped_bit_makes_a_hint_useless():
     told = pack_snapshot(rows(20))
     for position in random.Random(3).sample(range(8 * len(told)), 300):
