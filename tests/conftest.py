@@ -2,6 +2,10 @@
 
 import contextlib
 import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 with contextlib.suppress(ModuleNotFoundError):  # the environment of tests/vllm has none
     from hypothesis import HealthCheck, settings
@@ -22,3 +26,17 @@ def pytest_configure() -> None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Name bytes by their argument and position: content such as a gzip header holds the time of its making."""
     return argname if isinstance(val, bytes | bytearray) else None
+
+
+def opened_by(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """For a fixture: `make`, and what it has made is closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *given, **named: stack.enter_context(contextlib.closing(make(*given, **named)))
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Callable[..., Any]]:
+    """Opens directory tiers."""
+    from kvtier.tier.directory.tier import DirectoryTier
+
+    yield from opened_by(DirectoryTier)

@@ -1,6 +1,7 @@
 """Drives the real core step by step: the test is the engine, the mover and the clock."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules
@@ -191,6 +192,26 @@ class Driver:
                 return
             for transfer in ready:
                 self._move(transfer)
+
+    def lookup_and_run(self, request: str, prefix: Prefix, **given: float) -> None:
+        """Look up, and answer everything."""
+        self.lookup(request, prefix, **given)
+        self.run()
+
+    def load_and_run(self, request: str, prefix: Prefix, tokens: int | None = None, **given: Any) -> None:
+        """Load, and answer everything."""
+        self.load(request, prefix, tokens, **given)
+        self.run()
+
+    def store_and_run(self, request: str, prefix: Prefix, *places: tuple[int, int], **given: Any) -> None:
+        """Store, and answer everything."""
+        self.store(request, prefix, *places, **given)
+        self.run()
+
+    def store_and_gather(self, request: str, prefix: Prefix, *places: tuple[int, int]) -> None:
+        """Store, and answer the gathers only: writes to tiers stay open."""
+        self.store(request, prefix, *places)
+        self.run(directions=[Direction.GATHER])
 
     def _move(self, transfer: Transfer) -> None:
         item = (transfer.key, transfer.group)

@@ -1,7 +1,9 @@
-"""A tier in process memory, for tests: the reference for the behaviour of the other tiers."""
+"""A tier in process memory, the reference for the behaviour of other tiers, and two that misbehave."""
 
+import random
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import Evictor
@@ -129,3 +131,96 @@ class MemoryTier(OneByOneTier):
             return False
         self._used_bytes -= len(found[0])
         return True
+
+
+GATE_S = 60.0
+
+
+class GatedTier(MemoryTier):
+    """Hangs in the methods of `shut` until `open_again`, and fails in those of `broken`."""
+
+    def __init__(self, name: str = "gated", capacity_bytes: int = 64 << 20, *, shut: Collection[str] = ()) -> None:
+        super().__init__(name, capacity_bytes=capacity_bytes)
+        self.shut = set(shut)
+        self.broken: set[str] = set()
+        self.gate, self.hangs = threading.Event(), threading.Event()
+        self.writes = 0
+
+    def enter(self, method: str) -> None:
+        """Hang or fail here, as in `method`."""
+        if method in self.shut:
+            self.hangs.set()
+            self.gate.wait(GATE_S)
+        if method in self.broken:
+            raise TierError(self.name, f"no {method}")
+
+    def open_again(self) -> None:
+        """Neither hang nor fail."""
+        self.shut.clear()
+        self.broken.clear()
+        self.gate.set()
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """See `MemoryTier`."""
+        self.enter("contains")
+        return super().contains(names)
+
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """See `MemoryTier`."""
+        self.enter("read")
+        return super().read_one(name, into, offset)
+
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
+        """See `MemoryTier`."""
+        self.enter("write")
+        self.writes += 1
+        return super().write_one(name, frame, about)
+
+    def delete(self, name: ObjectName) -> None:
+        """See `MemoryTier`."""
+        self.enter("delete")
+        super().delete(name)
+
+
+class MischievousTier(MemoryTier):
+    """Forgets, refuses, fails, delays, and returns damaged, short and foreign bytes, drawn from a seed."""
+
+    def __init__(self, name: str, seed: int, capacity_bytes: int = 30 * 20_480, delay_s: float = 0.02) -> None:
+        super().__init__(name, capacity_bytes=capacity_bytes)
+        self.chance, self.is_calm, self.delay_s = random.Random(seed), False, delay_s
+        self._seen: list[ObjectName] = []
+
+    def _odd(self) -> float:
+        roll = 1.0 if self.is_calm else self.chance.random()
+        if roll < 0.05:
+            raise TierError(self.name, "mischief")
+        if roll < 0.08:
+            time.sleep(self.delay_s)
+        return roll
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """Sometimes the reverse of what is held."""
+        answers = super().contains(names)
+        return [not it for it in answers] if 0.08 <= self._odd() < 0.15 else answers
+
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Sometimes other bytes."""
+        roll = self._odd()
+        count = super().read_one(name, into, offset)
+        if count is None and 0.1 <= roll < 0.2:
+            return into.nbytes  # what an earlier object has left in the slot
+        if count and 0.2 <= roll < 0.3:
+            into[self.chance.randrange(count)] ^= 1 << self.chance.randrange(8)
+        if count and 0.3 <= roll < 0.35:
+            return self.chance.randrange(count)
+        if count and 0.35 <= roll < 0.4 and self._seen:
+            return super().read_one(self.chance.choice(self._seen), into, 0)
+        return count
+
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
+        """Sometimes half of the bytes, or none."""
+        roll = self._odd()
+        if 0.08 <= roll < 0.15:
+            return False
+        self._seen.append(name)
+        return super().write_one(name, frame if roll > 0.2 else frame[: len(frame) // 2], about)

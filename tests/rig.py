@@ -10,12 +10,13 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from tests.memory_tier import GatedTier
 
 import kvtier
 from kvtier.config.sections import Config, HostConfig, LimitsConfig, StoreConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules
-from kvtier.device.copier import Copier
+from kvtier.device.copier import Copier, Fence
 from kvtier.keys.chain import Chain
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.policy.registry import make_evictor
@@ -74,6 +75,19 @@ class Engine:
             for block in place.blocks
             for mine, yours in zip(self.groups[place.group], other.groups[place.group], strict=True)
         )
+
+
+class GatedCopier:
+    """The copies of an engine; gathers enter `gate` first, as "copy"."""
+
+    def __init__(self, inner: Copier, gate: GatedTier) -> None:
+        self.done, self.scatter = inner.done, inner.scatter
+        self._inner, self._gate = inner, gate
+
+    def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
+        """See `Copier`."""
+        self._gate.enter("copy")
+        return self._inner.gather(request, group, blocks, payload)
 
 
 def places_of(chunks: Sequence[int], groups: Sequence[int] = (0, 1)) -> list[Place]:

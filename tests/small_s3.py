@@ -169,6 +169,20 @@ def open_tier(endpoint: str, ca_file: Path | None = None, name: str = "s3", **se
     return S3Tier(bucket, key_id=KEY_ID, fingerprint=FINGERPRINT, name=name, **deadlines)
 
 
+def refusing(status: int, code: str = "", *commands: str) -> Answer:
+    """Answers requests of `commands`, or all, with an error of S3's."""
+    body = f"<Error><Code>{code}</Code></Error>".encode()
+
+    def answer(request: Request) -> bool:
+        if commands and request.command not in commands:
+            return False
+        request.head(status, Content_Length=len(body))
+        request.wfile.write(b"" if request.command == "HEAD" else body)
+        return True
+
+    return answer
+
+
 def marker_key(key_id: bytes = KEY_ID) -> str:
     """Where the marker of a secret is."""
     return f"kv/{key_id.hex()}/kvtier"

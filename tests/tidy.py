@@ -1,25 +1,16 @@
-"""The style guide that fails. Run as a program it prints what it finds; `tests/unit/test_tidy.py` runs it too.
+"""Rules that ruff, pyright and import-linter lack. As a program it prints breaches; `tests/unit/test_tidy.py` runs it.
 
-Ruff and pyright hold what they can; here is what is ours: which layer may do what, which words we use, what may not
-grow. A rule names the replacement. An exception is a line in `EXCEPTIONS`, with its reason.
+A rule names the replacement. An exception is a line in `EXCEPTIONS`, with its reason.
 """
 
 import ast
-import io
 import os
 import re
 import sys
-import tokenize
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).parent))
-import census
-
-del sys.path[0]
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".cfg", ".html", ".sh", ""}
@@ -38,33 +29,10 @@ SKIPPED_FOLDERS = {
     "dist",
 }
 
-PURE = ("core/", "keys/", "policy/", "codec/", "layout.py", "types.py", "errors.py", "config/", "observe/")
-"""Layers that take the time as an argument."""
-
-CLOCKS = {"time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "sleep"}
 WAITS = {"join", "wait", "get", "result", "communicate"}
 UNBOUNDED = {"Queue", "LifoQueue", "PriorityQueue"}
 
-SYNONYMS = {
-    "offload": "store or demote",
-    "onboard": "promote",
-    "retrieve": "load",
-    "spill": "demote",
-    "refcount": "pin",
-    "l1": "a tier's name",
-    "l2": "a tier's name",
-    "l3": "a tier's name",
-}
-"""What we do not call things, and what we do (DESIGN: words). Only the engine adapters speak the engines' language."""
-
-OPEN_END = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
 PRIVATE_PATH = re.compile(r"""(?<![\w.~/:>})\]*-])/(home|root|Users|work|workspace|data\d?|scratch)(?=/\w)""")
-
-
-TELLTALE_MAX = 20
-TELLTALE_DOCUMENTS_MAX = 30
-"""Tell-tale words (`census.TELL_TALE`) in `src` and in documents. Lower both as words go."""
-
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/demo/worker.py"): "starts processes with an environment of their own",
@@ -72,8 +40,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
     ("environment", "src/kvtier/connect/sglang/identity.py"): "variables of SGLang itself change its KV",
     ("environment", "src/kvtier/tier/mooncake/client.py"): "Mooncake's library takes its limits from there only",
-    ("prints", "src/kvtier/demo/worker.py"): "a process that sends JSON lines to its parent",
-    ("prints", "src/kvtier/connect/sglang/server_arguments.py"): "a process that sends one JSON line to its parent",
     ("environment", "src/kvtier/bench/serve/request_stats.py"): "vLLM makes the plug-in, without settings of ours",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
     ("endless_waits", "src/kvtier/runtime/worker_queues.py"): "one wake-up for each idle thread",
@@ -104,7 +70,6 @@ class Source(NamedTuple):
 
     place: str
     """Path below the repository."""
-    text: str
     tree: ast.Module
     nodes: list[ast.AST]
     """All nodes of `tree`, walked once for all rules."""
@@ -122,17 +87,6 @@ class Source(NamedTuple):
 Hits = Iterator[tuple[int, str]]
 
 
-def clocks(source: Source) -> Hits:
-    """A pure layer takes the time as an argument, so that a simulator can turn the clock."""
-    if not source.is_in(*PURE):
-        return
-    for call, name in _calls(source.nodes):
-        if name.startswith("time.") and name.removeprefix("time.") in CLOCKS:
-            yield call.lineno, f"{name}: take the time as an argument"
-        if re.search(r"(datetime|date)\.(now|utcnow|today)$", name):
-            yield call.lineno, f"{name}: take the time as an argument"
-
-
 def environment(source: Source) -> Hits:
     """Settings come in through `kvtier.config`, where every value knows its origin."""
     if not source.inside or source.is_in("config/"):
@@ -140,15 +94,6 @@ def environment(source: Source) -> Hits:
     for node in source.nodes:
         if isinstance(node, ast.Attribute) and _dotted(node) in {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
             yield node.lineno, f"{_dotted(node)}: add a setting to kvtier.config and take its value as an argument"
-
-
-def prints(source: Source) -> Hits:
-    """Only the command line writes to the terminal; ruff finds `print`."""
-    if not source.inside or source.is_in("cli/", "report/") or source.inside.endswith("__main__.py"):
-        return
-    for call, name in _calls(source.nodes):
-        if name.startswith(("sys.stdout.", "sys.stderr.")):
-            yield call.lineno, f"{name}: return a value, or use logging"
 
 
 def logging_setup(source: Source) -> Hits:
@@ -194,44 +139,12 @@ def endless_waits(source: Source) -> Hits:
             yield call.lineno, "subprocess.run: give it a time-out"
 
 
-def open_ends(source: Source) -> Hits:
-    """What is left to do is an issue, or it is forgotten."""
-    if not OPEN_END.search(source.text):  # tokens are slow
-        return
-    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type == tokenize.COMMENT and OPEN_END.search(token.string):
-            yield token.start[0], "write TODO(#issue) or do it"
-
-
-def synonyms(source: Source) -> Hits:
-    """One word for one thing. Only names that are defined here count, and the adapters speak the engines' language."""
-    if not source.inside or source.is_in("connect/", "device/", "bench/"):
-        return
-    for node in source.nodes:
-        for name in _defined(node):
-            for word in re.findall(r"[a-z]+\d?|[A-Z][a-z]*\d?", name):
-                if word.lower() in SYNONYMS:
-                    yield getattr(node, "lineno", 1), f"{name}: we say {SYNONYMS[word.lower()]}"
-
-
-def test_titles(source: Source) -> Hits:
-    """The first line of a test file says what it protects."""
-    is_test = source.place.startswith("tests/") and Path(source.place).name.startswith("test_")
-    if is_test and not ast.get_docstring(source.tree):
-        yield 1, "no docstring: say in one line what these tests protect"
-
-
 RULES: tuple[Callable[[Source], Hits], ...] = (
-    clocks,
     environment,
-    prints,
     logging_setup,
     asserted_data,
     seeded_hash,
     endless_waits,
-    open_ends,
-    synonyms,
-    test_titles,
 )
 
 
@@ -239,20 +152,10 @@ def check_source(place: str, text: str) -> list[Finding]:
     """What every rule says about one Python file."""
     try:
         tree = ast.parse(text)
-        source = Source(place, text, tree, list(ast.walk(tree)))
+        source = Source(place, tree, list(ast.walk(tree)))
     except SyntaxError as error:
         return [Finding(place, error.lineno or 1, "syntax", f"{error.msg}: it must run on every Python we support")]
     return [Finding(place, line, rule.__name__, advice) for rule in RULES for line, advice in rule(source)]
-
-
-def telltale_words(counted: Counter[str], most: int, where: str) -> list[Finding]:
-    """A finding when the files in `counted` have more tell-tale words than `most` allows."""
-    total = sum(counted.values())
-    if total <= most:
-        return []
-    listed = ", ".join(f"{place} {count}" for place, count in counted.most_common() if count)
-    advice = f"{total} in {where}, {most} allowed ({listed}): name the thing in the code; see CONTRIBUTING"
-    return [Finding(where, 1, "telltale_words", advice)]
 
 
 def check_text(place: str, text: str, private: tuple[str, ...] = ()) -> list[Finding]:
@@ -306,9 +209,6 @@ def check_repository(root: Path = ROOT) -> list[Finding]:
             if place.startswith("src/"):
                 modules[_module(place)] = text
     found += lonely_modules(modules, _entries(root, modules))
-    rooms, documents = census.tell_tale_words(root)
-    found += telltale_words(rooms, TELLTALE_MAX, "src")
-    found += telltale_words(documents, TELLTALE_DOCUMENTS_MAX, "documents")
     return without_exceptions(found)
 
 
@@ -365,16 +265,6 @@ def _dotted(node: ast.AST | None) -> str:
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return "?"
-
-
-def _defined(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.arg):
-        return [node.arg]
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return [node.id]
-    return [node.attr] if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else []
 
 
 def _is_in_dunder_hash(tree: ast.AST, call: ast.Call) -> bool:

@@ -106,7 +106,7 @@ class TierSoak:
             time.sleep(0.2)
 
     def _work(self, tier: Tier, seed: float) -> None:
-        worker = _Worker(tier, random.Random(seed))
+        worker = Worker(tier, random.Random(seed))
         try:
             while self._take():
                 worker.step()
@@ -123,8 +123,8 @@ class TierSoak:
             return self._left >= 0
 
 
-class _Worker:
-    """One thread's operations."""
+class Worker:
+    """One thread's operations. What was read is judged."""
 
     def __init__(self, tier: Tier, chance: random.Random) -> None:
         self.tier, self.chance = tier, chance

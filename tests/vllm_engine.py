@@ -137,6 +137,12 @@ class SmallEngine:
         self.scheduler.arrived(request)
         return request
 
+    def ask(self, prompt: Sequence[int], new_tokens: int, **said: Any) -> Request:
+        """A request that has ended."""
+        request = self.add(prompt, new_tokens, **said)
+        self.run()
+        return request
+
     def abort(self, request: Request) -> None:
         if request.is_finished:
             return

@@ -4,12 +4,14 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import pytest
 from tests.completions import taking
 from tests.memory_tier import MemoryTier
 
+from kvtier.codec import registry
 from kvtier.codec.base import Codec
 from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError
@@ -45,6 +47,13 @@ def key_of(chunk: int) -> ChunkKey:
 
 def blocks_of(place: int) -> tuple[int, ...]:
     return tuple(range(place * CHUNK_BLOCKS, (place + 1) * CHUNK_BLOCKS))
+
+
+def codec_of(name: str) -> Codec:
+    """The codec of that name, or the test is skipped where its package is missing."""
+    if name == "zstd":
+        pytest.importorskip("zstandard")
+    return registry.by_name(name)
 
 
 class ManualClock:
@@ -89,12 +98,13 @@ class World:
         self.truth = [[layer.copy() for layer in layers] for layers in self.memory]
         self.arena = Arena(self.layout, (slots,) * len(self.layout.groups))
         self.tiers: Mapping[str, Tier] = {"memory": MemoryTier(capacity_bytes=1 << 24)} if tiers is None else tiers
+        self.copier: Any = wrap(HostCopier(self.layout, self.memory))
         self.mover = taking(
             Mover(
                 layout=self.layout,
                 fingerprint=FINGERPRINT,
                 arena=self.arena,
-                copier=wrap(HostCopier(self.layout, self.memory)),
+                copier=self.copier,
                 tiers=self.tiers,
                 codec=codec,
                 threads=threads,

@@ -18,13 +18,6 @@ from kvtier.types import ChunkKey, Direction, RequestId, Transfer
 NEVER_S = float("inf")
 
 
-def until(is_it, deadline_s=DEADLINE_S):
-    end_s = time.monotonic() + deadline_s
-    while not is_it():
-        assert time.monotonic() < end_s, "it does not happen"
-        time.sleep(0.005)
-
-
 @contextmanager
 def opened(directory, started, **options):
     below = connect([worker.handshake for worker in started], **options)

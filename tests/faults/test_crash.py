@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
+from tests.system import in_child, until
 
 from kvtier.keys.object_names import object_name
 from kvtier.tier.cap_file import read_cap_file
@@ -102,10 +103,7 @@ def test_one_flipped_bit_on_disk_is_a_miss_that_heals(tmp_path):
     done = loaded(second.session, "b", prefix, tokens, load_places(tokens))
     # The window's chunks before the hole were not asked for, so nothing before it is restorable either.
     assert (done.tokens, (0, 3) in done.failed) == (0, True)
-    until = time.monotonic() + 60
-    while file.exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not file.exists()
+    until(lambda: not file.exists())
     stored(second.session, "c", prefix, places_of(range(6)))
     second.session.close()
     assert file.exists()
@@ -123,23 +121,17 @@ def test_a_forked_child_of_an_engine_ends_without_a_trace(tmp_path):
     kv = opened(tmp_path / "kv", source)
     prefix = prefix_of(CHUNKS, kv.root)
     assert stored(kv.session, "s", prefix, places_of(range(CHUNKS))).held
-    child = os.fork()
-    if child == 0:
-        try:
-            # Not isinstance: some objects of PyTorch's warn when it looks at them. Earlier tests leave tiers, too.
-            found = [it for it in gc.get_objects() if type(it) is DirectoryTier]
-            tiers = [it for it in found if getattr(it, "root", None) == tmp_path / "kv"]
-            for tier in tiers:  # as a finalizer may
-                tier.close()
-            kv.session.close(1.0)
-            os._exit(len(tiers))
-        finally:
-            os._exit(100)
-    until_s = time.monotonic() + 60.0
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < until_s, "the child hangs"
-        time.sleep(0.02)
-    assert os.waitstatus_to_exitcode(ended[1]) == 1
+
+    def act() -> int:
+        # Not isinstance: some objects of PyTorch's warn when it looks at them. Earlier tests leave tiers, too.
+        found = [it for it in gc.get_objects() if type(it) is DirectoryTier]
+        tiers = [it for it in found if getattr(it, "root", None) == tmp_path / "kv"]
+        for tier in tiers:  # as a finalizer may
+            tier.close()
+        kv.session.close(1.0)
+        return len(tiers)
+
+    assert in_child(act) == 1
     assert is_locked(str(tmp_path / "kv" / "kvtier-store.json"))
     assert not (tmp_path / "kv" / "index").exists()
     assert stored(kv.session, "t", prefix_of(CHUNKS, kv.root, seed=1), places_of(range(CHUNKS))).held

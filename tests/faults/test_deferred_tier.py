@@ -3,13 +3,10 @@
 import errno
 import logging
 import os
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +27,7 @@ from tests.rig import (
     prefix_of,
     stored,
 )
+from tests.system import remount, small_file_system, until
 
 from kvtier.config.sections import Config
 from kvtier.core.tier_state import RETRY_SECONDS_MAX
@@ -82,24 +80,18 @@ def up(session: OpenedSession, kind: str) -> float:
 
 
 def until_up(session: OpenedSession, kind: str) -> None:
-    """Ask until the tier answers."""
-    end_s = time.monotonic() + DEADLINE_S
-    number = 0
-    while up(session, kind) == 0.0:
-        assert time.monotonic() < end_s, "the tier does not come in"
-        looked_up(session.session, f"until {number}", prefix_of(1, session.root, seed=99))
-        session.session.poll(0.01)
-        number += 1
+    """Wait until the tier answers."""
+    until(lambda: up(session, kind) == 1.0, "the tier does not come in")
 
 
 def until_found(session: OpenedSession, engine: Engine, target: Engine) -> None:
     """What the store held before is found and comes back as it was."""
     until_up(session, next(kind for kind in KINDS if f'tier="{kind}"' in str(values_of(session.metrics))))
     prefix = prefix_of(CHUNKS, session.root)
-    end_s = time.monotonic() + DEADLINE_S
-    while looked_up(session.session, "found", prefix).tokens != TOKENS:  # a probe has 0.5 s
-        assert time.monotonic() < end_s, "the tier has lost what it held"
-        session.session.release("found")
+    until(  # a probe has 0.5 s
+        lambda: looked_up(session.session, "found", prefix).tokens == TOKENS or session.session.release("found"),
+        "the tier has lost what it held",
+    )
     assert loaded(session.session, "found", prefix, TOKENS, load_places(TOKENS)).tokens == TOKENS
     assert target.same(engine, load_places(TOKENS))
 
@@ -118,19 +110,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB."""
-    where = tmp_path / "mounted"
-    where.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(where)], capture_output=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
-
-
-def remount(where: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", str(where)], check=True)
+    with small_file_system(tmp_path / "mounted", "16m") as where:
+        yield where
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,26 +176,19 @@ def test_an_open_tier_without_its_path_is_down_until_it_is_back(tmp_path: Path, 
     source, target = Engine(64, seed=1), Engine(64, seed=2)
     filled(kind, tmp_path / "kv", source)
     session = opened(kind, tmp_path / "kv", target)
-
-    def until(is_up: float) -> None:
-        end_s = time.monotonic() + DEADLINE_S
-        while up(session, kind) != is_up:
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
-
-    until(1.0)
+    until_up(session, kind)
     (tmp_path / "kv").rename(tmp_path / "away")
-    until(0.0)
+    until(lambda: up(session, kind) == 0.0)
     assert looked_up(session.session, "gone", prefix_of(CHUNKS, session.root)).tokens == 0
     assert not (tmp_path / "kv").exists(), "the path may lead to another disk now"
     (tmp_path / "away").rename(tmp_path / "kv")
-    until(1.0)
+    until_up(session, kind)
     until_found(session, source, target)
     session.session.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_store_opens_after_a_failed_attempt(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_store_opens_after_a_failed_attempt(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
     place, call = {"directory": (file_tier, "open_store"), "disk": (disk, "open_marker")}[kind]
     make, tries = getattr(place, call), iter([OSError(errno.ENOSPC, "planned")])
@@ -225,7 +199,6 @@ def test_a_new_store_opens_after_a_failed_attempt(tmp_path: Path, kind: str, mon
         return make(*given)
 
     monkeypatch.setattr(place, call, fail_once)
-    root = tmp_path / "kv"
     root.mkdir()
     (root / ".secret.0123456789abcdef").touch()  # of a process that was killed while it made one
     first = opened(kind, root, Engine(64))
@@ -290,23 +263,6 @@ def test_a_store_that_another_process_has(tmp_path: Path, caplog: pytest.LogCapt
     other.close()
     until_found(session, source, target)
     assert len(warnings(caplog)) <= 2, "one for the deadline, one when the tier has given up for the first time"
-    assert session.session.close().flushed
-
-
-def test_a_store_of_another_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source, target = Engine(64, seed=1), Engine(64, seed=2)
-    filled("directory", tmp_path / "kv", source)
-    file = tmp_path / "kv" / "kvtier-store.json"
-    ours = file.read_text()
-    file.write_text('{"version": 2, "store_id": "x", "created": "y"}')
-    before = sorted(tmp_path.rglob("*"))
-    session = opened("directory", tmp_path / "kv", target)
-    assert up(session, "directory") == 0.0
-    assert is_useful_without(session)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert len(warnings(caplog)) == 1
-    file.write_text(ours)
-    until_found(session, source, target)
     assert session.session.close().flushed
 
 
@@ -426,21 +382,6 @@ def test_attempts_become_rare_and_new_errors_are_logged(
     tier.close()
     with pytest.raises(KvError):
         tier.contains([])
-
-
-def test_hints_reach_a_tier_that_has_come_in() -> None:
-    received: list[tuple[str, NextTurn | None]] = []
-
-    class Listening(MemoryTier):
-        def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-            received.append((conversation, next_turn))
-
-    for make in (Listening, MemoryTier):  # one that takes hints, one that does not
-        tier = DeferredTier("memory", partial(make, capacity_bytes=MIB), 5.0)
-        tier.opened(DEADLINE_S, is_required=True)
-        tier.expects("a session", NextTurn.USER)
-        tier.close()
-    assert received == [("a session", NextTurn.USER)]
 
 
 def test_it_passes_on_all_of_the_interface() -> None:

@@ -26,8 +26,7 @@ def check_objects(tier):
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(40, marks=pytest.mark.nightly)])
-def test_killed_writers_leave_nothing_wrong(tmp_path, rounds):
-    root = tmp_path / "store"
+def test_killed_writers_leave_nothing_wrong(root, rounds):
     chance = random.Random(11)
     found = 0
     for seed in range(rounds):
@@ -46,10 +45,9 @@ def test_killed_writers_leave_nothing_wrong(tmp_path, rounds):
     assert found > 0
 
 
-def test_a_writer_dies_beside_a_living_one(tmp_path):
-    root = tmp_path / "store"
+def test_a_writer_dies_beside_a_living_one(root, open_directory):
     # On a busy machine a writer that holds the lock may be without a processor for longer than the usual deadline.
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY, lock_deadline_s=DEADLINE_S)
+    tier = open_directory(root, capacity_bytes=CAPACITY, lock_deadline_s=DEADLINE_S)
     survivor = start_writer(root, 100, 600)
     for seed in range(2):
         victim = start_writer(root, seed, 1_000_000)
@@ -61,39 +59,21 @@ def test_a_writer_dies_beside_a_living_one(tmp_path):
     out, err = survivor.communicate(timeout=DEADLINE_S)
     assert survivor.returncode == 0, err
     assert json.loads(out)["wrong"] == 0
-    newcomer = DirectoryTier(
+    newcomer = open_directory(
         root, capacity_bytes=CAPACITY, lock_deadline_s=DEADLINE_S
     )  # not alone: what the dead left counts until it is old
     assert used_exactly(root) <= newcomer.used_bytes <= CAPACITY
     check_objects(newcomer)
     newcomer.close()
     tier.close()
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    tier = open_directory(root, capacity_bytes=CAPACITY)
     assert tier.used_bytes == used_exactly(root)
     assert os.listdir(root / "drafts") == []
-    tier.close()
 
 
-@pytest.mark.parametrize("ledger", [b"", b"kvledger", b"\xff" * 24, b"junk" * 100])
-def test_a_damaged_ledger_is_counted_anew_while_others_live(tmp_path, ledger):
-    root = tmp_path / "store"
-    one = DirectoryTier(root, capacity_bytes=CAPACITY)
-    for number in range(5):
-        assert one.write(object_name(number), frame_of(number))
-    with open(root / "ledger", "r+b") as file:
-        file.truncate(0)
-        file.write(ledger)
-    two = DirectoryTier(root, capacity_bytes=CAPACITY)
-    assert two.write(object_name(7), frame_of(7))
-    assert one.used_bytes == two.used_bytes == used_exactly(root) == 12 * BLOCK_BYTES
-    one.close()
-    two.close()
-
-
-def test_a_count_that_is_too_high_is_mended_when_room_is_needed(tmp_path):
+def test_a_count_that_is_too_high_is_mended_when_room_is_needed(root, open_directory):
     """What a kill between reserving and writing leaves behind, while another process keeps the store open."""
-    root = tmp_path / "store"
-    keeper = DirectoryTier(root, capacity_bytes=4 * BLOCK_BYTES)
+    keeper = open_directory(root, capacity_bytes=4 * BLOCK_BYTES)
     with keeper._cap_file.locked():
         keeper._cap_file.write(4 * BLOCK_BYTES)
     assert keeper.used_bytes == 4 * BLOCK_BYTES
@@ -101,12 +81,10 @@ def test_a_count_that_is_too_high_is_mended_when_room_is_needed(tmp_path):
         assert keeper.write(object_name(number), frame_of(number))
     assert keeper.used_bytes == used_exactly(root) == 4 * BLOCK_BYTES
     assert keeper.object_count == 2
-    keeper.close()
 
 
-def test_stale_drafts_count_until_they_are_cleared(tmp_path):
-    root = tmp_path / "store"
-    keeper = DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES)
+def test_stale_drafts_count_until_they_are_cleared(root, open_directory):
+    keeper = open_directory(root, capacity_bytes=8 * BLOCK_BYTES)
     dead = root / "drafts" / f"0123456789abcdef-0-{2 * BLOCK_BYTES}"
     with keeper._cap_file.locked():
         keeper._cap_file.write(2 * BLOCK_BYTES)
@@ -115,18 +93,17 @@ def test_stale_drafts_count_until_they_are_cleared(tmp_path):
     for number in range(3):
         assert keeper.write(object_name(number), frame_of(number))
     assert keeper.used_bytes == 8 * BLOCK_BYTES
-    DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES).close()  # not alone
+    open_directory(root, capacity_bytes=8 * BLOCK_BYTES).close()  # not alone
     assert not dead.exists()
     assert keeper.used_bytes == used_exactly(root) == 6 * BLOCK_BYTES
-    keeper.close()
 
 
-def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path):
+def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path, open_directory):
     """As when a disk is unmounted: errors and nothing made in its place, and afterwards everything works again."""
     from kvtier.errors import TierError
 
     root, away = tmp_path / "store", tmp_path / "away"
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    tier = open_directory(root, capacity_bytes=CAPACITY)
     assert tier.write(object_name(1), frame_of(1))
     into = empty_frame(2 * BLOCK_BYTES)
     root.rename(away)
@@ -146,9 +123,7 @@ def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path):
     assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
     # And when another store has taken its place meanwhile.
     shutil.rmtree(root)
-    other = DirectoryTier(root, capacity_bytes=CAPACITY)
+    other = open_directory(root, capacity_bytes=CAPACITY)
     assert other.write(object_name(5), frame_of(5))
     assert tier.write(object_name(6), frame_of(6))
     assert tier.used_bytes == other.used_bytes == used_exactly(root) == 4 * BLOCK_BYTES
-    tier.close()
-    other.close()

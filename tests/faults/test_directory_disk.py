@@ -1,11 +1,10 @@
 """A disk that is full, read-only or loses files: errors and misses, never other bytes, and then it works again."""
 
 import os
-import subprocess
 
 import pytest
-from rank_world import until
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
+from tests.system import small_file_system, until
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.observe import metric_definitions as table
@@ -17,22 +16,10 @@ from kvtier.tier.effective_cap import FULL
 CAPACITY = 64 * BLOCK_BYTES
 
 
-def mount(where, *options):
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(where)], capture_output=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
-
-
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 256 KiB."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    mount(where, "size=256k")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
+    with small_file_system(tmp_path / "disk", "256k") as where:
+        yield where
 
 
 def path_of(root, number):
@@ -41,8 +28,8 @@ def path_of(root, number):
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_a_full_disk_is_an_error_and_room_is_given_back(small_disk, direct_io):
-    tier = DirectoryTier(small_disk / "s", capacity_bytes=1 << 30, direct_io=direct_io)
+def test_a_full_disk_is_an_error_and_room_is_given_back(small_disk, direct_io, open_directory):
+    tier = open_directory(small_disk / "s", capacity_bytes=1 << 30, direct_io=direct_io)
     written = 0
     while written < 1000 and tier.used_bytes < 200 * 1024:
         assert tier.write(object_name(written), frame_of(written, 4 * BLOCK_BYTES))
@@ -59,7 +46,6 @@ def test_a_full_disk_is_an_error_and_room_is_given_back(small_disk, direct_io):
         assert into == frame_of(number, 4 * BLOCK_BYTES)
     tier.delete(object_name(0))
     assert tier.write(object_name(written), frame_of(written, 4 * BLOCK_BYTES))  # it works again
-    tier.close()
 
 
 def fill(tier, size_bytes):
@@ -88,12 +74,12 @@ def held(tier, numbers):
     return found
 
 
-def test_another_programs_file_that_grows_does_not_empty_the_cache(small_disk, monkeypatch, caplog):
+def test_another_programs_file_that_grows_does_not_empty_the_cache(small_disk, monkeypatch, caplog, open_directory):
     """What is held is the cap; a failed write costs one object at most; with room again the cap grows, slowly."""
     now_s = [0.0]
     monkeypatch.setattr(effective_cap.EffectiveCap.__init__, "__defaults__", (lambda: now_s[0],))
     caplog.set_level("INFO", "kvtier")
-    tier = DirectoryTier(small_disk / "s", capacity_bytes=4 << 20)
+    tier = open_directory(small_disk / "s", capacity_bytes=4 << 20)
     foreign = small_disk / "foreign"
     assert grow(foreign, 64 << 10)
     count, trouble = fill(tier, 2 * BLOCK_BYTES)
@@ -134,13 +120,12 @@ def test_another_programs_file_that_grows_does_not_empty_the_cache(small_disk, m
     now_s[0] += effective_cap.REGROWTH_S
     assert tier.limit_bytes == 4 << 20
     assert caplog.records[-1].message == "tier directory: the file system has room again for 4194304 bytes"
-    tier.close()
 
 
-def test_a_process_that_found_a_full_disk_evicts_no_more_than_it_writes(small_disk):
+def test_a_process_that_found_a_full_disk_evicts_no_more_than_it_writes(small_disk, open_directory):
     """Each process of a shared store has a cap of its own; what the others write since is no reason to evict it."""
-    one = DirectoryTier(small_disk / "s", capacity_bytes=4 << 20)
-    other = DirectoryTier(small_disk / "s", capacity_bytes=4 << 20)
+    one = open_directory(small_disk / "s", capacity_bytes=4 << 20)
+    other = open_directory(small_disk / "s", capacity_bytes=4 << 20)
     foreign = small_disk / "foreign"
     assert grow(foreign, 128 << 10)
     fill(one, 2 * BLOCK_BYTES)
@@ -153,8 +138,6 @@ def test_a_process_that_found_a_full_disk_evicts_no_more_than_it_writes(small_di
     before = len(list(one.scan()))
     assert one.write(object_name(200), frame_of(200, 2 * BLOCK_BYTES))
     assert len(list(one.scan())) == before
-    one.close()
-    other.close()
 
 
 def test_a_full_disk_leaves_hits_as_they_are(small_disk):
@@ -177,21 +160,6 @@ def test_a_full_disk_leaves_hits_as_they_are(small_disk):
         session.session.close()
 
 
-def test_a_disk_that_turns_read_only_still_gives(small_disk):
-    tier = DirectoryTier(small_disk / "s", capacity_bytes=CAPACITY)
-    assert tier.write(object_name(1), frame_of(1))
-    tier.close()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(TierError, match=r"cannot be opened: .*Read-only file system"):
-        DirectoryTier(small_disk / "s", capacity_bytes=CAPACITY)
-    with pytest.raises(TierError, match=r"cannot be opened: .*Read-only file system"):
-        DirectoryTier(small_disk / "new", capacity_bytes=CAPACITY)
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    tier = DirectoryTier(small_disk / "s", capacity_bytes=CAPACITY)
-    assert tier.contains([object_name(1)]) == [True]
-    tier.close()
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_may_not_be_written_is_refused(tmp_path):
     tmp_path.chmod(0o500)
@@ -202,9 +170,8 @@ def test_a_directory_that_may_not_be_written_is_refused(tmp_path):
         tmp_path.chmod(0o700)
 
 
-def test_a_file_that_vanishes_is_a_miss(tmp_path):
-    root = tmp_path / "s"
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY, shared=False)
+def test_a_file_that_vanishes_is_a_miss(root, open_directory):
+    tier = open_directory(root, capacity_bytes=CAPACITY, shared=False)
     for number in range(3):
         assert tier.write(object_name(number), frame_of(number))
     path_of(root, 1).unlink()
@@ -215,25 +182,21 @@ def test_a_file_that_vanishes_is_a_miss(tmp_path):
     assert tier.write(object_name(1), frame_of(1))
     into = empty_frame(2 * BLOCK_BYTES)
     assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
-    tier.close()
 
 
-def test_victims_that_vanished_do_not_stop_eviction(tmp_path):
-    root = tmp_path / "s"
-    tier = DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES)
+def test_victims_that_vanished_do_not_stop_eviction(root, open_directory):
+    tier = open_directory(root, capacity_bytes=8 * BLOCK_BYTES)
     for number in range(4):
         assert tier.write(object_name(number), frame_of(number))
     for number in range(4):
         path_of(root, number).unlink()
     assert tier.write(object_name(9), frame_of(9))
     assert tier.used_bytes == 2 * BLOCK_BYTES  # counted again
-    tier.close()
 
 
-def test_a_file_that_was_cut_gives_what_is_there(tmp_path):
+def test_a_file_that_was_cut_gives_what_is_there(root, open_directory):
     """The reader's check of the frame makes a miss of it; the tier must neither fail nor make bytes up."""
-    root = tmp_path / "s"
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    tier = open_directory(root, capacity_bytes=CAPACITY)
     assert tier.write(object_name(1), frame_of(1))
     for length in (5000, 4096, 100, 0):
         os.truncate(path_of(root, 1), length)
@@ -241,4 +204,3 @@ def test_a_file_that_was_cut_gives_what_is_there(tmp_path):
         assert tier.read(object_name(1), into) == length
         assert into[:length] == frame_of(1)[:length]
     tier.delete(object_name(1))
-    tier.close()

@@ -1,9 +1,7 @@
 """What others put into a store: nothing outside changes, nothing hangs, nothing but our own errors, and it heals."""
 
-import atexit
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -11,19 +9,19 @@ import signal
 import socket
 import stat
 import struct
-import sys
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.system import snapshot
 
 from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, head_bytes, seal, verify_frame
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
-from kvtier.errors import ConfigError, CorruptChunkError, DamagedStoreError, KvError, TierError, UnreadableChunkError
+from kvtier.errors import CorruptChunkError, KvError, TierError, UnreadableChunkError
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
 from kvtier.tier.base import About
@@ -31,7 +29,6 @@ from kvtier.tier.direct import write_all
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.snapshot import SnapshotRow, save_snapshot
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.directory_marker import STORE_VERSION, read_marker, repair_marker
 from kvtier.tier.store_paths import charge_bytes
 from kvtier.types import ObjectName
 
@@ -39,6 +36,7 @@ GROUP = GroupLayout(History(), (6000, 5000), "test/pages")
 FRAME = frame_bytes(GROUP)
 CAPACITY = 24 * FRAME
 DEADLINE_S = 60
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S)  # nothing hangs
 
 
 def name_of(number):
@@ -75,20 +73,6 @@ def holds(tier, number):
 
 def charged(tier):
     return sum(charge_bytes(size) for _, size in tier.scan())
-
-
-@contextmanager
-def deadline(what):
-    def ring(_number, _frame):
-        raise AssertionError(f"hangs: {what}")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(DEADLINE_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # What may be planted, where.
@@ -128,15 +112,6 @@ def outside_of(where):
             (outside / folder / name).chmod(0o600)
             os.utime(outside / folder / name, (10**9, 10**9))
     return outside
-
-
-def snapshot(tree):
-    found = {}
-    for path in [tree, *sorted(tree.rglob("*"))]:
-        status = path.lstat()
-        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
-        found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns, content)
-    return found
 
 
 def plant(kind, path, outside):
@@ -254,22 +229,21 @@ def test_whatever_is_planted_nothing_outside_changes_and_nothing_hangs(tmp_path,
     def unharmed():
         assert snapshot(outside) == before, planted
 
-    with deadline(planted):
+    plant_some()
+    use(root, [0, 1, chance.randrange(8), 100])
+    unharmed()
+    live = None
+    with suppress(KvError):
+        live = opened(root)
+    if live is not None:
         plant_some()
-        use(root, [0, 1, chance.randrange(8), 100])
+        operate(live, [0, chance.randrange(8), *range(100, 108)])
         unharmed()
-        live = None
-        with suppress(KvError):
-            live = opened(root)
-        if live is not None:
-            plant_some()
-            operate(live, [0, chance.randrange(8), *range(100, 108)])
-            unharmed()
-            live.close()
-            unharmed()
-        plant_some()
-        inspected(root, capsys)
+        live.close()
         unharmed()
+    plant_some()
+    inspected(root, capsys)
+    unharmed()
 
 
 STRUCTURE = ("ledger", "index", "drafts", "objects", f"objects/{name_of(0).hex()[:2]}", str(path_of(Path(), 0)))
@@ -285,25 +259,24 @@ def test_a_damaged_structure_heals_at_the_next_open_and_under_a_running_tier(tmp
         if not is_live:
             tier.close()
         plant(kind, root / place, outside)
-        with deadline(place):
-            if not is_live:
-                tier = opened(root)
-            for number in (50, 0):
-                if not tier.write(name_of(number), frame_of(number)) or not holds(tier, number):
-                    tier.delete(name_of(number))  # garbage under an object's name, which a reader drops
-                    assert tier.write(name_of(number), frame_of(number))
-                assert holds(tier, number)
-            assert sum(size for _, size in tier.scan()) <= tier.used_bytes <= CAPACITY
-            other = opened(root)  # the first one's lock and count are there for it
-            assert other.used_bytes == tier.used_bytes
-            assert holds(other, 50)
-            other.close()
-            tier.close()
-            again = opened(root)
-            assert holds(again, 50)
-            assert holds(again, 0)
-            assert again.used_bytes == charged(again)
-            again.close()
+        if not is_live:
+            tier = opened(root)
+        for number in (50, 0):
+            if not tier.write(name_of(number), frame_of(number)) or not holds(tier, number):
+                tier.delete(name_of(number))  # garbage under an object's name, which a reader drops
+                assert tier.write(name_of(number), frame_of(number))
+            assert holds(tier, number)
+        assert sum(size for _, size in tier.scan()) <= tier.used_bytes <= CAPACITY
+        other = opened(root)  # the first one's lock and count are there for it
+        assert other.used_bytes == tier.used_bytes
+        assert holds(other, 50)
+        other.close()
+        tier.close()
+        again = opened(root)
+        assert holds(again, 50)
+        assert holds(again, 0)
+        assert again.used_bytes == charged(again)
+        again.close()
         for where, folders, files in os.walk(root):
             for path in [*folders, *files]:
                 mode = stat.S_IMODE(os.lstat(os.path.join(where, path)).st_mode)
@@ -311,8 +284,7 @@ def test_a_damaged_structure_heals_at_the_next_open_and_under_a_running_tier(tmp
                     assert mode == (0o700 if path in folders else 0o600), path
 
 
-def test_a_huge_sparse_object_evicts_nothing(tmp_path):
-    root = tmp_path / "store"
+def test_a_huge_sparse_object_evicts_nothing(root):
     tier = filled(root)
     for number in (0, 60):  # one that is counted already, and a new one
         path = path_of(root, number)
@@ -333,8 +305,7 @@ def test_a_huge_sparse_object_evicts_nothing(tmp_path):
     tier.close()
 
 
-def test_a_victim_that_has_another_name_is_not_written_over(tmp_path):
-    root = tmp_path / "store"
+def test_a_victim_that_has_another_name_is_not_written_over(tmp_path, root):
     tier = filled(root, 24)
     for number in range(24):  # as a backup of links does
         os.link(path_of(root, number), tmp_path / str(number))
@@ -345,8 +316,7 @@ def test_a_victim_that_has_another_name_is_not_written_over(tmp_path):
     tier.close()
 
 
-def test_a_hostile_index_with_a_good_checksum_costs_nothing(tmp_path):
-    root = tmp_path / "store"
+def test_a_hostile_index_with_a_good_checksum_costs_nothing(root):
     filled(root, 20).close()
     far = 1 << 63
     rows = [
@@ -371,22 +341,28 @@ def test_a_hostile_index_with_a_good_checksum_costs_nothing(tmp_path):
         save_snapshot(str(root / "index"), rows)
 
 
-@pytest.mark.parametrize("count", [CAPACITY + 4096, (1 << 64) - 4096, (1 << 64) - 1, 4095])
-def test_a_count_that_cannot_be_evicts_nothing(tmp_path, count):
-    root = tmp_path / "store"
-    tier = filled(root)
-    tier._byte_cap._count_again_s = 0.0
-    (root / "ledger").write_bytes(struct.pack("<8sQQ", b"kvledger", count, count ^ ((1 << 64) - 1)))
-    assert tier.write(name_of(50), frame_of(50))
-    assert tier.used_bytes == charged(tier) == 9 * FRAME
+COUNTS = [CAPACITY + 4096, (1 << 64) - 4096, (1 << 64) - 1, 4095]
+LEDGERS = [struct.pack("<8sQQ", b"kvledger", count, count ^ ((1 << 64) - 1)) for count in COUNTS]
+LEDGERS += [struct.pack("<8sQQ", b"kvledger", 0, 0)]  # the second is not the first with all bits flipped
+LEDGERS += [b"", b"kvledger", b"kvcounts0123456789abcdef", b"../../../../../x", bytes(24), b"\xff" * 24, b"junk" * 100]
+
+
+@pytest.mark.parametrize("content", LEDGERS)
+def test_a_cap_file_that_cannot_be_evicts_nothing_and_all_is_counted(root, content):
+    tier, other = filled(root), opened(root)
+    for each in (tier, other):
+        each._byte_cap._count_again_s = 0.0
+    (root / "ledger").write_bytes(content)
+    assert other.write(name_of(50), frame_of(50))
+    assert tier.used_bytes == other.used_bytes == charged(tier) == 9 * FRAME
     (root / "ledger").write_bytes(bytes(24))
     tier.delete(name_of(50))
     assert tier.used_bytes == charged(tier) == 8 * FRAME
+    other.close()
     tier.close()
 
 
-def test_a_draft_of_a_dead_process_evicts_nothing(tmp_path):
-    root = tmp_path / "store"
+def test_a_draft_of_a_dead_process_evicts_nothing(root):
     tier = filled(root, 24)
     (root / "drafts" / f"0123456789abcdef-0-{1 << 40}").touch()
     (root / "ledger").write_bytes(b"")  # all is counted
@@ -425,80 +401,8 @@ def test_a_time_of_any_year_does_no_harm(timeless, at_s, capsys):
     capsys.readouterr()
 
 
-# The marker.
-
-UNHASHABLE = json.dumps({"version": 1, "store_id": "0" * 32, "created": "", "checksum": []}).encode()
-
-
-def test_a_flipped_bit_in_the_marker_costs_no_object(tmp_path):
-    root = tmp_path / "store"
-    filled(root, 2).close()
-    marker = root / "kvtier-store.json"
-    good = marker.read_bytes()
-    version = 8 * good.index(b'"version": 1') + 8 * len('"version": ')
-    for position in [*range(version, version + 8), *random.Random(4).sample(range(8 * len(good)), 120)]:
-        flipped = bytearray(good)
-        flipped[position // 8] ^= 1 << position % 8
-        marker.write_bytes(flipped)
-        tier = None
-        with suppress(DamagedStoreError):
-            tier = opened(root)
-        if tier is None:
-            assert marker.read_bytes() == flipped
-            assert len(repair_marker(root, STORE_VERSION)) == 1
-            tier = opened(root)
-        assert holds(tier, 0)
-        tier.close()
-        assert read_marker(root).version == 1
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"not json", b"[]", b'{"version": 1}', b"[" * 4096, b"{" * 10_000, UNHASHABLE]
-)
-def test_a_damaged_marker_is_repaired_only_where_all_is_ours_and_no_process_is_inside(tmp_path, content):
-    root = tmp_path / "store"
-    filled(root, 2).close()
-    marker = root / "kvtier-store.json"
-    marker.write_bytes(content)
-    (root / "thesis.txt").write_text("years of work")
-    with pytest.raises(DamagedStoreError, match="is not a valid marker"):
-        opened(root)
-    with pytest.raises(ConfigError, match=r"thesis.txt"):
-        repair_marker(root, STORE_VERSION)
-    assert marker.read_bytes() == content
-    (root / "thesis.txt").unlink()
-    assert len(repair_marker(root, STORE_VERSION)) == 1
-    tier = opened(root)
-    assert holds(tier, 1)
-    marker.write_bytes(content)
-    with pytest.raises(DamagedStoreError, match="is not a valid marker"):
-        opened(root)
-    with pytest.raises(ConfigError, match="a running process has the store open"):
-        repair_marker(root, STORE_VERSION)
-    assert marker.read_bytes() == content
-    assert holds(tier, 1)
-    tier.close()
-    assert len(repair_marker(root, STORE_VERSION)) == 1
-    tier = opened(root)
-    assert holds(tier, 1)
-    tier.close()
-
-
-def test_a_root_that_all_may_write_to_is_refused_and_not_touched(tmp_path):
-    root = tmp_path / "store"
-    filled(root, 1).close()
-    root.chmod(0o777)
-    before = snapshot(root)
-    with pytest.raises(DamagedStoreError, match=r"has mode 0777.*chmod o-w"):
-        opened(root)
-    assert snapshot(root) == before
-    root.chmod(0o700)
-    opened(root).close()
-
-
-def test_a_directory_that_stands_at_the_path_instead_is_not_touched(tmp_path):
+def test_a_directory_that_stands_at_the_path_instead_is_not_touched(tmp_path, root):
     """As when a disk is unmounted under a running tier, and files lie where it was mounted."""
-    root = tmp_path / "store"
     tier = filled(root)
     root.rename(tmp_path / "unmounted")
     for name in ("index", "ledger", "kvtier-status.json"):
@@ -518,94 +422,6 @@ def test_a_directory_that_stands_at_the_path_instead_is_not_touched(tmp_path):
             tier.delete(name_of(0))
     tier.close()
     assert snapshot(root) == before
-
-
-# Forks.
-
-
-def child_of(tier, number):
-    """What a forked child may try; True when all of it was refused."""
-    refused = 0
-    for act in (
-        lambda: tier.write(name_of(number), frame_of(number)),
-        lambda: tier.read(name_of(0), memoryview(bytearray(FRAME))),
-        lambda: tier.contains([name_of(0)]),
-        lambda: tier.delete(name_of(0)),
-        tier.scan,
-        lambda: tier.expects("session", None),
-    ):
-        try:
-            act()
-        except TierError:
-            refused += 1
-    _ = tier.used_bytes, tier.object_count
-    tier.close()
-    return refused == 6
-
-
-def exit_in_child(tier, number):
-    """The whole way out of an interpreter."""
-    atexit.register(tier.close)
-    sys.exit(0 if child_of(tier, number) else 3)
-
-
-def forked(tier, number):
-    child = os.fork()
-    if child == 0:
-        try:
-            exit_in_child(tier, number)
-        except SystemExit as end:
-            atexit._run_exitfuncs()
-            os._exit(int(str(end.code)))
-        finally:
-            os._exit(4)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def multiprocessed(tier, number):
-    process = multiprocessing.get_context("fork").Process(target=exit_in_child, args=(tier, number))
-    process.start()
-    process.join(DEADLINE_S)
-    return process.exitcode
-
-
-@pytest.mark.parametrize("fork", [forked, multiprocessed])
-def test_a_forked_child_changes_nothing_of_its_parents_store(tmp_path, fork):
-    root = tmp_path / "store"
-    tier = filled(root)
-    assert tier.write(name_of(20), frame_of(20))
-    before = snapshot(root)
-    assert fork(tier, 30) == 0
-    assert snapshot(root) == before
-    assert tier.write(name_of(21), frame_of(21))
-    opened(root).close()
-    tier.close()
-    assert list((root / "drafts").iterdir()) == []
-    again = opened(root)
-    assert again.object_count == 10
-    assert all(holds(again, number) for number in (*range(8), 20, 21))
-    again.close()
-
-
-def test_a_child_that_outlives_its_parents_tier_keeps_no_lock(tmp_path):
-    tier = filled(tmp_path / "store", 1)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, b"x")
-        time.sleep(DEADLINE_S)
-        os._exit(0)
-    try:
-        assert os.read(reading, 1) == b"x"
-        tier.close()
-        again = opened(tmp_path / "store")
-        assert again._store_lock.acquire(0.0), "the child keeps the store"
-        again.close()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
 
 
 def test_a_child_of_a_write_keeps_no_object_from_being_read(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -91,9 +90,8 @@ class Watcher:
         return self.worst
 
 
-def test_two_writers_never_exceed_the_cap_and_never_read_other_bytes(tmp_path):
-    root = tmp_path / "store"
-    keeper = DirectoryTier(root, capacity_bytes=CAPACITY)
+def test_two_writers_never_exceed_the_cap_and_never_read_other_bytes(root, open_directory):
+    keeper = open_directory(root, capacity_bytes=CAPACITY)
     watcher = Watcher(root)
     writers = [start_writer(root, seed, 1500) for seed in (1, 2)]
     told = []
@@ -110,32 +108,13 @@ def test_two_writers_never_exceed_the_cap_and_never_read_other_bytes(tmp_path):
         assert one["evictions"] > 0
     assert keeper.used_bytes == used_exactly(root)  # no process was killed, so the count is exact without a recount
     keeper.close()
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    tier = open_directory(root, capacity_bytes=CAPACITY)
     assert tier.used_bytes == used_exactly(root) <= CAPACITY
-    tier.close()
 
 
-def test_the_count_stays_exact_while_both_live(tmp_path):
-    root = tmp_path / "store"
-    one = DirectoryTier(root, capacity_bytes=CAPACITY)
-    two = DirectoryTier(root, capacity_bytes=CAPACITY)
-    chance = random.Random(5)
-    for step in range(400):
-        tier = chance.choice([one, two])
-        number = chance.randrange(30)
-        if chance.random() < 0.8:
-            assert tier.write(object_name(number), frame_of(number, (1 + number % 5) * BLOCK_BYTES - number % 3))
-        else:
-            tier.delete(object_name(number))
-        assert one.used_bytes == two.used_bytes == used_exactly(root) <= CAPACITY, step
-    one.close()
-    two.close()
-
-
-def test_a_process_finds_and_evicts_what_another_wrote(tmp_path):
-    root = tmp_path / "store"
-    reader = DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES)
-    writer = DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES)
+def test_a_process_finds_and_evicts_what_another_wrote(root, open_directory):
+    reader = open_directory(root, capacity_bytes=8 * BLOCK_BYTES)
+    writer = open_directory(root, capacity_bytes=8 * BLOCK_BYTES)
     for number in range(4):
         assert writer.write(object_name(number), frame_of(number))
     assert reader.contains([object_name(0), object_name(9)]) == [True, False]
@@ -148,13 +127,10 @@ def test_a_process_finds_and_evicts_what_another_wrote(tmp_path):
     assert reader.used_bytes == 8 * BLOCK_BYTES
     assert writer.read(object_name(0), into) is None
     assert writer.contains([object_name(0)]) == [False]
-    reader.close()
-    writer.close()
 
 
-def test_a_use_by_another_process_spares_a_file_once(tmp_path):
-    root = tmp_path / "store"
-    tier = DirectoryTier(root, capacity_bytes=4 * BLOCK_BYTES)
+def test_a_use_by_another_process_spares_a_file_once(root, open_directory):
+    tier = open_directory(root, capacity_bytes=4 * BLOCK_BYTES)
     for number in (1, 2):
         assert tier.write(object_name(number), frame_of(number))
     later = time.time_ns() + 10**9
@@ -164,11 +140,9 @@ def test_a_use_by_another_process_spares_a_file_once(tmp_path):
     assert tier.write(object_name(4), frame_of(4))
     assert tier.write(object_name(5), frame_of(5))
     assert tier.contains([object_name(1)]) == [False]
-    tier.close()
 
 
-def test_reads_tell_other_processes_of_the_use_with_the_next_write_and_not_each_time(tmp_path):
-    root = tmp_path / "store"
+def test_reads_tell_other_processes_of_the_use_with_the_next_write_and_not_each_time(root):
     tier = DirectoryTier(root, capacity_bytes=CAPACITY)
     assert tier.write(object_name(1), frame_of(1))
     path = root / "objects" / object_name(1).hex()[:2] / object_name(1).hex()
@@ -196,10 +170,9 @@ def test_reads_tell_other_processes_of_the_use_with_the_next_write_and_not_each_
     assert path.stat().st_mtime_ns > told, "or when it is closed"
 
 
-def test_a_file_that_is_being_read_is_not_written_over(tmp_path):
+def test_a_file_that_is_being_read_is_not_written_over(root, open_directory):
     """A victim's file becomes the next draft, unless a reader holds it: its bytes must stay what they were."""
-    root = tmp_path / "store"
-    tier = DirectoryTier(root, capacity_bytes=2 * BLOCK_BYTES)
+    tier = open_directory(root, capacity_bytes=2 * BLOCK_BYTES)
     assert tier.write(object_name(1), frame_of(1))
     path = root / "objects" / object_name(1).hex()[:2] / object_name(1).hex()
     free = path.stat().st_ino
@@ -212,12 +185,10 @@ def test_a_file_that_is_being_read_is_not_written_over(tmp_path):
     assert os.pread(descriptor, 2 * BLOCK_BYTES, 0) == bytes(frame_of(2))
     os.close(descriptor)
     assert tier.used_bytes == 2 * BLOCK_BYTES
-    tier.close()
 
 
-def test_a_stopped_process_with_the_lock_cannot_stall_us(tmp_path):
-    root = tmp_path / "store"
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY, lock_deadline_s=0.2)
+def test_a_stopped_process_with_the_lock_cannot_stall_us(root, open_directory):
+    tier = open_directory(root, capacity_bytes=CAPACITY, lock_deadline_s=0.2)
     assert tier.write(object_name(1), frame_of(1))
     program = (
         "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
@@ -247,4 +218,3 @@ def test_a_stopped_process_with_the_lock_cannot_stall_us(tmp_path):
         holder.communicate(timeout=DEADLINE_S)
     assert tier.write(object_name(2), frame_of(2))
     assert tier.used_bytes == used_exactly(root)
-    tier.close()

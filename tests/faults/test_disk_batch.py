@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    with closing(open_tier(tmp_path / "s")) as tier:
+        yield tier
+
+
 def _write_all(tier: DiskTier, numbers: Sequence[int] = NUMBERS) -> list[bool | TierError]:
     return tier.write_many([Write(object_name(number), sealed(number)) for number in numbers])
 
@@ -49,8 +56,7 @@ def _read_all(tier: DiskTier, numbers: Sequence[int] = NUMBERS) -> list[int | Ti
     return tier.read_many([Read(object_name(number), empty_frame(1 << 17)) for number in numbers])
 
 
-def test_neighbours_take_one_call_in_whatever_order(tmp_path: Path, device: Device) -> None:
-    tier = open_tier(tmp_path / "s")
+def test_neighbours_take_one_call_in_whatever_order(tmp_path: Path, device: Device, tier: DiskTier) -> None:
     assert tier.write(object_name(100), sealed(100))
     device.calls.clear()
     assert _write_all(tier) == [True] * len(NUMBERS)
@@ -61,11 +67,9 @@ def test_neighbours_take_one_call_in_whatever_order(tmp_path: Path, device: Devi
     assert {look(tier, number) for number in NUMBERS} == {"right"}
     assert tier.write_bytes["frames"] == sum(sealed(number).nbytes for number in (*NUMBERS, 100))
     check_accounts(tier, tmp_path / "s")
-    tier.close()
 
 
-def test_one_bad_block_costs_one_object_on_the_way_up(tmp_path: Path, device: Device) -> None:
-    tier = open_tier(tmp_path / "s")
+def test_one_bad_block_costs_one_object_on_the_way_up(device: Device, tier: DiskTier) -> None:
     assert _write_all(tier) == [True] * len(NUMBERS)
     (extent,) = tier._pool.find([object_name(3)])
     assert extent is not None
@@ -77,7 +81,6 @@ def test_one_bad_block_costs_one_object_on_the_way_up(tmp_path: Path, device: De
     assert all(segment.pins == 0 for segment in tier._pool._segments.values())
     device.bad = None
     assert _read_all(tier) == [sealed(number).nbytes for number in NUMBERS]
-    tier.close()
 
 
 SCATTERED = (6, 1, 4, 7, 0)
@@ -93,22 +96,19 @@ def _right(tier: DiskTier, numbers: Sequence[int]) -> bool:
     )
 
 
-def test_scattered_frames_take_a_call_for_each_run(tmp_path: Path, device: Device) -> None:
-    tier = open_tier(tmp_path / "s")
+def test_scattered_frames_take_a_call_for_each_run(device: Device, tier: DiskTier) -> None:
     assert _write_all(tier) == [True] * len(NUMBERS)
     device.calls.clear()
     assert _right(tier, SCATTERED)
     assert device.calls == ["preadv"] * 3, "0 and 1, 4, 6 and 7"
-    tier.close()
 
 
 @pytest.mark.parametrize("spoilt", range(3))
 @pytest.mark.parametrize("answer", [None, 0, BLOCK_BYTES])
 def test_what_was_not_read_with_the_others_is_read_alone(
-    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, spoilt: int, answer: int | None
+    device: Device, monkeypatch: pytest.MonkeyPatch, spoilt: int, answer: int | None, tier: DiskTier
 ) -> None:
     """The call of one run ends with an error, or with fewer bytes."""
-    tier = open_tier(tmp_path / "s")
     assert _write_all(tier) == [True] * len(NUMBERS)
     device.calls.clear()
     preadv = os.preadv
@@ -125,12 +125,10 @@ def test_what_was_not_read_with_the_others_is_read_alone(
     is_alone = spoilt == 1
     assert _right(tier, SCATTERED) == (not is_alone or answer == BLOCK_BYTES)
     assert len(device.calls) == 3 + (2 if not is_alone else answer == BLOCK_BYTES)
-    tier.close()
 
 
-def test_memory_that_the_device_does_not_take_is_filled_all_the_same(tmp_path: Path) -> None:
+def test_memory_that_the_device_does_not_take_is_filled_all_the_same(tier: DiskTier) -> None:
     """A caller's own, which is not aligned; or too small for the whole frame."""
-    tier = open_tier(tmp_path / "s")
     assert _write_all(tier) == [True] * len(NUMBERS)
     odd = [memoryview(bytearray(1 + sealed(number).nbytes))[1:] for number in SCATTERED]
     answers = tier.read_many([Read(object_name(number), into) for number, into in zip(SCATTERED, odd, strict=True)])
@@ -140,11 +138,9 @@ def test_memory_that_the_device_does_not_take_is_filled_all_the_same(tmp_path: P
     answers = tier.read_many([Read(object_name(number), into) for number, into in zip(SCATTERED, short, strict=True)])
     assert answers == [BLOCK_BYTES] * len(SCATTERED)
     assert all(into == sealed(number)[:BLOCK_BYTES] for number, into in zip(SCATTERED, short, strict=True))
-    tier.close()
 
 
-def test_one_bad_block_costs_one_object_on_the_way_down(tmp_path: Path, device: Device) -> None:
-    tier = open_tier(tmp_path / "s")
+def test_one_bad_block_costs_one_object_on_the_way_down(tmp_path: Path, device: Device, tier: DiskTier) -> None:
     assert tier.write(object_name(100), sealed(100))
     # The batch is tried where it was to lie; then each goes alone, behind that.
     first = 1 + sealed(100).nbytes // BLOCK_BYTES
@@ -156,11 +152,9 @@ def test_one_bad_block_costs_one_object_on_the_way_down(tmp_path: Path, device: 
     assert [look(tier, number) for number in NUMBERS] == ["absent", *["right"] * (len(NUMBERS) - 1)]
     assert all(segment.writers == 0 for segment in tier._pool._segments.values())
     check_accounts(tier, tmp_path / "s")
-    tier.close()
 
 
-def test_a_batch_goes_on_in_the_next_segment(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "s")
+def test_a_batch_goes_on_in_the_next_segment(tmp_path: Path, tier: DiskTier) -> None:
     size = SEGMENT_BYTES // 6 // BLOCK_BYTES * BLOCK_BYTES
     writes = [Write(object_name(number), frame_of(number, size)) for number in range(14)]
     assert tier.write_many(writes) == [True] * len(writes)
@@ -168,11 +162,10 @@ def test_a_batch_goes_on_in_the_next_segment(tmp_path: Path) -> None:
     assert tier.read_many(reads) == [size] * len(reads)
     assert all(read.into == write.frame for read, write in zip(reads, writes, strict=True))
     check_accounts(tier, tmp_path / "s")
-    tier.close()
 
 
-def test_a_file_that_was_cut_off_costs_what_lay_behind(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "s", direct_io="off")
+def test_a_file_that_was_cut_off_costs_what_lay_behind(tmp_path: Path, open_disk: Callable[..., DiskTier]) -> None:
+    tier = open_disk(tmp_path / "s", direct_io="off")
     assert _write_all(tier) == [True] * len(NUMBERS)
     (extent,) = tier._pool.find([object_name(5)])
     assert extent is not None
@@ -181,25 +174,14 @@ def test_a_file_that_was_cut_off_costs_what_lay_behind(tmp_path: Path) -> None:
     answers = _read_all(tier)
     assert answers == [sealed(number).nbytes if number < 5 else None for number in NUMBERS]
     assert [look(tier, number) for number in NUMBERS] == ["right"] * 5 + ["absent"] * 3
-    tier.close()
 
 
-def test_the_budget_admits_one_by_one(tmp_path: Path) -> None:
+def test_the_budget_admits_one_by_one(tmp_path: Path, open_disk: Callable[..., DiskTier]) -> None:
     size = frame_of(0).nbytes
-    tier = open_tier(tmp_path / "s", write_bytes_per_day=24 * 6 * size)  # an hour's savings are six frames
+    tier = open_disk(tmp_path / "s", write_bytes_per_day=24 * 6 * size)  # an hour's savings are six frames
     writes = [Write(object_name(number), frame_of(number)) for number in range(8)]
     answers = tier.write_many(writes)
     assert True in answers
     assert False in answers
     assert tier.contains([write.name for write in writes]) == answers
     assert tier.write_bytes["avoided"] == answers.count(False) * size
-    tier.close()
-
-
-def test_a_batch_survives_a_crash_once_it_was_synced(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "s")
-    assert _write_all(tier) == [True] * len(NUMBERS)
-    tier.close()
-    tier = open_tier(tmp_path / "s")
-    assert [look(tier, number) for number in NUMBERS] == ["right"] * len(NUMBERS)
-    tier.close()

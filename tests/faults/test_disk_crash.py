@@ -8,7 +8,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from disk_world import (
     sealed,
     write_all,
 )
+from tests.system import snapshot, until
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.checked_json import pack_json
 from kvtier.tier.disk.format import BLOCK_BYTES, Header, pack_header
 from kvtier.tier.disk.marker import MARKER_NAME, DiskMarker, parse_marker, repair_marker
 from kvtier.tier.disk.status import STATUS_NAME, read_status
@@ -98,18 +97,17 @@ def test_killed_writers_leave_only_what_is_right_hundreds_of_times(tmp_path, cap
     assert kill_rounds(tmp_path / "store", 250, capacity_bytes)[0] > 250
 
 
-def test_what_was_synced_is_found_after_a_kill(tmp_path):
+def test_what_was_synced_is_found_after_a_kill(tmp_path, open_disk):
     """With room for everything, so that nothing is given up."""
-    tier = open_tier(tmp_path / "store", capacity_bytes=ROOMY_BYTES)
+    tier = open_disk(tmp_path / "store", capacity_bytes=ROOMY_BYTES)
     for number in range(NAMES):
         assert tier.write(object_name(number), sealed(number))
         if number == 40:
             tier.sync()
     abandon(tier)
-    tier = open_tier(tmp_path / "store", capacity_bytes=ROOMY_BYTES)
+    tier = open_disk(tmp_path / "store", capacity_bytes=ROOMY_BYTES)
     assert [look(tier, number) for number in range(NAMES)] == ["right"] * 41 + ["absent"] * (NAMES - 41)
     check_accounts(tier, tmp_path / "store", ROOMY_BYTES)
-    tier.close()
 
 
 def test_a_closed_store_is_found_again_whole(tmp_path):
@@ -122,38 +120,36 @@ def test_a_closed_store_is_found_again_whole(tmp_path):
         tier.close()
 
 
-def test_a_deleted_object_does_not_come_back(tmp_path):
-    tier = open_tier(tmp_path / "store")
+def test_a_deleted_object_does_not_come_back(tmp_path, open_disk):
+    tier = open_disk(tmp_path / "store")
     for number in range(6):
         assert tier.write(object_name(number), sealed(number))
     tier.delete(object_name(1))  # its index is not written yet
     tier.sync()
     tier.delete(object_name(2))  # and here it is
     abandon(tier)
-    tier = open_tier(tmp_path / "store")
+    tier = open_disk(tmp_path / "store")
     assert [look(tier, number) for number in range(6)] == ["right", "absent", "absent", "right", "right", "right"]
     assert tier.write(object_name(2), sealed(2))
     tier.close()
-    tier = open_tier(tmp_path / "store")
+    tier = open_disk(tmp_path / "store")
     assert look(tier, 2) == "right"
-    tier.close()
 
 
 @pytest.mark.parametrize("is_indexed", [False, True])
 @pytest.mark.parametrize("is_synced_between", [False, True])
-def test_a_copy_that_is_written_while_a_drop_of_the_former_is_under_way_stays(tmp_path, is_indexed, is_synced_between):
+def test_a_copy_that_is_written_while_a_drop_of_the_former_is_under_way_stays(
+    root, is_indexed, is_synced_between, open_disk
+):
     """Both lie in one segment: the drop takes back the entry of the copy that it is about."""
-    root = tmp_path / "store"
-    tier = open_tier(root)
+    tier = open_disk(root)
     write_all(tier, range(3))
     if is_indexed:
         tier.sync()
     with ThreadPoolExecutor(1) as thread:
         with tier._pool._syncing():
             drop = thread.submit(tier.delete, object_name(1))
-            until_s = time.monotonic() + DEADLINE_S
-            while tier.contains([object_name(1)])[0]:
-                assert time.monotonic() < until_s
+            until(lambda: tier.contains([object_name(1)]) == [False])
             assert tier.write(object_name(1), sealed(1))
             if is_synced_between:
                 tier._pool._sync_one(tier._pool._filling)
@@ -161,99 +157,8 @@ def test_a_copy_that_is_written_while_a_drop_of_the_former_is_under_way_stays(tm
     assert look(tier, 1) == "right"
     tier.sync()
     abandon(tier)
-    tier = open_tier(root)
+    tier = open_disk(root)
     assert look(tier, 1) == "right"
-    tier.close()
-
-
-def heal(root, seed, rounds):
-    """Objects are damaged on the device; threads read, drop, write and sync them at the same time.
-
-    Whatever the order, a further pass of each object alone makes it whole, for the next process, too.
-    """
-    chance = random.Random(seed)
-    tier = open_tier(root, capacity_bytes=ROOMY_BYTES)
-    numbers = list(range(12))
-    for _ in range(rounds):
-        write_all(tier, numbers)
-        if chance.random() < 0.5:
-            tier.sync()
-        for number in chance.sample(numbers, 6):
-            (extent,) = tier._pool.find([object_name(number)])
-            tier._pool.unpin([extent.segment])
-            with open(root / "segments" / extent.segment.name, "r+b", buffering=0) as file:
-                at = extent.offset + chance.randrange(extent.size_bytes)
-                byte = os.pread(file.fileno(), 1, at)
-                os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << chance.randrange(8)]), at)
-        seeds = [chance.random() for _ in range(4)]
-
-        def work(own, tier=tier):
-            own = random.Random(own)
-            for number in own.sample(numbers, len(numbers)):
-                what = look(tier, number)
-                assert what in {"right", "absent", "refused"}
-                if what == "refused":
-                    tier.delete(object_name(number))
-                if own.random() < 0.8:
-                    tier.write(object_name(number), sealed(number))
-                if own.random() < 0.2:
-                    tier.sync()
-
-        with ThreadPoolExecutor(len(seeds)) as threads:
-            for done in [threads.submit(work, own) for own in seeds]:
-                done.result(DEADLINE_S)
-        for number in numbers:
-            if look(tier, number) == "refused":
-                tier.delete(object_name(number))
-            assert tier.write(object_name(number), sealed(number))
-            assert look(tier, number) == "right"
-        if chance.random() < 0.5:
-            tier.close()
-        else:
-            tier.sync()
-            abandon(tier)
-        tier = open_tier(root, capacity_bytes=ROOMY_BYTES)
-        assert [look(tier, number) for number in numbers] == ["right"] * len(numbers)
-    tier.close()
-
-
-def test_damaged_objects_are_whole_after_the_next_pass(tmp_path):
-    heal(tmp_path / "store", 3, 12)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(10, 14))
-def test_damaged_objects_are_whole_after_the_next_pass_many_times(tmp_path, seed):
-    heal(tmp_path / f"store{seed}", seed, 250)
-
-
-def test_flipped_bits_are_refused_and_no_more_than_what_they_hit(tmp_path):
-    root = tmp_path / "store"
-    held = fill(root)
-    chance = random.Random(2)
-    refused = absent = 0
-    for round_number in range(24):
-        place = tmp_path / f"flipped{round_number}"
-        copy_store(root, place)
-        file = chance.choice(sorted((place / "segments").iterdir()))
-        with open(file, "r+b") as target:
-            at = chance.choice([chance.randrange(SEGMENT_BYTES), SEGMENT_BYTES - 1 - chance.randrange(2 * BLOCK_BYTES)])
-            target.seek(at)
-            byte = target.read(1)[0]
-            target.seek(at)
-            target.write(bytes([byte ^ 1 << chance.randrange(8)]))
-        tier = open_tier(place)
-        check_accounts(tier, place)
-        after = {number: what for number, what in seen(tier).items() if number in held}
-        assert "wrong" not in after.values()
-        refused += list(after.values()).count("refused")
-        absent += list(after.values()).count("absent")
-        assert list(after.values()).count("refused") <= 1
-        abandon(tier)
-        shutil.rmtree(place)
-    assert refused > 2
-    assert absent > 2
 
 
 def test_segments_of_the_past_give_what_belongs_to_their_names(tmp_path):
@@ -286,17 +191,16 @@ def test_segments_of_the_past_give_what_belongs_to_their_names(tmp_path):
     abandon(tier)
 
 
-def test_index_blocks_of_an_earlier_use_of_the_segment_do_not_count(tmp_path):
-    tier = open_tier(tmp_path / "store", capacity_bytes=SEGMENT_BYTES)
+def test_index_blocks_of_an_earlier_use_of_the_segment_do_not_count(tmp_path, open_disk):
+    tier = open_disk(tmp_path / "store", capacity_bytes=SEGMENT_BYTES)
     for number in range(3):
         assert tier.write(object_name(number), sealed(number))
     tier.sync()
     segment = tier._pool._filling
     segment.begin(tier._pool._store_id, segment.generation + 1)
     abandon(tier)
-    tier = open_tier(tmp_path / "store", capacity_bytes=SEGMENT_BYTES)
+    tier = open_disk(tmp_path / "store", capacity_bytes=SEGMENT_BYTES)
     assert tier.object_count == 0
-    tier.close()
 
 
 @pytest.mark.parametrize(
@@ -307,8 +211,7 @@ def test_index_blocks_of_an_earlier_use_of_the_segment_do_not_count(tmp_path):
         (lambda block: block[:100] + b"\x01" + block[101:], "checksum does not match"),
     ],
 )
-def test_segments_of_a_foreign_format_are_empty_with_a_message(tmp_path, caplog, damage, message):
-    root = tmp_path / "store"
+def test_segments_of_a_foreign_format_are_empty_with_a_message(root, caplog, damage, message, open_disk):
     fill(root)
     for file in (root / "segments").iterdir():
         with open(file, "r+b") as target:
@@ -316,13 +219,12 @@ def test_segments_of_a_foreign_format_are_empty_with_a_message(tmp_path, caplog,
             target.seek(0)
             target.write(damage(block))
     with caplog.at_level(logging.WARNING):
-        tier = open_tier(root)
+        tier = open_disk(root)
     assert [record.message for record in caplog.records if message in record.message]
     assert tier.object_count == 0
     check_accounts(tier, root)
     assert tier.write(object_name(1), sealed(1))
     assert look(tier, 1) == "right"
-    tier.close()
 
 
 GARBAGE = {
@@ -361,10 +263,10 @@ def small_store(root):
 
 def mended(root):
     """The store is refused and stays as it is until it is repaired."""
-    before = tree(root)
+    before = snapshot(root)
     with pytest.raises(DamagedStoreError, match="kvtier inspect repair"):
         open_tier(root)
-    assert tree(root) == before
+    assert snapshot(root) == before
     assert len(repair_marker(root)) == 1
 
 
@@ -374,15 +276,6 @@ def parsed(content):
         return parse_marker(content, MARKER_NAME) or ""
     except (ValueError, LookupError, TypeError) as error:
         return repr(error)
-
-
-def damaged_copies(root, place, contents):
-    """The store at `root` once for each of `contents`, which becomes its marker."""
-    for content in contents:
-        copy_store(root, place)
-        (place / MARKER_NAME).write_bytes(content)
-        yield content
-        shutil.rmtree(place)
 
 
 def flipped(content, bits):
@@ -402,23 +295,8 @@ def test_no_bit_of_a_marker_changes_what_it_says(tmp_path):
         assert parsed(other) == whole or isinstance(parsed(other), str)
 
 
-@pytest.mark.parametrize("step", [67, pytest.param(1, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
-def test_a_damaged_marker_is_repaired_from_the_segments(tmp_path, step):
-    root = tmp_path / "store"
-    held = small_store(root)
-    content = (root / MARKER_NAME).read_bytes()
-    lengths = range(0, len(content), max(1, step // 8))
-    contents = [*flipped(content, range(0, 8 * len(content), step)), *(content[:length] for length in lengths)]
-    for _ in damaged_copies(root, tmp_path / "damaged", contents):
-        if isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), str):  # not in the note alone
-            mended(tmp_path / "damaged")
-        works_and_goes_on(tmp_path / "damaged", held)
-        assert isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), DiskMarker)
-
-
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_marker_of_garbage_is_repaired(tmp_path, content):
-    root = tmp_path / "store"
+def test_a_marker_of_garbage_is_repaired(root, content):
     held = small_store(root)
     (root / MARKER_NAME).write_bytes(content)
     mended(root)
@@ -426,8 +304,7 @@ def test_a_marker_of_garbage_is_repaired(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_damaged_marker_of_an_empty_store_is_repaired(tmp_path, content):
-    root = tmp_path / "store"
+def test_a_damaged_marker_of_an_empty_store_is_repaired(root, content):
     root.mkdir(0o700)
     open_tier(root).close()
     shutil.rmtree(root / "segments")
@@ -440,28 +317,8 @@ def test_a_damaged_marker_of_an_empty_store_is_repaired(tmp_path, content):
     works_and_goes_on(root, set())
 
 
-def tree(root):
-    """Everything below `root`, of huge files without their bytes."""
-    files = {path: path.is_file() and path.stat().st_size < 1 << 30 for path in sorted(root.rglob("*"))}
-    return {path: path.read_bytes() if is_read else None for path, is_read in files.items()}
-
-
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_a_store_of_an_unknown_version_is_refused_and_left_as_it_is(tmp_path, is_checked):
-    root = tmp_path / "store"
-    small_store(root)
-    told = {**json.loads((root / MARKER_NAME).read_bytes()), "version": 9}
-    del told["checksum"]
-    (root / MARKER_NAME).write_bytes(pack_json(told) if is_checked else json.dumps(told).encode())
-    before = tree(tmp_path)
-    with pytest.raises(TierError, match="version 9"):
-        open_tier(root)
-    assert tree(tmp_path) == before
-
-
-def test_a_marker_of_an_unknown_version_under_a_store_in_use_is_an_error_until_it_is_gone(tmp_path):
-    root = tmp_path / "store"
-    tier = open_tier(root)
+def test_a_marker_of_an_unknown_version_under_a_store_in_use_is_an_error_until_it_is_gone(tmp_path, root, open_disk):
+    tier = open_disk(root)
     write_all(tier, range(3))
     tier.sync()
     marker = root / MARKER_NAME
@@ -474,7 +331,6 @@ def test_a_marker_of_an_unknown_version_under_a_store_in_use_is_an_error_until_i
     assert marker.read_text() == '{"version": 9}'
     (tmp_path / "marker").rename(marker)
     assert look(tier, 1) == "right"
-    tier.close()
 
 
 @pytest.mark.parametrize("content", [b"", b"not ours", b"[" * 4096, b'{"version": 1}'])
@@ -491,18 +347,17 @@ def test_what_only_looks_like_a_damaged_store_is_left_alone(tmp_path, content):
 
 
 def stays_as_it_is(root, words):
-    before = tree(root)
+    before = snapshot(root)
     with pytest.raises(DamagedStoreError, match="nothing was changed"):
         open_tier(root)
     with pytest.raises(ConfigError, match=words):
         repair_marker(root)
-    assert tree(root) == before
+    assert snapshot(root) == before
 
 
 @pytest.mark.parametrize("generation", [0, 1 << 63, (1 << 64) - 1, (1 << 63) - 1])
-def test_a_generation_out_of_range_stops_nothing(tmp_path, generation):
+def test_a_generation_out_of_range_stops_nothing(root, generation):
     """A head with a sound checksum: it proves only that a program wrote it."""
-    root = tmp_path / "store"
     small_store(root)
     store_id = parsed((root / MARKER_NAME).read_bytes()).store_id
     planted = root / "segments" / "00000001.segment"
@@ -523,9 +378,8 @@ def test_a_generation_out_of_range_stops_nothing(tmp_path, generation):
 
 
 @pytest.mark.parametrize("at", [0, SEGMENT_BYTES - BLOCK_BYTES], ids=["head", "index"])
-def test_a_segment_whose_structure_cannot_be_read_is_replaced(tmp_path, monkeypatch, caplog, at):
+def test_a_segment_whose_structure_cannot_be_read_is_replaced(root, monkeypatch, caplog, at):
     """Bad blocks of the device: they cost what the segment holds, and neither the start nor later writes."""
-    root = tmp_path / "store"
     held = fill(root)
     kept = (root / "segments" / "00000002.segment").open("rb")  # no other file gets its number
     bad, is_bad = os.fstat(kept.fileno()).st_ino, True
@@ -568,8 +422,7 @@ def test_a_segment_whose_structure_cannot_be_read_is_replaced(tmp_path, monkeypa
     kept.close()
 
 
-def test_sparse_files_of_terabytes_are_neither_read_nor_kept(tmp_path):
-    root = tmp_path / "store"
+def test_sparse_files_of_terabytes_are_neither_read_nor_kept(root):
     held = small_store(root)
     for name in ("segments/00000001.segment", "segments/99999999.segment", STATUS_NAME, MARKER_NAME):
         (root / name).unlink(missing_ok=True)
@@ -583,9 +436,8 @@ def test_sparse_files_of_terabytes_are_neither_read_nor_kept(tmp_path):
 
 
 @pytest.mark.parametrize("step", [997, pytest.param(41, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
-def test_a_flipped_bit_in_the_structure_of_a_segment_costs_what_it_names(tmp_path, step):
+def test_a_flipped_bit_in_the_structure_of_a_segment_costs_what_it_names(tmp_path, root, step):
     """Heads and index blocks: what such a block names is forgotten, the rest is right, and the store goes on."""
-    root = tmp_path / "store"
     held = fill(root)
     places = [*range(8 * 60), *range(8 * (SEGMENT_BYTES - BLOCK_BYTES), 8 * SEGMENT_BYTES)]
     chance = random.Random(4)
@@ -602,42 +454,40 @@ def test_a_flipped_bit_in_the_structure_of_a_segment_costs_what_it_names(tmp_pat
         shutil.rmtree(place)
 
 
-def test_a_file_that_is_cut_off_while_it_is_used_is_a_miss(tmp_path):
-    tier = open_tier(tmp_path / "store")
+def test_a_file_that_is_cut_off_while_it_is_used_is_a_miss(tmp_path, open_disk):
+    tier = open_disk(tmp_path / "store")
     for number in range(3):
         assert tier.write(object_name(number), sealed(number))
     os.truncate(tmp_path / "store" / "segments" / "00000000.segment", 2 * BLOCK_BYTES)
     assert [look(tier, number) for number in range(3)] == ["absent"] * 3
     assert tier.read(object_name(0), empty_frame(BLOCK_BYTES)) is None
     abandon(tier)
-    tier = open_tier(tmp_path / "store")  # a segment of another length is none
+    tier = open_disk(tmp_path / "store")  # a segment of another length is none
     assert tier.object_count == 0
     assert tier.write(object_name(0), sealed(0))
     check_accounts(tier, tmp_path / "store")
-    tier.close()
 
 
-def test_a_lower_cap_gives_segments_back_and_a_higher_one_keeps_all(tmp_path):
+def test_a_lower_cap_gives_segments_back_and_a_higher_one_keeps_all(tmp_path, open_disk):
     held = fill(tmp_path / "store")
-    tier = open_tier(tmp_path / "store", capacity_bytes=3 * SEGMENT_BYTES)
+    tier = open_disk(tmp_path / "store", capacity_bytes=3 * SEGMENT_BYTES)
     check_accounts(tier, tmp_path / "store", 3 * SEGMENT_BYTES)
     kept = {number for number, what in seen(tier).items() if what == "right"}
     assert kept
     assert kept < held
     tier.close()
-    tier = open_tier(tmp_path / "store", capacity_bytes=2 * CAPACITY_BYTES)
+    tier = open_disk(tmp_path / "store", capacity_bytes=2 * CAPACITY_BYTES)
     assert {number for number, what in seen(tier).items() if what == "right"} == kept
     tier.close()
-    tier = open_tier(tmp_path / "store", segment_bytes=2 * SEGMENT_BYTES)
+    tier = open_disk(tmp_path / "store", segment_bytes=2 * SEGMENT_BYTES)
     assert tier.object_count == 0
     assert tier.write(object_name(1), sealed(1))
     check_accounts(tier, tmp_path / "store")
-    tier.close()
 
 
-def test_damaged_places_in_an_index_are_left_out(tmp_path):
+def test_damaged_places_in_an_index_are_left_out(tmp_path, open_disk):
     """Entries that lie outside of their segment: a valid checksum does not make them true."""
-    tier = open_tier(tmp_path / "store")
+    tier = open_disk(tmp_path / "store")
     assert tier.write(object_name(1), sealed(1))
     segment = tier._pool._filling
     segment.pending[object_name(2)] = (0, 4096)
@@ -645,6 +495,5 @@ def test_damaged_places_in_an_index_are_left_out(tmp_path):
     segment.pending[object_name(4)] = (1 << 31, 1 << 31)
     tier.sync()
     abandon(tier)
-    tier = open_tier(tmp_path / "store")
+    tier = open_disk(tmp_path / "store")
     assert [name for name, _ in tier.scan()] == [object_name(1)]
-    tier.close()

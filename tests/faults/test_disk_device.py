@@ -17,7 +17,6 @@ import pytest
 from disk_world import look, write_all
 
 from kvtier.errors import TierError
-from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.testing.tier import empty_frame, frame_of, object_name
 from kvtier.tier.disk.tier import DiskTier
 
@@ -109,30 +108,6 @@ def is_right(tier: DiskTier, number: int) -> bool:
     return tier.read(object_name(number), into) == FRAME_BYTES and into == frame_of(number, FRAME_BYTES)
 
 
-def test_a_file_system_smaller_than_the_cap_is_used_as_far_as_it_goes(device: Device) -> None:
-    tier = opened(device, capacity_bytes=4 * IMAGE_BYTES)
-    for number in range(5 * IMAGE_BYTES // 4 // FRAME_BYTES):
-        assert write(tier, number)
-        assert is_right(tier, number)
-        assert tier.used_bytes <= IMAGE_BYTES
-    assert tier.evictions > 0
-    tier.close()
-
-
-def test_a_file_system_that_others_fill_keeps_what_is_there(device: Device) -> None:
-    tier = opened(device, capacity_bytes=IMAGE_BYTES)
-    assert write(tier, 1)
-    with suppress(OSError), (device.place / "other").open("wb", buffering=0) as other:
-        while True:
-            other.write(bytes(1 << 20))
-    for number in range(2, 2 + 2 * SEGMENT_BYTES // FRAME_BYTES):
-        assert write(tier, number), "one segment is enough to go on with"
-        assert is_right(tier, number)
-    tier.sync()
-    (device.place / "other").unlink()
-    tier.close()
-
-
 def test_another_programs_file_that_grows_does_not_empty_the_cache(device: Device) -> None:
     tier = opened(device, capacity_bytes=4 * IMAGE_BYTES)
     foreign, before = device.place / "other", 0
@@ -169,22 +144,6 @@ def test_a_hanging_device_holds_up_writes_alone(device: Device) -> None:
     writer.join(WAIT_S)
     assert answers == [True]
     assert is_right(tier, 2)
-    tier.close()
-
-
-def test_a_device_that_hangs_when_it_is_opened_comes_in_later(device: Device) -> None:
-    device.freeze()
-    deferred = DeferredTier("disk", lambda: opened(device), 0.05)
-    tier = deferred.opened(0.05, is_required=False)
-    assert tier is deferred
-    with pytest.raises(TierError, match="is not open"):
-        tier.write(object_name(1), frame_of(1, FRAME_BYTES))
-    device.thaw()
-    deferred._thread.join(WAIT_S)
-    assert tier.write(object_name(1), frame_of(1, FRAME_BYTES))
-    tier.close()
-    tier = opened(device)
-    assert is_right(tier, 1)
     tier.close()
 
 

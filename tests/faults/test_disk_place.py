@@ -1,31 +1,26 @@
 """The drive is full, read-only, fails, hangs or disappears: errors and misses, never other bytes, and then it works."""
 
 import errno
-import gc
 import os
 import shutil
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disk_world import CAPACITY_BYTES, SEGMENT_BYTES, abandon, check_accounts, look, open_tier, sealed
+from tests.system import in_child, small_file_system, until
 
 from kvtier.cli.main import run
 from kvtier.errors import DamagedStoreError, TierError
-from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import effective_cap
 from kvtier.tier.base import Read
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.disk import kind as disk_kind
 from kvtier.tier.disk import pool as disk_pool
-from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.disk.marker import MARKER_NAME
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.tier import DiskTier
-from kvtier.tier.registry import TierContext
 
 DEADLINE_S = 30.0
 
@@ -33,16 +28,8 @@ DEADLINE_S = 30.0
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system with room for three segments and a half."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    size = f"size={7 * SEGMENT_BYTES // 2 // 1024}k"
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(where)], capture_output=True, check=False, timeout=DEADLINE_S
-    )
-    if done.returncode != 0:
-        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=DEADLINE_S)
+    with small_file_system(tmp_path / "disk", f"{7 * SEGMENT_BYTES // 2 // 1024}k") as where:
+        yield where
 
 
 def write_many(tier, numbers):
@@ -51,18 +38,17 @@ def write_many(tier, numbers):
         assert look(tier, number) == "right"
 
 
-def test_a_disk_with_too_little_room_is_used_as_far_as_it_goes(small_disk):
+def test_a_disk_with_too_little_room_is_used_as_far_as_it_goes(small_disk, open_disk):
     root = small_disk / "s"
-    tier = open_tier(root)
+    tier = open_disk(root)
     write_many(tier, range(60))
     assert tier.used_bytes == 3 * SEGMENT_BYTES
     check_accounts(tier, root)
-    tier.close()
 
 
-def test_a_full_disk_is_an_error_until_there_is_room(small_disk):
+def test_a_full_disk_is_an_error_until_there_is_room(small_disk, open_disk):
     root = small_disk / "s"
-    tier = open_tier(root)
+    tier = open_disk(root)
     stranger = small_disk / "stranger"
     stranger.write_bytes(bytes(3 * SEGMENT_BYTES))
     with pytest.raises(TierError, match="No space left on device"):
@@ -72,15 +58,14 @@ def test_a_full_disk_is_an_error_until_there_is_room(small_disk):
     stranger.unlink()
     write_many(tier, range(5))
     check_accounts(tier, root)
-    tier.close()
 
 
-def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkeypatch, caplog):
+def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkeypatch, caplog, open_disk):
     """A quota shows only when a file is made. It is logged once, and seldom tried again."""
     now_s = [0.0]
     monkeypatch.setattr(effective_cap.EffectiveCap.__init__, "__defaults__", (lambda: now_s[0],))
     caplog.set_level("INFO", "kvtier")
-    tier = open_tier(tmp_path / "s")
+    tier = open_disk(tmp_path / "s")
     write_many(tier, range(60))
     allocate, asked = os.posix_fallocate, []
 
@@ -89,7 +74,7 @@ def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkey
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     tier.close()
-    tier = open_tier(tmp_path / "s", capacity_bytes=2 * CAPACITY_BYTES)
+    tier = open_disk(tmp_path / "s", capacity_bytes=2 * CAPACITY_BYTES)
     used_bytes = tier.used_bytes
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     evictions = tier.evictions
@@ -112,19 +97,17 @@ def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkey
     assert tier.used_bytes > used_bytes + SEGMENT_BYTES
     assert caplog.records[-1].message.endswith("has room again for 3145728 bytes")
     check_accounts(tier, tmp_path / "s", 2 * CAPACITY_BYTES)
-    tier.close()
 
 
-def test_a_reserve_that_leaves_nothing_is_named(tmp_path):
-    tier = open_tier(tmp_path / "s", reserve_bytes=1 << 60)
+def test_a_reserve_that_leaves_nothing_is_named(tmp_path, open_disk):
+    tier = open_disk(tmp_path / "s", reserve_bytes=1 << 60)
     with pytest.raises(TierError, match=f"No space left .* disk.reserve_bytes keeps {1 << 60}"):
         tier.write(object_name(1), sealed(1))
-    tier.close()
 
 
-def test_room_is_given_back_to_others(small_disk):
+def test_room_is_given_back_to_others(small_disk, open_disk):
     root = small_disk / "s"
-    tier = open_tier(root, reserve_bytes=SEGMENT_BYTES)
+    tier = open_disk(root, reserve_bytes=SEGMENT_BYTES)
     write_many(tier, range(40))
     assert tier.used_bytes == 2 * SEGMENT_BYTES  # a third one would leave too little
     stranger = small_disk / "stranger"
@@ -137,28 +120,12 @@ def test_room_is_given_back_to_others(small_disk):
     write_many(tier, range(60, 80))
     assert tier.used_bytes == 2 * SEGMENT_BYTES
     check_accounts(tier, root)
-    tier.close()
-
-
-def test_a_disk_that_is_read_only_is_refused_and_comes_back(small_disk):
-    root = small_disk / "s"
-    tier = open_tier(root)
-    write_many(tier, range(3))
-    tier.close()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=DEADLINE_S)
-    with pytest.raises(TierError, match="Read-only file system"):
-        open_tier(root)
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True, timeout=DEADLINE_S)
-    tier = open_tier(root)
-    assert look(tier, 1) == "right"
-    tier.close()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENODEV])
 @pytest.mark.parametrize("call", ["pwritev", "preadv", "fdatasync", "posix_fallocate"])
-def test_a_failing_system_call_is_an_error_and_then_it_works_again(tmp_path, monkeypatch, call, number):
-    root = tmp_path / "s"
-    tier = open_tier(root)
+def test_a_failing_system_call_is_an_error_and_then_it_works_again(root, monkeypatch, call, number, open_disk):
+    tier = open_disk(root)
     write_many(tier, range(4))
 
     def fail(*_arguments):
@@ -181,38 +148,17 @@ def test_a_failing_system_call_is_an_error_and_then_it_works_again(tmp_path, mon
     check_accounts(tier, root)
     held = [at for at in range(230) if tier.contains([object_name(at)])[0]]
     abandon(tier)
-    tier = open_tier(root)
+    tier = open_disk(root)
     assert {look(tier, at) for at in held} == {"right"}
     check_accounts(tier, root)
-    tier.close()
 
 
-def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path):
-    """As when a disk is unmounted."""
+def test_a_directory_that_was_replaced_is_taken_over(tmp_path, open_disk):
     root, away = tmp_path / "store", tmp_path / "away"
-    tier = open_tier(root)
+    tier = open_disk(root)
     write_many(tier, range(3))
     root.rename(away)
-    with pytest.raises(TierError, match="is gone"):
-        tier._upkeep()  # as its keeper does once in an interval
-    root.mkdir()  # a mount point without its disk
-    with pytest.raises(TierError, match="is gone"):
-        tier.write(object_name(50), sealed(50))
-    assert list(root.iterdir()) == []
-    root.rmdir()
-    away.rename(root)
-    assert look(tier, 1) == "right"
-    write_many(tier, range(60, 90))
-    check_accounts(tier, root)
-    tier.close()
-
-
-def test_a_directory_that_was_replaced_is_taken_over(tmp_path):
-    root, away = tmp_path / "store", tmp_path / "away"
-    tier = open_tier(root)
-    write_many(tier, range(3))
-    root.rename(away)
-    other = open_tier(root)
+    other = open_disk(root)
     write_many(other, range(10, 13))
     tier._is_suspect = True  # as an I/O error makes it
     with pytest.raises(TierError, match="in use by another process"):
@@ -221,15 +167,6 @@ def test_a_directory_that_was_replaced_is_taken_over(tmp_path):
     assert [look(tier, number) for number in (1, 11)] == ["absent", "right"]
     write_many(tier, range(20, 60))
     check_accounts(tier, root)
-    tier.close()
-
-
-def test_a_store_is_for_one_process(tmp_path):
-    tier = open_tier(tmp_path / "s")
-    with pytest.raises(TierError, match="in use by another process"):
-        open_tier(tmp_path / "s", open_deadline_s=0.05)
-    tier.close()
-    open_tier(tmp_path / "s").close()
 
 
 def test_other_things_are_left_alone(tmp_path):
@@ -254,10 +191,10 @@ def test_other_things_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("segments", [1, 6])
-def test_what_is_being_read_is_not_written_over(tmp_path, monkeypatch, segments):
+def test_what_is_being_read_is_not_written_over(tmp_path, monkeypatch, segments, open_disk):
     """A read hangs in the device while everything around it is given up and written anew."""
     monkeypatch.setattr(disk_pool, "LEAVE_DEADLINE_S", 0.01)
-    tier = open_tier(tmp_path / "s", capacity_bytes=segments * SEGMENT_BYTES)
+    tier = open_disk(tmp_path / "s", capacity_bytes=segments * SEGMENT_BYTES)
     assert tier.write(object_name(0), sealed(0))
     begun, go_on = threading.Event(), threading.Event()
     read = Segment._read_whole
@@ -278,12 +215,11 @@ def test_what_is_being_read_is_not_written_over(tmp_path, monkeypatch, segments)
         assert answer.result(DEADLINE_S) == "right"
     check_accounts(tier, tmp_path / "s", segments * SEGMENT_BYTES)
     write_many(tier, range(100, 160))
-    tier.close()
 
 
-def test_a_write_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):
+def test_a_write_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch, open_disk):
     monkeypatch.setattr(disk_pool, "LEAVE_DEADLINE_S", 0.05)
-    tier = open_tier(tmp_path / "s")
+    tier = open_disk(tmp_path / "s")
     write_many(tier, range(3))
     begun, go_on = threading.Event(), threading.Event()
     write = Segment._write_file
@@ -307,22 +243,9 @@ def test_a_write_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):
     assert look(tier, 50) == "right"
     tier.sync()
     abandon(tier)
-    tier = open_tier(tmp_path / "s")
+    tier = open_disk(tmp_path / "s")
     assert look(tier, 50) == "right"
     check_accounts(tier, tmp_path / "s")
-    tier.close()
-
-
-def test_nothing_is_admitted_while_everything_is_in_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_pool, "LEAVE_DEADLINE_S", 0.05)
-    tier = open_tier(tmp_path / "s", capacity_bytes=SEGMENT_BYTES)
-    assert tier.write(object_name(0), sealed(0))
-    (extent,) = tier._pool.find([object_name(0)])
-    refused = [number for number in range(1, 30) if not tier.write(object_name(number), sealed(number))]
-    assert refused
-    tier._pool.unpin([extent.segment])
-    write_many(tier, range(100, 130))
-    tier.close()
 
 
 def test_the_cap_holds_with_the_default_segments(tmp_path):
@@ -411,24 +334,8 @@ def test_a_file_that_has_another_name_is_not_written_to(tmp_path, name, is_ours)
     assert outside.read_bytes() == before
 
 
-def test_a_marker_that_is_a_link_or_no_file_is_refused(tmp_path):
-    elsewhere = tmp_path / "precious"
-    elsewhere.write_bytes(b"precious")
-    makes = [lambda path: path.symlink_to(elsewhere), os.mkfifo, os.mkdir]
-    for number, make in enumerate(makes):
-        root = tmp_path / f"store{number}"
-        root.mkdir()
-        make(root / MARKER_NAME)
-        with pytest.raises(DamagedStoreError, match="is not a valid marker"):
-            open_tier(root)
-        assert run(["inspect", "ls", str(root)]) == 2
-        assert [path.name for path in root.iterdir()] == [MARKER_NAME]
-    assert elsewhere.read_bytes() == b"precious"
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_segment_is_neither_opened_nor_removed(tmp_path, make):
-    root = tmp_path / "store"
+def test_what_is_no_segment_is_neither_opened_nor_removed(root, make):
     tier = open_tier(root)
     write_many(tier, range(3))
     tier.close()
@@ -441,22 +348,6 @@ def test_what_is_no_segment_is_neither_opened_nor_removed(tmp_path, make):
         assert tier.used_bytes == used <= CAPACITY_BYTES
         tier.close()
     assert not any((root / "segments" / f"{number:08d}.segment").is_file() for number in (1, 3, 4))
-
-
-def test_a_store_that_every_user_may_write_to_is_refused(tmp_path):
-    root = tmp_path / "store"
-    open_tier(root).close()
-    root.chmod(0o777)
-    with pytest.raises(DamagedStoreError, match="every user may replace cached data"):
-        open_tier(root)
-    root.chmod(0o700)
-    above = tmp_path / "above"
-    above.mkdir()
-    above.chmod(0o777)
-    layout = KvLayout(16, (GroupLayout(History(), (4096,), "test"),))
-    settings = DiskSettings(path=above, capacity_bytes="64MiB")
-    with pytest.raises(DamagedStoreError, match="every user may replace cached data"):
-        disk_kind.KIND.open(settings, TierContext(layout=layout))
 
 
 @pytest.mark.parametrize("mask", [0, 0o777])
@@ -505,10 +396,9 @@ def nothing_left(root):
         no_segments, a_file_for_segments, a_link_for_segments, nothing_left,
     ],
 )  # fmt: skip
-def test_what_is_removed_under_a_store_in_use_is_made_anew(tmp_path, break_it, is_full):
+def test_what_is_removed_under_a_store_in_use_is_made_anew(root, break_it, is_full, open_disk):
     """What was removed is forgotten; what is written afterwards is there, and is found by the next process, too."""
-    root = tmp_path / "store"
-    tier = open_tier(root)
+    tier = open_disk(root)
     write_many(tier, range(60 if is_full else 20))
     tier.sync()
     break_it(root)
@@ -522,136 +412,46 @@ def test_what_is_removed_under_a_store_in_use_is_made_anew(tmp_path, break_it, i
     held = [number for number in range(160) if look(tier, number) == "right"]
     assert tier.used_bytes <= CAPACITY_BYTES
     tier.close()
-    tier = open_tier(root)
+    tier = open_disk(root)
     assert {look(tier, number) for number in held} == {"right"}
     write_many(tier, range(200, 230))
-    tier.close()
 
 
-def test_the_keeper_notices_what_was_removed(tmp_path):
-    root = tmp_path / "store"
-    tier = open_tier(root, sync_interval_s=0.01)
+def test_the_keeper_notices_what_was_removed(tmp_path, root, open_disk):
+    tier = open_disk(root, sync_interval_s=0.01)
     write_many(tier, range(3))
     shutil.rmtree(root / "segments")
-    until_s = time.monotonic() + DEADLINE_S
-    while tier.object_count:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    until(lambda: not tier.object_count)
     write_many(tier, range(3))
     check_accounts(tier, root)
     root.rename(tmp_path / "away")
-    while not tier._is_suspect:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    until(lambda: tier._is_suspect)
     with pytest.raises(TierError, match="is gone"):
         tier.contains([object_name(1)])
     (tmp_path / "away").rename(root)
     assert look(tier, 1) == "right"
-    tier.close()
 
 
-# ---- fork ------------------------------------------------------------------------------------------------------------
-
-
-def in_child(act):
-    """Run `act` in a forked child that ends as programs do; its exit status."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            act()
-            gc.collect()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def test_a_forked_child_changes_nothing_in_its_parents_store(tmp_path):
-    root = tmp_path / "store"
-    tier = open_tier(root)
-    write_many(tier, range(3))
-    end_s = time.monotonic() + 60
-    while not (root / "kvtier-status.json").exists() and time.monotonic() < end_s:
-        time.sleep(0.01)  # the tier's own thread writes it once at the start, and seconds later again
-
-    def content():
-        return {it: it.read_bytes() for it in root.rglob("*") if it.is_file()}
-
-    before = content()
-
-    def act():
-        for use in (
-            lambda: tier.write(object_name(9), sealed(9)),
-            lambda: tier.read(object_name(1), empty_frame(BLOCK_BYTES)),
-            lambda: tier.contains([object_name(1)]),
-            lambda: tier.delete(object_name(1)),
-            tier.sync,
-            tier.scan,
-        ):
-            with pytest.raises(TierError, match="of which this is a fork"):
-                use()
-        tier.close()
-        tier._pool.close()
-        tier._store_lock.release()
-
-    assert in_child(act) == 0
-    assert content() == before
-    with pytest.raises(TierError, match="in use by another process"):
-        open_tier(root, open_deadline_s=0.0)
-    write_many(tier, range(3, 40))
-    tier.close()
-    tier = open_tier(root)
-    assert look(tier, 39) == "right"
-    tier.close()
-
-
-def test_a_child_that_lives_on_does_not_keep_the_store(tmp_path):
-    """Its copies of the descriptors would keep the lock when the parent has ended."""
-    tier = open_tier(tmp_path / "store")
-    write_many(tier, range(3))
-    ready, end = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(ready[1], b"1")
-        os.read(end[0], 1)
-        os._exit(0)
-    try:
-        os.read(ready[0], 1)
-        tier.close()
-        tier = open_tier(tmp_path / "store", open_deadline_s=0.0)
-        assert look(tier, 1) == "right"
-        tier.close()
-    finally:
-        os.write(end[1], b"1")
-        os.waitpid(child, 0)
-        for descriptor in (*ready, *end):
-            os.close(descriptor)
-
-
-def test_a_child_can_have_a_store_of_its_own(tmp_path):
+def test_a_child_can_have_a_store_of_its_own(tmp_path, open_disk):
     """Its thread has a queue of asynchronous reads that it inherited and cannot use."""
-    tier = open_tier(tmp_path / "store")
+    tier = open_disk(tmp_path / "store")
     write_many(tier, range(8))
     reads = [Read(object_name(number), empty_frame(sealed(number).nbytes)) for number in (0, 3, 7)]
     assert None not in tier.read_many(reads)
 
     def act():
-        own = open_tier(tmp_path / "own")
+        own = open_disk(tmp_path / "own")
         write_many(own, range(8))
         assert own.read_many(reads) == [sealed(number).nbytes for number in (0, 3, 7)]
         own.close()
 
     assert in_child(act) == 0
-    tier.close()
 
 
-def test_no_descriptor_is_left_to_a_program_that_is_started(tmp_path):
-    tier = open_tier(tmp_path / "store")
+def test_no_descriptor_is_left_to_a_program_that_is_started(tmp_path, open_disk):
+    tier = open_disk(tmp_path / "store")
     write_many(tier, range(30))
     told = subprocess.run(
         ["sh", "-c", "ls -l /proc/self/fd"], capture_output=True, text=True, check=True, close_fds=False, timeout=60
     )
     assert str(tmp_path) not in told.stdout
-    tier.close()

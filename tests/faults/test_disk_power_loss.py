@@ -157,12 +157,11 @@ def test_what_the_index_names_was_on_the_device_before(tmp_path, monkeypatch, st
     assert found > 100
 
 
-def test_the_cap_holds_while_segments_are_turned(tmp_path):
+def test_the_cap_holds_while_segments_are_turned(tmp_path, open_disk):
     """Six segments, of which one is kept spare once it is full."""
-    tier = open_tier(tmp_path / "store")
+    tier = open_disk(tmp_path / "store")
     for number in range(NAMES):
         assert tier.write(object_name(number), sealed(number))
         tier._pool.prepare()
         assert tier.used_bytes <= CAPACITY_BYTES
     assert tier.used_bytes == CAPACITY_BYTES
-    tier.close()

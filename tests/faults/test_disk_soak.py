@@ -18,13 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from disk_world import SEGMENT_BYTES, abandon, check_accounts, group_of, identity, look, open_tier, payload_of, sealed
+from disk_world import SEGMENT_BYTES, abandon, check_accounts, look, open_tier
+from tests.tier_soak import FRAMES, NAMES, Worker
 
 from kvtier.cli.main import run
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place
-from kvtier.errors import CorruptChunkError, DamagedStoreError, TierError
+from kvtier.errors import DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.base import Read, Write
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.disk.marker import MARKER_NAME
@@ -32,16 +31,7 @@ from kvtier.tier.disk.status import STATUS_NAME
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.store_paths import charge_bytes
 
-NAMES = 200
 CAPACITY_BYTES = 8 * SEGMENT_BYTES
-SCRATCH = memoryview(bytearray(OPEN_SCRATCH_BYTES))
-FRAMES = [sealed(number) for number in range(NAMES)]
-SLOTS = [empty_frame(max(frame.nbytes for frame in FRAMES)) for _ in range(5)]
-
-
-def slot_for(number: int, at: int = 0) -> memoryview:
-    """Memory for the frame of object `number`, whatever it held before."""
-    return SLOTS[at][: frame_bytes(group_of(number))]
 
 
 class SickDevice:
@@ -124,17 +114,17 @@ class Soak:
         self.root = root
         self.chance = random.Random(seed)
         self.device = SickDevice(self.chance)
-        self.counts: Counter[str] = Counter()
         self.tier = self._opened()
+        self.worker = Worker(self.tier, self.chance)
+        self.counts = self.worker.counts
 
     def run(self, operations: int) -> None:
         """Run operations; the device fails in every second stretch of them."""
-        steps = [self.write, self.write_many, self.read, self.read_many, self.delete, self.sync, self.turn]
-        weights = [20, 10, 30, 10, 3, 1, 1]
+        steps = [self.worker.step, self.sync, self.turn]
         with self.device.attached():
             for number in range(operations):
                 self.device.is_sick = number // 500 % 2 == 1
-                (step,) = self.chance.choices(steps, weights)
+                (step,) = self.chance.choices(steps, [73, 1, 1])
                 try:
                     step()
                 except TierError:
@@ -146,35 +136,6 @@ class Soak:
                     self.device.is_sick = False
                     self.fork()
                     self.lose()
-
-    def write(self) -> None:
-        number = self._number()
-        self.tier.write(object_name(number), FRAMES[number])
-
-    def write_many(self) -> None:
-        first = self._number()
-        numbers = [(first + more) % NAMES for more in range(5)]
-        told = self.tier.write_many([Write(object_name(number), FRAMES[number]) for number in numbers])
-        self.counts["failed"] += sum(isinstance(answer, TierError) for answer in told)
-
-    def read(self) -> None:
-        number = self._number()
-        slot = slot_for(number)
-        self._judge(number, slot, self.tier.read(object_name(number), slot))
-
-    def read_many(self) -> None:
-        first = self._number()
-        numbers = [(first + more) % NAMES for more in range(5)]
-        slots = [slot_for(number, at) for at, number in enumerate(numbers)]
-        reads = [Read(object_name(number), slot) for number, slot in zip(numbers, slots, strict=True)]
-        for number, slot, answer in zip(numbers, slots, self.tier.read_many(reads), strict=True):
-            if isinstance(answer, TierError):
-                self.counts["failed"] += 1
-            else:
-                self._judge(number, slot, answer)
-
-    def delete(self) -> None:
-        self.tier.delete(object_name(self._number()))
 
     def sync(self) -> None:
         self.tier.sync()
@@ -191,7 +152,7 @@ class Soak:
             self.tier.close()
         if self.counts["begun"] % 2:
             self.damage()
-        self.tier = self._opened()
+        self.tier = self.worker.tier = self._opened()
         self.check()
         self.counts["begun"] += 1
         self.counts["found"] += self.tier.object_count
@@ -208,7 +169,7 @@ class Soak:
                 with suppress(TierError):
                     self.tier.write(object_name(NAMES), FRAMES[0])
                 self.tier.close()
-                del self.tier
+                del self.tier, self.worker
                 gc.collect()
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
@@ -228,8 +189,9 @@ class Soak:
             if path.parent.is_dir() and path.name != MARKER_NAME:
                 make(path)
         self.turn()
-        self.delete()
-        self._write_at_last(self._number())
+        number = self.chance.randrange(NAMES)
+        self.tier.delete(object_name(number))
+        self._write_at_last(number)
         self.counts["lost"] += 1
 
     def damage(self) -> None:
@@ -289,22 +251,6 @@ class Soak:
         """A device that had no room a moment ago may have a write refused, but no more than a few."""
         assert any(self.tier.write(object_name(number), FRAMES[number]) for _ in range(5))
 
-    def _judge(self, number: int, slot: memoryview, count: int | None) -> None:
-        if count is None:
-            self.counts["absent"] += 1
-            return
-        try:
-            open_in_place(slot, count, group_of(number), identity(number), SCRATCH)
-        except CorruptChunkError:
-            self.counts["refused"] += 1
-            self.tier.delete(object_name(number))  # as the core orders
-            return
-        assert slot[head_bytes(group_of(number)) :] == payload_of(number), f"wrong bytes as object {number}"
-        self.counts["right"] += 1
-
-    def _number(self) -> int:
-        return min(int(self.chance.expovariate(1 / 60)), NAMES - 1)
-
     def _opened(self) -> DiskTier:
         try:
             return self._made()
@@ -317,16 +263,10 @@ class Soak:
 
 
 class DirectorySoak(Soak):
-    """The same of a directory tier, which has neither batches nor a keeper."""
+    """The same of a directory tier, which has no keeper."""
 
     places = ("objects", "drafts", "ledger", "index")
     files = (DIRECTORY_MARKER_NAME, "ledger", "index")
-
-    def write_many(self) -> None:
-        self.write()
-
-    def read_many(self) -> None:
-        self.read()
 
     def sync(self) -> None:
         self.counts["found"] += sum(1 for _ in self.tier.scan())

@@ -3,7 +3,7 @@
 import pytest
 from mover_world import World
 from tests.memory_tier import MemoryTier
-from tests.small_s3 import SmallS3, open_tier
+from tests.small_s3 import SmallS3, open_tier, refusing
 
 from kvtier.runtime.command_runner import REFUSED_MIN
 from kvtier.tier import refusal_log
@@ -54,19 +54,11 @@ def test_a_tier_without_a_reason(caplog):
 
 @pytest.mark.parametrize(("status", "code"), [(403, "QuotaExceeded"), (507, "XMinioStorageFull"), (507, "")])
 def test_a_bucket_over_its_quota(caplog, status, code):
-    body = f"<Error><Code>{code}</Code></Error>".encode()
-
-    def is_full(request):
-        if request.command == "PUT":
-            request.head(status, Content_Length=len(body))
-            request.wfile.write(body)
-        return request.command == "PUT"
-
     with SmallS3() as server:
         tier = open_tier(server.endpoint, name="memory")
         with World({"memory": tier}) as world:
             world.done(world.transfer(Direction.GATHER, 1, 0))
-            server.answers.append(is_full)
+            server.answers.append(refusing(status, code, "PUT"))
             assert demoted(world, 5) == {Outcome.FAILED}
             ((level, text),) = lines(caplog)
             assert level == "WARNING"

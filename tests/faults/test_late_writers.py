@@ -9,17 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from mover_world import WAIT_S, World, WrappedTier
 from tests.memory_tier import MemoryTier
-from tests.rig import CHUNK_TOKENS, Engine, loaded, local, looked_up, places_of, prefix_of, stored
+from tests.system import until
 
 from kvtier.errors import TierError
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.tier.base import About, Read, Tier, Write
-from kvtier.types import Direction, ObjectName, Outcome, Prefix, RequestId
+from kvtier.types import Direction, ObjectName, Outcome
 
 ONE_THREAD = Threads(read=1, write=1)
 LATE_S = 0.3
@@ -129,12 +128,6 @@ class LateBatches(Late):
         return [self.write_one(*each) for each in writes]
 
 
-def _deferred(tier: Late) -> Tier:
-    deferred = DeferredTier("memory", lambda: tier, 1.0)
-    deferred.opened(WAIT_S, is_required=True)
-    return deferred
-
-
 def _there(*names: str) -> dict[str, MemoryTier]:
     return {name: MemoryTier(name, capacity_bytes=1 << 24) for name in names}
 
@@ -172,17 +165,6 @@ def test_a_slot_has_no_other_object_before_the_tier_has_let_go(kind: type[Late],
         assert world.is_in_slot(2, 6), "a late write has spoiled the next object"
         # What was written late is found when the bytes are verified.
         assert {it.outcome for it in early} == {Outcome.FAILED if answer == "error" else Outcome.CORRUPT}
-
-
-@pytest.mark.parametrize("kind", [Late, LateBatches])
-def test_also_behind_a_tier_that_opened_later(kind: type[Late]) -> None:
-    tier = kind(MemoryTier(capacity_bytes=1 << 24), "slice", "error")
-    with World({"memory": _deferred(tier)}, threads=ONE_THREAD) as world:
-        world.stored(1)
-        world.mover.submit(world.transfer(Direction.PROMOTE, 1, 5))
-        assert not _early(world, tier, 1)
-        tier.finish()
-        assert world.take(1)[0].outcome is Outcome.FAILED
 
 
 def test_a_tier_that_opens_later_keeps_its_batches() -> None:
@@ -327,10 +309,7 @@ def test_a_tier_that_never_lets_go_is_logged_once_and_does_not_hold_up_closing(
     world = World({"memory": tier}, threads=ONE_THREAD)
     world.stored(1)
     world.mover.submit(world.transfer(Direction.PROMOTE, 1, 5))
-    end_s = time.monotonic() + WAIT_S
-    while not (seen := [it for it in caplog.records if "uses its buffer" in it.getMessage()]):
-        assert time.monotonic() < end_s, "nothing is logged"
-        time.sleep(0.05)
+    until(lambda: "uses its buffer" in caplog.text, "nothing is logged")
     began_s = time.monotonic()
     assert not world.mover.close(0.05)
     assert time.monotonic() - began_s < WAIT_S
@@ -338,47 +317,4 @@ def test_a_tier_that_never_lets_go_is_logged_once_and_does_not_hold_up_closing(
     tier.finish()
     assert world.mover.close(WAIT_S)
     assert world.take(1)[0].outcome is Outcome.FAILED
-    assert [it.levelno for it in seen] == [logging.WARNING]
-    assert len([it for it in caplog.records if "uses its buffer" in it.getMessage()]) == 1
-
-
-def test_a_session_never_gives_a_request_what_came_late_for_another() -> None:
-    """Host memory has two slots of each group. One belongs to the late read; the other requests share what is left."""
-    source, target, unchanged = Engine(16), Engine(16, seed=1), Engine(16, seed=1)
-    memory, places = _there("below", "good"), places_of([0])
-    late, good, *own = (prefix_of(1, seed=seed) for seed in range(4))
-    for name, prefix in (("below", late), ("good", good)):
-        writer = local(source.copier(), {name: memory[name]})[0]
-        stored(writer, "writer", prefix, places)
-        writer.close(WAIT_S)
-        memory[name].write_one = lambda *_: False  # type: ignore[method-assign]
-    tier, rules = Late(memory["below"], "slice", "error"), {"transfer_deadline_s": 0.5, "probe_deadline_s": 5.0}
-    session = local(target.copier(), {"below": tier, "good": memory["good"]}, slots=2, rules=rules)[0]
-
-    def load(request: str, prefix: Prefix) -> int:
-        for layer in _layers(target):
-            layer[:] = 7
-        found = looked_up(session, request, prefix).tokens
-        done = loaded(session, request, prefix, CHUNK_TOKENS, places).tokens if found else 0
-        session.release(RequestId(request))
-        return done
-
-    assert load("late", late) == 0
-    for number, prefix in enumerate(own):
-        for layer, original in zip(_layers(target), _layers(unchanged), strict=True):
-            layer[:] = original
-        stored(session, f"own{number}", prefix, places)
-    tier.finish()
-    assert tier.spoiled
-    for number, prefix in enumerate(own):
-        if load(f"again{number}", prefix):
-            assert target.same(unchanged, places), "wrong bytes in the engine"
-    assert load("good", good) == CHUNK_TOKENS
-    assert target.same(source, places)
-    began_s = time.monotonic()
-    session.close(5.0)
-    assert time.monotonic() - began_s < WAIT_S
-
-
-def _layers(engine: Engine) -> list[npt.NDArray[np.uint8]]:
-    return [layer for layers in engine.groups for layer in layers]
+    assert [it.levelno for it in caplog.records if "uses its buffer" in it.getMessage()] == [logging.WARNING]

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -33,6 +32,7 @@ from tests.rig import (
     prefix_of,
     stored,
 )
+from tests.system import snapshot, until
 
 from kvtier.cli.main import run
 from kvtier.config.sections import Config, StoreConfig
@@ -102,12 +102,7 @@ def filled(kind: str, path: Path, engine: Engine) -> None:
 
 
 def until_up(session: OpenedSession, tier: str) -> None:
-    end_s, number = time.monotonic() + DEADLINE_S, 0
-    while session.metrics.get(table.TIER_UP, tier=tier, way="read") == 0.0:
-        assert time.monotonic() < end_s, "the tier does not come in"
-        looked_up(session.session, f"until {number}", prefix_of(1, session.root, seed=99))
-        session.session.poll(0.01)
-        number += 1
+    until(lambda: session.metrics.get(table.TIER_UP, tier=tier, way="read"), "the tier does not come in")
 
 
 def works_with_the_other_tier(session: OpenedSession, engine: Engine) -> None:
@@ -122,30 +117,19 @@ def works_with_the_other_tier(session: OpenedSession, engine: Engine) -> None:
 
 def comes_back(session: OpenedSession, prefix: Any, engine: Engine) -> None:
     """What was stored from blocks of seed 1 is found and loaded into the blocks of the session's `engine`."""
-    end_s, number = time.monotonic() + DEADLINE_S, 0
-    while looked_up(session.session, f"found {number}", prefix).tokens < TOKENS:
-        assert time.monotonic() < end_s, "the objects are not found"
-        session.session.poll(0.05)
-        number += 1
+    until(
+        lambda: looked_up(session.session, "found", prefix).tokens == TOKENS or session.session.release("found"),
+        "the objects are not found",
+    )
     for layer in (layer for group in engine.groups for layer in group):
         layer[:] = 0
-    done = loaded(session.session, f"found {number}", prefix, TOKENS, load_places(TOKENS))
-    assert done.tokens == TOKENS
+    assert loaded(session.session, "found", prefix, TOKENS, load_places(TOKENS)).tokens == TOKENS
+    session.session.release("found")
     assert engine.same(Engine(64, seed=1), load_places(TOKENS))
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-def snapshot(tree: Path) -> dict[str, tuple[object, ...]]:
-    """Names, kinds, bytes and times."""
-    found: dict[str, tuple[object, ...]] = {}
-    for path in [tree, *sorted(tree.rglob("*"))] if tree.is_dir() else [tree]:
-        status = path.lstat()
-        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
-        found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns, content)
-    return found
 
 
 def flip(path: Path, bit: int) -> None:
@@ -164,6 +148,8 @@ def damage(how: str, path: Path, precious: Path) -> None:
             path.write_bytes(b"")
         case "ten bytes":
             path.write_bytes(content[:10])
+        case "odd checksum":
+            path.write_text('{"version": 1, "store_id": "", "created": "", "checksum": []}')
         case "flipped":
             flip(path, 8 * content.index(b"version") + 3)
         case "link":
@@ -175,7 +161,7 @@ def damage(how: str, path: Path, precious: Path) -> None:
             path.mkdir()
 
 
-DAMAGES = ["removed", "empty", "ten bytes", "flipped", "link", "FIFO", "directory"]
+DAMAGES = ["removed", "empty", "ten bytes", "odd checksum", "flipped", "link", "FIFO", "directory"]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -240,8 +226,7 @@ def holds(tier: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_bit_in_a_marker_changes_nothing_until_it_is_repaired(tmp_path: Path, kind: str) -> None:
-    root = tmp_path / "kv"
+def test_a_flipped_bit_in_a_marker_changes_nothing_until_it_is_repaired(root: Path, kind: str) -> None:
     plain_store(kind, root)
     marker = plain_marker(kind, root)
     good, refused = marker.read_bytes(), 0
@@ -264,9 +249,8 @@ def test_a_flipped_bit_in_a_marker_changes_nothing_until_it_is_repaired(tmp_path
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("kind", ["directory", "disk"])
 def test_a_store_that_a_process_has_open_is_not_repaired(
-    tmp_path: Path, kind: str, how: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, root: Path, kind: str, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = tmp_path / "kv"
     plain_store(kind, root)
     tier = make(kind, root)
     if kind == "disk":
@@ -288,9 +272,8 @@ def test_a_store_that_a_process_has_open_is_not_repaired(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_place_with_foreign_files_or_another_version_is_not_repaired(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, root: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = tmp_path / "kv"
     plain_store(kind, root)
     marker = plain_marker(kind, root)
     content = marker.read_bytes()
@@ -382,9 +365,10 @@ def test_one_command_repairs_the_stores_of_all_kinds_in_a_directory(tmp_path: Pa
 
 @pytest.mark.parametrize("how", ["ten bytes", "FIFO"])
 @pytest.mark.parametrize("kind", ["directory", "disk"])
-def test_a_repair_that_waited_for_another_one_leaves_its_marker(tmp_path: Path, kind: str, how: str) -> None:
+def test_a_repair_that_waited_for_another_one_leaves_its_marker(
+    tmp_path: Path, root: Path, kind: str, how: str
+) -> None:
     """Else a process that has the store open by the first one's marker would lose its lock."""
-    root = tmp_path / "kv"
     plain_store(kind, root)
     marker = plain_marker(kind, root)
     good = marker.read_bytes()
@@ -402,9 +386,8 @@ def test_a_repair_that_waited_for_another_one_leaves_its_marker(tmp_path: Path, 
     assert (marker.stat().st_ino, marker.read_bytes()) == (inode, good)
 
 
-def test_a_disk_store_whose_marker_is_replaced_while_it_opens_is_not_open(tmp_path: Path) -> None:
+def test_a_disk_store_whose_marker_is_replaced_while_it_opens_is_not_open(root: Path) -> None:
     """The lock that it waited for is that of a file without a name, and would keep no process out."""
-    root = tmp_path / "kv"
     plain_store("disk", root)
     marker = plain_marker("disk", root)
     with marker.open("rb") as other, ThreadPoolExecutor(1) as threads:
@@ -467,9 +450,7 @@ def test_whatever_is_at_the_path_an_engine_starts_and_changes_nothing(
     works_with_the_other_tier(session, engine)
     assert len(errors(caplog)) == 1, errors(caplog)
     session.session.close()
-    for thread in threading.enumerate():
-        if thread.name == "kvtier note":
-            thread.join(DEADLINE_S)
+    until(lambda: "kvtier note" not in {thread.name for thread in threading.enumerate()})
     assert snapshot(root) == before
 
 
@@ -566,17 +547,13 @@ def test_a_kind_whose_check_fails_stops_no_start(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("how", ["link", "FIFO", "directory"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_note_of_another_file_type_harms_nothing(tmp_path: Path, kind: str, how: str) -> None:
-    root = tmp_path / "kv"
+def test_a_note_of_another_file_type_harms_nothing(tmp_path: Path, root: Path, kind: str, how: str) -> None:
     plain_store(kind, store_of(kind, root))
     note = root / f"note-fingerprint-{FINGERPRINT[:8].hex()}.json"
     note.write_bytes(b"precious")
     damage(how, note, tmp_path / "precious")
     note_fingerprint(config_of(tier_settings(kind, root)), SimpleNamespace(digest=FINGERPRINT, canonical="{}"))  # type: ignore[arg-type]
-    for thread in threading.enumerate():
-        if thread.name == "kvtier note":
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
+    until(lambda: "kvtier note" not in {thread.name for thread in threading.enumerate()})
     assert json.loads(note.read_bytes())["digest"] == FINGERPRINT.hex()
     assert not note.is_symlink()
     if how == "link":

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTier
+from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTier, codec_of
 from tests.memory_tier import MemoryTier
 
-from kvtier.codec import registry
 from kvtier.errors import TierError
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
@@ -83,11 +82,9 @@ def _there_and_back(world: World, tier: Held) -> tuple[list[Completion], list[Co
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_what_waits_goes_together(codec: str) -> None:
-    if codec == "zstd":
-        pytest.importorskip("zstandard")
     inner = Batched(MemoryTier(capacity_bytes=1 << 24))
     tier = Held(inner, "read", "write")
-    with World({"memory": tier}, threads=ONE_THREAD, codec=registry.by_name(codec)) as world:
+    with World({"memory": tier}, threads=ONE_THREAD, codec=codec_of(codec)) as world:
         down, up = _there_and_back(world, tier)
         assert {completion.outcome for completion in down + up} == {Outcome.DONE}
         assert all(completion.size_bytes and not completion.is_tier_fault for completion in down + up)
@@ -96,11 +93,9 @@ def test_what_waits_goes_together(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_a_drive_of_ones_own_takes_them_together(tmp_path: Path, codec: str) -> None:
-    if codec == "zstd":
-        pytest.importorskip("zstandard")
     disk = DiskTier(tmp_path / "store", capacity_bytes=8 << 20, segment_bytes=1 << 20)
     tier = Held(disk, "read", "write")
-    with World({"memory": tier}, threads=ONE_THREAD, codec=registry.by_name(codec)) as world:
+    with World({"memory": tier}, threads=ONE_THREAD, codec=codec_of(codec)) as world:
         down, up = _there_and_back(world, tier)
         assert {completion.outcome for completion in down + up} == {Outcome.DONE}
     disk.close()

@@ -1,4 +1,4 @@
-"""A tier or device that hangs delays neither other work, nor closing, nor the exit of the process."""
+"""A tier or device that hangs delays neither other work, nor closing, nor the exit; each command is completed once."""
 
 import gc
 import subprocess
@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, World
 from tests.memory_tier import MemoryTier
+from tests.system import until
 
-from kvtier.runtime.executor import Threads, TierView
+from kvtier.runtime import mover as mover_module
+from kvtier.runtime.executor import Threads, TierView, Work
 from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE, FiguresSampler
 from kvtier.runtime.worker_queues import STUCK_S
 from kvtier.tier.base import Figures
-from kvtier.types import Direction, Outcome
+from kvtier.types import Cancel, Direction, Outcome
 
 METHODS = ("read", "write", "contains", "delete")
 
@@ -89,9 +91,7 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
         assert seen == [f"the memory {queue} queue is stuck: all of its threads have been in a call for {STUCK_S:g} s"]
         tier.release.set()
         world.take(2 + 3)
-        end_s = time.monotonic() + WAIT_S
-        while stuck_queues():
-            assert time.monotonic() < end_s
+        until(lambda: not stuck_queues())
 
 
 def test_figures_are_left_by_the_tiers_threads_and_one_at_a_time() -> None:
@@ -121,9 +121,7 @@ def test_figures_are_left_by_the_tiers_threads_and_one_at_a_time() -> None:
         assert view.figures.used_bytes is None
         go_on.set()
         world.done(world.transfer(Direction.PROMOTE, 1, 6))
-        end_s = time.monotonic() + WAIT_S
-        while view.figures.used_bytes is None:
-            assert time.monotonic() < end_s
+        until(lambda: view.figures.used_bytes is not None)
         assert view.figures.capacity_bytes == 1 << 24
         assert tier.is_used
     assert {thread.name for thread in callers} <= {"kvtier memory write", "kvtier memory read"}
@@ -162,17 +160,11 @@ def test_tiers_have_threads_of_their_own_number() -> None:
 
 
 def test_a_hanging_device_does_not_hold_up_the_tiers() -> None:
-    copiers: list[FencedCopier] = []
-
-    def wrap(copier: object) -> FencedCopier:
-        copiers.append(FencedCopier(copier))  # type: ignore[arg-type]
-        return copiers[0]
-
-    with World(wrap=wrap) as world:
+    with World(wrap=FencedCopier) as world:
         for chunk in range(3):
             world.mover.submit(world.transfer(Direction.GATHER, chunk, chunk))
         world.done(world.transfer(Direction.DEMOTE, 5, 5), world.transfer(Direction.PROMOTE, 5, 6))
-        copiers[0].release.set()
+        world.copier.release.set()
         assert {completion.outcome for completion in world.take(3)} == {Outcome.DONE}
 
 
@@ -286,14 +278,6 @@ def test_the_process_ends_while_a_tier_hangs(closes: bool) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
 
 
-def test_no_thread_is_left_after_close() -> None:
-    before = set(threading.enumerate())
-    with World() as world:
-        assert set(threading.enumerate()) > before
-        world.stored(1)
-    assert set(threading.enumerate()) == before
-
-
 def test_a_demotion_does_not_begin_before_an_earlier_drop_of_its_object_has_ended() -> None:
     tier = HangingTier(_memory(), "delete")
     with World({"memory": tier}, threads=Threads(write=4)) as world:
@@ -322,3 +306,107 @@ def test_a_demotion_waits_for_a_drop_that_hangs_until_its_own_deadline() -> None
         assert (completion.outcome, completion.detail, completion.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
         tier.release.set()
         world.take(1)
+
+
+# ---- closing --------------------------------------------------------------------------------------------------------
+
+
+def _world(*hanging: str) -> tuple[World, HangingTier]:
+    tier = HangingTier(MemoryTier(capacity_bytes=1 << 24))
+    world = World({"memory": tier}, threads=Threads(device=1, read=1, write=1))
+    world.stored(1, 2)
+    tier.hanging = set(hanging)
+    return world, tier
+
+
+def test_finished_but_not_taken() -> None:
+    world, tier = _world("contains", "read")
+    promote, probe = world.transfer(Direction.PROMOTE, 1, 3), world.probe([(1, 0)])
+    world.mover.submit(promote)
+    world.mover.submit(probe)
+    tier.wait_begun(2)
+    tier.release.set()
+    assert world.mover.close(WAIT_S)
+    assert {completion.command: completion.outcome for completion in world.take(2)} == {
+        promote: Outcome.DONE,
+        probe: Outcome.DONE,
+    }
+
+
+@pytest.mark.parametrize("closes", [1, 2])
+def test_after_it_nothing_begins(closes: int) -> None:
+    world, _ = _world()
+    for _ in range(closes):
+        assert world.mover.close(WAIT_S)
+    world.spoil(3)
+    commands: list[Work] = [
+        world.transfer(Direction.PROMOTE, 1, 3),
+        world.transfer(Direction.GATHER, 1, 3),
+        world.transfer(Direction.DEMOTE, 1, 3),
+        world.transfer(Direction.SCATTER, 1, 3),
+        world.probe([(1, 0)]),
+        world.drop(1),
+    ]
+    for completion in world.run(*commands):
+        assert (completion.outcome, completion.detail, completion.is_tier_fault) == (Outcome.CANCELLED, CLOSED, False)
+    assert world.mover.take(0.0) == []
+    world.mover.submit(Cancel((1,)))
+
+
+def test_nothing_that_was_answered_done_is_undone() -> None:
+    world, _ = _world()
+    for chunk in range(6):
+        world.mover.submit(world.transfer(Direction.GATHER, chunk, chunk))
+    gathered = {completion.command.slot for completion in world.take(6) if completion.outcome is Outcome.DONE}  # type: ignore[union-attr]
+    for slot in gathered:
+        world.mover.submit(world.transfer(Direction.DEMOTE, slot, slot))
+    world.mover.close(WAIT_S)
+    answers = world.take(6)
+    held = world.tiers["memory"].contains([world.name(chunk) for chunk in range(6)])
+    for completion in answers:
+        chunk = completion.command.slot  # type: ignore[union-attr]
+        assert completion.outcome in (Outcome.DONE, Outcome.CANCELLED)
+        if completion.outcome is Outcome.DONE:
+            assert held[chunk]
+
+
+# ---- threads and bounds ---------------------------------------------------------------------------------------------
+
+
+def _start_only(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    started: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) >= count:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_a_mover_that_cannot_start_leaves_no_thread(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    _start_only(monkeypatch, count)
+    with pytest.raises(RuntimeError, match="can't start"):
+        World(threads=Threads(device=2, read=1, write=1, probe=1))
+    assert set(threading.enumerate()) == before
+
+
+def test_commands_beyond_the_queue_bound_fail_and_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "QUEUE_BOUND", 2)
+    tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read")
+    with World({"memory": tier}, threads=Threads(read=1)) as world:
+        world.mover.submit(world.transfer(Direction.PROMOTE, 1, 0))
+        tier.wait_begun()
+        for slot in (1, 2):
+            world.mover.submit(world.transfer(Direction.PROMOTE, 1, slot))
+        too_many = world.transfer(Direction.PROMOTE, 1, 3)
+        with pytest.raises(AssertionError, match="the core has let 2 commands wait in the memory read queue"):
+            world.mover.submit(too_many)
+        (completion,) = world.take(1)
+        assert (completion.command, completion.outcome) == (too_many, Outcome.FAILED)
+        tier.release.set()
+        world.take(3)

@@ -4,7 +4,6 @@ import itertools
 import logging
 import random
 import signal
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hanging_fs import hanging_fs, missing
-from tests.memory_tier import MemoryTier
-from tests.object_store_contract import LAYOUT, STAGED, STAGING_BYTES, empty_pieces, got, object_id, pieces_of, put
+from tests.conftest import opened_by
+from tests.memory_tier import GatedTier, MemoryTier, MischievousTier
+from tests.object_store_contract import LAYOUT, STAGED, STAGING_BYTES, empty_pieces, got, object_id, put
+from tests.system import until
 
 from kvtier.config.sections import Config, HostConfig
 from kvtier.core.limits import TierRules
@@ -46,62 +47,40 @@ def settings(kind, place, **more):
     return made(**{"name": kind, "path": place / kind, "capacity_bytes": ROOM, **QUICK, **more})
 
 
-def opened(*tiers, layout=LAYOUT, fingerprint=FINGERPRINT, **more):
-    config = Config(host=HostConfig(staging_bytes=max(STAGING_BYTES, 1 << 16)), tiers=tiers)
-    return open_object_store(replace(config, **more), layout, fingerprint)
+@pytest.fixture
+def opened():
+    """Opens stores by their settings. They are closed after the test."""
+
+    def make(*tiers, layout=LAYOUT, fingerprint=FINGERPRINT, **more):
+        config = Config(host=HostConfig(staging_bytes=max(STAGING_BYTES, 1 << 16)), tiers=tiers)
+        return open_object_store(replace(config, **more), layout, fingerprint)
+
+    yield from opened_by(make)
 
 
-def over(*tiers, **rules):
-    """A store over tiers that a test makes misbehave."""
-    return ObjectStore(
-        layout=LAYOUT,
-        name_root=bytes(32),
-        fingerprint=FINGERPRINT,
-        tiers={tier.name: tier for tier in tiers},
-        rules=[TierRules(name=tier.name, **{**QUICK, **rules}) for tier in tiers],
-        arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
-    )
+@pytest.fixture
+def over():
+    """Opens stores over tiers that a test makes misbehave. They are closed after the test."""
+
+    def make(*tiers, **rules):
+        return ObjectStore(
+            layout=LAYOUT,
+            name_root=bytes(32),
+            fingerprint=FINGERPRINT,
+            tiers={tier.name: tier for tier in tiers},
+            rules=[TierRules(name=tier.name, **{**QUICK, **rules}) for tier in tiers],
+            arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
+        )
+
+    yield from opened_by(make)
 
 
-def until(is_so):
-    until_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < until_s, "it has not come true"
-        time.sleep(0.01)
-
-
-class Gated(MemoryTier):
-    """Hangs or fails in reads, writes or probes while a test wants it."""
-
-    def __init__(self, name="gated"):
-        super().__init__(name, capacity_bytes=ROOM)
-        self.shut, self.broken = set(), set()
-        self.gate = threading.Event()
-        self.writes = 0
-
-    def _pass(self, what):
-        if what in self.shut:
-            self.gate.wait(PATIENCE_S)
-        if what in self.broken:
-            raise TierError(self.name, f"no {what}")
-
-    def open_again(self):
-        self.shut.clear()
-        self.broken.clear()
-        self.gate.set()
-
-    def contains(self, names):
-        self._pass("contains")
-        return super().contains(names)
-
-    def read_one(self, name, into, offset):
-        self._pass("read")
-        return super().read_one(name, into, offset)
-
-    def write_one(self, name, frame, about):
-        self._pass("write")
-        self.writes += 1
-        return super().write_one(name, frame, about)
+def gated(over, count, **rules):
+    """A tier that can hang, and a store over it with `count` objects."""
+    tier = GatedTier()
+    store = over(tier, **rules)
+    put(store, range(count))
+    return tier, store
 
 
 @pytest.fixture
@@ -117,7 +96,7 @@ def hanging(tmp_path):
     ("kind", "what"),
     [(kind, what) for kind in ("directory", "disk") for what in ("read", "write", "open", "getattr", "everything")],
 )
-def test_a_file_system_that_hangs_costs_misses_in_time(hanging, kind, what):
+def test_a_file_system_that_hangs_costs_misses_in_time(hanging, kind, what, opened):
     store = opened(settings(kind, hanging.place))
     put(store, range(2 * STAGED))
     hanging.hang(what)
@@ -132,13 +111,10 @@ def test_a_file_system_that_hangs_costs_misses_in_time(hanging, kind, what):
     hanging.go_on()
     until(lambda: put(store, [99]) == got(store, [99]) == [DONE])
     assert set(got(store, range(2 * STAGED))) <= {DONE, ABSENT}
-    store.close()
 
 
-def test_a_late_read_leaves_the_callers_memory_alone():
-    tier = Gated()
-    store = over(tier)
-    put(store, range(4))
+def test_a_late_read_leaves_the_callers_memory_alone(over):
+    tier, store = gated(over, 4)
     tier.shut = {"read"}
     memory = [empty_pieces() for _ in range(4)]
     reads = [ObjectBytes(object_id(number), pieces) for number, pieces in enumerate(memory)]
@@ -147,13 +123,10 @@ def test_a_late_read_leaves_the_callers_memory_alone():
     until(lambda: got(store, range(4)) == [DONE] * 4)
     for pieces, untouched in zip(memory, itertools.repeat(empty_pieces()), strict=False):
         assert all(map(np.array_equal, pieces, untouched))
-    store.close()
 
 
-def test_reads_that_hang_leave_slots_for_writes_and_come_back():
-    tier = Gated()
-    store = over(tier, transfer_deadline_s=PATIENCE_S)
-    put(store, range(4 * STAGED))
+def test_reads_that_hang_leave_slots_for_writes_and_come_back(over):
+    tier, store = gated(over, 4 * STAGED, transfer_deadline_s=PATIENCE_S)
     tier.shut = {"read"}
     with ThreadPoolExecutor(1) as other:
         reading = other.submit(got, store, range(4 * STAGED), 0, 2.0)
@@ -162,13 +135,10 @@ def test_reads_that_hang_leave_slots_for_writes_and_come_back():
         assert DONE not in reading.result(PATIENCE_S)
     tier.open_again()
     until(lambda: got(store, range(4 * STAGED)) == [DONE] * (4 * STAGED))
-    store.close()
 
 
-def test_slots_of_overdue_commands_return_when_their_threads_do():
-    tier = Gated()
-    store = over(tier)
-    put(store, range(STAGED))
+def test_slots_of_overdue_commands_return_when_their_threads_do(over):
+    tier, store = gated(over, STAGED)
     for what, call in (("read", got), ("write", lambda *args: put(args[0], range(50, 50 + STAGED)))):
         tier.gate.clear()
         tier.shut = {what}
@@ -177,23 +147,10 @@ def test_slots_of_overdue_commands_return_when_their_threads_do():
         until(lambda: not any(store._cache.host.used(group) for group in (0, 1)))
         until(lambda: all(store.health()["gated"][:2]) or put(store, [99]) == got(store, [99]))
     until(lambda: got(store, range(STAGED)) == [DONE] * STAGED)
-    store.close()
 
 
-def test_the_next_tier_serves_what_the_first_one_delays():
-    first, second = Gated("first"), MemoryTier("second", capacity_bytes=ROOM)
-    store = over(first, second)
-    assert put(store, range(STAGED)) == [DONE] * STAGED
-    until(lambda: second.object_count == STAGED)
-    first.shut = {"read", "contains"}
-    assert store.leading_run([object_id(number) for number in range(STAGED)], 2.0) == STAGED
-    assert got(store, range(STAGED), deadline_s=5.0) == [DONE] * STAGED
-    first.open_again()
-    store.close()
-
-
-def test_a_get_does_not_wait_for_a_tier_whose_reads_have_stopped():
-    first, second = Gated("first"), MemoryTier("second", capacity_bytes=ROOM)
+def test_a_get_does_not_wait_for_a_tier_whose_reads_have_stopped(over):
+    first, second = GatedTier("first"), MemoryTier("second", capacity_bytes=ROOM)
     store = over(first, second, transfer_deadline_s=10 * PATIENCE_S, retry_s=5.0)
     assert put(store, range(2 * STAGED)) == [DONE] * (2 * STAGED)
     until(lambda: second.object_count == 2 * STAGED)
@@ -203,17 +160,14 @@ def test_a_get_does_not_wait_for_a_tier_whose_reads_have_stopped():
     assert time.monotonic() - began_s < PATIENCE_S
     assert not store.health()["first"].reads
     first.open_again()
-    store.close()
 
 
 # ---- tiers that fail -----------------------------------------------------------------------------------------------
 
 
-def test_a_tier_that_is_away_is_left_alone_and_taken_back(caplog):
+def test_a_tier_that_is_away_is_left_alone_and_taken_back(caplog, over):
     caplog.set_level(logging.INFO, "kvtier")
-    tier = Gated()
-    store = over(tier)
-    put(store, range(4))
+    tier, store = gated(over, 4)
     tier.broken = {"read", "write", "contains"}
     assert got(store, range(4)) == [FAILED] * 3 + [CANCELLED] or DONE not in got(store, range(4))
     assert DONE not in put(store, range(10, 20))
@@ -226,28 +180,11 @@ def test_a_tier_that_is_away_is_left_alone_and_taken_back(caplog):
     until(lambda: put(store, [30]) == [DONE])
     assert "tier gated reads failed 3 times in a row" in caplog.text
     assert "tier gated reads succeed again" in caplog.text
-    store.close()
 
 
-def test_the_faster_tier_is_lost_and_filled_again_at_the_second_use():
-    fast, slow = Gated("fast"), MemoryTier("slow", capacity_bytes=ROOM)
-    store = over(fast, slow)
-    assert put(store, range(4)) == [DONE] * 4
-    until(lambda: slow.object_count == fast.object_count == 4)
-    for name, _ in list(fast.scan()):
-        fast.delete(name)
-    objects = [object_id(number) for number in range(4)]
-    assert store.leading_run(objects, 1.0) == 4
-    assert got(store, range(4)) == [DONE] * 4
-    assert fast.object_count == 0
-    assert got(store, range(4)) == [DONE] * 4
-    until(lambda: fast.object_count == 4)
-    store.close()
-
-
-def test_a_faster_tier_that_has_the_object_again_is_read_first():
+def test_a_faster_tier_that_has_the_object_again_is_read_first(over):
     """Filled from the slower one, by a put, or by another process."""
-    fast, slow = Gated("fast"), Gated("slow")
+    fast, slow = GatedTier("fast"), GatedTier("slow")
     store = over(fast, slow)
     objects = [object_id(number) for number in range(3)]
     put(store, range(3))
@@ -265,10 +202,9 @@ def test_a_faster_tier_that_has_the_object_again_is_read_first():
     assert store.leading_run(objects, 1.0) == 3
     assert got(store, [2]) == [DONE]
     slow.open_again()
-    store.close()
 
 
-def test_a_tier_that_admits_nothing_is_passed_over():
+def test_a_tier_that_admits_nothing_is_passed_over(over):
     class Choosy(MemoryTier):
         def write_one(self, name, frame, about):
             return False
@@ -280,14 +216,12 @@ def test_a_tier_that_admits_nothing_is_passed_over():
     store.close()
     alone = over(Choosy("choosy", capacity_bytes=ROOM))
     assert put(alone, range(4)) == [FAILED] * 4
-    alone.close()
 
 
-def test_a_slow_tier_gets_everything_later_and_delays_no_put():
+def test_a_slow_tier_gets_everything_later_and_delays_no_put(over):
     """Its writes give up their slots, and the objects are relayed from the faster tier."""
-    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow", shut=["write"])
     store = over(fast, slow, transfer_deadline_s=PATIENCE_S, demotes=1)
-    slow.shut = {"write"}
     count = 8 * STAGED
     assert put(store, range(count)) == [DONE] * count
     assert slow.object_count == 0
@@ -297,25 +231,11 @@ def test_a_slow_tier_gets_everything_later_and_delays_no_put():
     until(lambda: slow.object_count == count)
     until(lambda: not store._cache.pending_count)
     assert store.metrics.get(table.RELAYS_DROPPED) == 0
-    store.close()
 
 
-def test_a_slow_tier_that_was_away_gets_everything_later():
-    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
-    store = over(fast, slow)
-    slow.broken = {"read", "write", "contains"}
-    numbers = itertools.count(100)
-    until(lambda: put(store, [next(numbers)]) and not store.health()["slow"].writes)
-    assert put(store, range(2 * STAGED)) == [DONE] * (2 * STAGED)
-    slow.open_again()
-    until(lambda: slow.object_count >= 2 * STAGED)
-    store.close()
-
-
-def test_a_relay_whose_source_has_lost_the_object_is_dropped_and_counted():
-    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
+def test_a_relay_whose_source_has_lost_the_object_is_dropped_and_counted(over):
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow", shut=["write"])
     store = over(fast, slow, transfer_deadline_s=PATIENCE_S, demotes=1)
-    slow.shut = {"write"}
     count = 4 * STAGED
     assert put(store, range(count)) == [DONE] * count
     for name, _ in list(fast.scan()):
@@ -323,26 +243,6 @@ def test_a_relay_whose_source_has_lost_the_object_is_dropped_and_counted():
     slow.open_again()
     until(lambda: not store._cache.pending_count)
     until(lambda: store.metrics.get(table.RELAYS_DROPPED) == count - slow.object_count > 0)
-    store.close()
-
-
-def test_a_full_disk_refuses_writes_and_is_still_read(tmp_path):
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True, check=False, timeout=PATIENCE_S).returncode:
-        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
-    try:
-        store = opened(settings("directory", place))
-        outcomes = put(store, range(100))
-        held = [number for number, outcome in enumerate(outcomes) if outcome is DONE]
-        assert 10 < len(held) < 100
-        again = got(store, range(100))
-        assert DONE in again
-        assert {again[number] for number in range(100) if outcomes[number] is not DONE} <= {ABSENT}
-        store.close()
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=PATIENCE_S)
 
 
 # ---- bytes that are wrong ------------------------------------------------------------------------------------------
@@ -358,30 +258,7 @@ def flipped(path):
     path.write_bytes(data)
 
 
-def truncated(path):
-    path.write_bytes(path.read_bytes()[:-4096])
-
-
-def emptied(path):
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [flipped, truncated, emptied])
-def test_damaged_objects_are_misses_and_heal(tmp_path, damage):
-    store = opened(settings("directory", tmp_path))
-    assert put(store, range(8)) == [DONE] * 8
-    for path in files(tmp_path):
-        damage(path)
-    outcomes = got(store, range(8))
-    assert set(outcomes) <= {CORRUPT, FAILED, ABSENT}, outcomes
-    assert put(store, range(8)) == [DONE] * 8
-    assert got(store, range(8)) == [DONE] * 8
-    if damage is flipped:
-        assert store.metrics.get(table.DROPS, place="directory", reason="corrupt") == 8
-    store.close()
-
-
-def test_a_damaged_copy_is_dropped_and_the_next_tier_has_a_good_one(tmp_path):
+def test_a_damaged_copy_is_dropped_and_the_next_tier_has_a_good_one(tmp_path, opened):
     slow = settings("disk", tmp_path)
     store = opened(settings("directory", tmp_path), slow)
     assert put(store, range(STAGED // 2)) == [DONE] * (STAGED // 2)
@@ -391,10 +268,9 @@ def test_a_damaged_copy_is_dropped_and_the_next_tier_has_a_good_one(tmp_path):
         flipped(path)
     assert got(store, range(STAGED // 2)) == [DONE] * (STAGED // 2)
     until(lambda: not files(tmp_path))
-    store.close()
 
 
-def test_a_put_is_not_done_while_the_tier_keeps_a_damaged_copy():
+def test_a_put_is_not_done_while_the_tier_keeps_a_damaged_copy(over):
     """Because it cannot delete it, and does not overwrite objects."""
 
     class Keeping(MemoryTier):
@@ -415,16 +291,10 @@ def test_a_put_is_not_done_while_the_tier_keeps_a_damaged_copy():
     assert got(store, [1]) == [CORRUPT]
     tier.can_delete = True
     assert put(store, [1]) == got(store, [1]) == [DONE]
-    store.close()
 
 
-def test_a_drop_that_hangs_does_not_keep_a_put_from_the_next_tier():
-    class Stubborn(Gated):
-        def delete(self, name):
-            self._pass("delete")
-            super().delete(name)
-
-    first, second = Stubborn("first"), MemoryTier("second", capacity_bytes=ROOM)
+def test_a_drop_that_hangs_does_not_keep_a_put_from_the_next_tier(over):
+    first, second = GatedTier("first"), MemoryTier("second", capacity_bytes=ROOM)
     store = over(first, second)
     assert put(store, [1]) == [DONE]
     until(lambda: first.object_count == second.object_count == 1)
@@ -434,21 +304,9 @@ def test_a_drop_that_hangs_does_not_keep_a_put_from_the_next_tier():
     assert got(store, [1]) == [DONE]
     assert put(store, [1], deadline_s=PATIENCE_S / 2) == [DONE]
     first.open_again()
-    store.close()
 
 
-def test_objects_under_each_others_names_are_misses(tmp_path):
-    store = opened(settings("directory", tmp_path))
-    put(store, range(2))
-    first, second = files(tmp_path)
-    contents = first.read_bytes(), second.read_bytes()
-    first.write_bytes(contents[1])
-    second.write_bytes(contents[0])
-    assert got(store, range(2)) == [CORRUPT] * 2
-    store.close()
-
-
-def test_another_model_layout_secret_or_rank_shares_no_object(tmp_path):
+def test_another_model_layout_secret_or_rank_shares_no_object(tmp_path, opened):
     """In one directory, so a name that covers less would find the other's bytes."""
     tier = settings("directory", tmp_path)
     store = opened(tier)
@@ -474,57 +332,15 @@ def test_another_model_layout_secret_or_rank_shares_no_object(tmp_path):
         rank.close()
     again = opened(tier)
     assert got(again, range(2)) == [DONE] * 2, "the control: the same settings find it"
-    again.close()
 
 
 # ---- the random model ----------------------------------------------------------------------------------------------
 
 
-class Mischief(MemoryTier):
-    """Forgets, refuses, fails, delays, and returns damaged, short and foreign bytes, drawn from a seed."""
-
-    def __init__(self, name, seed):
-        super().__init__(name, capacity_bytes=30 * 20_480)
-        self.chance, self.is_calm = random.Random(seed), False
-        self._seen = []
-
-    def _odd(self):
-        roll = 1.0 if self.is_calm else self.chance.random()
-        if roll < 0.05:
-            raise TierError(self.name, "mischief")
-        if roll < 0.08:
-            time.sleep(0.02)
-        return roll
-
-    def contains(self, names):
-        answers = super().contains(names)
-        return [not it for it in answers] if 0.08 <= self._odd() < 0.15 else answers
-
-    def read_one(self, name, into, offset):
-        roll = self._odd()
-        count = super().read_one(name, into, offset)
-        if count is None and 0.1 <= roll < 0.2:
-            return into.nbytes  # what an earlier object has left in the slot
-        if count and 0.2 <= roll < 0.3:
-            into[self.chance.randrange(count)] ^= 1 << self.chance.randrange(8)
-        if count and 0.3 <= roll < 0.35:
-            return self.chance.randrange(count)
-        if count and 0.35 <= roll < 0.4 and self._seen:
-            return super().read_one(self.chance.choice(self._seen), into, 0)
-        return count
-
-    def write_one(self, name, frame, about):
-        roll = self._odd()
-        if 0.08 <= roll < 0.15:
-            return False
-        self._seen.append(name)
-        return super().write_one(name, frame if roll > 0.2 else frame[: len(frame) // 2], about)
-
-
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_tiers_do_no_wrong_byte_is_returned(seed):
+def test_whatever_tiers_do_no_wrong_byte_is_returned(seed, over):
     """`got` checks every byte of every answer. A put that is DONE may be forgotten; a get that is DONE is right."""
-    tiers = [Mischief(f"tier{number}", seed * 10 + number) for number in range(1 + seed % 3)]
+    tiers = [MischievousTier(f"tier{number}", seed * 10 + number) for number in range(1 + seed % 3)]
     store = over(*tiers, is_remote=seed % 4 == 3, failures=100)
 
     def work(worker):
@@ -547,32 +363,28 @@ def test_whatever_tiers_do_no_wrong_byte_is_returned(seed):
     until(lambda: all(tier[:2] == (True, True) for tier in store.health().values()))
     until(lambda: not any(store._cache.host.used(group) for group in (0, 1)))
     until(lambda: put(store, range(100, 108)) == [DONE] * 8 and got(store, range(100, 108)) == [DONE] * 8)
-    store.close()
 
 
-def test_the_random_model_finds_a_store_that_does_not_verify(monkeypatch):
+def test_the_random_model_finds_a_store_that_does_not_verify(monkeypatch, over):
     monkeypatch.setattr("kvtier.runtime.command_runner.open_in_place", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong bytes"):
-        test_whatever_tiers_do_no_wrong_byte_is_returned(0)
+        test_whatever_tiers_do_no_wrong_byte_is_returned(0, over)
 
 
 # ---- closing, limits -----------------------------------------------------------------------------------------------
 
 
-def test_closing_finishes_writes_to_slower_tiers():
-    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
+def test_closing_finishes_writes_to_slower_tiers(over):
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), GatedTier("slow", shut=["write"])
     store = over(fast, slow, transfer_deadline_s=PATIENCE_S)
-    slow.shut = {"write"}
     put(store, range(4))
     threading.Timer(0.2, slow.open_again).start()
     assert store.close(PATIENCE_S).flushed
     assert slow.writes == 4
 
 
-def test_closing_does_not_wait_for_a_tier_that_hangs():
-    tier = Gated()
-    store = over(tier)
-    put(store, range(4))
+def test_closing_does_not_wait_for_a_tier_that_hangs(over):
+    tier, store = gated(over, 4)
     tier.shut = {"read", "write"}
     with ThreadPoolExecutor(2) as others:
         calls = [others.submit(got, store, range(4), 0, PATIENCE_S), others.submit(put, store, range(10, 14))]
@@ -584,7 +396,7 @@ def test_closing_does_not_wait_for_a_tier_that_hangs():
     tier.open_again()
 
 
-def test_closing_waits_for_a_copy_into_the_callers_memory(monkeypatch):
+def test_closing_waits_for_a_copy_into_the_callers_memory(monkeypatch, over):
     store = over(MemoryTier("memory", capacity_bytes=ROOM))
     put(store, range(4))
     copy, copying = store._copy_out, threading.Event()
@@ -602,7 +414,7 @@ def test_closing_waits_for_a_copy_into_the_callers_memory(monkeypatch):
         assert reading.result(PATIENCE_S) == [DONE]
 
 
-def test_a_call_without_end_waits_for_a_slot(monkeypatch):
+def test_a_call_without_end_waits_for_a_slot(monkeypatch, over):
     store = over(MemoryTier("memory", capacity_bytes=ROOM))
     put(store, range(2 * STAGED))
     copy, copying, gate = store._copy_out, threading.Event(), threading.Event()
@@ -624,10 +436,9 @@ def test_a_call_without_end_waits_for_a_slot(monkeypatch):
     assert store.close(float("inf")).flushed
 
 
-def test_closing_with_a_deadline_that_is_no_number_waits_for_nothing():
-    tier = Gated()
+def test_closing_with_a_deadline_that_is_no_number_waits_for_nothing(over):
+    tier = GatedTier(shut=["write"])
     store = over(tier)
-    tier.shut = {"write"}
     with ThreadPoolExecutor(1) as other:
         writing = other.submit(put, store, [1])
         until(lambda: store._cache.pending_count)
@@ -639,7 +450,7 @@ def test_closing_with_a_deadline_that_is_no_number_waits_for_nothing():
 @pytest.mark.parametrize(
     "name", ["get", "put", "find", "find_for_put", "advance", "tick", "complete", "probed", "take_commands"]
 )
-def test_an_internal_error_ends_the_store_and_not_the_engine(monkeypatch, caplog, name):
+def test_an_internal_error_ends_the_store_and_not_the_engine(monkeypatch, caplog, name, over):
     store = over(MemoryTier("memory", capacity_bytes=ROOM))
     put(store, range(4))
 
@@ -662,7 +473,7 @@ def test_an_internal_error_ends_the_store_and_not_the_engine(monkeypatch, caplog
     store.close(1.0)
 
 
-def test_a_signal_handler_in_the_middle_of_a_call_misses_in_time():
+def test_a_signal_handler_in_the_middle_of_a_call_misses_in_time(over):
     store = over(MemoryTier("memory", capacity_bytes=ROOM))
     put(store, range(4))
     with store._lock:  # as in a handler that runs while its own thread decides
@@ -679,7 +490,7 @@ def test_a_signal_handler_in_the_middle_of_a_call_misses_in_time():
     assert store.close().flushed
 
 
-def test_a_store_needs_a_tier_and_enough_staging_memory(tmp_path):
+def test_a_store_needs_a_tier_and_enough_staging_memory(tmp_path, opened):
     with pytest.raises(ConfigError, match="at least one"):
         opened()
     config = Config(host=HostConfig(staging_bytes=1 << 16), tiers=(settings("directory", tmp_path),))
@@ -690,22 +501,7 @@ def test_a_store_needs_a_tier_and_enough_staging_memory(tmp_path):
     opened(settings("directory", tmp_path)).close()  # the refused one has left nothing open
 
 
-def test_an_interrupted_call_gives_its_slots_back(monkeypatch):
-    store = over(MemoryTier("memory", capacity_bytes=ROOM))
-    put(store, range(4))
-    for name in ("_copy_out", "_copy_in"):
-        reads = [ObjectBytes(object_id(number), pieces_of(number)) for number in range(20)]
-        call = store.get_into if name == "_copy_out" else store.put_from
-        with monkeypatch.context() as patch:
-            patch.setattr(store, name, _interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                call(reads, 5.0)
-        until(lambda: not any(store._cache.host.used(group) for group in (0, 1)))
-    assert put(store, range(40)) == got(store, range(40)) == [DONE] * 40
-    store.close()
-
-
-def test_ctrl_c_at_any_moment_leaves_no_slot_and_no_operation():
+def test_ctrl_c_at_any_moment_leaves_no_slot_and_no_operation(over):
     """A handler raises at most once for each call, and never outside of one."""
     store = over(MemoryTier("memory", capacity_bytes=ROOM))
     put(store, range(2 * STAGED))
@@ -742,8 +538,3 @@ def test_ctrl_c_at_any_moment_leaves_no_slot_and_no_operation():
     assert interrupts > 20
     until(lambda: not store._objects.requests() and not any(store._cache.host.used(group) for group in (0, 1)))
     assert put(store, [9]) == got(store, [9]) == [DONE]
-    store.close()
-
-
-def _interrupt(*_):
-    raise KeyboardInterrupt

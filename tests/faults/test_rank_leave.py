@@ -4,9 +4,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.faults.rank_world import opened, until
+from tests.faults.rank_world import opened
 from tests.rank_worker import workers
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, looked_up, places_of, prefix_of, stored
+from tests.system import until
 
 from kvtier.config.sections import StoreConfig
 from kvtier.runtime.open import open_core

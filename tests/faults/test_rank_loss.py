@@ -11,9 +11,10 @@ from contextlib import suppress
 
 import pytest
 from tests.completions import taking
-from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, received, served, take, until
+from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, received, served, take
 from tests.rank_worker import workers
 from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
+from tests.system import in_child, until
 
 from kvtier.runtime import rank_server, remote_rank
 from kvtier.runtime.mover import Mover
@@ -71,22 +72,12 @@ def test_a_death_is_seen_although_a_child_keeps_the_connection_open(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def closed_in_a_child(session):
-    """How a forked child ends that closes the session, as an interpreter does on its way out."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(DEADLINE_S))
-        session.close(1.0)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_a_forked_child_on_either_side_ends_nothing_of_its_parents(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
         assert started[0].ask("fork and close") == 0  # before the core has come
         with opened(tmp_path / "kv", started) as (kv, below):
             for seed in range(5):
-                assert closed_in_a_child(kv.session) == 0
+                assert in_child(lambda: kv.session.close(1.0).lost) == 0
                 assert started[1].ask("fork and close") == 0
                 done = stored(kv.session, f"a{seed}", prefix_of(2, kv.root, seed=seed), places_of(range(2)))
                 assert done.held == 4
@@ -208,13 +199,6 @@ def test_a_rank_disconnects_after_an_invalid_message(served, garbage, caplog):
         connection.sendall(encode(Ping()) + garbage)
         assert received(connection) == [Ping()]
     assert "closes the connection to the core" in caplog.text
-
-
-def test_notes_come_in_the_order_of_the_stream(served):
-    with greeted(served) as connection:
-        connection.sendall(b"".join(encode(Note(str(n))) for n in range(50)))
-        until(lambda: len(served.notes) == 50)
-    assert [note.subject for note in served.notes] == [str(n) for n in range(50)]
 
 
 # ---- messages to the core ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.completions import taking
-from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, served, take, until
+from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, served, take
 from tests.metric_values import values_of
 from tests.rank_worker import workers
 from tests.rig import (
@@ -27,6 +27,7 @@ from tests.rig import (
     prefix_of,
     stored,
 )
+from tests.system import until
 
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime import rank_server

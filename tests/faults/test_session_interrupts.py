@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.memory_tier import MemoryTier
 from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, local, places_of, prefix_of
+from tests.system import until
 
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
@@ -60,10 +61,8 @@ class World:
 
     def settle(self, about: str) -> None:
         """Wait until all that has begun has ended."""
-        events, until_s = self.session._events, time.monotonic() + DEADLINE_S
-        while events._loads or events._stores:
-            assert time.monotonic() < until_s, f"no event: {about}"
-            time.sleep(0.0005)
+        events = self.session._events
+        until(lambda: not events._loads and not events._stores, f"no event: {about}", DEADLINE_S)
         with self.session._lock:  # an event is queued under the lock
             heard = self.session.poll()
         self.ended.update((type(event), event.request) for event in heard if isinstance(event, LoadDone | StoreDone))

@@ -1,7 +1,6 @@
 """The session's lock under many threads, and its end in every state: each load and store ends once."""
 
 import logging
-import os
 import random
 import sys
 import threading
@@ -10,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.memory_tier import MemoryTier
-from tests.rig import CHUNK_TOKENS, Engine, load_places, local, places_of, prefix_of
+from tests.memory_tier import GatedTier, MemoryTier, MischievousTier
+from tests.rig import CHUNK_TOKENS, Engine, GatedCopier, load_places, local, places_of, prefix_of
+from tests.system import in_child
 
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.errors import TierError
 from kvtier.runtime import locked_core as module
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.session import Closed, Session, SessionError
@@ -23,32 +22,6 @@ from kvtier.types import Command, LoadDone, Outcome, Presence, RequestId, StoreD
 
 PATIENCE_S = 60.0
 CHUNKS = 3
-
-
-class Faulty(MemoryTier):
-    """Fails and dawdles, as drawn."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__("below", capacity_bytes=64 << 20)
-        self.draw = random.Random(seed)
-
-    def _suffer(self) -> None:
-        if (die := self.draw.random()) < 0.05:
-            raise TierError("below", "planned")
-        if die < 0.1:
-            time.sleep(0.002)
-
-    def contains(self, names):
-        self._suffer()
-        return super().contains(names)
-
-    def read_one(self, name, into, offset):
-        self._suffer()
-        return super().read_one(name, into, offset)
-
-    def write_one(self, name, frame, about):
-        self._suffer()
-        return super().write_one(name, frame, about)
 
 
 @pytest.fixture
@@ -127,7 +100,7 @@ def opened(tier: MemoryTier, **more: object) -> Session:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("hasty")
 def test_all_that_many_threads_begin_ends_once(seed: int) -> None:
-    session = opened(Faulty(seed), slots=8)
+    session = opened(MischievousTier("below", seed, 64 << 20, 0.002), slots=8)
     callers = Callers(session, 4, 25)
     callers.finish()
     closed = session.close(PATIENCE_S)
@@ -136,18 +109,24 @@ def test_all_that_many_threads_begin_ends_once(seed: int) -> None:
     assert closed.lost == 0 or not closed.flushed
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.usefixtures("hasty")
-def test_two_threads_close_a_busy_session(seed: int) -> None:
-    session = opened(Faulty(seed), slots=8)
-    callers = Callers(session, 4, 1000)
-    time.sleep(0.05 * seed)
+def closed_twice(session: Session, deadline_s: float) -> list[Closed]:
+    """The answers of two threads that close `session` at once."""
     answers: list[Closed] = []
-    closers = [threading.Thread(target=lambda: answers.append(session.close(5.0))) for _ in range(2)]
+    closers = [threading.Thread(target=lambda: answers.append(session.close(deadline_s))) for _ in range(2)]
     for closer in closers:
         closer.start()
     for closer in closers:
         closer.join(PATIENCE_S)
+    return answers
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("hasty")
+def test_two_threads_close_a_busy_session(seed: int) -> None:
+    session = opened(MischievousTier("below", seed, 64 << 20, 0.002), slots=8)
+    callers = Callers(session, 4, 1000)
+    time.sleep(0.05 * seed)
+    answers = closed_twice(session, 5.0)
     assert len(answers) == 2
     assert answers[0] == answers[1]
     callers.finish()
@@ -190,10 +169,10 @@ class Scripted:
         return True
 
 
-def scripted() -> Session:
+def scripted(executor: type[Scripted] = Scripted) -> Session:
     idle, cache, _ = local(Engine(8).copier(), {})
     idle.close()
-    return Session(cache, Scripted(), has_thread=False)
+    return Session(cache, executor(), has_thread=False)
 
 
 def test_what_is_completed_while_the_lock_is_held_is_settled_by_the_holder() -> None:
@@ -201,18 +180,6 @@ def test_what_is_completed_while_the_lock_is_held_is_settled_by_the_holder() -> 
     session.store(RequestId("a"), prefix_of(1), places_of([0]))
     session.store(RequestId("b"), prefix_of(1, seed=1), places_of([0]))  # completes the first meanwhile
     assert [event.request for event in session.poll()] == ["a"]
-
-
-def test_without_a_second_look_it_would_be_stranded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the test above."""
-    monkeypatch.setattr(Session, "ready", lambda self: self._locked(None, 0.0) if self._inbox else None)
-    session = scripted()
-    real = session._call
-    session.store(RequestId("a"), prefix_of(1), places_of([0]))
-    monkeypatch.setattr(Session, "ready", lambda self: None)
-    real(lambda now_s: session._cache.store(RequestId("b"), prefix_of(1, seed=1), places_of([0]), now_s))
-    assert session.poll() == []
-    assert session._inbox
 
 
 def test_a_call_ends_although_completions_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +219,10 @@ def test_an_executor_that_completes_while_it_takes_commands_makes_nothing_slow_h
             flushed.append(session._holder)
             return True
 
-        needs_flush = True
-
     seen: list[bool] = []
     flushed: list[int] = []
     held: list[int] = []
-    idle, cache, _ = local(Engine(8).copier(), {})
-    idle.close()
-    session = Session(cache, Refusing(), has_thread=False)
+    session = scripted(Refusing)
     handler = logging.Handler()
     handler.emit = lambda record: held.append(session._holder)  # type: ignore[method-assign]
     module.logger.addHandler(handler)
@@ -358,54 +321,20 @@ def test_a_call_waits_for_a_slow_holder_only_until_its_deadline(monkeypatch: pyt
 # ---- the end in every state ----------------------------------------------------------------------------------------
 
 
-class Hanging(MemoryTier):
-    """Hangs in one method until `go_on`."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__("below", capacity_bytes=64 << 20)
-        self.method, self.go_on, self.hangs = method, threading.Event(), threading.Event()
-
-    def _hang(self, method: str) -> None:
-        if method == self.method:
-            self.hangs.set()
-            self.go_on.wait(PATIENCE_S)
-
-    def contains(self, names):
-        self._hang("contains")
-        return super().contains(names)
-
-    def read_one(self, name, into, offset):
-        self._hang("read")
-        return super().read_one(name, into, offset)
-
-    def write_one(self, name, frame, about):
-        self._hang("write")
-        return super().write_one(name, frame, about)
-
-
 @pytest.mark.parametrize("state", ["contains", "read", "write", "flush", "copy", "broken"])
 def test_two_threads_close_whatever_hangs(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.2)
-    tier = Hanging("write" if state == "flush" else state)
+    tier = GatedTier("below")
     source = Engine(64)
     prefix, places = prefix_of(CHUNKS), places_of(range(CHUNKS))
     if state == "read":
         first = local(source.copier(), {"below": tier})[0]
         first.store(RequestId("a"), prefix, places)
         assert first.close().flushed
-    real = source.copier()
-
-    class Copier:
-        done = real.done
-        scatter = real.scatter
-
-        def gather(self, *arguments):
-            tier._hang("copy")
-            return real.gather(*arguments)
-
+    tier.shut = {"write" if state == "flush" else state}
     policy = WritePolicy.BACK if state == "flush" else WritePolicy.THROUGH
     rules = {"probe_deadline_s": 60.0, "transfer_deadline_s": 60.0}
-    copier, threads = Copier(), Threads(device=1)
+    copier, threads = GatedCopier(source.copier(), tier), Threads(device=1)
     session = local(copier, {"below": tier}, threads=threads, rules=rules, limits=Limits(write_policy=policy))[0]
     wanted: list[str] = []
     waiter = threading.Thread(target=lambda: _ignore(lambda: session.lookup(RequestId("w"), prefix, wait_s=60.0)))
@@ -422,13 +351,8 @@ def test_two_threads_close_whatever_hangs(state: str, monkeypatch: pytest.Monkey
         session._shut(AssertionError("planted"))
     elif state != "flush":
         assert tier.hangs.wait(20)
-    answers: list[Closed] = []
     began_s = time.monotonic()
-    closers = [threading.Thread(target=lambda: answers.append(session.close(0.3))) for _ in range(2)]
-    for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join(PATIENCE_S)
+    answers = closed_twice(session, 0.3)
     assert time.monotonic() - began_s < 5.0
     assert len(set(answers)) == 1
     assert answers[0].flushed == (state in ("contains", "read", "copy"))  # what was not gathered is not pending
@@ -436,7 +360,7 @@ def test_two_threads_close_whatever_hangs(state: str, monkeypatch: pytest.Monkey
     if state == "contains":
         waiter.join(5.0)
         assert not waiter.is_alive(), "a lookup waits for a closed session"
-    tier.go_on.set()
+    tier.open_again()
     assert session.poll(0.1) == []
 
 
@@ -447,28 +371,18 @@ def _ignore(act: Callable[[], object]) -> None:
         return
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_may_call_everything_and_harms_nothing() -> None:
     session = opened(MemoryTier("below", capacity_bytes=64 << 20))
     session.store(RequestId("a"), prefix_of(1), places_of([0]))
+
+    def act() -> None:
+        session.release(RequestId("a"))
+        assert session.close(5.0) == Closed(flushed=False, lost=0)
+        with pytest.raises(SessionError):
+            session.lookup(RequestId("b"), prefix_of(1))
+
     with session._lock:  # the child inherits a lock that is held
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                session.release(RequestId("a"))
-                assert session.close(5.0) == Closed(flushed=False, lost=0)
-                try:
-                    session.lookup(RequestId("b"), prefix_of(1))
-                except SessionError:
-                    code = 0
-            finally:
-                os._exit(code)
-    until_s = time.monotonic() + PATIENCE_S
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < until_s, "the child hangs"
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(ended[1]) == 0
+        assert in_child(act) == 0
     assert [event.request for event in session.poll(PATIENCE_S)] == ["a"]
     assert session.close().flushed

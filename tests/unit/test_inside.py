@@ -9,6 +9,7 @@ import stat
 import threading
 
 import pytest
+from tests.system import in_child
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier import safe_open
@@ -17,7 +18,6 @@ from kvtier.tier.safe_open import (
     Descriptor,
     check_private,
     make_directory,
-    make_root,
     open_directory,
     open_file,
     read_file,
@@ -93,20 +93,6 @@ def test_a_small_file_is_written_whole_and_a_draft_never_stays(tmp_path):
     assert not (tmp_path / "draft").exists()
 
 
-@pytest.mark.parametrize("umask", [0, 0o022, 0o777])
-def test_what_is_made_has_the_same_mode_under_any_umask(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        make_root(tmp_path / "a" / "b" / "c")
-        os.close(open_file(str(tmp_path / "a" / "f"), os.O_CREAT | os.O_RDWR)[0])
-    finally:
-        os.umask(before)
-    for path in ("a", "a/b", "a/b/c"):
-        assert stat.S_IMODE((tmp_path / path).stat().st_mode) == 0o700, path
-    assert stat.S_IMODE((tmp_path / "a" / "f").stat().st_mode) == 0o600
-    make_root(tmp_path / "a" / "b" / "c")
-
-
 def test_a_root_that_all_may_write_to_is_refused_and_one_of_a_group_is_reported_once(tmp_path, caplog):
     tmp_path.chmod(0o700)
     with caplog.at_level(logging.WARNING):
@@ -131,18 +117,6 @@ def test_a_root_of_another_user_is_reported(tmp_path, caplog):
     assert "belongs to user 12345" in caplog.text
 
 
-def in_child(act):
-    """Run `act` in a forked child; whether it returned true."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if act() else 2
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_a_gate_is_closed_in_a_forked_child_even_when_a_thread_held_its_lock():
     gate = OperationGuard("t")
     holding, leave = threading.Event(), threading.Event()
@@ -159,9 +133,9 @@ def test_a_gate_is_closed_in_a_forked_child_even_when_a_thread_held_its_lock():
     def try_it():
         with pytest.raises(TierError, match="of which this is a fork"), gate:
             pass
-        return not gate.close()
+        return int(gate.close())
 
-    assert in_child(try_it)
+    assert in_child(try_it) == 0
     leave.set()
     thread.join(30)
     with gate:

@@ -1,34 +1,15 @@
-"""The style guide holds, and each of its rules fires on a small bad example."""
+"""The repository keeps the rules of `tests/tidy.py`, and each rule fires on a small bad example."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-TIDY = Path(__file__).resolve().parents[1] / "tidy.py"
-
-
-def _load_tidy():
-    spec = importlib.util.spec_from_file_location("tidy", TIDY)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tidy"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tidy = _load_tidy()
+from tests import tidy
 
 BAD = [
-    ("clocks", "src/kvtier/core/cache.py", "import time\nnow = time.monotonic()\n"),
-    ("clocks", "src/kvtier/policy/lru.py", "import time\ntime.sleep(1)\n"),
-    ("clocks", "src/kvtier/keys/chain.py", "from datetime import datetime\nx = datetime.now()\n"),
-    ("clocks", "src/kvtier/types.py", "import datetime\nx = datetime.datetime.now()\n"),
     ("environment", "src/kvtier/tier/directory/tier.py", "import os\nx = os.environ['A']\n"),
     ("environment", "src/kvtier/runtime/mover.py", "import os\nx = os.getenv('A')\n"),
-    ("prints", "src/kvtier/bench/io.py", "import sys\nsys.stderr.write('x')\n"),
     ("logging_setup", "src/kvtier/runtime/mover.py", "import logging\nlogging.basicConfig()\n"),
     ("logging_setup", "src/kvtier/connect/x.py", "import logging\nlogging.getLogger('a').setLevel(1)\n"),
     ("asserted_data", "src/kvtier/codec/frame.py", "def f(x):\n    assert x\n"),
@@ -38,26 +19,14 @@ BAD = [
     ("endless_waits", "src/kvtier/runtime/mover.py", "import queue\nx = queue.Queue()\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "from queue import SimpleQueue\nx = SimpleQueue()\n"),
     ("endless_waits", "src/kvtier/bench/io.py", "import subprocess\nsubprocess.run(['fio'])\n"),
-    ("open_ends", "src/kvtier/core/cache.py", "x = 1  # TODO: later\n"),
-    ("open_ends", "tests/unit/test_x.py", '"""X."""\n# FIXME\n'),
-    ("synonyms", "src/kvtier/core/cache.py", "def offload_chunk():\n    pass\n"),
-    ("synonyms", "src/kvtier/tier/disk/tier.py", "class L2Tier:\n    pass\n"),
-    ("synonyms", "src/kvtier/tier/disk/tier.py", "def f(retrieve_count):\n    pass\n"),
-    ("test_titles", "tests/unit/test_x.py", "def test_x():\n    pass\n"),
     ("syntax", "src/kvtier/core/cache.py", "def f(:\n"),
 ]
 
 GOOD = [
-    ("src/kvtier/runtime/mover.py", "import time\nnow = time.monotonic()\n"),
     ("src/kvtier/config/loader.py", "import os\nx = os.environ\n"),
-    ("src/kvtier/cli/main.py", "import sys\nsys.stdout.write('x')\n"),
     ("src/kvtier/core/cache.py", "def f(x):\n    assert x, 'our own mistake'\n"),
     ("src/kvtier/layout.py", "class A:\n    def __hash__(self):\n        return hash(1)\n"),
     ("src/kvtier/runtime/mover.py", "def f(t, q):\n    t.join(1)\n    q.get(timeout=1)\n    return ','.join(['a'])\n"),
-    ("src/kvtier/core/cache.py", "x = 1  # TODO(#12): later\n"),
-    ("src/kvtier/connect/vllm.py", "def offload_block():\n    pass\n"),
-    ("src/kvtier/core/cache.py", "# we offload to l2, in prose\nx = 'retrieve'\n"),
-    ("tests/unit/test_x.py", '"""X."""\n\ndef test_x():\n    pass\n'),
 ]
 
 
@@ -105,21 +74,10 @@ def test_a_module_that_nobody_imports_is_found():
     assert lonely == ["kvtier.c", "kvtier.f"]
 
 
-def test_new_telltale_words_are_found(tmp_path):
-    (tmp_path / "src" / "kvtier").mkdir(parents=True)
-    (tmp_path / "src" / "kvtier" / "a.py").write_text("# who was told; whoever, SO MANY; whose and retold are fine\n")
-    (tmp_path / "README.md").write_text("Nobody and somebody.\n")
-    rooms, documents = tidy.census.tell_tale_words(tmp_path)
-    assert (rooms, documents) == ({"a.py": 4}, {"README.md": 2})
-    assert tidy.telltale_words(rooms, 4, "src") == []
-    (finding,) = tidy.telltale_words(rooms, 3, "src")
-    assert (finding.rule, "a.py 4" in finding.advice) == ("telltale_words", True)
-
-
 def test_an_exception_that_nothing_needs_is_found():
-    breach = tidy.Finding("src/kvtier/a.py", 1, "prints", "no")
-    assert tidy.without_exceptions([breach], {("prints", "src/kvtier/a.py"): "why"}) == []
-    (stale,) = tidy.without_exceptions([], {("prints", "src/kvtier/a.py"): "why"})
+    breach = tidy.Finding("src/kvtier/a.py", 1, "seeded_hash", "no")
+    assert tidy.without_exceptions([breach], {("seeded_hash", "src/kvtier/a.py"): "why"}) == []
+    (stale,) = tidy.without_exceptions([], {("seeded_hash", "src/kvtier/a.py"): "why"})
     assert stale.rule == "stale_exception"
 
 

@@ -111,13 +111,6 @@ def test_a_raw_frame_is_its_slot():
     assert seal_scratch_bytes(GROUP, Raw()) == 0
 
 
-def test_opening_a_raw_frame_changes_no_byte():
-    frame = sealed(Raw(), payload_of(GROUP, pairs=False))
-    slot = memoryview(bytearray(frame))
-    open_in_place(slot, len(frame), GROUP, IDENTITY, SCRATCH)
-    assert slot == frame
-
-
 def test_nothing_of_the_chunk_before_leaks_into_a_frame(halves):
     payload = payload_of(GROUP, pairs=True).replace(b"\xee", b"\0").replace(b"\xdd", b"\0")
     checksums_and_name = 4096
@@ -148,17 +141,6 @@ def test_a_packed_frame_is_smaller_and_comes_back(halves):
     assert [section.codec for section in read_head(frame).sections] == [halves.id, halves.id, 0, 0, 0]
 
 
-def test_a_payload_that_does_not_shrink_is_stored_raw(halves):
-    payload = payload_of(GROUP, pairs=False)
-    frame = sealed(halves, payload)
-    assert len(frame) == frame_bytes(GROUP)
-    assert frame[HEAD:] == payload
-    head = read_head(frame)
-    assert head.codec == halves.id
-    assert {section.codec for section in head.sections} == {0}
-    assert opened(frame) == payload
-
-
 def test_a_head_tells_all_that_was_said():
     head = verify_frame(sealed(Raw(), payload_of(GROUP, pairs=False)))
     assert head.identity == IDENTITY
@@ -167,12 +149,6 @@ def test_a_head_tells_all_that_was_said():
     assert [(one.layer, one.payload_offset, one.raw_bytes) for one in head.sections] == list(GROUP.sections)
     assert all(one.offset == HEAD + one.payload_offset for one in head.sections)
     assert all(one.stored_bytes == one.raw_bytes for one in head.sections)
-
-
-def test_no_parent_stays_no_parent():
-    frame = sealed(Raw(), payload_of(GROUP, pairs=False), identity=IDENTITY._replace(parent=None))
-    assert read_head(frame).identity.parent is None
-    assert opened(frame)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,37 +58,36 @@ class TestSlidingWindowOnADevice(CopierContract):
         return VllmWorld(recorded("swa_win100", BLOCKS), CudaPageCopy)
 
 
+def in_another_order(order: tuple[int, ...]) -> Recorded:
+    engine = recorded("llama32", BLOCKS)
+    group = engine.config.kv_cache_groups[0]
+    group.layer_names = [group.layer_names[number] for number in order]
+    return engine
+
+
 @pytest.mark.parametrize("copy", [CpuPageCopy, CudaPageCopy])
 @pytest.mark.parametrize(
-    ("layout", "parts"),
-    [*((layout, 1) for layout in PAGE_ORDER), ("LBHNC", 2), ("LBNHC", 4), ("LHBNC", 2)],
+    "engine",
+    [
+        *(pytest.param(partial(made, layout), id=layout) for layout in PAGE_ORDER),
+        *(
+            pytest.param(partial(made, layout, parts), id=f"{layout} in {parts}")
+            for layout, parts in (("LBHNC", 2), ("LBNHC", 4), ("LHBNC", 2))
+        ),
+        *(
+            pytest.param(partial(in_another_order, order), id=f"order {order}")
+            for order in ((0, 1, 3, 2), (3, 2, 1, 0), (0, 1, 3))
+        ),
+    ],
 )
-def test_every_layout_is_read_and_written_as_it_says(layout, parts, copy):
-    """Heads outside of blocks, layers inside of them, blocks cut by the kernel."""
+def test_every_layout_is_read_and_written_as_it_says(engine, copy):
+    """Heads outside of blocks, layers inside of them, blocks cut by the kernel; layers in any order in memory."""
 
     class TestLayout(CopierContract):
         def make(self) -> CopierWorld:
-            return VllmWorld(made(layout, parts), copy)
+            return VllmWorld(engine(), copy)
 
     contract = TestLayout()
-    contract.test_gather_puts_each_layer_at_its_offset()
-    contract.test_scatter_gives_the_engine_each_layer()
-    contract.test_scatter_touches_no_other_block()
-
-
-@pytest.mark.parametrize("copy", [CpuPageCopy, CudaPageCopy])
-@pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0), (0, 1, 3)])
-def test_layers_may_lie_in_any_order(order, copy):
-    """Of a group, as against memory; or with another group's layer between them."""
-
-    class TestOrder(CopierContract):
-        def make(self) -> CopierWorld:
-            engine = recorded("llama32", BLOCKS)
-            group = engine.config.kv_cache_groups[0]
-            group.layer_names = [group.layer_names[number] for number in order]
-            return VllmWorld(engine, copy)
-
-    contract = TestOrder()
     contract.test_gather_puts_each_layer_at_its_offset()
     contract.test_scatter_gives_the_engine_each_layer()
     contract.test_scatter_touches_no_other_block()

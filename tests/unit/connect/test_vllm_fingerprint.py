@@ -119,11 +119,6 @@ def test_a_rope_that_depends_on_the_longest_prompt_counts_it(checkpoint):
     assert digest(short) != digest(longer)
 
 
-def test_each_minor_release_has_its_own_pages(checkpoint):
-    assert digest(vllm_config(checkpoint), "0.32.0") == digest(vllm_config(checkpoint), "0.32.1+cpu")
-    assert digest(vllm_config(checkpoint), "0.32.0") != digest(vllm_config(checkpoint), "0.33.0")
-
-
 def test_code_that_comes_with_the_weights_counts(checkpoint):
     (checkpoint / "modeling_x.py").write_text("A = 1")
     trusting = {"model__trust_remote_code": True}

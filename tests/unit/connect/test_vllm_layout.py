@@ -64,20 +64,20 @@ def test_scheduler_and_worker_agree_on_all_but_the_names_of_pages():
     assert worker.digest(1) != found.layout.digest(1)
 
 
-@pytest.mark.parametrize("field", ["dtype", "num_kv_heads", "block_size", "kv_cache_layout"])
-def test_other_pages_have_other_names(field):
-    engine = recorded("llama32")
-    before = Geometry.of(engine.config).layout.digest(0)
-    spec = engine.config.kv_cache_groups[0].kv_cache_spec
-    if field == "dtype":
-        spec.dtype = "torch.float16"  # as many bytes, other numbers
-    elif field == "num_kv_heads":
-        spec.num_heads, spec.state_content_size_bytes = 1, 512  # as many bytes, other heads
-    elif field == "block_size":
-        spec.block_size, spec.num_states = 64, 64
-    else:
-        engine.config.kv_cache_layout = "LBNHC"
-    assert Geometry.of(engine.config).layout.digest(0) != before
+@pytest.mark.parametrize(
+    ("owner", "fields"),
+    [
+        ("spec", {"dtype": "torch.float16"}),  # as many bytes, other numbers
+        ("spec", {"num_heads": 1, "state_content_size_bytes": 512}),  # as many bytes, other heads
+        ("spec", {"block_size": 64, "num_states": 64}),
+        ("config", {"kv_cache_layout": "LBNHC"}),
+    ],
+)
+def test_other_pages_have_other_names(owner, fields):
+    config = recorded("llama32").config
+    before = Geometry.of(config).layout.digest(0)
+    vars(config if owner == "config" else config.kv_cache_groups[0].kv_cache_spec).update(fields)
+    assert Geometry.of(config).layout.digest(0) != before
 
 
 def test_the_chunk_is_a_multiple_of_every_block_and_of_what_hits_are_aligned_to():
@@ -120,10 +120,11 @@ def test_a_hit_leaves_a_token_to_compute(tokens, most):
 # ---- stores ------------------------------------------------------------------------------------------------------
 
 
-def test_the_chunks_of_a_prompt_lie_in_its_table():
+def test_the_chunks_of_a_prompt_that_are_wholly_allocated_lie_in_its_table():
     engine = recorded("llama32")
-    found = Geometry.of(engine.config).sources(range(2), step(engine, 700).blocks)
-    assert found == [Place(0, 0, tuple(range(1, 9))), Place(0, 1, tuple(range(9, 17)))]
+    for asked in (range(2), range(5)):
+        found = Geometry.of(engine.config).sources(asked, step(engine, 700).blocks)
+        assert found == [Place(0, 0, tuple(range(1, 9))), Place(0, 1, tuple(range(9, 17)))]
 
 
 def test_blocks_of_another_order_are_named_in_token_order():
@@ -276,19 +277,19 @@ def test_a_window_that_begins_within_a_chunk_is_loaded_in_part():
     assert SKIP not in result[3]
 
 
-@pytest.mark.parametrize("tables_of", ["a window of one token more", "a state too early", "too few", "a hole"])
-def test_what_a_load_would_leave_unfilled_is_not_loaded(tables_of):
-    window, state = geometry("swa_win100"), geometry("gdn")
-    found, tables = window, allocated(window, 1024)
-    if tables_of == "a window of one token more":
-        tables[2][27] = 999  # VLLM would read it, and no object has it
-    elif tables_of == "a state too early":
-        found, tables = state, allocated(state, 1024)
-        tables[1][1] = 999
-    elif tables_of == "too few":
-        tables[4].pop()
-    else:
-        tables[5][3] = NULL_BLOCK
+@pytest.mark.parametrize(
+    ("case", "table", "at", "blocks"),
+    [
+        pytest.param("swa_win100", 2, slice(27, 28), [999], id="a window of one token more"),  # no object has it
+        pytest.param("gdn", 1, slice(1, 2), [999], id="a state too early"),
+        pytest.param("swa_win100", 4, slice(-1, None), [], id="too few"),
+        pytest.param("swa_win100", 5, slice(3, 4), [NULL_BLOCK], id="a hole"),
+    ],
+)
+def test_what_a_load_would_leave_unfilled_is_not_loaded(case, table, at, blocks):
+    found = geometry(case)
+    tables = allocated(found, 1024)
+    tables[table][at] = blocks
     assert found.targets(1024, tables) is None
 
 
@@ -321,22 +322,6 @@ def test_states_without_prefix_caching_are_refused():
         geometry("gdn_nocache")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("kv_quant_mode", SimpleNamespace(name="INT8_PER_TOKEN_HEAD"), "INT8_PER_TOKEN_HEAD is not supported. Use"),
-        ("tokens_per_state", 4, "one state per 4 tokens"),
-        ("non_causal", True, "attends to later tokens"),
-        ("prefix_cacheable", False, "never reuses this KV"),
-    ],
-)
-def test_kv_that_we_cannot_read_is_refused(field, value, message):
-    engine = recorded("llama32")
-    setattr(engine.config.kv_cache_groups[0].kv_cache_spec, field, value)
-    with pytest.raises(UnsupportedModelError, match=message):
-        Geometry.of(engine.config)
-
-
 @pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "RSWASpec", "SlidingWindowMLASpec", "MyAttentionSpec"])
 def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
     engine = recorded("llama32")
@@ -349,32 +334,27 @@ def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
     assert ("--disable-hybrid-kv-cache-manager" in str(result.value)) == (kind == "ChunkedLocalAttentionSpec")
 
 
+NO_PURPOSE = r"KV group 0 \(model\.layers\.0\.self_attn\.attn and 3 more"
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("host_resident", True), ("enable_kv_transfer", False)],
+    ("case", "owner", "field", "value", "message"),
+    [
+        ("llama32", "spec", "kv_quant_mode", SimpleNamespace(name="INT8_X"), "INT8_X is not supported. Use"),
+        ("llama32", "spec", "tokens_per_state", 4, "one state per 4 tokens"),
+        ("llama32", "spec", "non_causal", True, "attends to later tokens"),
+        ("llama32", "spec", "prefix_cacheable", False, "never reuses this KV"),
+        ("llama32", "group", "host_resident", True, NO_PURPOSE),
+        ("llama32", "group", "enable_kv_transfer", False, NO_PURPOSE),
+        ("mla", "spec", "model_version", "deepseek_v4", "MLA with .*deepseek_v4"),
+        ("mla", "spec", "cache_role", SimpleNamespace(name="INDEXER"), "MLA with .*INDEXER"),
+        ("swa32", "spec", "sliding_window", 1, "sliding window of 1; allowed: at least 2"),
+        ("gdn", "spec", "num_speculative_blocks", 2, "states with speculative decoding"),
+    ],
 )
-def test_a_group_with_another_purpose_is_refused(field, value):
-    engine = recorded("llama32")
-    setattr(engine.config.kv_cache_groups[0], field, value)
-    with pytest.raises(UnsupportedModelError, match=r"KV group 0 \(model\.layers\.0\.self_attn\.attn and 3 more"):
-        Geometry.of(engine.config)
-
-
-@pytest.mark.parametrize(("field", "value"), [("model_version", "deepseek_v4"), ("cache_role", "INDEXER")])
-def test_other_kinds_of_mla_are_refused(field, value):
-    engine = recorded("mla")
-    spec = engine.config.kv_cache_groups[0].kv_cache_spec
-    setattr(spec, field, SimpleNamespace(name=value) if field == "cache_role" else value)
-    with pytest.raises(UnsupportedModelError, match=f"MLA with .*{value}"):
-        Geometry.of(engine.config)
-
-
-def test_a_window_of_one_token_is_refused_and_states_with_drafts_are():
-    engine = recorded("swa32")
-    engine.config.kv_cache_groups[0].kv_cache_spec.sliding_window = 1
-    with pytest.raises(UnsupportedModelError, match="sliding window of 1; allowed: at least 2"):
-        Geometry.of(engine.config)
-    engine = recorded("gdn")
-    engine.config.kv_cache_groups[0].kv_cache_spec.num_speculative_blocks = 2
-    with pytest.raises(UnsupportedModelError, match="states with speculative decoding"):
+def test_kv_that_we_cannot_serve_is_refused(case, owner, field, value, message):
+    engine = recorded(case)
+    group = engine.config.kv_cache_groups[0]
+    setattr(group if owner == "group" else group.kv_cache_spec, field, value)
+    with pytest.raises(UnsupportedModelError, match=message):
         Geometry.of(engine.config)

@@ -3,11 +3,11 @@
 import logging
 import random
 import threading
-import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from tests.system import until
 from tests.vllm_recorded import recorded
 
 from kvtier.config import sections
@@ -95,26 +95,23 @@ def test_a_wide_window_needs_several_chunks_and_none_twice():
     assert chunks(selection.take(request, 1792, tables), geometry, Window) == {6}
 
 
-def test_where_another_prompt_was_alike_is_a_boundary_too():
+def windows_of(request: TrackedRequest, tokens: int) -> set[int]:
+    """The chunks whose windows are stored when `request` has computed `tokens`."""
     geometry, tables = tables_of("swa_win100", 1300)
-    request, selection = tracked(shared_prefix_boundary=600), StoreSelection(geometry)
-    assert chunks(selection.take(request, 1280, tables), geometry, Window) == {1, 4}
+    return chunks(StoreSelection(geometry).take(request, tokens, tables), geometry, Window)
 
 
-def test_where_a_request_parted_whose_history_we_have_is_a_boundary_too():
-    geometry, tables = tables_of("swa_win100", 1300)
-    request, selection = tracked(shared_prefix_boundary=300), StoreSelection(geometry)
-    request.junction_tokens = 768
-    assert chunks(selection.take(request, 1280, tables), geometry, Window) == {0, 2, 4}
+@pytest.mark.parametrize(("alike", "parted", "windows"), [(600, 0, {1, 4}), (300, 768, {0, 2, 4})])
+def test_where_another_prompt_was_alike_or_parted_from_what_we_have_is_a_boundary_too(alike, parted, windows):
+    request = tracked(shared_prefix_boundary=alike)
+    request.junction_tokens = parted
+    assert windows_of(request, 1280) == windows
 
 
 @pytest.mark.parametrize(("tokens", "windows"), [(1280, {3, 4}), (1281, {4}), (1279, {3})])
 def test_a_prompt_of_whole_chunks_is_stored_for_a_request_with_the_same_prompt(tokens, windows):
-    geometry, tables = tables_of("swa_win100", 1300)
-    request = tracked(tokens=tokens)
-    places = StoreSelection(geometry).take(request, tokens // 256 * 256, tables)
-    assert chunks(places, geometry, Window) == windows
-    assert geometry.hit_tokens(tokens) // 256 - 1 in windows
+    assert windows_of(tracked(tokens=tokens), tokens // 256 * 256) == windows
+    assert Geometry.of(recorded("swa_win100").config).hit_tokens(tokens) // 256 - 1 in windows
 
 
 def test_what_the_cache_can_give_is_not_stored():
@@ -238,13 +235,6 @@ def test_with_windows_a_load_counts_whole_or_not_at_all(open_loads):
 # ---- the thread that polls -----------------------------------------------------------------------------------------
 
 
-def wait_until(is_so) -> None:
-    until_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
-
-
 def test_the_end_of_a_load_is_reported_at_once_and_all_events_are_kept(open_loads):
     session, notes = Talking(), []
     loads = open_loads(session=session, send_note=notes.append)
@@ -256,7 +246,7 @@ def test_the_end_of_a_load_is_reported_at_once_and_all_events_are_kept(open_load
     ]
     session.say(*events)
     seen = []
-    wait_until(lambda: seen.extend(loads.take_events()) or len(seen) == 3)
+    until(lambda: seen.extend(loads.take_events()) or len(seen) == 3)
     assert seen == events
     assert notes == [Note(LOADED_NOTE, load.name, (), flag=False)]
     assert loads.reports() == (LoadReport(load.name, (), is_failed=False),)
@@ -268,7 +258,7 @@ def test_a_poller_whose_thread_has_died_raises(open_loads):
     session = Talking()
     loads = open_loads(session=session)
     session.say("die")
-    wait_until(lambda: not loads._thread.is_alive())
+    until(lambda: not loads._thread.is_alive())
     with pytest.raises(RuntimeError, match="polls the session has ended"):
         loads.take_events()
 

@@ -43,22 +43,8 @@ def test_an_announcement_of_another_type_is_ignored_and_named(tokens, is_bare):
     assert problem.endswith("allowed: a number of tokens, as the prefill engine announced it")
 
 
-@pytest.fixture
-def start():
-    engines = []
-
-    def begin(**options) -> SmallEngine:
-        engines.append(SmallEngine(**options))
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.close()
-
-
 def run(engine: SmallEngine, **said: object) -> object:
-    request = engine.add(PROMPT, 1, **said)
-    engine.run()
+    request = engine.ask(PROMPT, 1, **said)
     engine.forget()
     return engine.announced[request.request_id]
 
@@ -98,8 +84,7 @@ def test_a_cache_reset_ends_announcements_because_other_engines_have_other_keys(
 
 def test_generated_tokens_are_not_announced(start):
     engine = start(announces=True)
-    request = engine.add(PROMPT, 600)
-    engine.run()
+    request = engine.ask(PROMPT, 600)
     assert engine.announced[request.request_id] == announcement_of(1000), "some chunk ends past the prompt"
 
 
@@ -135,8 +120,7 @@ def test_a_decode_engine_loads_and_stores_nothing(start):
     assert not [it for it in events if isinstance(it, StoreDone)]
     prefix = Request("other", PROMPT, 1000, 1001)
     control = start()
-    control.add(prefix.tokens, 1)
-    control.run()
+    control.ask(prefix.tokens, 1)
     control.forget()
     run(control)
     assert control.loaded_tokens == WHOLE, "the control: an engine that stores"

@@ -1,8 +1,10 @@
 """Waiting requests keep their cached prefixes: blocks that no waiting request needs are handed out first."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+from tests.conftest import opened_by
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Pool, Request
 
@@ -17,15 +19,7 @@ TOKENS, BLOCK, USERS, ROOM = 640, 32, 8, 5
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., SmallEngine]]:
-    engines: list[SmallEngine] = []
-
-    def begin(**options) -> SmallEngine:
-        engines.append(SmallEngine(blocks=1 + ROOM * (TOKENS // BLOCK + 1), **options))
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.close()
+    yield from opened_by(partial(SmallEngine, blocks=1 + ROOM * (TOKENS // BLOCK + 1)))
 
 
 def prompts(engine: SmallEngine, count: int = USERS) -> list[list[int]]:
@@ -52,8 +46,7 @@ def in_turn(engine: SmallEngine) -> list[int]:
     """Cached tokens of users that return all at once, in the order of their first prompts."""
     asked = prompts(engine)
     for prompt in asked:
-        engine.add(prompt, 1)
-        engine.run()
+        engine.ask(prompt, 1)
         engine.settle()
         engine.idle()
     return found(engine, asked)
@@ -63,8 +56,7 @@ def test_blocks_that_no_request_waits_for_go_first(start):
     engine = start()
     first, *others, new = prompts(engine, ROOM + 1)
     for prompt in (first, *others):
-        engine.add(prompt, 1)
-        engine.run()
+        engine.ask(prompt, 1)
     # The oldest blocks belong to the first request, which waits again behind a new one.
     assert found(engine, [new, first])[1] >= TOKENS - BLOCK
 
@@ -79,8 +71,7 @@ def test_what_two_share_goes_last(start):
     engine = start()
     common, *others = prompts(engine, ROOM)
     for prompt in (common, *others):
-        engine.add(prompt, 1)
-        engine.run()
+        engine.ask(prompt, 1)
     tails = [[engine.draw.randrange(1000) for _ in range(BLOCK)] for _ in range(2)]
     asked = [prompts(engine, 1)[0], [*common, *tails[0]], *others, [*common, *tails[1]]]
     tokens = found(engine, asked)

@@ -122,24 +122,20 @@ def item(identifier: str, offset: int, length: int = 40) -> Any:
     return SimpleNamespace(modality="image", identifier=identifier, mm_position=place)
 
 
-def test_an_image_counts_from_where_it_begins():
-    cat, dog = (request(TOKENS, mm_features=[item(name, 600)]) for name in ("cat", "dog"))
-    assert shared(cat, cat) == 3
-    assert shared(cat, dog) == 2
-    assert shared(cat, request(TOKENS)) == 2
-
-
-def test_the_same_image_elsewhere_is_another_prompt():
-    here, there = (request(TOKENS, mm_features=[item("cat", offset)]) for offset in (300, 310))
-    assert shared(here, there) == 1
-    longer = request(TOKENS, mm_features=[item("cat", 300, 41)])
-    assert shared(here, longer) == 1
-
-
-def test_images_that_are_swapped_are_another_prompt():
-    one = request(TOKENS, mm_features=[item("cat", 10), item("dog", 100)])
-    other = request(TOKENS, mm_features=[item("dog", 10), item("cat", 100)])
-    assert shared(one, other) == 0
+@pytest.mark.parametrize(
+    ("one", "other", "chunks"),
+    [
+        ([("cat", 600)], [("cat", 600)], 3),
+        ([("cat", 600)], [("dog", 600)], 2),
+        ([("cat", 600)], [], 2),
+        ([("cat", 300)], [("cat", 310)], 1),
+        ([("cat", 300)], [("cat", 300, 41)], 1),
+        ([("cat", 10), ("dog", 100)], [("dog", 10), ("cat", 100)], 0),
+    ],
+)
+def test_an_image_counts_with_its_place_from_where_it_begins(one, other, chunks):
+    requests = [request(TOKENS, mm_features=[item(*each) for each in images]) for images in (one, other)]
+    assert shared(*requests) == chunks
 
 
 def test_images_that_vllm_only_numbers_are_not_cached(caplog):

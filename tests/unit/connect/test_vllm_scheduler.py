@@ -53,19 +53,6 @@ def blocks(way: dict) -> int:
     return 60 if way["case"] == "llama32" else 320
 
 
-@pytest.fixture
-def start():
-    engines = []
-
-    def begin(**options) -> SmallEngine:
-        engines.append(SmallEngine(**options))
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.close()
-
-
 def conversations(engine: SmallEngine, *, turns: int = 3, users: int = 5, aborts: float = 0.1) -> None:
     """Conversations with common prefixes; some requests are aborted."""
     draw = engine.draw
@@ -108,20 +95,19 @@ def many(start, act, **options) -> None:
 def filled(engine: SmallEngine, tokens: int = 1000) -> list[int]:
     """A prompt that the cache has and vLLM has forgotten."""
     prompt = [engine.draw.randrange(1000) for _ in range(tokens)]
-    engine.add(prompt, 1)
-    engine.run()
+    engine.ask(prompt, 1)
     engine.forget()
     return prompt
 
 
-def load(engine: SmallEngine) -> None:
-    """Whatever the rest of a test has come to: something is loaded for certain."""
+def check_it_goes_on(engine: SmallEngine) -> None:
+    """Whatever the rest of a test has come to: something is loaded for certain, and nothing is left behind."""
     engine.settle()
     engine.idle()
     before, prompt = engine.loaded_tokens, filled(engine)
-    engine.add(prompt, 1)
-    engine.run()
+    engine.ask(prompt, 1)
     assert engine.loaded_tokens == before + 768
+    check_all_is_over(engine)
 
 
 def check_all_is_over(engine: SmallEngine) -> None:
@@ -141,16 +127,14 @@ def check_all_is_over(engine: SmallEngine) -> None:
 def test_no_request_gets_another_ones_bytes(start, way, seed):
     engine = start(seed=seed, blocks=blocks(way), slow_s=0.004, **way)
     conversations(engine)
-    load(engine)
-    check_all_is_over(engine)
+    check_it_goes_on(engine)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_blocks_that_are_handed_out_while_they_are_copied(start, way):
     engine = start(seed=1, **RUSH | {"blocks": blocks(way)}, **way)
     rush(engine)
-    load(engine)
-    check_all_is_over(engine)
+    check_it_goes_on(engine)
 
 
 @pytest.mark.parametrize("way", WAYS[:4])
@@ -158,8 +142,7 @@ def test_requests_that_are_preempted_while_their_blocks_are_copied(start, way):
     engine = start(seed=2, **RUSH, **way)
     rush(engine, requests=10, new_tokens=160)
     assert engine.preemptions > 0
-    load(engine)
-    check_all_is_over(engine)
+    check_it_goes_on(engine)
 
 
 def late(engine: SmallEngine) -> None:
@@ -168,12 +151,10 @@ def late(engine: SmallEngine) -> None:
     first, *others = [[draw.randrange(1000) for _ in range(700)] for _ in range(5)]
     engine.copier.gate.clear()
     for prompt in (first, *others):
-        engine.add(prompt, 1)
-        engine.run()
+        engine.ask(prompt, 1)
     engine.settle()
     for prompt in (*others, first):
-        engine.add(prompt, 1)
-    engine.run()
+        engine.ask(prompt, 1)
 
 
 def test_copies_that_come_too_late_are_given_up(start, monkeypatch):
@@ -210,23 +191,17 @@ def test_copies_that_fail_are_computed(start, way):
     engine = start(seed=7, blocks=blocks(way), failing=0.3, **way)
     conversations(engine)
     engine.copier.failing = 0.0
-    load(engine)
+    check_it_goes_on(engine)
     prompt, before = filled(engine), engine.failures
     engine.copier.failing = 1.0
-    engine.add(prompt, 1)
-    engine.run()
+    engine.ask(prompt, 1)
     assert engine.failures > before
     check_all_is_over(engine)
 
 
-def test_the_control_without_a_fence_the_rush_finds_wrong_bytes(start, monkeypatch):
-    monkeypatch.setattr(Worker, "_fence", lambda _self, _requests: None)
-    with pytest.raises(LieError):
-        many(start, rush, **RUSH)
-
-
-def test_the_control_without_a_watch_the_rush_finds_wrong_bytes(start, monkeypatch):
-    monkeypatch.setattr(BlockPins, "_reused", lambda _self, _block: None)
+@pytest.mark.parametrize(("part", "guard"), [(Worker, "_fence"), (BlockPins, "_reused")])
+def test_the_control_without_a_fence_or_a_watch_the_rush_finds_wrong_bytes(start, monkeypatch, part, guard):
+    monkeypatch.setattr(part, guard, lambda _self, _given: None)
     with pytest.raises(LieError):
         many(start, rush, **RUSH)
 
@@ -248,14 +223,11 @@ def twins(engine: SmallEngine) -> None:
     for _ in range(6):
         engine.step()
     engine.add(prompt, 3)
-    engine.add([*prompt, *range(200)], 3)
-    engine.run()
+    engine.ask([*prompt, *range(200)], 3)
     for _ in range(4):  # vLLM forgets the prompt
-        engine.add([draw.randrange(1000) for _ in range(900)], 1)
-        engine.run()
+        engine.ask([draw.randrange(1000) for _ in range(900)], 1)
     engine.settle()
-    engine.add(prompt, 3)
-    engine.run()
+    engine.ask(prompt, 3)
 
 
 def test_blocks_that_another_request_is_still_computing_are_not_stored(start):
@@ -263,25 +235,6 @@ def test_blocks_that_another_request_is_still_computing_are_not_stored(start):
     twins(engine)
     assert engine.loaded_tokens == 512
     check_all_is_over(engine)
-
-
-def test_the_control_blocks_that_another_request_is_still_computing(start, monkeypatch):
-    def hasty(tracked: TrackedRequest, _confirmed_step: int) -> int:
-        request = tracked.request
-        return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-
-    monkeypatch.setattr(TrackedRequest, "computed_tokens", hasty)
-    monkeypatch.setattr(Scheduler, "stepped", _hasty_step)
-    with pytest.raises(LieError):
-        many(start, twins, blocks=60, is_overlapped=True, rest=1.0)
-
-
-def _hasty_step(self: Scheduler, done) -> None:
-    self._confirmed_step = done.step
-    self._settle()
-    for name, tracked in list(self._due.items()):
-        self._store_full_chunks(tracked, self._tables(name))
-    self._stores.send()
 
 
 # ---- a convoy, a reset, a mishap -----------------------------------------------------------------------------------
@@ -292,8 +245,7 @@ def test_requests_for_one_prefix_share_one_load(start, is_overlapped):
     engine = start(blocks=200, is_overlapped=is_overlapped, rest=0.2)
     prompt = filled(engine)
     for number in range(5):
-        engine.add([*prompt, number], 2)
-    engine.run()
+        engine.ask([*prompt, number], 2)
     assert engine.reports == 1
     assert engine.loaded_tokens == 768
     check_all_is_over(engine)
@@ -305,8 +257,7 @@ def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_o
     monkeypatch.setattr(Planner, "record_overhead", lambda _self, seconds: waits.append(seconds))
     engine = start(blocks=200)
     prompt = filled(engine)
-    engine.add([*prompt, 1], 2)
-    engine.run()
+    engine.ask([*prompt, 1], 2)
     assert engine.reports == 1
     assert waits == [0.0]
     check_all_is_over(engine)
@@ -318,8 +269,7 @@ def test_after_a_reset_nothing_from_before_is_found(start):
     salted = [Extra("epoch", b"another")]  # as `KeyMaker` does it
     engine.scheduler._begin_keys = lambda _request: Chain(bytes(32), engine.geometry.chunk_tokens, salted)
     engine.scheduler.reset()
-    engine.add(prompt, 1)
-    engine.run()
+    engine.ask(prompt, 1)
     assert engine.loaded_tokens == 0
 
 
@@ -342,8 +292,7 @@ def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tm
         scheduler.matched(request, 0)
         scheduler.reset()
         scheduler.finished(request, ([],))
-    engine.add(prompt, 1)
-    engine.run()
+    engine.ask(prompt, 1)
     assert engine.loaded_tokens == 768
 
 
@@ -387,13 +336,14 @@ def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there
     engine.scheduler.reset()
     engine.run()
     engine.forget()
-    engine.add(prompt, 1)
-    engine.run()
+    engine.ask(prompt, 1)
     assert engine.loaded_tokens <= 256  # what was stored before the reset; the salt is another test's
 
 
-def settled(engine: SmallEngine) -> None:
-    """Steps until nothing is left to do, with all copies between two of them."""
+def settled(engine: SmallEngine, *prompts: list[int]) -> None:
+    """Steps until `prompts` are computed and nothing is left to do, with all copies between two of them."""
+    for prompt in prompts:
+        engine.add(prompt, 1)
     for _ in range(400):
         engine.step()
         engine.settle()
@@ -401,24 +351,28 @@ def settled(engine: SmallEngine) -> None:
     engine.settle()
 
 
+def scatter_begins(engine: SmallEngine, patch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a copy to the engine begins."""
+    has_begun, scatter = threading.Event(), engine.copier.scatter
+    patch.setattr(engine.copier, "scatter", lambda *given: has_begun.set() or scatter(*given))
+    return has_begun
+
+
 @pytest.mark.parametrize("case", ["under_way", "reported", "after_resident_blocks", "deferred"])
 def test_what_a_load_brought_before_a_reset_gets_no_name_of_after_it(start, monkeypatch, case):
     """VLLM resets the connector also where its own cache cannot be reset because a load keeps blocks."""
     engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=True, defers_loads=True)
     prompt = [engine.draw.randrange(1000) for _ in range(1000)]
-    engine.add(prompt, 1)
-    settled(engine)
+    settled(engine, prompt)
     engine.forget()
     if case == "after_resident_blocks":
-        engine.add(prompt[:520], 1)
-        settled(engine)
+        settled(engine, prompt[:520])
     if case == "deferred":
         engine.add([engine.draw.randrange(1000) for _ in range(300)], 8)
         engine.under_way.append(engine._schedule())
-    has_begun, scatter = threading.Event(), engine.copier.scatter
+    has_begun = scatter_begins(engine, monkeypatch)
     if case == "under_way":  # a copy runs until after the reset, so that the load cannot end before
         engine.copier.gate.clear()
-        monkeypatch.setattr(engine.copier, "scatter", lambda *given: has_begun.set() or scatter(*given))
     request = engine.add(prompt, 300)
     engine.under_way.append(engine._schedule())
     assert case != "under_way" or has_begun.wait(DEADLINE_S)
@@ -467,14 +421,12 @@ def test_when_weights_change_no_load_counts_and_nothing_is_stored(start, monkeyp
     assert not engine.scheduler.reset(), "vLLM has kept its own cache, with KV of the weights before"
     settled(engine)
     assert engine.failures == failures + 1
-    engine.add(prompt, 1)
-    settled(engine)
+    settled(engine, prompt)
     assert engine.loaded_tokens == loaded_tokens + (768 if case == "deferred" else 0), "vLLM counts before the load"
     monkeypatch.undo()
     assert engine.scheduler.reset()
     engine.forget()
-    engine.add(prompt, 1)
-    settled(engine)
+    settled(engine, prompt)
     assert engine.failures == failures + 1
     assert engine.loaded_tokens > loaded_tokens, "it goes on"
 
@@ -494,8 +446,7 @@ def test_when_weights_change_open_stores_are_cancelled(start, caplog):
     assert engine.scheduler._stores.pins.is_idle, "vLLM can reset its own cache"
     assert engine.scheduler.reset()
     engine.forget()
-    engine.add(prompt, 1)
-    settled(engine)
+    settled(engine, prompt)
     assert engine.loaded_tokens == 0
     engine.scheduler.weights_change("sleep()")
     assert "(sleep())" in caplog.messages[-1], "also the second time"
@@ -521,8 +472,7 @@ def test_of_a_step_that_finds_other_weights_nothing_is_stored(start, monkeypatch
     assert engine.scheduler.reset()
     engine.forget()
     for _ in range(2):
-        engine.add(prompt, 1)
-        settled(engine)
+        settled(engine, prompt)
         engine.forget()
     assert stored != []
     assert engine.loaded_tokens > 0, "it goes on"
@@ -570,11 +520,9 @@ def test_a_copy_that_outlives_its_load_writes_to_no_block_of_another_request(sta
     monkeypatch.setattr(locked_core, "COPY_DEADLINE_S", 0.05)
     engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=True)
     prompt = [engine.draw.randrange(1000) for _ in range(1000)]
-    engine.add(prompt, 1)
-    settled(engine)
+    settled(engine, prompt)
     engine.forget()
-    has_begun, scatter = threading.Event(), engine.copier.scatter
-    monkeypatch.setattr(engine.copier, "scatter", lambda *given: has_begun.set() or scatter(*given))
+    has_begun = scatter_begins(engine, monkeypatch)
     request = engine.add(prompt, 1)
     while not request.is_loading:
         engine.step()
@@ -692,10 +640,8 @@ def test_a_poller_whose_thread_died_raises_in_the_schedulers_thread_once(start, 
     Guarded(engine, connector_class)
     engine.scheduler._loads._deliver = None
     prompt = filled(engine)
-    engine.add(prompt, 2)
-    engine.run()
-    engine.add(prompt, 2)
-    engine.run()
+    engine.ask(prompt, 2)
+    engine.ask(prompt, 2)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert isinstance(record.exc_info[1].__cause__, TypeError)
 
@@ -713,8 +659,7 @@ def everything(engine: SmallEngine) -> None:
     engine.add([*prompt, 4], 2)
     engine.step()
     engine.copier.failing = 0.0
-    engine.add([engine.draw.randrange(1000) for _ in range(900)], 2)
-    engine.run()
+    engine.ask([engine.draw.randrange(1000) for _ in range(900)], 2)
 
 
 def is_spared(frame: FrameType) -> bool:

@@ -109,18 +109,15 @@ class Heard(Lru):
         self.said.append((conversation, next_turn))
 
 
-def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(monkeypatch):
+def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(start, monkeypatch):
     monkeypatch.setitem(EVICTORS, "heard", Heard)
-    engine = SmallEngine(config=Config(host=HostConfig(capacity_bytes="64MiB", evictor="heard")))
-    try:
-        prompt = [engine.draw.randrange(1000) for _ in range(1000)]
-        for params in ({"session": "a", "next_turn": "user"}, {"session": "b"}, None, {"session": 5}):
-            engine.add(prompt, 1, kv_transfer_params=params)
-            engine.run()
-            engine.settle()
-            engine.forget()
-    finally:
-        engine.close()
+    engine = start(config=Config(host=HostConfig(capacity_bytes="64MiB", evictor="heard")))
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    for params in ({"session": "a", "next_turn": "user"}, {"session": "b"}, None, {"session": 5}):
+        engine.ask(prompt, 1, kv_transfer_params=params)
+        engine.settle()
+        engine.forget()
+    engine.close()
     a, b = (hint_of({"session": name}).conversation for name in "ab")
     assert Heard.said == [(a, NextTurn.USER)]
     # The first computes and stores it, the others load it.

@@ -46,26 +46,13 @@ def test_a_request_waits_until_everything_announced_is_there() -> None:
         assert answer.tokens == chunks * CHUNK
         assert (answer.presence is Presence.PROBING) is (chunks < 4)
     assert core.cache.next_deadline() is None
-    core.load("r", TEXT)
-    core.run()
+    core.load_and_run("r", TEXT)
     assert core.loaded()[0].tokens == EVERYTHING
-
-
-def test_without_the_announcement_a_remembered_absence_makes_a_miss() -> None:
-    """The control of the next test."""
-    core = one_far()
-    core.lookup("before", TEXT)
-    core.run()
-    written(core, 4)
-    core.lookup("r", TEXT)
-    core.run()
-    assert core.lookup("r", TEXT).presence is Presence.ABSENT
 
 
 def test_an_announcement_is_stronger_than_a_remembered_absence() -> None:
     core = one_far()
-    core.lookup("before", TEXT)
-    core.run()
+    core.lookup_and_run("before", TEXT)
     written(core, 4)
     assert ask(core).tokens == EVERYTHING
 
@@ -120,19 +107,19 @@ def test_each_further_chunk_renews_the_wait_up_to_its_limit() -> None:
     assert seen == [True] * 7 + [False] * 13, "2 s, although each chunk came within the time of a stall"
 
 
-@pytest.mark.parametrize(("tokens", "limit_s"), [(EVERYTHING, 0.1), (2 * CHUNK, 0.05)])
-def test_no_wait_is_longer_than_computing_what_is_announced(tokens: int, limit_s: float) -> None:
-    core = one_far()
-    assert ask(core, tokens=tokens, compute_s=0.1).presence is Presence.PROBING
-    wait(core, limit_s - 0.001)
-    assert ask(core, tokens=tokens, compute_s=0.1).presence is Presence.PROBING
-    wait(core, 0.002)
-    assert ask(core, tokens=tokens, compute_s=0.1).presence is Presence.ABSENT
-
-
-@pytest.mark.parametrize(("tokens", "limit_s"), [(EVERYTHING, 0.1), (3 * CHUNK, 0.05)])
-def test_what_the_engine_holds_makes_the_wait_shorter(tokens: int, limit_s: float) -> None:
-    core, given = one_far(), {"compute_s": 0.1, "resident_tokens": 2 * CHUNK}
+@pytest.mark.parametrize(
+    ("resident_tokens", "tokens", "limit_s"),
+    [
+        (0, EVERYTHING, 0.1),
+        (0, 2 * CHUNK, 0.05),
+        (2 * CHUNK, EVERYTHING, 0.1),
+        (2 * CHUNK, 3 * CHUNK, 0.05),
+    ],
+)
+def test_no_wait_is_longer_than_computing_what_the_engine_lacks(
+    resident_tokens: int, tokens: int, limit_s: float
+) -> None:
+    core, given = one_far(), {"compute_s": 0.1, "resident_tokens": resident_tokens}
     assert ask(core, tokens=tokens, **given).presence is Presence.PROBING
     wait(core, limit_s - 0.001)
     assert ask(core, tokens=tokens, **given).presence is Presence.PROBING
@@ -180,8 +167,7 @@ def test_a_tier_that_is_down_costs_no_wait() -> None:
 
 def test_a_core_without_remote_tiers_does_not_wait() -> None:
     core = Driver()
-    core.lookup("r", TEXT, announced_tokens=EVERYTHING)
-    core.run()
+    core.lookup_and_run("r", TEXT, announced_tokens=EVERYTHING)
     assert core.lookup("r", TEXT, announced_tokens=EVERYTHING).presence is Presence.ABSENT
 
 
@@ -238,8 +224,7 @@ def test_questions_for_announced_chunks_do_not_count_as_misses() -> None:
         ask(core)
         wait(core)
     assert core.cache._tiers["far"].hit_rate == before
-    core.lookup("other", prefix_of("xyz"))
-    core.run()
+    core.lookup_and_run("other", prefix_of("xyz"))
     assert core.cache._tiers["far"].hit_rate < before, "the control"
 
 

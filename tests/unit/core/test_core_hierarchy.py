@@ -6,7 +6,7 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 from kvtier.core import pending_writes, tier_state
 from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, State, Window
-from kvtier.types import ChunkKey, Direction, Outcome, Prefix, Presence, RequestId
+from kvtier.types import ChunkKey, Direction, Outcome, Prefix, Presence
 
 LONG_S = 1000.0
 
@@ -23,6 +23,20 @@ def near_and_far(**values: object) -> Driver:
 
 def long_prefix(chunks: int, name: str = "p") -> Prefix:
     return Prefix(tuple(ChunkKey(f"{name}{number}".encode()) for number in range(chunks)), CHUNK)
+
+
+def store_near(core: Driver, request: str, prefix: Prefix) -> None:
+    """Store, and answer everything but writes to the far tier."""
+    core.store(request, prefix)
+    core.run(keep=lambda one: one.tier == "far")
+
+
+def relaying(chunks: int, **values: object) -> Driver:
+    """One write to the far tier hangs. Three objects of `a` wait for it, and all of `b`, which has `chunks`."""
+    core = near_and_far(slots=32, demotes=1, **values)
+    store_near(core, "a", long_prefix(4, "a"))
+    store_near(core, "b", long_prefix(chunks, "b"))
+    return core
 
 
 def probe(core: Driver):
@@ -83,11 +97,9 @@ def test_a_run_with_holes_is_loaded_up_to_the_hole() -> None:
     core, prompt = near_and_far(slots=600), long_prefix(512)
     core.fill("far", prompt)
     core.held["far"].discard((prompt.keys[101], 0))
-    core.lookup("r", prompt)
-    core.run()
+    core.lookup_and_run("r", prompt)
     assert core.lookup("r", prompt).tokens == 512 * CHUNK, "the hole is between two names that were asked for"
-    core.load("r", prompt)
-    core.run()
+    core.load_and_run("r", prompt)
     assert core.loaded()[0].tokens == 101 * CHUNK
 
 
@@ -107,8 +119,7 @@ def test_a_hybrid_model_asks_history_first_and_then_at_most_four_boundaries() ->
     assert rounds == [{0}, {0}, {1, 2}]
     assert asked == 8, "two groups at four boundaries"
     assert core.lookup("r", prompt).tokens == 18 * CHUNK
-    core.load("r", prompt, 18 * CHUNK)
-    core.run()
+    core.load_and_run("r", prompt, 18 * CHUNK)
     assert core.loaded()[0].tokens == 18 * CHUNK
 
 
@@ -138,33 +149,24 @@ def test_a_remote_tier_that_fails_between_two_rounds_keeps_what_it_reported() ->
 def test_a_request_waits_for_a_remote_tier_a_small_share_of_what_computing_takes() -> None:
     core, prompt = near_and_far(), prefix_of("ab")
     core.fill("far", prompt)
-
-    def lookup(request: str):
-        answer = core.cache.lookup(RequestId(request), prompt, core.now_s, compute_s=1.0)
-        core._take()
-        return answer
-
     for tier in core.cache._tiers.all:
         tier.hit_rate = 0.0
-    lookup("r")
+    core.lookup("r", prompt, compute_s=1.0)
     tell(core)
-    assert lookup("r").presence is Presence.PROBING
+    assert core.lookup("r", prompt, compute_s=1.0).presence is Presence.PROBING
     assert core.cache.next_deadline() == pytest.approx(0.01)
     core.wait(0.011)
-    assert lookup("r").presence is Presence.ABSENT, "the probe is open, and the request goes on"
+    assert core.lookup("r", prompt, compute_s=1.0).presence is Presence.ABSENT, "its probe is open, and it goes on"
     core.run()
-    later = lookup("other")
-    core.run()
-    later = lookup("other")
-    assert later.tokens == 8, "the late answer serves the next request"
+    core.lookup_and_run("other", prompt, compute_s=1.0)
+    assert core.lookup("other", prompt, compute_s=1.0).tokens == 8, "the late answer serves the next request"
 
 
 def test_a_hit_rate_that_repays_it_makes_requests_wait_longer() -> None:
     core, prompt = near_and_far(), prefix_of("ab")
     core.cache._tiers["far"].hit_rate = 0.8
     core.fill("disk", prefix_of("a"))
-    core.cache.lookup(RequestId("r"), prompt, 0.0, compute_s=1.0)
-    core._take()
+    core.lookup("r", prompt, compute_s=1.0)
     tell(core)
     half_s, load_s = 0.5, 0.25  # the disk has half of the prompt; loading is taken to need half of computing
     assert core.cache.next_deadline() == pytest.approx(0.8 * (half_s - load_s))
@@ -174,8 +176,7 @@ def test_a_request_waits_a_share_of_what_the_missing_part_takes() -> None:
     core, prompt = near_and_far(), long_prefix(10)
     core.cache._tiers["far"].hit_rate = 0.0
     core.fill("disk", Prefix(prompt.keys[:9], CHUNK))
-    core.cache.lookup(RequestId("r"), prompt, 0.0, compute_s=1.0)
-    core._take()
+    core.lookup("r", prompt, compute_s=1.0)
     tell(core)
     assert core.cache.next_deadline() == pytest.approx(0.001), "one of ten chunks is missing"
 
@@ -186,10 +187,9 @@ def test_no_request_waits_for_answers_that_usually_come_too_late(answer_s: float
     core.cache._tiers["far"].hit_rate = 0.0
     for number in range(60):
         prompt = long_prefix(2, f"p{number}-")
-        core.cache.lookup(RequestId(f"r{number}"), prompt, core.now_s, compute_s=1.0)
-        core._take()
+        core.lookup(f"r{number}", prompt, compute_s=1.0)
         tell(core)
-        answer = core.cache.lookup(RequestId(f"r{number}"), prompt, core.now_s, compute_s=1.0)
+        answer = core.lookup(f"r{number}", prompt, compute_s=1.0)
         core.wait(answer_s)
         tell(core)
     assert answer.presence is (Presence.PROBING if answer_s < 0.01 else Presence.ABSENT)
@@ -199,26 +199,20 @@ def test_no_request_waits_for_answers_that_usually_come_too_late(answer_s: float
 def test_a_name_that_a_remote_tier_lacks_is_not_asked_for_again_for_seconds() -> None:
     core = near_and_far()
     for request in "ab":
-        core.lookup(request, prefix_of("x"))
-        core.run()
+        core.lookup_and_run(request, prefix_of("x"))
     assert core.asked["far"] == 1
     core.now_s += tier_state.ABSENT_S
-    core.lookup("c", prefix_of("x"))
-    core.run()
+    core.lookup_and_run("c", prefix_of("x"))
     assert core.asked["far"] == 2
 
 
 def test_an_own_store_ends_the_memory_of_an_absence() -> None:
     core, prompt = near_and_far(slots=2), prefix_of("x")
-    core.lookup("a", prompt)
-    core.run()
-    core.store("a", prompt)
-    core.run()
-    core.store("b", prefix_of("yz"))
-    core.run()
+    core.lookup_and_run("a", prompt)
+    core.store_and_run("a", prompt)
+    core.store_and_run("b", prefix_of("yz"))
     core.held["disk"].clear()
-    core.lookup("c", prompt)
-    core.run()
+    core.lookup_and_run("c", prompt)
     assert core.lookup("c", prompt).sources == (("far", 4),)
     assert core.asked["far"] == 1
 
@@ -230,11 +224,9 @@ def test_a_read_that_fails_tries_the_slower_tier_though_it_was_not_asked() -> No
     core, prompt = near_and_far(), prefix_of("ab")
     core.fill("disk", prompt)
     core.fill("far", prompt)
-    core.lookup("r", prompt)
-    core.run()
+    core.lookup_and_run("r", prompt)
     core.held["disk"].clear()
-    core.load("r", prompt)
-    core.run()
+    core.load_and_run("r", prompt)
     (done,) = core.loaded()
     assert (done.tokens, done.sources) == (8, (("far", 8),))
 
@@ -245,8 +237,7 @@ def test_a_read_that_fails_tries_the_slower_tier_though_it_was_not_asked() -> No
 def test_an_object_that_waits_for_a_slow_tier_holds_no_slot_once_the_disk_has_it() -> None:
     core = near_and_far(slots=32, demotes=1)
     for number in range(8):
-        core.store(f"r{number}", long_prefix(8, f"{number}-"))
-        core.run(keep=lambda one: one.tier == "far")
+        store_near(core, f"r{number}", long_prefix(8, f"{number}-"))
     assert [done.held for done in core.stored()] == [8] * 8, "twice as many objects as slots, while one write hangs"
     assert len(core.held["disk"]) == 64
     core.run()
@@ -256,27 +247,20 @@ def test_an_object_that_waits_for_a_slow_tier_holds_no_slot_once_the_disk_has_it
 
 def test_without_a_faster_tier_that_persists_the_slot_is_held() -> None:
     core = Driver(tiers=(rules("memory", persists=False), rules("far", is_remote=True, demotes=1)), slots=8)
-    core.store("a", long_prefix(8, "a"))
-    core.run(keep=lambda one: one.tier == "far")
-    core.store("b", long_prefix(8, "b"))
-    core.run(keep=lambda one: one.tier == "far")
+    store_near(core, "a", long_prefix(8, "a"))
+    store_near(core, "b", long_prefix(8, "b"))
     assert core.cache.pending_count == 8
 
 
 def test_a_relay_writes_from_host_memory_while_the_object_is_there() -> None:
     core = near_and_far(slots=32, demotes=1)
-    core.store("a", long_prefix(4))
-    core.run()
+    core.store_and_run("a", long_prefix(4))
     assert not [one for one in core.sent if one.direction is Direction.PROMOTE]
     assert len(core.held["far"]) == 4
 
 
 def test_a_relay_reads_from_the_faster_tier_into_the_staging_area() -> None:
-    core = near_and_far(slots=32, demotes=1)
-    core.store("a", long_prefix(4, "a"))
-    core.run(keep=lambda one: one.tier == "far")
-    core.store("b", long_prefix(31, "b"))
-    core.run(keep=lambda one: one.tier == "far")
+    core = relaying(31)
     for hung in core.going(Direction.DEMOTE):
         core.answer(hung)
     staged = core.going(Direction.PROMOTE)
@@ -288,15 +272,13 @@ def test_a_relay_reads_from_the_faster_tier_into_the_staging_area() -> None:
 
 def test_without_a_relay_requests_use_all_slots() -> None:
     core, prompt = near_and_far(slots=32), long_prefix(32)
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     assert all(core.cache.presence(one, 0) is Presence.READY for one in prompt.keys)
 
 
 def test_a_relay_takes_no_slot_that_is_in_use() -> None:
     core = near_and_far(slots=32, demotes=1)
-    core.store("a", long_prefix(4, "a"))
-    core.run(keep=lambda one: one.tier == "far")
+    store_near(core, "a", long_prefix(4, "a"))
     core.store("b", long_prefix(32, "b"))
     core.run(keep=lambda one: one.direction is Direction.DEMOTE)  # the disk is slow: all objects wait for it
     (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
@@ -309,22 +291,14 @@ def test_a_relay_takes_no_slot_that_is_in_use() -> None:
 
 
 def test_what_the_faster_tier_evicted_before_is_lost_and_counted() -> None:
-    core = near_and_far(slots=32, demotes=1)
-    core.store("a", long_prefix(4, "a"))
-    core.run(keep=lambda one: one.tier == "far")
-    core.store("b", long_prefix(31, "b"))
-    core.run(keep=lambda one: one.tier == "far")
+    core = relaying(31)
     core.held["disk"] = {item for item in core.held["disk"] if item[0].startswith(b"b")}
     core.run()
     assert core.cache.counters.relays_dropped == 3
 
 
 def test_a_relay_waits_for_loads() -> None:
-    core = near_and_far(slots=32, demotes=1)
-    core.store("a", long_prefix(4, "a"))
-    core.run(keep=lambda one: one.tier == "far")
-    core.store("b", long_prefix(30, "b"))
-    core.run(keep=lambda one: one.tier == "far")
+    core = relaying(30)
     core.fill("disk", long_prefix(30, "c"))
     core.load("c", long_prefix(30, "c"))
     for hung in core.going(Direction.DEMOTE):
@@ -335,11 +309,7 @@ def test_a_relay_waits_for_loads() -> None:
 
 
 def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
-    core = near_and_far(slots=32, demotes=1, failures=1, retry_s=5.0)
-    core.store("a", long_prefix(4, "a"))
-    core.run(keep=lambda one: one.tier == "far")
-    core.store("b", long_prefix(30, "b"))
-    core.run(keep=lambda one: one.tier == "far")
+    core = relaying(30, failures=1, retry_s=5.0)
     (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
     core.answer(hung, Outcome.FAILED, is_fault=True)
     core.run()
@@ -355,12 +325,10 @@ def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
 
 def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time() -> None:
     core = near_and_far(slots=32, demotes=1, failures=1, retry_s=5.0)
-    core.store("a", long_prefix(3, "a"))
-    core.run(keep=lambda one: one.tier == "far")
+    store_near(core, "a", long_prefix(3, "a"))
     (hung,) = core.going(Direction.DEMOTE)
     core.answer(hung, Outcome.FAILED, is_fault=True)
-    core.store("b", long_prefix(32, "b"))
-    core.run()
+    core.store_and_run("b", long_prefix(32, "b"))
     core.store("c", long_prefix(3, "a"))  # the far tier is away: nothing is decided for it
     core.run()
     core.wait(5.1)
@@ -379,33 +347,15 @@ def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time
 def test_only_so_many_objects_wait_to_be_relayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_writes, "RELAYS_MAX", 3)
     core = near_and_far(slots=32, demotes=1)
-    core.store("a", long_prefix(8))
-    core.run(keep=lambda one: one.tier == "far")
+    store_near(core, "a", long_prefix(8))
     assert len(core.cache._pending_writes.queues["far"].relays) == 3
     assert core.cache.counters.relays_dropped == 4
 
 
-def test_a_staged_read_that_hangs_ties_its_slot_until_its_thread_ends() -> None:
-    core = Driver(tiers=(rules("disk", transfer_deadline_s=2.0), rules("far", is_remote=True, demotes=1)), slots=32)
-    core.store("a", long_prefix(4, "a"))
-    core.run(keep=lambda one: one.tier == "far")
-    core.store("b", long_prefix(31, "b"))
-    core.run(keep=lambda one: one.tier == "far")
-    (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
-    core.answer(hung)
-    staged = core.going(Direction.PROMOTE)[0]
-    core.wait(2.0)
-    assert staged.slot in [entry.slot for entry in core.cache.host.lost]
-    core.answer(staged)
-    assert not [entry for entry in core.cache.host.lost if entry.slot == staged.slot]
-
-
 def test_write_back_relays_too() -> None:
     core = near_and_far(slots=8, demotes=1, write_policy=WritePolicy.BACK)
-    core.store("a", long_prefix(8, "a"))
-    core.run()
-    core.store("b", long_prefix(8, "b"))
-    core.run(keep=lambda one: one.tier == "far")
+    core.store_and_run("a", long_prefix(8, "a"))
+    store_near(core, "b", long_prefix(8, "b"))
     assert core.stored()[-1].held == 8
 
 
@@ -415,13 +365,10 @@ def test_write_back_relays_too() -> None:
 def test_an_object_from_a_slower_tier_enters_the_faster_one_at_its_second_use() -> None:
     core, prompt = near_and_far(), prefix_of("a")
     core.fill("far", prompt)
-    core.lookup("r", prompt)
-    core.run()
-    core.load("r", prompt)
-    core.run()
+    core.lookup_and_run("r", prompt)
+    core.load_and_run("r", prompt)
     assert not core.held["disk"]
-    core.load("s", prompt)
-    core.run()
+    core.load_and_run("s", prompt)
     assert core.held["disk"] == {(key("a"), 0)}
     assert not [one for one in core.sent if (one.direction, one.tier) == (Direction.DEMOTE, "far")], (
         "not sent where it came from"
@@ -432,12 +379,9 @@ def test_a_second_promotion_counts_as_a_second_use() -> None:
     core, prompt = near_and_far(slots=2), prefix_of("a")
     core.fill("far", prompt)
     for request in "rs":
-        core.lookup(request, prompt)
-        core.run()
-        core.load(request, prompt)
-        core.run()
-        core.store(f"{request} other", prefix_of("yz" if request == "r" else "vw"))
-        core.run()
+        core.lookup_and_run(request, prompt)
+        core.load_and_run(request, prompt)
+        core.store_and_run(f"{request} other", prefix_of("yz" if request == "r" else "vw"))
     assert (key("a"), 0) in core.held["disk"]
 
 
@@ -445,10 +389,8 @@ def test_the_memory_of_promotions_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pending_writes, "PROMOTED_MAX", 2)
     core, prompt = near_and_far(), long_prefix(5)
     core.fill("far", prompt)
-    core.lookup("r", prompt)
-    core.run()
-    core.load("r", prompt)
-    core.run()
+    core.lookup_and_run("r", prompt)
+    core.load_and_run("r", prompt)
     assert len(core.cache._pending_writes._promoted) == 2
 
 
@@ -456,24 +398,10 @@ def test_what_a_probe_found_is_not_uploaded_again() -> None:
     """The engine computed the prompt though the far tier has it."""
     core, prompt = near_and_far(), prefix_of("a")
     core.fill("far", prompt)
-    core.lookup("r", prompt)
-    core.run()
-    core.store("r", prompt)
-    core.run()
+    core.lookup_and_run("r", prompt)
+    core.store_and_run("r", prompt)
     assert core.held["disk"] == {(key("a"), 0)}
     assert not [one for one in core.sent if one.tier == "far"]
-
-
-def test_a_suspect_copy_is_uploaded_again() -> None:
-    core, prompt = near_and_far(), prefix_of("a")
-    core.fill("far", prompt)
-    core.lookup("r", prompt)
-    core.run()
-    core.load("r", prompt)
-    core.answer(core.going(Direction.PROMOTE)[0], Outcome.CORRUPT)
-    core.store("r", prompt)
-    core.run()
-    assert [one.tier for one in core.sent if one.direction is Direction.DEMOTE] == ["disk", "far"]
 
 
 def test_what_can_not_be_staged_is_dropped_and_holds_up_no_other_relay() -> None:
@@ -495,15 +423,13 @@ def test_what_can_not_be_staged_is_dropped_and_holds_up_no_other_relay() -> None
 def test_a_suspect_copy_that_a_probe_found_in_between_is_uploaded_again() -> None:
     core = near_and_far()
     core.fill("far", prefix_of("a"))
-    core.lookup("r", prefix_of("a"))
-    core.run()
+    core.lookup_and_run("r", prefix_of("a"))
     core.load("r", prefix_of("a"))
     (promote,) = core.going(Direction.PROMOTE)
     core.answer(promote, Outcome.FAILED, is_fault=True)
     core.release("r")
     core.lookup("other", prefix_of("a"))
     core.run()  # the far tier says that it has it
-    core.store("r2", prefix_of("a"))
-    core.run(keep=lambda one: one.tier == "far")
+    store_near(core, "r2", prefix_of("a"))
     assert demotions(core, "far") == ["a"]
     assert [drop.tier for drop in core.drops] == ["far"]

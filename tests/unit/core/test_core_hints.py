@@ -47,12 +47,6 @@ def test_every_group_of_host_memory_and_every_tier_gets_the_hint():
     assert [it.heard for it in evictors] == [[("a", NextTurn.USER), ("a", None)]] * 2
 
 
-def test_an_evictor_that_takes_no_hints_is_left_alone():
-    core = Driver()
-    core.expects("a", NextTurn.NOBODY)
-    assert core.tells == [Tell("disk", "a", NextTurn.NOBODY)]
-
-
 def test_a_hint_follows_the_open_stores_of_its_session():
     core, (evictor,) = listening()
     core.store("r", prefix_of("xy"), conversation=A)
@@ -68,28 +62,13 @@ def test_a_hint_follows_the_open_stores_of_its_session():
     assert core.tells[1:] == [Tell("disk", "a", NextTurn.NOBODY)]
 
 
-def test_a_store_that_fails_or_is_given_up_holds_no_news_back():
-    for end in (lambda core: core.release("r"), lambda core: core.wait(2.0)):
-        core, (evictor,) = listening(slots=2, store_deadline_s=1.0)
-        core.store("r", prefix_of("abcd"), conversation=A)  # more than fits
-        core.expects("a", NextTurn.USER)
-        assert not core.tells
-        end(core)
-        core.run()
-        core.wait(0.0)
-        assert evictor.heard[-1] == ("a", NextTurn.USER)
-
-
 def test_a_use_belongs_to_the_session_that_uses_the_object():
     core, (evictor,) = listening(tiers=())
-    core.store("r1", prefix_of("x"), conversation=A)
-    core.run()
+    core.store_and_run("r1", prefix_of("x"), conversation=A)
     core.store("r2", prefix_of("x"), conversation=B)
     core.lookup("r3", prefix_of("x"))
-    core.load("r3", prefix_of("x"))
-    core.run()
-    core.load("r4", prefix_of("x"), conversation=A)
-    core.run()
+    core.load_and_run("r3", prefix_of("x"))
+    core.load_and_run("r4", prefix_of("x"), conversation=A)
     assert evictor.heard == [
         ("added", "x", "a"),
         *(("touched", "x", conversation) for conversation in ("b", None, "a")),
@@ -99,8 +78,6 @@ def test_a_use_belongs_to_the_session_that_uses_the_object():
 def test_a_promoted_object_belongs_to_the_loading_session():
     core, (evictor,) = listening()
     core.fill("disk", prefix_of("xy"))
-    core.lookup("r", prefix_of("xy"))
-    core.run()
-    core.load("r", prefix_of("xy"), conversation=B)
-    core.run()
+    core.lookup_and_run("r", prefix_of("xy"))
+    core.load_and_run("r", prefix_of("xy"), conversation=B)
     assert {it[2] for it in evictor.heard} == {"b"}

@@ -48,13 +48,6 @@ def test_what_travels_side_by_side_is_no_flow() -> None:
     assert estimator.seconds(8 * MB, 0, 9.0)[1] == pytest.approx(0.2)
 
 
-def test_a_small_burst_does_not_hide_how_much_comes_together() -> None:
-    estimator = known(0.1, 40 * MB, 4 * MB)
-    estimator.began(MB, 0.0)
-    estimator.ended(MB, 0.1, is_moved=True)
-    assert estimator.first_bytes == 4 * MB
-
-
 def test_bad_news_is_believed_at_once_and_good_news_by_half() -> None:
     estimator = known(0.01, 100 * MB)
     estimator.began(MB, 0.0)
@@ -217,8 +210,7 @@ def test_a_load_may_have_to_wait_for_a_pause_of_the_link_but_not_longer_than_for
 def test_host_memory_and_a_tier_are_two_offers() -> None:
     core, prefix = Driver(slots=64), prefix_of("abcdef")
     core.fill("disk", prefix)
-    core.store("s", prefix_of("ab"))
-    core.run()
+    core.store_and_run("s", prefix_of("ab"))
     paced(core, host_s=0.001, disk=0.1)
     assert options(core, "r", prefix) == [(2 * CHUNK, "host", 0.002), (6 * CHUNK, "disk", 0.401)]
     assert core.cache.lookup(RequestId("r"), prefix, 0.0).options[-1] == LoadOption(
@@ -235,20 +227,10 @@ def test_what_the_engine_holds_costs_nothing() -> None:
     assert options(core, "r", prefix, 6 * CHUNK) == []
 
 
-def test_what_all_is_here_is_one_offer() -> None:
-    core, prefix = Driver(slots=64), prefix_of("abcdef")
-    core.store("s", prefix)
-    core.run()
-    paced(core, host_s=0.01)
-    assert options(core, "r", prefix) == [(6 * CHUNK, "host", 0.06)]
-    assert options(core, "r", prefix, 5 * CHUNK) == [(6 * CHUNK, "host", 0.01)]
-
-
 def test_copies_to_the_engine_that_wait_for_their_turn_come_first() -> None:
     core, first, second = Driver(slots=64, scatters=2), prefix_of("abcdef"), prefix_of("xyz")
     for prefix in (first, second):
-        core.store("s", prefix)
-        core.run()
+        core.store_and_run("s", prefix)
     paced(core, host_s=0.01)
     core.load("other", first)
     assert len(core.going(Direction.SCATTER)) == 2
@@ -257,8 +239,7 @@ def test_copies_to_the_engine_that_wait_for_their_turn_come_first() -> None:
 
 def test_while_a_tier_is_asked_there_is_no_offer() -> None:
     core, prefix = Driver(slots=64), prefix_of("ab")
-    core.store("s", prefix_of("a"))
-    core.run()
+    core.store_and_run("s", prefix_of("a"))
     found = core.lookup("r", prefix)
     assert (found.presence, found.ready_tokens, found.options) == (Presence.PROBING, CHUNK, ())
 
@@ -372,37 +353,6 @@ def test_each_chunk_that_comes_is_worth_some_time() -> None:
     assert core.loaded() == [LoadDone(RequestId("r"), 8, 16, ((0, 2), (0, 3)), (("disk", 8),), was_cut=True)]
 
 
-def test_a_chunk_behind_a_hole_is_worth_nothing_yet() -> None:
-    core, prefix = filled("abcd")
-    load(core, prefix, LoadBudget(1.0, 10.0))
-    core.wait(0.5)
-    for transfer in core.going(Direction.PROMOTE)[1:]:
-        core.answer(transfer)
-    core.run(directions=[Direction.SCATTER])
-    assert core.cache.next_deadline() == pytest.approx(1.0)
-    core.wait(0.5)
-    assert core.loaded()[0].tokens == 0
-
-
-def test_a_load_that_comes_in_time_is_whole() -> None:
-    core, prefix = filled("abcd")
-    load(core, prefix, LoadBudget(1.0, 0.25))
-    for _ in range(4):
-        core.wait(0.9)
-        promote(core, 1)
-    assert core.loaded() == [LoadDone(RequestId("r"), 16, 16, (), (("disk", 16),))]
-
-
-def test_what_is_resident_is_worth_nothing() -> None:
-    core, prefix = filled("abcd")
-    load(core, prefix, LoadBudget(1.0, 0.25), resident_tokens=2 * CHUNK)
-    core.wait(0.5)
-    promote(core, 1)
-    assert core.cache.next_deadline() == pytest.approx(1.5)
-    core.wait(1.0)
-    assert core.loaded()[0].tokens == 3 * CHUNK
-
-
 def test_what_waiting_for_the_first_chunk_takes_is_remembered() -> None:
     core, prefix = filled("abcd")
     load(core, prefix, LoadBudget(1.0, 0.25))
@@ -446,16 +396,6 @@ def test_a_load_behind_others_does_not_measure_the_link() -> None:
     assert core.cache._estimators["disk"].lead_s == 0.0
 
 
-def test_a_part_of_what_counts_as_a_whole_only_is_worth_nothing() -> None:
-    core, prefix = filled("abcd", groups=(History(), State()))
-    load(core, prefix, LoadBudget(1.0, 10.0))
-    core.wait(0.9)
-    promote(core, 4)
-    assert core.cache.next_deadline() == pytest.approx(1.0)
-    core.wait(0.1)
-    assert core.loaded()[0].tokens == 0
-
-
 def test_a_cut_waits_for_the_copies_into_the_engine() -> None:
     core, prefix = filled("ab")
     load(core, prefix, LoadBudget(1.0, 0.25))
@@ -467,14 +407,6 @@ def test_a_cut_waits_for_the_copies_into_the_engine() -> None:
     assert (done.tokens, done.was_cut) == (CHUNK, True)
 
 
-def test_the_deadline_of_all_loads_stays() -> None:
-    core, prefix = filled("ab", load_deadline_s=2.0)
-    load(core, prefix, LoadBudget(100.0, 0.25))
-    core.wait(2.0)
-    (done,) = core.loaded()
-    assert (done.tokens, done.was_cut) == (0, False)
-
-
 def test_what_arrives_after_a_cut_is_kept() -> None:
     core, prefix = filled("ab")
     load(core, prefix, LoadBudget(1.0, 0.25))
@@ -482,17 +414,3 @@ def test_what_arrives_after_a_cut_is_kept() -> None:
     for transfer in core.going(Direction.PROMOTE):
         core.answer(transfer, Outcome.DONE)
     assert core.lookup("again", prefix).ready_tokens == 2 * CHUNK
-
-
-def test_the_time_in_which_the_engine_is_busy_costs_nothing() -> None:
-    core, prefix = filled("abcd")
-    load(core, prefix, LoadBudget(1.0, 0.25, free_s=3.0))
-    assert core.cache.next_deadline() == pytest.approx(4.0)
-    core.wait(2.5)
-    promote(core, 1)  # gained a second, and no time was lost yet: the lowest regret is -1
-    assert core.cache.next_deadline() == pytest.approx(4.0)
-    core.wait(1.0)
-    promote(core, 1)  # half a second was lost, and two are gained
-    assert core.cache.next_deadline() == pytest.approx(4.5)
-    core.wait(1.0)
-    assert core.loaded() == [LoadDone(RequestId("r"), 8, 16, ((0, 2), (0, 3)), (("disk", 8),), was_cut=True)]

@@ -4,15 +4,14 @@ import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
 
 from kvtier.core.limits import WritePolicy
-from kvtier.layout import History, State, Window
+from kvtier.layout import History, Window
 from kvtier.types import Direction, LoadDone, Outcome, Place, Presence, RequestId
 
 
 def test_what_is_in_host_memory_is_ready_and_scattered_at_once() -> None:
     core = Driver()
     prompt = prefix_of("abc")
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     answer = core.lookup("b", prompt)
     assert (answer.tokens, answer.ready_tokens, answer.presence) == (12, 12, Presence.READY)
     assert answer.sources == (("host", 12),)
@@ -20,11 +19,6 @@ def test_what_is_in_host_memory_is_ready_and_scattered_at_once() -> None:
     assert len(core.going(Direction.SCATTER)) == 3
     core.run()
     assert core.loaded() == [LoadDone(RequestId("b"), 12, 12, (), (("host", 12),))]
-
-
-def test_an_empty_prefix_has_nothing_to_give() -> None:
-    core = Driver()
-    assert core.lookup("a", prefix_of("")).presence is Presence.ABSENT
 
 
 def test_one_promotion_serves_all_waiting_loads() -> None:
@@ -42,17 +36,6 @@ def test_one_promotion_serves_all_waiting_loads() -> None:
     assert done[1].sources == (("host", 8),), "only one of them came from the disk"
 
 
-def test_a_load_waits_for_what_another_request_is_storing() -> None:
-    core = Driver(tiers=())
-    prompt = prefix_of("ab")
-    core.store("a", prompt)
-    assert core.lookup("b", prompt).presence is Presence.ARRIVING
-    core.load("b", prompt)
-    assert not core.going(Direction.SCATTER)
-    core.run()
-    assert core.loaded()[0].tokens == 8
-
-
 def test_a_load_whose_gather_fails_under_it_asks_the_tiers() -> None:
     core = Driver()
     prompt = prefix_of("a")
@@ -65,29 +48,13 @@ def test_a_load_whose_gather_fails_under_it_asks_the_tiers() -> None:
     assert core.loaded()[0].sources == (("disk", 4),)
 
 
-def test_a_prefix_larger_than_host_memory_streams_through() -> None:
-    core = Driver(slots=4)
-    prompt = prefix_of("abcdefghijklmnopqrstuvwxyz")
-    core.fill("disk", prompt)
-    core.lookup("a", prompt)
-    core.run()
-    answer = core.lookup("a", prompt)
-    assert (answer.tokens, answer.presence) == (26 * CHUNK, Presence.ARRIVING)
-    core.load("a", prompt)
-    core.run()
-    assert core.loaded()[0].tokens == 26 * CHUNK
-    assert core.cache.host.used(0) == 4
-
-
 @pytest.mark.parametrize("policy", list(WritePolicy))
 def test_a_prefix_larger_than_host_memory_streams_despite_pending_writes(policy: WritePolicy) -> None:
     core = Driver(slots=4, write_policy=policy, selective_uses=1)
-    core.store("a", prefix_of("0123"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("0123"))
     prompt = prefix_of("abcdefgh")
     core.fill("disk", prompt)
-    core.load("b", prompt)
-    core.run()
+    core.load_and_run("b", prompt)
     assert core.loaded()[0].tokens == 8 * CHUNK
 
 
@@ -125,8 +92,7 @@ def test_a_chunk_that_no_tier_has_ends_the_load_short() -> None:
     core = Driver(promotes=1)
     prompt = prefix_of("abcd")
     core.fill("disk", prefix_of("ab"))
-    core.load("r", prompt)
-    core.run()
+    core.load_and_run("r", prompt)
     assert core.loaded() == [LoadDone(RequestId("r"), 8, 16, ((0, 2), (0, 3)), (("disk", 8),))]
     assert key("abcd") not in {one.key for one in core.sent}, "past a hole nothing is promoted"
 
@@ -158,17 +124,6 @@ def test_a_corrupt_copy_is_dropped_and_the_next_tier_tried() -> None:
     assert core.cache.counters.corrupt == 1
 
 
-def test_no_tier_is_asked_twice_for_the_same_object_by_one_load() -> None:
-    core = Driver(tiers=("disk", "shared"))
-    core.load("r", prefix_of("a"))
-    for tier in ("disk", "shared"):
-        (one,) = core.going(Direction.PROMOTE)
-        assert one.tier == tier
-        core.answer(one, Outcome.FAILED)
-    assert core.loaded()[0].failed == ((0, 0),)
-    assert not core.drops, "what could not be read may still be good"
-
-
 def test_a_promotion_that_was_cancelled_is_not_held_against_the_tier() -> None:
     core = Driver()
     prompt = prefix_of("a")
@@ -193,53 +148,22 @@ def test_a_second_release_does_not_cancel_again() -> None:
     assert len(core.cancelled) == 1
 
 
-def test_what_was_evicted_after_the_lookup_is_sought_below() -> None:
-    core = Driver(slots=2)
-    prompt = prefix_of("ab")
-    core.store("a", prompt)
-    core.run()
-    assert core.lookup("b", prompt).presence is Presence.READY
-    core.store("c", prefix_of("yz"))
-    core.run()
-    assert core.present() == {"y", "yz"}
-    core.load("b", prompt)
-    core.run()
-    assert core.loaded()[0].sources == (("disk", 8),)
-
-
 def test_what_came_and_went_since_the_tiers_were_asked_is_sought_below_too() -> None:
     core = Driver(slots=2)
     prompt = prefix_of("ab")
     core.lookup("r", prompt)
     core.run()  # the disk says no
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     assert core.lookup("r", prompt).tokens == 8
-    core.store("b", prefix_of("yz"))
-    core.run()
-    core.load("r", prompt)
-    core.run()
+    core.store_and_run("b", prefix_of("yz"))
+    core.load_and_run("r", prompt)
     assert core.loaded()[0].tokens == 8
-
-
-def test_a_load_past_its_deadline_ends_with_what_has_arrived() -> None:
-    core = Driver(load_deadline_s=5.0, promotes=1)
-    prompt = prefix_of("abc")
-    core.fill("disk", prompt)
-    core.load("r", prompt)
-    core.answer(core.going(Direction.PROMOTE)[0])
-    core.answer(core.going(Direction.SCATTER)[0])
-    assert core.cache.next_deadline() == 5.0
-    core.wait(5.0)
-    done = core.loaded()[0]
-    assert (done.tokens, done.failed) == (4, ((0, 1), (0, 2)))
 
 
 def test_a_load_past_its_deadline_waits_for_its_scatters() -> None:
     core = Driver(load_deadline_s=5.0, scatters=1)
     prompt = prefix_of("ab")
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     core.load("r", prompt)
     (scatter,) = core.going(Direction.SCATTER)
     core.wait(5.0)
@@ -253,8 +177,7 @@ def test_a_load_past_its_deadline_waits_for_its_scatters() -> None:
 def test_a_load_that_is_released_leaves_the_others_scatters_alone() -> None:
     core = Driver(scatters=1)
     prompt = prefix_of("ab")
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     core.load("x", prompt)
     core.load("y", prompt)
     core.release("x")
@@ -262,76 +185,14 @@ def test_a_load_that_is_released_leaves_the_others_scatters_alone() -> None:
     assert {one.request: one.tokens for one in core.loaded()} == {"x": 4, "y": 8}
 
 
-def test_a_scatter_that_fails_is_a_hole() -> None:
-    core = Driver()
-    prompt = prefix_of("ab")
-    core.store("a", prompt)
-    core.run()
-    core.load("r", prompt)
-    first, second = core.going(Direction.SCATTER)
-    core.answer(first, Outcome.FAILED)
-    core.answer(second)
-    assert core.loaded()[0].tokens == 0
-    core.answer(first)  # an answer without a waiter
-    assert not core.loaded()
-
-
-def test_a_slot_is_not_evicted_while_it_is_scattered() -> None:
-    core = Driver(slots=2, tiers=())
-    prompt = prefix_of("ab")
-    core.store("a", prompt)
-    core.run()
-    core.load("r", prompt)
-    core.store("b", prefix_of("yz"))
-    assert not core.going(Direction.GATHER)
-    core.run()
-    assert core.present() == {"y", "yz"}
-
-
 def test_of_resident_tokens_nothing_is_asked() -> None:
     core = Driver()
     prompt = prefix_of("abc")
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     core.load("r", prompt, resident_tokens=5)
     assert {one.key.decode() for one in core.going(Direction.SCATTER)} == {"ab", "abc"}
     core.run()
     assert core.loaded()[0].sources == (("host", 7),)
-
-
-def test_resident_tokens_stay_when_the_load_fails() -> None:
-    core = Driver(tiers=())
-    core.load("r", prefix_of("abc"), resident_tokens=5)
-    done = core.loaded()[0]
-    assert (done.tokens, done.wanted_tokens, done.sources) == (5, 12, ())
-
-
-def test_windows_and_states_are_loaded_by_their_own_rules() -> None:
-    core = Driver(groups=(History(), Window(5), State()), slots=16)
-    prompt = prefix_of("abcd")
-    core.store("a", prompt)
-    core.run()
-    answer = core.lookup("b", prompt)
-    assert (answer.tokens, answer.presence) == (16, Presence.READY)
-    core.load("b", prompt, 16)
-    core.run()
-    moved = {(one.group, one.key.decode()) for one in core.sent if one.direction is Direction.SCATTER}
-    history = {(0, "a"), (0, "ab"), (0, "abc"), (0, "abcd")}
-    assert moved == history | {(1, "abc"), (1, "abcd"), (2, "abcd")}
-    assert core.loaded()[0].tokens == 16
-
-
-def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
-    core = Driver(groups=(History(), State()), slots=16, tiers=())
-    prompt = prefix_of("abc")
-    core.store("a", prompt)
-    core.run()
-    core.load("r", prompt)
-    failing = next(one for one in core.going(Direction.SCATTER) if one.group == 1)
-    core.answer(failing, Outcome.FAILED)
-    core.run()
-    done = core.loaded()[0]
-    assert (done.tokens, done.failed) == (0, ((1, 2),)), "no other state was asked for"
 
 
 @pytest.mark.parametrize(
@@ -389,8 +250,7 @@ def test_one_load_goes_on_with_what_another_one_promotes() -> None:
     core = Driver(tiers=("disk", "shared"), promotes=1, slots=16)
     core.fill("shared", prefix_of("a"))
     core.fill("disk", prefix_of("b"))
-    core.lookup("x", prefix_of("a"))
-    core.run()
+    core.lookup_and_run("x", prefix_of("a"))
     core.load("p", prefix_of("b"))  # takes the disk's budget
     core.load("q", prefix_of("a"))  # without a lookup: tries the disk first, which is busy
     assert len(core.going(Direction.PROMOTE)) == 1
@@ -404,14 +264,12 @@ def test_one_load_goes_on_with_what_another_one_promotes() -> None:
 def test_a_load_comes_before_stores_that_wait_for_the_slot_of_what_it_loads() -> None:
     """Even if the transfer that protected the object has just ended and `advance` has not been called."""
     core, prefix = Driver(slots=2, tiers=()), prefix_of("ab")
-    core.store("r", prefix)
-    core.run()
+    core.store_and_run("r", prefix)
     core.load("first", prefix)
     core.store("other", prefix_of("c"))
     for scatter in core.going(Direction.SCATTER):
         core.cache.complete(scatter.id, Outcome.DONE, core.now_s)
-    core.load("second", prefix)
-    core.run()
+    core.load_and_run("second", prefix)
     assert {done.request: done.tokens for done in core.loaded()} == {"first": 2 * CHUNK, "second": 2 * CHUNK}
 
 
@@ -419,13 +277,11 @@ def test_a_lookup_says_how_far_the_history_reaches_without_the_window() -> None:
     """Where another prompt parted: the window at that point was never stored."""
     core = Driver(groups=(History(), Window(4)), slots=16, tiers=())
     first, second = prefix_of("abcde"), prefix_of("abcxy")
-    core.store("a", first, *((0, chunk) for chunk in range(5)), (1, 4))
-    core.run()
+    core.store_and_run("a", first, *((0, chunk) for chunk in range(5)), (1, 4))
     assert core.lookup("b", first).tokens == 20
     parted = core.lookup("c", second)
     assert (parted.tokens, parted.history_tokens, parted.presence) == (0, 12, Presence.ABSENT)
-    core.store("c", second, (1, 2))
-    core.run()
+    core.store_and_run("c", second, (1, 2))
     found = core.lookup("d", second)
     assert (found.tokens, found.history_tokens) == (12, 12)
     nothing = Driver(groups=(Window(4),), slots=16, tiers=()).lookup("e", first)

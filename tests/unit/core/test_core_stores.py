@@ -6,18 +6,7 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 from kvtier.core import operations
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
-from kvtier.types import Direction, Outcome, Place, Presence, RequestId, StoreDone
-
-
-def test_an_acknowledged_store_is_readable() -> None:
-    core = Driver(tiers=())
-    core.store("a", prefix_of("ab"))
-    first, second = core.going(Direction.GATHER)
-    core.answer(first)
-    assert not core.stored(), "one of its gathers is still out"
-    core.answer(second)
-    assert core.stored() == [StoreDone(RequestId("a"), 2, 0)]
-    assert core.lookup("b", prefix_of("ab")).ready_tokens == 8
+from kvtier.types import Direction, Outcome, Presence, RequestId, StoreDone
 
 
 def test_what_is_there_already_is_held_without_moving() -> None:
@@ -34,16 +23,6 @@ def test_an_empty_store_ends_at_once() -> None:
     core = Driver()
     core.cache.store(RequestId("a"), prefix_of("a"), [], 0.0)
     assert core.cache.take_events() == [StoreDone(RequestId("a"), 0, 0)]
-
-
-def test_what_came_while_a_store_waited_is_held_without_moving() -> None:
-    core = Driver(gathers=1, tiers=())
-    core.store("a", prefix_of("z"))
-    core.store("b", prefix_of("x"))
-    core.store("c", prefix_of("x"))
-    core.run()
-    assert len(core.sent) == 2
-    assert [one.held for one in core.stored()] == [1, 1, 1]
 
 
 def test_a_store_gathers_an_object_whose_promotion_failed() -> None:
@@ -78,43 +57,19 @@ def test_a_joined_store_drops_the_object_when_the_queue_is_full(monkeypatch: pyt
     assert done == {"a": (0, 1), "b": (0, 1)}
 
 
-def test_a_store_larger_than_free_host_memory_evicts_on_demand() -> None:
-    core = Driver(slots=4, tiers=())
-    core.store("a", prefix_of("abcd"))
-    core.run()
-    core.store("b", prefix_of("wxyz"))
-    core.run()
-    assert [one.held for one in core.stored()] == [4, 4]
-    assert core.present() == {"w", "wx", "wxy", "wxyz"}
-    assert core.cache.host.evictions == 4
-
-
-def test_a_store_larger_than_host_memory_keeps_what_fits_in_time() -> None:
-    core = Driver(slots=2)
-    core.store("a", prefix_of("abcdef"))
-    core.run()
-    assert core.stored()[0].held == 6
-    assert len(core.held["disk"]) == 6
-
-
 def test_a_child_leaves_before_its_parent() -> None:
     core = Driver(slots=4, tiers=())
-    core.store("a", prefix_of("abcd"))
-    core.run()
-    core.store("b", prefix_of("z"))
-    core.run()
+    core.store_and_run("a", prefix_of("abcd"))
+    core.store_and_run("b", prefix_of("z"))
     assert core.present() == {"a", "ab", "abc", "z"}
 
 
 def test_a_prompt_that_is_used_again_outlives_one_that_is_not() -> None:
     core = Driver(slots=4, tiers=())
     for text in ("ab", "mn"):
-        core.store(text, prefix_of(text))
-        core.run()
-    core.load("r", prefix_of("ab"))
-    core.run()
-    core.store("c", prefix_of("yz"))
-    core.run()
+        core.store_and_run(text, prefix_of(text))
+    core.load_and_run("r", prefix_of("ab"))
+    core.store_and_run("c", prefix_of("yz"))
     assert core.present() == {"a", "ab", "y", "yz"}
 
 
@@ -149,22 +104,11 @@ def test_an_object_that_another_operation_brought_is_held_at_the_deadline() -> N
 
 def test_a_group_without_room_does_not_keep_others_waiting() -> None:
     core = Driver(groups=(History(), History()), slots=(2, 3))
-    core.store("m", prefix_of("mn"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("m", prefix_of("mn"))
     core.store("a", prefix_of("x"), (0, 0))
     core.store("b", prefix_of("y"), (0, 0))
     core.store("c", prefix_of("z"), (1, 0))
     assert [one.request for one in core.going(Direction.GATHER)] == ["c"]
-
-
-def test_the_deadline_also_ends_a_wait_for_another_promotion() -> None:
-    core = Driver(store_deadline_s=3.0)
-    core.load("r", prefix_of("a"))
-    core.store("a", prefix_of("a"))
-    core.wait(3.0)
-    assert core.stored() == [StoreDone(RequestId("a"), 0, 1)]
-    core.answer(core.going(Direction.PROMOTE)[0], Outcome.FAILED)
-    assert not core.going(Direction.GATHER)
 
 
 def test_a_released_store_begins_nothing_more() -> None:
@@ -190,8 +134,7 @@ def test_a_released_store_ends_when_its_gathers_have() -> None:
 def test_only_so_much_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "WAITING_MAX", 3)
     core = Driver(slots=2, tiers=())
-    core.store("a", prefix_of("abcdef"))
-    core.run()
+    core.store_and_run("a", prefix_of("abcdef"))
     assert core.stored() == [StoreDone(RequestId("a"), 3, 3)]
 
 
@@ -199,37 +142,6 @@ def test_a_session_reaches_the_transfer() -> None:
     core = Driver(tiers=())
     core.store("a", prefix_of("a"), conversation="chat")
     assert core.going(Direction.GATHER)[0].conversation == "chat"
-
-
-def test_gathers_stay_within_their_budget() -> None:
-    core = Driver(gathers=2, tiers=())
-    core.store("a", prefix_of("abcd"))
-    core.store("b", prefix_of("wxyz"))
-    assert len(core.going(Direction.GATHER)) == 2
-    core.run()
-    assert [one.held for one in core.stored()] == [4, 4]
-
-
-def test_scatters_stay_within_their_budget() -> None:
-    core = Driver(scatters=2, tiers=())
-    core.store("a", prefix_of("abcd"))
-    core.run()
-    core.load("b", prefix_of("abcd"))
-    assert len(core.going(Direction.SCATTER)) == 2
-    core.run()
-    assert core.loaded()[0].tokens == 16
-
-
-def test_promotions_and_demotions_stay_within_their_budgets() -> None:
-    core = Driver(slots=16, promotes=2, demotes=3)
-    core.store("a", prefix_of("abcdef"))
-    core.run(directions=[Direction.GATHER])
-    core.fill("disk", prefix_of("uvwxyz"))
-    core.load("b", prefix_of("uvwxyz"))
-    assert len(core.going(Direction.DEMOTE)) == 3
-    assert len(core.going(Direction.PROMOTE)) == 2
-    core.run()
-    assert core.loaded()[0].tokens == 24
 
 
 @pytest.mark.parametrize(
@@ -242,8 +154,7 @@ def test_small_objects_go_beyond_the_counts_within_their_bytes(
 ) -> None:
     core = Driver(slots=slots, promotes=2, demotes=3, small_bytes=small_objects * 4096)
     assert {group.payload_bytes for group in core.layout.groups} == {4096}
-    core.store("a", prefix_of("abcdefghijkl"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("abcdefghijkl"))
     core.fill("disk", prefix_of("mnopqrstuvwxyz"))
     core.load("b", prefix_of("mnopqrstuvwxyz"))
     assert len(core.going(Direction.DEMOTE)) == demotions
@@ -256,8 +167,7 @@ def test_small_objects_go_beyond_the_counts_within_their_bytes(
 
 def test_a_large_object_does_not_go_beyond_the_counts() -> None:
     core = Driver(groups=(History(), Window(99)), payloads=(4096, 16384), slots=64, demotes=2, small_bytes=5 * 4096)
-    core.store("a", prefix_of("abcd"), (0, 0), (0, 1), (0, 2), (1, 3), (0, 3))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("abcd"), (0, 0), (0, 1), (0, 2), (1, 3), (0, 3))
     assert [one.group for one in core.going(Direction.DEMOTE)] == [0, 0, 0]
     core.answer(core.going(Direction.DEMOTE)[0])
     assert [one.group for one in core.going(Direction.DEMOTE)] == [0, 0], (
@@ -271,33 +181,11 @@ def test_a_large_object_does_not_go_beyond_the_counts() -> None:
 
 def test_write_back_lets_as_many_small_objects_leave_as_may_be_on_their_way() -> None:
     core = Driver(slots=32, demotes=2, small_bytes=6 * 4096, write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("".join(chr(65 + n) for n in range(32))))
-    core.run()
+    core.store_and_run("a", prefix_of("".join(chr(65 + n) for n in range(32))))
     core.store("b", prefix_of("0123456789"))
     assert len(core.going(Direction.DEMOTE)) == 6
     core.run()
     assert core.stored()[-1] == StoreDone(RequestId("b"), 10, 0)
-
-
-@pytest.mark.parametrize(("slots", "tiers", "most"), [(16, 1, 4), (16, 2, 3), (2, 2, 1)])
-def test_tiers_share_a_quarter_of_the_slots_for_promotions(slots: int, tiers: int, most: int) -> None:
-    names = ["disk", "shared"][:tiers]
-    core = Driver(slots=slots, tiers=names)
-    core.fill("disk", prefix_of("abcdefgh"))
-    core.load("r", prefix_of("abcdefgh"))
-    assert len(core.going(Direction.PROMOTE)) == most
-    if tiers > 1:
-        core.fill("shared", prefix_of("uv"))
-        core.lookup("s", prefix_of("uv"))
-        core.run(directions=[])
-        core.load("s", prefix_of("uv"))
-        assert [one.tier for one in core.going(Direction.PROMOTE)].count("shared") == 1, "its reserve"
-
-
-def test_a_store_that_makes_no_sense_is_refused() -> None:
-    core = Driver()
-    with pytest.raises(ValueError, match="outside the prefix"):
-        core.cache.store(RequestId("r"), prefix_of("ab"), [Place(0, 2, ())], 0.0)
 
 
 def test_write_through_demotes_as_soon_as_the_copy_is_ready() -> None:
@@ -313,8 +201,7 @@ def test_write_through_demotes_as_soon_as_the_copy_is_ready() -> None:
 
 def test_write_back_demotes_when_an_object_has_to_leave() -> None:
     core = Driver(slots=2, write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("ab"))
-    core.run()
+    core.store_and_run("a", prefix_of("ab"))
     assert not core.held["disk"]
     core.store("b", prefix_of("z"))
     assert core.cache.presence(key("ab"), 0) is Presence.READY, "a victim can be read until it is written"
@@ -327,8 +214,7 @@ def test_write_back_demotes_when_an_object_has_to_leave() -> None:
 
 def test_write_back_keeps_a_victim_that_is_wanted_again() -> None:
     core = Driver(slots=2, write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("ab"))
-    core.run()
+    core.store_and_run("a", prefix_of("ab"))
     core.store("b", prefix_of("z"))
     core.load("c", prefix_of("ab"))
     core.run(directions=[Direction.DEMOTE])
@@ -340,8 +226,7 @@ def test_write_back_keeps_a_victim_that_is_wanted_again() -> None:
 
 def test_write_back_lets_go_as_many_as_are_waited_for() -> None:
     core = Driver(slots=16, demotes=3, write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("abcdefghijklmnop"))
-    core.run()
+    core.store_and_run("a", prefix_of("abcdefghijklmnop"))
     core.store("b", prefix_of("yz"))
     assert len(core.going(Direction.DEMOTE)) == 2
     core.store("c", prefix_of("stuvw"))
@@ -352,8 +237,7 @@ def test_write_back_lets_go_as_many_as_are_waited_for() -> None:
 
 def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
     core = Driver(slots=2, write_policy=WritePolicy.BACK, failures=1)
-    core.store("a", prefix_of("ab"))
-    core.run()
+    core.store_and_run("a", prefix_of("ab"))
     core.store("b", prefix_of("yz"))
     core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     assert not core.notices()[0].is_up
@@ -363,16 +247,14 @@ def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
 
 def test_a_victim_that_is_on_its_way_does_not_shield_its_parents() -> None:
     core = Driver(slots=8, demotes=2, write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("abcdefgh"))
-    core.run()
+    core.store_and_run("a", prefix_of("abcdefgh"))
     core.store("b", prefix_of("yz"))
     assert {one.key.decode() for one in core.going(Direction.DEMOTE)} == {"abcdefgh", "abcdefg"}
 
 
 def test_without_tiers_write_back_owes_nothing() -> None:
     core = Driver(slots=2, tiers=(), write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("ab"))
-    core.run()
+    core.store_and_run("a", prefix_of("ab"))
     core.store("b", prefix_of("yz"))
     assert len(core.going(Direction.GATHER)) == 2
 
@@ -381,27 +263,23 @@ def test_without_tiers_write_back_owes_nothing() -> None:
 def test_the_selective_policy_demotes_at_the_nth_use(uses: int) -> None:
     core = Driver(write_policy=WritePolicy.SELECTIVE, selective_uses=uses)
     prompt = prefix_of("a")
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     for use in range(2, 5):
         assert bool(core.held["disk"]) == (uses < use)
-        core.load(f"r{use}", prompt)
-        core.run()
+        core.load_and_run(f"r{use}", prompt)
     assert core.held["disk"]
 
 
 def test_a_use_before_the_copy_is_there_counts() -> None:
     core = Driver(write_policy=WritePolicy.SELECTIVE, selective_uses=2)
     core.store("a", prefix_of("a"))
-    core.store("b", prefix_of("a"))
-    core.run()
+    core.store_and_run("b", prefix_of("a"))
     assert core.held["disk"]
 
 
 def test_flush_demotes_pending_writes_parents_first() -> None:
     core = Driver(write_policy=WritePolicy.BACK, demotes=1)
-    core.store("a", prefix_of("abc"))
-    core.run()
+    core.store_and_run("a", prefix_of("abc"))
     assert core.cache.pending_count == 3
     core.flush()
     core.run()
@@ -413,8 +291,7 @@ def test_flush_demotes_pending_writes_parents_first() -> None:
 
 def test_a_load_does_not_wait_for_a_demotion() -> None:
     core = Driver(slots=8, demotes=1)
-    core.store("a", prefix_of("abcdefgh"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("abcdefgh"))
     assert len(core.going(Direction.DEMOTE)) == 1
     core.fill("disk", prefix_of("z"))
     core.load("r", prefix_of("z"))
@@ -427,19 +304,8 @@ def test_a_load_does_not_wait_for_a_demotion() -> None:
 def test_a_copy_that_is_not_new_is_not_demoted_again() -> None:
     core = Driver()
     core.fill("disk", prefix_of("a"))
-    core.load("r", prefix_of("a"))
-    core.run()
+    core.load_and_run("r", prefix_of("a"))
     assert not [one for one in core.sent if one.direction is Direction.DEMOTE]
-
-
-def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
-    core = Driver(failures=1)
-    core.store("a", prefix_of("a"))
-    core.run(directions=[Direction.GATHER])
-    core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED)
-    assert not core.notices()
-    assert core.cache.counters.demotions_dropped == 1
-    assert core.cache.pending_count == 0
 
 
 @pytest.mark.parametrize("name", ["gathers", "scatters", "promotes", "demotes", "failures", "selective_uses"])

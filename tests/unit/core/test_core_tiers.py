@@ -13,8 +13,7 @@ from kvtier.types import Direction, Drop, Outcome, Presence, RequestId, StoreDon
 
 def test_a_lookup_asks_each_tier_once_for_what_is_not_here() -> None:
     core = Driver(tiers=("disk", "shared"))
-    core.store("a", prefix_of("a"))
-    core.run()
+    core.store_and_run("a", prefix_of("a"))
     prompt = prefix_of("ab")
     answer = core.lookup("r", prompt)
     assert (answer.tokens, answer.presence) == (4, Presence.PROBING)
@@ -56,12 +55,9 @@ def test_a_longer_prompt_of_the_same_request_asks_only_for_what_is_new() -> None
 def test_what_left_host_memory_between_two_lookups_is_asked_for() -> None:
     core = Driver(slots=2)
     prompt = prefix_of("abc")
-    core.store("a", prefix_of("ab"))
-    core.run()
-    core.lookup("r", prompt)
-    core.run()
-    core.store("b", prefix_of("yz"))
-    core.run()
+    core.store_and_run("a", prefix_of("ab"))
+    core.lookup_and_run("r", prompt)
+    core.store_and_run("b", prefix_of("yz"))
     assert core.lookup("r", prompt).presence is Presence.PROBING
     core.run()
     assert core.lookup("r", prompt).tokens == 8
@@ -70,8 +66,7 @@ def test_what_left_host_memory_between_two_lookups_is_asked_for() -> None:
 def test_a_lookup_is_not_probing_when_nothing_could_be_added() -> None:
     core = Driver(groups=(History(), Window(4)))
     prompt = prefix_of("abc")
-    core.store("a", prompt, (0, 0), (0, 1), (0, 2), (1, 2))
-    core.run()
+    core.store_and_run("a", prompt, (0, 0), (0, 1), (0, 2), (1, 2))
     answer = core.lookup("r", prompt)
     assert (answer.tokens, answer.presence) == (12, Presence.READY)
     assert core.probes, "the window's older chunks may be of use to a shorter prompt"
@@ -91,40 +86,6 @@ def test_an_unanswered_probe_means_absent_after_its_deadline() -> None:
     assert core.cache.next_deadline() is None
 
 
-def test_a_probe_that_was_answered_has_no_deadline_any_more() -> None:
-    core = Driver(probe_deadline_s=2.0)
-    core.lookup("a", prefix_of("a"))
-    core.now_s = 1.0
-    core.lookup("b", prefix_of("b"))
-    core.tell(next(iter(core.probes.values())), [True])
-    assert core.cache.next_deadline() == 3.0
-    core.lookup("c", prefix_of("c"))
-    core.tell(next(iter(core.probes.values())), [True])
-    core.wait(5.0)
-    assert core.lookup("a", prefix_of("a")).tokens == 4
-    assert core.lookup("b", prefix_of("b")).tokens == 4
-    assert core.lookup("c", prefix_of("c")).tokens == 0
-
-
-def test_a_failed_probe_means_absent() -> None:
-    core = Driver()
-    prompt = prefix_of("a")
-    core.lookup("r", prompt)
-    core.tell(next(iter(core.probes.values())), None)
-    assert core.lookup("r", prompt).presence is Presence.ABSENT
-
-
-def test_a_released_request_drops_its_probe_answers() -> None:
-    core = Driver()
-    prompt = prefix_of("a")
-    core.lookup("r", prompt)
-    (probe,) = core.probes.values()
-    core.release("r")
-    core.tell(probe, [True])
-    assert core.lookup("r", prompt).presence is Presence.PROBING, "the new request of that name asks anew"
-    core.release("unheard of")
-
-
 def test_only_so_many_requests_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "REQUESTS_MAX", 1)
     core = Driver()
@@ -137,8 +98,7 @@ def test_only_so_many_requests_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch)
 def test_a_tier_that_is_down_is_neither_probed_nor_believed() -> None:
     core = Driver(tiers=("disk", "shared"), failures=1)
     core.fill("disk", prefix_of("a"))
-    core.lookup("a", prefix_of("a"))
-    core.run()
+    core.lookup_and_run("a", prefix_of("a"))
     assert core.lookup("a", prefix_of("a")).sources == (("disk", 4),)
     core.lookup("b", prefix_of("b"))
     core.tell(next(iter(core.probes.values())), None)
@@ -147,26 +107,11 @@ def test_a_tier_that_is_down_is_neither_probed_nor_believed() -> None:
     assert {probe.tier for probe in core.probes.values()} == {"shared"}
 
 
-def test_an_object_that_vanished_since_the_probe_is_a_miss() -> None:
-    core = Driver()
-    prompt = prefix_of("ab")
-    core.fill("disk", prompt)
-    core.lookup("r", prompt)
-    core.run()
-    core.held["disk"].clear()
-    core.load("r", prompt)
-    core.run()
-    done = core.loaded()[0]
-    assert (done.tokens, done.failed) == (0, ((0, 0), (0, 1)))
-    assert not core.notices(), "an absent object is no fault of the tier"
-
-
 def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_stored() -> None:
     core = Driver(slots=32, promotes=2)
     prompt = prefix_of("abcdef")
     core.fill("disk", prompt)
-    core.lookup("r", prompt)
-    core.run()
+    core.lookup_and_run("r", prompt)
     core.load("r", prompt)
     first, second = core.going(Direction.PROMOTE)
     core.answer(first, Outcome.CORRUPT)
@@ -174,16 +119,14 @@ def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_store
     core.answer(second)
     core.run()
     core.drops.clear()
-    core.store("r", prompt)
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("r", prompt)
     assert core.drops == [Drop("disk", key(text), 0) for text in ("abc", "abcd", "abcde", "abcdef")], "`ab` was good"
     order = [one.key for one in core.sent if one.direction is Direction.DEMOTE]
     assert order[0] == key("a"), "what was dropped already is only written"
     core.run()
     core.drops.clear()
     core.lookup("s", prefix_of("abcdefg"))
-    core.store("s", prefix_of("abcdefg"))
-    core.run()
+    core.store_and_run("s", prefix_of("abcdefg"))
     assert not core.drops, "once"
 
 
@@ -193,15 +136,13 @@ def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatc
     core.fill("disk", prefix_of("abcde"))
     core.load("r", prefix_of("abcde"))
     core.answer(core.going(Direction.PROMOTE)[0], Outcome.CORRUPT)  # `ab` and `abc` are trusted again at once
-    core.load("d", prefix_of("abcd"), resident_tokens=3 * CHUNK)
-    core.run()
+    core.load_and_run("d", prefix_of("abcd"), resident_tokens=3 * CHUNK)
     core.drops.clear()
     core.wait(1.0)
     for text in ("x", "y", "z") * 6:
         core.store(text, prefix_of(text + str(len(core.sent))))  # `abcd` leaves host memory
         core.run()
-    core.store("s", prefix_of("abcde"))
-    core.run()
+    core.store_and_run("s", prefix_of("abcde"))
     assert core.drops == [Drop("disk", key("abcde"), 0)]
 
 
@@ -216,8 +157,7 @@ def test_a_doubt_outlives_a_read_that_was_cancelled() -> None:
     core.answer(reading, Outcome.CANCELLED)
     core.run()
     core.drops.clear()
-    core.store("r", prefix_of("ab"))
-    core.run()
+    core.store_and_run("r", prefix_of("ab"))
     assert core.drops == [Drop("disk", key("ab"), 0)]
 
 
@@ -231,8 +171,7 @@ def test_a_copy_that_cannot_be_read_is_replaced_when_it_is_stored() -> None:
         core.answer(one, Outcome.FAILED if one.key == key("ab") else Outcome.DONE, is_fault=one.key == key("ab"))
     core.run()
     assert not core.drops, "it may be read the next time"
-    core.store("r", prompt)
-    core.run()
+    core.store_and_run("r", prompt)
     assert core.drops == [Drop("disk", key("ab"), 0)]
 
 
@@ -247,8 +186,7 @@ def fail_promotions(core: Driver, count: int) -> None:
 
 def fail_demotions(core: Driver, count: int) -> None:
     for _ in range(count):
-        core.store("d", prefix_of(chr(0x391 + len(core.sent))))
-        core.run(directions=[Direction.GATHER])
+        core.store_and_gather("d", prefix_of(chr(0x391 + len(core.sent))))
         core.answer(core.going(Direction.DEMOTE)[-1], Outcome.FAILED, is_fault=True)
 
 
@@ -258,15 +196,12 @@ def test_writes_that_fail_or_hang_do_not_stop_reads() -> None:
     fail_demotions(core, 2)
     assert [(notice.way, notice.is_up) for notice in core.notices()] == [("write", False)]
     for text in ("a", "abc", "abcdef"):
-        core.lookup(text, prefix_of(text))
-        core.run()
+        core.lookup_and_run(text, prefix_of(text))
         assert core.lookup(text, prefix_of(text)).tokens == len(text) * CHUNK
-        core.load(text, prefix_of(text))
-        core.run()
+        core.load_and_run(text, prefix_of(text))
         assert core.loaded()[-1].tokens == len(text) * CHUNK
     core.wait(5.0)
-    core.store("x", prefix_of("xy"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("x", prefix_of("xy"))
     assert len(core.going(Direction.DEMOTE)) == 1, "one trial at a time"
     core.wait(2.0)
     core.lookup("z", prefix_of("z"))
@@ -289,21 +224,18 @@ def test_reads_that_succeed_do_not_hide_writes_that_fail() -> None:
 def test_reads_that_fail_do_not_stop_writes_and_what_succeeds_again_ends_the_rest_of_both() -> None:
     core = Driver(slots=16, failures=1, retry_s=5.0)
     fail_promotions(core, 1)
-    core.store("a", prefix_of("ab"))
-    core.run()
+    core.store_and_run("a", prefix_of("ab"))
     assert len(core.held["disk"]) == 2
     fail_demotions(core, 1)
     core.wait(5.0)
     fail_demotions(core, 1)  # the next trial of writes is 10 s away
-    core.lookup("r", prefix_of("z"))
-    core.run()
+    core.lookup_and_run("r", prefix_of("z"))
     assert [(notice.way, notice.is_up) for notice in core.notices()] == [
         ("read", False),
         ("write", False),
         ("read", True),
     ]
-    core.store("b", prefix_of("c"))
-    core.run()
+    core.store_and_run("b", prefix_of("c"))
     assert [(notice.way, notice.is_up) for notice in core.notices()] == [("write", True)]
 
 
@@ -324,23 +256,20 @@ def test_the_breaker_opens_after_failures_in_a_row_and_a_trial_closes_it() -> No
     assert len(core.probes) == 1, "one trial at a time"
     core.run()
     assert [notice.is_up for notice in core.notices()] == [True]
-    core.load("y", prefix_of("y"))
-    core.run()
+    core.load_and_run("y", prefix_of("y"))
     assert core.loaded()[-1].tokens == 4
 
 
-def test_a_failed_trial_makes_the_rest_longer() -> None:
+def test_a_failed_trial_doubles_the_rest_up_to_a_minute() -> None:
     core = Driver(failures=1, retry_s=5.0)
     fail_promotions(core, 1)
-    core.wait(5.0)
-    core.check_tiers()
-    core.tell(next(iter(core.probes.values())), None)
-    core.wait(5.0)
-    core.check_tiers()
-    assert not core.probes
-    core.wait(5.0)
-    core.check_tiers()
-    assert core.probes
+    for rest_s in (5.0, 10.0, 20.0, 40.0, tier_state.RETRY_SECONDS_MAX, tier_state.RETRY_SECONDS_MAX):
+        core.wait(rest_s - 0.1)
+        core.check_tiers()
+        assert not core.probes
+        core.wait(0.1)
+        core.check_tiers()
+        core.tell(next(iter(core.probes.values())), None)
     assert len(core.notices()) == 1, "one notice"
 
 
@@ -368,14 +297,11 @@ def test_a_read_that_began_before_the_breaker_opened_does_not_end_its_trial(outc
 def test_what_a_tier_missed_is_written_at_its_next_use_and_the_rest_at_a_flush() -> None:
     core = Driver(slots=16, failures=1, retry_s=5.0)
     fail_demotions(core, 1)
-    core.store("away", prefix_of("abc"))
-    core.run()
-    core.store("away too", prefix_of("xy"))
-    core.run()
+    core.store_and_run("away", prefix_of("abc"))
+    core.store_and_run("away too", prefix_of("xy"))
     assert not core.held["disk"]
     core.wait(5.0)
-    core.store("again", prefix_of("abc"))
-    core.run()
+    core.store_and_run("again", prefix_of("abc"))
     assert {key for key, _ in core.held["disk"]} == set(prefix_of("abc").keys)
     core.flush()
     core.run()
@@ -384,22 +310,21 @@ def test_what_a_tier_missed_is_written_at_its_next_use_and_the_rest_at_a_flush()
 
 def test_writes_that_waited_when_the_breaker_opened_are_written_at_the_next_use() -> None:
     core = Driver(slots=16, failures=1, retry_s=5.0, demotes=1)
-    core.store("a", prefix_of("abcd"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("abcd"))
     core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     core.run()
     assert not core.held["disk"]
     core.wait(5.0)
-    core.store("b", prefix_of("abcd"))
-    core.run()
+    core.store_and_run("b", prefix_of("abcd"))
     assert len(core.held["disk"]) == 4
 
 
 def test_a_write_that_a_tier_refuses_is_not_repeated() -> None:
-    core = Driver(slots=16)
-    core.store("a", prefix_of("a"))
-    core.run(directions=[Direction.GATHER])
+    core = Driver(slots=16, failures=1)
+    core.store_and_gather("a", prefix_of("a"))
     core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED)
+    assert not core.notices(), "a refusal is no fault"
+    assert (core.cache.counters.demotions_dropped, core.cache.pending_count) == (1, 0)
     core.store("b", prefix_of("a"))
     core.flush()
     core.run()
@@ -409,19 +334,15 @@ def test_a_write_that_a_tier_refuses_is_not_repeated() -> None:
 def test_what_a_tier_took_and_did_not_keep_is_written_again_with_the_rest_of_its_prefix() -> None:
     core = Driver(tiers=(TierRules(name="far", is_remote=True, promotes=1),), slots=32)
     prompt = prefix_of("abcdef")
-    core.store("a", prompt)
-    core.run()
+    core.store_and_run("a", prompt)
     assert len(core.held["far"]) == 6
     for text in "0123456789":
-        core.store(text, prefix_of(text * 4))
-        core.run()
+        core.store_and_run(text, prefix_of(text * 4))
     assert core.present().isdisjoint({"a", "abcdef"})
     core.held["far"].clear()
-    core.load("r", prompt)
-    core.run()
+    core.load_and_run("r", prompt)
     assert core.loaded()[-1].tokens == 0
-    core.store("r", prompt)
-    core.run()
+    core.store_and_run("r", prompt)
     assert {name for name, _ in core.held["far"]} == set(prompt.keys)
 
 
@@ -437,8 +358,7 @@ def test_a_copy_found_bad_after_its_object_was_stored_again_is_written_at_the_ne
     core.answer(late, Outcome.CORRUPT)
     assert core.drops == [Drop("disk", key("a"), 0)]
     assert not core.held["disk"]
-    core.store("s", prefix_of("a"))
-    core.run()
+    core.store_and_run("s", prefix_of("a"))
     assert core.held["disk"] == {(key("a"), 0)}
 
 
@@ -458,8 +378,7 @@ def test_a_tier_that_was_never_open_is_tried_every_second() -> None:
 def test_what_a_remote_tier_held_before_it_went_down_is_asked_again() -> None:
     core = Driver(tiers=[TierRules(name="s3", is_remote=True, failures=1, retry_s=5.0)])
     core.fill("s3", prefix_of("ab"))
-    core.lookup("a", prefix_of("ab"))
-    core.run()
+    core.lookup_and_run("a", prefix_of("ab"))
     assert core.lookup("a", prefix_of("ab")).tokens == 2 * CHUNK
     core.check_tiers()
     core.tell(next(iter(core.probes.values())), None)
@@ -515,16 +434,6 @@ def test_a_read_that_was_given_up_and_succeeds_before_its_deadline_ends_the_rest
     assert not core.present(), "its load has ended"
 
 
-def test_a_store_does_not_wait_for_a_tier_that_is_down() -> None:
-    core = Driver(slots=16)
-    core.load("r", prefix_of("a"))
-    core.store("s", prefix_of("a"))
-    assert not core.going(Direction.GATHER), "it waits for the promotion"
-    reads_stop(core, "disk")
-    core.run(directions=[Direction.GATHER])
-    assert core.stored() == [StoreDone(RequestId("s"), 1, 0)]
-
-
 def test_an_object_that_is_relayed_is_not_given_up() -> None:
     core = Driver(tiers=("disk", "shared"), slots=32, failures=2)
     core.store("a", prefix_of("a"))
@@ -540,28 +449,14 @@ def test_an_object_that_is_relayed_is_not_given_up() -> None:
     assert not core.cancelled
 
 
-def test_a_probe_is_a_trial_too() -> None:
-    core = Driver(failures=1, retry_s=5.0)
-    fail_promotions(core, 1)
-    core.wait(5.0)
-    core.lookup("a", prefix_of("a"))
-    assert len(core.probes) == 1
-    core.lookup("b", prefix_of("b"))
-    assert len(core.probes) == 1
-    core.run()
-    assert [notice.is_up for notice in core.notices()] == [False, True]
-
-
 def test_demotions_wait_for_the_answer_of_a_trial() -> None:
     core = Driver(slots=16, demotes=2, failures=1, retry_s=5.0)
-    core.store("a", prefix_of("abcde"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("abcde"))
     core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     (before,) = core.going(Direction.DEMOTE)
     assert core.cache.counters.demotions_dropped == 4, "what waited for a tier that takes no writes is not written"
     core.wait(5.0)
-    core.store("b", prefix_of("xyz"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("b", prefix_of("xyz"))
     assert len(core.going(Direction.DEMOTE)) == 2, "the one sent before, and the trial"
     core.answer(before)  # a success, too
     assert [notice.is_up for notice in core.notices()] == [False, True]
@@ -569,8 +464,7 @@ def test_demotions_wait_for_the_answer_of_a_trial() -> None:
 
 def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
     core = Driver(slots=16, failures=1, retry_s=5.0, write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("abcdefghijklmnop"))
-    core.run()
+    core.store_and_run("a", prefix_of("abcdefghijklmnop"))
     core.store("b", prefix_of("y"))
     core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     core.run()
@@ -581,92 +475,11 @@ def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
     assert len(core.held["disk"]) == 2
 
 
-def test_a_tier_without_writes_gets_no_pending_write() -> None:
-    core = Driver(failures=1)
-    fail_demotions(core, 1)
-    core.store("a", prefix_of("ab"))
-    core.run()
-    assert core.cache.pending_count == 0
-    assert not core.held["disk"]
-
-
-def test_a_hanging_tier_is_a_miss_and_the_next_tier_is_tried() -> None:
-    core = Driver(tiers=("disk", "shared"), transfer_deadline_s=2.0)
-    core.fill("shared", prefix_of("a"))
-    core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Direction.PROMOTE)
-    core.wait(2.0)
-    assert core.cancelled == [stuck.id]
-    core.run(keep=lambda one: one is stuck)
-    assert core.loaded()[0].sources == (("shared", 4),)
-    assert core.cache.counters.late == 1
-
-
-def test_a_late_promotions_slot_is_not_reused_before_its_thread_answers() -> None:
-    core = Driver(slots=4, transfer_deadline_s=2.0)
-    core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Direction.PROMOTE)
-    core.wait(2.0)
-    assert core.loaded()[0].tokens == 0
-    assert core.cache.presence(key("a"), 0) is Presence.ABSENT
-    core.store("b", prefix_of("wxyz"))
-    core.run(keep=lambda one: one is stuck)
-    assert stuck.slot not in {one.slot for one in core.sent if one.direction is Direction.GATHER}
-    core.answer(stuck)
-    assert core.present().isdisjoint({"a"}), "what came too late is not read"
-    core.store("c", prefix_of("1"))
-    core.run()
-    assert core.cache.host.used(0) == 4
-
-
-def test_a_copy_that_is_found_corrupt_too_late_is_dropped_all_the_same() -> None:
-    core = Driver(transfer_deadline_s=2.0)
-    core.load("r", prefix_of("a"))
-    (stuck,) = core.going(Direction.PROMOTE)
-    core.wait(2.0)
-    core.answer(stuck, Outcome.CORRUPT)
-    assert [drop.key for drop in core.drops] == [key("a")]
-
-
-def test_while_one_tier_hangs_the_others_go_on() -> None:
-    core = Driver(tiers=("disk", "shared"), slots=16, transfer_deadline_s=2.0, failures=2, retry_s=60.0)
-    core.fill("disk", prefix_of("abcdef"))
-    core.fill("shared", prefix_of("uvwxyz"))
-    for request, text in (("a", "abcdef"), ("u", "uvwxyz")):
-        core.lookup(request, prefix_of(text))
-    core.run()
-    core.load("a", prefix_of("abcdef"))
-    core.load("u", prefix_of("uvwxyz"))
-    core.store("s", prefix_of("stu"))
-    core.run(keep=lambda one: one.tier == "disk")
-    assert [done.request for done in core.loaded()] == ["u"]
-    assert core.stored()[0].held == 3
-    core.wait(2.0)
-    core.run(keep=lambda one: one.tier == "disk")
-    assert core.loaded()[0].tokens == 0
-    assert [(notice.tier, notice.way) for notice in core.notices()] == [("disk", "read"), ("disk", "write")]
-    core.load("b", prefix_of("uvwxyz"))
-    core.run(keep=lambda one: one.tier == "disk")
-    assert core.loaded()[0].tokens == 24
-
-
-def test_a_tier_with_only_stuck_transfers_is_not_probed() -> None:
-    core = Driver(slots=8, promotes=1, transfer_deadline_s=2.0, failures=9)
-    core.load("a", prefix_of("a"))
-    core.load("b", prefix_of("b"))
-    core.wait(2.0)
-    assert [done.request for done in core.loaded()] == ["a", "b"], "no load waits for stuck transfers"
-    core.lookup("c", prefix_of("c"))
-    assert not core.probes
-
-
 def test_stores_go_on_while_their_tier_hangs() -> None:
     core = Driver(slots=8, demotes=1, transfer_deadline_s=2.0, failures=9)
-    core.store("a", prefix_of("abcdefgh"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("abcdefgh"))
     (stuck,) = core.going(Direction.DEMOTE)
-    core.store("b", prefix_of("stuvwxyz"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("b", prefix_of("stuvwxyz"))
     assert not core.stored()[1:], "everything is owed, and may yet be written"
     core.wait(2.0)
     core.run(directions=[Direction.GATHER])
@@ -693,15 +506,13 @@ def test_a_leaf_that_hangs_does_not_shield_its_parents() -> None:
     core.run(keep=lambda one: one in stuck)
     core.answer(stuck[1])
     for text in ("p", "q", "r", "s", "t", "u", "v", "w"):
-        core.store(text, prefix_of(text))
-        core.run()
+        core.store_and_run(text, prefix_of(text))
     assert core.present().isdisjoint({"ab"}), "it can leave again"
 
 
 def test_a_leaving_object_whose_demotion_is_late_stays_readable_until_it_ends() -> None:
     core = Driver(slots=2, write_policy=WritePolicy.BACK, transfer_deadline_s=2.0)
-    core.store("a", prefix_of("ab"))
-    core.run()
+    core.store_and_run("a", prefix_of("ab"))
     core.store("b", prefix_of("z"))
     (stuck,) = core.going(Direction.DEMOTE)
     core.wait(2.0)
@@ -714,8 +525,7 @@ def test_a_leaving_object_whose_demotion_is_late_stays_readable_until_it_ends() 
 
 def test_a_hanging_tier_leaves_half_of_host_memory() -> None:
     core = Driver(slots=8, transfer_deadline_s=2.0, failures=1)
-    core.store("a", prefix_of("abcd"))
-    core.run(directions=[Direction.GATHER])
+    core.store_and_gather("a", prefix_of("abcd"))
     core.load("r", prefix_of("uvwxyz"))
     core.wait(2.0)
     stuck = list(core.out.values())
@@ -729,8 +539,6 @@ def test_sources_of_a_load_name_the_slowest_group_of_each_chunk() -> None:
     core = Driver(groups=(History(), Window(4)), slots=16)
     prompt = prefix_of("abc")
     core.fill("disk", prompt)
-    core.store("s", prompt, (0, 0), (0, 1), (0, 2))
-    core.run(directions=[Direction.GATHER])
-    core.load("r", prompt)
-    core.run()
+    core.store_and_gather("s", prompt, (0, 0), (0, 1), (0, 2))
+    core.load_and_run("r", prompt)
     assert core.loaded()[0].sources == (("host", 2 * CHUNK), ("disk", CHUNK))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import (
     BACKOFF_S_MAX,
     BACKOFF_S_MIN,
@@ -53,10 +54,14 @@ def end(planner: Planner, plan: LoadPlan, *, tokens: int, seconds: float, now_s:
     planner.ended(plan, LoadDone(RequestId("r"), tokens, plan.tokens, (), (), was_cut), seconds, now_s)
 
 
+def budget_of(plan: LoadPlan) -> LoadBudget:
+    assert plan.budget is not None
+    return plan.budget
+
+
 def lose(planner: Planner, plan: LoadPlan, now_s: float) -> None:
     """The load brings nothing, and is cut as late as its budget allows."""
-    assert plan.budget is not None
-    end(planner, plan, tokens=0, seconds=plan.budget.allowance_s, now_s=now_s, was_cut=True)
+    end(planner, plan, tokens=0, seconds=budget_of(plan).allowance_s, now_s=now_s, was_cut=True)
 
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
@@ -133,19 +138,13 @@ def test_switched_off_it_loads_all_there_is_to_the_end() -> None:
     assert planner.plan(lookup_of(option(900, 50.0)), TOTAL, now_s=60.0).tokens == 900
 
 
-def test_a_plan_has_no_effect() -> None:
-    planner, lookup = taught(), lookup_of(option(900, 0.1))
-    assert planner.plan(lookup, TOTAL, now_s=0.0) == planner.plan(lookup, TOTAL, now_s=0.0)
-
-
 # ---- budget --------------------------------------------------------------------------------------------------------
 
 
 def test_a_load_may_lose_its_slack_and_twice_its_wait() -> None:
     plan = taught().plan(lookup_of(option(900, 0.3, wait_s=0.2)), TOTAL, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK + RISK_FACTOR * 0.2, rel=0.01)
-    assert plan.budget.saved_s(0, 900) == pytest.approx(0.9, rel=0.01)
+    assert budget_of(plan).allowance_s == pytest.approx(SLACK + RISK_FACTOR * 0.2, rel=0.01)
+    assert budget_of(plan).saved_s(0, 900) == pytest.approx(0.9, rel=0.01)
 
 
 def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones() -> None:
@@ -160,9 +159,8 @@ def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones
 def test_the_time_in_which_the_engine_computes_for_others_is_given_to_a_load_that_knows_its_link() -> None:
     planner, lookup = taught(), lookup_of(option(900, 0.3, wait_s=0.2))
     plan = planner.plan(lookup, TOTAL, ahead_s=5.0, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.free_s == 5.0
-    assert plan.budget.allowance_s == pytest.approx(SLACK + RISK_FACTOR * 0.2, rel=0.01)
+    assert budget_of(plan).free_s == 5.0
+    assert budget_of(plan).allowance_s == pytest.approx(SLACK + RISK_FACTOR * 0.2, rel=0.01)
     before_s = planner.snapshot()["loss_budget_s"]
     end(planner, plan, tokens=0, seconds=5.0, now_s=5.0)  # later than expected, but nothing was lost
     assert planner.snapshot()["loss_budget_s"] == before_s
@@ -183,29 +181,24 @@ def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for
     assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial
 
 
-def test_no_more_is_lent_than_a_load_may_bring() -> None:
-    plan = taught().plan(lookup_of(option(900, 0.4, wait_s=0.3)), TOTAL, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK + 0.5, rel=0.01)
-
-
-def test_a_load_that_brings_little_may_be_a_little_late() -> None:
-    plan = taught().plan(lookup_of(option(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK + RISK_FACTOR_MIN * 0.3, rel=0.01)
-
-
-def test_a_short_prompt_has_some_milliseconds_too() -> None:
-    plan = taught().plan(lookup_of(option(9, 0.0, wait_s=0.0)), 10, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK_S_MIN)
+@pytest.mark.parametrize(
+    ("offer", "total", "allowance_s"),
+    [
+        pytest.param((900, 0.4, 0.3), TOTAL, SLACK + 0.5, id="no more than it may bring"),
+        pytest.param((900, 0.7, 0.3), TOTAL, SLACK + RISK_FACTOR_MIN * 0.3, id="a little for one that brings little"),
+        pytest.param((9, 0.0, 0.0), 10, SLACK_S_MIN, id="some milliseconds for a short prompt"),
+    ],
+)
+def test_what_is_lent_to_a_load(offer: tuple[int, float, float], total: int, allowance_s: float) -> None:
+    tokens, seconds, wait_s = offer
+    plan = taught().plan(lookup_of(option(tokens, seconds, wait_s=wait_s)), total, now_s=0.0)
+    assert budget_of(plan).allowance_s == pytest.approx(allowance_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("tokens", "first_look_s"), [(1000, 0.15), (10_000, 0.2), (100_000, 0.4)])
 def test_the_first_look_at_a_link_is_given_its_share_of_the_prompt(tokens: int, first_look_s: float) -> None:
     plan = taught().plan(lookup_of(option(900, 0.0, is_known=False)), tokens, now_s=0.0)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(0.03 * tokens * PER_TOKEN_S + first_look_s, rel=0.01)
+    assert budget_of(plan).allowance_s == pytest.approx(0.03 * tokens * PER_TOKEN_S + first_look_s, rel=0.01)
 
 
 def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
@@ -214,8 +207,7 @@ def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
     planner.begun(first, 0.0)
     second = planner.plan(lookup, TOTAL, now_s=0.0)
     assert second.saved_by_loads_s == pytest.approx(0.9, rel=0.01)
-    assert second.budget is not None
-    assert second.budget.allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
+    assert budget_of(second).allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
     planner.dropped(first)
     assert planner.plan(lookup, TOTAL, now_s=0.0).saved_by_loads_s == 0.0
 
@@ -322,8 +314,7 @@ def test_a_link_that_is_believed_slow_is_tried_now_and_then_within_the_slack() -
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
     assert (plan.tokens, plan.is_trial) == (900, True)
     assert plan.load_s == pytest.approx(0.01 + SLACK, rel=0.01)
-    assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK, rel=0.01)
+    assert budget_of(plan).allowance_s == pytest.approx(SLACK, rel=0.01)
     planner.begun(plan, 0.0)
     assert planner.plan(lookup, TOTAL, now_s=0.01).tokens == 300  # one at a time
     planner.ended(plan, LoadDone(RequestId("r"), 300, 900, (), (), was_cut=True), 0.06, 0.06)

@@ -1,18 +1,14 @@
 """Host memory is page-locked after the start, in whole slots, and unlocked at the end; an error is logged once."""
 
-import gc
 import logging
 import threading
-import time
 
 import pytest
+from tests.system import until
 
-from kvtier.codec.frame import frame_bytes
 from kvtier.device import page_lock as module
 from kvtier.device.page_lock import cuda_page_lock
 from kvtier.errors import ConfigError
-from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.runtime.arena import Arena
 
 WAIT_S = 30.0
 UNIT = 1000
@@ -43,13 +39,6 @@ class Registrar:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_BYTES", 3500)
-
-
-def until(is_it: "object") -> None:
-    end = time.monotonic() + WAIT_S
-    while not is_it():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(1e-3)
 
 
 def test_parts_are_whole_slots_and_cover_everything() -> None:
@@ -110,14 +99,3 @@ def test_with_mode_on_an_error_is_raised_and_nothing_stays_locked() -> None:
         lock(0, 10 * UNIT, UNIT)
     assert not registrar.locked
     assert cuda_page_lock("off") is None
-
-
-def test_an_arena_locks_whole_slots() -> None:
-    layout = KvLayout(16, (GroupLayout(History(), (5000,), "test"),))
-    size = frame_bytes(layout.groups[0])
-    registrar = Registrar()
-    arena = Arena(layout, (5,), page_lock=cuda_page_lock("on", registrar))
-    assert [length for _, length in registrar.registered] == [size] * 5, "a slot is larger than a part here"
-    arena.close()
-    gc.collect()
-    assert not registrar.locked

@@ -206,20 +206,16 @@ def after_each_piece(monkeypatch):
     return calls
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, after_each_piece):
-    path = tmp_path / "a.bin"
-    path.write_bytes(bytes(2 * PIECE_BYTES + 1))
-
-    after_each_piece(lambda: os.truncate(path, 2 * PIECE_BYTES + 2))
-    with pytest.raises(ConfigError, match=r"a.bin changed while it was being read"):
-        digest_files([path])
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, after_each_piece):
+@pytest.mark.parametrize(
+    ("before_bytes", "after_bytes"),
+    [(2 * PIECE_BYTES + 1, 2 * PIECE_BYTES + 2), (64 * PIECE_BYTES, 5)],  # more pieces than are in flight at once
+    ids=["grows", "is cut"],
+)
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, after_each_piece, before_bytes, after_bytes):
     path = tmp_path / "a.bin"
     path.touch()
-    os.truncate(path, 64 * PIECE_BYTES)  # more pieces than are in flight at once
-    after_each_piece(lambda: os.truncate(path, 5))
+    os.truncate(path, before_bytes)
+    after_each_piece(lambda: os.truncate(path, after_bytes))
     with pytest.raises(ConfigError, match=r"a.bin changed while it was being read"):
         digest_files([path])
 

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import stat
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -33,14 +32,6 @@ def test_the_mode_is_0600_whatever_the_umask(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
-
-
-def test_threads_that_race_get_the_same_secret(tmp_path):
-    for attempt in range(20):
-        path = tmp_path / f"secret-{attempt}"
-        with ThreadPoolExecutor(8) as pool:
-            assert len(set(pool.map(load_or_create, [path] * 8))) == 1
-    assert len(list(tmp_path.iterdir())) == 20
 
 
 def test_processes_that_race_get_the_same_secret(tmp_path):

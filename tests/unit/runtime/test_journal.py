@@ -93,6 +93,16 @@ def transfer(number: int, direction: Direction = Direction.DEMOTE, tier: str = "
     return Completion(command, Outcome.DONE, size_bytes=4096, seconds=0.5)
 
 
+def journalled(folder: Path, *completions: Completion, bytes_max: int = MIB) -> Metrics:
+    """A journal gets `completions` and is closed."""
+    metrics = Metrics()
+    journal = Journal(folder, bytes_max, LAYOUT, ROOT, metrics)
+    for completion in completions:
+        journal.completed(completion)
+    journal.close(60)
+    return metrics
+
+
 def test_the_lines_of_a_session_add_up_to_its_metrics(tmp_path):
     kv = open_session(settings(tmp_path), LAYOUT, FINGERPRINT, Engine(64).copier())
     served(kv, range(12))
@@ -190,11 +200,7 @@ def test_deciding_threads_do_not_wait_for_a_hanging_file_system(tmp_path, monkey
 def test_a_full_journal_counts_its_lost_lines_and_a_second_one_counts_the_first(tmp_path):
     kept = []
     for _ in range(2):
-        metrics = Metrics()
-        journal = Journal(tmp_path, 4096, LAYOUT, ROOT, metrics)
-        for number in range(100):
-            journal.completed(transfer(number))
-        journal.close(60)
+        metrics = journalled(tmp_path, *map(transfer, range(100)), bytes_max=4096)
         kept.append(metrics.get(table.JOURNAL_LINES, result="recorded"))
         assert lost(metrics) == 100 - kept[-1]
         assert 3800 < sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4096
@@ -205,11 +211,7 @@ def test_a_full_journal_counts_its_lost_lines_and_a_second_one_counts_the_first(
 def test_a_journal_that_vanishes_while_sizes_are_summed_up_is_no_error(tmp_path):
     (tmp_path / "journal-1.jsonl").symlink_to("nothing")
     (tmp_path / "journal-2.jsonl").write_bytes(bytes(4000))
-    metrics = Metrics()
-    journal = Journal(tmp_path, 4096, LAYOUT, ROOT, metrics)
-    journal.completed(transfer(1))
-    journal.close(60)
-    assert lost(metrics) == 1, "the other one counts"
+    assert lost(journalled(tmp_path, transfer(1), bytes_max=4096)) == 1, "the other one counts"
 
 
 def test_the_choice_that_counts_is_the_last_before_the_request_began():
@@ -243,21 +245,14 @@ def test_the_choice_that_counts_is_the_last_before_the_request_began():
 
 
 def test_an_item_without_a_line_costs_only_itself(tmp_path, caplog):
-    metrics = Metrics()
-    journal = Journal(tmp_path, MIB, LAYOUT, ROOT, metrics)
-    for group in (0, len(PAYLOADS), len(PAYLOADS), 1):
-        journal.completed(transfer(1, group=group))
-    journal.close(60)
+    metrics = journalled(tmp_path, *(transfer(1, group=group) for group in (0, len(PAYLOADS), len(PAYLOADS), 1)))
     assert [line["group"] for line in lines_of(tmp_path, "object")] == [0, 1]
     assert lost(metrics) == 2
     assert caplog.text.count("internal error") == 1
 
 
 def test_other_commands_have_no_line(tmp_path):
-    journal = Journal(tmp_path, MIB, LAYOUT, ROOT, Metrics())
-    journal.completed(transfer(1, Direction.SCATTER, tier=""))
-    journal.completed(transfer(2, Direction.PROMOTE))
-    journal.close(60)
+    journalled(tmp_path, transfer(1, Direction.SCATTER, tier=""), transfer(2, Direction.PROMOTE))
     assert [line["way"] for line in lines_of(tmp_path, "object")] == ["read"]
 
 
@@ -272,11 +267,17 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path):
         open_session(wrong, LAYOUT, FINGERPRINT, Engine(64).copier())
 
 
-def test_ids_lose_what_vllm_adds_and_nothing_else():
-    assert client_id("chatcmpl-abc") == "abc"
-    assert client_id("cmpl-abc-0") == "abc"
-    assert client_id("cmpl-abc-0-1") == "abc-0"
-    assert client_id("3_chatcmpl-abc") == "abc"
-    assert client_id("plain-0") == "plain-0"
-    assert client_id_of_engine("chatcmpl-abc-0a1b2c3d-99887766") == "abc-0a1b2c3d"
-    assert client_id_of_engine("cmpl-abc-0-99887766") == "abc"
+@pytest.mark.parametrize(
+    ("sent", "known", "as_client"),
+    [
+        (client_id, "chatcmpl-abc", "abc"),
+        (client_id, "cmpl-abc-0", "abc"),
+        (client_id, "cmpl-abc-0-1", "abc-0"),
+        (client_id, "3_chatcmpl-abc", "abc"),
+        (client_id, "plain-0", "plain-0"),
+        (client_id_of_engine, "chatcmpl-abc-0a1b2c3d-99887766", "abc-0a1b2c3d"),
+        (client_id_of_engine, "cmpl-abc-0-99887766", "abc"),
+    ],
+)
+def test_ids_lose_what_vllm_adds_and_nothing_else(sent, known, as_client):
+    assert sent(known) == as_client

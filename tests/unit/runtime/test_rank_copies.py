@@ -1,12 +1,10 @@
 """Ranks that hold the same KV: one object in a common store, written and dropped by the first rank, loaded by all."""
 
-import time
 from dataclasses import replace
 
 import pytest
 from tests.rig import (
     CHUNK_TOKENS,
-    DEADLINE_S,
     FINGERPRINT,
     LAYOUT,
     Engine,
@@ -18,6 +16,7 @@ from tests.rig import (
     prefix_of,
     stored,
 )
+from tests.system import until
 
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
@@ -181,10 +180,7 @@ def test_the_rank_that_writes_an_object_drops_it(tmp_path):
     second, _, tiers = opened(tmp_path / "kv", (11, 12))
     assert looked_up(second, "b", prefix_of(1)).tokens == CHUNK_TOKENS
     assert loaded(second, "b", prefix_of(1), CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
-    until_s = time.monotonic() + DEADLINE_S
-    while path.exists():
-        assert time.monotonic() < until_s
-        second.poll(0.01)
+    until(lambda: not path.exists())
     second.close()
     assert tiers[0].deleted == [name]
     assert tiers[1].deleted == []

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.completions import taking
 from tests.memory_tier import MemoryTier
-from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
     DEADLINE_S,
@@ -25,6 +24,7 @@ from tests.rig import (
     prefix_of,
     stored,
 )
+from tests.system import until
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.config.sections import JournalConfig
@@ -39,14 +39,14 @@ from kvtier.policy.registry import make_evictor
 from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.counters import TierGauges
-from kvtier.runtime.executor import Completion, Threads, TierView
+from kvtier.runtime.executor import Completion, TierView
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
-from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import Session
+from kvtier.tier.base import UNKNOWN
 from kvtier.types import (
     SEVERITY,
     Cancel,
@@ -55,47 +55,24 @@ from kvtier.types import (
     Drop,
     Figures,
     Outcome,
-    Presence,
     Probe,
-    RequestId,
     Transfer,
 )
 
 SLOTS = 8
 
 
-class Wrapped:
-    """A copier in which `broken` directions fail."""
-
-    def __init__(self, copier, broken=()):
-        self._copier = copier
-        self._broken = broken
-        self.done = copier.done
-
-    def gather(self, *arguments):
-        if Direction.GATHER in self._broken:
-            raise OSError("this rank's device is broken")
-        return self._copier.gather(*arguments)
-
-    def scatter(self, *arguments):
-        if Direction.SCATTER in self._broken:
-            raise OSError("this rank's device is broken")
-        return self._copier.scatter(*arguments)
-
-
-def mover_of(rank, engine, tier, broken=(), threads=None, layout=LAYOUT):
-    return Mover(
-        layout=layout.on_rank(rank, 2),
-        fingerprint=FINGERPRINT,
-        arena=Arena(layout, (SLOTS,) * len(layout.groups)),
-        copier=Wrapped(engine.copier(), broken),
-        tiers={"below": tier},
-        threads=threads,
-    )
-
-
-def session_of(engines, tiers, broken=((), ()), remote=(), layout=LAYOUT):
-    movers = [mover_of(rank, engine, tiers[rank], broken[rank], layout=layout) for rank, engine in enumerate(engines)]
+def session_of(engines, tiers, remote=(), layout=LAYOUT):
+    movers = [
+        Mover(
+            layout=layout.on_rank(rank, 2),
+            fingerprint=FINGERPRINT,
+            arena=Arena(layout, (SLOTS,) * len(layout.groups)),
+            copier=engine.copier(),
+            tiers={"below": tiers[rank]},
+        )
+        for rank, engine in enumerate(engines)
+    ]
     group = RankGroup(movers, remote)
     cache = Cache(
         layout=layout,
@@ -116,6 +93,13 @@ def memory_tiers():
 
 def engines_of(first_seed, blocks=64):
     return [Engine(blocks, seed=first_seed + rank) for rank in range(2)]
+
+
+def keep(prefix, engines, tiers, layout=LAYOUT):
+    """A session that stores `prefix` in `tiers` and is closed."""
+    session = session_of(engines, tiers, layout=layout)
+    stored(session, "a", prefix, places_of(range(len(prefix.keys)), range(len(layout.groups))))
+    session.close()
 
 
 # ---- the whole stack -----------------------------------------------------------------------------------------------
@@ -139,26 +123,6 @@ def opened(directory, engines, journal=None):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_was_stored_comes_back_on_every_rank_after_a_restart(tmp_path, count):
-    sources = engines_of(1)[:count]
-    first = opened(tmp_path / "kv", sources)
-    prefix = prefix_of(12, first.root)
-    assert stored(first.session, "a", prefix, places_of(range(12))).held == 24
-    assert first.session.close().flushed
-
-    targets = engines_of(11)[:count]
-    second = opened(tmp_path / "kv", targets)
-    answer = looked_up(second.session, "b", prefix)
-    assert (answer.tokens, answer.ready_tokens) == (12 * CHUNK_TOKENS, 0)
-    assert loaded(second.session, "b", prefix, answer.tokens, load_places(answer.tokens)).tokens == answer.tokens
-    for target, source in zip(targets, sources, strict=True):
-        assert target.same(source, load_places(answer.tokens))
-        assert not target.same(source, places_of(range(15)))  # the rest of the engine is as it was
-    assert values_of(second.metrics)['kvtier_transfers_total{link="promote",outcome="done"}'] == 14
-    second.session.close()
-
-
-@pytest.mark.parametrize("count", [1, 2])
 def test_the_journal_counts_payload_and_frames_of_all_ranks(tmp_path, count):
     kv = opened(tmp_path / "kv", engines_of(1)[:count], journal=tmp_path / "journal")
     stored(kv.session, "a", prefix_of(3, kv.root), places_of(range(3)))
@@ -172,49 +136,11 @@ def test_the_journal_counts_payload_and_frames_of_all_ranks(tmp_path, count):
         assert line["bytes"] == count * frame_bytes(LAYOUT.groups[line["group"]])
 
 
-def test_each_rank_has_its_own_bytes(tmp_path):
-    sources, targets = engines_of(1), engines_of(11)
-    tiers = memory_tiers()
-    first = session_of(sources, tiers)
-    stored(first, "a", prefix_of(3), places_of(range(3)))
-    first.close()
-    second = session_of(targets[::-1], tiers)
-    looked_up(second, "b", prefix_of(3))
-    loaded(second, "b", prefix_of(3), 48, load_places(48))
-    assert targets[1].same(sources[0], load_places(48))
-    assert not targets[0].same(sources[0], load_places(48))
-    second.close()
-
-
-def test_a_rank_whose_gathers_fail_makes_the_store_fail_everywhere():
-    session = session_of(engines_of(1), memory_tiers(), broken=((), (Direction.GATHER,)))
-    done = stored(session, "a", prefix_of(3), places_of(range(3)))
-    assert (done.held, done.dropped) == (0, 6)
-    assert looked_up(session, "b", prefix_of(3)).presence is Presence.ABSENT
-    session.close()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_whose_scatters_fail_makes_the_load_fail(rank):
-    tiers = memory_tiers()
-    first = session_of(engines_of(1), tiers)
-    stored(first, "a", prefix_of(3), places_of(range(3)))
-    first.close()
-    broken = [(), ()]
-    broken[rank] = (Direction.SCATTER,)
-    second = session_of(engines_of(11), tiers, broken=broken)
-    assert looked_up(second, "b", prefix_of(3)).tokens == 48
-    assert loaded(second, "b", prefix_of(3), 48, load_places(48)).tokens == 0
-    second.close()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_chunk_that_one_rank_lacks_is_no_hit(rank):
     tiers = memory_tiers()
-    first = session_of(engines_of(1), tiers)
     prefix = prefix_of(4)
-    stored(first, "a", prefix, places_of(range(4)))
-    first.close()
+    keep(prefix, engines_of(1), tiers)
     tiers[rank].delete(name_on(rank, prefix.keys[2]))
     second = session_of(engines_of(11), tiers)
     assert looked_up(second, "b", prefix).tokens == 2 * CHUNK_TOKENS
@@ -226,10 +152,8 @@ def test_in_a_remote_tier_a_rank_that_lacks_a_chunk_shortens_the_load(rank, foun
     history = KvLayout(CHUNK_TOKENS, LAYOUT.groups[:1])
     tiers = memory_tiers()
     sources, targets = engines_of(1), engines_of(11)
-    first = session_of(sources, tiers, layout=history)
     prefix = prefix_of(4)
-    stored(first, "a", prefix, places_of(range(4), (0,)))
-    first.close()
+    keep(prefix, sources, tiers, history)
     tiers[rank].delete(name_on(rank, prefix.keys[2]))
     second = session_of(targets, tiers, remote={"below"}, layout=history)
     answer = looked_up(second, "b", prefix)
@@ -247,27 +171,20 @@ def test_in_a_remote_tier_a_rank_that_lacks_a_chunk_shortens_the_load(rank, foun
 
 def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
     tiers = memory_tiers()
-    first = session_of(engines_of(1), tiers)
     prefix = prefix_of(1)
-    stored(first, "a", prefix, places_of(range(1)))
-    first.close()
+    keep(prefix, engines_of(1), tiers)
     name = name_on(1, prefix.keys[0])
     frame = bytearray(1 << 20)
     size = tiers[1].read(name, memoryview(frame))
     frame[size - 1] ^= 1
     tiers[1].delete(name)
-    from kvtier.tier.base import UNKNOWN
-
     tiers[1].write(name, memoryview(frame)[:size], UNKNOWN)
     second = session_of(engines_of(11), tiers)
     assert looked_up(second, "b", prefix).tokens == CHUNK_TOKENS
     assert loaded(second, "b", prefix, CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
     names = [name_on(rank, prefix.keys[0]) for rank in (0, 1)]
-    until_s = time.monotonic() + 60.0
     # Before the end of the session: closing does not wait for drops that have not begun.
-    while any(tier.contains([it])[0] for tier, it in zip(tiers, names, strict=True)):
-        assert time.monotonic() < until_s
-        second.poll(0.01)
+    until(lambda: not any(tier.contains([it])[0] for tier, it in zip(tiers, names, strict=True)))
     second.close()
 
 
@@ -367,34 +284,11 @@ def test_equal_drops_are_separate_commands(ranks):
     assert len(group.take()) == 1
 
 
-def test_a_cancel_goes_to_all_ranks(ranks):
-    group = taking(RankGroup(ranks))
-    group.submit(cancel := Cancel((3,)))
-    assert ranks[0].commands == ranks[1].commands == [cancel]
-    assert group.take() == []
-
-
-def test_notes_go_to_all_ranks_in_order(ranks):
-    group = taking(RankGroup(ranks))
-    notes = [Note("loaded", RequestId(str(n)), (n,), flag=True) for n in range(3)]
-    for note in notes:
-        group.send_note(note)
-    assert ranks[0].notes == ranks[1].notes == notes
-
-
 def test_one_lost_rank_is_the_loss_of_all(ranks):
     group = taking(RankGroup(ranks))
     assert group.lost == ""
     ranks[1].lost = "rank 1 is lost"
     assert group.lost == "rank 1 is lost"
-
-
-def test_a_probe_finds_what_all_ranks_hold(ranks):
-    group = taking(RankGroup(ranks))
-    group.submit(Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * 4, float("inf")))
-    ranks[0].answer(present=(True, True, False, False))
-    ranks[1].answer(present=(True, False, True, False))
-    assert group.take()[0].present == (True, False, False, False)
 
 
 def a_probe(number=1, tier="below", objects=2):
@@ -446,23 +340,6 @@ def test_a_rank_that_hangs_does_not_hold_up_the_closing_of_others(ranks):
     assert time.monotonic() - began_s < DEADLINE_S / 2
     assert closed == [0.05]
     hold.set()
-
-
-def test_many_commands_on_real_movers_are_each_answered_once():
-    tiers = memory_tiers()
-    ranks = [mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)) for rank, tier in enumerate(tiers)]
-    group = taking(RankGroup(ranks))
-    commands = [Probe(n, "below", ((ChunkKey(bytes(32)), 0),), float("inf")) for n in range(500)]
-    for command in commands:
-        group.submit(command)
-    answers = []
-    until_s = time.monotonic() + DEADLINE_S
-    while len(answers) < len(commands) and time.monotonic() < until_s:
-        answers += group.take(0.1)
-    assert {id(completion.command) for completion in answers} == {id(command) for command in commands}
-    assert len(answers) == len(commands)
-    assert group.close(DEADLINE_S)
-    assert group.take() == []
 
 
 outcomes = st.sampled_from(list(Outcome))
@@ -550,13 +427,6 @@ def test_ranks_that_disagree_on_remote_tiers_are_refused(servers):
     first, second = servers(0, 1)
     with pytest.raises(ProtocolError, match="the same settings"):
         connect([first, second | {"remote": ["directory"]}])
-
-
-def test_a_rank_is_taken_once(servers):
-    handshakes = servers(0, ranks=1)
-    connect(handshakes)
-    with pytest.raises(ProtocolError, match="cannot be reached"):
-        connect(handshakes)
 
 
 def test_a_foreign_handshake_is_refused_without_showing_the_key(servers):

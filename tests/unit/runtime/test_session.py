@@ -6,12 +6,12 @@ import time
 from collections import deque
 
 import pytest
-from tests.memory_tier import MemoryTier
+from tests.memory_tier import GatedTier, MemoryTier
 from tests.metric_values import values_of
 from tests.rig import (
     CHUNK_TOKENS,
-    LAYOUT,
     Engine,
+    GatedCopier,
     ended,
     load_places,
     loaded,
@@ -22,6 +22,7 @@ from tests.rig import (
     prefix_of,
     stored,
 )
+from tests.system import until
 
 from kvtier.core import operations, probes
 from kvtier.core.cache import Cache
@@ -73,18 +74,6 @@ def test_a_prefix_larger_than_host_memory_is_stored_and_restored_in_full(tmp_pat
     second.session.close()
 
 
-def test_another_secret_finds_nothing(tmp_path):
-    engine = Engine(64)
-    first = opened(tmp_path / "kv", engine)
-    stored(first.session, "a", prefix_of(2, first.root), places_of(range(2)))
-    first.session.close()
-    (tmp_path / "kv" / "secret").unlink()
-    second = opened(tmp_path / "kv", engine)
-    assert second.root != first.root
-    assert looked_up(second.session, "b", prefix_of(2, second.root)).presence is Presence.ABSENT
-    second.session.close()
-
-
 def test_write_back_flushes_at_close():
     tier = MemoryTier("below", capacity_bytes=64 << 20)
     session, _, _ = local(Engine(64).copier(), {"below": tier}, limits=Limits(write_policy=WritePolicy.BACK))
@@ -93,54 +82,6 @@ def test_write_back_flushes_at_close():
     closed = session.close()
     assert (closed.flushed, closed.lost) == (True, 0)
     assert tier.object_count == 6
-
-
-def test_a_hanging_tier_costs_a_miss_and_not_a_stall():
-    hold = threading.Event()
-
-    class Hanging(MemoryTier):
-        def contains(self, names):
-            hold.wait(30)
-            return super().contains(names)
-
-    session, cache, _ = local(
-        Engine(64).copier(),
-        {"below": Hanging("below", capacity_bytes=1 << 20)},
-        rules={"probe_deadline_s": 0.05, "failures": 1},
-    )
-    try:
-        start = time.monotonic()
-        assert looked_up(session, "a", prefix_of(2)).presence is Presence.ABSENT
-        assert not cache.is_up("below")
-        assert stored(session, "a", prefix_of(2), places_of(range(2))).held == 4
-        closed = session.close(deadline_s=0.2)
-        assert time.monotonic() - start < 10
-        assert closed is session.close()
-    finally:
-        hold.set()
-
-
-def test_everything_open_is_answered_at_close():
-    hold = threading.Event()
-
-    class Slow(MemoryTier):
-        def read_one(self, name, into, offset):
-            hold.wait(30)
-            return super().read_one(name, into, offset)
-
-    tier = Slow("below", capacity_bytes=64 << 20)
-    first, _, _ = local(Engine(64).copier(), {"below": tier})
-    stored(first, "a", prefix_of(4), places_of(range(4)))
-    first.close()
-    session, _, _ = local(Engine(64).copier(), {"below": tier}, rules={"transfer_deadline_s": 60.0})
-    try:
-        tokens = looked_up(session, "b", prefix_of(4)).tokens
-        session.load(RequestId("b"), prefix_of(4), tokens, load_places(tokens))
-        session.close(deadline_s=0.2)
-        (done,) = [event for event in session.poll() if isinstance(event, LoadDone)]
-        assert (done.request, done.tokens, done.wanted_tokens) == ("b", 0, tokens)
-    finally:
-        hold.set()
 
 
 def test_a_closed_session_takes_no_calls():
@@ -157,22 +98,6 @@ def test_a_closed_session_takes_no_calls():
     session.expects("conversation", None)
     assert session.poll() == []
     assert session.close().flushed
-
-
-def test_after_an_internal_error_the_session_is_shut_and_the_engine_goes_on(monkeypatch, caplog):
-    session, _, _ = local(Engine(64).copier(), {})
-    stored(session, "a", prefix_of(2), places_of(range(2)))
-
-    def wrong(*_args, **_kwargs):
-        raise AssertionError("planted")
-
-    session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
-    monkeypatch.setattr(Cache, "complete", wrong)
-    events = session.poll(5.0)
-    assert [(type(event), event.tokens) for event in events] == [(LoadDone, 0)]
-    assert "internal error" in caplog.text
-    assert session.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
-    assert not session.close().flushed
 
 
 def test_bad_arguments_raise_in_the_caller():
@@ -192,58 +117,40 @@ def test_bad_arguments_raise_in_the_caller():
 
 
 def test_after_an_internal_error_running_copies_end_and_everything_else_fails(monkeypatch, caplog):
-    hold, has_begun = threading.Event(), threading.Event()
-    inner = Engine(64).copier()
-
-    class Held:
-        done = inner.done
-
-        def gather(self, *arguments):
-            has_begun.set()
-            assert hold.wait(30)
-            return inner.gather(*arguments)
-
+    gate = GatedTier("gathers", shut=["copy"])
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
-    session, _, _ = local(Held(), {}, threads=Threads(device=1), limits=Limits(gathers=1))
+    session, _, _ = local(
+        GatedCopier(Engine(64).copier(), gate), {}, threads=Threads(device=1), limits=Limits(gathers=1)
+    )
     try:
         session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
         session.store(RequestId("b"), prefix_of(1, seed=1), places_of(range(1)))
-        assert has_begun.wait(20)
+        assert gate.hangs.wait(20)
         monkeypatch.setattr(Cache, "expects", None)
         session.expects("conversation", None)
         assert session.poll(20.0) == [StoreDone(RequestId("b"), 0, 2)]  # its gather has not begun
         assert session.poll(0.2) == []
-        hold.set()
+        gate.open_again()
         assert session.poll(20.0) == [StoreDone(RequestId("a"), 0, 2)]
     finally:
-        hold.set()
+        gate.open_again()
     assert not session.close().flushed
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def test_after_an_internal_error_a_copy_is_awaited_until_its_deadline(monkeypatch):
-    hold, has_begun = threading.Event(), threading.Event()
-    inner = Engine(64).copier()
-
-    class Hanging:
-        done = inner.done
-
-        def gather(self, *arguments):
-            has_begun.set()
-            hold.wait(30)
-            return inner.gather(*arguments)
-
+    gate = GatedTier("gathers", shut=["copy"])
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(module, "COPY_DEADLINE_S", 0.05)
-    session, _, _ = local(Hanging(), {})
+    session, _, _ = local(GatedCopier(Engine(64).copier(), gate), {})
     try:
         session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
-        assert has_begun.wait(20)
+        assert gate.hangs.wait(20)
         monkeypatch.setattr(Cache, "expects", None)
         session.expects("conversation", None)
         assert session.poll(20.0) == [StoreDone(RequestId("a"), 0, 2)]
     finally:
-        hold.set()
+        gate.open_again()
     session.close()
 
 
@@ -296,37 +203,24 @@ def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch)
     assert [line.level for line in lines] == [logging.WARNING]
 
 
-class Below(MemoryTier):
-    """Answers probes when it may."""
-
-    def __init__(self):
-        super().__init__("below", capacity_bytes=64 << 20)
-        self.may_answer, self.is_asked = threading.Event(), threading.Event()
-
-    def contains(self, names):
-        self.is_asked.set()
-        assert self.may_answer.wait(30)
-        return super().contains(names)
-
-
 def test_a_lookup_waits_for_the_probe_up_to_its_wait_s():
-    tier = Below()
+    tier = GatedTier("below", shut=["contains"])
     session, _, _ = local(Engine(8).copier(), {"below": tier}, rules={"probe_deadline_s": 60.0})
     assert session.lookup(RequestId("a"), prefix_of(2), wait_s=0.01).presence is Presence.PROBING
-    threading.Timer(0.05, tier.may_answer.set).start()
+    threading.Timer(0.05, tier.open_again).start()
     assert session.lookup(RequestId("a"), prefix_of(2), wait_s=60.0).presence is Presence.ABSENT
     session.close()
 
 
 def test_other_calls_go_on_while_a_lookup_waits():
-    tier = Below()
+    tier = GatedTier("below", shut=["contains"])
     session, _, _ = local(Engine(8).copier(), {"below": tier}, rules={"probe_deadline_s": 60.0})
     waiter = threading.Thread(target=session.lookup, args=(RequestId("a"), prefix_of(2)), kwargs={"wait_s": 60.0})
     waiter.start()
-    assert tier.is_asked.wait(20)
+    assert tier.hangs.wait(20)
     assert stored(session, "b", prefix_of(1, seed=1), places_of(range(1))).held == 2
     assert waiter.is_alive()
-    tier.may_answer.set()
+    tier.open_again()
     waiter.join(20)
     assert not waiter.is_alive()
     session.close()
@@ -355,28 +249,6 @@ def test_a_bound_that_is_reached_is_logged_once(caplog, monkeypatch, bounded, na
     session.close()
 
 
-def test_it_serves_many_threads(tmp_path):
-    engine = Engine(64, seed=1)
-    kv = opened(tmp_path / "kv", engine)
-    prefix = prefix_of(4, kv.root)
-    stored(kv.session, "seed", prefix, places_of(range(4)))
-    answers = []
-
-    def ask(number):
-        answers.append(kv.session.lookup(RequestId(f"t{number}"), prefix).tokens)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert answers == [4 * CHUNK_TOKENS] * 16
-    assert kv.session.close().flushed
-    assert kv.session.close().flushed
-    with pytest.raises(SessionError):
-        kv.session.lookup(RequestId("late"), prefix)
-
-
 def objects(store):
     """Files of the objects in a directory's store."""
     return [file for file in (store / "objects").rglob("*") if file.is_file()]
@@ -385,16 +257,8 @@ def objects(store):
 def test_stores_reach_the_tier_while_the_engine_idles(tmp_path):
     kv = opened(tmp_path / "kv", Engine(64))
     stored(kv.session, "a", prefix_of(3, kv.root), places_of(range(3)))
-    until = time.monotonic() + 60
-    while len(objects(tmp_path / "kv")) < 6 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert len(objects(tmp_path / "kv")) == 6
+    until(lambda: len(objects(tmp_path / "kv")) == 6)
     kv.session.close()
-
-
-def held_bytes(kv):
-    """What the metrics have of the directory, which is what its threads saw a second ago."""
-    return kv.metrics.get(table.HELD_BYTES, place="directory")
 
 
 def test_announced_tokens_are_counted_once_per_request(tmp_path):
@@ -417,13 +281,13 @@ def test_metrics_tell_what_happened(tmp_path):
     looked_up(kv.session, "b", prefix)
     looked_up(kv.session, "b", prefix)
     loaded(kv.session, "b", prefix, 32, load_places(32))
-    until = time.monotonic() + 60
-    used_bytes = 0
-    while (used_bytes == 0 or held_bytes(kv) != used_bytes) and time.monotonic() < until:
-        time.sleep(0.05)
-        used_bytes = sum(-(-file.stat().st_size // 4096) * 4096 for file in objects(tmp_path / "kv"))
+
+    def used_bytes():
+        return sum(-(-file.stat().st_size // 4096) * 4096 for file in objects(tmp_path / "kv"))
+
+    # The metrics have of the directory what its threads saw a second ago.
+    until(lambda: 0 < kv.metrics.get(table.HELD_BYTES, place="directory") == used_bytes())
     values = values_of(kv.metrics)
-    assert held_bytes(kv) == used_bytes > 0
     assert kv.metrics.get(table.HELD_BYTES, place="host") > 0
     assert values['kvtier_load_tokens_total{place="host"}'] == 32
     assert values['kvtier_lookup_tokens_total{result="ready"}'] == 32
@@ -467,11 +331,3 @@ def test_chunk_tokens_follow_the_engine(wanted, alignment, expected):
 def test_chunk_tokens_that_cut_a_block_are_refused():
     with pytest.raises(ConfigError, match=r"store.chunk_tokens = 100 .* its 16 tokens"):
         choose_chunk_tokens(100, 16)
-
-
-def test_nothing_stays_open_when_a_setting_is_wrong(tmp_path):
-    before = threading.active_count()
-    with pytest.raises(ConfigError, match="too long"):
-        opened(tmp_path / ("x" * 300), Engine(8))
-    assert threading.active_count() == before
-    assert LAYOUT.chunk_tokens == CHUNK_TOKENS

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvtier.errors import ConfigError, DamagedStoreError, TierError
+from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import About
 from kvtier.tier.directory.snapshot import load_snapshot
@@ -48,17 +48,6 @@ def test_makes_a_private_store_with_parents(tmp_path, umask):
     assert (root / "objects" / spelled[:2] / spelled).stat().st_size == 2 * BLOCK_BYTES
     assert sorted(path.name for path in root.iterdir()) == ["drafts", "index", "kvtier-store.json", "ledger", "objects"]
     assert list((root / "drafts").iterdir()) == []
-
-
-def test_a_restart_finds_everything(tmp_path):
-    fill(tmp_path / "s", range(20)).close()
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
-    assert (tier.object_count, tier.used_bytes) == (20, 40 * BLOCK_BYTES)
-    assert tier.contains([object_name(number) for number in range(20)]) == [True] * 20
-    into = empty_frame(2 * BLOCK_BYTES)
-    assert tier.read(object_name(7), into) == 2 * BLOCK_BYTES
-    assert into == frame_of(7)
-    tier.close()
 
 
 def test_a_restart_remembers_uses_and_parents(tmp_path):
@@ -108,7 +97,7 @@ def test_a_hint_that_is_no_use_is_rebuilt(tmp_path, damage):
         assert {row.name for row in load_snapshot(str(hint)) or ()} == {object_name(number) for number in range(10)}
 
 
-def test_what_a_hint_says_is_not_believed(tmp_path):
+def test_what_a_hint_says_is_not_believed(tmp_path, open_directory):
     """It names a file that is gone, and does not know of another."""
     fill(tmp_path / "s", [1, 2]).close()
     hint = (tmp_path / "s" / "index").read_bytes()
@@ -116,25 +105,22 @@ def test_what_a_hint_says_is_not_believed(tmp_path):
     tier.delete(object_name(1))
     tier.close()
     (tmp_path / "s" / "index").write_bytes(hint)
-    alone = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
+    alone = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)
     assert alone.object_count == 2
-    second = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)  # reads only the hint
+    second = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)  # reads only the hint
     assert second.contains([object_name(number) for number in (1, 2, 3)]) == [True, True, True]
     assert second.read(object_name(1), empty_frame(BLOCK_BYTES)) is None
     assert second.contains([object_name(number) for number in (1, 2, 3)]) == [False, True, True]
     for number in range(10, 45):
         assert second.write(object_name(number), frame_of(number))
     assert second.used_bytes == alone.used_bytes <= CAPACITY
-    second.close()
-    alone.close()
 
 
-def test_a_lower_cap_evicts_the_oldest_at_open(tmp_path):
+def test_a_lower_cap_evicts_the_oldest_at_open(tmp_path, open_directory):
     fill(tmp_path / "s", range(20)).close()
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=10 * BLOCK_BYTES)
+    tier = open_directory(tmp_path / "s", capacity_bytes=10 * BLOCK_BYTES)
     assert (tier.used_bytes, tier.object_count, tier.evictions) == (10 * BLOCK_BYTES, 5, 15)
     assert tier.contains([object_name(number) for number in range(20)]) == [False] * 15 + [True] * 5
-    tier.close()
 
 
 def test_files_that_are_not_ours_are_left_alone_and_not_counted(tmp_path):
@@ -201,25 +187,6 @@ def test_an_impossible_path_is_refused(tmp_path, path, monkeypatch):
         DirectoryTier(path, capacity_bytes=CAPACITY)
 
 
-@pytest.mark.parametrize(
-    ("marker", "words"),
-    [
-        ('{"version": 2, "store_id": "x", "created": "y"}', r"store version 2, of kind shared_directory"),
-        (
-            '{"version": 12, "store_id": "x", "created": "y", "checksum": "98292b1a628d7238"}',
-            r"version 12, newer than the one known here, 1",
-        ),
-    ],
-)
-def test_an_unknown_marker_is_refused_and_nothing_is_deleted(tmp_path, marker, words):
-    fill(tmp_path / "s", [1]).close()
-    before = sorted(path.name for path in (tmp_path / "s").rglob("*"))
-    (tmp_path / "s" / "kvtier-store.json").write_text(marker)
-    with pytest.raises(TierError, match=words):  # an engine may go on without it
-        DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
-    assert sorted(path.name for path in (tmp_path / "s").rglob("*")) == before
-
-
 def test_several_that_make_a_store_at_once_agree(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(open_store, [tmp_path / "s"] * 8))
@@ -229,9 +196,9 @@ def test_several_that_make_a_store_at_once_agree(tmp_path):
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["kvtier-store.json"]
 
 
-def test_several_open_and_close_at_once(tmp_path):
+def test_several_open_and_close_at_once(tmp_path, open_directory):
     def live(number):
-        tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
+        tier = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)
         try:
             assert tier.write(object_name(number), frame_of(number))
         finally:
@@ -239,9 +206,8 @@ def test_several_open_and_close_at_once(tmp_path):
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(live, range(24)))
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
+    tier = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)
     assert (tier.object_count, tier.used_bytes) == (24, 48 * BLOCK_BYTES)
-    tier.close()
 
 
 @pytest.fixture
@@ -268,11 +234,10 @@ def test_without_direct_io_it_goes_buffered_or_says_so(ramfs):
     assert list((ramfs / "s" / "drafts").iterdir()) == []
 
 
-def test_direct_io_is_what_the_setting_says(tmp_path):
-    off = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, direct_io="off")
+def test_direct_io_is_what_the_setting_says(tmp_path, open_directory):
+    off = open_directory(tmp_path / "s", capacity_bytes=CAPACITY, direct_io="off")
     assert not off.direct_io
     off.close()
-    auto = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
+    auto = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)
     if auto.direct_io:
-        DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, direct_io="on").close()
-    auto.close()
+        open_directory(tmp_path / "s", capacity_bytes=CAPACITY, direct_io="on").close()

@@ -3,20 +3,17 @@
 import os
 import random
 import threading
-import time
 
 import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import temp_files
 from kvtier.tier.base import UNKNOWN
-from kvtier.tier.direct import aligned_buffer, is_aligned, read_part, write_all
+from kvtier.tier.direct import aligned_buffer, is_aligned
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.temp_files import TempFiles
 
 CAPACITY = 64 * BLOCK_BYTES
 DEADLINE_S = 30.0
@@ -34,13 +31,6 @@ def rows(count):
         SnapshotRow(object_name(n), object_name(n - 1) if n % 3 else None, n * 4096, 10**18 + n, n % 3, n % 2)
         for n in range(count)
     ]
-
-
-@pytest.mark.parametrize("count", [0, 1, 50])
-def test_a_hint_comes_back_as_it_was(tmp_path, count):
-    save_snapshot(str(tmp_path / "index"), rows(count))
-    assert list(load_snapshot(str(tmp_path / "index")) or ()) == rows(count)
-    assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
 def test_a_hint_with_names_that_end_in_zeros_comes_back_as_it_was():
@@ -98,27 +88,13 @@ def test_alignment_is_of_address_length_and_offset():
     assert not is_aligned(buffer[:0], 0)
 
 
-@pytest.mark.parametrize("flags", [0, os.O_DIRECT])
-@pytest.mark.parametrize("length", [0, 1, 4096, 4097, 12288])
-def test_what_is_written_replaces_all_that_was_there(tmp_path, flags, length):
-    (tmp_path / "f").write_bytes(b"old" * 10_000)
-    descriptor = os.open(tmp_path / "f", os.O_RDWR | flags)
-    write_all(descriptor, frame_of(1, length))
-    into = empty_frame(8 * BLOCK_BYTES)
-    assert read_part(descriptor, into, 0) == length
-    os.close(descriptor)
-    assert (tmp_path / "f").read_bytes() == frame_of(1, length)
-    assert into[:length] == frame_of(1, length)
-
-
-def test_every_file_counts_in_whole_blocks(tmp_path):
-    tier = DirectoryTier(tmp_path / "two", capacity_bytes=2 * BLOCK_BYTES + 100)
+def test_every_file_counts_in_whole_blocks(tmp_path, open_directory):
+    tier = open_directory(tmp_path / "two", capacity_bytes=2 * BLOCK_BYTES + 100)
     for number, size in enumerate((1, 0, 4096, 100)):
         assert tier.write(object_name(number), frame_of(number, size))
         assert tier.used_bytes == min(number + 1, 2) * BLOCK_BYTES
     assert tier.object_count == 2
     assert not tier.write(object_name(9), frame_of(9, 2 * BLOCK_BYTES + 1))
-    tier.close()
 
 
 def test_the_slower_of_two_writers_of_a_name_leaves_nothing_behind(tier):
@@ -148,9 +124,9 @@ def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
     assert tier.write(object_name(1), frame_of(1))
 
 
-def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
+def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path, open_directory):
     """Its bytes are lost only as long as the lock cannot be had."""
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, lock_deadline_s=0.05)
+    tier = open_directory(tmp_path / "s", capacity_bytes=CAPACITY, lock_deadline_s=0.05)
     draft = tier._byte_cap.reserve(BLOCK_BYTES, direct_io=False)
     os.close(draft.descriptor)
     with tier._cap_file.locked():
@@ -159,27 +135,10 @@ def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
     assert tier.write(object_name(1), frame_of(1))
     assert tier.used_bytes == 2 * BLOCK_BYTES
     assert not os.path.exists(f"{tier._paths.temp_files}/{draft.name}")
-    tier.close()
 
 
-def test_temporary_files_of_dead_writers_are_removed_and_others_are_left(tmp_path):
-    """A writer that has the store to itself removes all; else those that were not written for long."""
-    path = str(tmp_path / "drafts")
-    owner = TempFiles(path)
-    old, new = (owner.create(4096 * size, direct_io=False) for size in (1, 2))
-    for draft in (old, new):
-        os.close(draft.descriptor)
-    os.utime(tmp_path / "drafts" / old.name, (time.time() - temp_files.TEMP_AGE_S - 1,) * 2)
-    other = TempFiles(path)
-    assert other.clear_stale(is_alone=False) == 4096
-    assert os.listdir(path) == [new.name]
-    assert owner.remove(old) == 0
-    assert other.clear_stale(is_alone=True) == 8192
-    assert os.listdir(path) == []
-
-
-def test_victims_become_drafts_of_any_size(tmp_path):
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=8 * BLOCK_BYTES)
+def test_victims_become_drafts_of_any_size(tmp_path, open_directory):
+    tier = open_directory(tmp_path / "s", capacity_bytes=8 * BLOCK_BYTES)
     into = empty_frame(8 * BLOCK_BYTES)
     for number in range(60):
         size = random.Random(number).randrange(1, 8 * BLOCK_BYTES)
@@ -188,18 +147,15 @@ def test_victims_become_drafts_of_any_size(tmp_path):
         assert into[:size] == frame_of(number, size)
         assert tier.used_bytes <= 8 * BLOCK_BYTES
         assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "s" / "objects").rglob("*/*")) <= tier.used_bytes
-    tier.close()
 
 
-def test_a_known_name_costs_no_look_at_the_directory_and_a_private_store_none_at_all(tmp_path):
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, shared=False)
-    other = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
+def test_a_known_name_costs_no_look_at_the_directory_and_a_private_store_none_at_all(tmp_path, open_directory):
+    tier = open_directory(tmp_path / "s", capacity_bytes=CAPACITY, shared=False)
+    other = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)
     assert other.write(object_name(1), frame_of(1))
     assert tier.contains([object_name(1)]) == [False]
     assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) == BLOCK_BYTES
     assert tier.contains([object_name(1)]) == [True]
-    tier.close()
-    other.close()
 
 
 def test_closing_waits_for_who_is_inside():
@@ -222,24 +178,3 @@ def test_closing_waits_for_who_is_inside():
     leave.set()
     assert gate.wait_empty(DEADLINE_S)
     thread.join(DEADLINE_S)
-
-
-def test_threads_that_wait_for_the_ledger_give_up(tmp_path):
-    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, lock_deadline_s=0.05)
-    failures = []
-
-    def write():
-        try:
-            tier.write(object_name(1), frame_of(1))
-        except TierError as error:
-            failures.append(str(error))
-
-    with tier._cap_file.locked():
-        thread = threading.Thread(target=write, daemon=True)
-        started = time.monotonic()
-        thread.start()
-        thread.join(DEADLINE_S)
-    assert time.monotonic() - started < DEADLINE_S
-    assert failures == ["tier 'directory': the cap file was locked by another thread for 0.05 s"]
-    assert tier.write(object_name(1), frame_of(1))
-    tier.close()

@@ -10,7 +10,6 @@ from kvtier.tier.disk.format import (
     ENTRIES_PER_BLOCK,
     ENTRY,
     Header,
-    are_sound,
     blocks_for,
     entries_in,
     pack_blocks,
@@ -94,13 +93,6 @@ def test_a_block_counts_in_its_own_place_only(header, number):
     (block,) = pack_blocks(HEADER, 3, entries(5))
     assert entries_in(read_blocks(HEADER, 3, block)).tobytes() == entries(5).tobytes()
     assert not len(read_blocks(header, number, block))
-
-
-def test_entries_outside_of_a_segment_are_not_sound():
-    made = entries(6)
-    made["block"] = (0, 1, 255, 254, 1 << 31, 5)
-    made["size_bytes"] = (4096, 0, 4096, 4096, 4096, (1 << 32) - 1)
-    assert are_sound(made, 256 * BLOCK_BYTES).tolist() == [False, False, False, True, False, False]
 
 
 def prepare(tier):

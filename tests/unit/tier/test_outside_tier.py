@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.fio import has_fio
-
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120
 
@@ -89,25 +87,6 @@ def test_the_settings_are_shown_and_checked(site, tmp_path):
     found = kvtier(site, "config", "check", "--tier", f"shelf:{tmp_path / 'kv'}")
     assert found.returncode == 1
     assert f"error: tiers.shelf.path = {tmp_path / 'kv'} (from flag --tier): is a file" in found.stdout
-
-
-def test_it_is_probed(site, tmp_path):
-    few = ("--size", "64KiB", "--depth", "1", "--seconds", "10ms", "--bytes", "1MiB")
-    done = kvtier(site, "probe", "--tier", f"top=shelf:{tmp_path / 'kv'}", *few, "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    (link,) = [link for link in told["links"] if link["name"] == "top"]
-    assert {it["op"] for it in link["measures"]} == {"read", "write"}
-    assert [place["path"] for place in told["places"]] == [str(tmp_path / "kv")]
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not has_fio(), reason="fio is not installed")
-def test_it_is_benchmarked(site, tmp_path):
-    few = ("--size", "64KiB", "--threads", "1", "--repeats", "1", "--sample", "1MiB")
-    done = kvtier(site, "bench", "io", "--dir", tmp_path, "--tier", "shelf", *few, "--json")
-    assert done.returncode == 0, done.stderr
-    assert {row["tier"] for row in json.loads(done.stdout)["results"]} == {"host", "shelf"}
 
 
 def test_it_is_benchmarked_without_a_raw_client(site, tmp_path, filled):

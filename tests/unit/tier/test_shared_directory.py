@@ -51,6 +51,12 @@ def read(tier, number, byte_count=2 * BLOCK_BYTES):
     return None if count is None else bytes(into[:count])
 
 
+def holding(tier):
+    """`tier` with object 1."""
+    assert tier.write(object_name(1), frame_of(1))
+    return tier
+
+
 def files(root, pattern="*/*/*/*"):
     return [path for path in root.glob(pattern) if path.is_file()]
 
@@ -137,8 +143,7 @@ def test_the_oldest_use_goes_first(tmp_path, node):
 
 
 def test_temporary_files_of_dead_writers_are_swept(tmp_path, node):
-    tier = node()
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node())
     fan = files(tmp_path / "s")[0].parent
     old, new = fan / f"draft_{'a' * 16}_1", fan / f"draft_{'a' * 16}_2"
     for path in (old, new):
@@ -169,8 +174,7 @@ def test_a_swept_temporary_file_costs_only_its_write(tmp_path, node, monkeypatch
 
 @pytest.mark.parametrize("content", [b"", b"x", b"{}", b"[1]", b'{"written": -1, "claimed": 1}', b"\xff" * 9])
 def test_damaged_claims_and_records_count_as_missing(tmp_path, node, content):
-    tier = node()
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node())
     for path in (tmp_path / "s" / "usage").iterdir():
         path.write_bytes(content)
     for number in range(2, 40):
@@ -179,8 +183,7 @@ def test_damaged_claims_and_records_count_as_missing(tmp_path, node, content):
 
 
 def test_a_store_that_was_purged_goes_on(tmp_path, node):
-    tier = node()
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node())
     for path in sorted((tmp_path / "s" / KEY.hex()).rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     (tmp_path / "s" / KEY.hex()).rmdir()
@@ -191,8 +194,7 @@ def test_a_store_that_was_purged_goes_on(tmp_path, node):
 
 def test_a_file_without_bytes_is_absent_and_is_replaced(tmp_path, node):
     """CephFS and others leave one when a node dies before its bytes have arrived."""
-    tier = node()
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node())
     files(tmp_path / "s")[0].write_bytes(b"")
     assert tier.contains([object_name(1)]) == [False]
     assert read(tier, 1) is None
@@ -236,8 +238,7 @@ def test_a_bound_adds_what_was_claimed_since_the_record():
 
 
 def test_claims_are_given_back_at_the_end(tmp_path, node):
-    tier = node()
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node())
     tier.close()
     (claim,) = [json.loads(path.read_text()) for path in (tmp_path / "s" / "usage").iterdir() if len(path.name) == 16]
     assert (claim["written"], claim["claimed"]) == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)
@@ -245,8 +246,7 @@ def test_claims_are_given_back_at_the_end(tmp_path, node):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_link_below_the_root_is_followed(tmp_path, node, depth):
-    tier, elsewhere = node(), tmp_path / "elsewhere"
-    assert tier.write(object_name(1), frame_of(1))
+    tier, elsewhere = holding(node()), tmp_path / "elsewhere"
     (path,) = files(tmp_path / "s")
     linked = path.parents[3 - depth]
     linked.rename(elsewhere)
@@ -262,8 +262,7 @@ def test_no_link_below_the_root_is_followed(tmp_path, node, depth):
 
 
 def test_times_in_the_future_end_neither_the_keeper_nor_the_cap(tmp_path, node):
-    tier = node(2 * MIB)
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node(2 * MIB))
     (path,) = files(tmp_path / "s")
     os.utime(path, ns=(2**63, 2**63))  # the year 2262
     if path.stat().st_mtime_ns < 2**63:
@@ -275,8 +274,7 @@ def test_times_in_the_future_end_neither_the_keeper_nor_the_cap(tmp_path, node):
 
 
 def test_a_link_in_place_of_the_claims_is_renamed(tmp_path, node):
-    tier = node()
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node())
     tier.close()
     claims, elsewhere = tmp_path / "s" / "usage", tmp_path / "elsewhere"
     claims.rename(elsewhere)
@@ -295,8 +293,7 @@ def test_counts_that_no_writer_declares_are_left_out(tmp_path, node, count):
 
 
 def test_a_claim_of_more_than_the_cap_ends_no_writes_and_evicts_nothing(tmp_path, node):
-    tier = node()
-    assert tier.write(object_name(1), frame_of(1))
+    tier = holding(node())
     tier.close()
     foreign = Claims(str(tmp_path / "s"))
     foreign.declare(0, 2**61)
