@@ -45,18 +45,6 @@ CLOCKS = {"time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_
 WAITS = {"join", "wait", "get", "result", "communicate"}
 UNBOUNDED = {"Queue", "LifoQueue", "PriorityQueue"}
 
-SYNONYMS = {
-    "offload": "store or demote",
-    "onboard": "promote",
-    "retrieve": "load",
-    "spill": "demote",
-    "refcount": "pin",
-    "l1": "a tier's name",
-    "l2": "a tier's name",
-    "l3": "a tier's name",
-}
-"""What we do not call things, and what we do (DESIGN: words). Only the engine adapters speak the engines' language."""
-
 OPEN_END = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
 PRIVATE_PATH = re.compile(r"""(?<![\w.~/:>})\]*-])/(home|root|Users|work|workspace|data\d?|scratch)(?=/\w)""")
 
@@ -203,24 +191,6 @@ def open_ends(source: Source) -> Hits:
             yield token.start[0], "write TODO(#issue) or do it"
 
 
-def synonyms(source: Source) -> Hits:
-    """One word for one thing. Only names that are defined here count, and the adapters speak the engines' language."""
-    if not source.inside or source.is_in("connect/", "device/", "bench/"):
-        return
-    for node in source.nodes:
-        for name in _defined(node):
-            for word in re.findall(r"[a-z]+\d?|[A-Z][a-z]*\d?", name):
-                if word.lower() in SYNONYMS:
-                    yield getattr(node, "lineno", 1), f"{name}: we say {SYNONYMS[word.lower()]}"
-
-
-def test_titles(source: Source) -> Hits:
-    """The first line of a test file says what it protects."""
-    is_test = source.place.startswith("tests/") and Path(source.place).name.startswith("test_")
-    if is_test and not ast.get_docstring(source.tree):
-        yield 1, "no docstring: say in one line what these tests protect"
-
-
 RULES: tuple[Callable[[Source], Hits], ...] = (
     clocks,
     environment,
@@ -230,8 +200,6 @@ RULES: tuple[Callable[[Source], Hits], ...] = (
     seeded_hash,
     endless_waits,
     open_ends,
-    synonyms,
-    test_titles,
 )
 
 
@@ -365,16 +333,6 @@ def _dotted(node: ast.AST | None) -> str:
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return "?"
-
-
-def _defined(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.arg):
-        return [node.arg]
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return [node.id]
-    return [node.attr] if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else []
 
 
 def _is_in_dunder_hash(tree: ast.AST, call: ast.Call) -> bool:

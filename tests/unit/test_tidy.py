@@ -40,10 +40,6 @@ BAD = [
     ("endless_waits", "src/kvtier/bench/io.py", "import subprocess\nsubprocess.run(['fio'])\n"),
     ("open_ends", "src/kvtier/core/cache.py", "x = 1  # TODO: later\n"),
     ("open_ends", "tests/unit/test_x.py", '"""X."""\n# FIXME\n'),
-    ("synonyms", "src/kvtier/core/cache.py", "def offload_chunk():\n    pass\n"),
-    ("synonyms", "src/kvtier/tier/disk/tier.py", "class L2Tier:\n    pass\n"),
-    ("synonyms", "src/kvtier/tier/disk/tier.py", "def f(retrieve_count):\n    pass\n"),
-    ("test_titles", "tests/unit/test_x.py", "def test_x():\n    pass\n"),
     ("syntax", "src/kvtier/core/cache.py", "def f(:\n"),
 ]
 
@@ -55,9 +51,6 @@ GOOD = [
     ("src/kvtier/layout.py", "class A:\n    def __hash__(self):\n        return hash(1)\n"),
     ("src/kvtier/runtime/mover.py", "def f(t, q):\n    t.join(1)\n    q.get(timeout=1)\n    return ','.join(['a'])\n"),
     ("src/kvtier/core/cache.py", "x = 1  # TODO(#12): later\n"),
-    ("src/kvtier/connect/vllm.py", "def offload_block():\n    pass\n"),
-    ("src/kvtier/core/cache.py", "# we offload to l2, in prose\nx = 'retrieve'\n"),
-    ("tests/unit/test_x.py", '"""X."""\n\ndef test_x():\n    pass\n'),
 ]
 
 
