@@ -68,8 +68,7 @@ def test_each_row_of_a_batch_is_a_request(attached: Attach, tmp_path: Any) -> No
     assert [(it["input_length"], len(it["hash_ids"])) for it in lines] == [(50, 3), (20, 1)]
 
 
-def test_without_the_setting_nothing_is_recorded(attached: Attach, tmp_path: Any) -> None:
-    kv = attached(llama())
+def test_without_the_setting_nothing_is_recorded(kv: Any, tmp_path: Any) -> None:
     kv.generate(torch.tensor([PROMPTS[0]]), **GREEDY)
     assert kv._current().recorder is None
 
