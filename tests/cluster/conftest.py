@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.cluster.valkey_bed import Cluster, Program, Server, install
 from tests.shared.ceph import NotInstalledError
+from tests.tier_makers import close_all
 
 if TYPE_CHECKING:
     from tests.cluster.mooncake_store import MooncakeStore
+
+
+@pytest.fixture(autouse=True)
+def _tiers() -> Iterator[None]:
+    yield
+    close_all()
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +31,7 @@ def valkey_program() -> Program:
 def running_valkey(valkey_program, tmp_path_factory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("valkey"), valkey_program)
     try:
-        server.start()
-        server.wait()
+        server.restart()
         yield server
     finally:
         server.kill()
@@ -39,8 +45,7 @@ def valkey(running_valkey: Server) -> Iterator[Server]:
     yield running_valkey
     running_valkey.resume()
     if not running_valkey.is_running:
-        running_valkey.start()
-        running_valkey.wait()
+        running_valkey.restart()
 
 
 @pytest.fixture(scope="session")
@@ -63,8 +68,7 @@ def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
     for node in running_cluster.nodes:
         node.resume()
         if not node.is_running:
-            node.start()
-            node.wait()
+            node.restart()
     running_cluster.wait()
 
 
@@ -85,4 +89,5 @@ def running_mooncake(tmp_path_factory) -> "Iterator[MooncakeStore]":
 def mooncake(running_mooncake: "MooncakeStore") -> "Iterator[MooncakeStore]":
     """A master and two storage nodes, all of them healthy before and after the test."""
     yield running_mooncake
+    close_all()  # before the store has forgotten its idle connections
     running_mooncake.heal()

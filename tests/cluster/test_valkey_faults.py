@@ -1,9 +1,7 @@
 """Real Valkey servers that die, stop, fill up, move slots or lose parts cost misses and need no restart."""
 
 import os
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.cluster.valkey_bed import Clock, Server
@@ -19,11 +17,13 @@ from tests.cluster.valkey_world import (
     result,
     timed,
 )
-from tests.shared.ceph import NotInstalledError, wait_until
+from tests.shared.calls import all_fail_in_time, during_an_outage
+from tests.shared.ceph import NotInstalledError
 from tests.shared.proxy import Proxy
+from tests.waiting import wait_until
 
 from kvtier.errors import TierError
-from kvtier.tier.base import Read, Write
+from kvtier.tier.base import Write
 from kvtier.tier.valkey import requests as valkey_requests
 from kvtier.tier.valkey.parts import PART_BYTES
 
@@ -32,23 +32,7 @@ SIZE = 2 * MIB
 
 @pytest.fixture
 def tier(valkey):
-    tier = open_tier(valkey, prefix=fresh_prefix(), deadline_s=DEADLINE_S, probe_deadline_s=PROBE_DEADLINE_S)
-    yield tier
-    tier.close()
-
-
-def every_call(tier, number=1):
-    """One call of each kind with its deadline; the object `number` exists."""
-    frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
-    return {
-        "read": (lambda: tier.read(name_of(number), into), DEADLINE_S),
-        "write": (lambda: tier.write(name_of(2), frame), DEADLINE_S),
-        "delete": (lambda: tier.delete(name_of(3)), DEADLINE_S),
-        "contains": (lambda: tier.contains([name_of(n) for n in range(23)]), PROBE_DEADLINE_S),
-        "health": (lambda: tier.contains([]), PROBE_DEADLINE_S),
-        "read_many": (lambda: tier.read_many([Read(name_of(number), into)]), DEADLINE_S),
-        "write_many": (lambda: tier.write_many([Write(name_of(4), frame)]), DEADLINE_S),
-    }
+    return open_tier(valkey, prefix=fresh_prefix(), deadline_s=DEADLINE_S, probe_deadline_s=PROBE_DEADLINE_S)
 
 
 @pytest.mark.cluster_core
@@ -57,14 +41,10 @@ def test_every_call_ends_within_its_deadline_and_works_again_without_a_restart(v
     frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
     assert tier.write(name_of(1), frame)
     getattr(valkey, fault)()
-    calls = every_call(tier)
-    with ThreadPoolExecutor(len(calls)) as threads:
-        answers = dict(zip(calls, threads.map(lambda each: timed(*each), calls.values()), strict=True))
-    assert all(isinstance(answer, TierError) for answer in answers.values()), answers
+    all_fail_in_time(tier, SIZE, DEADLINE_S, PROBE_DEADLINE_S)
     valkey.resume()
     if fault == "kill":
-        valkey.start()
-        valkey.wait()
+        valkey.restart()
         assert tier.read(name_of(1), into) is None
         assert tier.write(name_of(1), frame)
     assert tier.contains([]) == []
@@ -77,22 +57,11 @@ def test_a_short_outage_is_bridged(valkey, monkeypatch):
     frame, into = frame_of(1), memoryview(bytearray(4096))
     with Proxy(valkey.port) as proxy:
         tier = open_tier(proxy, prefix=fresh_prefix(), deadline_s=3.0)
-
-        def during_an_outage(act):
-            proxy.cut()
-            timer = threading.Timer(0.3, proxy.heal)
-            timer.start()
-            try:
-                return act()
-            finally:
-                timer.join(10)
-
-        assert during_an_outage(lambda: tier.write(name_of(1), frame))
-        assert during_an_outage(lambda: tier.read(name_of(1), into)) == 4096
+        assert during_an_outage(proxy, lambda: tier.write(name_of(1), frame))
+        assert during_an_outage(proxy, lambda: tier.read(name_of(1), into)) == 4096
         monkeypatch.setattr(valkey_requests, "REPEATS_MAX", 0)  # the control: without repetitions it fails
         with pytest.raises(TierError):
-            during_an_outage(lambda: tier.read(name_of(1), into))
-        tier.close()
+            during_an_outage(proxy, lambda: tier.read(name_of(1), into))
 
 
 @pytest.mark.cluster_core
@@ -114,7 +83,6 @@ def test_a_network_that_stops_in_the_middle_of_a_value_ends_within_the_deadline(
         proxy.heal()
         assert tier.read(name_of(1), into) == 8 * MIB
         assert into == frame
-        tier.close()
 
 
 def test_idle_connections_that_the_server_closed_are_replaced(valkey, tier):
@@ -233,7 +201,6 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
     assert tier.contains([name_of(1)]) == [True]
     looker = open_tier(valkey, prefix=tier._prefix, lifetime_s=100.0, is_user=False)
     assert looker.read(name_of(1), into) == frame.nbytes
-    looker.close()
     assert all(left <= 50_000 for left in lives())
     assert tier.read(name_of(1), into) == frame.nbytes
     assert all(90_000 < left <= 100_000 for left in lives())
@@ -241,7 +208,6 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
         valkey.call("PEXPIRE", key, 1)
     time.sleep(0.01)
     assert tier.read(name_of(1), into) is None
-    tier.close()
 
 
 def test_a_servers_clock_that_jumps_ends_lifetimes_early_or_late_and_nothing_else(valkey_program, tmp_path):
@@ -264,15 +230,13 @@ def test_a_servers_clock_that_jumps_ends_lifetimes_early_or_late_and_nothing_els
             assert tier.contains([]) == []
             assert tier.write(name_of(1), frame)
         assert into == frame
-        tier.close()
     finally:
         server.kill()
 
 
 def test_a_server_that_loads_its_data_is_waited_for_or_is_an_error(valkey_program, tmp_path):
     server = Server(tmp_path, valkey_program)
-    server.start()
-    server.wait()
+    server.restart()
     tier = open_tier(server, prefix=fresh_prefix(), deadline_s=DEADLINE_S)
     try:
         assert tier.write(name_of(1), frame_of(1))

@@ -105,7 +105,6 @@ def test_after_the_start(saying):
             assert tracemalloc.get_traced_memory()[1] < 16 * MIB
         finally:
             tracemalloc.stop()
-        tier.close()
 
 
 @pytest.mark.parametrize("saying", SAYINGS)
@@ -131,7 +130,6 @@ def test_a_store_of_which_a_part_is_refused_is_not_acknowledged():
         tier = open_tier(server)
         assert tier.write(name_of(1), frame_of(1, 3 * PART_BYTES)) is False
         assert tier.figures().write_bytes == {"frames": 0}
-        tier.close()
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "\x1b[31m", "%s%n", "."])
@@ -152,7 +150,6 @@ def test_a_redirection_to_what_is_no_host_is_an_error(host):
         tier = open_tier(server)
         with suppress(TierError):
             assert tier.read(name_of(1), memoryview(bytearray(4096))) is None
-        tier.close()
         named = host
         with pytest.raises((ConfigError, TierError)) as caught:
             open_tier(server)
@@ -174,7 +171,6 @@ def test_a_host_that_a_server_does_not_name_is_its_own():
         for text in ("MOVED 2 host:0", "MOVED 99999 host:1", "MOVED 2", "ASK 2 host:1"):
             tier.servers.moved(RefusedError(text))
             assert tier.servers.node_of(2) == own
-        tier.close()
 
 
 def test_all_addresses_of_a_host_share_the_deadline(monkeypatch):
@@ -229,4 +225,3 @@ def test_two_servers_that_send_everything_to_each_other_are_left(word):
         with suppress(TierError):
             assert tier.read(name_of(1), memoryview(bytearray(4096))) is None
         assert one.blocks + two.blocks - before < 30, "a bounded number of requests"
-        tier.close()

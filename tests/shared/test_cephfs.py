@@ -6,26 +6,10 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
-from tests.rig import (
-    CHUNK_TOKENS,
-    FINGERPRINT,
-    LAYOUT,
-    Engine,
-    config,
-    load_places,
-    loaded,
-    looked_up,
-    places_of,
-    prefix_of,
-    stored,
-)
 
-from kvtier.config.sections import StoreConfig
 from kvtier.errors import TierError
-from kvtier.runtime.open import open_session
 from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import OneByOneTier
 from kvtier.tier.directory.tier import DirectoryTier
@@ -380,30 +364,3 @@ def test_a_file_that_grows_or_vanishes_while_it_is_read(nodes, monkeypatch):
     assert read(b, 1) in (whole, None)
     assert read(b, 1) is None
     assert b.contains([object_name(1)]) == [False]
-
-
-@pytest.mark.shared_core
-def test_a_session_goes_on_at_another_node(mounts, tmp_path):
-    """Two sessions with a host memory of their own, as two engines on two nodes."""
-    (tmp_path / "secret").write_bytes(os.urandom(32))
-    (tmp_path / "secret").chmod(0o600)
-    store, chunks = f"store-{os.urandom(4).hex()}", 24
-
-    def opened_at(mount, engine):
-        tier = SharedDirectorySettings(path=mount / store, capacity_bytes=256 * MIB, probe_deadline_s=20.0)
-        settings = replace(
-            config(None, host_chunks=40), tiers=(tier,), store=StoreConfig(secret_file=tmp_path / "secret")
-        )
-        return open_session(settings, LAYOUT, FINGERPRINT, engine.copier())
-
-    source, target = Engine(4 * chunks, seed=1), Engine(4 * chunks, seed=2)
-    a, b = opened_at(mounts[0], source), opened_at(mounts[1], target)
-    assert a.root == b.root
-    prefix, tokens = prefix_of(chunks, a.root), chunks * CHUNK_TOKENS
-    assert stored(a.session, "a", prefix, places_of(range(chunks))).dropped == 0
-    assert a.session.close().flushed
-    assert looked_up(b.session, "b", prefix).tokens == tokens
-    done = loaded(b.session, "b", prefix, tokens, load_places(tokens))
-    assert (done.tokens, done.sources) == (tokens, (("shared_directory", tokens),))
-    assert target.same(source, load_places(tokens))
-    b.session.close()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import obstore
 import pytest
 from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, name_of, open_tier
+from tests.tier_makers import kept
 
 from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
@@ -172,9 +173,8 @@ def test_the_kind_opens_with_a_profile_and_never_without_a_secret(gateway, tmp_p
     context = TierContext(layout=None, fingerprint=FINGERPRINT, key_id=KEY_ID)
     common = {"url": f"{access.bucket}/kv", "endpoint": access.endpoint, "allow_http": True}
     common |= {"region": access.region, "credentials_file": profiles}
-    tier = KIND.open(S3Settings(profile="kv", **common), context)
+    tier = kept(KIND.open(S3Settings(profile="kv", **common), context))
     assert tier.write(name_of(1), frame_of(1))
-    tier.close()
     with pytest.raises(ConfigError, match="no aws_secret_access_key for profile 'other'"):
         KIND.open(S3Settings(profile="other", **common), context)
     with pytest.raises(ConfigError, match="no absent for profile 'absent'"):
@@ -192,7 +192,6 @@ def test_the_usual_chain_gives_credentials_and_its_end_is_named(gateway, monkeyp
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", access.secret_key)
     tier = open_tier(access, credentials=None)
     assert tier.write(name_of(1), frame_of(1))
-    tier.close()
     assert access.secret_key not in caplog.text
 
 
@@ -222,8 +221,6 @@ def test_secrets_and_models_do_not_see_each_other(gateway):
     for other in others:
         assert other.contains([name_of(1)]) == [False]
         assert list(other.scan()) == []
-    for tier in (mine, *others):
-        tier.close()
 
 
 def _use_in_a_fork(tier, access, answers):
@@ -247,7 +244,6 @@ def test_a_fork_uses_neither_the_tier_nor_the_client(gateway):
     child.join(10)
     assert child.exitcode == 0
     assert tier.contains([name_of(1)]) == [False], "the parent's tier works on"
-    tier.close()
 
 
 def test_pauses_are_drawn_at_random_and_a_refusal_is_never_repeated():
