@@ -57,13 +57,16 @@ class Hostile:
                     return
 
 
-def single(after: Say) -> Say:
-    """A server without cluster mode that opens well and then says what `after` does."""
+NO_CLUSTER = b"-ERR This instance has cluster support disabled\r\n"
+
+
+def opens(after: Say, slots: Callable[[], bytes] = lambda: NO_CLUSTER) -> Say:
+    """A server that opens well, with what `slots` gives for its slots, and then says what `after` does."""
 
     def say(data: bytes) -> Iterable[bytes | float]:
         replies = []
         for word, reply in (
-            (b"SLOTS\r\n", b"-ERR This instance has cluster support disabled\r\n"),
+            (b"SLOTS\r\n", slots()),
             (b"PING\r\n", b"+PONG\r\n"),
             (b"SMEMBERS\r\n", b"*0\r\n"),
             (b"SADD\r\n", b":1\r\n"),

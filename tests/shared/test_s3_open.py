@@ -1,15 +1,12 @@
 """What is wrong at the start of an S3 tier is an error that names the mistake and shows no secret."""
 
-import http.server
 import logging
 import multiprocessing
-import socketserver
-import threading
 import traceback
-from contextlib import contextmanager
 
 import obstore
 import pytest
+from tests.cluster.hostile import Hostile
 from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, name_of, open_tier
 from tests.tier_makers import kept
 
@@ -47,56 +44,18 @@ def test_a_wrong_setting_is_named_and_no_secret_is_shown(gateway, mistake, text,
     assert access.secret_key[:8] not in everything
 
 
-class NotS3(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = b"<html>It works!</html>"
-        self.send_response(int(self.server.status))
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_PUT = do_GET  # noqa: N815 - the name that http.server calls
-
-    def log_message(self, *_):
-        pass
-
-
-class Greeter(socketserver.BaseRequestHandler):
-    def handle(self):
-        self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-        while self.request.recv(1000):  # closing before the client does may reset the connection, and lose the greeting
-            pass
-
-
-@contextmanager
-def serving(server):
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-
-
 @pytest.mark.parametrize(
-    ("status", "error", "text"),
-    [(404, ConfigError, "not the answer of an S3 server"), (200, DamagedStoreError, "does not speak S3")],
+    ("answer", "error", "text"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\n", ConfigError, "not the answer of an S3 server"),
+        (b"HTTP/1.1 200 OK\r\n", DamagedStoreError, "does not speak S3"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", ConfigError, "does not speak HTTP"),
+    ],
 )
-def test_an_http_server_of_another_kind_is_named(gateway, status, error, text):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotS3)
-    server.status = status
-    with serving(server) as endpoint, pytest.raises(error, match=text):
-        open_tier(gateway.access._replace(endpoint=endpoint))
-
-
-def test_a_server_without_http_is_named(gateway):
-    with (
-        serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Greeter)) as endpoint,
-        pytest.raises(ConfigError, match="does not speak HTTP"),
-    ):
-        open_tier(gateway.access._replace(endpoint=endpoint))
+def test_a_server_of_another_kind_is_named(gateway, answer, error, text):
+    page = b"Content-Length: 22\r\n\r\n<html>It works!</html>"
+    with Hostile(lambda _: [answer + page]) as server, pytest.raises(error, match=text):
+        open_tier(gateway.access._replace(endpoint=f"http://127.0.0.1:{server.port}"))
 
 
 def test_tls_at_a_port_without_it_is_named(gateway):
