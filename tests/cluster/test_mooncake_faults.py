@@ -44,6 +44,14 @@ def took_s(act) -> float:
     return time.monotonic() - start_s
 
 
+@pytest.fixture
+def filled(mooncake):
+    """A tier with `COUNT` objects."""
+    tier = mooncake.tier()
+    written(tier)
+    return tier
+
+
 def fails_in_time(act, limit_s: float, match: str) -> None:
     start_s = time.monotonic()
     with pytest.raises(TierError, match=match):
@@ -97,28 +105,24 @@ def test_with_two_copies_the_other_one_is_found(mooncake, how, caplog):
 
 @pytest.mark.cluster_core
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_with_one_copy_what_was_on_the_node_is_a_miss_in_time(mooncake, how):
-    tier = mooncake.tier()
-    written(tier)
-    assert all(loaded(tier))
+def test_with_one_copy_what_was_on_the_node_is_a_miss_in_time(mooncake, filled, how):
+    assert all(loaded(filled))
     getattr(mooncake.nodes[0], how)()
-    found = timed(lambda: loaded(tier), DEADLINE_S)
+    found = timed(lambda: loaded(filled), DEADLINE_S)
     assert any(found), "the other node's"
     assert not all(found)
     # The master still knows the others; the tier knows better.
-    assert tier.contains([object_name(n) for n in range(COUNT)]) == found
-    assert took_s(lambda: loaded(tier)) < 1.0
+    assert filled.contains([object_name(n) for n in range(COUNT)]) == found
+    assert took_s(lambda: loaded(filled)) < 1.0
     mooncake.heal()
     if how == "pause":
-        wait_until(lambda: all(loaded(tier)) or tier._nodes.has_silent is False, "the node", 30.0)
+        wait_until(lambda: all(loaded(filled)) or filled._nodes.has_silent is False, "the node", 30.0)
 
 
-def test_a_batch_with_a_silent_node_brings_what_the_other_one_has(mooncake):
-    tier = mooncake.tier()
-    written(tier)
+def test_a_batch_with_a_silent_node_brings_what_the_other_one_has(mooncake, filled):
     mooncake.nodes[1].pause()
     reads = [Read(object_name(n), empty_frame(SIZE)) for n in range(COUNT)]
-    found = timed(lambda: tier.read_many(reads), DEADLINE_S)
+    found = timed(lambda: filled.read_many(reads), DEADLINE_S)
     assert set(found) == {SIZE, None}
     for number, (read, answer) in enumerate(zip(reads, found, strict=True)):
         assert answer is None or read.into == frame_of(number, SIZE)
@@ -141,15 +145,13 @@ def test_a_slot_of_a_failed_read_gets_no_byte_later(mooncake, monkeypatch):
 
 
 @pytest.mark.cluster_core
-def test_a_connection_of_the_engine_to_a_silent_node_stays_open(mooncake):
+def test_a_connection_of_the_engine_to_a_silent_node_stays_open(mooncake, filled):
     """A node names any address as that of its data, such as one of the engine's own connections."""
-    tier = mooncake.tier()
-    written(tier)
-    assert all(loaded(tier))
-    endpoint = next(each for each, node in nodes_of(mooncake, tier).items() if node is mooncake.nodes[0])
+    assert all(loaded(filled))
+    endpoint = next(each for each, node in nodes_of(mooncake, filled).items() if node is mooncake.nodes[0])
     with socket.create_connection(("127.0.0.1", data_port(endpoint, 1.0))) as link:
         mooncake.nodes[0].pause()
-        assert not all(loaded(tier))
+        assert not all(loaded(filled))
         link.settimeout(0.2)
         with pytest.raises(TimeoutError):
             link.recv(1)
@@ -212,57 +214,51 @@ def test_writes_to_a_silent_node_end_and_are_refused(mooncake, node):
 
 
 @pytest.mark.cluster_core
-def test_a_master_that_is_killed_is_an_error_and_comes_back_empty(mooncake):
-    tier = mooncake.tier()
-    written(tier)
+def test_a_master_that_is_killed_is_an_error_and_comes_back_empty(mooncake, filled):
     mooncake.master.kill()
     into = empty_frame(SIZE)
     for act in (
-        lambda: tier.contains([object_name(1)]),
-        lambda: tier.contains([]),
-        lambda: tier.read(object_name(1), into),
-        lambda: tier.write(object_name(99), frame_of(99, SIZE)),
-        lambda: tier.delete(object_name(1)),
+        lambda: filled.contains([object_name(1)]),
+        lambda: filled.contains([]),
+        lambda: filled.read(object_name(1), into),
+        lambda: filled.write(object_name(99), frame_of(99, SIZE)),
+        lambda: filled.delete(object_name(1)),
     ):
         fails_in_time(act, DEADLINE_S, "master")
     mooncake.start_master()
-    wait_until(lambda: result(lambda: tier.contains([])) == [], "the master", 60.0)
-    wait_until(lambda: result(lambda: tier.write(object_name(200), frame_of(200, SIZE))) is True, "the store", 60.0)
-    assert tier.contains([object_name(n) for n in range(COUNT)]) == [False] * COUNT
-    assert loaded(tier) == [False] * COUNT
-    assert tier.read(object_name(200), into) == SIZE
+    wait_until(lambda: result(lambda: filled.contains([])) == [], "the master", 60.0)
+    wait_until(lambda: result(lambda: filled.write(object_name(200), frame_of(200, SIZE))) is True, "the store", 60.0)
+    assert filled.contains([object_name(n) for n in range(COUNT)]) == [False] * COUNT
+    assert loaded(filled) == [False] * COUNT
+    assert filled.read(object_name(200), into) == SIZE
     assert into == frame_of(200, SIZE)
 
 
 @pytest.mark.cluster_core
-def test_a_master_that_is_silent_is_an_error_in_time(mooncake):
-    tier = mooncake.tier()
-    written(tier)
+def test_a_master_that_is_silent_is_an_error_in_time(mooncake, filled):
     mooncake.master.pause()
     for act in (
-        lambda: tier.contains([object_name(1)]),
-        lambda: tier.contains([]),
-        lambda: tier.read(object_name(1), empty_frame(SIZE)),
-        lambda: tier.write(object_name(99), frame_of(99, SIZE)),
+        lambda: filled.contains([object_name(1)]),
+        lambda: filled.contains([]),
+        lambda: filled.read(object_name(1), empty_frame(SIZE)),
+        lambda: filled.write(object_name(99), frame_of(99, SIZE)),
     ):
         fails_in_time(act, 1.0, r"master .* answer")  # one call waits, further ones fail immediately
     mooncake.master.resume()
-    wait_until(lambda: result(lambda: tier.contains([object_name(1)])) is True, "the master", 20.0)
-    assert sum(loaded(tier)) > 0
+    wait_until(lambda: result(lambda: filled.contains([object_name(1)])) is True, "the master", 20.0)
+    assert sum(loaded(filled)) > 0
 
 
 @pytest.mark.cluster_core
 @pytest.mark.parametrize("how", ["kill", "pause"])
 @pytest.mark.parametrize("what", ["write", "read", "delete"])
-def test_the_first_call_after_the_master_has_failed_ends_in_time(mooncake, how, what):
+def test_the_first_call_after_the_master_has_failed_ends_in_time(mooncake, filled, how, what):
     """In the library a write waits for 30 s for a paused master, and for 4 s at each step for a dead one."""
-    tier = mooncake.tier()
-    written(tier)
     getattr(mooncake.master, how)()
     act = {
-        "write": lambda: tier.write(object_name(99), frame_of(99, SIZE)),
-        "read": lambda: tier.read(object_name(1), empty_frame(SIZE)),
-        "delete": lambda: tier.delete(object_name(1)),
+        "write": lambda: filled.write(object_name(99), frame_of(99, SIZE)),
+        "read": lambda: filled.read(object_name(1), empty_frame(SIZE)),
+        "delete": lambda: filled.delete(object_name(1)),
     }[what]
     for _ in range(2):
         fails_in_time(act, DEADLINE_S, r"delete|master")

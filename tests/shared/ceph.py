@@ -120,16 +120,6 @@ class Daemon:
             self._process.kill()
             self._process.wait(STOP_DEADLINE_S)
 
-    def stop(self) -> None:
-        """SIGTERM, and SIGKILL when that takes too long."""
-        self.resume()
-        if self.is_running:
-            os.kill(self.pid, signal.SIGTERM)
-            try:
-                self._process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
 
 class S3Access(NamedTuple):
     """How to reach the gateway."""
@@ -168,9 +158,8 @@ class Ceph:
     `osd` may be paused, but not killed: its data are in memory. `gateway` and `mds` may be killed and started again.
     """
 
-    def __init__(self, root: Path, data_bytes: int = DATA_BYTES) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._data_bytes = data_bytes
         self._environment = os.environ | {"CEPH_CONF": str(root / "ceph.conf")}
         self._daemons: list[Daemon] = []
         self._access: S3Access | None = None
@@ -322,7 +311,7 @@ mgr data = {root}/mgr/$id
 [osd]
 osd data = {root}/osd/$id
 osd objectstore = memstore
-memstore device bytes = {self._data_bytes}
+memstore device bytes = {DATA_BYTES}
 [mds]
 mds data = {root}/mds/$id
 # Its default of 5 s is how long the first open of a file on the other mount waits.

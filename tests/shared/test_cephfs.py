@@ -15,7 +15,6 @@ from kvtier.tier.base import OneByOneTier
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.shared_directory import sweep as shared_sweep
 from kvtier.tier.shared_directory import tier as shared_directory
-from kvtier.tier.shared_directory.cap import SharedCap
 from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 from kvtier.types import ObjectName
@@ -191,35 +190,6 @@ def test_the_directory_of_one_machine_does_wait_for_locks(mounts):
     tier.close()
 
 
-@pytest.mark.parametrize("has_claims", [True, False])
-def test_sweeps_keep_the_cap_while_both_nodes_write(nodes, monkeypatch, has_claims):
-    if not has_claims:  # the control: without claims nothing says when to sweep
-        monkeypatch.setattr(SharedCap, "take", lambda _cap, _charge: True)
-    capacity = 24 * MIB
-    a, b = nodes(capacity)
-    most, stopped = 0, threading.Barrier(3)
-
-    def fill(tier, first):
-        for number in range(first, first + 60):
-            if number % 6 == 0:
-                stopped.wait(WAIT_S)  # the main thread counts
-                stopped.wait(WAIT_S)
-            tier.write(object_name(number), frame_of(number, MIB))
-
-    writers = [threading.Thread(target=fill, args=(tier, 600 * n)) for n, tier in enumerate((a, b))]
-    for writer in writers:
-        writer.start()
-    for _ in range(10):
-        stopped.wait(WAIT_S)
-        most = max(most, sum(size for _, size in b.scan()))
-        stopped.wait(WAIT_S)
-    for writer in writers:
-        writer.join(WAIT_S)
-    assert (most <= capacity) == has_claims
-    assert most > capacity // 2
-    assert (a.figures().evictions + b.figures().evictions > 0) == has_claims
-
-
 def within(deadline_s, act):
     """The answer of `act`, or the error that it raised; fails when it takes longer than `deadline_s`."""
     answers = []
@@ -319,7 +289,7 @@ def test_a_node_that_is_gone_costs_the_other_only_misses(ceph, mounts, nodes, mo
             assert within(TRANSFER_DEADLINE_S, lambda n=number: b.write(object_name(n), frame_of(n, MIB))) is True
             assert within(TRANSFER_DEADLINE_S, lambda n=number: b.contains([object_name(n)])) == [True]
         within(TRANSFER_DEADLINE_S, lambda: b.delete(object_name(3)))
-        within(TRANSFER_DEADLINE_S, b.sweep)
+        within(TRANSFER_DEADLINE_S, lambda: sweep(b))
     finally:
         client.resume()
         if ceph.network:
