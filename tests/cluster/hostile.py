@@ -16,8 +16,8 @@ class Hostile:
 
     def __init__(self, say: Say) -> None:
         self.say = say
-        self.connections = self.blocks = 0
-        """Accepted connections, and blocks of bytes that have come."""
+        self.blocks = 0
+        """Blocks of bytes that have come."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._listener.getsockname()[1]
         self._ends = threading.Event()
@@ -38,7 +38,6 @@ class Hostile:
                 line, _ = self._listener.accept()
             except OSError:
                 return
-            self.connections += 1
             threading.Thread(target=self._serve, args=(line,), daemon=True).start()
 
     def _serve(self, line: socket.socket) -> None:

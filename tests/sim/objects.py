@@ -38,8 +38,6 @@ from kvtier.types import (
     Transfer,
 )
 
-SLACK_S = 0.05
-"""Virtual time that the end of a released call may take besides its copies."""
 GOES_ON_AFTER_S = 30.0
 
 
