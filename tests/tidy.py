@@ -5,11 +5,9 @@ grow. A rule names the replacement. An exception is a line in `EXCEPTIONS`, with
 """
 
 import ast
-import io
 import os
 import re
 import sys
-import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,7 +43,6 @@ CLOCKS = {"time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_
 WAITS = {"join", "wait", "get", "result", "communicate"}
 UNBOUNDED = {"Queue", "LifoQueue", "PriorityQueue"}
 
-OPEN_END = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
 PRIVATE_PATH = re.compile(r"""(?<![\w.~/:>})\]*-])/(home|root|Users|work|workspace|data\d?|scratch)(?=/\w)""")
 
 
@@ -182,15 +179,6 @@ def endless_waits(source: Source) -> Hits:
             yield call.lineno, "subprocess.run: give it a time-out"
 
 
-def open_ends(source: Source) -> Hits:
-    """What is left to do is an issue, or it is forgotten."""
-    if not OPEN_END.search(source.text):  # tokens are slow
-        return
-    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type == tokenize.COMMENT and OPEN_END.search(token.string):
-            yield token.start[0], "write TODO(#issue) or do it"
-
-
 RULES: tuple[Callable[[Source], Hits], ...] = (
     clocks,
     environment,
@@ -199,7 +187,6 @@ RULES: tuple[Callable[[Source], Hits], ...] = (
     asserted_data,
     seeded_hash,
     endless_waits,
-    open_ends,
 )
 
 
