@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tests.memory_tier import MemoryTier
@@ -34,13 +35,12 @@ class TestMemoryFifo(TierContract):
 
 
 class DirectoryContract(TierContract):
-    def settings(self):
-        return {}
+    settings: ClassVar = {}
 
     @pytest.fixture
     def make_tier(self, tmp_path):
         yield from makes(
-            lambda capacity_bytes: DirectoryTier(fresh(tmp_path), capacity_bytes=capacity_bytes, **self.settings())
+            lambda capacity_bytes: DirectoryTier(fresh(tmp_path), capacity_bytes=capacity_bytes, **self.settings)
         )
 
 
@@ -49,18 +49,17 @@ class TestDirectory(DirectoryContract):
 
 
 class TestDirectoryBuffered(DirectoryContract):
-    def settings(self):
-        return {"direct_io": "off"}
+    settings: ClassVar = {"direct_io": "off"}
 
 
 class TestDirectoryFifoAlone(DirectoryContract):
+    @property
     def settings(self):
         return {"shared": False, "evictor": Fifo()}
 
 
 class DiskContract(TierContract):
-    def settings(self):
-        return {}
+    settings: ClassVar = {}
 
     @pytest.fixture
     def make_tier(self, tmp_path):
@@ -68,7 +67,7 @@ class DiskContract(TierContract):
             # One segment, with a header and two index blocks beside the frames; a sync would take another.
             whole = capacity_bytes + 3 * BLOCK_BYTES
             sizes = {"capacity_bytes": whole, "segment_bytes": whole}
-            return DiskTier(fresh(tmp_path), **sizes, sync_interval_s=3600.0, **self.settings())
+            return DiskTier(fresh(tmp_path), **sizes, sync_interval_s=3600.0, **self.settings)
 
         yield from makes(opened)
 
@@ -78,8 +77,7 @@ class TestDisk(DiskContract):
 
 
 class TestDiskBuffered(DiskContract):
-    def settings(self):
-        return {"direct_io": "off"}
+    settings: ClassVar = {"direct_io": "off"}
 
 
 class TestDiskOfManySegments(TierContract):
