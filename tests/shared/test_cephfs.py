@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from tests.tier_makers import kept
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
@@ -37,19 +38,13 @@ def sweep(tier):
 @pytest.fixture
 def nodes(mounts):
     """Makes a tier on each of both mounts, of one new store."""
-    tiers = []
 
     def make(capacity_bytes=256 * MIB, kind=SharedDirectoryTier):
         store = f"store-{os.urandom(4).hex()}"
-        for mount in mounts:
-            tiers.append(
-                kind(mount / store, key_id=KEY, fingerprint=MODEL, capacity_bytes=capacity_bytes, wait_s=WAIT_S)
-            )
-        return tiers[-2:]
+        settings = {"key_id": KEY, "fingerprint": MODEL, "capacity_bytes": capacity_bytes, "wait_s": WAIT_S}
+        return [kept(kind(mount / store, **settings)) for mount in mounts]
 
-    yield make
-    for tier in tiers:
-        tier.close()
+    return make
 
 
 def read(tier, number, byte_count=MIB):
