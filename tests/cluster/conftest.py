@@ -40,6 +40,8 @@ def running_valkey(valkey_program, tmp_path_factory) -> Iterator[Server]:
 @pytest.fixture
 def valkey(running_valkey: Server) -> Iterator[Server]:
     """One server, empty and with its first settings before the test, healthy after it."""
+    limits = {"maxmemory": 0, "maxmemory-policy": "noeviction", "proto-max-bulk-len": 512 << 20}
+    running_valkey.call("CONFIG", "SET", *(part for limit in limits.items() for part in limit))
     running_valkey.call("FLUSHALL")
     running_valkey.call("CONFIG", "RESETSTAT")
     yield running_valkey
