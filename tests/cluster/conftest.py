@@ -1,6 +1,6 @@
 """Real cluster stores, each started once for all tests of this folder that ask for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,6 +48,21 @@ def valkey(running_valkey: Server) -> Iterator[Server]:
     running_valkey.resume()
     if not running_valkey.is_running:
         running_valkey.restart()
+
+
+@pytest.fixture
+def start(valkey_program, tmp_path) -> Iterator[Callable[..., Server]]:
+    """Starts further servers, with settings and environment variables; ends them after the test."""
+    servers: list[Server] = []
+
+    def started(*settings: str, **variables: str) -> Server:
+        servers.append(Server(tmp_path, valkey_program, *settings, **variables))
+        servers[-1].restart()
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture(scope="session")

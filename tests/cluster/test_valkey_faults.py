@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from tests.cluster.valkey_bed import Clock, Server
+from tests.cluster.valkey_bed import Clock
 from tests.cluster.valkey_world import (
     DEADLINE_S,
     MIB,
@@ -201,48 +201,38 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
     assert tier.read(name_of(1), into) is None
 
 
-def test_a_servers_clock_that_jumps_ends_lifetimes_early_or_late_and_nothing_else(valkey_program, tmp_path):
+def test_a_servers_clock_that_jumps_ends_lifetimes_early_or_late_and_nothing_else(start, tmp_path):
     try:
         clock = Clock(tmp_path)
     except NotInstalledError as error:
         pytest.skip(str(error))
-    server = Server(tmp_path, valkey_program, **clock.variables)
-    server.start()
-    try:
-        server.wait()
-        tier = open_tier(server, prefix=fresh_prefix(), lifetime_s=600.0, deadline_s=DEADLINE_S)
-        frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
+    server = start(**clock.variables)
+    tier = open_tier(server, prefix=fresh_prefix(), lifetime_s=600.0, deadline_s=DEADLINE_S)
+    frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
+    assert tier.write(name_of(1), frame)
+    for offset_s, expected in ((-86400, SIZE), (0, None), (1200, None), (0, SIZE), (300, SIZE)):
+        clock.jump_to(offset_s)
+        assert abs(int(server.call("TIME")[0]) - time.time() - offset_s) < 5
+        # At -86400 its lifetime was renewed, so that back at 0 it is over; what is written at 1200 is there at 0.
+        assert tier.read(name_of(1), into) == expected, offset_s
+        assert tier.contains([]) == []
         assert tier.write(name_of(1), frame)
-        for offset_s, expected in ((-86400, SIZE), (0, None), (1200, None), (0, SIZE), (300, SIZE)):
-            clock.jump_to(offset_s)
-            assert abs(int(server.call("TIME")[0]) - time.time() - offset_s) < 5
-            # At -86400 its lifetime was renewed, so that back at 0 it is over; what is written at 1200 is there at 0.
-            assert tier.read(name_of(1), into) == expected, offset_s
-            assert tier.contains([]) == []
-            assert tier.write(name_of(1), frame)
-        assert into == frame
-    finally:
-        server.kill()
+    assert into == frame
 
 
-def test_a_server_that_loads_its_data_is_waited_for_or_is_an_error(valkey_program, tmp_path):
-    server = Server(tmp_path, valkey_program)
-    server.restart()
+def test_a_server_that_loads_its_data_is_waited_for_or_is_an_error(start):
+    server = start()
     tier = open_tier(server, prefix=fresh_prefix(), deadline_s=DEADLINE_S)
-    try:
-        assert tier.write(name_of(1), frame_of(1))
-        server.call("DEBUG", "POPULATE", "1000", "filler", "1000")
-        server.call("SAVE")
-        server.kill()
-        server.command += ["--key-load-delay", "3000", "--loading-process-events-interval-bytes", "1024"]
-        server.start()
-        wait_until(lambda: "LOADING" in str(result(lambda: tier.contains([name_of(1)]))), "loading", 20)
-        with pytest.raises(TierError, match="LOADING"):
-            tier.read(name_of(1), memoryview(bytearray(4096)))
-        wait_until(lambda: result(lambda: tier.read(name_of(1), memoryview(bytearray(4096)))) == 4096, "the data", 20)
-    finally:
-        tier.close()
-        server.kill()
+    assert tier.write(name_of(1), frame_of(1))
+    server.call("DEBUG", "POPULATE", "1000", "filler", "1000")
+    server.call("SAVE")
+    server.kill()
+    server.command += ["--key-load-delay", "3000", "--loading-process-events-interval-bytes", "1024"]
+    server.start()
+    wait_until(lambda: "LOADING" in str(result(lambda: tier.contains([name_of(1)]))), "loading", 20)
+    with pytest.raises(TierError, match="LOADING"):
+        tier.read(name_of(1), memoryview(bytearray(4096)))
+    wait_until(lambda: result(lambda: tier.read(name_of(1), memoryview(bytearray(4096)))) == 4096, "the data", 20)
 
 
 def test_a_forked_child_uses_nothing_of_it(valkey, tier):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.cluster.hostile import Hostile
-from tests.cluster.valkey_bed import Cluster, Line, Server, make_authority, new_port, tls_settings
+from tests.cluster.valkey_bed import Cluster, Line, make_authority, new_port, tls_settings
 from tests.cluster.valkey_world import FINGERPRINT, KEY_ID, MIB, frame_of, fresh_prefix, name_of, open_tier
 from tests.rig import LAYOUT
 from tests.tier_makers import kept
@@ -30,20 +30,6 @@ CONTEXT = TierContext(layout=LAYOUT, fingerprint=FINGERPRINT, key_id=KEY_ID)
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
     return make_authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture
-def start(valkey_program, tmp_path):
-    servers = []
-
-    def started(*settings) -> Server:
-        servers.append(Server(tmp_path, valkey_program, *settings))
-        servers[-1].restart()
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.kill()
 
 
 @pytest.mark.cluster_core
