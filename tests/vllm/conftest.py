@@ -79,3 +79,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
     yield where
     subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+@pytest.fixture
+def hangs(tmp_path: Path) -> Path:
+    """A flag: what `sabotage` makes hang goes on when the file is removed."""
+    flag = tmp_path / "hangs"
+    flag.touch()
+    return flag

@@ -43,9 +43,10 @@ class Client:
                 found += choice.get("token_ids") or []
         return found
 
-    def post(self, path: str, fields: dict[str, object]) -> dict[str, Any]:
-        """An answer that is not streamed."""
-        return json.loads("".join(self._lines(path, {"model": "m", "temperature": 0, "ignore_eos": True, **fields})))
+    def post(self, path: str, fields: dict[str, object], name: str = "") -> dict[str, Any]:
+        """An answer that is not streamed; `name` is the request's `X-Request-ID`."""
+        body = {"model": "m", "temperature": 0, "ignore_eos": True, **fields}
+        return json.loads("".join(self._lines(path, body, {"X-Request-ID": name} if name else {})))
 
     def metrics(self) -> dict[str, float]:
         """Every sample of ``/metrics``, by name with labels, as it is written there."""

@@ -51,11 +51,9 @@ def test_a_load_that_fails_in_the_middle_is_completed_by_computing(
 @pytest.mark.vllm_core
 @pytest.mark.parametrize("method", ["reads", "probes"])
 def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
-    method: str, start: Start, expected: Expected, tmp_path: Path
+    method: str, start: Start, expected: Expected, hangs: Path, tmp_path: Path
 ) -> None:
     start("llama", connector(tmp_path / "kv")).ask_and_close(LONG, SHORT)
-    flag = tmp_path / "hangs"
-    flag.touch()
     patience_s = 1.0
     engine = start(
         "llama",
@@ -68,7 +66,7 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
             tiers__directory__retry_s=0.5,
         ),
         sabotage=f"sabotage:hang_{method}",
-        environment={sabotage.FLAG: str(flag)},
+        environment={sabotage.FLAG: str(hangs)},
     )
     began = time.monotonic()
     assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
@@ -78,7 +76,7 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
     engine.forget()
     # What has been stored meanwhile is in host memory, which does not hang.
     assert engine.hits_of(LONG) == whole(len(LONG))
-    flag.unlink()
+    hangs.unlink()
     deadline = time.monotonic() + 120
     while True:  # the tier is tried again after a while
         engine.forget()
@@ -88,14 +86,12 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
 
 
 @pytest.mark.vllm_core
-def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Start, tmp_path: Path) -> None:
-    flag = tmp_path / "hangs"
-    flag.touch()
+def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Start, hangs: Path, tmp_path: Path) -> None:
     engine = start(
         "llama",
         connector(tmp_path / "kv", limits__close_deadline_s=1.0, tiers__directory__transfer_deadline_s=1.0),
         sabotage="sabotage:hang_writes",
-        environment={sabotage.FLAG: str(flag)},
+        environment={sabotage.FLAG: str(hangs)},
     )
     engine.ask(LONG)
     began = time.monotonic()

@@ -91,21 +91,19 @@ def test_without_the_fence_the_storm_would_change_answers(start: Start, calm: Ca
 
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
 def test_requests_that_are_aborted_while_they_load_leave_nothing_behind(
-    model: str, start: Start, tmp_path: Path
+    model: str, start: Start, hangs: Path, tmp_path: Path
 ) -> None:
     prompts = [prompt(1400, number) for number in range(4)]
     plain = start(model, connector(tmp_path / "kv")).ask_and_close(*prompts)
-    flag = tmp_path / "hangs"
-    flag.touch()
     engine = start(
         model,
         connector(tmp_path / "kv"),
         sabotage="sabotage:hang_reads",
-        environment={sabotage.FLAG: str(flag)},
+        environment={sabotage.FLAG: str(hangs)},
     )
     gone = engine.ask(*(Ask(tokens, abort_at_step=50) for tokens in prompts))
     assert [it.reason for it in gone] == ["abort"] * 4
-    flag.unlink()
+    hangs.unlink()
     answers = engine.ask_in_turn(*prompts)
     assert [it.tokens for it in answers] == [it.tokens for it in plain]
     nothing_is_left(engine)
