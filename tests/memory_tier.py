@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import TierError
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
 from kvtier.tier.base import About, Figures, OneByOneTier, never_pinned
@@ -19,14 +19,9 @@ class MemoryTier(OneByOneTier):
         name: the tier's name in metrics and errors.
         capacity_bytes: maximum of all frames together.
         evictor: the eviction policy, not shared with another tier. Default: `Lru`.
-
-    Raises:
-        ConfigError: `capacity_bytes` is below 1.
     """
 
     def __init__(self, name: str = "memory", *, capacity_bytes: int, evictor: Evictor | None = None) -> None:
-        if capacity_bytes < 1:
-            raise ConfigError(f"tier {name!r}: capacity_bytes must be at least 1, got {capacity_bytes}")
         super().__init__(name)
         self.capacity_bytes = capacity_bytes
         self._evictor = Lru() if evictor is None else evictor

@@ -161,12 +161,9 @@ class World:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def ask(self, tokens: int, *prompts: str, known: int | None = None) -> list[Answer]:
-        """Prompts of `tokens`, by default a new one, asked at once; the tier holds `known` (default: all it can)."""
-        asked = [self._begin(tokens, name, known) for name in prompts or (f"prompt {next(self._numbers)}",)]
-        return self._until_answered(asked)
-
-    def _until_answered(self, asked: list[Answer]) -> list[Answer]:
+    def ask(self, *tokens: int) -> list[Answer]:
+        """New prompts of these lengths, all at once; the tier holds all of each that it can."""
+        asked = [self._begin(each, f"prompt {next(self._numbers)}") for each in tokens]
         while self._open:
             self._step()
         self.cache.check()
@@ -175,19 +172,14 @@ class World:
         self.answers += asked
         return asked
 
-    def ask_together(self, tokens: Sequence[int], name: str) -> list[Answer]:
-        """Prompts of these lengths at once, each a new one."""
-        asked = [self._begin(each, f"{name} {number}", None) for number, each in enumerate(tokens)]
-        return self._until_answered(asked)
-
     def wait(self, seconds: float) -> None:
         """Let time pass without requests."""
         self._run_until(self.now_s + seconds)
         self.now_s += seconds
 
-    def _begin(self, tokens: int, name: str, known: int | None) -> Answer:
+    def _begin(self, tokens: int, name: str) -> Answer:
         request = RequestId(f"{name} {next(self._numbers)}")
-        chunks = ((tokens - 1) if known is None else known) // CHUNK
+        chunks = (tokens - 1) // CHUNK
         prefix = Prefix(tuple(ChunkKey(f"{name} {chunk}".encode()) for chunk in range(chunks)), CHUNK)
         lookup = self.cache.lookup(request, prefix, self.now_s)
         self._settle()

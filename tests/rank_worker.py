@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, load_places
+from tests.waiting import wait_until
 
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer
@@ -136,10 +137,7 @@ class Worker:
         """Make it hang: every thread stands still on return."""
         self.signal(signal.SIGSTOP)
         tasks = list(Path(f"/proc/{self.process.pid}/task").iterdir())
-        until_s = time.monotonic() + DEADLINE_S
-        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
-            assert time.monotonic() < until_s, "it goes on"
-            time.sleep(0.01)
+        wait_until(lambda: all((task / "stat").read_text().rpartition(") ")[2][0] == "T" for task in tasks), "the stop")
 
     def _read(self):
         line = self.process.stdout.readline()

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.vllm_engine_parts import Block, Faults, LieError, Memory, Pool, Request, Step, number_of
 from tests.vllm_recorded import recorded
+from tests.waiting import wait_until
 
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -123,7 +124,7 @@ class SmallEngine:
         self.deferred: list[tuple[int, list[Block]]] = []
         self.names = itertools.count()
         self.step_number = self.processed_step = 0
-        self.loaded_tokens = self.preemptions = self.failures = self.reports = self.idle_steps = 0
+        self.loaded_tokens = self.preemptions = self.failures = self.reports = 0
         self.truth: dict[str, list[int]] = {}
         """All tokens of each request, also those that are not known yet."""
 
@@ -183,10 +184,7 @@ class SmallEngine:
     def settle(self) -> None:
         """Wait until every copy has ended, and its end has been reported."""
         self.copier.gate.set()
-        until_s = time.monotonic() + DEADLINE_S
-        while not self._is_settled():
-            assert time.monotonic() < until_s, "copies do not end"
-            time.sleep(1e-4)
+        wait_until(self._is_settled, "the copies", DEADLINE_S, pause_s=1e-4)
         if self.rest is not None:
             self.copier.gate.clear()
 
@@ -281,7 +279,6 @@ class SmallEngine:
             request.last_step = self.step_number
             if request.num_computed_tokens >= request.num_tokens + request.placeholders:
                 request.placeholders += 1
-        self.idle_steps += not scheduled
         tables = {name: [list(table) for table in request.tables] for name, request in requests.items()}
         return Step(self.step_number if scheduled else 0, scheduled, requests, starts, tables, orders)
 

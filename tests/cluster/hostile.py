@@ -16,8 +16,8 @@ class Hostile:
 
     def __init__(self, say: Say) -> None:
         self.say = say
-        self.connections = self.blocks = 0
-        """Accepted connections, and blocks of bytes that have come."""
+        self.blocks = 0
+        """Blocks of bytes that have come."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._listener.getsockname()[1]
         self._ends = threading.Event()
@@ -38,7 +38,6 @@ class Hostile:
                 line, _ = self._listener.accept()
             except OSError:
                 return
-            self.connections += 1
             threading.Thread(target=self._serve, args=(line,), daemon=True).start()
 
     def _serve(self, line: socket.socket) -> None:
@@ -57,13 +56,16 @@ class Hostile:
                     return
 
 
-def single(after: Say) -> Say:
-    """A server without cluster mode that opens well and then says what `after` does."""
+NO_CLUSTER = b"-ERR This instance has cluster support disabled\r\n"
+
+
+def opens(after: Say, slots: Callable[[], bytes] = lambda: NO_CLUSTER) -> Say:
+    """A server that opens well, with what `slots` gives for its slots, and then says what `after` does."""
 
     def say(data: bytes) -> Iterable[bytes | float]:
         replies = []
         for word, reply in (
-            (b"SLOTS\r\n", b"-ERR This instance has cluster support disabled\r\n"),
+            (b"SLOTS\r\n", slots()),
             (b"PING\r\n", b"+PONG\r\n"),
             (b"SMEMBERS\r\n", b"*0\r\n"),
             (b"SADD\r\n", b":1\r\n"),

@@ -1,20 +1,17 @@
 """A Mooncake master and storage nodes on loopback, and tiers on them.
 
-    python -m tests.cluster.mooncake_store     # a master and two nodes until Ctrl-C; prints the port
-
 Each server is a process of its own that ends with this one.
 """
 
-import hashlib
-import itertools
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.shared.ceph import Daemon, free_port, is_listening, wait_until
+from tests.shared.ceph import Daemon
+from tests.shared.s3_world import FINGERPRINT, KEY_ID
+from tests.tier_makers import fresh_prefix, kept
+from tests.waiting import free_port, is_listening, wait_until
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Write
@@ -24,13 +21,9 @@ from kvtier.tier.registry import TierContext
 from kvtier.types import ObjectName
 
 SEGMENT_BYTES = 256 << 20
-KEY_ID = bytes(range(16))
-FINGERPRINT = hashlib.sha256(b"model").digest()
 TTL_S = 3
 """After so long without a sign of life the master forgets a node; 10 by default."""
 START_DEADLINE_S = 60.0
-_numbers = itertools.count()
-
 _NODE = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
@@ -82,6 +75,11 @@ class MooncakeStore:
         self.master.start()
         wait_until(lambda: is_listening(self.port), "the master", START_DEADLINE_S)
 
+    def restart_master(self) -> None:
+        """Start the master again, and wait until every node takes part."""
+        self.start_master()
+        self.wait()
+
     def restart_node(self, node: Daemon) -> None:
         """Start the node again, with empty memory."""
         node.log.write_bytes(b"")
@@ -125,12 +123,12 @@ class MooncakeStore:
 
     def settings(self, **settings) -> MooncakeSettings:
         """Of a tier with short deadlines and a prefix that no other test uses."""
-        common = {"transfer_deadline_s": 4.0, "probe_deadline_s": 1.0, "prefix": f"test-{next(_numbers)}"}
+        common = {"transfer_deadline_s": 4.0, "probe_deadline_s": 1.0, "prefix": fresh_prefix()}
         return MooncakeSettings(master=f"127.0.0.1:{self.port}", **common | settings)
 
     def tier(self, memory=(), **settings):
-        """An open tier."""
-        return KIND.open(self.settings(**settings), context(memory))
+        """An open tier, which is closed after the test."""
+        return kept(KIND.open(self.settings(**settings), context(memory)))
 
     def raw(self, settings: MooncakeSettings) -> RawMooncake:
         """The library alone."""
@@ -154,14 +152,3 @@ def _is_healthy(tier) -> bool:
 
 def context(memory=()) -> TierContext:
     return TierContext(layout=None, key_id=KEY_ID, fingerprint=FINGERPRINT, memory=tuple(memory))
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        store = MooncakeStore(Path(folder))
-        store.start()
-        print(f"master at 127.0.0.1:{store.port}")
-        try:
-            time.sleep(1e6)
-        finally:
-            store.close()

@@ -20,8 +20,7 @@ def test_valkey_gives_no_wrong_byte_and_writes_into_no_buffer_late(valkey, opera
 
     def kill():
         valkey.kill()
-        valkey.start()
-        valkey.wait()
+        valkey.restart()
 
     def pause():
         valkey.pause()

@@ -12,12 +12,4 @@ class TestMooncake(TierContract):
 
     @pytest.fixture
     def make_tier(self, mooncake):
-        tiers = []
-
-        def make(_capacity_bytes):
-            tiers.append(mooncake.tier(transfer_deadline_s=30.0, probe_deadline_s=10.0))
-            return tiers[-1]
-
-        yield make
-        for tier in tiers:
-            tier.close()
+        return lambda _: mooncake.tier(transfer_deadline_s=30.0, probe_deadline_s=10.0)

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.shared.ceph import wait_until
+from tests.shared.calls import SLACK_S, result, timed
+from tests.waiting import wait_until
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import empty_frame, frame_of, object_name
@@ -19,8 +20,6 @@ from kvtier.tier.mooncake.sockets import data_port
 SIZE = 1 << 20
 COUNT = 12
 DEADLINE_S = 4.0
-SLACK_S = 2.0
-"""Of a busy machine."""
 
 
 def written(tier, count=COUNT, size=SIZE):
@@ -43,6 +42,21 @@ def took_s(act) -> float:
     start_s = time.monotonic()
     act()
     return time.monotonic() - start_s
+
+
+@pytest.fixture
+def filled(mooncake):
+    """A tier with `COUNT` objects."""
+    tier = mooncake.tier()
+    written(tier)
+    return tier
+
+
+def fails_in_time(act, limit_s: float, match: str) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(TierError, match=match):
+        act()
+    assert time.monotonic() - start_s < limit_s + SLACK_S
 
 
 def nodes_of(mooncake, tier) -> dict[str, object]:
@@ -87,43 +101,31 @@ def test_with_two_copies_the_other_one_is_found(mooncake, how, caplog):
     reads = [Read(object_name(n), empty_frame(SIZE)) for n in range(COUNT)]
     assert tier.read_many(reads) == [SIZE] * COUNT
     assert all(read.into == frame_of(n, SIZE) for n, read in enumerate(reads))
-    tier.close()
 
 
 @pytest.mark.cluster_core
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_with_one_copy_what_was_on_the_node_is_a_miss_in_time(mooncake, how):
-    tier = mooncake.tier()
-    written(tier)
-    assert all(loaded(tier))
+def test_with_one_copy_what_was_on_the_node_is_a_miss_in_time(mooncake, filled, how):
+    assert all(loaded(filled))
     getattr(mooncake.nodes[0], how)()
-    start_s = time.monotonic()
-    found = loaded(tier)
-    assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+    found = timed(lambda: loaded(filled), DEADLINE_S)
     assert any(found), "the other node's"
     assert not all(found)
     # The master still knows the others; the tier knows better.
-    assert tier.contains([object_name(n) for n in range(COUNT)]) == found
-    again_s = took_s(lambda: loaded(tier))
-    assert again_s < 1.0
+    assert filled.contains([object_name(n) for n in range(COUNT)]) == found
+    assert took_s(lambda: loaded(filled)) < 1.0
     mooncake.heal()
     if how == "pause":
-        wait_until(lambda: all(loaded(tier)) or tier._nodes.has_silent is False, "the node", 30.0)
-    tier.close()
+        wait_until(lambda: all(loaded(filled)) or filled._nodes.has_silent is False, "the node", 30.0)
 
 
-def test_a_batch_with_a_silent_node_brings_what_the_other_one_has(mooncake):
-    tier = mooncake.tier()
-    written(tier)
+def test_a_batch_with_a_silent_node_brings_what_the_other_one_has(mooncake, filled):
     mooncake.nodes[1].pause()
     reads = [Read(object_name(n), empty_frame(SIZE)) for n in range(COUNT)]
-    start_s = time.monotonic()
-    found = tier.read_many(reads)
-    assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+    found = timed(lambda: filled.read_many(reads), DEADLINE_S)
     assert set(found) == {SIZE, None}
     for number, (read, answer) in enumerate(zip(reads, found, strict=True)):
         assert answer is None or read.into == frame_of(number, SIZE)
-    tier.close()
 
 
 @pytest.mark.cluster_core
@@ -140,23 +142,19 @@ def test_a_slot_of_a_failed_read_gets_no_byte_later(mooncake, monkeypatch):
     mooncake.nodes[0].resume()
     time.sleep(1.0)
     assert all(into[number] == b"\x5a" * (8 << 20) for number in missed)
-    tier.close()
 
 
 @pytest.mark.cluster_core
-def test_a_connection_of_the_engine_to_a_silent_node_stays_open(mooncake):
+def test_a_connection_of_the_engine_to_a_silent_node_stays_open(mooncake, filled):
     """A node names any address as that of its data, such as one of the engine's own connections."""
-    tier = mooncake.tier()
-    written(tier)
-    assert all(loaded(tier))
-    endpoint = next(each for each, node in nodes_of(mooncake, tier).items() if node is mooncake.nodes[0])
+    assert all(loaded(filled))
+    endpoint = next(each for each, node in nodes_of(mooncake, filled).items() if node is mooncake.nodes[0])
     with socket.create_connection(("127.0.0.1", data_port(endpoint, 1.0))) as link:
         mooncake.nodes[0].pause()
-        assert not all(loaded(tier))
+        assert not all(loaded(filled))
         link.settimeout(0.2)
         with pytest.raises(TimeoutError):
             link.recv(1)
-    tier.close()
 
 
 def test_many_small_objects_on_a_silent_node_wait_for_it_once(mooncake):
@@ -168,7 +166,6 @@ def test_many_small_objects_on_a_silent_node_wait_for_it_once(mooncake):
     mooncake.nodes[0].pause()  # within the second in which its last sign of life counts
     assert took_s(lambda: tier.read_many(reads)) < 3.0 + 2 * SLACK_S
     assert took_s(lambda: tier.write_many([Write(object_name(100 + n), frame_of(n, 4096)) for n in range(64)])) < 8.0
-    tier.close()
 
 
 def test_a_read_that_cannot_be_ended_keeps_its_memory(mooncake, monkeypatch, caplog):
@@ -191,7 +188,6 @@ def test_a_read_that_cannot_be_ended_keeps_its_memory(mooncake, monkeypatch, cap
     thread.join(10.0)
     assert len(answers) == 1
     assert any("keeps its memory" in record.getMessage() for record in caplog.records)
-    tier.close()
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -215,89 +211,57 @@ def test_writes_to_a_silent_node_end_and_are_refused(mooncake, node):
         assert found in {None, SIZE}
         assert found is None or into == frame_of(number, SIZE)
         assert answer or found is None
-    tier.close()
 
 
 @pytest.mark.cluster_core
-def test_a_master_that_is_killed_is_an_error_and_comes_back_empty(mooncake):
-    tier = mooncake.tier()
-    written(tier)
+def test_a_master_that_is_killed_is_an_error_and_comes_back_empty(mooncake, filled):
     mooncake.master.kill()
     into = empty_frame(SIZE)
     for act in (
-        lambda: tier.contains([object_name(1)]),
-        lambda: tier.contains([]),
-        lambda: tier.read(object_name(1), into),
-        lambda: tier.write(object_name(99), frame_of(99, SIZE)),
-        lambda: tier.delete(object_name(1)),
+        lambda: filled.contains([object_name(1)]),
+        lambda: filled.contains([]),
+        lambda: filled.read(object_name(1), into),
+        lambda: filled.write(object_name(99), frame_of(99, SIZE)),
+        lambda: filled.delete(object_name(1)),
     ):
-        start_s = time.monotonic()
-        with pytest.raises(TierError, match="master"):
-            act()
-        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+        fails_in_time(act, DEADLINE_S, "master")
     mooncake.start_master()
-
-    def is_back() -> bool:
-        try:
-            return tier.contains([]) == [] and tier.write(object_name(200), frame_of(200, SIZE))
-        except TierError:
-            return False
-
-    wait_until(is_back, "the store", 60.0)
-    assert tier.contains([object_name(n) for n in range(COUNT)]) == [False] * COUNT
-    assert loaded(tier) == [False] * COUNT
-    assert tier.read(object_name(200), into) == SIZE
+    wait_until(lambda: result(lambda: filled.contains([])) == [], "the master", 60.0)
+    wait_until(lambda: result(lambda: filled.write(object_name(200), frame_of(200, SIZE))) is True, "the store", 60.0)
+    assert filled.contains([object_name(n) for n in range(COUNT)]) == [False] * COUNT
+    assert loaded(filled) == [False] * COUNT
+    assert filled.read(object_name(200), into) == SIZE
     assert into == frame_of(200, SIZE)
-    tier.close()
 
 
 @pytest.mark.cluster_core
-def test_a_master_that_is_silent_is_an_error_in_time(mooncake):
-    tier = mooncake.tier()
-    written(tier)
+def test_a_master_that_is_silent_is_an_error_in_time(mooncake, filled):
     mooncake.master.pause()
-    for act, limit_s in (
-        (lambda: tier.contains([object_name(1)]), 1.0),
-        (lambda: tier.contains([]), 1.0),
-        (lambda: tier.read(object_name(1), empty_frame(SIZE)), 1.0),
-        (lambda: tier.write(object_name(99), frame_of(99, SIZE)), 1.0),
+    for act in (
+        lambda: filled.contains([object_name(1)]),
+        lambda: filled.contains([]),
+        lambda: filled.read(object_name(1), empty_frame(SIZE)),
+        lambda: filled.write(object_name(99), frame_of(99, SIZE)),
     ):
-        start_s = time.monotonic()
-        with pytest.raises(TierError, match=r"master .* answer"):
-            act()
-        assert time.monotonic() - start_s < limit_s + SLACK_S, "one call waits, further ones fail at once"
+        fails_in_time(act, 1.0, r"master .* answer")  # one call waits, further ones fail immediately
     mooncake.master.resume()
-
-    def answers() -> bool:
-        try:
-            return tier.contains([object_name(1)]) == [True]
-        except TierError:
-            return False
-
-    wait_until(answers, "the master", 20.0)
-    assert sum(loaded(tier)) > 0
-    tier.close()
+    wait_until(lambda: result(lambda: filled.contains([object_name(1)])) is True, "the master", 20.0)
+    assert sum(loaded(filled)) > 0
 
 
 @pytest.mark.cluster_core
 @pytest.mark.parametrize("how", ["kill", "pause"])
 @pytest.mark.parametrize("what", ["write", "read", "delete"])
-def test_the_first_call_after_the_master_has_failed_ends_in_time(mooncake, how, what):
+def test_the_first_call_after_the_master_has_failed_ends_in_time(mooncake, filled, how, what):
     """In the library a write waits for 30 s for a paused master, and for 4 s at each step for a dead one."""
-    tier = mooncake.tier()
-    written(tier)
     getattr(mooncake.master, how)()
     act = {
-        "write": lambda: tier.write(object_name(99), frame_of(99, SIZE)),
-        "read": lambda: tier.read(object_name(1), empty_frame(SIZE)),
-        "delete": lambda: tier.delete(object_name(1)),
+        "write": lambda: filled.write(object_name(99), frame_of(99, SIZE)),
+        "read": lambda: filled.read(object_name(1), empty_frame(SIZE)),
+        "delete": lambda: filled.delete(object_name(1)),
     }[what]
     for _ in range(2):
-        start_s = time.monotonic()
-        with pytest.raises(TierError, match=r"delete|master"):
-            act()
-        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
-    tier.close()
+        fails_in_time(act, DEADLINE_S, r"delete|master")
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
@@ -323,7 +287,6 @@ def test_writes_that_run_when_the_master_fails_end(mooncake, how):
         time.sleep(1.0)
         ends.set()
     assert longest_s[0] < 9.0 + SLACK_S
-    tier.close()
 
 
 def test_a_full_store_evicts_or_refuses_and_never_lies(mooncake):
@@ -339,7 +302,6 @@ def test_a_full_store_evicts_or_refuses_and_never_lies(mooncake):
     assert 0 < found < count
     assert sum(answers) >= found
     assert tier.write(object_name(1000), frame_of(1, size)) in {True, False}
-    tier.close()
 
 
 @pytest.mark.cluster_core
@@ -360,16 +322,3 @@ def test_an_object_of_another_size_fills_no_more_than_the_slot(mooncake):
     raw = tier._client.store
     with tier._client.registered([into]) as (place,):
         assert raw.get_into(tier._root + object_name(1).hex(), place, 4096) == -600
-    tier.close()
-
-
-def test_a_lookup_of_many_names_is_one_request_to_the_master(mooncake):
-    tier = mooncake.tier(probe_deadline_s=10.0)
-    written(tier)
-    asked = []
-    ask = tier._client.ask
-    tier._client.ask = lambda act, deadline_s: (asked.append(1), ask(act, deadline_s))[1]
-    names = [object_name(n) for n in range(512)]
-    assert tier.contains(names) == [n < COUNT for n in range(512)]
-    assert len(asked) == 1
-    tier.close()

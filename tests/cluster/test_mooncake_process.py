@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.hostile import Hostile
 from tests.cluster.mooncake_store import KEY_ID, context
-from tests.shared.ceph import free_port
+from tests.waiting import free_port
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
@@ -320,19 +320,8 @@ def test_a_node_that_answers_byte_by_byte_is_given_up_in_time():
 
 @pytest.mark.parametrize("answer", [b"", b"\0" * 8, b"\xff" * 8, b"\x05" + bytes(7) + b"\x01nono", b"HTTP/1.1 400 Bad"])
 def test_a_node_that_speaks_nonsense_is_no_node(answer):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            link, _ = server.accept()
-            with link:
-                link.recv(100)
-                link.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(NodeError):
-            data_port(f"127.0.0.1:{server.getsockname()[1]}", 1.0)
-        thread.join(5)
+    with Hostile(lambda _: [answer]) as node, pytest.raises(NodeError):
+        data_port(f"127.0.0.1:{node.port}", 1.0)
 
 
 _WITHOUT = """

@@ -3,8 +3,7 @@
 import pytest
 from tests.cluster.valkey_world import fresh_prefix, open_tier
 
-from kvtier.errors import TierError
-from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
+from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
 from kvtier.tier.valkey.parts import PART_BYTES
 
@@ -18,15 +17,8 @@ class Shared(TierContract):
 
     @pytest.fixture
     def make_tier(self, request):
-        tiers, servers = [], self.servers(request)
-
-        def make(_capacity_bytes):
-            tiers.append(open_tier(*servers, prefix=fresh_prefix(), deadline_s=30.0, probe_deadline_s=10.0))
-            return tiers[-1]
-
-        yield make
-        for tier in tiers:
-            tier.close()
+        patient = {"deadline_s": 30.0, "probe_deadline_s": 10.0}
+        return lambda _: open_tier(*self.servers(request), prefix=fresh_prefix(), **patient)
 
     def test_a_frame_of_several_parts_is_read_from_any_offset(self, tier):
         size = 3 * PART_BYTES + 100
@@ -77,13 +69,3 @@ def test_the_suite_finds_a_wrong_tier(valkey, monkeypatch):
     tier = open_tier(valkey, prefix=fresh_prefix())
     with pytest.raises(AssertionError):
         TierContract().test_an_existing_name_is_not_overwritten(tier)
-    tier.close()
-
-
-def test_a_server_that_is_gone_is_an_error_object_by_object(valkey):
-    tier = open_tier(valkey, prefix=fresh_prefix(), deadline_s=1.0)
-    assert tier.write(object_name(1), frame_of(1))
-    valkey.kill()
-    assert isinstance(tier.read_many([Read(object_name(1), empty_frame(BLOCK_BYTES))])[0], TierError)
-    assert isinstance(tier.write_many([Write(object_name(1), frame_of(1))])[0], TierError)
-    tier.close()

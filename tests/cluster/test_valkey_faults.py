@@ -1,12 +1,10 @@
 """Real Valkey servers that die, stop, fill up, move slots or lose parts cost misses and need no restart."""
 
 import os
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.cluster.valkey_bed import Clock, Server
+from tests.cluster.valkey_bed import Clock
 from tests.cluster.valkey_world import (
     DEADLINE_S,
     MIB,
@@ -19,11 +17,13 @@ from tests.cluster.valkey_world import (
     result,
     timed,
 )
-from tests.shared.ceph import NotInstalledError, wait_until
+from tests.shared.calls import all_fail_in_time, during_an_outage
+from tests.shared.ceph import NotInstalledError
 from tests.shared.proxy import Proxy
+from tests.waiting import wait_until
 
 from kvtier.errors import TierError
-from kvtier.tier.base import Read, Write
+from kvtier.tier.base import Write
 from kvtier.tier.valkey import requests as valkey_requests
 from kvtier.tier.valkey.parts import PART_BYTES
 
@@ -32,23 +32,7 @@ SIZE = 2 * MIB
 
 @pytest.fixture
 def tier(valkey):
-    tier = open_tier(valkey, prefix=fresh_prefix(), deadline_s=DEADLINE_S, probe_deadline_s=PROBE_DEADLINE_S)
-    yield tier
-    tier.close()
-
-
-def every_call(tier, number=1):
-    """One call of each kind with its deadline; the object `number` exists."""
-    frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
-    return {
-        "read": (lambda: tier.read(name_of(number), into), DEADLINE_S),
-        "write": (lambda: tier.write(name_of(2), frame), DEADLINE_S),
-        "delete": (lambda: tier.delete(name_of(3)), DEADLINE_S),
-        "contains": (lambda: tier.contains([name_of(n) for n in range(23)]), PROBE_DEADLINE_S),
-        "health": (lambda: tier.contains([]), PROBE_DEADLINE_S),
-        "read_many": (lambda: tier.read_many([Read(name_of(number), into)]), DEADLINE_S),
-        "write_many": (lambda: tier.write_many([Write(name_of(4), frame)]), DEADLINE_S),
-    }
+    return open_tier(valkey, prefix=fresh_prefix(), deadline_s=DEADLINE_S, probe_deadline_s=PROBE_DEADLINE_S)
 
 
 @pytest.mark.cluster_core
@@ -57,14 +41,10 @@ def test_every_call_ends_within_its_deadline_and_works_again_without_a_restart(v
     frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
     assert tier.write(name_of(1), frame)
     getattr(valkey, fault)()
-    calls = every_call(tier)
-    with ThreadPoolExecutor(len(calls)) as threads:
-        answers = dict(zip(calls, threads.map(lambda each: timed(*each), calls.values()), strict=True))
-    assert all(isinstance(answer, TierError) for answer in answers.values()), answers
+    all_fail_in_time(tier, SIZE, DEADLINE_S, PROBE_DEADLINE_S)
     valkey.resume()
     if fault == "kill":
-        valkey.start()
-        valkey.wait()
+        valkey.restart()
         assert tier.read(name_of(1), into) is None
         assert tier.write(name_of(1), frame)
     assert tier.contains([]) == []
@@ -77,22 +57,11 @@ def test_a_short_outage_is_bridged(valkey, monkeypatch):
     frame, into = frame_of(1), memoryview(bytearray(4096))
     with Proxy(valkey.port) as proxy:
         tier = open_tier(proxy, prefix=fresh_prefix(), deadline_s=3.0)
-
-        def during_an_outage(act):
-            proxy.cut()
-            timer = threading.Timer(0.3, proxy.heal)
-            timer.start()
-            try:
-                return act()
-            finally:
-                timer.join(10)
-
-        assert during_an_outage(lambda: tier.write(name_of(1), frame))
-        assert during_an_outage(lambda: tier.read(name_of(1), into)) == 4096
+        assert during_an_outage(proxy, lambda: tier.write(name_of(1), frame))
+        assert during_an_outage(proxy, lambda: tier.read(name_of(1), into)) == 4096
         monkeypatch.setattr(valkey_requests, "REPEATS_MAX", 0)  # the control: without repetitions it fails
         with pytest.raises(TierError):
-            during_an_outage(lambda: tier.read(name_of(1), into))
-        tier.close()
+            during_an_outage(proxy, lambda: tier.read(name_of(1), into))
 
 
 @pytest.mark.cluster_core
@@ -114,7 +83,6 @@ def test_a_network_that_stops_in_the_middle_of_a_value_ends_within_the_deadline(
         proxy.heal()
         assert tier.read(name_of(1), into) == 8 * MIB
         assert into == frame
-        tier.close()
 
 
 def test_idle_connections_that_the_server_closed_are_replaced(valkey, tier):
@@ -181,41 +149,32 @@ def test_a_full_server_refuses_writes_and_still_reads(valkey, tier, caplog):
     assert tier.write(name_of(1), frame)
     used = int(valkey.info("memory")["used_memory"])
     valkey.call("CONFIG", "SET", "maxmemory", used + 100_000)
-    try:
-        assert [tier.write(name_of(n), frame) for n in (2, 3, 4)] == [False] * 3
-        assert tier.write_many([Write(name_of(5), frame), Write(name_of(6), frame_of(6))])[0] is False
-        assert valkey.call("EXISTS", *(key_of(tier, name_of(2)) + part for part in ("", "/1", "/2"))) == 0
-        assert tier.read(name_of(1), into) == SIZE
-        assert [record.getMessage().count("is full") for record in caplog.records].count(1) == 1
-        # With an eviction policy it takes new objects for old ones.
-        valkey.call("CONFIG", "SET", "maxmemory", used + 8 * MIB, "maxmemory-policy", "allkeys-lru")
-        assert all(tier.write(name_of(n), frame_of(n, SIZE)) for n in range(10, 30))
-        found = [n for n in range(10, 30) if tier.read(name_of(n), into) == SIZE and into == frame_of(n, SIZE)]
-        assert 1 <= len(found) < 20
-    finally:
-        valkey.call("CONFIG", "SET", "maxmemory", 0, "maxmemory-policy", "noeviction")
+    assert [tier.write(name_of(n), frame) for n in (2, 3, 4)] == [False] * 3
+    assert tier.write_many([Write(name_of(5), frame), Write(name_of(6), frame_of(6))])[0] is False
+    assert valkey.call("EXISTS", *(key_of(tier, name_of(2)) + part for part in ("", "/1", "/2"))) == 0
+    assert tier.read(name_of(1), into) == SIZE
+    assert [record.getMessage().count("is full") for record in caplog.records].count(1) == 1
+    # With an eviction policy it takes new objects for old ones.
+    valkey.call("CONFIG", "SET", "maxmemory", used + 8 * MIB, "maxmemory-policy", "allkeys-lru")
+    assert all(tier.write(name_of(n), frame_of(n, SIZE)) for n in range(10, 30))
+    found = [n for n in range(10, 30) if tier.read(name_of(n), into) == SIZE and into == frame_of(n, SIZE)]
+    assert 1 <= len(found) < 20
 
 
 def test_values_stay_below_the_smallest_limit_of_a_server(valkey, tier):
     valkey.call("CONFIG", "SET", "proto-max-bulk-len", MIB)
-    try:
-        frame, into = frame_of(1, 8 * MIB), memoryview(bytearray(8 * MIB))
-        assert tier.write(name_of(1), frame)
-        assert tier.read(name_of(1), into) == 8 * MIB
-        assert into == frame
-    finally:
-        valkey.call("CONFIG", "SET", "proto-max-bulk-len", 512 * MIB)
+    frame, into = frame_of(1, 8 * MIB), memoryview(bytearray(8 * MIB))
+    assert tier.write(name_of(1), frame)
+    assert tier.read(name_of(1), into) == 8 * MIB
+    assert into == frame
 
 
 def test_a_value_over_the_servers_limit_is_an_error_and_the_next_one_works(valkey, tier, monkeypatch):
     """Without parts: the server closes the connection in the middle of a value."""
     monkeypatch.setattr("kvtier.tier.valkey.parts.PART_BYTES", 16 * MIB)
     valkey.call("CONFIG", "SET", "proto-max-bulk-len", MIB)
-    try:
-        assert isinstance(timed(lambda: tier.write(name_of(1), frame_of(1, 8 * MIB)), DEADLINE_S), TierError)
-        assert tier.write(name_of(2), frame_of(2))
-    finally:
-        valkey.call("CONFIG", "SET", "proto-max-bulk-len", 512 * MIB)
+    assert isinstance(timed(lambda: tier.write(name_of(1), frame_of(1, 8 * MIB)), DEADLINE_S), TierError)
+    assert tier.write(name_of(2), frame_of(2))
 
 
 def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
@@ -233,7 +192,6 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
     assert tier.contains([name_of(1)]) == [True]
     looker = open_tier(valkey, prefix=tier._prefix, lifetime_s=100.0, is_user=False)
     assert looker.read(name_of(1), into) == frame.nbytes
-    looker.close()
     assert all(left <= 50_000 for left in lives())
     assert tier.read(name_of(1), into) == frame.nbytes
     assert all(90_000 < left <= 100_000 for left in lives())
@@ -241,53 +199,40 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
         valkey.call("PEXPIRE", key, 1)
     time.sleep(0.01)
     assert tier.read(name_of(1), into) is None
-    tier.close()
 
 
-def test_a_servers_clock_that_jumps_ends_lifetimes_early_or_late_and_nothing_else(valkey_program, tmp_path):
+def test_a_servers_clock_that_jumps_ends_lifetimes_early_or_late_and_nothing_else(start, tmp_path):
     try:
         clock = Clock(tmp_path)
     except NotInstalledError as error:
         pytest.skip(str(error))
-    server = Server(tmp_path, valkey_program, **clock.variables)
-    server.start()
-    try:
-        server.wait()
-        tier = open_tier(server, prefix=fresh_prefix(), lifetime_s=600.0, deadline_s=DEADLINE_S)
-        frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
+    server = start(**clock.variables)
+    tier = open_tier(server, prefix=fresh_prefix(), lifetime_s=600.0, deadline_s=DEADLINE_S)
+    frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
+    assert tier.write(name_of(1), frame)
+    for offset_s, expected in ((-86400, SIZE), (0, None), (1200, None), (0, SIZE), (300, SIZE)):
+        clock.jump_to(offset_s)
+        assert abs(int(server.call("TIME")[0]) - time.time() - offset_s) < 5
+        # At -86400 its lifetime was renewed, so that back at 0 it is over; what is written at 1200 is there at 0.
+        assert tier.read(name_of(1), into) == expected, offset_s
+        assert tier.contains([]) == []
         assert tier.write(name_of(1), frame)
-        for offset_s, expected in ((-86400, SIZE), (0, None), (1200, None), (0, SIZE), (300, SIZE)):
-            clock.jump_to(offset_s)
-            assert abs(int(server.call("TIME")[0]) - time.time() - offset_s) < 5
-            # At -86400 its lifetime was renewed, so that back at 0 it is over; what is written at 1200 is there at 0.
-            assert tier.read(name_of(1), into) == expected, offset_s
-            assert tier.contains([]) == []
-            assert tier.write(name_of(1), frame)
-        assert into == frame
-        tier.close()
-    finally:
-        server.kill()
+    assert into == frame
 
 
-def test_a_server_that_loads_its_data_is_waited_for_or_is_an_error(valkey_program, tmp_path):
-    server = Server(tmp_path, valkey_program)
-    server.start()
-    server.wait()
+def test_a_server_that_loads_its_data_is_waited_for_or_is_an_error(start):
+    server = start()
     tier = open_tier(server, prefix=fresh_prefix(), deadline_s=DEADLINE_S)
-    try:
-        assert tier.write(name_of(1), frame_of(1))
-        server.call("DEBUG", "POPULATE", "1000", "filler", "1000")
-        server.call("SAVE")
-        server.kill()
-        server.command += ["--key-load-delay", "3000", "--loading-process-events-interval-bytes", "1024"]
-        server.start()
-        wait_until(lambda: "LOADING" in str(result(lambda: tier.contains([name_of(1)]))), "loading", 20)
-        with pytest.raises(TierError, match="LOADING"):
-            tier.read(name_of(1), memoryview(bytearray(4096)))
-        wait_until(lambda: result(lambda: tier.read(name_of(1), memoryview(bytearray(4096)))) == 4096, "the data", 20)
-    finally:
-        tier.close()
-        server.kill()
+    assert tier.write(name_of(1), frame_of(1))
+    server.call("DEBUG", "POPULATE", "1000", "filler", "1000")
+    server.call("SAVE")
+    server.kill()
+    server.command += ["--key-load-delay", "3000", "--loading-process-events-interval-bytes", "1024"]
+    server.start()
+    wait_until(lambda: "LOADING" in str(result(lambda: tier.contains([name_of(1)]))), "loading", 20)
+    with pytest.raises(TierError, match="LOADING"):
+        tier.read(name_of(1), memoryview(bytearray(4096)))
+    wait_until(lambda: result(lambda: tier.read(name_of(1), memoryview(bytearray(4096)))) == 4096, "the data", 20)
 
 
 def test_a_forked_child_uses_nothing_of_it(valkey, tier):

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.cluster.hostile import Hostile
-from tests.cluster.valkey_bed import Cluster, Line, Server, make_authority, new_port, tls_settings
+from tests.cluster.valkey_bed import Cluster, Line, make_authority, new_port, tls_settings
 from tests.cluster.valkey_world import FINGERPRINT, KEY_ID, MIB, frame_of, fresh_prefix, name_of, open_tier
 from tests.rig import LAYOUT
+from tests.tier_makers import kept
 
 from kvtier.config import tier_list
 from kvtier.config.value_types import PrivateText
@@ -30,49 +32,26 @@ def authority(tmp_path_factory):
     return make_authority(tmp_path_factory.mktemp("authority"))
 
 
-class At:
-    """A server's TLS port."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-
-@pytest.fixture
-def start(valkey_program, tmp_path):
-    servers = []
-
-    def started(*settings) -> Server:
-        servers.append(Server(tmp_path, valkey_program, *settings))
-        servers[-1].start()
-        servers[-1].wait()
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.kill()
-
-
 @pytest.mark.cluster_core
 def test_tls_with_an_authority_of_ones_own(start, authority, tmp_path):
     port = new_port()
     start(*tls_settings(authority, port), "--bind", "127.0.0.1", "127.0.0.2")
     access = Access(tls=True, ca_file=authority.ca_file)
-    tier = open_tier(At(port), prefix=fresh_prefix(), access=access)
+    tier = open_tier(SimpleNamespace(port=port), prefix=fresh_prefix(), access=access)
     frame, into = frame_of(1, 5 * MIB), memoryview(bytearray(5 * MIB))
     assert tier.write(name_of(1), frame)
     assert tier.contains([name_of(n) for n in range(300)]) == [n == 1 for n in range(300)]
     assert tier.read(name_of(1), into) == frame.nbytes
     assert into == frame
-    tier.close()
     with pytest.raises(ConfigError, match=r"not trusted.*ca_file"):
-        open_tier(At(port), access=Access(tls=True))
+        open_tier(SimpleNamespace(port=port), access=Access(tls=True))
     other = make_authority(tmp_path / "other")
     with pytest.raises(ConfigError, match="not trusted"):
-        open_tier(At(port), access=Access(tls=True, ca_file=other.ca_file))
+        open_tier(SimpleNamespace(port=port), access=Access(tls=True, ca_file=other.ca_file))
     with pytest.raises(ConfigError, match="not trusted"):  # the certificate is for 127.0.0.1 and localhost
         ValkeyTier(f"127.0.0.2:{port}", key_id=KEY_ID, fingerprint=FINGERPRINT, access=access)
     with pytest.raises((ConfigError, TierError)):
-        open_tier(At(port), deadline_s=1.0)
+        open_tier(SimpleNamespace(port=port), deadline_s=1.0)
 
 
 def test_a_server_that_closes_in_the_handshake_is_an_error_that_may_pass(authority):
@@ -93,7 +72,7 @@ def test_a_key_with_a_pass_phrase_is_a_mistake_in_the_settings(start, authority,
     subprocess.run(make, timeout=60, check=True)
     access = Access(tls=True, ca_file=authority.ca_file, certificate_file=authority.certificate, key_file=key)
     with pytest.raises(ConfigError, match="TLS"):
-        open_tier(At(port), access=access)
+        open_tier(SimpleNamespace(port=port), access=access)
 
 
 def test_a_server_without_auth_does_not_get_the_password_into_an_error(start):
@@ -107,11 +86,10 @@ def test_a_server_that_asks_for_a_certificate(start, authority):
     port = new_port()
     start(*tls_settings(authority, port, asks_clients=True))
     known = Access(tls=True, ca_file=authority.ca_file, certificate_file=authority.certificate, key_file=authority.key)
-    tier = open_tier(At(port), access=known)
+    tier = open_tier(SimpleNamespace(port=port), access=known)
     assert tier.write(name_of(1), frame_of(1))
-    tier.close()
     with pytest.raises((ConfigError, TierError)):
-        open_tier(At(port), access=Access(tls=True, ca_file=authority.ca_file), deadline_s=1.0)
+        open_tier(SimpleNamespace(port=port), access=Access(tls=True, ca_file=authority.ca_file), deadline_s=1.0)
 
 
 def test_a_plain_server_where_tls_is_set(valkey, authority):
@@ -129,11 +107,10 @@ def test_a_cluster_with_tls(valkey_program, authority, tmp_path):
     try:
         cluster.start()
         ports = [int(node.command[node.command.index("--tls-port") + 1]) for node in cluster.nodes]
-        tier = open_tier(At(ports[0]), access=Access(tls=True, ca_file=authority.ca_file))
+        tier = open_tier(SimpleNamespace(port=ports[0]), access=Access(tls=True, ca_file=authority.ca_file))
         assert {node.port for node in tier.servers.masters} <= set(ports)
         assert all(tier.write(name_of(n), frame_of(n)) for n in range(20))
         assert tier.contains([name_of(n) for n in range(20)]) == [True] * 20
-        tier.close()
     finally:
         cluster.close()
 
@@ -153,7 +130,6 @@ def test_users_and_passwords(start, tmp_path):
         assert tier.read(name_of(1), memoryview(bytearray(4096))) == 4096
         assert sorted(tier.scan()) == sorted([(name_of(1), 4096), (name_of(2), 2 * MIB)])
         tier.delete(name_of(2))
-        tier.close()
     for username, password in (("", "wrong-secret"), ("kv", "wrong-secret"), ("nobody", PASSWORD), ("", "")):
         with pytest.raises(ConfigError, match=r"WRONGPASS|NOAUTH") as caught:
             open_tier(server, access=Access(username, PrivateText(password)))
@@ -162,13 +138,11 @@ def test_users_and_passwords(start, tmp_path):
     assert tier.read(name_of(1), memoryview(bytearray(4096))) == 4096
     with pytest.raises(TierError, match="NOPERM"):
         tier.write(name_of(2), frame_of(2))
-    tier.close()
     path = tmp_path / "password"
     path.write_text(PASSWORD + "\n")
     settings = ValkeySettings(addresses=f"127.0.0.1:{server.port}", password_file=path)
-    tier = KIND.open(settings, CONTEXT)
+    tier = kept(KIND.open(settings, CONTEXT))
     assert tier.contains([name_of(1)]) == [True]
-    tier.close()
     path.write_text("")
     with pytest.raises(ConfigError, match="password file"):
         KIND.open(settings, CONTEXT)
@@ -182,7 +156,6 @@ def test_a_password_that_changes_later_is_an_error_and_then_works_again(start):
     tier.servers.failed(tier.servers.masters[0])  # closes what is connected
     with pytest.raises(TierError, match="NOAUTH"):
         tier.contains([name_of(1)])
-    tier.close()
 
 
 @pytest.mark.cluster_core
@@ -191,16 +164,14 @@ def test_no_server_is_an_error_that_may_pass_and_the_next_address_is_tried(valke
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         with pytest.raises(TierError, match="no server answers"):
-            open_tier(At(port), deadline_s=1.0)
-        tier = open_tier(At(port), valkey)
-        tier.close()
+            open_tier(SimpleNamespace(port=port), deadline_s=1.0)
+        open_tier(SimpleNamespace(port=port), valkey)
         closed.listen(0)  # takes connections and says nothing
         start_s = time.monotonic()
         with pytest.raises(TierError):
-            open_tier(At(port), deadline_s=1.0)
-        tier = open_tier(At(port), valkey, deadline_s=2.0)
+            open_tier(SimpleNamespace(port=port), deadline_s=1.0)
+        open_tier(SimpleNamespace(port=port), valkey, deadline_s=2.0)
         assert time.monotonic() - start_s < 4
-        tier.close()
     with pytest.raises(TierError):
         ValkeyTier("no-such-host.invalid", key_id=KEY_ID, fingerprint=FINGERPRINT, deadline_s=2.0)
 
@@ -219,7 +190,6 @@ def test_a_server_with_too_many_clients_is_an_error_that_may_pass(start, passwor
         open_tier(server, access=access, deadline_s=0.5)
     assert tier.contains([name_of(1)]) == [False], "one that is connected"
     line.close()
-    tier.close()
 
 
 def test_warnings_at_the_start(valkey, caplog):
@@ -229,16 +199,13 @@ def test_warnings_at_the_start(valkey, caplog):
     assert "another secret" not in caplog.text
     caplog.clear()
     valkey.call("CONFIG", "SET", "maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")
-    try:
-        open_tier(valkey, prefix=prefix, fingerprint=bytes(32)).close()  # another model
-        assert not caplog.text
-        open_tier(valkey, prefix=prefix, key_id=bytes(16)).close()
-        assert f"another secret only (key id {KEY_ID.hex()})" in caplog.text
-        caplog.clear()
-        open_tier(valkey, prefix=prefix, key_id=bytes(16)).close()
-        assert not caplog.text, "once"
-    finally:
-        valkey.call("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
+    open_tier(valkey, prefix=prefix, fingerprint=bytes(32)).close()  # another model
+    assert not caplog.text
+    open_tier(valkey, prefix=prefix, key_id=bytes(16)).close()
+    assert f"another secret only (key id {KEY_ID.hex()})" in caplog.text
+    caplog.clear()
+    open_tier(valkey, prefix=prefix, key_id=bytes(16)).close()
+    assert not caplog.text, "once"
 
 
 @pytest.mark.cluster_core
@@ -312,8 +279,6 @@ def test_objects_of_other_models_secrets_databases_and_prefixes_are_not_seen(val
     for each in others:
         assert each.contains([name_of(1)]) == [False]
         assert list(each.scan()) == []
-        each.close()
     assert list(first.scan()) == [(name_of(1), 4096)]
-    first.close()
     with pytest.raises(ConfigError, match="DB index"):
         open_tier(valkey, access=Access(database=999))

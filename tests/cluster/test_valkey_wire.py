@@ -6,7 +6,7 @@ import tracemalloc
 from contextlib import suppress
 
 import pytest
-from tests.cluster.hostile import Hostile, single
+from tests.cluster.hostile import Hostile, opens
 from tests.cluster.valkey_world import MIB, frame_of, name_of, open_tier
 
 from kvtier.errors import ConfigError, TierError
@@ -78,7 +78,7 @@ SAYINGS = {
 
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_after_the_start(saying):
-    with Hostile(single(SAYINGS[saying])) as server:
+    with Hostile(opens(SAYINGS[saying])) as server:
         tier = open_tier(server, deadline_s=10.0)
         tier._deadline_s = tier._probe_deadline_s = DEADLINE_S
         into = memoryview(bytearray(2 * MIB))
@@ -105,7 +105,6 @@ def test_after_the_start(saying):
             assert tracemalloc.get_traced_memory()[1] < 16 * MIB
         finally:
             tracemalloc.stop()
-        tier.close()
 
 
 @pytest.mark.parametrize("saying", SAYINGS)
@@ -127,11 +126,10 @@ def test_a_store_of_which_a_part_is_refused_is_not_acknowledged():
             return []
         return [b"+OK\r\n+QUEUED\r\n-OOM command not allowed\r\n+QUEUED\r\n-EXECABORT discarded\r\n"]
 
-    with Hostile(single(say)) as server:
+    with Hostile(opens(say)) as server:
         tier = open_tier(server)
         assert tier.write(name_of(1), frame_of(1, 3 * PART_BYTES)) is False
         assert tier.figures().write_bytes == {"frames": 0}
-        tier.close()
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "\x1b[31m", "%s%n", "."])
@@ -139,20 +137,13 @@ def test_a_redirection_to_what_is_no_host_is_an_error(host):
     rows = "*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$%d\r\n%s\r\n:%d\r\n"
     named = "127.0.0.1"
 
-    def say(data):
-        if b"SLOTS" in data:
-            return [(rows % (len(named), named, server.port)).encode()]
-        if b"SMEMBERS" in data:
-            return [b"*0\r\n"]
-        if b"INFO" in data:
-            return [b"$0\r\n\r\n"]
-        return [f"-MOVED 1 {host}:6379\r\n".encode() * data.count(b"*")]
+    def slots():
+        return (rows % (len(named), named, server.port)).encode()
 
-    with Hostile(say) as server:
+    with Hostile(opens(lambda data: [f"-MOVED 1 {host}:6379\r\n".encode() * data.count(b"*")], slots)) as server:
         tier = open_tier(server)
         with suppress(TierError):
             assert tier.read(name_of(1), memoryview(bytearray(4096))) is None
-        tier.close()
         named = host
         with pytest.raises((ConfigError, TierError)) as caught:
             open_tier(server)
@@ -174,7 +165,6 @@ def test_a_host_that_a_server_does_not_name_is_its_own():
         for text in ("MOVED 2 host:0", "MOVED 99999 host:1", "MOVED 2", "ASK 2 host:1"):
             tier.servers.moved(RefusedError(text))
             assert tier.servers.node_of(2) == own
-        tier.close()
 
 
 def test_all_addresses_of_a_host_share_the_deadline(monkeypatch):
@@ -206,17 +196,14 @@ def test_two_servers_that_send_everything_to_each_other_are_left(word):
         f"*3\r\n:{first}\r\n:{last}\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" for first, last in ((0, 8191), (8192, 16383))
     )
 
-    def sends_to(other):
-        def say(data):
-            if b"SLOTS" in data:
-                return [(rows % (one.port, two.port)).encode()]
-            if b"SMEMBERS" in data:
-                return [b"*0\r\n"]
-            if b"INFO" in data:
-                return [b"$0\r\n\r\n"]
-            return [b"-%b 1 127.0.0.1:%d\r\n" % (word.encode(), other().port) * data.count(b"*")]
+    def slots():
+        return (rows % (one.port, two.port)).encode()
 
-        return say
+    def sends_to(other):
+        return opens(
+            lambda data: [b"-%b 1 127.0.0.1:%d\r\n" % (word.encode(), other().port) * data.count(b"*")],
+            slots,
+        )
 
     with Hostile(sends_to(lambda: two)) as one, Hostile(sends_to(lambda: one)) as two:
         tier = open_tier(one, two, deadline_s=10.0, probe_deadline_s=10.0)
@@ -229,4 +216,3 @@ def test_two_servers_that_send_everything_to_each_other_are_left(word):
         with suppress(TierError):
             assert tier.read(name_of(1), memoryview(bytearray(4096))) is None
         assert one.blocks + two.blocks - before < 30, "a bounded number of requests"
-        tier.close()

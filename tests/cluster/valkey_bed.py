@@ -1,22 +1,20 @@
 """Valkey servers on loopback for the tests: one server, a cluster with replicas, and one with TLS.
 
-    python -m tests.cluster.valkey_bed     # starts one server and a cluster, prints their ports, ends them at Ctrl-C
-
 Data are in memory. All servers are children of this process and end with it.
 """
 
 import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.shared.ceph import Daemon, NotInstalledError, free_port, is_listening, wait_until
+from tests.shared.ceph import Daemon, NotInstalledError, apt_install
+from tests.waiting import free_port, is_listening, wait_until
 
 PACKAGES = ["valkey-server", "valkey-tools", "libjemalloc2", "liblzf1", "libatomic1"]
 """Of Debian's backports. They are unpacked into a folder of their own: the system stays as it is."""
@@ -62,16 +60,9 @@ def install() -> Program:
         except (subprocess.SubprocessError, OSError) as error:
             reason = f"Valkey of Debian's backports: {error}; "
     for program in ("valkey-server", "redis-server"):
-        if shutil.which(program) is None and shutil.which("apt-get") and os.geteuid() == 0:
-            environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-            for arguments in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", program]):
-                subprocess.run(
-                    ["apt-get", *arguments],
-                    env=environment,
-                    timeout=INSTALL_DEADLINE_S,
-                    check=False,
-                    capture_output=True,
-                )
+        if shutil.which(program) is None:
+            with suppress(NotInstalledError, subprocess.TimeoutExpired):
+                apt_install(program)
         if found := shutil.which(program):
             return Program(found)
     raise NotInstalledError(f"{reason}neither valkey-server nor redis-server is installed")
@@ -199,7 +190,7 @@ class Line:
 
 
 class Server(Daemon):
-    """One server process. `start` and `wait` bring it back, empty, after `kill`."""
+    """One server process. `restart` brings it back, empty, after `kill`."""
 
     def __init__(self, root: Path, program: Program, *settings: str, **variables: str) -> None:
         self.port = new_port()
@@ -218,6 +209,11 @@ class Server(Daemon):
             return line.call(*parts)
         finally:
             line.close()
+
+    def restart(self) -> None:
+        """Start it, and wait until it answers."""
+        self.start()
+        self.wait()
 
     def wait(self) -> None:
         """Until it answers."""
@@ -244,20 +240,12 @@ class Cluster:
     """Masters with replicas. Node `n` of `nodes` is a master at first for n < MASTERS; replicas follow."""
 
     def __init__(self, root: Path, program: Program, *settings: str) -> None:
-        timeout = ("--cluster-node-timeout", str(int(NODE_TIMEOUT_S * 1000)), "--cluster-replica-validity-factor", "0")
-        fast = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
-        self.nodes = [
-            Server(
-                root,
-                program,
-                "--cluster-enabled",
-                "yes",
-                *timeout,
-                *fast,
-                *settings,
-            )
-            for _ in range(MASTERS * (1 + REPLICAS))
-        ]
+        own = (
+            *("--cluster-enabled", "yes", "--cluster-replica-validity-factor", "0"),
+            *("--cluster-node-timeout", str(int(NODE_TIMEOUT_S * 1000))),
+            *("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1"),
+        )
+        self.nodes = [Server(root, program, *own, *settings) for _ in range(MASTERS * (1 + REPLICAS))]
 
     def start(self) -> None:
         """Start all nodes and give each master a third of the slots."""
@@ -388,26 +376,3 @@ def tls_settings(authority: Authority, port: int, *, asks_clients: bool = False)
         *("--tls-key-file", str(authority.key), "--tls-ca-cert-file", str(authority.ca_file)),
         *("--tls-auth-clients", "yes" if asks_clients else "no"),
     )
-
-
-def main() -> None:
-    """Start one server and a cluster, and wait for Ctrl-C or SIGTERM."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    program = install()
-    with tempfile.TemporaryDirectory(prefix="kvtier-valkey-") as root:
-        single, cluster = Server(Path(root), program), Cluster(Path(root), program)
-        try:
-            single.start()
-            cluster.start()
-            print(program.path, single.port, [node.port for node in cluster.nodes], flush=True)
-            signal.pause()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            cluster.close()
-            single.kill()
-
-
-if __name__ == "__main__":
-    main()

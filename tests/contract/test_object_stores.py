@@ -1,6 +1,7 @@
 """Every object store through the shared contract suite, and that the suite finds stores that lie."""
 
 import itertools
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -36,13 +37,24 @@ def of_memory(*names, codec="raw", **rules):
     )
 
 
+def directory(path):
+    return DirectorySettings(path=path / "directory", **PATIENT)
+
+
+def disk(path):
+    return DiskSettings(path=path / "disk", **PATIENT)
+
+
 class ConfiguredContract(ObjectStoreContract):
-    def tiers(self, path):
-        raise NotImplementedError
+    kinds: ClassVar = ()
+    """What makes the settings of each tier, fastest first, below a path."""
 
     @pytest.fixture
     def make_store(self, tmp_path):
-        config = Config(host=HostConfig(staging_bytes=max(STAGING_BYTES, 1 << 16)), tiers=self.tiers(tmp_path))
+        config = Config(
+            host=HostConfig(staging_bytes=max(STAGING_BYTES, 1 << 16)),
+            tiers=tuple(kind(tmp_path) for kind in self.kinds),
+        )
         stores = []
 
         def make():
@@ -54,39 +66,27 @@ class ConfiguredContract(ObjectStoreContract):
             store.close()
 
 
-def directory(path):
-    return DirectorySettings(path=path / "directory", **PATIENT)
-
-
-def disk(path):
-    return DiskSettings(path=path / "disk", **PATIENT)
-
-
 class TestDirectory(ConfiguredContract):
-    def tiers(self, path):
-        return (directory(path),)
+    kinds: ClassVar = (directory,)
 
 
 class TestDisk(ConfiguredContract):
-    def tiers(self, path):
-        return (disk(path),)
+    kinds: ClassVar = (disk,)
 
 
 class TestDiskAndDirectory(ConfiguredContract):
-    def tiers(self, path):
-        return (disk(path), directory(path))
+    kinds: ClassVar = (disk, directory)
 
 
 class MemoryContract(ObjectStoreContract):
     persists = False
 
-    def settings(self):
-        return ["memory"], {}
+    names: ClassVar = ("memory",)
+    settings: ClassVar = {}
 
     @pytest.fixture
     def make_store(self):
-        names, settings = self.settings()
-        return lambda: of_memory(*names, **settings)
+        return lambda: of_memory(*self.names, **self.settings)
 
 
 class TestMemory(MemoryContract):
@@ -94,13 +94,12 @@ class TestMemory(MemoryContract):
 
 
 class TestEncoded(MemoryContract):
-    def settings(self):
-        return ["memory"], {"codec": "zstd"}
+    settings: ClassVar = {"codec": "zstd"}
 
 
 class TestRemote(MemoryContract):
-    def settings(self):
-        return ["near", "far"], {"is_remote": True, "persists": False}
+    names: ClassVar = ("near", "far")
+    settings: ClassVar = {"is_remote": True, "persists": False}
 
 
 # ---- the suite itself ----------------------------------------------------------------------------------------------

@@ -1,17 +1,25 @@
 """Every tier through the shared contract suite."""
 
 import itertools
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tests.memory_tier import MemoryTier
 from tests.shelf_tier import Shelf
+from tests.tier_makers import makes
 
-from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
-from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
-from kvtier.tier.base import Tier
+from kvtier.testing.tier import BLOCK_BYTES, TierContract
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
+
+NUMBERS = itertools.count()
+
+
+def fresh(folder: Path) -> Path:
+    """The place of a new store."""
+    return folder / f"store{next(NUMBERS)}"
 
 
 class TestMemory(TierContract):
@@ -27,23 +35,13 @@ class TestMemoryFifo(TierContract):
 
 
 class DirectoryContract(TierContract):
-    def settings(self):
-        return {}
+    settings: ClassVar = {}
 
     @pytest.fixture
     def make_tier(self, tmp_path):
-        numbers = itertools.count()
-        tiers = []
-
-        def make(capacity_bytes: int) -> DirectoryTier:
-            tiers.append(
-                DirectoryTier(tmp_path / f"store{next(numbers)}", capacity_bytes=capacity_bytes, **self.settings())
-            )
-            return tiers[-1]
-
-        yield make
-        for tier in tiers:
-            tier.close()
+        yield from makes(
+            lambda capacity_bytes: DirectoryTier(fresh(tmp_path), capacity_bytes=capacity_bytes, **self.settings)
+        )
 
 
 class TestDirectory(DirectoryContract):
@@ -51,41 +49,27 @@ class TestDirectory(DirectoryContract):
 
 
 class TestDirectoryBuffered(DirectoryContract):
-    def settings(self):
-        return {"direct_io": "off"}
+    settings: ClassVar = {"direct_io": "off"}
 
 
 class TestDirectoryFifoAlone(DirectoryContract):
+    @property
     def settings(self):
         return {"shared": False, "evictor": Fifo()}
 
 
 class DiskContract(TierContract):
-    def settings(self):
-        return {}
+    settings: ClassVar = {}
 
     @pytest.fixture
     def make_tier(self, tmp_path):
-        numbers = itertools.count()
-        tiers = []
-
-        def make(capacity_bytes: int) -> Tier:
+        def opened(capacity_bytes: int) -> DiskTier:
             # One segment, with a header and two index blocks beside the frames; a sync would take another.
             whole = capacity_bytes + 3 * BLOCK_BYTES
-            tiers.append(
-                DiskTier(
-                    tmp_path / f"store{next(numbers)}",
-                    capacity_bytes=whole,
-                    segment_bytes=whole,
-                    sync_interval_s=3600.0,
-                    **self.settings(),
-                )
-            )
-            return tiers[-1]
+            sizes = {"capacity_bytes": whole, "segment_bytes": whole}
+            return DiskTier(fresh(tmp_path), **sizes, sync_interval_s=3600.0, **self.settings)
 
-        yield make
-        for tier in tiers:
-            tier.close()
+        yield from makes(opened)
 
 
 class TestDisk(DiskContract):
@@ -93,8 +77,7 @@ class TestDisk(DiskContract):
 
 
 class TestDiskBuffered(DiskContract):
-    def settings(self):
-        return {"direct_io": "off"}
+    settings: ClassVar = {"direct_io": "off"}
 
 
 class TestDiskOfManySegments(TierContract):
@@ -104,26 +87,14 @@ class TestDiskOfManySegments(TierContract):
 
     @pytest.fixture
     def make_tier(self, tmp_path):
-        numbers = itertools.count()
-        tiers = []
-
-        def make(capacity_bytes: int) -> DiskTier:
+        def opened(capacity_bytes: int) -> DiskTier:
             segment_bytes = max(capacity_bytes // 64 // BLOCK_BYTES, 8) * BLOCK_BYTES
             if capacity_bytes <= 4 * BLOCK_BYTES:
                 pytest.skip("too small for several segments")
-            tiers.append(
-                DiskTier(
-                    tmp_path / f"store{next(numbers)}",
-                    capacity_bytes=max(capacity_bytes, segment_bytes),
-                    segment_bytes=segment_bytes,
-                    sync_interval_s=0.01,
-                )
-            )
-            return tiers[-1]
+            sizes = {"capacity_bytes": max(capacity_bytes, segment_bytes), "segment_bytes": segment_bytes}
+            return DiskTier(fresh(tmp_path), **sizes, sync_interval_s=0.01)
 
-        yield make
-        for tier in tiers:
-            tier.close()
+        yield from makes(opened)
 
 
 class TestOutside(TierContract):
@@ -131,8 +102,7 @@ class TestOutside(TierContract):
 
     @pytest.fixture
     def make_tier(self, tmp_path):
-        numbers = itertools.count()
-        return lambda capacity_bytes: Shelf(tmp_path / f"shelf{next(numbers)}", capacity_bytes)
+        return lambda capacity_bytes: Shelf(fresh(tmp_path), capacity_bytes)
 
 
 class Torn(MemoryTier):
@@ -213,17 +183,3 @@ def test_the_suite_finds_wrong_tiers(wrong, test):
     given = make(1 << 20) if "name" in test or "buffer" in test else make
     with pytest.raises(AssertionError):
         getattr(TierContract(), test)(given)
-
-
-def test_memory_refuses_an_impossible_capacity():
-    with pytest.raises(ConfigError, match=r"capacity_bytes must be at least 1, got 0"):
-        MemoryTier(capacity_bytes=0)
-
-
-def test_memory_tells_what_it_holds():
-    tier = MemoryTier(capacity_bytes=4 * BLOCK_BYTES)
-    for number in range(5):
-        assert tier.write(object_name(number), frame_of(number))
-    assert (tier.used_bytes, tier.object_count, tier.evictions) == (4 * BLOCK_BYTES, 2, 3)
-    with pytest.raises(TierError, match="offset"):
-        tier.read(object_name(4), empty_frame(1), -1)

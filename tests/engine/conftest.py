@@ -34,3 +34,11 @@ def attached(tmp_path: Path) -> Iterator[Attach]:
             return stack.enter_context(attach(model, **settings))
 
         yield make
+
+
+@pytest.fixture
+def kv(attached: Attach) -> "Attachment":
+    """A tiny Llama, attached with small settings."""
+    from tiny_transformers import llama
+
+    return attached(llama())

@@ -5,11 +5,8 @@ from typing import Any
 import pytest
 import torch
 from attaching import SMALL, Attach
-from tiny_transformers import MODELS, VOCABULARY, batch, gemma3, llama, mistral, tokens
+from tiny_transformers import MODELS, batch, gemma3, llama, mistral, tokens
 from transformers import GenerationConfig
-
-from kvtier.connect.transformers.call import left_padding, row_end
-from kvtier.connect.transformers.restore import common_column, row_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -56,14 +53,12 @@ def test_a_row_behind_the_common_column_restores_nothing_and_still_gives_its_tok
         assert kv.last.restored_tokens == 32, "the second row's first token is in column 80"
 
 
-def test_a_row_without_a_hit_makes_the_batch_start_at_its_first_token(attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
+def test_a_row_without_a_hit_makes_the_batch_start_at_its_first_token(kv: Any) -> None:
     kv.generate(batch(tokens(100, 1))[0], **GREEDY)
     input_ids, mask = batch(tokens(100, 1), tokens(70, 2))
     output = kv.generate(input_ids, attention_mask=mask, **GREEDY)
     assert kv.last.restored_tokens == 30
-    assert torch.equal(output, model.generate(input_ids, attention_mask=mask, **GREEDY))
+    assert torch.equal(output, kv.model.generate(input_ids, attention_mask=mask, **GREEDY))
 
 
 @pytest.mark.parametrize("make", [llama, gemma3])
@@ -126,42 +121,10 @@ def test_padded_rows_of_a_model_that_takes_no_positions_are_not_cached(attached:
     assert kv.last.uncached_reason == ""
 
 
-def test_padding_is_inferred_from_the_tokens_as_the_library_infers_it(attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
+def test_padding_is_inferred_from_the_tokens_as_the_library_infers_it(kv: Any) -> None:
     input_ids, mask = batch(tokens(60, 1), tokens(41, 2))
-    plain = model.generate(input_ids, attention_mask=mask, **GREEDY)
+    plain = kv.model.generate(input_ids, attention_mask=mask, **GREEDY)
     assert torch.equal(kv.generate(input_ids, **GREEDY), plain)
     assert kv.last.prompt_tokens == 101
     assert torch.equal(kv.generate(input_ids, **GREEDY), plain)
     assert kv.last.restored_tokens
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        [[1, 1, 1, 1], [1, 1, 0, 0]],
-        [[1, 1, 1, 1], [1, 0, 1, 1]],
-        [[1, 1, 1, 1], [0, 0, 0, 0]],
-    ],
-    ids=["right", "hole", "nothing"],
-)
-def test_other_padding_than_on_the_left_is_no_left_padding(mask: list[list[int]]) -> None:
-    assert left_padding(torch.tensor(mask)) is None
-    assert left_padding(torch.tensor([[1, 1, 1], [0, 0, 1]])) == (0, 2)
-
-
-def test_the_common_column_is_the_nearest_end_and_leaves_a_token_to_compute() -> None:
-    assert common_column([0, 10], [96, 64], 100) == 74
-    assert common_column([0, 10], [100, 90], 100) == 99
-    assert common_column([0, 90], [32, 0], 100) == 32
-    assert row_tokens(32, 90) == 0
-    assert row_tokens(74, 10) == 64
-    assert common_column([0], [0], 1) == 0
-
-
-def test_a_row_ends_after_its_first_generated_end_token() -> None:
-    row = [5, 2, 7, 8, 2, 0, 0]
-    assert row_end(row, 2, {2}) == 5
-    assert row_end(row, 2, frozenset()) == 7
-    assert max(row) < VOCABULARY

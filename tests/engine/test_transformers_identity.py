@@ -52,27 +52,24 @@ def test_a_saved_model_is_the_model_that_was_saved(attached: Attach, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("make", "fields", "dtype"),
     [
-        {"seed": 8},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
-        {"rms_norm_eps": 1e-4},
-        {"attn_implementation": "eager"},
+        (llama, {"seed": 8}, torch.float32),
+        (llama, {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, torch.float32),
+        (llama, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}, torch.float32),
+        (llama, {"rms_norm_eps": 1e-4}, torch.float32),
+        (llama, {"attn_implementation": "eager"}, torch.float32),
+        (mistral, {"sliding_window": 32}, torch.float32),
+        (mistral, {}, torch.bfloat16),
     ],
-    ids=["weights", "rope theta", "rope scaling", "norm", "attention"],
+    ids=["weights", "rope theta", "rope scaling", "norm", "attention", "window", "dtype"],
 )
-def test_a_model_that_differs_shares_nothing(fields: dict[str, Any], attached: Attach) -> None:
-    fill(attached, llama())
-    assert restored(attached, llama(**fields)) == 0
-    assert restored(attached, llama()) == 96, "and disturbs nothing"
-
-
-def test_another_dtype_or_window_shares_nothing(attached: Attach) -> None:
-    fill(attached, mistral())
-    assert restored(attached, mistral().to(torch.bfloat16)) == 0
-    assert restored(attached, mistral(sliding_window=32)) == 0
-    assert restored(attached, mistral()) == 96
+def test_a_model_that_differs_shares_nothing(
+    make: Any, fields: dict[str, Any], dtype: torch.dtype, attached: Attach
+) -> None:
+    fill(attached, make())
+    assert restored(attached, make(**fields).to(dtype)) == 0
+    assert restored(attached, make()) == 96, "and disturbs nothing"
 
 
 def test_a_revision_keeps_apart_what_the_weights_do_not(attached: Attach) -> None:
@@ -98,24 +95,22 @@ def test_names_and_dropout_and_end_tokens_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("way", ["in place", "through data", "replaced", "one layer"])
-def test_weights_changed_under_an_attachment_are_noticed(way: str, attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
+def test_weights_changed_under_an_attachment_are_noticed(way: str, kv: Any) -> None:
     kv.generate(PROMPT, **GREEDY)
     before = kv.fingerprint
-    parameter = model.model.layers[1].self_attn.k_proj.weight
+    parameter = kv.model.model.layers[1].self_attn.k_proj.weight
     with torch.no_grad():
         if way == "in place":
             parameter.mul_(1.5)
         elif way == "replaced":
-            model.model.layers[1].self_attn.k_proj.weight = torch.nn.Parameter(parameter * 1.5)
+            kv.model.model.layers[1].self_attn.k_proj.weight = torch.nn.Parameter(parameter * 1.5)
         elif way == "one layer":
-            model.model.layers[2].mlp.down_proj.weight[3, 4] += 0.5
+            kv.model.model.layers[2].mlp.down_proj.weight[3, 4] += 0.5
         else:
-            for each in model.parameters():
+            for each in kv.model.parameters():
                 each.data = each.data * 1.0
                 each.data.mul_(1.5)
-    plain = model.generate(PROMPT, **GREEDY)
+    plain = kv.model.generate(PROMPT, **GREEDY)
     assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
     assert kv.last.restored_tokens == 0
     assert kv.last.uncached_reason == ""
@@ -150,19 +145,17 @@ def test_a_model_that_only_computes_has_not_changed() -> None:
 
 
 def test_a_changed_model_that_cannot_be_served_is_computed_without_the_cache(
-    attached: Attach, monkeypatch: pytest.MonkeyPatch
+    kv: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = llama()
-    kv = attached(model)
 
     def refuse(_: Any) -> Any:
         raise UnsupportedModelError("planned")
 
     monkeypatch.setattr("kvtier.connect.transformers.open.inspect_cache", refuse)
     with torch.no_grad():
-        model.lm_head.weight.mul_(1.5)
+        kv.model.lm_head.weight.mul_(1.5)
     for reason in ("kvtier failed: UnsupportedModelError: planned", "cannot be served any more: planned"):
-        assert torch.equal(kv.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+        assert torch.equal(kv.generate(PROMPT, **GREEDY), kv.model.generate(PROMPT, **GREEDY))
         assert reason in kv.last.uncached_reason
 
 
@@ -227,11 +220,9 @@ def test_a_named_checkpoint_is_digested_instead_of_the_tensors(
         attached(model, checkpoint=tmp_path / "nowhere")
 
 
-def test_the_cost_of_the_digest_is_told(attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
+def test_the_cost_of_the_digest_is_told(kv: Any) -> None:
     # Tied or not, each tensor once; and the inverse frequencies, which no checkpoint has.
-    assert kv.weights.hashed_bytes >= sum(parameter.nbytes for parameter in model.parameters())
+    assert kv.weights.hashed_bytes >= sum(parameter.nbytes for parameter in kv.model.parameters())
     assert kv.weights.seconds > 0
 
 

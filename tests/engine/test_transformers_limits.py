@@ -2,8 +2,8 @@
 
 import logging
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import transformers
 from attaching import SMALL, Attach
 from tests.rig import Raise
+from tests.waiting import wait_until
 from tiny_transformers import _made, batch, gemma3, llama, tokens
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -90,14 +91,12 @@ PASSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", PASSED)
 def test_an_option_that_cannot_be_served_passes_through_with_a_reason(
-    name: str, attached: Attach, caplog: pytest.LogCaptureFixture
+    name: str, kv: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     options, reason = PASSED[name]
-    model = llama()
-    kv = attached(model)
     kv.generate(PROMPT, **GREEDY)
     results = []
-    for generate in (model.generate, kv.generate, kv.generate):
+    for generate in (kv.model.generate, kv.generate, kv.generate):
         torch.manual_seed(5)
         fresh = {"past_key_values": DynamicCache()} if "past_key_values" in options else {}
         results.append(generate(PROMPT, **(GREEDY | options | fresh)))
@@ -111,30 +110,26 @@ def test_an_option_that_cannot_be_served_passes_through_with_a_reason(
     ) == 1
 
 
-def test_inputs_that_are_no_left_padded_tokens_pass_through(attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
+def test_inputs_that_are_no_left_padded_tokens_pass_through(kv: Any) -> None:
     rows, mask = batch(tokens(40, 1), tokens(30, 2))
     for hidden in (mask.flip(1), torch.cat([mask[:, :5], 0 * mask[:, :1], mask[:, 6:]], dim=1)):
         output = kv.generate(rows, attention_mask=hidden, **GREEDY)
-        assert torch.equal(output, model.generate(rows, attention_mask=hidden, **GREEDY))
+        assert torch.equal(output, kv.model.generate(rows, attention_mask=hidden, **GREEDY))
         assert "allowed: padding on the left" in kv.last.uncached_reason
-    embedded = model.get_input_embeddings()(PROMPT)
+    embedded = kv.model.get_input_embeddings()(PROMPT)
     output = kv.generate(inputs_embeds=embedded, **GREEDY)
-    assert torch.equal(output, model.generate(inputs_embeds=embedded, **GREEDY))
+    assert torch.equal(output, kv.model.generate(inputs_embeds=embedded, **GREEDY))
     assert "model input 'inputs_embeds'" in kv.last.uncached_reason
     output = kv.generate(**GREEDY)
-    assert torch.equal(output, model.generate(**GREEDY))
+    assert torch.equal(output, kv.model.generate(**GREEDY))
     assert "not a tensor input_ids" in kv.last.uncached_reason
 
 
-def test_training_mode_and_autocast_pass_through(attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
-    model.train()
+def test_training_mode_and_autocast_pass_through(kv: Any) -> None:
+    kv.model.train()
     kv.generate(PROMPT, **GREEDY)
     assert "training mode" in kv.last.uncached_reason
-    model.eval()
+    kv.model.eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         kv.generate(PROMPT, **GREEDY)
     assert "autocast" in kv.last.uncached_reason
@@ -176,11 +171,9 @@ def broken(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("method", ["lookup", "load", "store", "poll", "release"])
 def test_a_session_that_fails_costs_speed_and_no_answer(
-    method: str, attached: Attach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str, kv: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = llama()
-    kv = attached(model)
-    plain = model.generate(PROMPT, **GREEDY)
+    plain = kv.model.generate(PROMPT, **GREEDY)
     kv.generate(PROMPT, **GREEDY)
     kv.flush()
     with monkeypatch.context() as patch:
@@ -190,7 +183,7 @@ def test_a_session_that_fails_costs_speed_and_no_answer(
         if method != "store":
             assert "planned" in kv.last.uncached_reason
         longer, _ = batch(tokens(70, 1) + tokens(40, 2))
-        assert torch.equal(kv.generate(longer, **GREEDY), model.generate(longer, **GREEDY))
+        assert torch.equal(kv.generate(longer, **GREEDY), kv.model.generate(longer, **GREEDY))
         assert "planned" in kv.last.uncached_reason
     assert len([record for record in caplog.records if "planned" in record.message]) == 1
     assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
@@ -222,10 +215,7 @@ def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_
         assert torch.equal(kv.generate(longer, **GREEDY), plain), planted.where
         if kv.session._is_broken:  # an internal error, as any in the core: kvtier is off, and says so once
             assert planted.where.startswith(BELOW_SESSION), planted.where
-            until_s = time.monotonic() + 30.0
-            while kv.stored.pending_calls and time.monotonic() < until_s:  # the session's thread ends them
-                kv.flush()
-                time.sleep(0.01)
+            wait_until(lambda: kv.flush() or not kv.stored.pending_calls, "the session's thread, which ends them", 30.0)
         else:
             assert kv.last.restored_tokens >= 64, planted.where
             assert kv.flush(), planted.where
@@ -239,21 +229,28 @@ def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_
         run(site)
 
 
+@contextmanager
+def held_copies(way: str) -> Iterator[threading.Event]:
+    """Copies, of `gather` or `scatter`, wait until the event is set."""
+    copy, go_on = getattr(CacheCopier, way), threading.Event()
+
+    def slow(self: CacheCopier, *arguments: Any) -> Any:
+        assert go_on.wait(60)
+        return copy(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheCopier, way, slow)
+        yield go_on
+
+
 @pytest.mark.parametrize("make", [llama, gemma3])
-def test_a_load_that_is_late_is_computed_instead(make: Any, attached: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_is_late_is_computed_instead(make: Any, attached: Attach) -> None:
     model = make()
     plain = model.generate(PROMPT, **GREEDY)
     kv = attached(model, limits__load_deadline_s=2.0)  # what is on time takes less, on a busy machine too
     kv.generate(PROMPT, **GREEDY)
     kv.flush()
-    scatter, go_on = CacheCopier.scatter, threading.Event()
-
-    def slow(self: CacheCopier, *arguments: Any) -> Any:
-        assert go_on.wait(60)
-        return scatter(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CacheCopier, "scatter", slow)
+    with held_copies("scatter") as go_on:
         output, report = kv.generate(PROMPT, return_report=True, **GREEDY)
         assert "1/0/0" in kv._current().requests._copier._rows, "what still writes keeps its tensors"
         go_on.set()
@@ -266,39 +263,24 @@ def test_a_load_that_is_late_is_computed_instead(make: Any, attached: Attach, mo
     assert kv.last.restored_tokens == 64
 
 
-def test_too_many_calls_that_are_still_being_stored_are_not_stored(
-    attached: Attach, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_calls_that_are_still_being_stored_are_not_stored(attached: Attach) -> None:
     kv = attached(llama(), held_calls=2)
-    gather, go_on = CacheCopier.gather, threading.Event()
-
-    def slow(self: CacheCopier, *arguments: Any) -> Any:
-        assert go_on.wait(60)
-        return gather(self, *arguments)
-
-    monkeypatch.setattr(CacheCopier, "gather", slow)
     stored = []
-    for seed in range(4):
-        kv.generate(batch(tokens(70, seed))[0], **GREEDY)
-        stored.append(kv.last.stored_chunks)
-    assert stored == [4, 4, 0, 0]
-    assert (kv.stored.pending_calls, kv.stored.dropped) == (2, 8)
-    go_on.set()
-    assert kv.flush()
+    with held_copies("gather") as go_on:
+        for seed in range(4):
+            kv.generate(batch(tokens(70, seed))[0], **GREEDY)
+            stored.append(kv.last.stored_chunks)
+        assert stored == [4, 4, 0, 0]
+        assert (kv.stored.pending_calls, kv.stored.dropped) == (2, 8)
+        go_on.set()
+        assert kv.flush()
     assert (kv.stored.pending_calls, kv.stored.held) == (0, 8)
 
 
-def test_a_cache_that_is_returned_is_the_callers_own(attached: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = attached(llama())
-    gather, go_on = CacheCopier.gather, threading.Event()
-
-    def slow(self: CacheCopier, *arguments: Any) -> Any:
-        assert go_on.wait(60)
-        return gather(self, *arguments)
-
-    monkeypatch.setattr(CacheCopier, "gather", slow)
-    threading.Timer(0.5, go_on.set).start()
-    output = kv.generate(PROMPT, return_dict_in_generate=True, **GREEDY)
+def test_a_cache_that_is_returned_is_the_callers_own(kv: Any) -> None:
+    with held_copies("gather") as go_on:
+        threading.Timer(0.5, go_on.set).start()
+        output = kv.generate(PROMPT, return_dict_in_generate=True, **GREEDY)
     assert kv.stored.pending_calls == 0, "its tensors are copied before the call returns"
     for layer in output.past_key_values.layers:
         layer.keys.zero_()
@@ -327,11 +309,9 @@ class StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 73, device=input_ids.device)
 
 
-def test_a_streamer_and_stopping_criteria_work_as_without(attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
+def test_a_streamer_and_stopping_criteria_work_as_without(kv: Any) -> None:
     streams = []
-    for generate in (model.generate, kv.generate, kv.generate):
+    for generate in (kv.model.generate, kv.generate, kv.generate):
         streamer = Collected()
         output = generate(PROMPT, do_sample=False, max_new_tokens=8, streamer=streamer, stopping_criteria=[StopAfter()])
         assert output.shape[1] == 73
@@ -341,11 +321,9 @@ def test_a_streamer_and_stopping_criteria_work_as_without(attached: Attach) -> N
     assert kv.last.lookup_s + kv.last.load_s <= kv.last.ttft_s
 
 
-def test_threads_take_turns(attached: Attach) -> None:
-    model = llama()
-    kv = attached(model)
+def test_threads_take_turns(kv: Any) -> None:
     prompts = [batch(tokens(60, seed))[0] for seed in range(3)]
-    plain = [model.generate(prompt, **GREEDY) for prompt in prompts]
+    plain = [kv.model.generate(prompt, **GREEDY) for prompt in prompts]
     wrong: list[int] = []
 
     def run(number: int) -> None:

@@ -25,23 +25,19 @@ def prompt_of(count: int) -> torch.Tensor:
     return torch.tensor([tokens(count, 5)])
 
 
-def test_what_was_stored_from_outside_is_restored(attached: Attach) -> None:
-    model = llama()
+def test_what_was_stored_from_outside_is_restored(kv: Any) -> None:
     prompt = prompt_of(100)
-    plain = model.generate(prompt, **GREEDY)
-    kv = attached(model)
+    plain = kv.model.generate(prompt, **GREEDY)
     # 50 tokens: three whole chunks. The cache may be longer or shorter than the tokens that are named.
-    assert kv.store(prompt[:, :60], computed(model, prompt[:, :50])) == 3
+    assert kv.store(prompt[:, :60], computed(kv.model, prompt[:, :50])) == 3
     assert kv.flush()
     assert torch.equal(kv.generate(prompt, **GREEDY), plain)
     assert kv.last.restored_by_source == {"host": 48}
 
 
-def test_known_tokens_are_left_out(attached: Attach) -> None:
-    model = llama()
+def test_known_tokens_are_left_out(kv: Any) -> None:
     prompt = prompt_of(100)
-    kv = attached(model)
-    cache = computed(model, prompt)
+    cache = computed(kv.model, prompt)
     assert kv.store(prompt[:, :40], cache) == 2
     # A chunk of which only a part is known is stored.
     assert kv.store(prompt, cache, known_tokens=40) == 4
@@ -51,13 +47,11 @@ def test_known_tokens_are_left_out(attached: Attach) -> None:
     assert kv.last.restored_tokens == 96
 
 
-def test_kv_of_other_tokens_is_noticed(attached: Attach) -> None:
+def test_kv_of_other_tokens_is_noticed(kv: Any) -> None:
     """The negative control: what is stored under a name is what is restored, right or wrong."""
-    model = llama()
     prompt = prompt_of(100)
-    plain = model.generate(prompt, **GREEDY)
-    kv = attached(model)
-    assert kv.store(prompt, computed(model, prompt.flip(1))) == 6
+    plain = kv.model.generate(prompt, **GREEDY)
+    assert kv.store(prompt, computed(kv.model, prompt.flip(1))) == 6
     kv.flush()
     assert not torch.equal(kv.generate(prompt, **GREEDY), plain)
 

@@ -1,6 +1,7 @@
 """A trace that is recorded while a real model generates replays to the hits that it had."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ PROMPTS = [
 ]
 
 
+def recorded(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The trace file, and its lines."""
+    (path,) = (tmp_path / "traces").iterdir()
+    return path, [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_a_replay_of_the_recording_hits_what_the_live_run_hit(
     attached: Attach, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,8 +46,7 @@ def test_a_replay_of_the_recording_hits_what_the_live_run_hit(
         assert kv.flush(60)
     kv.close()
     assert restored == [0, 64, 96, 160, 0, 96]
-    (path,) = (tmp_path / "traces").iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path, lines = recorded(tmp_path)
     assert [it["input_length"] for it in lines] == [len(it) for it in PROMPTS]
     assert [it["output_length"] for it in lines] == generated == [3] * 6
 
@@ -63,13 +69,11 @@ def test_each_row_of_a_batch_is_a_request(attached: Attach, tmp_path: Any) -> No
     input_ids, mask = batch(tokens(50, 1), tokens(20, 2))
     kv.generate(input_ids, attention_mask=mask, **GREEDY)
     kv.close()
-    (path,) = (tmp_path / "traces").iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    _, lines = recorded(tmp_path)
     assert [(it["input_length"], len(it["hash_ids"])) for it in lines] == [(50, 3), (20, 1)]
 
 
-def test_without_the_setting_nothing_is_recorded(attached: Attach, tmp_path: Any) -> None:
-    kv = attached(llama())
+def test_without_the_setting_nothing_is_recorded(kv: Any, tmp_path: Any) -> None:
     kv.generate(torch.tensor([PROMPTS[0]]), **GREEDY)
     assert kv._current().recorder is None
 
@@ -102,8 +106,7 @@ def test_sessions_are_recorded_and_what_they_expect_reaches_the_evictor(
     kv.expects("chat", "nobody")  # ignored
     assert set(found) == {("chat", NextTurn.USER), ("unknown", NextTurn.NOBODY)}
     assert set(owners) >= {"chat", "x"}
-    (path,) = (tmp_path / "traces").iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path, lines = recorded(tmp_path)
     named = [it.get("session_id") for it in lines]
     assert [it is None for it in named] == [False, False, *[True] * 7]
     assert "chat" not in path.read_text()

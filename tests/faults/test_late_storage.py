@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hanging_fs import HangingFs, hanging_fs, missing
 from mover_world import WAIT_S
-from tests.cluster.hostile import Hostile, single
+from tests.cluster.hostile import Hostile, opens
 
 from kvtier.testing.tier import MakeTier, TierContract
 from kvtier.tier.base import Tier
@@ -111,7 +111,7 @@ class TestValkey(Late):
                 self.go_on.wait(WAIT_S)
                 yield reply[len(reply) // 2 :]
 
-        with Hostile(single(say)) as server:
+        with Hostile(opens(say)) as server:
             yield lambda _capacity_bytes: tier_of(
                 f"127.0.0.1:{server.port}", key_id=bytes(16), fingerprint=bytes(32), deadline_s=1.0
             )

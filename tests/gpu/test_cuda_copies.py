@@ -2,11 +2,11 @@
 
 import itertools
 import mmap
-import time
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 torch: Any = pytest.importorskip("torch")
 
@@ -67,10 +67,7 @@ class World:
 
     def finish(self, fences: list[Any]) -> None:
         """Wait for the copies."""
-        until = time.monotonic() + WAIT_S
-        while not self.is_over(fences):
-            assert time.monotonic() < until, "a copy never ends"
-            time.sleep(1e-4)
+        wait_until(lambda: self.is_over(fences), "the copies", WAIT_S)
 
     def fill(self, value: float) -> None:
         """Queue on the current stream that every number becomes `value`."""

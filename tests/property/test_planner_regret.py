@@ -154,8 +154,8 @@ def test_an_engine_that_computes_all_prompts_is_kept_waiting_no_longer_than_was_
     world.teach()
     set_aside_s = world.planner.snapshot()["loss_budget_s"] + LOSS_BUDGET_START_S
     overdraft_s = 0.0  # of any load so far: a later burst may have no load, because the budget is overdrawn
-    for number, (together, pause_s) in enumerate(asked):
-        world.ask_together(together, f"burst {number}")
+    for together, pause_s in asked:
+        world.ask(*together)
         world.wait(pause_s)
         for answer in world.answers[-len(together) :]:
             recompute_s = world.compute_s(answer.tokens, 0)

@@ -47,15 +47,6 @@ def hybrid(draw: st.DrawFn) -> dict[str, Any]:
     )  # fmt: skip
 
 
-@given(counts, powers, dims)
-def test_gqa_with_as_many_kv_heads_as_heads_is_mha(layers, heads, dim):
-    mha = plain(layers, heads, heads, dim, model_type="llama")  # the class says that every head keeps its own
-    del mha["num_key_value_heads"]
-    assert (
-        of(plain(layers, heads, heads, dim)).bytes_per_token == of(mha).bytes_per_token == layers * 2 * heads * dim * 2
-    )
-
-
 @given(counts, powers, powers, dims)
 def test_gqa_is_mha_over_the_group(layers, keep, group, dim):
     heads = keep * group
@@ -119,26 +110,12 @@ def test_more_tokens_never_take_less(config, few, many):
     assert kv.session_bytes(many) <= kv.session_bytes_stored(many)
 
 
-@given(names, tokens, st.integers(1, 1 << 20))
-def test_users_multiply(name, count, users):
-    kv = size.of(name)
-    one, all_of_them = kv.total(count, 1), kv.total(count, users)
-    assert (all_of_them.bytes, all_of_them.bytes_minimum) == (one.bytes * users, one.bytes_minimum * users)
-    assert one.bytes_minimum <= one.bytes
-
-
 @given(hybrid(), tokens)
 def test_a_state_does_not_grow_and_no_format_changes_it(config, count):
     kv = of(config)
     assert kv.bytes_per_session_constant == kv.state_bytes
     assert kv.session_bytes(count) - kv.state_bytes == kv.bytes_per_token * count
     assert of(config, dtype="int4:g64").state_bytes == kv.state_bytes
-
-
-@given(windowed())
-def test_formats_are_linear_in_bits(config):
-    fp32, bf16, fp8, fp4 = (of(config, dtype=dtype).bytes_per_token for dtype in ("fp32", "bf16", "fp8", "fp4"))
-    assert fp32 == 2 * bf16 == 4 * fp8 == 8 * fp4
 
 
 @given(windowed(), formats, st.integers(1, 300))

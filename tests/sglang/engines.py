@@ -108,6 +108,7 @@ def mha(
     layers: int = 4,
     heads: int = 2,
     dim: int = 64,
+    value_dim: int | None = None,
     device: str = "cpu",
 ) -> Any:
     """A device pool of keys and values, and its host pool."""
@@ -117,6 +118,7 @@ def mha(
         dtype=torch.bfloat16,
         head_num=heads,
         head_dim=dim,
+        v_head_dim=value_dim,
         layer_num=layers,
         device=device,
         enable_memory_saver=False,
@@ -139,11 +141,15 @@ def mla(layout: str, tokens: int = 512) -> Any:
         device="cpu",
         enable_memory_saver=False,
     )
-    host = MLATokenToKVPoolHost(
+    return device, _mla_host(device, PAGE, layout)
+
+
+def _mla_host(device: Any, page: int, layout: str) -> MLATokenToKVPoolHost:
+    return MLATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info,
         2.0,
         0,
-        PAGE,
+        page,
         layout,
         pin_memory=False,
         device_capacity_tokens=device.size,
@@ -152,7 +158,6 @@ def mla(layout: str, tokens: int = 512) -> Any:
         target_layer_num=device.layer_num,
         override_kv_cache_dim=device.kv_cache_dim,
     )
-    return device, host
 
 
 @small
@@ -161,39 +166,9 @@ def indexer(layout: str = "page_first") -> Any:
     device = DSATokenToKVPool(
         512, 64, 64, torch.bfloat16, 16, 3, "cpu", 128, enable_memory_saver=False, kv_cache_dim=80
     )
-    host = MLATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info,
-        2.0,
-        0,
-        64,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=device.size,
-        start_layer=device.start_layer,
-        end_layer=device.end_layer,
-        target_layer_num=device.layer_num,
-        override_kv_cache_dim=device.kv_cache_dim,
+    return device, DSAIndexerPoolHost(
+        make_dsa_indexer_pool_decl(device), _mla_host(device, 64, layout), pin_memory=False
     )
-    return device, DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), host, pin_memory=False)
-
-
-@small
-def asymmetric(layout: str = "page_first") -> Any:
-    """Keys of 64 and values of 32 dimensions."""
-    device = MHATokenToKVPool(
-        size=512,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        head_num=2,
-        head_dim=64,
-        v_head_dim=32,
-        layer_num=3,
-        device="cpu",
-        enable_memory_saver=False,
-        enable_alt_stream=False,
-    )
-    kind, info, fields = _mha_host_inputs(device)
-    return device, kind(info, 2.0, 0, PAGE, layout, pin_memory=False, **fields)
 
 
 @small

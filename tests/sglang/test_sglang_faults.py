@@ -1,7 +1,6 @@
 """What goes wrong becomes a miss that shortens the hit and heals. Nothing wrong is delivered, and nothing hangs."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +9,8 @@ from typing import Any
 
 import pytest
 from engines import PAGE, Engine, Prefetched, chain, engine, equal
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from hanging_fs import HangingFs, hanging_fs, missing
-
-del sys.path[0]
+from tests.faults.hanging_fs import HangingFs, hanging_fs, missing
+from tests.waiting import wait_until
 
 PAGES = 8
 PROMPT = range(PAGES * PAGE)
@@ -228,15 +224,7 @@ def test_a_prefetch_ends_while_the_tier_hangs(on_hanging: Engine, hanging: Hangi
     found: Prefetched = in_time(lambda: on_hanging.prefetch(PROMPT, "waits"), 1.2)
     assert found.completed == 0
     hanging.go_on()
-    comes_back(on_hanging, pages)
-
-
-def comes_back(engine: Engine, pages: list[Any]) -> None:
-    """The tier is tried again after its pause, and then all is there."""
-    until_s = time.monotonic() + 30
-    while (found := engine.prefetch(PROMPT)).completed < len(PROMPT) and time.monotonic() < until_s:
-        time.sleep(0.2)
-    assert equal(found.pages, pages)
+    wait_until(lambda: equal(on_hanging.prefetch(PROMPT).pages, pages), "the tier", 30.0)
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])
@@ -269,9 +257,7 @@ def test_a_backup_ends_while_the_tier_hangs(on_hanging: Engine, hanging: Hanging
     stored, _ = in_time(lambda: on_hanging.backup(PROMPT), 1.2)
     assert stored == 0
     hanging.go_on()
-    until_s = time.monotonic() + 30
-    while on_hanging.backup(PROMPT, seed=3)[0] < len(PROMPT) and time.monotonic() < until_s:
-        time.sleep(0.2)
+    wait_until(lambda: on_hanging.backup(PROMPT, seed=3)[0] == len(PROMPT), "the tier", 30.0)
     assert on_hanging.prefetch(PROMPT).completed == len(PROMPT)
 
 

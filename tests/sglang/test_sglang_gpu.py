@@ -1,25 +1,16 @@
 """On a GPU: KV goes from device memory through SGLang's host pool to a tier, and back to the device."""
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from engines import PAGE, Engine, chain, mha
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 
 PROMPT = range(8 * PAGE)
 WAIT_S = 30.0
-
-
-def settled(acks: list[Any]) -> None:
-    """SGLang's last copy has ended."""
-    until_s = time.monotonic() + WAIT_S
-    while not acks[-1].finish_event.query():
-        assert time.monotonic() < until_s
-        time.sleep(1e-3)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +36,7 @@ def test_load_back_to_the_device(start: Callable[..., Engine], layout: str, back
         layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(number)).to(layer.dtype))
     expected = [layer[places].clone() for layer in layers]
     indices = controller.write(places)
-    settled(controller.ack_write_queue)
+    wait_until(controller.ack_write_queue[-1].finish_event.query, "the copies", WAIT_S)
     controller.write_storage(indices, list(PROMPT), hash_value=chain(PROMPT))
     assert controller.ack_backup_queue.get(timeout=WAIT_S).completed_tokens == len(PROMPT)
     for buffer in [*layers, host.kv_buffer]:
@@ -54,6 +45,6 @@ def test_load_back_to_the_device(start: Callable[..., Engine], layout: str, back
     controller.mem_pool_device_allocator.alloc = lambda count: places[:count]
     controller.load(indices)
     controller.start_loading()
-    settled(controller.ack_load_queue)
+    wait_until(controller.ack_load_queue[-1].finish_event.query, "the copies", WAIT_S)
     torch.cuda.synchronize()
     assert all(torch.equal(layer[places], one) for layer, one in zip(layers, expected, strict=True))

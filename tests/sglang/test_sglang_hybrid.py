@@ -11,7 +11,6 @@ import torch
 from engines import (
     PAGE,
     Engine,
-    asymmetric,
     buffers,
     chain,
     compressor_states,
@@ -97,7 +96,7 @@ def test_trailing_pages_come_back_byte_equal(start_hybrid: StartHybrid, kind: st
 
 EVERY_POOL: dict[str, Callable[[], Any]] = {
     "DSAIndexerPoolHost": indexer,
-    "AsymmetricMHATokenToKVPoolHost": asymmetric,
+    "AsymmetricMHATokenToKVPoolHost": lambda: mha("page_first", layers=3, value_dim=32),
     "DeepSeekV4StateHostPool": compressor_states,
     "DeepSeekV4PagedHostPool": lambda: latents_in_pages("c4"),
     "MambaPoolHost": mamba,

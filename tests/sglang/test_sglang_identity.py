@@ -37,25 +37,24 @@ def hit(store: Path, model: Path, changes: dict[str, object] | None = None, **po
             return found.hit
 
 
-def test_a_copy_of_the_model_shares(tmp_path: Path) -> None:
-    """The control for all tests below: a path is no identity."""
-    assert stored(tmp_path / "store", checkpoint(tmp_path / "a")) == len(PROMPT)
-    assert hit(tmp_path / "store", checkpoint(tmp_path / "b")) == len(PROMPT)
-
-
-def test_other_weights_are_a_miss(tmp_path: Path) -> None:
-    """Also at the same path."""
-    model = checkpoint(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("changes", "is_shared"),
+    [
+        ({}, True),
+        ({"use_cache": False}, True),
+        ({"content": b"others!"}, False),
+        ({"rope_theta": 5e5}, False),
+    ],
+    ids=["a copy", "a field that changes no KV", "weights", "rope theta"],
+)
+def test_a_copy_of_the_model_shares_and_another_model_does_not(
+    tmp_path: Path, changes: dict[str, Any], is_shared: bool
+) -> None:
+    """Whatever the path."""
+    model = checkpoint(tmp_path / "a")
     assert stored(tmp_path / "store", model) == len(PROMPT)
-    checkpoint(model, content=b"others!")
-    assert hit(tmp_path / "store", model) == 0
-
-
-def test_another_configuration_is_a_miss(tmp_path: Path) -> None:
-    """Of the model, such as its RoPE base; but not a field that changes no KV."""
-    assert stored(tmp_path / "store", checkpoint(tmp_path / "a")) == len(PROMPT)
-    assert hit(tmp_path / "store", checkpoint(tmp_path / "b", rope_theta=5e5)) == 0
-    assert hit(tmp_path / "store", checkpoint(tmp_path / "c", use_cache=False)) == len(PROMPT)
+    for place in (tmp_path / "b", model):
+        assert hit(tmp_path / "store", checkpoint(place, **changes)) == (len(PROMPT) if is_shared else 0)
 
 
 def test_another_setting_is_a_miss(tmp_path: Path) -> None:
@@ -184,23 +183,19 @@ def test_wrong_settings_are_refused(server: None, tmp_path: Path, settings: dict
     assert "--hicache-storage-backend-extra-config" in str(error.value)
 
 
-def test_an_unknown_pool_is_refused(server: None, tmp_path: Path) -> None:
-    """A class of the same bytes, which might mean others."""
+@pytest.mark.parametrize("what", ["class", "layout"])
+def test_an_unknown_pool_is_refused(server: None, tmp_path: Path, what: str) -> None:
+    """A class of the same bytes, which might mean others; a layout that SGLang has added."""
     device, host = mha("page_first")
-    host.__class__ = type("MyHostPool", (type(host),), {"__module__": "sglang.mine"})
+    if what == "class":
+        host.__class__ = type("MyHostPool", (type(host),), {"__module__": "sglang.mine"})
+    else:
+        host.layout = "page_spiral"
     settings = {"tiers": [f"directory:{tmp_path / 'store'}"]}
-    with pytest.raises(ConfigError, match=r"sglang\.mine\.MyHostPool"), engine(settings, pools=(device, host)):
+    refused = pytest.raises(ConfigError, match=r"sglang\.mine\.MyHostPool|page_spiral")
+    with refused, engine(settings, pools=(device, host)):
         pass
     assert not (tmp_path / "store").exists()
-
-
-def test_an_unknown_layout_is_refused(server: None, tmp_path: Path) -> None:
-    """One that SGLang has added."""
-    device, host = mha("page_first")
-    host.layout = "page_spiral"
-    settings = {"tiers": [f"directory:{tmp_path / 'store'}"]}
-    with pytest.raises(ConfigError, match="page_spiral"), engine(settings, pools=(device, host)):
-        pass
 
 
 def test_a_private_tier_of_a_replicated_cache_is_refused(model: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LAYOUTS, PAGE, Engine, engine, equal, mha, mla
+from engines import BACKEND, LAYOUTS, PAGE, Engine, engine, equal, mha, mla
 
 pytestmark = pytest.mark.sglang_core
 
@@ -23,24 +23,21 @@ def test_sglangs_own_file_backend_is_the_control(server: None, tmp_path: Path) -
     assert equal(found.pages, pages)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_come_back_byte_equal(start: Start, layout: str) -> None:
-    """Backup and prefetch of a prompt whose end is new."""
-    engine = start(layout=layout)
-    stored, pages = engine.backup(PROMPT)
-    found = engine.prefetch(LONGER)
+POOLS = [(mha, layout) for layout in LAYOUTS] + [(mla, layout) for layout in LAYOUTS[:3]]
+"""Keys and values, and latents: one piece per page or layer."""
+
+
+@pytest.mark.parametrize(("make", "layout"), POOLS)
+def test_pages_come_back_byte_equal(start: Start, make: Callable[[str], Any], layout: str) -> None:
+    """Backup and prefetch of a prompt whose end is new, in this engine and in the next one."""
+    first = start(pools=make(layout))
+    stored, pages = first.backup(PROMPT)
+    found = first.prefetch(LONGER)
     assert (stored, found.hit, found.completed) == (len(PROMPT), len(PROMPT), len(PROMPT))
     assert equal(found.pages, pages)
-    assert engine.prefetch(range(500, 500 + 4 * PAGE)).hit == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_outlive_the_engine(start: Start, layout: str) -> None:
-    """A new engine with the same model and layout finds them, and another layout does not."""
-    first = start(layout=layout)
-    _, pages = first.backup(PROMPT)
+    assert first.prefetch(range(500, 500 + 4 * PAGE)).hit == 0
     first.controller.detach_storage_backend()
-    assert equal(start(layout=layout).prefetch(PROMPT).pages, pages)
+    assert equal(start(pools=make(layout)).prefetch(PROMPT).pages, pages)
 
 
 @pytest.mark.parametrize("other", LAYOUTS[1:])
@@ -50,16 +47,6 @@ def test_another_layout_is_a_miss(start: Start, other: str, tmp_path: Path) -> N
     assert first.backup(PROMPT)[0] == len(PROMPT)
     first.controller.detach_storage_backend()
     assert start(layout=other).prefetch(PROMPT).hit == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:3])
-def test_latents_come_back_byte_equal(start: Start, layout: str) -> None:
-    """Multi-head latent attention: one piece per page or layer."""
-    engine = start(pools=mla(layout))
-    stored, pages = engine.backup(PROMPT)
-    found = engine.prefetch(LONGER)
-    assert (stored, found.completed) == (len(PROMPT), len(PROMPT))
-    assert equal(found.pages, pages)
 
 
 def test_many_pages_go_in_several_batches(start: Start) -> None:
@@ -111,13 +98,7 @@ def test_attach_and_detach_at_run_time(start: Start, tmp_path: Path) -> None:
         storage_backend="dynamic",
         prefetch_threshold=PAGE,
         model_name="the/model",
-        storage_backend_extra_config={
-            "backend_name": "kvtier",
-            "module_path": "kvtier.connect.sglang",
-            "class_name": "KvtierStorage",
-            "interface_v1": 1,
-            "tiers": [f"directory:{tmp_path / 'store'}"],
-        },
+        storage_backend_extra_config={**BACKEND, "tiers": [f"directory:{tmp_path / 'store'}"]},
     )
     assert equal(engine.prefetch(PROMPT).pages, pages)
 

@@ -1,20 +1,14 @@
 """One Ceph cluster on loopback for the tests: object store behind an S3 gateway, and a file system mounted twice.
 
-    python -m tests.shared.ceph        # starts all of it, prints how to reach it, and ends it at Ctrl-C
-
 The packages are Debian's. Data are in memory. All daemons are children of this process and end with it.
 """
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import tempfile
-import time
 import urllib.request
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +16,7 @@ from typing import NamedTuple
 import obstore
 from obstore.store import S3Store
 from tests.shared.node_network import NodeNetwork, why_not
+from tests.waiting import free_port, is_listening, wait_until
 
 PACKAGES = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-common", "radosgw", "ceph-mds", "ceph-fuse", "iproute2"]
 PROGRAMS = [
@@ -45,13 +40,20 @@ def install() -> None:
     Raises:
         NotInstalledError: with the reason.
     """
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if not missing:
-        return
+    if not all(map(shutil.which, PROGRAMS)):
+        apt_install(*PACKAGES)
+
+
+def apt_install(*packages: str) -> None:
+    """Install Debian's packages, which start no server.
+
+    Raises:
+        NotInstalledError: with the reason.
+    """
     if shutil.which("apt-get") is None or os.geteuid() != 0:
-        raise NotInstalledError(f"no {', '.join(missing)}, and only root with apt-get can install {' '.join(PACKAGES)}")
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for arguments in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
+        raise NotInstalledError(f"only root with apt-get can install {' '.join(packages)}")
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    for arguments in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]):
         done = subprocess.run(
             ["apt-get", *arguments],
             check=False,
@@ -63,31 +65,6 @@ def install() -> None:
         )
         if done.returncode:
             raise NotInstalledError(f"apt-get {arguments[0]} ended with {done.returncode}: {done.stdout[-500:]}")
-
-
-def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until(is_ready: Callable[[], bool], what: str, deadline_s: float = START_DEADLINE_S) -> None:
-    """Ask `is_ready` until it says yes. Raises `TimeoutError`."""
-    end_s = time.monotonic() + deadline_s
-    while not is_ready():
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"{what}: not within {deadline_s} s")
-        time.sleep(0.05)
-
-
-def is_listening(port: int) -> bool:
-    """Whether a server accepts connections at `port` of loopback."""
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 class Daemon:
@@ -143,16 +120,6 @@ class Daemon:
             self._process.kill()
             self._process.wait(STOP_DEADLINE_S)
 
-    def stop(self) -> None:
-        """SIGTERM, and SIGKILL when that takes too long."""
-        self.resume()
-        if self.is_running:
-            os.kill(self.pid, signal.SIGTERM)
-            try:
-                self._process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
 
 class S3Access(NamedTuple):
     """How to reach the gateway."""
@@ -191,9 +158,8 @@ class Ceph:
     `osd` may be paused, but not killed: its data are in memory. `gateway` and `mds` may be killed and started again.
     """
 
-    def __init__(self, root: Path, data_bytes: int = DATA_BYTES) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._data_bytes = data_bytes
         self._environment = os.environ | {"CEPH_CONF": str(root / "ceph.conf")}
         self._daemons: list[Daemon] = []
         self._access: S3Access | None = None
@@ -345,7 +311,7 @@ mgr data = {root}/mgr/$id
 [osd]
 osd data = {root}/osd/$id
 osd objectstore = memstore
-memstore device bytes = {self._data_bytes}
+memstore device bytes = {DATA_BYTES}
 [mds]
 mds data = {root}/mds/$id
 # Its default of 5 s is how long the first open of a file on the other mount waits.
@@ -368,25 +334,3 @@ rgw gc processor max time = 2
 rgw put obj min window size = 16777216
 rgw get obj window size = 67108864
 """
-
-
-def main() -> None:
-    """Start everything and wait for Ctrl-C or SIGTERM."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    install()
-    with tempfile.TemporaryDirectory(prefix="kvtier-ceph-") as root:
-        ceph = Ceph(Path(root))
-        try:
-            ceph.start()
-            print(ceph.s3(), flush=True)
-            print(*ceph.mounts(), flush=True)
-            signal.pause()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            ceph.close()
-
-
-if __name__ == "__main__":
-    main()

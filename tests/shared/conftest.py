@@ -9,6 +9,13 @@ import pytest
 from obstore.store import S3Store
 from tests.shared.ceph import Ceph, Daemon, NotInstalledError, S3Access, install
 from tests.shared.proxy import Proxy
+from tests.tier_makers import close_all
+
+
+@pytest.fixture(autouse=True)
+def _tiers() -> Iterator[None]:
+    yield
+    close_all()
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +36,25 @@ def ceph(tmp_path_factory) -> Iterator[Ceph]:
 class Gateway(NamedTuple):
     """The S3 server, the network before it, and how to reach it through this network."""
 
+    ceph: Ceph
     daemon: Daemon
     proxy: Proxy
     access: S3Access
     raw: S3Store
     """A plain client that does not pass through `proxy`."""
+
+    def start(self) -> None:
+        """Start the server again after `daemon.kill`."""
+        self.daemon.start()
+        self.ceph.wait_gateway()
+
+    def heal(self) -> None:
+        """End whatever a test has done to the server, the storage behind it and the network."""
+        self.proxy.heal()
+        self.ceph.osd.resume()
+        self.daemon.resume()
+        if not self.daemon.is_running:
+            self.start()
 
 
 @pytest.fixture
@@ -44,13 +65,9 @@ def gateway(ceph: Ceph) -> Iterator[Gateway]:
     obstore.delete(raw, [row["path"] for page in obstore.list(raw) for row in page])
     with Proxy(direct.port) as proxy:
         access = direct._replace(endpoint=f"http://127.0.0.1:{proxy.port}")
-        yield Gateway(ceph.gateway, proxy, access, raw)
-        proxy.heal()
-    ceph.osd.resume()
-    ceph.gateway.resume()
-    if not ceph.gateway.is_running:
-        ceph.gateway.start()
-        ceph.wait_gateway()
+        gateway = Gateway(ceph, ceph.gateway, proxy, access, raw)
+        yield gateway
+        gateway.heal()
 
 
 @pytest.fixture(scope="session")

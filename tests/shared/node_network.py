@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import subprocess
-from typing import Self
 
 CALL_DEADLINE_S = 10.0
 NO_ONE = "02:00:00:00:00:01"
@@ -31,7 +30,7 @@ def why_not() -> str:
 
 
 class NodeNetwork:
-    """A namespace that ends with this process, even when it is killed. A context manager."""
+    """A namespace that ends with this process, even when it is killed."""
 
     def __init__(self) -> None:
         # 198.18.0.0/15 is for tests (RFC 2544), so no machine of a real network has these addresses.
@@ -53,12 +52,6 @@ class NodeNetwork:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def partition(self) -> None:
         """Packets are lost in both directions without an error, as when a cable is pulled."""

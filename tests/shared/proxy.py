@@ -23,8 +23,6 @@ class Proxy:
         self.target_port = target_port
         self.delay_s = 0.0
         """What every byte takes longer, in each direction."""
-        self.connections = 0
-        """Connections accepted so far."""
         self._answer_bytes: int | None = None
         self._is_refusing = False
         self._loop = asyncio.new_event_loop()
@@ -84,7 +82,6 @@ class Proxy:
         await asyncio.gather(*rest, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
         self._writers.add(writer)
         with contextlib.suppress(OSError, asyncio.CancelledError):
             if not self._is_refusing:

@@ -1,20 +1,13 @@
-"""S3 tiers on the test bed's gateway."""
+"""S3 tiers on the test bed's gateway, and objects for the tiers of all servers."""
 
-import hashlib
-import itertools
+from tests.small_s3 import FINGERPRINT, KEY_ID, MIB, name_of
+from tests.tier_makers import fresh_prefix, kept
 
 from kvtier.config.value_types import PrivateText
 from kvtier.tier.s3.bucket import Credentials, connect
 from kvtier.tier.s3.tier import S3Tier
-from kvtier.types import ObjectName
 
-KEY_ID = bytes(range(16))
-FINGERPRINT = hashlib.sha256(b"model").digest()
-_numbers = itertools.count()
-
-
-def name_of(number: int) -> ObjectName:
-    return ObjectName(hashlib.sha256(b"object %d" % number).digest())
+__all__ = ["FINGERPRINT", "KEY_ID", "MIB", "frame_of", "fresh_prefix", "name_of", "open_tier"]
 
 
 def frame_of(number: int, byte_count: int = 4096) -> memoryview:
@@ -34,14 +27,4 @@ def open_tier(access, prefix="kv", **settings) -> S3Tier:
         "probe_deadline_s": mine["probe_deadline_s"],
         **settings,
     }
-    return S3Tier(connect("s3", f"s3://{access.bucket}/{prefix}", **client), **mine)
-
-
-def fresh_prefix() -> str:
-    """A prefix that no other test uses."""
-    return f"test-{next(_numbers)}"
-
-
-def key_of(tier: S3Tier, name: ObjectName) -> str:
-    """The object's key in the bucket."""
-    return tier._root + name.hex()
+    return kept(S3Tier(connect("s3", f"s3://{access.bucket}/{prefix}", **client), **mine))

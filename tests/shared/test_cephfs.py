@@ -6,32 +6,16 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
-from tests.rig import (
-    CHUNK_TOKENS,
-    FINGERPRINT,
-    LAYOUT,
-    Engine,
-    config,
-    load_places,
-    loaded,
-    looked_up,
-    places_of,
-    prefix_of,
-    stored,
-)
+from tests.tier_makers import kept
 
-from kvtier.config.sections import StoreConfig
 from kvtier.errors import TierError
-from kvtier.runtime.open import open_session
 from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import OneByOneTier
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.shared_directory import sweep as shared_sweep
 from kvtier.tier.shared_directory import tier as shared_directory
-from kvtier.tier.shared_directory.cap import SharedCap
 from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 from kvtier.types import ObjectName
@@ -54,19 +38,13 @@ def sweep(tier):
 @pytest.fixture
 def nodes(mounts):
     """Makes a tier on each of both mounts, of one new store."""
-    tiers = []
 
     def make(capacity_bytes=256 * MIB, kind=SharedDirectoryTier):
         store = f"store-{os.urandom(4).hex()}"
-        for mount in mounts:
-            tiers.append(
-                kind(mount / store, key_id=KEY, fingerprint=MODEL, capacity_bytes=capacity_bytes, wait_s=WAIT_S)
-            )
-        return tiers[-2:]
+        settings = {"key_id": KEY, "fingerprint": MODEL, "capacity_bytes": capacity_bytes, "wait_s": WAIT_S}
+        return [kept(kind(mount / store, **settings)) for mount in mounts]
 
-    yield make
-    for tier in tiers:
-        tier.close()
+    return make
 
 
 def read(tier, number, byte_count=MIB):
@@ -207,35 +185,6 @@ def test_the_directory_of_one_machine_does_wait_for_locks(mounts):
     tier.close()
 
 
-@pytest.mark.parametrize("has_claims", [True, False])
-def test_sweeps_keep_the_cap_while_both_nodes_write(nodes, monkeypatch, has_claims):
-    if not has_claims:  # the control: without claims nothing says when to sweep
-        monkeypatch.setattr(SharedCap, "take", lambda _cap, _charge: True)
-    capacity = 24 * MIB
-    a, b = nodes(capacity)
-    most, stopped = 0, threading.Barrier(3)
-
-    def fill(tier, first):
-        for number in range(first, first + 60):
-            if number % 6 == 0:
-                stopped.wait(WAIT_S)  # the main thread counts
-                stopped.wait(WAIT_S)
-            tier.write(object_name(number), frame_of(number, MIB))
-
-    writers = [threading.Thread(target=fill, args=(tier, 600 * n)) for n, tier in enumerate((a, b))]
-    for writer in writers:
-        writer.start()
-    for _ in range(10):
-        stopped.wait(WAIT_S)
-        most = max(most, sum(size for _, size in b.scan()))
-        stopped.wait(WAIT_S)
-    for writer in writers:
-        writer.join(WAIT_S)
-    assert (most <= capacity) == has_claims
-    assert most > capacity // 2
-    assert (a.figures().evictions + b.figures().evictions > 0) == has_claims
-
-
 def within(deadline_s, act):
     """The answer of `act`, or the error that it raised; fails when it takes longer than `deadline_s`."""
     answers = []
@@ -335,7 +284,7 @@ def test_a_node_that_is_gone_costs_the_other_only_misses(ceph, mounts, nodes, mo
             assert within(TRANSFER_DEADLINE_S, lambda n=number: b.write(object_name(n), frame_of(n, MIB))) is True
             assert within(TRANSFER_DEADLINE_S, lambda n=number: b.contains([object_name(n)])) == [True]
         within(TRANSFER_DEADLINE_S, lambda: b.delete(object_name(3)))
-        within(TRANSFER_DEADLINE_S, b.sweep)
+        within(TRANSFER_DEADLINE_S, lambda: sweep(b))
     finally:
         client.resume()
         if ceph.network:
@@ -380,30 +329,3 @@ def test_a_file_that_grows_or_vanishes_while_it_is_read(nodes, monkeypatch):
     assert read(b, 1) in (whole, None)
     assert read(b, 1) is None
     assert b.contains([object_name(1)]) == [False]
-
-
-@pytest.mark.shared_core
-def test_a_session_goes_on_at_another_node(mounts, tmp_path):
-    """Two sessions with a host memory of their own, as two engines on two nodes."""
-    (tmp_path / "secret").write_bytes(os.urandom(32))
-    (tmp_path / "secret").chmod(0o600)
-    store, chunks = f"store-{os.urandom(4).hex()}", 24
-
-    def opened_at(mount, engine):
-        tier = SharedDirectorySettings(path=mount / store, capacity_bytes=256 * MIB, probe_deadline_s=20.0)
-        settings = replace(
-            config(None, host_chunks=40), tiers=(tier,), store=StoreConfig(secret_file=tmp_path / "secret")
-        )
-        return open_session(settings, LAYOUT, FINGERPRINT, engine.copier())
-
-    source, target = Engine(4 * chunks, seed=1), Engine(4 * chunks, seed=2)
-    a, b = opened_at(mounts[0], source), opened_at(mounts[1], target)
-    assert a.root == b.root
-    prefix, tokens = prefix_of(chunks, a.root), chunks * CHUNK_TOKENS
-    assert stored(a.session, "a", prefix, places_of(range(chunks))).dropped == 0
-    assert a.session.close().flushed
-    assert looked_up(b.session, "b", prefix).tokens == tokens
-    done = loaded(b.session, "b", prefix, tokens, load_places(tokens))
-    assert (done.tokens, done.sources) == (tokens, (("shared_directory", tokens),))
-    assert target.same(source, load_places(tokens))
-    b.session.close()

@@ -4,10 +4,21 @@ import logging
 import os
 import time
 from contextlib import closing, contextmanager
+from operator import attrgetter
 
 import pytest
 from tests.rig import Engine, looked_up, places_of, prefix_of, stored
-from tests.shared.node_sessions import CHUNKS, TOKENS, await_health, damages, load, load_until, opened, store
+from tests.shared.node_sessions import (
+    CHUNKS,
+    QUICK,
+    TOKENS,
+    SessionContract,
+    await_health,
+    load,
+    load_until,
+    opened,
+    store,
+)
 
 from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.tier.disk.kind import DiskSettings
@@ -19,51 +30,32 @@ ANSWER_S = 6.0
 
 
 def shared(place, **settings) -> SharedDirectorySettings:
-    common = {"transfer_deadline_s": 2.0, "probe_deadline_s": 0.5, "failures": 1, "retry_s": 0.2}
-    return SharedDirectorySettings(path=place, capacity_bytes=256 * MIB, **common | settings)
+    return SharedDirectorySettings(path=place, capacity_bytes=256 * MIB, **QUICK | settings)
+
+
+FAULTS = {
+    "network.partition": "network.heal",
+    "mds.pause": "mds.resume",
+    "mds.kill": "mds.start",
+    "osd.pause": "osd.resume",
+}
+"""What breaks the file system, and what mends it."""
 
 
 @contextmanager
-def partition(ceph):
-    if ceph.network is None:
+def broken(ceph, fault):
+    if fault == "network.partition" and ceph.network is None:
         pytest.skip(f"no network namespaces: {ceph.no_network}")
-    ceph.network.partition()
+    attrgetter(fault)(ceph)()
     try:
         yield
     finally:
-        ceph.network.heal()
-
-
-@contextmanager
-def kill_metadata_server(ceph):
-    ceph.mds.kill()
-    try:
-        yield
-    finally:
-        ceph.mds.start()
-
-
-@contextmanager
-def pause_metadata_server(ceph):
-    ceph.mds.pause()
-    try:
-        yield
-    finally:
-        ceph.mds.resume()
-
-
-@contextmanager
-def pause_storage(ceph):
-    ceph.osd.pause()
-    try:
-        yield
-    finally:
-        ceph.osd.resume()
+        attrgetter(FAULTS[fault])(ceph)()
 
 
 @pytest.mark.shared_core
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("fault", [partition, pause_metadata_server, kill_metadata_server, pause_storage])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_file_system_that_is_away_in_the_middle_costs_misses_until_it_is_back(ceph, mounts, tmp_path, caplog, fault):
     place, here, there = f"store-{os.urandom(4).hex()}", Engine(64, seed=1), Engine(64, seed=2)
     with closing(opened(there, shared(mounts[1] / place))) as session:
@@ -72,7 +64,7 @@ def test_a_file_system_that_is_away_in_the_middle_costs_misses_until_it_is_back(
     drive = DiskSettings(path=tmp_path / "drive", capacity_bytes=64 * MIB)
     own, later = prefix_of(CHUNKS, seed=9), prefix_of(CHUNKS, seed=10)
     with closing(opened(here, drive, shared(mounts[0] / place))) as session:
-        with fault(ceph):
+        with broken(ceph, fault):
             for number in range(3):
                 start_s = time.monotonic()
                 assert load(session, here, there, f"away-{number}") == 0
@@ -95,7 +87,7 @@ def test_a_file_system_that_hangs_at_the_start_is_used_once_it_is_back(ceph, mou
     with closing(opened(there, shared(mounts[1] / place))) as session:
         store(session)
     caplog.set_level(logging.INFO)
-    with pause_metadata_server(ceph):
+    with broken(ceph, "mds.pause"):
         start_s = time.monotonic()
         session = opened(here, shared(mounts[0] / place), open_deadline_s=2.0)
         assert time.monotonic() - start_s < ANSWER_S
@@ -107,27 +99,18 @@ def test_a_file_system_that_hangs_at_the_start_is_used_once_it_is_back(ceph, mou
 
 
 @pytest.mark.shared_core
-def test_bad_objects_and_those_of_another_secret_are_misses(mounts):
-    place, here = f"store-{os.urandom(4).hex()}", Engine(64, seed=1)
-    with closing(opened(here, shared(mounts[0] / place))) as session:
-        store(session)
+class TestSharedDirectory(SessionContract):
+    @pytest.fixture
+    def places(self, mounts):
+        place = f"store-{os.urandom(4).hex()}"
+        self.root = mounts[0] / place
+        return shared(self.root), shared(mounts[1] / place)
 
-    def tokens(**settings) -> int:
-        there = Engine(64, seed=2)
-        with closing(opened(there, shared(mounts[1] / place), **settings)) as session:
-            return load(session, there, here)
+    def frames(self):
+        return {path: path.read_bytes() for path in self.root.rglob("*") if len(path.name) == 64}
 
-    assert tokens() == TOKENS
-    assert tokens(secret=bytes(32)) == 0
-    whole = {path: path.read_bytes() for path in (mounts[0] / place).rglob("*") if len(path.name) == 64}
-    assert len(whole) == 2 * CHUNKS
-    for what, damage in damages(list(whole.values())).items():
-        for path, content in whole.items():
-            path.write_bytes(damage(content))
-        assert tokens() == 0, what
-    for path, content in whole.items():
-        path.write_bytes(content)
-    assert tokens() == TOKENS, "the control: whole objects load again"
+    def replace(self, key, frame):
+        key.write_bytes(frame)
 
 
 @pytest.mark.shared_core

@@ -14,15 +14,8 @@ class TestS3(TierContract):
 
     @pytest.fixture
     def make_tier(self, gateway):
-        tiers = []
-
-        def make(_capacity_bytes):
-            tiers.append(open_tier(gateway.access, fresh_prefix(), deadline_s=30.0, probe_deadline_s=10.0))
-            return tiers[-1]
-
-        yield make
-        for tier in tiers:
-            tier.close()
+        patient = {"deadline_s": 30.0, "probe_deadline_s": 10.0}
+        return lambda _: open_tier(gateway.access, fresh_prefix(), **patient)
 
 
 class Overwrites(S3Tier):
@@ -38,4 +31,3 @@ def test_the_suite_finds_a_wrong_tier(gateway, monkeypatch):
     tier = open_tier(gateway.access, fresh_prefix())
     with pytest.raises(AssertionError):
         TierContract().test_an_existing_name_is_not_overwritten(tier)
-    tier.close()

@@ -1,16 +1,14 @@
 """What is wrong at the start of an S3 tier is an error that names the mistake and shows no secret."""
 
-import http.server
 import logging
 import multiprocessing
-import socketserver
-import threading
 import traceback
-from contextlib import contextmanager
 
 import obstore
 import pytest
+from tests.cluster.hostile import Hostile
 from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, name_of, open_tier
+from tests.tier_makers import kept
 
 from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
@@ -46,56 +44,18 @@ def test_a_wrong_setting_is_named_and_no_secret_is_shown(gateway, mistake, text,
     assert access.secret_key[:8] not in everything
 
 
-class NotS3(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = b"<html>It works!</html>"
-        self.send_response(int(self.server.status))
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_PUT = do_GET  # noqa: N815 - the name that http.server calls
-
-    def log_message(self, *_):
-        pass
-
-
-class Greeter(socketserver.BaseRequestHandler):
-    def handle(self):
-        self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-        while self.request.recv(1000):  # closing before the client does may reset the connection, and lose the greeting
-            pass
-
-
-@contextmanager
-def serving(server):
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-
-
 @pytest.mark.parametrize(
-    ("status", "error", "text"),
-    [(404, ConfigError, "not the answer of an S3 server"), (200, DamagedStoreError, "does not speak S3")],
+    ("answer", "error", "text"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\n", ConfigError, "not the answer of an S3 server"),
+        (b"HTTP/1.1 200 OK\r\n", DamagedStoreError, "does not speak S3"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", ConfigError, "does not speak HTTP"),
+    ],
 )
-def test_an_http_server_of_another_kind_is_named(gateway, status, error, text):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotS3)
-    server.status = status
-    with serving(server) as endpoint, pytest.raises(error, match=text):
-        open_tier(gateway.access._replace(endpoint=endpoint))
-
-
-def test_a_server_without_http_is_named(gateway):
-    with (
-        serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Greeter)) as endpoint,
-        pytest.raises(ConfigError, match="does not speak HTTP"),
-    ):
-        open_tier(gateway.access._replace(endpoint=endpoint))
+def test_a_server_of_another_kind_is_named(gateway, answer, error, text):
+    page = b"Content-Length: 22\r\n\r\n<html>It works!</html>"
+    with Hostile(lambda _: [answer + page]) as server, pytest.raises(error, match=text):
+        open_tier(gateway.access._replace(endpoint=f"http://127.0.0.1:{server.port}"))
 
 
 def test_tls_at_a_port_without_it_is_named(gateway):
@@ -172,9 +132,8 @@ def test_the_kind_opens_with_a_profile_and_never_without_a_secret(gateway, tmp_p
     context = TierContext(layout=None, fingerprint=FINGERPRINT, key_id=KEY_ID)
     common = {"url": f"{access.bucket}/kv", "endpoint": access.endpoint, "allow_http": True}
     common |= {"region": access.region, "credentials_file": profiles}
-    tier = KIND.open(S3Settings(profile="kv", **common), context)
+    tier = kept(KIND.open(S3Settings(profile="kv", **common), context))
     assert tier.write(name_of(1), frame_of(1))
-    tier.close()
     with pytest.raises(ConfigError, match="no aws_secret_access_key for profile 'other'"):
         KIND.open(S3Settings(profile="other", **common), context)
     with pytest.raises(ConfigError, match="no absent for profile 'absent'"):
@@ -192,7 +151,6 @@ def test_the_usual_chain_gives_credentials_and_its_end_is_named(gateway, monkeyp
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", access.secret_key)
     tier = open_tier(access, credentials=None)
     assert tier.write(name_of(1), frame_of(1))
-    tier.close()
     assert access.secret_key not in caplog.text
 
 
@@ -222,8 +180,6 @@ def test_secrets_and_models_do_not_see_each_other(gateway):
     for other in others:
         assert other.contains([name_of(1)]) == [False]
         assert list(other.scan()) == []
-    for tier in (mine, *others):
-        tier.close()
 
 
 def _use_in_a_fork(tier, access, answers):
@@ -247,7 +203,6 @@ def test_a_fork_uses_neither_the_tier_nor_the_client(gateway):
     child.join(10)
     assert child.exitcode == 0
     assert tier.contains([name_of(1)]) == [False], "the parent's tier works on"
-    tier.close()
 
 
 def test_pauses_are_drawn_at_random_and_a_refusal_is_never_repeated():

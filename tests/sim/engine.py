@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tests.sim.oracle import boundaries
 from tests.sim.scenario import Mode
@@ -14,6 +14,9 @@ from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.prefix import needed_chunks
 from kvtier.types import ChunkKey, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
+
+if TYPE_CHECKING:
+    from tests.sim.invariants import Invariants
 
 LOOKUPS_MAX = 8
 SESSIONS = (None, "s1", "s2", "s3", "s4", "s5")
@@ -55,34 +58,11 @@ class SimJob:
     released_s: float | None = None
 
 
-class EngineObserver(Protocol):
-    """Callbacks of the engine for the checks."""
-
-    def looked_up(self, job: SimJob, lookup: Lookup) -> None:
-        """Called with the answer of a lookup."""
-        ...
-
-    def load_begun(self, job: SimJob, operation: Operation) -> None:
-        """Called before a load begins."""
-        ...
-
-    def load_done(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
-        """Called when a load has ended, before its blocks are reused."""
-        ...
-
-    def store_done(self, job: SimJob, operation: Operation, done: StoreDone) -> None:
-        """Called when a store has ended."""
-        ...
-
-    def released(self, job: SimJob) -> None:
-        """Called after a request was released."""
-        ...
-
-
 class SimEngine:
     """Requests from arrival to release.
 
     Args:
+        observer: hears of each answer; of a load's end before its blocks are reused.
         settle: executes the core's commands and delivers its events.
         expected: called with each next-turn hint before the core gets it.
     """
@@ -91,7 +71,7 @@ class SimEngine:
         self,
         world: World,
         cache: Cache,
-        observer: EngineObserver,
+        observer: "Invariants",
         settle: Callable[[], object],
         expected: Callable[[str, NextTurn | None], None],
     ) -> None:

@@ -78,6 +78,7 @@ class OpenLoad:
 TICK_LATENESS_S_MAX = 0.01
 """Longest delay of a tick after its deadline."""
 
+_NO_ANSWERS = TierAnswers()
 _HOST = "host memory"
 _NO_HINT = object()
 
@@ -336,31 +337,28 @@ class EventLog:
 
     def holders(self, request: RequestId, item: Item) -> list[str]:
         """Tiers that answered that they hold an object."""
-        answers = self._answers.get(request)
-        return answers.holders.get(item, []) if answers is not None else []
+        return self._answers.get(request, _NO_ANSWERS).holders.get(item, [])
 
     def is_asking(self, request: RequestId) -> bool:
         """Whether a probe of `request` is open."""
-        answers = self._answers.get(request)
-        return answers is not None and answers.open > 0
+        return self._answers.get(request, _NO_ANSWERS).open > 0
 
     def is_unsure(self, request: RequestId) -> bool:
         """Whether an answer arrived at its deadline and may or may not count."""
-        answers = self._answers.get(request)
-        return answers is not None and answers.is_unsure
+        return self._answers.get(request, _NO_ANSWERS).is_unsure
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
     def load_begun(self, job: SimJob, operation: Operation) -> None:
         """Record which objects are available in host memory or in a tier that the core may try."""
         present: dict[Item, bool] = {}
-        answers = self._answers.get(job.request)
+        answers = self._answers.get(job.request, _NO_ANSWERS)
         for place in operation.blocks:
             item = operation.item(place)
             tiers = list(self._scenario.tiers)
             if self._scenario.has_remote:  # a remote tier is taken to have what lies between two answers
                 tiers = list(self.cache._probes.tiers_for(job.request, item))
-            elif answers is not None and item in answers.probed and answers.holders.get(item):
+            elif item in answers.probed and answers.holders.get(item):
                 tiers = tiers[tiers.index(answers.holders[item][0]) :]
             in_tier = any(self._world.tiers[tier].holds(item) for tier in tiers)
             entry = self.cache.host.find(*item)

@@ -1,6 +1,5 @@
 """Compares the core's answers with the simulated memory and tiers: nothing wrong, nothing late, nothing lost."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -73,14 +72,14 @@ class Invariants:
             tiers = log.holders(job.request, (key, group))
             return key in host.entries[group] or any(map(log.is_read, tiers))
 
-        _expect(lookup.ready_tokens == longest(self._groups, prefix, is_ready), "ready tokens", lookup)
+        expect(lookup.ready_tokens == longest(self._groups, prefix, is_ready), "ready tokens", lookup)
         tokens = longest(self._groups, prefix, is_held)
         if log.is_unsure(job.request) or self._scenario.has_remote:  # answers of rounds stand for others
-            _expect(lookup.tokens in [0, *boundaries(prefix)], "tokens of a lookup", lookup)
+            expect(lookup.tokens in [0, *boundaries(prefix)], "tokens of a lookup", lookup)
         else:
-            _expect(lookup.tokens == tokens, f"tokens of a lookup, {tokens} expected", lookup)
-        _expect(lookup.ready_tokens <= lookup.tokens, "ready tokens above tokens", lookup)
-        _expect(sum(count for _, count in lookup.sources) == lookup.tokens, "sources of a lookup", lookup)
+            expect(lookup.tokens == tokens, f"tokens of a lookup, {tokens} expected", lookup)
+        expect(lookup.ready_tokens <= lookup.tokens, "ready tokens above tokens", lookup)
+        expect(sum(count for _, count in lookup.sources) == lookup.tokens, "sources of a lookup", lookup)
         presence = Presence.ABSENT
         if lookup.tokens:
             presence = Presence.READY if lookup.tokens == lookup.ready_tokens else Presence.ARRIVING
@@ -88,7 +87,7 @@ class Invariants:
         if lookup.presence is Presence.PROBING and lookup.tokens < job.announced_tokens:
             self.counts.announced_waits += 1
             is_open |= self._may_wait(job)
-        _expect(lookup.presence is presence or (is_open and lookup.presence is Presence.PROBING), "presence", lookup)
+        expect(lookup.presence is presence or (is_open and lookup.presence is Presence.PROBING), "presence", lookup)
         self._compare_with_history(job, lookup)
 
     def _may_wait(self, job: SimJob) -> bool:
@@ -107,11 +106,11 @@ class Invariants:
         if lookup.presence is Presence.PROBING:
             return
         least = longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.keys[chunk], group) in seen)
-        _expect(lookup.tokens >= least, f"a lookup without faults, at least {least} are in a tier", lookup)
+        expect(lookup.tokens >= least, f"a lookup without faults, at least {least} are in a tier", lookup)
         is_exact = self._scenario.limits.write_policy is not WritePolicy.SELECTIVE and self._scenario.tiers
         if self._scenario.mode is Mode.QUIET and is_exact:
             tokens = self._restorable(job)
-            _expect(lookup.tokens == tokens, f"a quiet lookup, {tokens} were stored", lookup)
+            expect(lookup.tokens == tokens, f"a quiet lookup, {tokens} were stored", lookup)
 
     def _restorable(self, job: SimJob) -> int:
         stored = self._acknowledged
@@ -128,8 +127,8 @@ class Invariants:
         """Delivered chunks are in the blocks, missing chunks have a reason, and the load ended in time."""
         prefix, world = job.prefix, self._world
         failed = set(done.failed)
-        _expect(done.wanted_tokens == operation.tokens, "wanted tokens", done)
-        _expect(len(failed) == len(done.failed) and failed <= set(operation.blocks), "failed chunks", done)
+        expect(done.wanted_tokens == operation.tokens, "wanted tokens", done)
+        expect(len(failed) == len(done.failed) and failed <= set(operation.blocks), "failed chunks", done)
 
         def is_there(group: int, chunk: int) -> bool:
             return (group, chunk) not in failed and (
@@ -139,18 +138,17 @@ class Invariants:
         for group, chunk in needed(self._groups, prefix, done.tokens):
             block = operation.blocks.get((group, chunk))
             if block is None:
-                _expect(
+                expect(
                     (chunk + 1) * prefix.chunk_tokens <= operation.resident_tokens,
                     f"chunk {chunk} was not requested",
                     done,
                 )
             elif not world.holds_right(block, operation.item((group, chunk))):
                 raise Violation(f"wrong bytes in the engine: group {group} chunk {chunk} of {done}")
-        tokens = max(
-            min(operation.resident_tokens, operation.tokens), self._longest_up_to(job, is_there, operation.tokens)
-        )
-        _expect(done.tokens == tokens, f"tokens of a load, {tokens} expected", done)
-        _expect(
+        least = min(operation.resident_tokens, operation.tokens)
+        tokens = max(least, longest(self._groups, prefix, is_there, operation.tokens))
+        expect(done.tokens == tokens, f"tokens of a load, {tokens} expected", done)
+        expect(
             sum(count for _, count in done.sources) == max(0, tokens - operation.resident_tokens),
             "sources of a load",
             done,
@@ -166,7 +164,7 @@ class Invariants:
         """A load is cut exactly when its regret has risen by the allowance, computed from the arrival times."""
         arrivals, budget = self._log.arrivals.pop(operation), operation.budget
         if budget is None:
-            _expect(not done.was_cut, "a load without budget to go on", done)
+            expect(not done.was_cut, "a load without budget to go on", done)
             return
         here = [set[ChunkKey]() for _ in self._groups]
         lowest_s = end_s = 0.0
@@ -179,9 +177,9 @@ class Invariants:
             here[group].add(key)
             costly_s = max(0.0, time_s - operation.start_s - budget.free_s)
             lowest_s = min(lowest_s, costly_s - self._worth(operation, here))
-        _expect(is_over_due or not done.was_cut, "not to be cut while it pays", done)
+        expect(is_over_due or not done.was_cut, "not to be cut while it pays", done)
         latest_s = end_s + self._scenario.device_s[1] + SLACK_S
-        _expect(job.released_s is not None or self._world.now_s <= latest_s or not is_over_due, "to be cut", done)
+        expect(job.released_s is not None or self._world.now_s <= latest_s or not is_over_due, "to be cut", done)
 
     def _worth(self, operation: Operation, here: list[set[ChunkKey]]) -> float:
         """Compute time saved by the leading chunks that have arrived."""
@@ -192,9 +190,6 @@ class Invariants:
         while chunks < len(keys) and all(keys[chunks] in of_group for of_group in here):
             chunks += 1
         return operation.budget.saved_s(operation.resident_tokens, chunks * size)
-
-    def _longest_up_to(self, job: SimJob, is_there: Callable[[int, int], bool], tokens: int) -> int:
-        return longest(self._groups, job.prefix, is_there, tokens)
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
@@ -208,9 +203,9 @@ class Invariants:
             key in self._cache.host.readable[group] or self._log.evicted_s(key, group) >= operation.start_s
             for key, group in items
         )
-        _expect(done.held <= kept, f"an acknowledged store, {kept} are readable", done)
+        expect(done.held <= kept, f"an acknowledged store, {kept} are readable", done)
         if self._scenario.mode is Mode.QUIET:
-            _expect(done.dropped == 0, "a quiet store drops nothing", done)
+            expect(done.dropped == 0, "a quiet store drops nothing", done)
             self._acknowledged.update(items)
         self._in_time(job, operation.start_s + self._scenario.limits.store_deadline_s, done)
 
@@ -218,7 +213,7 @@ class Invariants:
         if job.released_s is not None:
             end_s = min(end_s, job.released_s)
         latest_s = end_s + self._scenario.device_s[1] + SLACK_S
-        _expect(self._world.now_s <= latest_s, f"to end by {latest_s:.3f} at the latest", done)
+        expect(self._world.now_s <= latest_s, f"to end by {latest_s:.3f} at the latest", done)
 
     # ---- after each step -------------------------------------------------------------------------------------------
 
@@ -247,14 +242,14 @@ class Invariants:
     def at_end(self) -> None:
         """Check that nothing is in flight, pinned or unanswered."""
         cache = self._cache
-        _expect(cache.in_flight == 0 and not self._log.transfers, "nothing in flight at the end", cache.in_flight)
-        _expect(not cache.host.lost, "no slot lost at the end", cache.host.lost)
-        _expect(cache.next_deadline() is None, "no deadline at the end", cache.next_deadline())
+        expect(cache.in_flight == 0 and not self._log.transfers, "nothing in flight at the end", cache.in_flight)
+        expect(not cache.host.lost, "no slot lost at the end", cache.host.lost)
+        expect(cache.next_deadline() is None, "no deadline at the end", cache.next_deadline())
         for group, entries in enumerate(cache.host.entries):
-            _expect(all(entry.residency in READABLE and not entry.pins for entry in entries.values()), "slots", group)
-            _expect(cache.host.used(group) == len(entries), "slots free or readable", group)
+            expect(all(entry.residency in READABLE and not entry.pins for entry in entries.values()), "slots", group)
+            expect(cache.host.used(group) == len(entries), "slots free or readable", group)
 
 
-def _expect(holds: bool, what: str, seen: object) -> None:
+def expect(holds: object, what: str, seen: object) -> None:
     if not holds:
         raise Violation(f"{what}: {seen}")

@@ -10,15 +10,15 @@ one ObjectsDone: when every object has an outcome, at its deadline, or at an int
 5. Without faults every put is DONE, and so is every get of what tiers hold.
 """
 
-import traceback
 from dataclasses import dataclass, field, replace
 from random import Random
 
 from tests.sim.executor import OtherWriters, SimExecutor
-from tests.sim.run import STEPS_MAX_FACTOR, SeedReport
+from tests.sim.invariants import expect
+from tests.sim.run import SeedReport, Simulation, report_of
 from tests.sim.scenario import Mode, Scenario, draw
-from tests.sim.trace import RecordKind, RunTrace
-from tests.sim.world import Condition, Item, Violation, World
+from tests.sim.trace import RecordKind
+from tests.sim.world import Condition, Item, Violation
 
 from kvtier.core.limits import TierRules
 from kvtier.core.object_cache import ObjectCache
@@ -38,8 +38,6 @@ from kvtier.types import (
     Transfer,
 )
 
-SLACK_S = 0.05
-"""Virtual time that the end of a released call may take besides its copies."""
 GOES_ON_AFTER_S = 30.0
 
 
@@ -74,18 +72,16 @@ class ObjectCounts:
     relays: int = 0
 
 
-class ObjectSimulation:
+class ObjectSimulation(Simulation):
     """Calls of several threads on one `ObjectCache`."""
 
     def __init__(self, scenario: Scenario, *, has_digest: bool = False) -> None:
-        self.scenario = scenario
-        self.world = World(scenario, RunTrace(has_digest=has_digest))
+        super().__init__(scenario, has_digest=has_digest)
         self.cache = ObjectCache(layout=scenario.layout, slots=scenario.slots, tiers=scenario.rules)
         self.executor = SimExecutor(self.world, self._complete, self._probed, self._incident, self._dropped)
         self.others = OtherWriters(self.world, self.executor)
         self.counts = ObjectCounts()
-        self.incidents: dict[str, int] = {}
-        self.steps = 0
+        self.incidents = {}
         self.calls: dict[RequestId, SimCall] = {}
         self._flights: dict[int, Transfer] = {}
         self._probes: set[int] = set()
@@ -99,12 +95,6 @@ class ObjectSimulation:
         """Bad copies that could not be dropped, as the core knows."""
 
     def run(self) -> None:
-        """Run the seed.
-
-        Raises:
-            Violation: the core broke a promise.
-            AssertionError: its own checks failed.
-        """
         for tier in self.world.tiers.values():
             for key in self._keys:
                 if self._dice.random() < 0.3:
@@ -172,18 +162,18 @@ class ObjectSimulation:
 
     def _done(self, done: ObjectsDone) -> None:
         call = self.calls.pop(done.request, None)
-        _expect(call is not None, "one ObjectsDone for each call", done)
+        expect(call is not None, "one ObjectsDone for each call", done)
         assert call is not None
-        _expect(len(done.outcomes) == len(call.objects), "an outcome for each object", done)
+        expect(len(done.outcomes) == len(call.objects), "an outcome for each object", done)
         for transfer in self._flights.values():
-            _expect(transfer.request != call.request, "no copy after the end", transfer)
+            expect(transfer.request != call.request, "no copy after the end", transfer)
         for each, block, outcome in zip(call.objects, call.blocks, done.outcomes, strict=True):
             if call.kind == "get" and outcome is Outcome.DONE:
                 self.counts.got += 1
-                _expect(self.world.holds_right(block, each), "the bytes of the object", each)
+                expect(self.world.holds_right(block, each), "the bytes of the object", each)
             if call.kind == "put" and outcome is Outcome.DONE:
                 self.counts.kept += 1
-                _expect(each in call.lost or self._holders(each), "the object of a put in a tier", each)
+                expect(each in call.lost or self._holders(each), "the object of a put in a tier", each)
             self._check_calm(call, each, outcome)
             self.world.close_block(block)
         missing = [each for each, it in zip(call.objects, done.outcomes, strict=True) if it is not Outcome.DONE]
@@ -197,10 +187,10 @@ class ObjectSimulation:
         if self._is_storm or call.released_s is not None:
             return
         if call.kind == "put":
-            _expect(outcome is Outcome.DONE, "every put DONE without faults", (each, outcome))
+            expect(outcome is Outcome.DONE, "every put DONE without faults", (each, outcome))
         elif call.kind == "get" and outcome is not Outcome.DONE:
-            _expect(outcome is Outcome.ABSENT, "a miss without faults", outcome)
-            _expect(each not in call.there, "an object that a tier holds", each)
+            expect(outcome is Outcome.ABSENT, "a miss without faults", outcome)
+            expect(each not in call.there, "an object that a tier holds", each)
 
     def _holders(self, each: ObjectId) -> list[str]:
         """Tiers with a copy that is good, or not known to be bad."""
@@ -213,7 +203,6 @@ class ObjectSimulation:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Process the next event or deadline; returns whether there was one."""
         next_s, deadline_s = self.world.next_s(), self.cache.next_deadline()
         if next_s is None and deadline_s in (None, float("inf")):
             return False
@@ -238,32 +227,23 @@ class ObjectSimulation:
             raise Violation(f"the core had more to do and did not: {more}")
         return True
 
-    def _settle(self) -> list[Command | Event]:
-        """Deliver commands and events until there are none; returns them."""
-        self.cache.advance(self.world.now_s)
-        handed_over: list[Command | Event] = []
-        while True:
-            commands, events = self.cache.take_commands(), self.cache.take_events()
-            if not commands and not events:
-                return handed_over
-            handed_over += [*commands, *events]
-            for event in events:
-                self.world.trace.event(self.world.now_s, event)
-                if isinstance(event, ObjectsDone):
-                    self._done(event)
-            for command in commands:
-                self.world.trace.event(self.world.now_s, command)
-                if isinstance(command, Transfer):
-                    self._flights[command.id] = command
-                    self.counts.relays += command.direction is Direction.PROMOTE and self._is_relay(command)
-                elif isinstance(command, Probe):
-                    self._probes.add(command.id)
-                elif isinstance(command, Drop) and self._drop_fails(command):
-                    dropped = ObjectId(command.key, command.group)
-                    self._undropped.add((command.tier, dropped))
-                    self.cache.dropped(command, Outcome.FAILED)
-                    commands = [each for each in commands if each is not command]
-            self.executor.execute([self._with_block(command) for command in commands])
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, ObjectsDone):
+            self._done(event)
+
+    def _ordered(self, commands: list[Command]) -> list[Command]:
+        for command in commands:
+            if isinstance(command, Transfer):
+                self._flights[command.id] = command
+                self.counts.relays += command.direction is Direction.PROMOTE and self._is_relay(command)
+            elif isinstance(command, Probe):
+                self._probes.add(command.id)
+            elif isinstance(command, Drop) and self._drop_fails(command):
+                dropped = ObjectId(command.key, command.group)
+                self._undropped.add((command.tier, dropped))
+                self.cache.dropped(command, Outcome.FAILED)
+                commands = [each for each in commands if each is not command]
+        return [self._with_block(command) for command in commands]
 
     def _drop_fails(self, drop: Drop) -> bool:
         """Whether the tier cannot remove the bad copy. A mover has one drop of an object at a time."""
@@ -288,11 +268,6 @@ class ObjectSimulation:
             self.others.act()
         self._settle()
 
-    def _drain(self) -> None:
-        while self._step():
-            if self.steps > self.scenario.steps * STEPS_MAX_FACTOR:
-                raise Violation("the run does not drain")
-
     def _flush(self) -> None:
         """Close: end what is open, and finish the writes."""
         self.cache.stop(self.world.now_s)
@@ -316,15 +291,15 @@ class ObjectSimulation:
         copying = {transfer.request for transfer in self._flights.values()}
         for call in self.calls.values():
             if call.released_s is not None:
-                _expect(call.request in copying, "the end of a released call", call)
+                expect(call.request in copying, "the end of a released call", call)
 
     def _at_end(self) -> None:
         cache = self.cache
-        _expect(not self.calls, "no call open at the end", list(self.calls))
-        _expect(cache.in_flight == 0 and not self._flights, "nothing in flight at the end", cache.in_flight)
+        expect(not self.calls, "no call open at the end", list(self.calls))
+        expect(cache.in_flight == 0 and not self._flights, "nothing in flight at the end", cache.in_flight)
         for group in range(len(self.scenario.slots)):
-            _expect(cache.host.used(group) == 0, "every slot free at the end", cache.host.entries[group])
-        _expect(not cache.host.lost, "no slot lost at the end", cache.host.lost)
+            expect(cache.host.used(group) == 0, "every slot free at the end", cache.host.entries[group])
+        expect(not cache.host.lost, "no slot lost at the end", cache.host.lost)
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
@@ -353,17 +328,7 @@ class ObjectSimulation:
 
 def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> SeedReport:
     """Run one seed; every failure ends in the report, as with `tests.sim.run.run`."""
-    simulation = ObjectSimulation(_scenario(seed, steps, **overrides), has_digest=has_digest)
-    failure, where = None, ""
-    try:
-        simulation.run()
-    except Exception as error:  # noqa: BLE001 - reported with its seed
-        failure, where = f"{type(error).__name__}: {error}", traceback.format_exc()
-    trace = simulation.world.trace
-    lines = trace.lines() if failure else ()
-    return SeedReport(
-        seed, simulation.steps, trace.digest(), failure, where, lines, simulation.counts, simulation.incidents
-    )
+    return report_of(ObjectSimulation(_scenario(seed, steps, **overrides), has_digest=has_digest))
 
 
 def _scenario(seed: int, steps: int | None, **overrides: object) -> Scenario:
@@ -372,8 +337,3 @@ def _scenario(seed: int, steps: int | None, **overrides: object) -> Scenario:
     if not scenario.rules:
         scenario = replace(scenario, rules=(TierRules(name="disk"),), tier_s=((0.001, 0.02),))
     return scenario
-
-
-def _expect(holds: object, what: str, seen: object) -> None:
-    if not holds:
-        raise Violation(f"{what}: {seen}")

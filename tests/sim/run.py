@@ -1,6 +1,7 @@
 """Runs one seed, from the first request to the last answer."""
 
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -17,10 +18,9 @@ from tests.sim.world import Violation, World
 
 from kvtier.core import operations, probes
 from kvtier.core.cache import Cache
-from kvtier.policy.adaptive import Adaptive
+from kvtier.core.object_cache import ObjectCache
 from kvtier.policy.base import Evictor, Held, Hinted
-from kvtier.policy.fifo import Fifo
-from kvtier.policy.lru import Lru
+from kvtier.policy.registry import make_evictor
 from kvtier.types import Command, Event, LoadDone, NextTurn, Outcome, Probe, TierNotice, Transfer
 
 POLL_S = 0.002
@@ -67,28 +67,11 @@ def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **over
     """
     scenario = draw(seed, steps, **overrides)
     simulation = _Simulation(scenario, has_digest=has_digest)
-    failure: str | None = None
-    where = ""
-    try:
-        with (
-            patch.object(operations, "WAITING_MAX", scenario.waiting),
-            patch.object(probes, "REQUESTS_MAX", scenario.requests),
-        ):
-            simulation.run()
-    except Exception as error:  # noqa: BLE001  reported with its seed, which is what a simulator is for
-        failure = f"{type(error).__name__}: {error}"
-        where = traceback.format_exc()
-    world = simulation.world
-    return SeedReport(
-        seed,
-        simulation.steps,
-        world.trace.digest(),
-        failure,
-        where,
-        world.trace.lines() if failure else (),
-        simulation.invariants.counts,
-        dict(simulation.log.incident_counts),
-    )
+    with (
+        patch.object(operations, "WAITING_MAX", scenario.waiting),
+        patch.object(probes, "REQUESTS_MAX", scenario.requests),
+    ):
+        return report_of(simulation)
 
 
 class _ObservedEvictor:
@@ -140,12 +123,92 @@ class _RandomEvictor:
         return self._dice.choice(free) if free else None
 
 
-class _Simulation:
-    def __init__(self, scenario: Scenario, *, has_digest: bool) -> None:
+class Simulation(ABC):
+    """A world with the real core in it. A subclass makes the calls of an engine and checks the answers.
+
+    Args:
+        scenario: of the seed.
+        has_digest: compute the digest of the trace.
+    """
+
+    cache: Cache | ObjectCache
+    executor: SimExecutor
+    counts: Any
+    incidents: dict[str, int]
+
+    def __init__(self, scenario: Scenario, *, has_digest: bool = False) -> None:
         self.scenario = scenario
         self.world = World(scenario, RunTrace(has_digest=has_digest))
-        self.log = EventLog(self.world)
         self.steps = 0
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run the seed.
+
+        Raises:
+            Violation: the core broke a promise.
+            AssertionError: its own checks failed.
+        """
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Process the next event or deadline; returns whether there was one."""
+
+    @abstractmethod
+    def _happened(self, event: Event) -> None:
+        """Pass an event of the core on."""
+
+    @abstractmethod
+    def _ordered(self, commands: list[Command]) -> list[Command]:
+        """Take note of the core's commands; returns those that the executor gets."""
+
+    def _drain(self) -> None:
+        while self._step():
+            if self.steps > self.scenario.steps * STEPS_MAX_FACTOR:
+                raise Violation("the run does not drain")
+
+    def _settle(self) -> list[Command | Event]:
+        """Deliver commands and events until there are none; returns them."""
+        self.cache.advance(self.world.now_s)
+        handed_over: list[Command | Event] = []
+        while True:
+            commands, events = self.cache.take_commands(), self.cache.take_events()
+            if not commands and not events:
+                return handed_over
+            handed_over += [*commands, *events]
+            for event in events:
+                self.world.trace.event(self.world.now_s, event)
+                self._happened(event)
+            for command in commands:
+                self.world.trace.event(self.world.now_s, command)
+            self.executor.execute(self._ordered(commands))
+
+
+def report_of(simulation: Simulation) -> SeedReport:
+    """Run a simulation; every failure ends in the report."""
+    failure, where = None, ""
+    try:
+        simulation.run()
+    except Exception as error:  # noqa: BLE001  reported with its seed, which is what a simulator is for
+        failure, where = f"{type(error).__name__}: {error}", traceback.format_exc()
+    trace = simulation.world.trace
+    return SeedReport(
+        simulation.scenario.seed,
+        simulation.steps,
+        trace.digest(),
+        failure,
+        where,
+        trace.lines() if failure else (),
+        simulation.counts,
+        dict(simulation.incidents),
+    )
+
+
+class _Simulation(Simulation):
+    def __init__(self, scenario: Scenario, *, has_digest: bool) -> None:
+        super().__init__(scenario, has_digest=has_digest)
+        self.log = EventLog(self.world)
+        self.incidents = self.log.incident_counts
         self._groups_made = 0
         self.cache = Cache(
             layout=scenario.layout,
@@ -156,6 +219,7 @@ class _Simulation:
         )
         self.log.cache = self.cache
         self.invariants = Invariants(self.world, self.cache, self.log)
+        self.counts = self.invariants.counts
         self.engine = SimEngine(self.world, self.cache, self.invariants, self._settle, self.log.expected)
         self.invariants.begin()
         self.executor = SimExecutor(self.world, self._complete, self._probed, self.log.incident)
@@ -177,17 +241,13 @@ class _Simulation:
             self.engine.end_all()
         self.cache.flush(self.world.now_s)
         self.world.release_parked()
+        self._settle()
         self._drain()
         self.engine.end_all()
+        self._settle()
         self._drain()
         self.invariants.at_end()
         self.log.at_end()
-
-    def _drain(self) -> None:
-        self._settle()
-        while self._step():
-            if self.steps > self.scenario.steps * STEPS_MAX_FACTOR:
-                raise Violation("the run does not drain")
 
     def _step(self) -> bool:
         """Process the next event or deadline; returns whether there was one."""
@@ -237,27 +297,18 @@ class _Simulation:
             return False
         return self._polls.random() < self._late_share
 
-    def _settle(self) -> list[Command | Event]:
-        """Deliver commands and events until there are none; returns them."""
-        self.cache.advance(self.world.now_s)
-        handed_over: list[Command | Event] = []
-        while True:
-            commands, events = self.cache.take_commands(), self.cache.take_events()
-            if not commands and not events:
-                return handed_over
-            handed_over += [*commands, *events]
-            for event in events:
-                self.world.trace.event(self.world.now_s, event)
-                if isinstance(event, TierNotice):
-                    self.log.notice(event)
-                elif isinstance(event, LoadDone):
-                    self.engine.load_done(event)
-                else:
-                    self.engine.store_done(event)
-            for command in commands:
-                self.world.trace.event(self.world.now_s, command)
-                self.log.ordered(command, self.engine.jobs)
-            self.executor.execute(commands)
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, TierNotice):
+            self.log.notice(event)
+        elif isinstance(event, LoadDone):
+            self.engine.load_done(event)
+        else:
+            self.engine.store_done(event)
+
+    def _ordered(self, commands: list[Command]) -> list[Command]:
+        for command in commands:
+            self.log.ordered(command, self.engine.jobs)
+        return commands
 
     def _disturb(self) -> None:
         faults, dice = self.scenario.faults, self.world.dice
@@ -280,14 +331,7 @@ class _Simulation:
         self.cache.probed(probe.id, present, self.world.now_s)
 
     def _make_evictor(self) -> Evictor:
-        inner: Evictor
-        if self.scenario.evictor == "lru":
-            inner = Lru()
-        elif self.scenario.evictor == "adaptive":
-            inner = Adaptive()
-        elif self.scenario.evictor == "fifo":
-            inner = Fifo()
-        else:
-            inner = _RandomEvictor(Random(f"evictor {self.scenario.seed}"))
+        name = self.scenario.evictor
+        inner = _RandomEvictor(Random(f"evictor {self.scenario.seed}")) if name == "random" else make_evictor(name)
         self._groups_made += 1
         return _ObservedEvictor(inner, self._groups_made - 1, self.log)

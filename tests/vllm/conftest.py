@@ -2,7 +2,7 @@
 
 import itertools
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ IS_INSTALLED = _is_installed()
 collect_ignore_glob = [] if IS_INSTALLED else ["test_*.py"]
 
 if IS_INSTALLED:
-    from engines import PROMPTS, Start, small_engine
+    from engines import PROMPTS, Expected, Start, small_engine
     from harness import Answer, Engine, in_process
     from judge import prompt
     from models import make_all
@@ -55,7 +55,7 @@ def start(checkpoints: Path, tmp_path: Path) -> Iterator["Start"]:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, "Answer"]]:
+def expected(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> "Expected":
     """What a model answers to `PROMPTS` in an engine without a connector."""
     logs = tmp_path_factory.mktemp("expected")
     known: dict[str, dict[str, Answer]] = {}
@@ -79,3 +79,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
     yield where
     subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+@pytest.fixture
+def hangs(tmp_path: Path) -> Path:
+    """A flag: what `sabotage` makes hang goes on when the file is removed."""
+    flag = tmp_path / "hangs"
+    flag.touch()
+    return flag

@@ -1,9 +1,11 @@
 """Engines of the checkpoints that the tests make, with small settings."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import Engine
+from harness import Answer, Engine
+from judge import prompt
 
 EXACT = ("llama", "gemma3", "deepseek")
 """Models that run with float32: neither batches nor chunks nor cached blocks change more than the last bits."""
@@ -21,6 +23,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 """Of `vllm.LLM`, by model."""
 
 PROMPTS = {"long": (1400, 1), "short": (700, 2)}
+LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
+
+Expected = Callable[[str], dict[str, Answer]]
+"""What a model answers to `PROMPTS`."""
 
 
 class Start(Protocol):

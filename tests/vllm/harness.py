@@ -159,9 +159,21 @@ class Engine:
         found = [{key: value for key, value in vars(it).items() if value not in (None, "")} for it in asked]
         return [Answer(**it) for it in self._call("run", limit_s + 10.0, requests=found, limit_s=limit_s)]
 
-    def ask_in_turn(self, *prompts: Sequence[int], **fields: Any) -> list[Answer]:
+    def ask_in_turn(self, *prompts: Ask | Sequence[int], **fields: Any) -> list[Answer]:
         """Answers to all `prompts`, each asked when the one before has ended."""
         return [self.ask(prompt, **fields)[0] for prompt in prompts]
+
+    def ask_and_close(self, *prompts: Ask | Sequence[int], **fields: Any) -> list[Answer]:
+        """Answers to all `prompts`, in turn; then the engine ends, and what is pending is in its tiers."""
+        answers = self.ask_in_turn(*prompts, **fields)
+        self.close()
+        return answers
+
+    def hits_of(self, *prompts: Ask | Sequence[int], **fields: Any) -> int:
+        """Tokens of `prompts`, asked in turn, that come from the connector."""
+        before = self.external_hits()
+        self.ask_in_turn(*prompts, **fields)
+        return self.external_hits() - before
 
     def converse(
         self, conversations: list[list[list[int]]], *, count: int, think_s: float, limit_s: float

@@ -7,17 +7,18 @@ that it had, and its answer's length.
 """
 
 import json
-import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import zmq
 from engines import small_engine
 from harness import in_process
 from judge import prompt
 from models import make_all
+from tests.waiting import free_port
 
 BLOCK = 32
 PAUSE_S = 2.5
@@ -40,19 +41,10 @@ def asked() -> list[tuple[str, list[int], int]]:
 
 def main(folder: Path) -> None:
     """Ask, and write what was published."""
-    with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0)) as one:
-        ports = [one.getsockname()[1]]
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            ports.append(other.getsockname()[1])
-        one.close()
+    events, port = publisher()
+    with tempfile.TemporaryDirectory() as place:
         models = Path(place)
         in_process(make_all, models)
-        events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://127.0.0.1:{ports[0]}",
-            "replay_endpoint": f"tcp://127.0.0.1:{ports[1]}",
-        }
         result = []
         with small_engine(
             models, "llama", models / "log", None, kv_events_config=events, block_size=BLOCK, max_num_batched_tokens=256
@@ -63,10 +55,17 @@ def main(folder: Path) -> None:
                     {"what": what, "prompt": len(tokens), "cached": answer.cached, "generated": len(answer.tokens)}
                 )
                 time.sleep(PAUSE_S)
-            batches = published(ports[1])
+            batches = published(port)
     (folder / "vllm_events.msgpack").write_bytes(b"".join(batches))
     (folder / "vllm_events.json").write_text(json.dumps({"block": BLOCK, "asked": result}, indent=1) + "\n")
     print(f"{len(batches)} batches; {result}")
+
+
+def publisher() -> tuple[dict[str, Any], int]:
+    """vLLM's settings of a publisher of KV events, and the port for what it has sent already."""
+    port = free_port()
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+    return events | {"replay_endpoint": f"tcp://127.0.0.1:{port}"}, port
 
 
 def published(port: int) -> list[bytes]:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness import ENVIRONMENT, EngineError
+from tests.waiting import free_port
 
+SIZES = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20))
+"""Arguments of a small server."""
 UP_S = 400.0
 ANSWER_S = 300.0
 END_S = 120.0
@@ -41,18 +43,19 @@ class Client:
                 found += choice.get("token_ids") or []
         return found
 
-    def post(self, path: str, fields: dict[str, object]) -> dict[str, Any]:
-        """An answer that is not streamed."""
-        return json.loads("".join(self._lines(path, {"model": "m", "temperature": 0, "ignore_eos": True, **fields})))
+    def post(self, path: str, fields: dict[str, object], name: str = "") -> dict[str, Any]:
+        """An answer that is not streamed; `name` is the request's `X-Request-ID`."""
+        body = {"model": "m", "temperature": 0, "ignore_eos": True, **fields}
+        return json.loads("".join(self._lines(path, body, {"X-Request-ID": name} if name else {})))
 
     def metrics(self) -> dict[str, float]:
         """Every sample of ``/metrics``, by name with labels, as it is written there."""
         lines = [line for line in self._lines("/metrics") if line and not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
-    def reset(self) -> None:
-        """Forget vLLM's own prefix cache."""
-        list(self._lines("/reset_prefix_cache", {}))
+    def total(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        return sum(value for series, value in self.metrics().items() if series.partition("{")[0] == name)
 
     def await_health(self, is_over: Callable[[], str]) -> None:
         """Wait until the server answers; `is_over` says why it never will.
@@ -80,12 +83,6 @@ class Client:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             for line in answer:
                 yield line.decode().rstrip("\n")
-
-
-def free_port() -> int:
-    """A port of this machine that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 class Server(Client):

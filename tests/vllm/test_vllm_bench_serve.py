@@ -5,11 +5,11 @@ import os
 import random
 import signal
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from server import Client
 
 from kvtier.bench.serve.arms import parse_arms
 from kvtier.bench.serve.checkpoint import WORDS
@@ -79,12 +79,8 @@ def text(draw: random.Random, count: int) -> str:
 
 def ask(url: str, talk: list[dict[str, str]], name: str) -> dict[str, object]:
     """One request; its answer is added to `talk`."""
-    body = {"model": "m", "messages": talk, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    headers = {"content-type": "application/json", "X-Request-ID": name}
     sent_s = time.time()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        found = json.load(answer)
+    found = Client(url).post("/v1/chat/completions", {"messages": talk, "max_tokens": 8}, name)
     talk.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
     now_s = time.time()
     return {

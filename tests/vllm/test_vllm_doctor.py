@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import PROMPTS, Start
-from judge import prompt
+from engines import SHORT, Start
 from settings import connector
 
 pytestmark = pytest.mark.engine
@@ -27,9 +26,7 @@ def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
 
 def test_the_doctor_finds_the_models_own_kv(start: Start, checkpoints: Path, tmp_path: Path) -> None:
     given = connector(tmp_path / "kv", tiers__directory__capacity_bytes="1GiB")
-    engine = start("llama", given)
-    engine.ask(prompt(*PROMPTS["short"]))
-    engine.close()
+    start("llama", given).ask_and_close(SHORT)
 
     model = ("--model", str(checkpoints / "llama"), "--engine-args")
     result = doctor(given, *model, "--dtype float32 --max-model-len 4096 --port 8000")

@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 import sabotage
-from engines import PROMPTS, Start
-from harness import Answer, in_process
-from judge import TOLERANCE, apart, is_same, prompt
+from engines import LONG, SHORT, Expected, Start
+from harness import EngineError, in_process
+from judge import TOLERANCE, apart, is_same
 from models import make_checkpoint
 from settings import connector, whole
 from storage import damage_behind, flip_a_bit, objects, truncate
 
 pytestmark = pytest.mark.engine
 
-LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
 HYBRIDS = ("llama", "gemma3", "qwen3-next")
-Expected = Callable[[str], dict[str, Answer]]
 
 
 @pytest.mark.parametrize("damage", [pytest.param(flip_a_bit, marks=pytest.mark.vllm_core), truncate])
@@ -41,9 +39,7 @@ def test_a_load_that_fails_in_the_middle_is_completed_by_computing(
     model: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
     """The look-up has promised five chunks; three of them turn out to be damaged when they are read."""
-    first = start(model, connector(tmp_path / "kv"))
-    first.ask(LONG)
-    first.close()
+    start(model, connector(tmp_path / "kv")).ask_and_close(LONG)
     assert damage_behind(tmp_path / "kv", 2)
     engine = start(model, connector(tmp_path / "kv"))
     assert is_same(model, engine.ask(LONG)[0], expected(model)["long"])
@@ -55,13 +51,9 @@ def test_a_load_that_fails_in_the_middle_is_completed_by_computing(
 @pytest.mark.vllm_core
 @pytest.mark.parametrize("method", ["reads", "probes"])
 def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
-    method: str, start: Start, expected: Expected, tmp_path: Path
+    method: str, start: Start, expected: Expected, hangs: Path, tmp_path: Path
 ) -> None:
-    first = start("llama", connector(tmp_path / "kv"))
-    first.ask_in_turn(LONG, SHORT)
-    first.close()
-    flag = tmp_path / "hangs"
-    flag.touch()
+    start("llama", connector(tmp_path / "kv")).ask_and_close(LONG, SHORT)
     patience_s = 1.0
     engine = start(
         "llama",
@@ -74,7 +66,7 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
             tiers__directory__retry_s=0.5,
         ),
         sabotage=f"sabotage:hang_{method}",
-        environment={sabotage.FLAG: str(flag)},
+        environment={sabotage.FLAG: str(hangs)},
     )
     began = time.monotonic()
     assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
@@ -83,29 +75,23 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
     assert engine.external_hits() in (0, whole(len(LONG))), "promised and then recomputed, or not promised"
     engine.forget()
     # What has been stored meanwhile is in host memory, which does not hang.
-    before = engine.external_hits()
-    assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
-    assert engine.external_hits() - before == whole(len(LONG))
-    flag.unlink()
+    assert engine.hits_of(LONG) == whole(len(LONG))
+    hangs.unlink()
     deadline = time.monotonic() + 120
     while True:  # the tier is tried again after a while
         engine.forget()
-        before = engine.external_hits()
-        assert is_same("llama", engine.ask(SHORT)[0], expected("llama")["short"])
-        if engine.external_hits() - before == whole(len(SHORT)):
+        if engine.hits_of(SHORT) == whole(len(SHORT)):
             break
         assert time.monotonic() < deadline, "the directory works, and is not used again"
 
 
 @pytest.mark.vllm_core
-def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Start, tmp_path: Path) -> None:
-    flag = tmp_path / "hangs"
-    flag.touch()
+def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Start, hangs: Path, tmp_path: Path) -> None:
     engine = start(
         "llama",
         connector(tmp_path / "kv", limits__close_deadline_s=1.0, tiers__directory__transfer_deadline_s=1.0),
         sabotage="sabotage:hang_writes",
-        environment={sabotage.FLAG: str(flag)},
+        environment={sabotage.FLAG: str(hangs)},
     )
     engine.ask(LONG)
     began = time.monotonic()
@@ -141,18 +127,14 @@ def test_an_engine_that_was_killed_leaves_a_store_that_works(start: Start, expec
         assert is_same("llama", second.ask(LONG)[0], expected("llama")["long"])
         assert is_same("llama", second.ask(SHORT)[0], expected("llama")["short"])
     second.close()
-    third = start("llama", connector(tmp_path / "kv"))
-    third.ask(LONG)
-    assert third.external_hits() == whole(len(LONG))
+    assert start("llama", connector(tmp_path / "kv")).hits_of(LONG) == whole(len(LONG))
 
 
 @pytest.mark.vllm_core
 def test_other_weights_at_the_same_path_are_another_model(start: Start, tmp_path: Path) -> None:
     model = tmp_path / "model"
     in_process(make_checkpoint, "llama", model, 7)
-    first = start(model, connector(tmp_path / "kv"))
-    first.ask(LONG)
-    first.close()
+    start(model, connector(tmp_path / "kv")).ask_and_close(LONG)
     in_process(make_checkpoint, "llama", model, 8)
     plain = start(model).ask(LONG)[0]
     second = start(model, connector(tmp_path / "kv"))
@@ -160,24 +142,13 @@ def test_other_weights_at_the_same_path_are_another_model(start: Start, tmp_path
     assert second.external_hits() == 0
     second.close()
     in_process(make_checkpoint, "llama", model, 7)
-    third = start(model, connector(tmp_path / "kv"))
-    third.ask(LONG)
-    assert third.external_hits() == whole(len(LONG)), "the first weights are known again"
-
-
-def test_the_failure_policy_that_fails_requests_is_warned_of(start: Start, tmp_path: Path) -> None:
-    chosen = connector(tmp_path / "kv") | {"kv_load_failure_policy": "fail"}
-    engine = start("llama", chosen)
-    assert engine.printed().count("kv_load_failure_policy") >= 1
-    assert "recompute" in engine.printed().partition("kv_load_failure_policy")[2]
-    good = start("llama", connector(tmp_path / "kv"))
-    assert "WARNING" not in [line for line in good.printed().splitlines() if "kvtier" in line]
+    assert start(model, connector(tmp_path / "kv")).hits_of(LONG) == whole(len(LONG)), (
+        "the first weights are known again"
+    )
 
 
 @pytest.mark.vllm_core
 def test_a_wrong_setting_is_refused_with_its_name(start: Start, tmp_path: Path) -> None:
-    from harness import EngineError
-
     with pytest.raises(EngineError, match=r"host\.capacity_byte.*did you mean.*capacity_bytes"):
         start("llama", connector(tmp_path / "kv", host__capacity_byte="64MiB"))
 

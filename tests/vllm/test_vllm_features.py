@@ -1,20 +1,17 @@
 """vLLM's other features go together with kvtier: guessed tokens, embeddings and images as prompts, several engines."""
 
-import socket
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
-from engines import PROMPTS, Start
+from engines import LONG, Start
 from harness import Ask
-from judge import TOLERANCE, apart, furthest, prompt
+from judge import TOLERANCE, apart, prompt
+from record_events import published, publisher
 from settings import CHUNK, connector, whole
 
 pytestmark = pytest.mark.engine
-
-LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
 
 
 def test_tokens_that_were_only_guessed_are_never_stored(start: Start, tmp_path: Path) -> None:
@@ -59,30 +56,15 @@ def test_prompts_of_embeddings_are_told_apart(start: Start, tmp_path: Path) -> N
         engine.close()
 
 
-def test_engines_that_run_at_the_same_time_share_a_directory(start: Start, tmp_path: Path) -> None:
-    one, two = (start("llama", connector(tmp_path / "kv")) for _ in range(2))
-    stored = one.ask_in_turn(LONG, SHORT)
-    one.close()
-    assert furthest(two.ask_in_turn(LONG, SHORT), stored) < TOLERANCE
-    assert two.external_hits() == whole(len(LONG)) + whole(len(SHORT))
-
-
 def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: Start, tmp_path: Path) -> None:
     """As vLLM publishes it, though idle: under its own hashes, next to what the engine itself holds."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = [it.getsockname()[1] for it in (one, other)]
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://127.0.0.1:{ports[0]}",
-        "replay_endpoint": f"tcp://127.0.0.1:{ports[1]}",
-    }
+    events, port = publisher()
     engine = start("llama", connector(tmp_path / "kv"), kv_events_config=events)
     engine.ask(LONG)
     wanted, until_s = LONG[: whole(len(LONG))], time.monotonic() + 120
     while True:
         engine.drain()  # steps are taken only for events
-        result = stored_events(ports[1])
+        result = stored_events(port)
         if all(sum(map(len, result.get(medium, {}).values())) == len(wanted) for medium in ("CPU", "STORAGE")):
             break
         assert time.monotonic() < until_s, result
@@ -94,16 +76,11 @@ def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: 
 
 
 def stored_events(port: int) -> dict[str, dict[tuple[bytes, ...], list[int]]]:
-    """By medium: the tokens of the blocks that were stored, by their hashes. From vLLM's memory of what it has sent."""
+    """By medium: the tokens of the blocks that were stored, by their hashes."""
     found: dict[str, dict[tuple[bytes, ...], list[int]]] = {}
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-        asking.linger = 0
-        asking.rcvtimeo = 60_000
-        asking.connect(f"tcp://127.0.0.1:{port}")
-        asking.send_multipart([b"", (0).to_bytes(8, "big")])
-        while len(batch := asking.recv_multipart()[-1]):
-            for event in msgspec.msgpack.decode(batch)[1]:
-                if event["type"] == "BlockStored":
-                    hashes, tokens, medium = (event[it] for it in ("block_hashes", "token_ids", "medium"))
-                    found.setdefault(medium, {})[tuple(hashes)] = tokens
+    for batch in published(port):
+        for event in msgspec.msgpack.decode(batch)[1]:
+            if event["type"] == "BlockStored":
+                hashes, tokens, medium = (event[it] for it in ("block_hashes", "token_ids", "medium"))
+                found.setdefault(medium, {})[tuple(hashes)] = tokens
     return found

@@ -1,6 +1,7 @@
 """The connector fits the interface of the vLLM that runs it: every hook is called, with its arguments."""
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 from harness import in_process
@@ -9,7 +10,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
 
 def check() -> None:
-    """Runs where vLLM is imported."""
+    """Runs where vLLM is imported: every hook is one of vLLM's."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
     from kvtier.connect.vllm import KvtierConnector
@@ -29,10 +30,6 @@ def check() -> None:
             assert list(taken) == list(given), f"{name} takes {list(taken)}, vLLM gives {list(given)}"
 
 
-def test_every_hook_is_one_of_vllms() -> None:
-    in_process(check)
-
-
 def check_role() -> None:
     """A prefill engine loads, too. vLLM must read its role when the connector has changed it to one that loads."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,10 +38,6 @@ def check_role() -> None:
     assert text.index("KVConnectorFactory.create_connector(") < text.index("kv_transfer_config.is_kv_consumer")
     assert text.count("is_kv_consumer") == 1
     assert "self.defer_block_free = True" in text
-
-
-def test_vllm_reads_the_role_when_the_connector_is_made() -> None:
-    in_process(check_role)
 
 
 def broken() -> None:
@@ -89,10 +82,6 @@ def check_pool() -> None:
     assert list(map(pins.is_free, mine)) == [False, True], "block 1 holds nothing any more"
 
 
-def test_the_pool_hands_out_first_the_blocks_at_the_front() -> None:
-    in_process(check_pool)
-
-
 def check_calls() -> None:
     """Runs where vLLM is imported: what is taken for harmless is a method of vLLM's workers, not a name misspelt."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -107,5 +96,6 @@ def check_calls() -> None:
         assert name not in HARMLESS
 
 
-def test_calls_that_stop_nothing_are_vllms() -> None:
-    in_process(check_calls)
+@pytest.mark.parametrize("one", [check, check_role, check_pool, check_calls])
+def test_the_connector_fits_vllm(one: Callable[[], None]) -> None:
+    in_process(one)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from judge import prompt
 from server import Server
 from settings import CHUNK, connector, whole
+from tests.waiting import wait_until
 
 from kvtier.bench.serve.run import STATISTICS, STATISTICS_PATH
 from kvtier.bench.serve.server import write_packages
@@ -58,10 +58,8 @@ def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
         server.complete([5], 1)  # counts travel with steps
         metrics = server.metrics()
         (journal,) = (tmp_path / "journal").iterdir()
-        until_s = time.monotonic() + 60
-        while '"chat-0-1"' not in journal.read_text():  # vLLM kills its engine, and what is not written is lost
-            assert time.monotonic() < until_s
-            time.sleep(0.1)
+        # vLLM kills its engine, and what is not written is lost.
+        wait_until(lambda: '"chat-0-1"' in journal.read_text(), "the journal", 60.0)
     stats = lines_of(tmp_path / "engine.jsonl")[: len(sent)]
     every = lines_of(journal)
     requests = [line for line in every if line["kind"] == "request"][: len(sent)]

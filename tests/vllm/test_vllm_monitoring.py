@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 from judge import prompt
-from server import Server, free_port
+from server import Server
 from settings import connector
 from tests import browser
+from tests.waiting import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 

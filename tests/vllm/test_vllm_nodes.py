@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engines import PROMPTS, Start
-from harness import Answer, Engine
-from judge import is_same, prompt
+from engines import LONG, Expected, Start
+from harness import Engine
+from judge import is_same
 from settings import CHUNK, connector, whole
 from tests.shared import conftest as bed
 from tests.shared.ceph import Ceph
@@ -17,12 +17,9 @@ pytestmark = pytest.mark.engine
 
 ceph, gateway, mounts = bed.ceph, bed.gateway, bed.mounts
 
-LONG = prompt(*PROMPTS["long"])
-QUESTION = prompt(300, 5)
 SHARED_S = 60.0
 """For what a node still writes; far above what it takes."""
 SECRET = "5e" * 32
-Expected = Callable[[str], dict[str, Answer]]
 
 
 class SharedTier(NamedTuple):
@@ -101,17 +98,6 @@ def test_what_one_node_computed_the_other_loads(nodes: Nodes, expected: Expected
     assert is_same("llama", loaded, expected("llama")["long"])
 
 
-def test_a_session_that_is_paused_on_one_node_goes_on_at_the_other(nodes: Nodes, start: Start) -> None:
-    one = nodes.node(0)
-    answer = one.ask(LONG)[0].tokens
-    one.close()  # writes what is pending
-    turn = [*LONG, *answer, *QUESTION]
-    other = nodes.node(1)
-    going_on = other.ask(turn)[0]
-    assert other.external_hits() >= whole(len(LONG))
-    assert is_same("llama", going_on, start("llama").ask(turn)[0])
-
-
 def test_a_node_that_is_killed_in_the_middle_costs_only_misses(nodes: Nodes, expected: Expected) -> None:
     one = nodes.node(0)
     one.ask(LONG)
@@ -134,13 +120,3 @@ def test_a_shared_tier_that_hangs_costs_only_misses(nodes: Nodes, shared: Shared
     assert is_same("llama", again, answer)
     shared.resume()
     nodes.await_objects(one, whole(len(LONG)) // CHUNK)
-
-
-def test_nodes_with_different_secrets_share_nothing(nodes: Nodes, expected: Expected) -> None:
-    """The control: the same store, and no hit."""
-    one = nodes.node(0)
-    one.ask(LONG)
-    one.close()
-    other = nodes.node(1, store__secret="7a" * 32)
-    assert is_same("llama", other.ask(LONG)[0], expected("llama")["long"])
-    assert other.external_hits() == 0

@@ -7,24 +7,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROMPTS, Start
-from harness import Answer, Ask
+from engines import LONG, SHORT, Expected, Start
+from harness import Ask
 from judge import is_same, prompt
-from server import END_S, Client, Server, free_port
+from server import END_S, SIZES, Client, Server
 from settings import CHUNK, connector, whole
 from tests.cluster import valkey_bed
-from tests.faults.hanging_fs import HangingFs, hanging_fs, missing
+from tests.faults.hanging_fs import hanging_fs, missing
 from tests.shared.ceph import NotInstalledError
+from tests.waiting import free_port, wait_until
 
 pytestmark = pytest.mark.engine
 
-LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
 SECRET = "5e" * 32
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
 STEP = 512
@@ -32,7 +32,6 @@ STEP = 512
 BOUNDED_S = 5.0
 """A wait that ends by itself, and the steps after it; a read that hangs takes longer."""
 PROXY = Path(__file__).parents[2] / "examples" / "prefill_decode_proxy.py"
-Expected = Callable[[str], dict[str, Answer]]
 
 
 def role(name: str, place: Path | str, *tiers: str, **settings: Any) -> dict[str, Any]:
@@ -110,10 +109,7 @@ def test_a_prefill_engine_that_is_killed_half_way_costs_only_time(
     here = start("llama", role("kv_producer", place), max_num_batched_tokens=CHUNK)
     there = start("llama", role("kv_consumer", place))
     here.ask(LONG, count=1, abort_at_step=4)
-    until_s = time.monotonic() + BOUNDED_S
-    while not stored(place):
-        assert time.monotonic() < until_s, "chunks are stored while the prompt is computed"
-        time.sleep(0.01)
+    wait_until(lambda: stored(place) > 0, "chunks that are stored while the prompt is computed", BOUNDED_S)
     here.kill()
     began_s = time.monotonic()
     answer = there.ask(LONG, transfer=announced(whole(len(LONG))))[0]
@@ -134,8 +130,7 @@ def test_a_server_in_memory_hands_on_as_well(start: Start, expected: Expected, t
         pytest.skip(f"Valkey cannot be installed: {error}")
     with contextlib.ExitStack() as stack:
         stack.callback(server.kill)
-        server.start()
-        server.wait()
+        server.restart()
         tier = f"valkey:127.0.0.1:{server.port}"
         here = start("llama", role("kv_producer", tier), max_num_batched_tokens=STEP)
         there = start("llama", role("kv_consumer", tier))
@@ -148,21 +143,17 @@ def test_a_server_in_memory_hands_on_as_well(start: Start, expected: Expected, t
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_shared_tier_that_hangs_costs_only_time(start: Start, expected: Expected, tmp_path: Path) -> None:
     with contextlib.contextmanager(hanging_fs)(tmp_path) as files:
-        _hang(files, start, expected)
-
-
-def _hang(files: HangingFs, start: Start, expected: Expected) -> None:
-    here = start("llama", role("kv_producer", files.place / "kv"))
-    there = start("llama", role("kv_consumer", files.place / "kv"))
-    files.hang("everything")
-    made = here.ask(LONG, count=1)[0].transfer
-    for tokens, name in ((LONG, "long"), (SHORT, "short")):
-        began_s = time.monotonic()
-        answer = there.ask(tokens, transfer=made)[0]
-        assert is_same("llama", answer, expected("llama")[name])
-        assert time.monotonic() - began_s < BOUNDED_S
-    assert there.external_hits() == 0
-    files.go_on()
+        here = start("llama", role("kv_producer", files.place / "kv"))
+        there = start("llama", role("kv_consumer", files.place / "kv"))
+        files.hang("everything")
+        made = here.ask(LONG, count=1)[0].transfer
+        for tokens, name in ((LONG, "long"), (SHORT, "short")):
+            began_s = time.monotonic()
+            answer = there.ask(tokens, transfer=made)[0]
+            assert is_same("llama", answer, expected("llama")[name])
+            assert time.monotonic() - began_s < BOUNDED_S
+        assert there.external_hits() == 0
+        files.go_on()
 
 
 @pytest.mark.parametrize("tokens", [1400, 1280])
@@ -182,15 +173,14 @@ def test_a_model_with_windows_goes_on_at_the_announced_end(
 
 # ---- two servers and the proxy ---------------------------------------------------------------------------------------
 
+HITS = "vllm:external_prefix_cache_hits_total"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 @contextlib.contextmanager
 def proxied(checkpoints: Path, root: Path) -> Iterator[tuple[Client, Server, Server]]:
     """A proxy, its prefill server and its decode server."""
-    sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
-    sizes += ["--max-num-batched-tokens", str(STEP), "--chat-template", TEMPLATE]
-
+    sizes = [*SIZES, "--max-num-batched-tokens", str(STEP), "--chat-template", TEMPLATE]
     cores = sorted(os.sched_getaffinity(0))
 
     def server(name: str, core: int) -> Server:
@@ -211,18 +201,13 @@ def proxied(checkpoints: Path, root: Path) -> Iterator[tuple[Client, Server, Ser
         yield client, here, there
 
 
-def hits(server: Server) -> float:
-    name = "vllm:external_prefix_cache_hits_total"
-    return sum(value for series, value in server.metrics().items() if series.partition("{")[0] == name)
-
-
 def test_two_servers_behind_the_proxy_answer_like_one(checkpoints: Path, start: Start, tmp_path: Path) -> None:
     plain = start("llama")
     others = [prompt(700, seed) for seed in (31, 32, 33)]
     wanted = [it.tokens for it in plain.ask_in_turn(LONG, SHORT, *others, count=16)]
     with proxied(checkpoints, tmp_path) as (proxy, here, there):
         assert proxy.complete(LONG, 16) == wanted[0]
-        assert hits(there) == whole(len(LONG))
+        assert there.total(HITS) == whole(len(LONG))
         # The same, not streamed, and as a chat: the text of each token is its name.
         text = " ".join(f"t{token}" for token in SHORT)
         answer = proxy.post("/v1/completions", {"prompt": text, "max_tokens": 16, "return_token_ids": True})
@@ -230,7 +215,7 @@ def test_two_servers_behind_the_proxy_answer_like_one(checkpoints: Path, start: 
         text = " ".join(f"t{token}" for token in others[0])
         chat = {"messages": [{"role": "user", "content": text}], "max_completion_tokens": 16}
         assert proxy.stream("/v1/chat/completions", chat) == wanted[2]
-        assert hits(there) == whole(len(LONG)) + 2 * whole(len(SHORT))
+        assert there.total(HITS) == whole(len(LONG)) + 2 * whole(len(SHORT))
         # A request that is wrong gets the server's own answer.
         with pytest.raises(OSError, match="400"):
             proxy.complete(LONG, -1)
@@ -241,5 +226,5 @@ def test_two_servers_behind_the_proxy_answer_like_one(checkpoints: Path, start: 
         assert proxy.complete(others[1], 16) == wanted[3]
         killer.join()
         assert proxy.complete(others[2], 16) == wanted[4], "and it goes on without"
-        assert hits(there) == whole(len(LONG)) + 2 * whole(len(SHORT))
+        assert there.total(HITS) == whole(len(LONG)) + 2 * whole(len(SHORT))
         assert "prefill server" in (tmp_path / "proxy.log").read_text()

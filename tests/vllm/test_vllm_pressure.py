@@ -91,23 +91,19 @@ def test_without_the_fence_the_storm_would_change_answers(start: Start, calm: Ca
 
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
 def test_requests_that_are_aborted_while_they_load_leave_nothing_behind(
-    model: str, start: Start, tmp_path: Path
+    model: str, start: Start, hangs: Path, tmp_path: Path
 ) -> None:
     prompts = [prompt(1400, number) for number in range(4)]
-    first = start(model, connector(tmp_path / "kv"))
-    plain = first.ask_in_turn(*prompts)
-    first.close()
-    flag = tmp_path / "hangs"
-    flag.touch()
+    plain = start(model, connector(tmp_path / "kv")).ask_and_close(*prompts)
     engine = start(
         model,
         connector(tmp_path / "kv"),
         sabotage="sabotage:hang_reads",
-        environment={sabotage.FLAG: str(flag)},
+        environment={sabotage.FLAG: str(hangs)},
     )
     gone = engine.ask(*(Ask(tokens, abort_at_step=50) for tokens in prompts))
     assert [it.reason for it in gone] == ["abort"] * 4
-    flag.unlink()
+    hangs.unlink()
     answers = engine.ask_in_turn(*prompts)
     assert [it.tokens for it in answers] == [it.tokens for it in plain]
     nothing_is_left(engine)
@@ -116,9 +112,7 @@ def test_requests_that_are_aborted_while_they_load_leave_nothing_behind(
 @pytest.mark.vllm_core
 def test_aborts_at_every_step_of_a_load(start: Start, tmp_path: Path) -> None:
     tokens = prompt(1400, 1)
-    first = start("llama", connector(tmp_path / "kv"))
-    plain = first.ask(tokens)
-    first.close()
+    plain = start("llama", connector(tmp_path / "kv")).ask_and_close(tokens)
     engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:slow_copies")
     for step in (0, 1, 2, 3, 5, 8, 13, 21):
         engine.ask(Ask(tokens, abort_at_step=step))
@@ -159,9 +153,7 @@ def test_a_convoy_on_one_prefix_reads_it_once(start: Start, tmp_path: Path) -> N
     shared = prompt(1300, 1)
     convoy: Sequence[list[int]] = [[*shared, *prompt(100, number)] for number in range(2, 8)]
     plain = start().ask_in_turn(*convoy)
-    first = start("llama", connector(tmp_path / "kv"))
-    first.ask(shared)
-    first.close()
+    start("llama", connector(tmp_path / "kv")).ask_and_close(shared)
     second = start("llama", connector(tmp_path / "kv"))
     assert furthest(second.ask(*convoy), plain) < TOLERANCE
     assert second.external_hits() >= whole(len(shared))

@@ -1,13 +1,12 @@
 """Two workers in processes of their own (tensor parallelism): a chunk counts only when both have it."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import ARGUMENTS, PROMPTS, Start
-from harness import Answer, in_process
-from judge import TOLERANCE, apart, prompt
+from engines import ARGUMENTS, LONG, Expected, Start
+from harness import in_process
+from judge import TOLERANCE, apart
 from models import make_checkpoint
 from settings import CHUNK, connector, whole
 from storage import corrupt, heads, remove
@@ -17,8 +16,6 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores: vLLM wants one for each worker"),
 ]
 
-Expected = Callable[[str], dict[str, Answer]]
-LONG = prompt(*PROMPTS["long"])
 # A core for each worker: two on one core wait for each other most of the time.
 CORES = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
 TWO = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": CORES}}
@@ -27,9 +24,7 @@ TWO = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": C
 @pytest.mark.vllm_core
 def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: Expected, tmp_path: Path) -> None:
     directory = tmp_path / "kv"
-    alone = start("llama", connector(directory))
-    alone.ask(LONG)
-    alone.close()
+    start("llama", connector(directory)).ask_and_close(LONG)
 
     first = start("llama", connector(directory), **TWO)
     plain = first.ask(LONG)[0]
@@ -62,9 +57,7 @@ def test_kv_that_both_ranks_hold_is_stored_once(model: str, start: Start, tmp_pa
     directory, place = tmp_path / "kv", tmp_path / model
     in_process(make_checkpoint, model, place)
     options = TWO | ARGUMENTS.get(model, {})
-    first = start(place, connector(directory), **options)
-    plain = first.ask(LONG)[0]
-    first.close()
+    plain = start(place, connector(directory), **options).ask_and_close(LONG)[0]
     stored = heads(directory)
     assert {(group, first_head) for group, first_head, _ in stored} == {(0, 0)}
     assert len(stored) == len({depth for _, _, depth in stored}) >= len(LONG) // CHUNK

@@ -1,27 +1,22 @@
 """What was computed once is loaded, in this process and the next, and the answers stay what they were."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import EXACT, PROMPTS, Start
-from harness import Answer
+from engines import EXACT, LONG, SHORT, Expected, Start
 from judge import TOLERANCE, apart, furthest, is_same, prompt
 from models import SMALL
 from settings import CHUNK, connector, whole
 from storage import corrupt, heads, objects
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
 GROUPS = {"gemma3": 2, "qwen3-next": 2}
 """KV groups by rule, where there is more than one."""
 
 STORED_S = 60.0
 """For what an idle engine still stores; far above what it takes."""
-
-Expected = Callable[[str], dict[str, Answer]]
 
 
 @pytest.mark.vllm_core
@@ -101,9 +96,7 @@ def test_prompts_that_are_computed_in_pieces_and_together(
 
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.vllm_core), "gemma3", "qwen3-next"])
 def test_generated_tokens_are_loaded_in_the_next_turn(model: str, start: Start, tmp_path: Path) -> None:
-    first = start(model, connector(tmp_path / "kv"))
-    answer = first.ask(SHORT, count=80)[0]
-    first.close()
+    answer = start(model, connector(tmp_path / "kv")).ask_and_close(SHORT, count=80)[0]
     turn = [*SHORT, *answer.tokens, *prompt(60, 9)]
     plain = start(model).ask(turn)[0]
     second = start(model, connector(tmp_path / "kv"))
@@ -122,11 +115,9 @@ def test_a_prompt_larger_than_host_memory_is_loaded_whole(start: Start, tmp_path
     small = connector(tmp_path / "kv", host__capacity_bytes="2MiB")
     first = start("llama", small)
     assert apart(first.ask(tokens)[0], plain) == 0
-    until_s = time.monotonic() + STORED_S  # closing drops what still waits for a slot
-    while len(objects(tmp_path / "kv")) < 3900 // CHUNK and time.monotonic() < until_s:
-        time.sleep(0.1)
+    # Closing drops what still waits for a slot.
+    wait_until(lambda: len(objects(tmp_path / "kv")) == 3900 // CHUNK, "the objects", STORED_S)
     first.close()
-    assert len(objects(tmp_path / "kv")) == 3900 // CHUNK
     assert sum(it.stat().st_size for it in objects(tmp_path / "kv")) > 2 * (2 << 20)
     second = start("llama", small)
     assert apart(second.ask(tokens)[0], plain) < TOLERANCE

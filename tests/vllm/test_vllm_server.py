@@ -8,19 +8,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engines import PROMPTS, Start
+from engines import LONG, SHORT, Start
 from harness import EngineError
-from judge import prompt
-from server import Server
+from server import SIZES, Server
 from settings import connector, whole
 
 pytestmark = pytest.mark.engine
 
-LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
 NUMBERS = itertools.count(1)
 HITS = "vllm:external_prefix_cache_hits_total"
+
+
+def among_others(ours: dict[str, Any]) -> dict[str, Any]:
+    """kvtier below vLLM's `MultiConnector`, as a user of several connectors writes it."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours]},
+    }
 
 
 def config(*arguments: str) -> str:
@@ -31,41 +40,41 @@ def config(*arguments: str) -> str:
 
 
 @pytest.mark.vllm_core
-def test_the_server_streams_restarts_and_hits(checkpoints: Path, start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_the_server_streams_restarts_and_hits(
+    is_one_of_several: bool, checkpoints: Path, start: Start, tmp_path: Path
+) -> None:
     plain = start("llama").ask_in_turn(LONG, SHORT, count=16)
     given = config(
         "--tier", f"directory:{tmp_path}/kv", "--set", "host.capacity_bytes=64MiB", "--set", "planner.enabled=false"
     )
-    sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
+    if is_one_of_several:
+        given = json.dumps(among_others(json.loads(given)))
     for turn in range(2):
-        with Server(checkpoints / "llama", tmp_path / f"server{turn}.log", given, *sizes) as server:
+        with Server(checkpoints / "llama", tmp_path / f"server{turn}.log", given, *SIZES) as server:
             found = [server.complete(tokens, 16) for tokens in (LONG, SHORT)]
             assert found == [it.tokens for it in plain]
             both = whole(len(LONG)) + whole(len(SHORT))
-            assert told_by(server, HITS) == turn * both
+            assert server.total(HITS) == turn * both
             found = "vllm:kvtier_load_tokens_total" if turn else "vllm:kvtier_store_chunks_total"
             until_s = time.monotonic() + 120
-            while not told_by(server, found):
+            while not server.total(found):
                 assert time.monotonic() < until_s, "\n".join(name for name in server.metrics() if "kvtier" in name)
                 server.complete([5], 1)  # counts travel with steps
                 time.sleep(0.2)
-
-
-def told_by(server: Server, name: str) -> float:
-    """The sum of a metric over its labels."""
-    return sum(value for series, value in server.metrics().items() if series.partition("{")[0] == name)
+            assert "EngineDeadError" not in server.printed()
 
 
 @pytest.mark.vllm_core
-def test_the_printed_configuration_works_as_it_is(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_the_printed_configuration_works_as_it_is(is_one_of_several: bool, start: Start, tmp_path: Path) -> None:
     given = json.loads(config("--tier", f"directory:{tmp_path}/kv"))
     assert given["kv_connector"] == "KvtierConnector"
     assert given["kv_load_failure_policy"] == "recompute"
-    engine = start("llama", given)
-    engine.ask(LONG)
+    engine = start("llama", among_others(given) if is_one_of_several else given)
+    assert engine.hits_of(LONG) == 0
     engine.forget()
-    engine.ask(LONG)
-    assert engine.external_hits() == whole(len(LONG))
+    assert engine.hits_of(LONG) == whole(len(LONG))
 
 
 @pytest.mark.vllm_core
@@ -132,9 +141,8 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
         config("--tier", f"directory:{small_disk}/kv", *(part for it in limits for part in ("--set", it)))
     )
     given |= {"kv_load_failure_policy": "fail"}
-    sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
     remount(small_disk, "ro")
-    with Server(checkpoints / "llama", tmp_path / "server.log", json.dumps(given), *sizes) as server:
+    with Server(checkpoints / "llama", tmp_path / "server.log", json.dumps(given), *SIZES) as server:
         # The engine has done nothing yet.
         for name in ('kvtier_capacity_bytes{engine="0",model_name="m",place="host"}', "kvtier_tier_up{"):
             assert any(each.startswith(f"vllm:{name}") for each in server.metrics()), sorted(server.metrics())
@@ -167,16 +175,10 @@ def test_at_shutdown_the_store_is_closed_only_within_a_timeout(
     checkpoints: Path, timeout_s: int, tmp_path: Path
 ) -> None:
     given = json.dumps(connector(tmp_path / "kv"))
-    sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
     late = ["--shutdown-timeout", str(timeout_s)]
-    with Server(checkpoints / "llama", tmp_path / "server.log", given, *sizes, *late) as server:
+    with Server(checkpoints / "llama", tmp_path / "server.log", given, *SIZES, *late) as server:
         server.complete(SHORT, 16)
     assert (tmp_path / "kv" / "index").exists() == (timeout_s > 0), "a process that was killed writes no index"
-
-
-def test_the_log_says_that_random_weights_are_kept_nowhere(start: Start, tmp_path: Path) -> None:
-    engine = start("llama", connector(tmp_path / "kv"), load_format="dummy")
-    assert line("WARNING", "KV is kept in host memory only: its weights are random").search(engine.printed())
 
 
 @pytest.mark.vllm_core

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import PROMPTS, Start, small_engine
+from engines import LONG, PROMPTS, SHORT, Expected, Start, small_engine
 from harness import Answer, in_process
 from judge import TOLERANCE, apart, prompt
 from models import make_checkpoint
@@ -14,8 +14,6 @@ from test_vllm_ranks import TWO
 pytestmark = pytest.mark.engine
 
 Answers = dict[str, Answer]
-Expected = Callable[[str], Answers]
-LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
 NOTICE = "the weights have changed, or may have"
 
 CHANGES = {
