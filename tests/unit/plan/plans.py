@@ -8,7 +8,7 @@ from kvtier.plan.resolve import resolve
 def inputs(model, *tiers, example="", **changes):
     """Inputs of a model; ``traffic__users=3`` sets ``traffic.users``, and `tiers` are those of `--tier`."""
     values = {"model.name": model} | {name.replace("__", "."): value for name, value in changes.items()}
-    return load(example=example, options=values | tier_options(tiers))
+    return load(example=example, options=tier_options(tiers) | values)
 
 
 def deployed(model="llama-3.1-8b", **changes):

@@ -43,9 +43,12 @@ def output(capsys, *arguments):
         ([MODEL, "--tp", "3"], "not a multiple of model.tp = 3"),
         ([MODEL, "--tp", "8", "--gpu", "12xh100-sxm"], "gpu.count = 12 (from --gpu)"),
         ([MODEL, "--gpu", "0xh100-sxm"], "'0xh100-sxm'; allowed: from 1"),
-        ([MODEL, "--tier", "flash=1TB"], "--tier 'flash=1TB'; allowed: host=1TiB"),
+        ([MODEL, "--tier", "flash=1TB"], "tier kind 'flash' (from --tier): unknown kind"),
+        ([MODEL, "--tier", "disk=1TB?latency=1s"], "a plan has no latency_s of disk"),
+        ([MODEL, "--tier", "s3=1TB?write=1GB/s"], "a plan has no write_bytes_per_s of shared"),
+        ([MODEL, "--tier", "disk=1TB?drives=pm1753"], "a capacity and drives; allowed: one of them"),
         ([MODEL, "--tier", "host=1TB", "--tier", "host=2TB"], "host is given twice"),
-        ([MODEL, "--tier", "host=lots"], "host.capacity_bytes = 'lots' (from --tier)"),
+        ([MODEL, "--tier", "host=lots"], "host memory has no drives; allowed: a size"),
         (["falcon-mamba-7b"], "keeps no KV that grows"),
         (["llama-3.1-405b"], "810.0 GB"),
         ([MODEL, "--weights", "fp8", "--gpu", "a100-sxm"], "a100-sxm"),
@@ -124,7 +127,7 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
     lines = output(capsys, *arguments).splitlines()
     assert [line for line in lines if len(line) > 100] == []
     assert lines[0].startswith(("Tiers serve ", "No gain", "Only with tiers", "1,000,000 users do not fit"))
-    assert any(line.startswith(("- Binding limit", "- The smallest load exceeds")) for line in lines[1:6])
+    assert any(line.startswith(("- Binding limit", "- The smallest load exceeds")) for line in lines[1:9])
     assert "# kvtier settings of each of " in "\n".join(lines[-24:])
 
 
@@ -201,9 +204,9 @@ def test_gpus_and_tiers_have_the_grammar_of_all_commands(capsys):
     def shared(text):
         return json.loads(output(capsys, MODEL, "--tier", text, "--json"))["inputs"]["shared.capacity_bytes"]["value"]
 
-    assert shared("s3=1000TB") == shared("shared_directory=1000TB") == shared("shared=1000TB") == 10**15
+    assert shared("s3=1000TB") == shared("shared_directory=1000TB") == 10**15
     assert values("--tier", "directory=2xpm9d3a")[3:5] == ["pm9d3a", 2]
-    assert run(["plan", MODEL, "--tier", "s3=1TB", "--tier", "shared=1TB"]) == 2
+    assert run(["plan", MODEL, "--tier", "s3=1TB", "--tier", "valkey=1TB"]) == 2
     assert "shared is given twice" in capsys.readouterr().err
 
 
@@ -213,7 +216,7 @@ def test_gpus_and_tiers_have_the_grammar_of_all_commands(capsys):
     [
         (MODEL,),
         (MODEL, "--set", "disk.drive_writes_per_day=100"),
-        (MODEL, "--tier", "host=0", "--tier", "shared=1000TB"),
+        (MODEL, "--tier", "host=0", "--tier", "s3=1000TB"),
         ("deepseek-r1", "--gpu", "16xh200-sxm", "--weights", "fp8", "--set", "software.skips_slow_loads=false"),
     ],
 )

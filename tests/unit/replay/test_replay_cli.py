@@ -118,7 +118,7 @@ def test_ctrl_c_ends_at_once_with_the_finished_replays(tmp_path, jobs):
 
 def test_tables_and_describe(capsys):
     _, out, _ = replay(capsys, MINISWE, "--capacity-tokens", "20k", "--policy", "lru", "--jobs", "1")
-    assert "hits 0.9304 of the input tokens" in out
+    assert "hits 0.9304 of" in out
     assert "2,539,560" in replay(capsys, "describe", MINISWE)[1]
     assert json.loads(replay(capsys, "describe", MINISWE, "--json")[1])["sessions"] == 20
     lines = [line.split() for line in replay(capsys, MINISWE, "--policy", "help")[1].splitlines()]
