@@ -33,10 +33,10 @@ TOOLS = bench characterize cli demo inspection plan probe replay report size tra
 CORE = codec config connect core device keys observe policy runtime tier
 
 test-core: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(CORE:%=tests/unit/%)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(CORE:%=tests/unit/%)
 
 test-tools: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(TOOLS:%=tests/unit/%)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(TOOLS:%=tests/unit/%)
 
 # The same with coverage, which takes twice as long.
 coverage: setup

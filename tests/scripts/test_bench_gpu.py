@@ -20,7 +20,7 @@ from bench.parts.gpu_slices import QUICK, SLICES, Rates
 from click.testing import CliRunner
 from tests.programs import program
 
-TOP = Path(__file__).parents[3]
+TOP = Path(__file__).parents[2]
 SCRIPT = str(TOP / "bench" / "gpu.py")
 ENGINE = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
 needs_engine = pytest.mark.skipif(not ENGINE, reason="torch and Transformers are not installed")
