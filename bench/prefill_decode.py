@@ -155,11 +155,7 @@ def measure(kind: str, sizes: Sizes, checkpoint: Path, root: Path, seed: int) ->
         name: statistics.median(row[name] for row in samples)
         for name in ("prefill_s", "first_token_s", "compute_s", "resident_s", "raw_s", "loaded_tokens")
     }
-    of_raw = statistics.median(row["first_token_s"] / row["raw_s"] for row in samples)
-    beyond = statistics.median((row["first_token_s"] - row["resident_s"]) / row["raw_s"] for row in samples)
-    of_compute = statistics.median(row["first_token_s"] / row["compute_s"] for row in samples)
-    ratios = {"first_token_of_raw": of_raw, "transfer_of_raw": beyond, "first_token_of_compute": of_compute}
-    return {"bytes": sizes.chunks * sizes.chunk_bytes} | medians | ratios, samples
+    return {"bytes": sizes.chunks * sizes.chunk_bytes} | medians, samples
 
 
 def _server(role: str, tier: str, sizes: Sizes, checkpoint: Path, root: Path) -> Server:

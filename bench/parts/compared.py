@@ -46,7 +46,8 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
             return " / ".join(f"{median(wire[path, op, size]):.2f}" for op in ("store", "load")) + " GB/s"
 
         row = f"one Mooncake store, objects of {size_text(size)}: store / load"
-        return row, "-", f"{rates('lmcache')}, not verified", f"{rates('raw')}, its own client", rates("session")
+        client = f"{rates('raw')}, its client, single calls"
+        return row, "-", f"{rates('lmcache')}, not verified", client, rates("session")
 
     def restored(part: str, name: str) -> str:
         return f"{vllm[part][name]['restored']:,} of {vllm[part][name]['of']:,} tokens"

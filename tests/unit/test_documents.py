@@ -25,14 +25,6 @@ def test_the_tables_are_made_from_the_records(document):
     assert tables.rendered(document, text) == text
 
 
-def test_the_picture_shows_the_records_figures():
-    record = json.loads((tables.RECORDS / "vllm.json").read_text(encoding="utf-8"))
-    drawn = tables.PICTURE.read_text(encoding="utf-8")
-    bars = tables.ttft_bars(record)
-    assert len(bars) == 5
-    assert [label for label, (seconds, _) in bars.items() if f"{seconds:.2f} s<" not in drawn] == []
-
-
 def test_every_table_is_in_a_document():
     shown = {
         name for document in tables.DOCUMENTS for name in re.findall(r"<!-- table: (\w+) -->", document.read_text())
