@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Barrier
 from typing import NoReturn
 
 import numpy as np
@@ -293,8 +294,8 @@ def trial_settings(word: str, root: Path) -> TierSettings:
     kind = tier_list.kind_of(word, "--tier")
     if kind.open_trial is None:
         raise ConfigError(
-            f"--tier {word}: tiers of kind {kind.name} have no temporary store to measure; `kvtier bench tier` uses "
-            "the store itself"
+            f"--tier {tier_list.shown_text(word)}: tiers of kind {kind.name} have no temporary store to measure; "
+            "`kvtier bench tier` uses the store itself"
         )
     return tier_list.parse(word, "--tier", where=root)
 
@@ -434,8 +435,10 @@ def _timed(act: Callable[[], None]) -> IoSample:
 
 def memcpy(source: list[Blocks], target: list[Blocks], threads: int) -> float:
     """GB/s of a plain copy by `threads` threads."""
+    ready = Barrier(threads)  # so that no thread copies two parts
 
     def copy(_worker: int, part: int) -> int:
+        ready.wait(DEADLINE_S)
         for blocks, twin in zip(source, target, strict=True):
             half = len(blocks) // threads
             np.copyto(twin[part * half : (part + 1) * half], blocks[part * half : (part + 1) * half])

@@ -13,6 +13,8 @@ from kvtier.config.value_types import Hidden
 from kvtier.errors import ConfigError
 from kvtier.tier.registry import TierSettings
 
+HOST_BYTES = "host.capacity_bytes"
+
 
 def given(loaded: Loaded) -> dict[str, object]:
     """The settings that were given as flags, by section, without defaults.
@@ -67,7 +69,7 @@ def server_settings(tiers: Sequence[str], extra: Mapping[str, object] | None, or
     """The settings of a server, as visible from here.
 
     Args:
-        tiers: as `--tier` gives them; any replace the list of tiers.
+        tiers: as `--tier` gives them; they replace the engine's.
         extra: what the engine gives; None: unknown.
         origin: of `extra`, for messages.
 
@@ -75,10 +77,13 @@ def server_settings(tiers: Sequence[str], extra: Mapping[str, object] | None, or
         ConfigError: a setting is wrong.
     """
     loaded = load(tiers=tiers)
-    values = {name: value for name, value in flat(extra or {}, origin) if name != TIERS or not tiers}
+    given = {name for name in (TIERS, HOST_BYTES) if loaded.origins[name].layer == "flag"}
+    values = {name: value for name, value in flat(extra or {}, origin) if name not in given}
     config = override(loaded.config, values.items(), origin)
     names = [name for name in values if name != TIERS]
     if TIERS in values:
         names += [each.name for tier in config.tiers for each in tier.settings()]
+    if config.host.capacity_bytes != loaded.config.host.capacity_bytes:  # a text of the list may name it
+        names.append(HOST_BYTES)
     origins = {**loaded.origins, **dict.fromkeys(names, SettingOrigin("flag", origin))}
     return Loaded(config=config, origins=origins, file=loaded.file)

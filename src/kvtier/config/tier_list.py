@@ -182,7 +182,7 @@ def describe(text: str, origin: SettingOrigin) -> DescribedTier:
     parts = _cut(text, origin)
     draft = None if parts.kind == HOST else _empty(parts.kind, parts.name, origin)
     own = {} if draft is None else {each.key: each for each in settings(draft.kind.settings)}
-    values = _values(parts, {**own, **_FIGURES}, _CAPACITY if draft is None else draft.kind.where)
+    values = _values(parts, {**own, **_FIGURES}, _CAPACITY if draft is None else draft.kind.where, own)
     figures = {key: value for key, value in values.items() if key in _FIGURES}
     if draft is None and "drives" in figures:
         raise ConfigError(f"{parts.shown}: host memory has no drives; allowed: a size, such as host=64GiB")
@@ -269,10 +269,15 @@ def _of_text(text: str, origin: SettingOrigin) -> _Draft:
     own = {each.key: each for each in settings(draft.kind.settings)}
     # A capacity that the kind does not enforce is refused: a server would exceed it.
     hardware = {key: each for key, each in _FIGURES.items() if key != _CAPACITY}
-    values = _values(parts, {**hardware, **own}, draft.kind.where)
+    values = _values(parts, {**hardware, **own}, draft.kind.where, own)
     draft.values.update({key: value for key, value in values.items() if key in own})
     draft.origins.update(dict.fromkeys(draft.values, origin))
     return draft
+
+
+def shown_text(text: str) -> str:
+    """What a message may show of a text: no values, which may be secret."""
+    return without_login(text).partition("?")[0][:120]
 
 
 class _Parts(NamedTuple):
@@ -289,7 +294,7 @@ class _Parts(NamedTuple):
 
 
 def _cut(text: str, origin: SettingOrigin) -> _Parts:
-    shown = f"tier {without_login(text).partition('?')[0][:120]!r} (from {origin})"
+    shown = f"tier {shown_text(text)!r} (from {origin})"
     found = _SPEC.fullmatch(text.strip())
     if found is None or (found["name"] is None and found["kind"][0].isdigit()):
         raise ConfigError(f"{shown}: not of the form {FORM}; known kinds: {', '.join(registry.names())}")
@@ -301,15 +306,20 @@ def _cut(text: str, origin: SettingOrigin) -> _Parts:
     return _Parts(name, kind, where or "", words, origin, shown)
 
 
-def _values(parts: _Parts, known: Mapping[str, Setting], where: str) -> dict[str, object]:
-    """The values of a text by key; `where` is the key that WHERE fills."""
+def _values(parts: _Parts, known: Mapping[str, Setting], where: str, own: Mapping[str, Setting]) -> dict[str, object]:
+    """The values of a text by key; `where` is the key that WHERE fills, and `own` are the kind's settings.
+
+    A figure after a secret may be the secret's own rest, so it is neither read nor shown.
+    """
     label = HOST if parts.kind == HOST else f"tiers.{parts.name or parts.kind}"
     values: dict[str, object] = {}
     for part in (*([f"{where}={parts.where}"] if parts.where else []), *parts.words):
         word, equals, raw = part.partition("=")
         key = next((word + unit for unit in _UNITS if word + unit in known), word)
-        if key not in known and any(isinstance(value, PrivateText) for value in values.values()):
-            raise ConfigError(f"{parts.shown}: what follows a secret is no setting (hidden); write '&' in it as %26")
+        if key not in own and any(isinstance(value, PrivateText) for value in values.values()):
+            raise ConfigError(
+                f"{parts.shown}: what follows a secret is no setting (hidden); write '&' in it as %26, figures first"
+            )
         if not equals or not word:
             raise ConfigError(f"{parts.shown}: {word[:40]!r} is not key=value; allowed: {FORM}")
         if key not in known:

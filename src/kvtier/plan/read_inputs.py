@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.schema import Setting, near, read, read_toml
-from kvtier.config.tier_list import HOST, DescribedTier, SettingOrigin, describe
-from kvtier.config.value_types import parse_size
+from kvtier.config.tier_list import HOST, DescribedTier, SettingOrigin, describe, shown_text
+from kvtier.config.value_types import parse_size, within
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import split_count
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
@@ -144,9 +144,10 @@ def weight_options(text: str) -> dict[str, object]:
     if text in WEIGHT_BYTES:
         return {"model.weights": "bf16" if text == "fp16" else text}
     try:
-        return {"model.weights": "bf16", "model.parameters": parse_size(text) / WEIGHT_BYTES["bf16"]}
+        found = within(parse_size(text), 1, 2**60)
     except ValueError:
         raise ConfigError(f"--weights {text!r}: neither a size nor one of {', '.join(WEIGHT_BYTES)}") from None
+    return {"model.weights": "bf16", "model.parameters": found / WEIGHT_BYTES["bf16"]}
 
 
 def tier_options(texts: Sequence[str]) -> dict[str, object]:
@@ -160,25 +161,27 @@ def tier_options(texts: Sequence[str]) -> dict[str, object]:
     """
     found: dict[str, dict[str, object]] = {}
     for text in texts:
-        tier = describe(text, SettingOrigin("", "--tier"))
+        tier, source = describe(text, SettingOrigin("", "--tier")), f"--tier {shown_text(text)!r}"
         section = HOST if tier.kind == HOST else "shared" if tier.is_remote else "disk"
         if section in found:
-            raise ConfigError(f"--tier {text!r}: {section} is given twice; allowed: once")
+            raise ConfigError(f"{source}: {section} is given twice; allowed: once")
         for figure in ("latency_s",) if section == "disk" else ("latency_s", "write_bytes_per_s", "drives"):
             if getattr(tier, figure) is not None:
-                raise ConfigError(f"--tier {text!r}: a plan has no {figure} of {section}; allowed: without it")
-        found[section] = _drives(tier, text) if section == "disk" else _link(section, tier)
+                raise ConfigError(f"{source}: a plan has no {figure} of {section}; allowed: without it")
+        found[section] = _drives(tier, source) if section == "disk" else _link(section, tier)
     absent = {"host.capacity_bytes": 0, "disk.count": 0, "shared.capacity_bytes": 0}
     return {**absent, **{name: value for inputs in found.values() for name, value in inputs.items()}} if found else {}
 
 
-def _drives(tier: DescribedTier, text: str) -> dict[str, object]:
+def _drives(tier: DescribedTier, source: str) -> dict[str, object]:
     """Inputs of drives; None: not given. Rates of a text are of all drives, those of inputs of one."""
     if None not in (tier.capacity_bytes, tier.drives):
-        raise ConfigError(f"--tier {text!r}: a capacity and drives; allowed: one of them, and --set disk.filled")
+        raise ConfigError(f"{source}: a capacity and drives; allowed: one of them, and --set disk.filled")
     number, part = split_count(tier.drives, "--tier") if tier.drives else (None, "")
     count = 0 if tier.capacity_bytes == 0 else number or 1
     read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
+    if not count and (read or write):
+        raise ConfigError(f"{source}: rates of no drives; allowed: a capacity, or no rates")
     return {
         "disk.count": count,
         "disk.capacity_bytes": part if part[:1].isdigit() else tier.capacity_bytes or None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier import size
-from kvtier.config.tier_list import HOST, SettingOrigin, describe
+from kvtier.config.tier_list import HOST, SettingOrigin, describe, shown_text
 from kvtier.config.value_types import parse_size, within
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import HardwareItem, find, split_count
@@ -141,14 +141,15 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
         ConfigError: it is malformed, or names a part that the catalogue does not have.
     """
     tier = describe(text, SettingOrigin("", "--tier"))
+    source = f"--tier {shown_text(text)!r}"
     drives, parts, drive_bytes = 1, None, None
     if tier.drives is not None:
-        number, each = split_count(tier.drives, f"--tier {text!r}")
+        number, each = split_count(tier.drives, source)
         drives = 1 if number is None or tier.is_remote else number
         if each[:1].isdigit():
-            drive_bytes = (number or 1) * _bytes(f"--tier {text!r}", each)
+            drive_bytes = (number or 1) * _bytes(source, each)
         else:
-            parts = find_parts(tier.drives, f"--tier {text!r}", "drive")
+            parts = find_parts(tier.drives, source, "drive")
             drive_bytes = parts.capacity_bytes
     known = [
         TierSpeed(tier.read_bytes_per_s, tier.write_bytes_per_s, tier.latency_s, "--tier"),

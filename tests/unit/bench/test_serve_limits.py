@@ -1,8 +1,11 @@
 """The control group of a server, on the kernel's own."""
 
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -167,6 +170,23 @@ def test_a_server_keeps_its_log_and_ends_with_its_children(tmp_path: Path) -> No
     assert "one line" in server.why_over()
     with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:1/metrics"):
         get("http://127.0.0.1:1/metrics")
+
+
+def test_an_error_whose_body_is_cut_off_is_a_server_error():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            taken, _ = listening.accept()
+            taken.recv(1000)
+            taken.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 100\r\n\r\npart")
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+            taken.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ServerError, match=r"answers 503|does not answer"):
+            get(f"http://127.0.0.1:{listening.getsockname()[1]}/metrics")
+        thread.join(10)
 
 
 @pytest.mark.parametrize(

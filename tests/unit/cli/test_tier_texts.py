@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.io_workloads import trial_settings
+from kvtier.cli.engine_settings import server_settings
 from kvtier.cli.main import run
 from kvtier.config import tier_list
 from kvtier.config.loader import Loaded, load
@@ -111,3 +112,37 @@ def held_by(command: str, weights: str, capsys) -> float:
 @pytest.mark.parametrize("weights", [*WEIGHT_BYTES, "5GB", "int4"])
 def test_weights_have_the_same_forms_in_size_and_plan(weights, capsys):
     assert held_by("size", weights, capsys) == pytest.approx(held_by("plan", weights, capsys), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "llama-3.1-8b", "--tier", "s3:bkt?capacity=1TB&latency=3ms&secret_access_key=Sesame"),
+        ("size", "llama-3.1-8b", "--tier", "s3:bkt?drives=4xbogus&secret_access_key=Sesame"),
+        ("replay", "trace", "--tier", "s3:bkt?drives=4xbogus&secret_access_key=Sesame"),
+        ("bench", "io", "--tier", "valkey:h?password=Sesame&nonsense=1"),
+        ("config", "show", "--tier", "s3:bkt?access_key_id=A&secret_access_key=x&latency=Sesame"),
+        ("config", "show", "--tier", "s3:bkt?access_key_id=A&secret_access_key=x&read=4GB/s&nonsense=Sesame"),
+    ],
+)
+def test_no_error_shows_a_secret_or_what_may_be_its_rest(capsys, arguments):
+    assert run([*arguments]) == 2
+    shown = "".join(capsys.readouterr())
+    assert shown.startswith("kvtier: ")
+    assert "Sesame" not in shown
+
+
+def test_the_doctors_keep_the_engines_tiers_beside_host_memory_of_their_own():
+    extra = {"tiers": [{"kind": "disk", "path": "/x"}], "host": {"capacity_bytes": 1 << 30}}
+    seen = server_settings(("host=3GiB",), extra, "extra")
+    assert [tier.kind for tier in seen.config.tiers] == ["disk"]
+    assert (seen.config.host.capacity_bytes, seen.origins["host.capacity_bytes"].layer) == (3 << 30, "flag")
+    assert [it.kind for it in server_settings(("directory:/y",), extra, "extra").config.tiers] == ["directory"]
+    named = server_settings((), {"tiers": ["host=3GiB", "disk:/x"]}, "extra")
+    assert (named.config.host.capacity_bytes, str(named.origins["host.capacity_bytes"])) == (3 << 30, "flag extra")
+
+
+@pytest.mark.parametrize("arguments", [("--weights", "0"), ("--tier", "disk=0?read=1GB/s")])
+def test_figures_that_would_do_nothing_are_refused(capsys, arguments):
+    assert run(["plan", "llama-3.1-8b", *arguments]) == 2
+    assert arguments[1].partition("?")[0] in capsys.readouterr().err

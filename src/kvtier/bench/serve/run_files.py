@@ -108,9 +108,11 @@ def most(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> f
 
 def _read_lines(path: Path, skipped: dict[str, int]) -> list[Row] | None:
     """JSON objects of a file; None without the file."""
-    if not path.exists():
+    try:
+        opened = path.open("rb")
+    except OSError:
         return None
-    with path.open("rb") as file:
+    with opened as file:
         lines = iter(partial(file.readline, LINE_BYTES_MAX), b"")
         rows = [_row_of(line) for line in islice(lines, LINES_MAX)]
         left_out = rows.count({}) + bool(file.readline(1))

@@ -176,7 +176,9 @@ def get(url: str, body: object = None, limit_s: float = _ANSWER_S) -> str:
         with urllib.request.urlopen(request, timeout=limit_s) as answer:  # noqa: S310 - see above
             return answer.read().decode("utf-8", errors="replace")
     except urllib.error.HTTPError as error:
-        text = error.read(_BODY_MAX).decode(errors="replace")
+        text = ""
+        with suppress(OSError, http.client.HTTPException):
+            text = error.read(_BODY_MAX).decode(errors="replace")
         raise ServerError(f"{url} answers {error.code}: {text}") from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(f"{url} does not answer: {error}") from error
