@@ -5,7 +5,7 @@ import math
 from kvtier.config.value_types import seconds_text
 from kvtier.plan.inputs import SETTINGS
 from kvtier.plan.limits import TTFT, in_users
-from kvtier.plan.plan import MORE_GPUS, Plan, PlannedTier, Variant
+from kvtier.plan.plan import Plan, PlannedTier, Variant
 from kvtier.plan.resolve import SEARCHED, Deployment
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
 from kvtier.report.format import NONE, YEAR_S, bytes_text, count_text, digits, ratio_text, share_text, time_text
@@ -38,7 +38,7 @@ def _overload(plan: Plan) -> str:
         few = "less than one user" if plan.tiered.users else "not one request"
         enough = f"{plan.more_gpus} of these GPUs would serve them, with the given tiers"
         if plan.more_gpus is None:
-            enough = f"nor would {MORE_GPUS[-1]} times the GPUs: larger ones, or more time (--ttft), may"
+            enough = "nor would more of these GPUs: larger ones, or more time (--ttft), may"
         return f"{start}: {few} is {within(plan)}, with or without tiers; {enough}"
     after, before = load_text(plan, plan.tiered.users), load_text(plan, plan.alone.users)
     fit = f"{before} do {within(plan)}, with or without tiers"
@@ -91,7 +91,8 @@ def size_text(deployment: Deployment) -> str:
     """The GPUs of a copy of the model, and the copies."""
     model, copies = deployment.inputs.model, deployment.copies
     split = f"data-parallel attention on {model.tp} GPUs" if model.dp_attention else f"TP {model.tp}"
-    return f"{split}, {'one copy' if copies == 1 else f'{copies} copies'}"
+    idle = deployment.inputs.gpu.count - deployment.used_gpus
+    return f"{split}, {'one copy' if copies == 1 else f'{copies} copies'}{f', {idle} GPUs idle' if idle else ''}"
 
 
 def circumstances(plan: Plan) -> list[tuple[str, str]]:
@@ -179,10 +180,10 @@ def conclusion(plan: Plan) -> list[str]:
 def _gpus(plan: Plan) -> list[str]:
     """GPUs for the requested load, those that the limits need and those with a reserve."""
     variants = {"with tiers": plan.tiered, "without": plan.alone}
-    if not all(plan.deployment.workload.is_any(it.users) for it in variants.values()):
+    if not any(it.gpus_least for it in variants.values()):
         return []
-    least = ", ".join(f"{it.gpus_least} {name}" for name, it in variants.items())
-    needed = ", ".join(f"{it.gpus_needed} {name}" for name, it in variants.items())
+    least = ", ".join(f"{it.gpus_least or NONE} {name}" for name, it in variants.items())
+    needed = ", ".join(f"{it.gpus_needed or NONE} {name}" for name, it in variants.items())
     used = plan.inputs.target.gpu_used
     reserve = f"; {needed} at {used:.0%} of the most users (target.gpu_used)" if used < 1 else ""
     return [f"GPUs for {load_text(plan, plan.requested_users)} {load_unit(plan)}: {least}{reserve}."]

@@ -75,7 +75,8 @@ def cost(deployment: Deployment, point: OperatingPoint, *, served_per_s: float) 
 
 def _watts(deployment: Deployment, point: OperatingPoint) -> float:
     gpu, power, disk = deployment.inputs.gpu, deployment.inputs.power, deployment.inputs.disk
-    share = power.gpu_idle_share + (1 - power.gpu_idle_share) * point.gpu_busy
+    busy = point.gpu_busy * deployment.used_gpus / gpu.count
+    share = power.gpu_idle_share + (1 - power.gpu_idle_share) * busy
     has_drives = point.with_tiers and any(it.name == "disk" for it in deployment.tiers)
     drives = disk.count * disk.watts if has_drives else 0.0
     return (gpu.count * gpu.watts * share + power.server_watts + drives) * power.pue

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from kvtier.plan.cost import BreakEven, Cost, break_evens, cost
-from kvtier.plan.hardware import COUNT_MAX
 from kvtier.plan.inputs import SETTINGS, Inputs
 from kvtier.plan.limits import (
     TTFT,
@@ -20,13 +19,11 @@ from kvtier.plan.limits import (
 )
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Basis, Deployment, deployments
-from kvtier.plan.search import PlannedSize, search
+from kvtier.plan.search import PlannedSize, gpus_for, search
 from kvtier.plan.sensitivity import InputSensitivity, sensitivities
 from kvtier.plan.worth import SameMoney, TierWorth, gpu_worth, least_host_bytes, same_money, worths
 
 HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
-MORE_GPUS = (2, 4, 8, 16, 32, 64)
-"""Multiples of the GPUs that are tried where the given ones serve nobody within the limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +49,9 @@ class Variant:
     """The time that 95 % of the requests do not exceed, at the same load."""
     output_tokens_per_s: float
     gpus_least: int | None
-    """GPUs that serve the requested load within the limits; None where no number of them is enough."""
+    """GPUs that serve the requested load within the limits, at any size; None where no number of them is enough."""
     gpus_needed: int | None
-    """The same with the reserve of `target.gpu_used` (`gpus_needed`)."""
+    """The same at `target.gpu_used` of the most users."""
     cost: Cost
     """At the served load."""
     cost_at_most: Cost | None
@@ -148,7 +145,7 @@ class Plan:
     given: Variant
     """With all tiers of the inputs."""
     more_gpus: int | None
-    """GPUs, in doublings, that serve the requested load where the given ones serve nobody; None elsewhere."""
+    """GPUs that serve the requested load, with all tiers, where the given ones serve nobody; None elsewhere."""
     least_host_bytes: float | None
     """Host memory that brings 90 % of the users that all of it brings; None where it brings no users."""
     same_money: SameMoney | None
@@ -206,13 +203,16 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     """
     found = list(deployments(inputs, basis))
     sizes, with_all, best_alone = search(found)
-    given, alone = _variant(with_all, with_tiers=True), _variant(best_alone, with_tiers=False)
+    given, alone = _variant(inputs, with_all), _variant(inputs, best_alone, with_tiers=False)
     tiers = _tiers(with_all, given)
     best, tiered = with_all, given
     if idle := [it.name for it in tiers if it.name != GPU and not it.worth.worth_it]:
         sizes, best, _ = search([it.without(*idle) for it in found])
-        tiered = _variant(best, with_tiers=True)
+        tiered = _variant(inputs, best)
     load = best.workload
+    serves_any = load.is_any(max(tiered.users, alone.users))
+    if not serves_any:  # no tier is worth it there, but with more GPUs some may be
+        tiered = replace(tiered, gpus_least=given.gpus_least, gpus_needed=given.gpus_needed)
     requested = operate(best, load.requests_per_s, with_tiers=True)
     shares = sorted({*HIT_SHARES, best.inputs.target.hit_share})
     return Plan(
@@ -220,7 +220,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
         alone=alone,
         tiered=tiered,
         given=given,
-        more_gpus=None if load.is_any(max(tiered.users, alone.users)) else _more_gpus(inputs, best),
+        more_gpus=None if serves_any else tiered.gpus_least,
         least_host_bytes=least_host_bytes(best),
         same_money=same_money(with_all),
         tiers=tuple(tiers),
@@ -232,16 +232,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     )
 
 
-def _more_gpus(inputs: Inputs, deployment: Deployment) -> int | None:
-    """GPUs, in doublings of the given ones, that serve the requested load within all limits with the given tiers."""
-    for count in (inputs.gpu.count * times for times in MORE_GPUS if inputs.gpu.count * times <= COUNT_MAX):
-        sizes, best, _ = search(list(deployments(inputs.change({"gpu.count": count}), deployment.basis)))
-        if max(it.users_with_tiers for it in sizes) >= in_users(best, best.workload.requests_per_s):
-            return count
-    return None
-
-
-def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
+def _variant(inputs: Inputs, deployment: Deployment, *, with_tiers: bool = True) -> Variant:
     requested = deployment.workload.requests_per_s
     top = ceiling(deployment, with_tiers=with_tiers)
     at_ttft = next(it for it in top.limits if it.name == TTFT)
@@ -249,6 +240,8 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
     served = min(requested, most)
     point = operate(deployment, served, with_tiers=with_tiers)
     within = top.binding.requests_per_s
+    counted = deployment if with_tiers else replace(deployment, tiers=())
+    least, needed = gpus_for(inputs, counted, [requested, requested / deployment.inputs.target.gpu_used])
     is_any = deployment.workload.is_any(in_users(deployment, within))
     return Variant(
         deployment=deployment,
@@ -262,23 +255,11 @@ def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
         ttft_s=point.ttft_s if served == requested else math.inf,
         ttft_p95_s=point.ttft_within_s(0.95) if served == requested else math.inf,
         output_tokens_per_s=served * deployment.workload.answer_tokens,
-        gpus_least=gpus_needed(deployment, requested, top.binding.requests_per_s, used=1.0),
-        gpus_needed=gpus_needed(deployment, requested, top.binding.requests_per_s),
+        gpus_least=least,
+        gpus_needed=needed,
         cost=cost(deployment, point, served_per_s=served),
         cost_at_most=cost(deployment, top.point, served_per_s=within) if is_any else None,
     )
-
-
-def gpus_needed(deployment: Deployment, target_per_s: float, measured_per_s: float, used: float = 0.0) -> int | None:
-    """GPUs for a throughput: target / (throughput of the small system x utilisation) x its GPUs, in whole copies.
-
-    The throughput of the small system is the one within the limits; the utilisation is `used`, by default
-    ``target.gpu_used``. (The formula of DapuStor's article on KV and NVMe drives.)
-    """
-    if not measured_per_s:
-        return None
-    copies = target_per_s / (measured_per_s * (used or deployment.inputs.target.gpu_used)) * deployment.copies
-    return math.ceil(copies - 1e-9) * deployment.inputs.model.tp
 
 
 def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:

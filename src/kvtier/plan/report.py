@@ -282,7 +282,7 @@ def _gains(plan: Plan) -> Table:
         row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
         (f"prompt tokens not computed at {requested}", share_text(alone.hit_rate), share_text(tiered.hit_rate), ""),
         row(f"output tokens/s at {requested}", lambda it: it.output_tokens_per_s),
-        row(f"GPUs for {requested}, in copies of this size", lambda it: it.gpus_least, count_text),
+        row(f"GPUs for {requested}, at the best size", lambda it: it.gpus_least, count_text),
         row(f"the same at {used:.0%} (target.gpu_used)", lambda it: it.gpus_needed, count_text),
         most("power", lambda it: it.watts, lambda it: f"{it / 1000:,.2f} kW"),
         row(

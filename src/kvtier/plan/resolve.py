@@ -116,9 +116,14 @@ class Deployment:
         return self.inputs.gpu.count // self.inputs.model.tp
 
     @property
+    def used_gpus(self) -> int:
+        """GPUs of all copies; the others are idle."""
+        return self.copies * self.inputs.model.tp
+
+    @property
     def server_gpus(self) -> int:
         """GPUs of one server."""
-        return self.inputs.gpu.count // self.replicas
+        return self.used_gpus // self.replicas
 
     @property
     def hosts(self) -> int:
@@ -156,7 +161,8 @@ def resolve(inputs: Inputs, basis: Basis | None = None) -> Deployment:
 def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployment]:
     """The deployment at each size that holds the model, the smallest first, or at the size that the inputs give.
 
-    Sizes divide the GPUs. Those of more than one host are tried where no smaller one holds the model.
+    Sizes divide the GPUs, or are powers of two that may leave some of them idle. Those of more than one host are
+    tried where no smaller one holds the model.
 
     Raises:
         ConfigError: as in `resolve`.
@@ -172,9 +178,9 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
             f"{found.tokens_max:,}; allowed: fewer turns, a shorter history or shorter answers"
         )
     given, count = inputs.model.tp, inputs.gpu.count
-    if given and count % given:
+    if count < given:
         origin = inputs.origin("gpu.count")
-        raise ConfigError(f"gpu.count = {count} (from {origin}): not a multiple of model.tp = {given}")
+        raise ConfigError(f"gpu.count = {count} (from {origin}): fewer than model.tp = {given}")
     experts = Experts(
         inputs.model.experts or basis.experts.routed, inputs.model.experts_per_token or basis.experts.used
     )
@@ -206,7 +212,7 @@ def _sizes(inputs: Inputs, experts: Experts) -> Iterator[tuple[int, bool]]:
     if given:
         yield given, inputs.model.dp_attention
         return
-    sizes = (it for it in range(1, min(count, TP_MAX) + 1) if count % it == 0)
+    sizes = (it for it in range(1, min(count, TP_MAX) + 1) if count % it == 0 or it.bit_count() == 1)
     for tp, dp in product(sizes, (False, True)):
         if not dp or (1 < tp <= experts.routed):
             yield tp, dp
@@ -235,7 +241,7 @@ def _deployment(
         model=model,
         workload=load,
         basis=basis,
-        replicas=gpu.count // gpus,
+        replicas=gpu.count // tp * tp // gpus,
         flops=gpus * gpu.flops * gpu.flops_share,
         attention_flops=gpus * gpu.attention_flops * gpu.flops_share,
         memory_bytes_per_s=gpus * gpu.memory_bytes_per_s * gpu.memory_rate_share,

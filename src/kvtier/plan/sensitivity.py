@@ -77,7 +77,8 @@ def _numbers(deployment: Deployment) -> Iterator[tuple[Setting, float, float | N
             # A whole number moves by at least one; GPUs move by whole copies of the model.
             grain = deployment.inputs.model.tp if name == "gpu.count" else 1
             step = max(round(value * STEP / grain), 1) * grain
-            lower, higher = value - step, value + step
+            whole = value // grain * grain
+            lower, higher = whole - step, whole + step
         yield setting, value, _allowed(setting, lower), _allowed(setting, higher)
 
 

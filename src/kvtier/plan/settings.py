@@ -45,7 +45,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
         yield f"capacity_bytes = {_size(capacity)}"
         if drives.write_policy == "budget":
-            ranks, years = inputs.gpu.count, inputs.target.life_years
+            ranks, years = plan.deployment.used_gpus, inputs.target.life_years
             rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
             budget = int(rated * disk.rated_years / years / ranks) // _MIB * _MIB
             yield f"write_bytes_per_day = {budget} # of each of {ranks} ranks: the drives then last {years:g} years"

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.plan.plans import deployed, planned
 
 from kvtier.plan.limits import life_years
-from kvtier.plan.plan import capacity, gpus_needed
+from kvtier.plan.plan import capacity
 from kvtier.plan.queueing import fetch_s, operate, prefill_s
 from kvtier.plan.workload import lognormal_curve
 
@@ -118,14 +118,6 @@ def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():
     point = operate(plan.given.deployment, 40_900 / 12_035, with_tiers=True)
     assert point.write_bytes_per_s["disk"] == pytest.approx(8.7e9, rel=0.05)
     assert point.write_bytes_per_s["disk"] * 86_400 / 76.8e12 == pytest.approx(9.8, rel=0.05)
-
-
-def test_gpus_needed_is_the_formula_in_whole_copies_of_the_model():
-    deployment = deployed("llama-3.3-70b", model__tp=4, gpu__count=8, target__gpu_used=0.7)
-    # 100 queries/s wanted, 12 measured on 8 GPUs, planned at 70 %: 100 / (12 x 0.7) x 8 = 95.2, in fours.
-    assert gpus_needed(deployment, 100.0, 12.0) == 96
-    assert gpus_needed(deployment, 100.0, 12.0, used=1.0) == 68  # 66.7 without the reserve
-    assert gpus_needed(deployment, 100.0, 0.0) is None
 
 
 def test_kv_is_worth_keeping_until_it_costs_as_much_as_computing_it():

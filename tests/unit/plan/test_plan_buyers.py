@@ -7,7 +7,7 @@ import pytest
 from tests.unit.plan.plans import planned
 
 from kvtier.errors import ConfigError
-from kvtier.plan.answer import circumstances, conclusion, verdict
+from kvtier.plan.answer import circumstances, conclusion, heading, verdict
 from kvtier.plan.plan import make_plan, to_json
 from kvtier.plan.queueing import decode_token_s, operate
 from kvtier.plan.read_inputs import load
@@ -189,6 +189,32 @@ def test_gpus_for_the_load_agree_with_the_users_that_they_serve():
     (text,) = [it for it in conclusion(plan) if it.startswith("GPUs for")]
     assert "8 with tiers" in text
     assert "at 70% of the most users (target.gpu_used)" in text
+
+
+def test_gpus_for_the_load_are_those_of_the_best_size_of_a_host():
+    """One TP 8 serves 94 of 80 users: 10 GPUs were five copies of TP 2, of which 62 GPUs were to serve 80."""
+    plan = planned("llama-3.3-70b", gpu__count=10)
+    assert (plan.deployment.inputs.model.tp, plan.deployment.copies, plan.deployment.used_gpus) == (8, 1, 8)
+    assert "TP 8, one copy, 2 GPUs idle" in heading(plan)
+    assert (plan.tiered.gpus_least, plan.alone.gpus_least) == (8, 16)
+    # An idle GPU draws its idle power: 15 % of it.
+    busy = plan.tiered.point.gpu_busy
+    watts = 700 * (8 * (0.15 + 0.85 * busy) + 2 * 0.15) + 1500 * 10 / 8
+    drives = 8 * 25 if any(it.name == "disk" for it in plan.deployment.tiers) else 0
+    assert plan.tiered.cost.watts == pytest.approx(watts + drives, rel=0.01)
+
+
+def test_gpus_for_the_load_are_one_number_in_all_places():
+    """No copy on one L4 serves a user; the number was 4 in the first line, and 63 in the table."""
+    plan = planned("llama-3.1-8b", gpu__name="l4", gpu__count=1, traffic__users=20)
+    least, alone = plan.tiered.gpus_least, plan.alone.gpus_least
+    for count, is_enough in ((least, True), (least // 2, False)):
+        fewer = planned("llama-3.1-8b", gpu__name="l4", gpu__count=count, traffic__users=20)
+        assert (fewer.given.users >= 20) == is_enough
+    assert plan.more_gpus == least == 4
+    (row,) = (it for it in table(plan, "Gains").rows if it[0].startswith("GPUs for"))
+    assert row[1:3] == (str(alone), str(least))
+    assert any(it.startswith(f"GPUs for 20 users: {least} with tiers, {alone} without") for it in conclusion(plan))
 
 
 def test_a_drive_that_writes_too_slowly_drops_the_rest():
