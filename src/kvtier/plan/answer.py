@@ -26,7 +26,8 @@ def verdict(plan: Plan) -> str:
     if tiered < alone * LEAST_GAIN:
         gain = f"No gain from tiers above {LEAST_GAIN - 1:.0%}"
         return f"{gain}: {after} {unit} {in_time}, {before} with GPU memory alone; {_no_gain(plan)}"
-    return f"Tiers serve {after} {unit} {in_time}, {before} without ({ratio_text(tiered, alone)}){_of_which(plan)}"
+    gain = ratio_text(whole(plan, tiered), whole(plan, alone))
+    return f"Tiers serve {after} {unit} {in_time}, {before} without ({gain}){_of_which(plan)}"
 
 
 def _overload(plan: Plan) -> str:
@@ -301,6 +302,12 @@ def served_text(plan: Plan, variant: Variant) -> str:
 def load_unit(plan: Plan) -> str:
     """Unit of loads in this plan."""
     return "users" if plan.deployment.workload.has_users else "queries/s"
+
+
+def whole(plan: Plan, load: float) -> float:
+    """A load as `load_text` shows it, for ratios."""
+    is_counted = plan.deployment.workload.has_users and not math.isinf(load)
+    return float(math.floor(load + 1e-6)) if is_counted else load
 
 
 def load_text(plan: Plan, load: float) -> str:

@@ -14,6 +14,7 @@ from kvtier.plan.answer import (
     load_unit,
     served_text,
     verdict,
+    whole,
     within,
 )
 from kvtier.plan.cost import Cost, cost
@@ -270,13 +271,17 @@ def _gains(plan: Plan) -> Table:
     alone, tiered, used = plan.alone.point, plan.tiered.point, plan.inputs.target.gpu_used
     rows = [
         ("GPUs of a copy", *(_size_name(it.deployment.inputs.model) for it in (plan.alone, plan.tiered)), ""),
-        row(f"{unit} {within(plan)}", lambda it: it.users, partial(load_text, plan)),
+        row(f"{unit} {within(plan)}", lambda it: whole(plan, it.users), partial(load_text, plan)),
         row(
             "95 % of first tokens within *",
             lambda it: it.ceiling.point.ttft_within_s(0.95) if it.cost_at_most else None,
             time_text,
         ),
-        row(f"{unit} at which throughput saturates", lambda it: it.throughput_users, partial(load_text, plan)),
+        row(
+            f"{unit} at which throughput saturates",
+            lambda it: whole(plan, it.throughput_users),
+            partial(load_text, plan),
+        ),
         row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
         row(f"95 % of first tokens within, at {requested}", lambda it: it.ttft_p95_s, time_text),
         row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
@@ -287,7 +292,7 @@ def _gains(plan: Plan) -> Table:
         most("power", lambda it: it.watts, lambda it: f"{it / 1000:,.2f} kW"),
         row(
             "power of a user *",
-            lambda it: _of_user(it, lambda cost: cost.watts),
+            lambda it: _of_user(plan, it, lambda cost: cost.watts),
             lambda it: f"{digits(it)} W",
         ),
         most("output tokens/s per watt", lambda it: it.tokens_per_s_per_watt),
@@ -295,7 +300,7 @@ def _gains(plan: Plan) -> Table:
     if plan.tiered.cost.per_hour is not None:
         rows += [
             most(f"per hour, {currency}", lambda it: it.per_hour),
-            row(f"per hour and user, {currency} *", lambda it: _of_user(it, lambda cost: cost.per_hour)),
+            row(f"per hour and user, {currency} *", lambda it: _of_user(plan, it, lambda cost: cost.per_hour)),
             most(f"per million output tokens, {currency}", lambda it: it.per_million_output_tokens),
             most(f"per million tokens in and out, {currency}", lambda it: it.per_million_tokens),
             most(f"output tokens/s for 1,000 {currency}", lambda it: (it.tokens_per_s_per_price or 0.0) * 1000),
@@ -307,10 +312,10 @@ def _gains(plan: Plan) -> Table:
     return Table(("", "GPU memory alone", name, "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
 
 
-def _of_user(variant: Variant, of: Callable[[Cost], float | None]) -> float | None:
+def _of_user(plan: Plan, variant: Variant, of: Callable[[Cost], float | None]) -> float | None:
     """A cost at the highest load within the limits, divided by its users."""
-    whole = of(variant.cost_at_most) if variant.cost_at_most else None
-    return whole / variant.users if whole else None
+    total = of(variant.cost_at_most) if variant.cost_at_most else None
+    return total / whole(plan, variant.users) if total else None
 
 
 def _sizes(plan: Plan) -> Table:

@@ -284,8 +284,8 @@ def _does_not_fit(deployment: Deployment, *, named: bool) -> str:
     return (
         f"model.tp = {inputs.model.tp}{origin}: {gpus} x {inputs.gpu.name} leave "
         f"{max(deployment.kv_bytes, 0) / 1e9:.1f} GB for KV next to "
-        f"{(deployment.dense_bytes + deployment.expert_bytes) / 1e9:.1f} GB of weights, the longest session needs "
-        f"{needed / 1e9:.1f} GB"
+        f"{(deployment.dense_bytes + deployment.expert_bytes) / 1e9:.1f} GB of weights in {inputs.model.weights} "
+        f"(--weights), the longest session needs {needed / 1e9:.1f} GB"
     )
 
 

@@ -7,7 +7,7 @@ share. Paths are examples.
 from collections.abc import Iterator
 
 from kvtier.plan.answer import load_text, load_unit, size_text
-from kvtier.plan.plan import Plan
+from kvtier.plan.plan import DriveLoad, Plan
 
 _MIB = 2**20
 
@@ -45,14 +45,23 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
         yield f"capacity_bytes = {_size(capacity)}"
         if drives.write_policy == "budget":
-            ranks, years = plan.deployment.used_gpus, inputs.target.life_years
-            rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
-            budget = int(rated * disk.rated_years / years / ranks) // _MIB * _MIB
-            yield f"write_bytes_per_day = {budget} # of each of {ranks} ranks: the drives then last {years:g} years"
+            yield _budget(plan, drives)
         yield ""
     if shared_bytes:
         yield from ("[[tiers]]", 'kind = "shared_directory"', 'path = "/mnt/shared/kvtier" # the same for all engines')
         yield f"capacity_bytes = {_size(shared_bytes)}"
+
+
+def _budget(plan: Plan, drives: DriveLoad) -> str:
+    """The write budget of a rank: a comment where it costs users, since the plan's users are those without it."""
+    disk, ranks, years = plan.inputs.disk, plan.deployment.used_gpus, plan.inputs.target.life_years
+    rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
+    budget = int(rated * disk.rated_years / years / ranks) // _MIB * _MIB
+    line = f"write_bytes_per_day = {budget} # of each of {ranks} ranks: the drives then last {years:g} years"
+    after, before = load_text(plan, drives.users), load_text(plan, plan.tiered.users)
+    if after == before:
+        return line
+    return f"# {line} and serve {after} {load_unit(plan)}, without it {before} for {drives.life_years:.1f} years"
 
 
 def _size(count: int) -> str:

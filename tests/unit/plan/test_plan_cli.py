@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 
 import pytest
@@ -235,7 +236,8 @@ def test_the_plan_ends_with_settings_that_kvtier_reads(capsys, tmp_path, argumen
         disk = config.tiers[0]
         drives = value("disk.count") * value("disk.capacity_bytes") * value("disk.filled")
         assert disk.capacity_bytes == pytest.approx(drives / replicas, rel=1e-3)
-        assert bool(disk.write_bytes_per_day) == (plan["drives"]["write_policy"] == "budget")
+        is_free = math.floor(plan["drives"]["users"]) == math.floor(plan["users_with_tiers"])
+        assert bool(disk.write_bytes_per_day) == (plan["drives"]["write_policy"] == "budget" and is_free)
     if "shared" in worth:
         assert config.tiers[-1].capacity_bytes == pytest.approx(value("shared.capacity_bytes"), rel=1e-3)
     assert config.planner.enabled == value("software.skips_slow_loads")
