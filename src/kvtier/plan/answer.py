@@ -228,16 +228,16 @@ def _money(plan: Plan) -> list[str]:
         and math.isfinite(more)
         and more >= 1
     ):
-        each = digits((after - before) / more)
-        sentences.append(
-            f"The {what} cost {digits(after - before)} {currency}, {each} for each of {digits(more)} {unit} more."
-        )
+        price, years = after - before + _worn(plan), plan.inputs.price.years
+        worn = f", of it {digits(_worn(plan))} for drives that wear out within {years:g} years" if _worn(plan) else ""
+        each = f"{digits(price / more)} for each of {digits(more)} {unit} more"
+        sentences.append(f"The {what} cost {digits(price)} {currency}{worn}: {each}.")
     found = plan.same_money
     if found is not None:
         host, drives = load_text(plan, found.users_host), load_text(plan, found.users_drives)
         sentences.append(
             f"For {digits(found.money)} {currency}, {bytes_text(found.host_bytes)} of host memory alone serve {host} "
-            f"{unit}, and {found.drives} drives alone {drives}."
+            f"{unit}, and {found.drives} drives alone {drives}, until they wear out."
         )
     return sentences
 
@@ -255,13 +255,17 @@ def wear(plan: Plan) -> list[str]:
     sentence = (
         f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} drives."
     )
-    price, years = plan.inputs.price, plan.inputs.price.years
-    worn = plan.inputs.disk.count * price.drive * (years / drives.life_years - 1)
-    if worn > 0:
-        sentence += (
-            f" Drives that wear out within {years:g} years cost {digits(worn)} {price.currency} more, in no price here."
-        )
+    if worn := _worn(plan):
+        sentence += f" The rows of cost leave out {digits(worn)} {plan.inputs.price.currency} for worn drives."
     return [sentence]
+
+
+def _worn(plan: Plan) -> float:
+    """The price of the drives that replace worn ones within the years of the prices."""
+    if plan.drives is None:
+        return 0.0
+    disk, price = plan.inputs.disk, plan.inputs.price
+    return max(0.0, disk.count * price.drive * (price.years / plan.drives.life_years - 1))
 
 
 def _raised_by(plan: Plan) -> str:

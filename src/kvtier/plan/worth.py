@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.plan.cost import tier_prices
-from kvtier.plan.limits import highest_load, in_users, most_users, throughput
+from kvtier.plan.limits import highest_load, in_users, life_years, most_users, throughput
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Deployment, TierHardware, resolve
 from kvtier.report.format import bytes_text, time_text
@@ -85,6 +85,9 @@ def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth
     alone = {it.name: most_users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
     found: dict[str, TierWorth] = {}
     prices = tier_prices(deployment)
+    if "disk" in prices:  # with those that replace worn ones
+        life = life_years(deployment, point.write_bytes_per_s["disk"])
+        prices["disk"] *= max(1.0, deployment.inputs.price.years / life)
     kept, now = deployment, served(deployment)
     while kept.tiers:
         without = {it.name: served(kept.without(it.name)) for it in kept.tiers}

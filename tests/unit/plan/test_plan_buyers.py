@@ -178,7 +178,7 @@ def test_the_money_of_both_tiers_on_one_of_them():
     assert cost.per_million_output_tokens == pytest.approx(per_hour / 3600 / plan.given.output_tokens_per_s * 1e6)
     text = " ".join(conclusion(plan))
     host_only = planned("llama-3.3-70b", "host=1TiB", example="prices", model__tp=8).tiered.users
-    assert f"8,796 USD (illustration), {8_796 / (host_only - plan.alone.users):.0f} for each of" in text
+    assert f"8,796 USD (illustration): {8_796 / (host_only - plan.alone.users):.0f} for each of" in text
     assert planned("llama-3.3-70b").same_money is None
 
 
@@ -297,11 +297,15 @@ def test_drives_that_take_less_than_what_is_reused_give_fewer_hits():
 
 
 def test_the_price_of_each_further_user_is_that_of_the_tiers_that_are_worth_it():
-    """DeepSeek-R1 on 8 H200: host memory is not worth it, so 4 drives of 2,500 for 29.8 users, and not 18,796."""
+    """DeepSeek-R1 on 8 H200: host memory is not worth it, so 4 drives of 2,500, bought 3 years / 0.68 times."""
     plan = planned("deepseek-r1", example="prices", gpu__name="h200-sxm", model__weights="fp8")
     assert [it.name for it in plan.idle_tiers] == ["host"]
-    (sentence,) = (it for it in conclusion(plan) if "worth it cost" in it)
-    assert "cost 10,000 USD" in sentence.replace("10000", "10,000")
+    worn = 10_000 * (3 / plan.drives.life_years - 1)
+    assert worn > 30_000
+    each = (10_000 + worn) / (plan.tiered.users - plan.alone.users)
+    text = " ".join(conclusion(plan))
+    assert f"cost {10_000 + worn:,.0f} USD (illustration), of it {worn:,.0f} for drives that wear out" in text
+    assert f": {each:,.0f} for each of" in text
 
 
 def test_the_headline_and_the_cost_are_of_the_tiers_that_are_worth_it():
