@@ -308,6 +308,8 @@ def _gains(plan: Plan) -> Table:
     loads = f"{load_text(plan, plan.alone.users)} and {load_text(plan, plan.tiered.users)}"
     note = f"*: each at its own most {unit} within the limits, {loads}."
     note += f" Costs need prices as inputs: {', '.join(missing)}." if missing else ""
+    if _size_name(plan.alone.deployment.inputs.model) != _size_name(plan.tiered.deployment.inputs.model):
+        note += " Each column is of its own size, so a row compares sizes, too."
     name = f"with {kept(plan)}" if plan.idle_tiers and plan.deployment.tiers else "with tiers"
     return Table(("", "GPU memory alone", name, "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
 
@@ -398,7 +400,7 @@ def _tiers(plan: Plan) -> Table:
         numeric=7,
         title=f"Tiers at {served_text(plan, plan.given)}",
         note="All that are given. Residence: how long unused KV survives. Hits: share of all prompt tokens. All are "
-        "averages at this load.",
+        "averages at this load; the drives' table is of the tiers that are worth it.",
     )
 
 
@@ -468,7 +470,7 @@ def _capacities(plan: Plan) -> Table:
         numeric=6,
         title="Capacity for a share of the possible hits",
         note=f"At {load_text(plan, plan.requested_users)} {load_unit(plan)}, GPU memory included; reads as if it had "
-        "no hits.",
+        "no hits. The hit rate counts the shared system prompt, the reads do not.",
     )
 
 

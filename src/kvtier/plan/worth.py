@@ -199,7 +199,7 @@ def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint, 
     if names[place + 1 :]:
         return f"{TIER_NAMES[names[-1]]} alone serve as much"
     if within > _NEARLY_ALL:
-        kept = f"{TIER_NAMES[above]} keeps KV for {time_text(residence_s)}"
+        kept = f"{TIER_NAMES[above]} keeps KV for {time_text(residence_s)} at the most users"
         return f"{kept}, and {within:.1%} of the reuses come within that"
     return "other limits are met first"
 
