@@ -82,12 +82,14 @@ def test_a_forked_child_changes_nothing_of_its_parents_store(root: Path, kind: s
 def test_a_child_that_lives_on_keeps_no_lock(tmp_path: Path, kind: str) -> None:
     """Its copies of the descriptors would keep the lock when the parent has ended."""
     tier = opened(kind, tmp_path / "store")
-    end = os.pipe()
+    end, begun = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(begun[1], b"1")
         os.read(end[0], 1)
         os._exit(0)
     try:
+        os.read(begun[0], 1)  # it closes its copies when it begins
         tier.close()
         again = OPENS[kind](tmp_path / "store")
         assert kind == "disk" or again._store_lock.acquire(0.0), "the child keeps the store"
@@ -96,5 +98,5 @@ def test_a_child_that_lives_on_keeps_no_lock(tmp_path: Path, kind: str) -> None:
     finally:
         os.write(end[1], b"1")
         os.waitpid(child, 0)
-        for descriptor in end:
+        for descriptor in (*end, *begun):
             os.close(descriptor)
