@@ -145,7 +145,7 @@ class Plan:
     given: Variant
     """With all tiers of the inputs."""
     more_gpus: int | None
-    """GPUs that serve the requested load, with all tiers, where the given ones serve nobody; None elsewhere."""
+    """GPUs that serve the requested load, with all tiers, where the given ones serve no user; None elsewhere."""
     least_host_bytes: float | None
     """Host memory that brings 90 % of the users that all of it brings; None where it brings no users."""
     same_money: SameMoney | None

@@ -169,8 +169,8 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
     """
     basis = basis or read_basis(inputs)
     found = basis.model
-    inputs, sources = _with_hardware(_with_hosts(inputs))
-    inputs = _with_parameters(inputs, found)
+    as_given = inputs
+    inputs, sources = _completed(as_given, inputs.gpu.count, found)
     load = workload(inputs, basis.trace)
     if found.tokens_max is not None and load.longest_tokens > found.tokens_max:
         raise ConfigError(
@@ -188,7 +188,8 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
     for tp, dp in _sizes(inputs, experts):
         if fits and tp > inputs.host.gpus:
             return
-        sized = inputs if given else inputs.change({"model.tp": tp, "model.dp_attention": dp}, SEARCHED)
+        sized = _completed(as_given, count // tp * tp, found)[0] if count % tp else inputs
+        sized = sized if given else sized.change({"model.tp": tp, "model.dp_attention": dp}, SEARCHED)
         try:
             model = _model_cost(sized, basis)
         except ConfigError:
@@ -293,9 +294,18 @@ def _hosts(inputs: Inputs) -> int:
     return -(-inputs.gpu.count // inputs.host.gpus)
 
 
-def _with_hosts(inputs: Inputs) -> Inputs:
-    """The inputs with the default totals of all hosts; a total that is given stays, and a probe measures one host."""
-    hosts = _hosts(inputs)
+def _completed(inputs: Inputs, used_gpus: int, found: size.Model) -> tuple[Inputs, tuple[tuple[str, str, str], ...]]:
+    """The inputs with the totals of all hosts, the catalogue's hardware and the model's parameters; and the sources."""
+    inputs, sources = _with_hardware(_with_hosts(inputs, used_gpus))
+    return _with_parameters(inputs, found), sources
+
+
+def _with_hosts(inputs: Inputs, used_gpus: int) -> Inputs:
+    """The inputs with the default totals of the hosts of `used_gpus`, since the memory of an idle host serves no copy.
+
+    A total that is given stays, and a probe measures one host.
+    """
+    hosts = -(-used_gpus // inputs.host.gpus)
     values: dict[str, object] = {
         name: hosts * inputs.value(name)  # type: ignore[operator]
         for name in _PER_HOST

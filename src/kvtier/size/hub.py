@@ -61,8 +61,8 @@ def fetch(name: str) -> None:
     thread = threading.Thread(target=run, name="kvtier fetch", daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
-    if failed:
-        raise ConfigError(f"--fetch: no {FILE} of {name} from the Hub ({failed[0]}); allowed: {by_hand(name)}")
+    if why := failed[:]:  # a copy: the thread may still end
+        raise ConfigError(f"--fetch: no {FILE} of {name} from the Hub ({why[0]}); allowed: {by_hand(name)}")
 
 
 def by_hand(name: str) -> str:

@@ -196,11 +196,13 @@ def test_gpus_for_the_load_are_those_of_the_best_size_of_a_host():
     plan = planned("llama-3.3-70b", gpu__count=10)
     assert (plan.deployment.inputs.model.tp, plan.deployment.copies, plan.deployment.used_gpus) == (8, 1, 8)
     assert "TP 8, one copy, 2 GPUs idle" in heading(plan)
+    # The second host's memory and drives serve no copy, so the users are those of one host. They were 100.
+    assert plan.tiered.users == planned("llama-3.3-70b", gpu__count=8).tiered.users
     assert (plan.tiered.gpus_least, plan.alone.gpus_least) == (8, 16)
     # An idle GPU draws its idle power: 15 % of it.
     busy = plan.tiered.point.gpu_busy
     watts = 700 * (8 * (0.15 + 0.85 * busy) + 2 * 0.15) + 1500 * 10 / 8
-    drives = 8 * 25 if any(it.name == "disk" for it in plan.deployment.tiers) else 0
+    drives = 4 * 25 if any(it.name == "disk" for it in plan.deployment.tiers) else 0
     assert plan.tiered.cost.watts == pytest.approx(watts + drives, rel=0.01)
 
 
