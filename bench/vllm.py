@@ -208,12 +208,16 @@ def salted(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
         directory = bench.store(arm, "salted")
         with bench.engine(arm, directory) as engine:
             restored: dict[str, int] = {}
+            answers: set[tuple[int, ...]] = set()
             for name, salt in (("stored", "one"), ("own", "one"), ("other", "two"), ("none", "")):
-                answer = engine.ask(Ask(tokens, salt=salt, count=1, logprobs=None), limit_s=600.0)[0]
+                answer = engine.ask(Ask(tokens, salt=salt, count=8, logprobs=None), limit_s=600.0)[0]
                 restored[name] = answer.cached
+                answers.add(tuple(answer.tokens))
                 settle(engine, directory)
                 engine.forget()
-        bench.keep([{"part": "salt", "arm": arm, "of": len(tokens), "restored": restored}])
+        bench.keep(
+            [{"part": "salt", "arm": arm, "of": len(tokens), "restored": restored, "same_tokens": len(answers) == 1}]
+        )
     return _by_arm(bench.rows), bench.rows
 
 

@@ -45,3 +45,4 @@ def test_a_killed_run_goes_on_with_the_arms_that_are_left(tmp_path: Path) -> Non
     for found in (whole["results"]["salt"][arm]["restored"] for arm in ("native", "kvtier")):
         assert found["own"] > 2000
         assert (found["stored"], found["other"], found["none"]) == (0, 0, 0)
+    assert all(whole["results"]["salt"][arm]["same_tokens"] for arm in ("native", "kvtier"))
