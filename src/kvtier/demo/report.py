@@ -15,11 +15,10 @@ PASSES = {
     "none": "the engine alone: every prompt is computed from its first token",
     "cold": "kvtier with an empty store: conversations reuse their own earlier turns",
     "warm": "kvtier in a new process: reads from disk what the cold pass stored",
-    "reopened": "kvtier in a new process: reads from disk what an earlier call stored",
 }
 TIERS = {"host": "host memory", "directory": "disk"}
 """Names of tiers for readers; others are shown as they are."""
-PASS_COLOURS = {"none": "alone", "cold": "gpu", "warm": "tiered", "reopened": "shared"}
+PASS_COLOURS = {"none": "alone", "cold": "gpu", "warm": "tiered"}
 TIER_COLOURS = {"host": "host", "directory": "disk"}
 LIMITS = (
     "Requests run one at a time, so no request waits in a queue. The effect of less prefill on queues is not shown.",
