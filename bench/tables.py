@@ -355,7 +355,11 @@ def serve(record: dict[str, Any], name: str) -> str:
     speed, work = arms_table(served), work_table(served)
     # A record of one load says it in its conditions.
     begin = 1 if len({load for load, _ in served.points}) > 1 else 2
-    columns = [*speed.columns[begin:9], work.columns[3], work.columns[5], work.columns[8]]
+    shown = ["not computed", "read", "regret, ms"]
+    if any(it.hits_by_session for it in served.results):
+        shown.insert(1, "by session")
+    further = [work.columns.index(it) for it in shown]
+    columns = [*speed.columns[begin:9], speed.columns[-1], *shown]
     lines = [
         f"{answer(served)} {speed.note} {work.note} {_link(name)}",
         "",
@@ -363,7 +367,7 @@ def serve(record: dict[str, Any], name: str) -> str:
         f"| --- |{' ---: |' * len(columns)}",
     ]
     for fast, done in zip(speed.rows, work.rows, strict=True):
-        cells = [*fast[begin:9], done[3], done[5], done[8]]
+        cells = [*fast[begin:9], fast[-1], *(done[it] for it in further)]
         lines.append(f"| {served.label(fast[0])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -69,6 +69,18 @@ def test_the_logs_of_client_engine_and_kvtier_meet_in_each_request(run):
     assert not any(it.is_sum_wrong for it in joined.values())
 
 
+def test_hits_are_counted_by_session_of_two_or_more_requests(run):
+    change(run / "requests.jsonl", lambda row: row.update(user=10 + row["turn"]) if row["user"] == 3 else None)
+    for turn in (1, 2, 3):  # nothing came back for user 1
+        change(run / "engine.jsonl", lambda row: row.update(cached_tokens=256), key=f"u1t{turn}")
+        change(run / "kvtier.jsonl", lambda row: row.update(loaded_tokens={}), key=f"u1t{turn}")
+    prompts = [256 + 768 + 64 + turn * 84 for turn in range(4)]
+    loaded = [0, *(prompt // 64 * 64 - 64 - 256 for prompt in prompts[1:])]
+    full = (4 * 256 + sum(loaded)) / sum(prompts)
+    found = arm_result(join(read_run(run))).hits_by_session
+    assert found == pytest.approx({"sessions": 3, "min": 1024 / sum(prompts), "median": full, "max": full})
+
+
 def test_the_figures_of_a_run(run):
     result = arm_result(join(read_run(run)))
     assert (result.requests, result.failed, result.wrong_sums, result.unmatched, result.error) == (16, 0, 0, 0, None)

@@ -319,7 +319,7 @@ def test_programs_named_from_here_are_found_from_elsewhere(tmp_path: Path, monke
         (["--generator", "no-such-program"], "--generator 'no-such-program' does not run"),
         (["--generator", "true", "--arm", "a=http://127.0.0.1:1", "--ratio", "1"], "--ratio throttles the drive"),
         (["--generator", "true", "--no-limits", "--ratio", "1"], "--ratio needs a control group"),
-        (["--generator", "true", "--preset", "other"], "--preset other: allowed: dell, samsung, single-shot"),
+        (["--generator", "true", "--preset", "other"], "--preset other: allowed: dell, samsung, agent, single-shot"),
         (["--generator", "true", "--preset", "single-shot", "--users", "3"], "its sizes are fixed"),
         (["--generator", "true", "--set", "planner.enabled=perhaps"], "allowed: true or false"),
         (["--generator", "true", "--set", "planner.enabled=no", "--arm", "none"], "with --arm kvtier"),

@@ -69,6 +69,28 @@ def test_conversations_have_the_sizes_that_are_asked_for():
     assert len({tuple(it.turns[0].question[:4]) for it in workload.conversations}) == len(workload.conversations)
 
 
+def test_sub_agents_fork_from_the_first_question_and_nine_tenths_of_the_prompts_can_be_reused():
+    sizes = PRESETS["agent"].here
+    workload = draw(sizes, seed=1, number=0, seconds=60.0, warm_up=2)
+    counted = [it for it in workload.conversations if not it.is_warm_up]
+    assert [len(it.turns) for it in counted[:4]] == [sizes.rounds, sizes.sub_rounds] * 2
+    opening = sizes.history_tokens + sizes.question_tokens
+    for parent, forked in zip(counted[::2], counted[1::2], strict=False):
+        first = forked.turns[0].question
+        assert first[:opening].tolist() == parent.turns[0].question.tolist()
+        assert len(first) == opening + sizes.question_tokens
+    asked = fresh = 0
+    for place, talk in enumerate(counted):
+        prompt = len(workload.system)
+        known = prompt + (opening if place % 2 else 0)
+        for turn in talk.turns:
+            prompt += len(turn.question)
+            asked, fresh, known = asked + prompt, fresh + prompt - known, prompt
+            prompt += turn.answer_tokens
+    assert 0.9 < 1 - fresh / asked < 0.97
+    assert len(counted) >= sizes.users + 60 * sizes.requests_per_s / sizes.rounds
+
+
 def test_real_lengths_vary_around_the_mean():
     sizes = replace(SIZES, rounds=20, question_tokens=50, answer_tokens=40)
     workload = draw(sizes, seed=1, number=0, seconds=200.0, has_real_lengths=True)

@@ -191,7 +191,7 @@ def work_table(served: ServeRecord) -> Table:
     """What the figures of `arms_table` took: the lines are the same."""
     rows = [
         (
-            *_point(runs), _cell(runs, lambda it: hit_share(it.tokens_by_place), share_text),
+            *_point(runs), _cell(runs, lambda it: hit_share(it.tokens_by_place), share_text), _session_hits(runs),
             _cell(runs, lambda it: it.loaded_bytes, bytes_text), _cell(runs, lambda it: it.read_bytes, bytes_text),
             _cell(runs, lambda it: it.written_bytes, bytes_text), _cell(runs, lambda it: it.cpu_s),
             _cell(runs, lambda it: it.regret_ms["mean"], lambda value: f"{value:,.1f}"),
@@ -200,12 +200,15 @@ def work_table(served: ServeRecord) -> Table:
     ]  # fmt: skip
     return Table(
         title="Work",
-        columns=("arm", "load", "R", "not computed", "loaded", "read", "written", "CPU, s", "regret, ms"),
+        columns=(
+            "arm", "load", "R", "not computed", "by session", "loaded", "read", "written", "CPU, s", "regret, ms",
+        ),
         rows=rows,
-        numeric=6,
-        note="Not computed: of the prompt tokens. Loaded: KV, by kvtier's log. Read and written: storage, by the "
-        "server's processes. Regret: mean of a request that was offered KV.",
-    )
+        numeric=7,
+        note="Not computed: of the prompt tokens; by session: the least, the median and the largest share of the "
+        "conversations with two or more requests, over all runs. Loaded: KV, by kvtier's log. Read and written: "
+        "storage, by the server's processes. Regret: mean of a request that was offered KV.",
+    )  # fmt: skip
 
 
 def _rows(served: ServeRecord) -> list[list[ArmResult]]:
@@ -222,6 +225,16 @@ def _point(runs: list[ArmResult]) -> tuple[str, str, str]:
 def _cell(runs: list[ArmResult], figure: Figure, show: Callable[[float], str] = digits) -> str:
     found = spread(runs, figure)
     return NONE if found is None else found.text(show)
+
+
+def _session_hits(runs: Sequence[ArmResult]) -> str:
+    """The least, the median and the largest share of the sessions' prompt tokens that was not computed."""
+    found = [it.hits_by_session for it in runs if it.hits_by_session and it.hits_by_session["sessions"]]
+    ends = [(each["min"] or 0.0, each["median"] or 0.0, each["max"] or 0.0) for each in found]
+    if not ends:
+        return NONE
+    least, middle, most = zip(*ends, strict=True)
+    return " / ".join(map(share_text, (min(least), median(middle), max(most))))
 
 
 def cost_table(served: ServeRecord) -> Table:

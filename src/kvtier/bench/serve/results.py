@@ -89,6 +89,9 @@ class ArmResult:
     regret_ms: dict[str, float | None]
     """`requests` with a known regret, their `mean` and `p95`, and `share` of their time to first token."""
     by_turn: list[dict[str, Any]]
+    hits_by_session: dict[str, float | None] | None = None
+    """Of conversations with two or more requests: their number `sessions`, and `min`, `median` and `max` of the share
+    of their prompt tokens that was not computed; None in records without it."""
     load_average: list[float] | None = None
     """Of the machine, of one minute, before the run's server started and after it ended."""
     ttft_limit_s: float | None = None
@@ -192,6 +195,7 @@ def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
         energy_source=source,
         regret_ms=_regret(counted),
         by_turn=_by_turn(counted),
+        hits_by_session=_by_session(counted),
         load_average=facts.get("load_average"),
         ttft_limit_s=ttft_limit_s,
         goodput_per_s=sum((it.ttft_s or 0.0) <= ttft_limit_s for it in counted) / seconds
@@ -358,6 +362,15 @@ def _by_turn(counted: Sequence[JoinedRequest]) -> list[dict[str, Any]]:
         times = _percentiles(it.ttft_s for it in own)
         rows.append({"turn": turn, "requests": len(own), "ttft_ms": times, "tokens_by_place": _sum_places(own)})
     return rows
+
+
+def _by_session(counted: Sequence[JoinedRequest]) -> dict[str, float | None]:
+    """`ArmResult.hits_by_session`."""
+    sessions = {it.user: [own for own in counted if own.user == it.user] for it in counted if it.user is not None}
+    shares = [hit_share(_sum_places(own)) for own in sessions.values() if len(own) > 1]
+    known = [share for share in shares if share is not None]
+    found = (min(known), median(known), max(known)) if known else (None, None, None)
+    return {"sessions": len(known)} | dict(zip(("min", "median", "max"), found, strict=True))
 
 
 def _thinned(seconds: dict[str, list[float | None]]) -> dict[str, list[float | None]]:

@@ -91,9 +91,13 @@ class ConversationSizes:
     answer_tokens: int
     requests_per_s: float
     """Of all users together: each asks every users / requests_per_s seconds."""
+    sub_rounds: int = 0
+    """Rounds of a sub-agent: every second conversation, forked from the first question of the one before; 0: none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("users", 1), ("rounds", 2), ("system_tokens", 0), ("history_tokens", 0)):
+        for name in ("system_tokens", "history_tokens", "sub_rounds"):
+            _check(name, getattr(self, name), 0)
+        for name, least in (("users", 1), ("rounds", 2)):
             _check(name, getattr(self, name), least)
         for name in ("question_tokens", "answer_tokens"):
             _check(name, getattr(self, name), 1)
@@ -143,6 +147,30 @@ PRESETS = {
         ),
         here=ConversationSizes(
             users=12, rounds=15, system_tokens=250, history_tokens=5000, answer_tokens=12, requests_per_s=0.6
+        ),
+    ),
+    "agent": Preset(
+        source="17 recorded sessions of Claude Code with 14 sub-agents (tests/golden/traces): means of the requests of "
+        "a session and of an answer, medians of the first prompt, its growth and the pause",
+        original=ConversationSizes(
+            users=17,
+            rounds=38,
+            system_tokens=11500,
+            history_tokens=6800,
+            question_tokens=800,
+            answer_tokens=456,
+            requests_per_s=0.94,
+            sub_rounds=12,
+        ),
+        here=ConversationSizes(
+            users=6,
+            rounds=16,
+            system_tokens=1000,
+            history_tokens=300,
+            question_tokens=60,
+            answer_tokens=20,
+            requests_per_s=1.0,
+            sub_rounds=6,
         ),
     ),
     "single-shot": Preset(
@@ -220,14 +248,18 @@ def draw(
         raise ConfigError(f"seconds = {seconds}; allowed: above 0")
     system = _tokens(rng, sizes.system_tokens)
     # Each conversation that ends is replaced; some more, because the first ones are short.
-    replaced = math.ceil(1.1 * seconds * sizes.requests_per_s / sizes.rounds) + 2
+    replaced = math.ceil(1.1 * seconds * sizes.requests_per_s / min(sizes.rounds, sizes.sub_rounds or sizes.rounds)) + 2
     conversations: list[Conversation] = []
     for user in range(warm_up + sizes.users + replaced):
-        rounds = WARM_UP_ROUNDS if user < warm_up else sizes.rounds
-        questions, answers = _lengths(sizes, rounds, rng, has_real_lengths=has_real_lengths)
-        questions[0] += sizes.history_tokens
-        turns = (Turn(_tokens(rng, q), a) for q, a in zip(questions, answers, strict=True))
-        conversations.append(Conversation(user, tuple(turns), is_warm_up=user < warm_up))
+        is_sub = sizes.sub_rounds > 0 and user > warm_up and (user - warm_up) % 2 == 1
+        rounds = WARM_UP_ROUNDS if user < warm_up else sizes.sub_rounds if is_sub else sizes.rounds
+        lengths, answers = _lengths(sizes, rounds, rng, has_real_lengths=has_real_lengths)
+        lengths[0] += 0 if is_sub else sizes.history_tokens
+        questions = [_tokens(rng, length) for length in lengths]
+        if is_sub:
+            questions[0] = np.concatenate([conversations[-1].turns[0].question, questions[0]])
+        turns = tuple(map(Turn, questions, answers))
+        conversations.append(Conversation(user, turns, is_warm_up=user < warm_up))
     return ServeWorkload(
         pace=Pace.USERS,
         system=system,
