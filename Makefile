@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 AIPERF_VENV := .venv-aiperf
+LMCACHE := .lmcache
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
@@ -90,6 +91,11 @@ $(AIPERF_VENV)/.done: tests/vllm/aiperf.txt
 	$(AIPERF_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/aiperf.txt
 	touch $@
 
+# LMCache for the arm `lmcache` of `kvtier bench serve`: a folder on the path of vLLM's Python, whose packages stay as they are.
+$(LMCACHE)/.done: tests/vllm/lmcache.txt $(VLLM_VENV)/.done
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LMCACHE) -r tests/vllm/lmcache.txt
+	touch $@
+
 # The storage backend on SGLang's real controllers and host pools, on a CPU, in an environment of its own.
 test-sglang: $(SGLANG_VENV)/.done
 	$(SGLANG_PYTHON) -m pytest tests/sglang
@@ -124,4 +130,4 @@ nightly: setup
 	$(BIN)/python -m tests.sim --objects --seeds 10000:30000
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(AIPERF_VENV) demo-out
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(AIPERF_VENV) $(LMCACHE) demo-out

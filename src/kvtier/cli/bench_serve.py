@@ -31,6 +31,14 @@ from kvtier.cli.reading import reading_options
     multiple=True,
     help="Requests a second of all users together; repeatable: runs at each.  [the preset's]",
 )
+@click.option(
+    "--load",
+    "shares",
+    type=click.FloatRange(0, 100, min_open=True),
+    multiple=True,
+    help="Requests a second as a share of what the server computes without offloading; repeatable. It is measured "
+    "once for the runs of --dir.",
+)
 @click.option("--real-lengths", is_flag=True, help="Draw lengths from ShareGPT, around the means.")
 @click.option(
     "--time-factor",
@@ -51,7 +59,7 @@ from kvtier.cli.reading import reading_options
     "--arm",
     "arms",
     multiple=True,
-    metavar="none|native|kvtier|NAME=URL",
+    metavar="none|native|lmcache|kvtier|NAME=URL",
     help="Server to measure, repeatable; NAME=URL is one that runs already, and is neither limited nor ended.  "
     "[none, native, kvtier]",
 )
@@ -82,13 +90,23 @@ from kvtier.cli.reading import reading_options
 )
 @click.option("--vllm", type=click.Path(path_type=Path), metavar="PYTHON", help="A Python that can import vLLM.")
 @click.option(
+    "--lmcache",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="LMCache and what vLLM's Python lacks of its needs, as pip install --target leaves them.  "
+    "[.lmcache of a checkout]",
+)
+@click.option(
     "--generator",
     default="aiperf",
     metavar="COMMAND",
     help="aiperf's command, or the Python of an environment that has it.  [aiperf, else .venv-aiperf of a checkout]",
 )
 @click.option(
-    "--memory", type=Bytes(), help="Memory of a server with its page cache.  [3GiB, --host and --device-kv together]"
+    "--memory",
+    type=Bytes(),
+    help="Memory of a server with its page cache.  [3GiB, --host and --device-kv together; with the arm lmcache 1GiB "
+    "more]",
 )
 @click.option("--no-limits", is_flag=True, help="Run servers without a control group: no limit of memory or drive.")
 @click.option("--host", type=Bytes(), default="512MiB", show_default=True, help="Host memory of the tiered arms.")

@@ -19,7 +19,7 @@ from kvtier.bench.serve.regret import join_runs
 from kvtier.bench.serve.report import serve_report
 from kvtier.bench.serve.results import Prices, serve_record
 from kvtier.bench.serve.run import START_S, Record, RunKey, ServeSettings, known_context, pinned
-from kvtier.bench.serve.server import find_vllm
+from kvtier.bench.serve.server import find_lmcache, find_vllm
 from kvtier.bench.serve.workload import PRESETS, ConversationSizes, SingleShotSizes
 from kvtier.cli import engine_settings
 from kvtier.cli.options import origin, tell_written
@@ -35,6 +35,8 @@ from kvtier.trace.arrays import TraceArrays
 ARMS = ("none", "native", "kvtier")
 SERVER_BYTES = 3 << 30
 """Memory of a server besides KV: its processes, weights and some page cache."""
+LMCACHE_BYTES = 1 << 30
+"""Memory of LMCache's server process besides KV; all arms of the record get it."""
 BLOCK_TOKENS = 128
 """Of vLLM on a CPU, where blocks are largest."""
 RESERVE_BYTES = 2 << 30
@@ -132,29 +134,36 @@ def _record(directory: Path, given: dict[str, Any]) -> Record:
     if given["ratios"] and given["no_limits"]:
         raise ConfigError("--ratio needs a control group; allowed: without --no-limits")
     if given["ratios"] and not any(arm.has_tiers for arm in arms):
-        raise ConfigError("--ratio throttles the drive of the arms native and kvtier; allowed: with one of them")
+        raise ConfigError("--ratio throttles the drive of arms with tiers; allowed: with native, lmcache or kvtier")
+    if given["shares"] and not is_ours:
+        raise ConfigError("--load needs a server that is started here; allowed: with --arm none, or --rate instead")
     vllm = find_vllm(given["vllm"]) if is_ours else None
+    has_lmcache = any(arm.kind == "lmcache" for arm in arms)
+    lmcache = find_lmcache(given["lmcache"], vllm) if vllm is not None and has_lmcache else None
     client, server = _cores(is_cpu=vllm is None or vllm.is_cpu)
-    beside = [it for it in ("preset", "rates", *SIZES) if given[it]]
+    named = {"preset": "preset", "rates": "rate", "shares": "load"} | {it: it for it in SIZES}
+    beside = [option for it, option in named.items() if given[it]]
     if given["trace"] is not None and beside:
-        options = ", ".join(f"--{it.removesuffix('s') if it == 'rates' else it}" for it in beside)
+        options = ", ".join(f"--{it}" for it in beside)
         raise ConfigError(f"--trace has requests and times of its own; allowed: without {options}")
     trace = None if given["trace"] is None else load_trace(given["trace"], given)
     per_word = 1.0 if vllm is None or given["model"] is None else tokens_per_word(vllm, given["model"])
     load_settings = _load_settings(given, arms, trace, client, directory)
     load = GeneratedLoad(settings=load_settings, recording=trace, tokens_per_word=per_word)
-    kv_bytes = given["host"] + given["device_kv"]
+    kv_bytes, own_bytes = given["host"] + given["device_kv"], SERVER_BYTES + (LMCACHE_BYTES if lmcache else 0)
     settings = ServeSettings(
         arms=tuple(arms),
         repeats=given["repeats"],
         ratios=given["ratios"],
         rates=given["rates"],
+        shares=given["shares"],
         model=given["model"],
         vllm=vllm,
+        lmcache=lmcache,
         device_kv_bytes=given["device_kv"],
         host_bytes=given["host"],
         store_bytes=given["store"],
-        memory_bytes=None if given["no_limits"] or not is_ours else given["memory"] or SERVER_BYTES + kv_bytes,
+        memory_bytes=None if given["no_limits"] or not is_ours else given["memory"] or own_bytes + kv_bytes,
         running=given["running"],
         context_tokens=load.context_tokens,
         server_cores=server,
@@ -227,7 +236,7 @@ def _sizes(given: dict[str, Any]) -> ConversationSizes | SingleShotSizes:
     sizes = PRESETS[name].here
     changed = {field: given[option] for option, field in SIZES.items() if given[option] is not None}
     if not isinstance(sizes, ConversationSizes):
-        if changed or given["rates"]:
+        if changed or given["rates"] or given["shares"]:
             raise ConfigError(
                 f"--preset {name}: its sizes are fixed; allowed: no {', '.join(f'--{it}' for it in SIZES)}"
             )
@@ -251,6 +260,8 @@ def _conditions(it: Record) -> dict[str, object]:
     found: dict[str, object] = {arm.name: arm.means(is_cpu=is_cpu) for arm in settings.arms}
     found["model"] = "a small one with random weights" if settings.model is None else settings.model.name
     found["server"] = "not ours" if vllm is None else f"vLLM {vllm.version} on {'the CPU' if vllm.is_cpu else 'a GPU'}"
+    if settings.lmcache is not None:
+        found["server"] = f"{found['server']}, LMCache {settings.lmcache.version}"
     found["KV memory"] = f"device {bytes_text(settings.device_kv_bytes)}, host {bytes_text(settings.host_bytes)}"
     found["limits"] = (
         "none"
@@ -266,4 +277,6 @@ def _conditions(it: Record) -> dict[str, object]:
         found["scaled from"] = {"source": source.source} | asdict(source.original)
     if (calibration := it.calibrated()) is not None:
         found["computed KV"] = f"{bytes_text(calibration['kv_bytes_per_s'])}/s at {calibration['tokens']:.0f} tokens"
+        measured = calibration | {"capacity_per_s": it.capacity_per_s()}
+        found["calibration"] = {name: float(f"{value:.4g}") for name, value in measured.items()}
     return found

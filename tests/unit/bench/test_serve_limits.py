@@ -192,7 +192,7 @@ def test_an_error_whose_body_is_cut_off_is_a_server_error():
 @pytest.mark.parametrize(
     ("arms", "settings", "message"),
     [
-        (["lmcache"], {}, "--arm lmcache: allowed: none, native, kvtier, or NAME=URL"),
+        (["mooncake"], {}, "--arm mooncake: allowed: none, native, lmcache, kvtier, or NAME=URL"),
         (["a=ftp://host"], {}, "--arm a=ftp"),
         (["native=http://host:1"], {}, "an arm of kvtier's own"),
         (["_mine=http://host:1"], {}, "a letter or a digit first"),

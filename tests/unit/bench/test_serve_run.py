@@ -5,6 +5,7 @@ The servers are real HTTP servers that are started elsewhere, as the arm NAME=UR
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -18,14 +19,14 @@ from pathlib import Path
 import pytest
 from tests.programs import program
 
-from kvtier.bench.serve.arms import Arm, parse_arms
+from kvtier.bench.serve.arms import Arm, parse_arms, transfer_config
 from kvtier.bench.serve.generator import GeneratorResult, find_generator
 from kvtier.bench.serve.load import GeneratedLoad, LoadSettings
 from kvtier.bench.serve.machine_limits import drive_of
 from kvtier.bench.serve.power import Rapl
 from kvtier.bench.serve.run import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.bench.serve.sampler import Processes, Sampler, drive_figures, parse_metrics
-from kvtier.bench.serve.server import Server, VllmPython, find_vllm
+from kvtier.bench.serve.server import Server, VllmPython, find_lmcache, find_vllm, free_ports, vllm_environment
 from kvtier.bench.serve.workload import PRESETS
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
@@ -70,6 +71,7 @@ class TwoRequests:
 
     def __init__(self, fails: int = -1, failed: int = 0) -> None:
         self.runs = 0
+        self.asked: list[float | None] = []
         self.fails = fails
         self.failed = failed
 
@@ -77,6 +79,7 @@ class TwoRequests:
         self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
     ) -> GeneratorResult:
         self.runs += 1
+        self.asked.append(requests_per_s)
         (directory / "requests.jsonl").write_text('{"sent_s": 12.5}\n')
         problem = "the server has ended by signal 9" if self.runs - 1 == self.fails else None
         return GeneratorResult(
@@ -121,6 +124,69 @@ def test_arms_alternate_and_the_first_one_changes() -> None:
     assert len({key.name for key in order}) == len(order)
     assert [key.name for key in run_order(arms, 1, ())] == ["none-0", "native-0", "kvtier-0"]
     assert run_order([Arm("a", "url", "http://h")], 2, (1.0,))[0].ratio is None, "a server of others is not throttled"
+
+
+def test_loads_are_shares_of_the_measured_computing_rate_and_may_be_added(url: str, tmp_path: Path) -> None:
+    load = TwoRequests()
+    record = Record(settings(url, repeats=1, shares=(0.5,)), load, tmp_path)
+    # 16 tokens in 0.5 s are four prompts of 8 tokens a second.
+    (record.runs / "calibration.json").write_text('{"tokens": 16.0, "prefill_s": 0.5, "kv_bytes_per_s": 1.0}')
+    assert record.capacity_per_s() == 4.0
+    assert run_all(record) == {"s0-0-0.5load": "ok"}
+    more = Record(settings(url, repeats=1, shares=(0.5, 1.3), rates=(3.0,)), load, tmp_path)
+    assert run_all(more) == {"s0-0-3rps": "ok", "s0-0-1.3load": "ok"}, "and what was run stays"
+    assert load.asked == [2.0, 3.0, 5.2]
+    loads = [json.loads((place / "run.json").read_text())["load"] for place in more.done()]
+    assert loads == [
+        {"requests_per_s": 3.0},
+        {"requests_per_s": 2.0, "share_of_capacity": 0.5},
+        {"requests_per_s": 5.2, "share_of_capacity": 1.3},
+    ]
+
+
+def test_lmcache_gets_the_same_memory_drive_and_chunks_and_its_best_settings() -> None:
+    (arm,) = parse_arms(["lmcache"])
+    assert arm.has_tiers
+    made = transfer_config(
+        arm, Path("/store of it"), 512 << 20, 8 << 30, is_cpu=True, chunk_tokens=512, ports=(7001, 7002)
+    )
+    assert made is not None
+    assert (made["kv_connector"], made["kv_role"]) == ("LMCacheMPConnector", "kv_both")
+    extra = made["kv_connector_extra_config"]
+    assert (extra["lmcache.mp.host"], extra["lmcache.mp.port"]) == ("tcp://127.0.0.1", 7001)
+    assert extra["lmcache.mp.mp_transfer_mode"] == "lmcache_driven"
+    assert extra["lmcache.mp.save_decode_cache"] is extra["lmcache.mp.autostart"] is True
+    options = dict(it.partition("=")[::2] for it in shlex.split(extra["lmcache.mp.autostart.server_args"]))
+    assert json.loads(options.pop("--l2-adapter")) == {
+        "type": "fs_native", "base_path": "/store of it", "use_odirect": True, "num_workers": 4,
+        "max_capacity_gb": 8.0, "eviction": {"eviction_policy": "LRU"},
+    }  # fmt: skip
+    assert options == {
+        "--disable-observability": "", "--chunk-size": "512", "--l1-size-gb": "0.5", "--eviction-policy": "LRU",
+        "--l2-prefetch-policy": "retain", "--http-port": "7002",
+    }  # fmt: skip
+    assert "LMCache's own CPU path, unmodified" in arm.means(is_cpu=True)
+
+
+def test_lmcache_is_read_from_its_folder_and_comes_last_on_the_path(tmp_path: Path) -> None:
+    python = VllmPython(Path(sys.executable), "1", is_cpu=True)
+    connector = tmp_path / "lmcache" / "integration" / "vllm" / "lmcache_mp_connector.py"
+    connector.parent.mkdir(parents=True)
+    (tmp_path / "lmcache-0.5.6.dist-info").mkdir()
+    (tmp_path / "lmcache-0.5.6.dist-info" / "METADATA").write_text("Name: lmcache\nVersion: 0.5.6\n")
+    with pytest.raises(ConfigError, match=rf"--lmcache {tmp_path}: .*No module named 'lmcache.*pip install --target"):
+        find_lmcache(tmp_path, python)
+    connector.write_text("import os\nassert os.environ['LMCACHE_TRACK_USAGE'] == 'false'\n")
+    found = find_lmcache(tmp_path, python)
+    assert found.version == "0.5.6"
+    environment = vllm_environment(python, Path("/packages"), [0], found)
+    assert environment["PYTHONPATH"] == f"/packages:{tmp_path}"
+    assert environment["LMCACHE_TRACK_USAGE"] == "false"
+    assert not any("LMCACHE" in name for name in vllm_environment(python, Path("/packages"), [0]))
+
+
+def test_ports_that_are_free_together_differ() -> None:
+    assert len(set(free_ports(20))) == 20
 
 
 def test_a_failed_run_leaves_the_others_and_is_repeated(url: str, tmp_path: Path) -> None:
@@ -318,6 +384,10 @@ def test_programs_named_from_here_are_found_from_elsewhere(tmp_path: Path, monke
     [
         (["--generator", "no-such-program"], "--generator 'no-such-program' does not run"),
         (["--generator", "true", "--arm", "a=http://127.0.0.1:1", "--ratio", "1"], "--ratio throttles the drive"),
+        (["--generator", "true", "--arm", "a=http://127.0.0.1:1", "--load", "1"], "--load needs a server that is"),
+        (["--generator", "true", "--preset", "single-shot", "--load", "1"], "its sizes are fixed"),
+        (["--generator", "true", "--trace", "t.jsonl", "--load", "2"], "allowed: without --load"),
+        (["--generator", "true", "--arm", "lmcache", "--lmcache", "nowhere"], "--lmcache nowhere: "),
         (["--generator", "true", "--no-limits", "--ratio", "1"], "--ratio needs a control group"),
         (["--generator", "true", "--preset", "other"], "--preset other: allowed: dell, samsung, agent, single-shot"),
         (["--generator", "true", "--preset", "single-shot", "--users", "3"], "its sizes are fixed"),

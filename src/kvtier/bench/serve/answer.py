@@ -79,7 +79,7 @@ class ServeRecord:
         if name == "native":
             stand_in = "memcpy" in str(self.conditions)
             return "native (memcpy stand-in)" if stand_in else "native tiering"
-        return "without" if name == NO_CONNECTOR else name
+        return {NO_CONNECTOR: "without", "lmcache": "LMCache"}.get(name, name)
 
     def runs_at(self, name: str, point: Point) -> list[ArmResult]:
         """The complete runs of an arm. An arm that no drive slows down has the same for every R."""
@@ -230,7 +230,7 @@ def _verdict(ours: Spread, theirs: Spread) -> str:
 
 def load_text(load: Mapping[str, float]) -> str:
     """The load of a run in words, such as ``2 requests/s, 8 users``."""
-    words = {"requests_per_s": "requests/s", "users": "users"}
+    words = {"requests_per_s": "requests/s", "share_of_capacity": "of capacity", "users": "users"}
     return ", ".join(f"{value:g} {words.get(name, name.replace('_', ' '))}" for name, value in load.items()) or "-"
 
 

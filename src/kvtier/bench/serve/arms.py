@@ -2,25 +2,34 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from kvtier.bench.serve.server import VllmPython
+from kvtier.bench.serve.server import LMCACHE_CONNECTOR, VllmPython
 from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.runtime.open import CHUNK_TOKENS_MIN
 
-Kind = Literal["none", "native", "kvtier", "url"]
+Kind = Literal["none", "native", "lmcache", "kvtier", "url"]
 
 OWN: dict[str, str] = {
     "none": "no connector",
     "native": "vLLM's tiered offloading: host memory and its fs tier on the drive",
+    "lmcache": "LMCache's connector and its server beside vLLM: host memory and its fs_native tier on the drive",
     "kvtier": "kvtier: host memory and its disk tier on the drive",
 }
-NATIVE_ON_CPU = "; its copies by memcpy of ours, because vLLM's are for CUDA alone"
+ON_CPU = {
+    "native": "; its copies by memcpy of ours, because vLLM's are for CUDA alone",
+    "lmcache": "; LMCache's own CPU path, unmodified",
+}
+LMCACHE_START_S, LMCACHE_MESSAGE_S = 300.0, 60.0
+"""Limits of the start of LMCache's server, and of a message to it."""
+LMCACHE_WORKERS = 4
+"""Threads of LMCache's file tier, its default."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]{0,31}")
 _SHARED = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
@@ -50,19 +59,18 @@ class Arm:
     @property
     def has_tiers(self) -> bool:
         """Whether the drive's speed changes its figures."""
-        return self.kind in {"native", "kvtier"}
+        return self.kind in {"native", "lmcache", "kvtier"}
 
     def means(self, *, is_cpu: bool) -> str:
         """What the arm is, in words."""
         if self.kind == "url":
             return f"a server at {self.url}, neither started nor limited here"
         more = ", ".join(f"{name}={value}" for name, value in self.settings.items())
-        stand_in = NATIVE_ON_CPU if self.kind == "native" and is_cpu else ""
-        return OWN[self.kind] + stand_in + (f"; {more}" if more else "")
+        return OWN[self.kind] + (ON_CPU.get(self.kind, "") if is_cpu else "") + (f"; {more}" if more else "")
 
 
 def parse_arm(text: str) -> Arm:
-    """The arm that ``--arm`` names: ``none``, ``native``, ``kvtier`` or ``NAME=URL``.
+    """The arm that ``--arm`` names: ``none``, ``native``, ``lmcache``, ``kvtier`` or ``NAME=URL``.
 
     Raises:
         ConfigError: it is none of these.
@@ -110,6 +118,7 @@ def transfer_config(
     is_cpu: bool,
     journal: Path | None = None,
     chunk_tokens: int = CHUNK_TOKENS_MIN,
+    ports: Sequence[int] = (),
 ) -> dict[str, Any] | None:
     """The value of ``--kv-transfer-config``; None for an arm without a connector.
 
@@ -120,7 +129,8 @@ def transfer_config(
         store_bytes: capacity of the tier on the drive.
         is_cpu: whether vLLM computes on the CPU.
         journal: directory for kvtier's journal.
-        chunk_tokens: of kvtier's chunks, which vLLM's own get too.
+        chunk_tokens: of kvtier's chunks, which vLLM's own and LMCache's get too.
+        ports: two free ports of LMCache's server, for messages and for HTTP.
     """
     if arm.kind == "kvtier":
         extra: dict[str, Any] = {
@@ -145,7 +155,39 @@ def transfer_config(
         else:
             extra |= {"spec_name": "TieringOffloadingSpec"}
         return _SHARED | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    if arm.kind == "lmcache":
+        extra = _lmcache(store, host_bytes, store_bytes, chunk_tokens, *ports)
+        named = {"kv_connector": "LMCacheMPConnector", "kv_connector_module_path": LMCACHE_CONNECTOR}
+        return _SHARED | named | {"kv_connector_extra_config": extra}
     return None
+
+
+def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, port: int, http: int) -> dict[str, Any]:
+    """LMCache's settings: direct I/O, loaded objects kept in host memory, answers stored, no metrics."""
+    drive = {"type": "fs_native", "base_path": str(store), "use_odirect": True, "num_workers": LMCACHE_WORKERS}
+    # Without an eviction policy the capacity is no limit.
+    drive |= {"max_capacity_gb": store_bytes / (1 << 30), "eviction": {"eviction_policy": "LRU"}}
+    options = {
+        "chunk-size": chunk_tokens,
+        "l1-size-gb": host_bytes / (1 << 30),
+        "eviction-policy": "LRU",
+        "l2-prefetch-policy": "retain",
+        "http-port": http,
+        "l2-adapter": json.dumps(drive),
+    }
+    arguments = shlex.join(f"--{name}={value}" for name, value in options.items())
+    return {
+        "lmcache.mp.host": "tcp://127.0.0.1",
+        "lmcache.mp.port": port,
+        "lmcache.mp.autostart": True,
+        "lmcache.mp.autostart.wait_timeout": LMCACHE_START_S,
+        "lmcache.mp.autostart.server_args": f"--disable-observability {arguments}",
+        "lmcache.mp.mq_timeout": LMCACHE_MESSAGE_S,
+        # The automatic choice on a CPU is a mode that LMCache's server does not serve.
+        "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+        "lmcache.mp.save_decode_cache": True,
+        "lmcache.mp.eager_prefetch": True,
+    }
 
 
 def chunk_tokens(arms: Sequence[Arm]) -> int:

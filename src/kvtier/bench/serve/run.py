@@ -28,12 +28,13 @@ from kvtier.bench.serve.power import Sensor, first_gpu
 from kvtier.bench.serve.run_files import as_row
 from kvtier.bench.serve.sampler import Processes, Sampler, parse_metrics
 from kvtier.bench.serve.server import (
+    LmcachePackages,
     Server,
     ServerError,
     ServerProcess,
     VllmPython,
     await_health,
-    free_port,
+    free_ports,
     get,
     python_output,
     vllm_environment,
@@ -71,17 +72,26 @@ class RunKey(NamedTuple):
     ratio: float | None = None
     """R: KV bytes computed per second over the tier's bytes per second; None: the drive is not throttled."""
     requests_per_s: float | None = None
-    """None: the workload's own."""
+    """None: the workload's own, or that of `capacity_share`."""
+    capacity_share: float | None = None
+    """Requests per second as a share of `Record.capacity_per_s`."""
 
     @property
     def name(self) -> str:
         """Of its directory."""
         ratio = "" if self.ratio is None else f"-R{self.ratio:g}"
         rate = "" if self.requests_per_s is None else f"-{self.requests_per_s:g}rps"
-        return f"{self.arm.name}-{self.repetition}{ratio}{rate}"
+        share = "" if self.capacity_share is None else f"-{self.capacity_share:g}load"
+        return f"{self.arm.name}-{self.repetition}{ratio}{rate}{share}"
 
 
-def run_order(arms: Sequence[Arm], repeats: int, ratios: Sequence[float], rates: Sequence[float] = ()) -> list[RunKey]:
+def run_order(
+    arms: Sequence[Arm],
+    repeats: int,
+    ratios: Sequence[float],
+    rates: Sequence[float] = (),
+    shares: Sequence[float] = (),
+) -> list[RunKey]:
     """All runs: repetitions outermost; in each, for every rate, the tiered arms in turn at every R, the others once.
 
     The order of the arms and of the rates changes from one repetition to the next.
@@ -90,10 +100,11 @@ def run_order(arms: Sequence[Arm], repeats: int, ratios: Sequence[float], rates:
     others = [arm for arm in arms if not arm.has_tiers]
     found: list[RunKey] = []
     for repetition in range(repeats):
-        for rate in _rotated(rates or (None,), repetition):
-            runs = [RunKey(arm, repetition, None, rate) for arm in _rotated(others, repetition)]
+        loads = [(rate, None) for rate in rates] + [(None, share) for share in shares]
+        for load in _rotated(loads or [(None, None)], repetition):
+            runs = [RunKey(arm, repetition, None, *load) for arm in _rotated(others, repetition)]
             for ratio in ratios or (None,):
-                runs += [RunKey(arm, repetition, ratio, rate) for arm in _rotated(tiered, repetition)]
+                runs += [RunKey(arm, repetition, ratio, *load) for arm in _rotated(tiered, repetition)]
             found += _rotated(runs, repetition * max(1, len(others)))
     return found
 
@@ -112,10 +123,14 @@ class ServeSettings:
     ratios: tuple[float, ...]
     rates: tuple[float, ...]
     """Requests per second, of all users together."""
+    shares: tuple[float, ...] = ()
+    """The same as shares of `Record.capacity_per_s`."""
     model: Path | None
     """Directory of a checkpoint; None: the one of `checkpoint`."""
     vllm: VllmPython | None
     """None: every arm is a server that was started elsewhere."""
+    lmcache: LmcachePackages | None = None
+    """Of the arm ``lmcache``."""
     device_kv_bytes: int
     host_bytes: int
     store_bytes: int
@@ -159,15 +174,15 @@ class Record:
                 with closing(MachineLimits(settings.memory_bytes, self.drive)) as limits:
                     limits.throttle(1e9)  # what is refused is refused before hours of runs
         self.runs.mkdir(parents=True, exist_ok=True)
-        # A record may grow by repetitions, values of R and rates.
-        may_grow = {"repeats", "ratios", "rates"}
+        # A record may grow by repetitions, values of R and loads.
+        may_grow = {"repeats", "ratios", "rates", "shares"}
         kept = {name: value for name, value in settings.plain().items() if name not in may_grow}
         _same_settings(self.runs / SETTINGS, kept)
 
     def order(self) -> list[RunKey]:
         """All runs in order."""
         it = self.settings
-        return run_order(it.arms, it.repeats, it.ratios, it.rates)
+        return run_order(it.arms, it.repeats, it.ratios, it.rates, it.shares)
 
     def done(self) -> list[Path]:
         """Directories of the runs that have ended, in order."""
@@ -239,12 +254,29 @@ class Record:
         write_json(_OPTION, self.runs / CALIBRATION, result)
         return result
 
+    def capacity_per_s(self) -> float:
+        """Prompts of the load's mean length that the server computes per second, one at a time, without offloading.
+
+        Raises:
+            KvError: see `calibrate`.
+        """
+        known = self.calibrate()
+        return known["tokens"] / known["prefill_s"] / self._load.prompt_tokens
+
+    def _load_of(self, key: RunKey) -> dict[str, float]:
+        """What differs between the loads of runs, as `run.json` has it."""
+        if key.capacity_share is None:
+            return {} if key.requests_per_s is None else {"requests_per_s": key.requests_per_s}
+        rate = float(f"{key.capacity_share * self.capacity_per_s():.3g}")
+        return {"requests_per_s": rate, "share_of_capacity": key.capacity_share}
+
     def run(self, key: RunKey, tick: Callable[[], None]) -> dict[str, Any]:
         """One run, from a new directory and store; returns what `run.json` holds.
 
         A server or a generator that fails makes its run fail, and what was measured stays.
         """
         rate = None if key.ratio is None else self.calibrate()["kv_bytes_per_s"] / key.ratio
+        load = self._load_of(key)
         place = self.runs / key.name
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
@@ -255,7 +287,7 @@ class Record:
             "tier_ratio": key.ratio,
             "tier_bytes_per_s": rate,
             "began_s": began_s,
-            "load": {} if key.requests_per_s is None else {"requests_per_s": key.requests_per_s},
+            "load": load,
             "measured_from_s": None,
             "load_average": [os.getloadavg()[0]],
             "status": "failed",
@@ -284,7 +316,7 @@ class Record:
                         server.url,
                         place,
                         repetition=key.repetition,
-                        requests_per_s=key.requests_per_s,
+                        requests_per_s=load.get("requests_per_s"),
                         is_over=server.why_over,
                     )
                     result["ended_s"] = time.time()
@@ -324,6 +356,7 @@ class Record:
             if settings.memory_bytes is not None:
                 limits = stack.enter_context(closing(MachineLimits(settings.memory_bytes, self.drive)))
             logged = place.absolute()
+            port, *further_ports = free_ports(3)
             transfer = transfer_config(
                 arm,
                 self._store.absolute() / "kv",
@@ -332,8 +365,8 @@ class Record:
                 is_cpu=vllm.is_cpu,
                 journal=logged / JOURNAL,
                 chunk_tokens=chunk_tokens(settings.arms),
+                ports=further_ports,
             )
-            port = free_port()
             command = server_command(
                 vllm,
                 port,
@@ -344,7 +377,8 @@ class Record:
                 running=settings.running,
             )
             packages = write_packages(self._store.absolute(), STATISTICS)
-            environment = vllm_environment(vllm, packages, settings.server_cores)
+            lmcache = settings.lmcache if arm.kind == "lmcache" else None
+            environment = vllm_environment(vllm, packages, settings.server_cores, lmcache)
             # Of vLLM's sockets, whose paths must be short; it leaves them behind.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True))
             environment |= {STATISTICS_PATH: str(logged / "engine.jsonl"), "TMPDIR": scratch}

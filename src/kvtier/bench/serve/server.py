@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,14 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # The sampler's helpers would be compiled, which takes twelve seconds.
     "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
+LMCACHE_ENVIRONMENT = {
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "LMCACHE_LOG_LEVEL": "WARNING",
 }
 
 
@@ -196,10 +204,11 @@ def session_pids(session: int) -> list[int]:
     return sorted(found)
 
 
-def free_port() -> int:
-    """A port of this machine that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine that are free now."""
+    with ExitStack() as probes:
+        servers = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +221,26 @@ class VllmPython:
     """Whether vLLM computes on the CPU."""
 
 
-def python_output(python: Path, *arguments: str, limit_s: float) -> str:
-    """What a Python prints that runs outside of this directory.
+@dataclass(frozen=True, slots=True)
+class LmcachePackages:
+    """LMCache and what it needs beside vLLM's packages, in a folder for PYTHONPATH."""
+
+    folder: Path
+    version: str
+
+
+def python_output(python: Path, *arguments: str, limit_s: float, packages: Path | None = None) -> str:
+    """What a Python prints that runs outside of this directory, with `packages` on its path.
 
     Raises:
         ServerError: it does not start, fails or takes too long; with the last line of what it says.
     """
     command = [str(python), *arguments]
+    added = {} if packages is None else LMCACHE_ENVIRONMENT | {"PYTHONPATH": str(packages)}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True, cwd="/").stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, check=True, cwd="/", env=os.environ | added
+        ).stdout
     except subprocess.CalledProcessError as error:
         raise ServerError((error.stderr.strip().splitlines() or ["it failed"])[-1]) from error
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -250,6 +270,24 @@ def find_vllm(given: Path | None) -> VllmPython:
     raise ConfigError(f"no Python with vLLM ({'; '.join(tried)}); allowed: --vllm PYTHON, one that can import vllm")
 
 
+def find_lmcache(given: Path | None, vllm: VllmPython) -> LmcachePackages:
+    """The folder `given`, else ``.lmcache`` beside the checkout, with an LMCache that works in vLLM's Python.
+
+    Raises:
+        ConfigError: LMCache's connector cannot be imported from the folder.
+    """
+    folder = given or Path(kvtier.__file__).parents[2] / ".lmcache"
+    asked = f"import {LMCACHE_CONNECTOR}; from importlib.metadata import version; print(version('lmcache'))"
+    try:
+        found = python_output(vllm.python, "-c", asked, limit_s=_IMPORT_S, packages=folder.absolute())
+        return LmcachePackages(folder.absolute(), found.split()[-1])
+    except (ServerError, IndexError) as error:
+        raise ConfigError(
+            f"--lmcache {folder}: {error}; allowed: a folder that pip install --target has filled from "
+            "tests/vllm/lmcache.txt"
+        ) from error
+
+
 def write_packages(directory: Path, entry_points: Mapping[str, str]) -> Path:
     """A folder for PYTHONPATH: this kvtier, and a distribution with entry points that no other server sees.
 
@@ -267,9 +305,13 @@ def write_packages(directory: Path, entry_points: Mapping[str, str]) -> Path:
     return folder
 
 
-def vllm_environment(python: VllmPython, packages: Path, cores: Sequence[int]) -> dict[str, str]:
-    """Variables of vLLM's server."""
+def vllm_environment(
+    python: VllmPython, packages: Path, cores: Sequence[int], lmcache: LmcachePackages | None = None
+) -> dict[str, str]:
+    """Variables of vLLM's server, and of LMCache's, which is its child."""
     found = ENVIRONMENT | {"PYTHONPATH": str(packages)}
+    if lmcache is not None:
+        found |= LMCACHE_ENVIRONMENT | {"PYTHONPATH": f"{packages}{os.pathsep}{lmcache.folder}"}
     if python.is_cpu:
         found |= {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
     return found
