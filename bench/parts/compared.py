@@ -59,7 +59,9 @@ def compared(served_record: dict[str, Any], *records: dict[str, Any]) -> str:
     rows = (
         (
             f"served conversations, {load:g} requests/s: time to first token, median / p95",
-            *(first_token("native"), "not measured", "not measured", first_token("kvtier")),
+            first_token("native"),
+            first_token("lmcache") if "lmcache" in served.names else "not measured",
+            *("*not run: its connector in vLLM uses CUDA*", first_token("kvtier")),
         ),
         *map(speeds, SIZES),
         *map(on_wire, SIZES),

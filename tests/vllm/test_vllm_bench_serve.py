@@ -6,19 +6,20 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from server import Client
 
-from kvtier.bench.serve.arms import parse_arms
-from kvtier.bench.serve.checkpoint import WORDS
+from kvtier.bench.serve.arms import Arm, parse_arms
+from kvtier.bench.serve.checkpoint import WORDS, kv_bytes_per_token
 from kvtier.bench.serve.generator import GeneratorResult, served_model
 from kvtier.bench.serve.load import tokens_per_word
 from kvtier.bench.serve.regret import join_runs
 from kvtier.bench.serve.results import arm_result
 from kvtier.bench.serve.run import Record, ServeSettings
-from kvtier.bench.serve.server import find_vllm, session_pids
+from kvtier.bench.serve.server import find_lmcache, find_vllm, session_pids
 from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -28,14 +29,18 @@ KV_BYTES = 72 << 20
 """Of the device: 2,176 tokens, one conversation. Host memory holds less."""
 
 
-class TwoTalks:
-    """Two conversations of two turns, in turn; kills the server of the second run after its first answer."""
+class Talks:
+    """Conversations of two turns, in turn; kills the server of the second run after its first answer."""
 
     prompt_tokens = TOKENS
 
-    def __init__(self) -> None:
+    def __init__(self, users: int = 2) -> None:
+        self.users = users
         self.sessions: list[int] = []
-        self.prompts: list[list[int]] = []
+        self.commands: list[str] = []
+        """Of the processes of the first server, after its last answer."""
+        self.shared: set[str] = set()
+        """Its shared memory then."""
 
     def drive(
         self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
@@ -44,7 +49,7 @@ class TwoTalks:
         self.sessions.append(server)
         assert served_model(url).name == "m"
         draw = random.Random(repetition)
-        talks = [[{"role": "user", "content": text(draw, TOKENS)}] for _ in range(2)]
+        talks = [[{"role": "user", "content": text(draw, TOKENS)}] for _ in range(self.users)]
         began_s, problem = time.time(), None
         with (directory / "requests.jsonl").open("w") as file:
             for turn in range(2):
@@ -61,8 +66,11 @@ class TwoTalks:
                         os.kill(server, signal.SIGKILL)
                         time.sleep(1)
         ended_s = time.time()
+        self.shared = self.shared or set(os.listdir(f"/proc/{server}/root/dev/shm"))
+        self.commands = self.commands or [Path(f"/proc/{pid}/cmdline").read_text() for pid in session_pids(server)]
+        sent = 2 * self.users
         return GeneratorResult(
-            began_s=began_s, measured_from_s=began_s, ended_s=ended_s, requests=4, failed=0, error=problem
+            began_s=began_s, measured_from_s=began_s, ended_s=ended_s, requests=sent, failed=0, error=problem
         )
 
     def pids(self) -> list[int]:
@@ -89,29 +97,70 @@ def ask(url: str, talk: list[dict[str, str]], name: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_logs_agree_and_a_server_that_dies_fails_alone(tmp_path: Path) -> None:
+def record_of(arms: list[Arm], load: Talks, place: Path, **more: object) -> Record:
+    """A record with its model, on one core and with memory for one conversation in the device."""
     cores = tuple(sorted(os.sched_getaffinity(0)))[-1:]
-    load = TwoTalks()
     settings = ServeSettings(
-        arms=tuple(parse_arms(["kvtier", "none"], {"planner.enabled": False})), repeats=1, ratios=(), rates=(),
-        model=None, vllm=find_vllm(None), device_kv_bytes=KV_BYTES, host_bytes=KV_BYTES * 3 // 4, store_bytes=1 << 30,
-        memory_bytes=4 << 30, running=2, context_tokens=2048, server_cores=cores, client_cores=(), load={},
+        arms=tuple(arms), repeats=1, ratios=(), rates=(), model=None, vllm=find_vllm(None), device_kv_bytes=KV_BYTES,
+        host_bytes=KV_BYTES * 3 // 4, store_bytes=1 << 30, memory_bytes=4 << 30, running=2, context_tokens=2048,
+        server_cores=cores, client_cores=(), load={},
     )  # fmt: skip
     try:
-        record = Record(settings, load, tmp_path)
+        record = Record(replace(settings, **more), load, place)
     except ConfigError as error:
         pytest.skip(f"no control groups here: {error}")
     record.make_model()
+    return record
+
+
+def check_nothing_is_left(record: Record, load: Talks) -> None:
+    assert all(session_pids(session) == [] for session in load.sessions)
+    assert not any(Path("/sys/fs/cgroup").glob(f"**/kvtier-serve-{os.getpid()}-*"))
+    assert sorted(it.name for it in record.runs.parent.iterdir() if not it.name.startswith("model")) == ["runs"]
+
+
+def test_lmcache_beside_vllm_brings_conversations_back_from_its_drive(tmp_path: Path) -> None:
+    vllm = find_vllm(None)
+    try:
+        lmcache = find_lmcache(None, vllm)
+    except ConfigError as error:
+        pytest.skip(f"make .lmcache/.done installs LMCache: {error}")
+    load = Talks(users=3)
+    record = record_of(
+        parse_arms(["lmcache"]), load, tmp_path, lmcache=lmcache, host_bytes=96 << 20, memory_bytes=5 << 30
+    )
+    (key,) = record.order()
+    result = record.run(key, lambda: None)
+    assert result["status"] == "ok", result
+    assert any("lmcache" in it and "http_server" in it for it in load.commands), "the server is in vLLM's session"
+    check_nothing_is_left(record, load)
+    assert load.shared, "vLLM's KV memory, which LMCache's server maps"
+    assert not load.shared & set(os.listdir("/dev/shm"))
+    (run,) = join_runs(record.done())
+    figures = arm_result(run)
+    assert (figures.unmatched, figures.wrong_sums) == (0, 0)
+    assert figures.tokens_by_place is not None
+    # Host memory holds two of the three conversations, and the device one.
+    assert figures.tokens_by_place["external"] >= 3 * 1280
+    assert figures.hits_by_session is not None
+    assert figures.hits_by_session["sessions"] == 3
+    assert figures.read_bytes is not None
+    assert figures.read_bytes >= 1280 * kv_bytes_per_token(), "a conversation came back from the drive"
+    assert figures.written_bytes is not None
+    assert figures.written_bytes >= 3 * 1280 * kv_bytes_per_token()
+
+
+def test_logs_agree_and_a_server_that_dies_fails_alone(tmp_path: Path) -> None:
+    load = Talks()
+    record = record_of(parse_arms(["kvtier", "none"], {"planner.enabled": False}), load, tmp_path)
     (model,) = tmp_path.glob("model-*")
-    assert settings.vllm is not None
-    assert tokens_per_word(settings.vllm, model) == 1
+    assert record.settings.vllm is not None
+    assert tokens_per_word(record.settings.vllm, model) == 1
     results = {key.name: record.run(key, lambda: None) for key in (record.order()[1], record.order()[0])}
     assert {name: it["status"] for name, it in results.items()} == {"kvtier-0": "ok", "none-0": "failed"}, results
     assert "ended by signal 9; the last lines of" in results["none-0"]["error"]
     assert "INFO" in results["none-0"]["error"], "the lines themselves"
-    assert all(session_pids(session) == [] for session in load.sessions)
-    assert not any(Path("/sys/fs/cgroup").glob(f"**/kvtier-serve-{os.getpid()}-*"))
-    assert sorted(it.name for it in tmp_path.iterdir() if not it.name.startswith("model")) == ["runs"]
+    check_nothing_is_left(record, load)
 
     places = [run for run in join_runs(record.done()) if run.files.arm == "kvtier"]
     (kvtier,) = places

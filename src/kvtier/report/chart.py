@@ -48,6 +48,8 @@ LEGEND_ROW = 14
 """Points of a row of a legend."""
 FEW_DECADES = 300.0
 """Up to this ratio a logarithmic axis has labels at 1, 2 and 5 of each power of ten, above it only at the powers."""
+END_GAP = 0.065
+"""Least distance of two texts at the ends of curves, of the height of a chart."""
 POINTS_MAX = 2000
 """Of single points; more of them are pixels, which a page cannot hold."""
 DASHED = (0, (5, 3))
@@ -77,6 +79,8 @@ class Curve:
     """Each value lasts until the next x."""
     note: str = ""
     """Beside the last point."""
+    end: str = ""
+    """Right of the last point, below the texts of higher curves."""
 
     def draw(self, axes: "Axes", colours: Colours) -> None:
         """Draw the curve into `axes`."""
@@ -272,12 +276,27 @@ def _bytes(figure: "Figure", form: str, dpi: float = 72) -> bytes:
     return buffer.getvalue()
 
 
+def _write_ends(axes: "Axes", curves: Sequence[Curve], colours: Colours) -> None:
+    """Write the text of each curve right of its end, from above, so that no text covers another."""
+    to_share = (axes.transData + axes.transAxes.inverted()).transform
+    ends = [(float(to_share((it.x[-1], it.y[-1]))[1]), it) for it in curves]
+    highest = 1.0 + END_GAP
+    for place, (height, curve) in enumerate(sorted(ends, key=lambda it: -it[0]), 1):
+        # Below the text before, and high enough for those that follow.
+        highest = max(min(height, highest - END_GAP), END_GAP * (len(ends) - place))
+        axes.annotate(
+            curve.end, (1.02, highest), xycoords="axes fraction", va="center", color=colours[curve.colour],
+            fontweight="bold", fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+
+
 def _draw(axes: "Axes", chart: Chart, colours: Colours) -> int:
     """Draw a chart with its legend above it, where it hides no curve; returns the legend's rows."""
     for mark in chart.marks:
         mark.draw(axes, colours)
     chart.x.set(axes, "x")
     chart.y.set(axes, "y")
+    _write_ends(axes, [mark for mark in chart.marks if isinstance(mark, Curve) and mark.end], colours)
     axes.set_facecolor("none")
     axes.grid(visible=True, color=colours["line"], linewidth=0.8)
     axes.set_axisbelow(True)

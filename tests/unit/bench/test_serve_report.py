@@ -5,6 +5,8 @@ import re
 from dataclasses import asdict, replace
 
 import pytest
+from bench.parts.compared import COMPARED, compared
+from bench.tables import RECORDS
 from tests.serve_runs import write_run
 from tests.unit.report.test_report import check_page
 
@@ -142,6 +144,61 @@ def test_the_charts_follow_what_was_varied(swept, loaded, tmp_path):
     assert "requests/s asked for" in (tmp_path / "picture.svg").read_text()
     one = only(by_load, lambda it: it.load["requests_per_s"] == 2)
     assert answer_charts(one)["ttft"].heading == "Time to first token"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Four arms at three loads, the last of them beyond what the server computes."""
+    top = tmp_path_factory.mktemp("four")
+    folders = [
+        write_run(top, arm, users=8, seconds_between=1 / rate,
+                  load={"requests_per_s": rate, "share_of_capacity": rate / 2})
+        for arm in ("none", "native", "lmcache", "kvtier")
+        for rate in (0.5, 1, 3)
+    ]  # fmt: skip
+    return record_of(folders)
+
+
+def test_four_arms_are_told_apart_and_the_limit_of_computing_is_drawn(four, tmp_path):
+    pytest.importorskip("matplotlib")
+    served = ServeRecord.of(four)
+    assert served.names == ["none", "native", "lmcache", "kvtier"]
+    charts = answer_charts(served)
+    assert charts["ttft"].y == replace(charts["ttft-p95"].y, label=charts["ttft"].y.label), "compared by eye"
+    *curves, limit = charts["ttft"].marks
+    assert (limit.at, limit.is_vertical) == (2, True)
+    for looks in ([it.colour for it in curves], [it.marker for it in curves], [str(it.dash) for it in curves]):
+        assert len(set(looks)) == 4
+    write_picture(tmp_path / "picture.svg", four)
+    picture = (tmp_path / "picture.svg").read_text()
+    assert [picture.count(f">{name}</text>") for name in ("no offloading", "native", "LMCache", "kvtier")] == [3] * 4
+    assert "first token within 1 s" in picture
+
+
+def test_the_comparison_takes_lmcaches_times_from_a_record_that_has_them(loaded, four):
+    others = [json.loads((RECORDS / f"{name}.json").read_text()) for name in COMPARED]
+    with_it, without = (
+        next(line for line in compared(record, *others).splitlines() if "served" in line) for record in (four, loaded)
+    )
+    (run,) = (it for it in ServeRecord.of(four).results if (it.name, it.point[0][0][1]) == ("lmcache", 3))
+    assert f"| {run.ttft_ms['p50']:,.0f} / {run.ttft_ms['p95']:,.0f} ms |" in with_it
+    assert "not measured" not in with_it
+    assert "not measured" in without
+
+
+def test_cells_in_which_kvtier_is_behind_are_named(four):
+    even = changed(ServeRecord.of(four), lambda _: True, ttft_ms={"p50": 100.0, "p95": 200.0}, goodput_per_s=1.0)
+    assert answer(even).endswith("kvtier is nowhere behind by more than 3%.")
+    later = changed(
+        even, lambda it: it.name == "native" and it.point[0][0][1] == 1, ttft_ms={"p50": 90.0, "p95": 199.0}
+    )
+    later = changed(later, lambda it: it.name == "lmcache" and it.point[0][0][1] == 3, goodput_per_s=1.5)
+    assert answer(later).endswith(
+        "kvtier is behind by more than 3% here: median at 1 requests/s, 0.5 of capacity, 100 ms against 90 ms native "
+        "(memcpy stand-in); goodput at 3 requests/s, 1.5 of capacity, 1/s against 1.5/s LMCache."
+    )
+    few = changed(later, lambda _: True, requests=29)
+    assert "behind" not in answer(few), "too few requests for a verdict"
 
 
 @pytest.mark.parametrize(

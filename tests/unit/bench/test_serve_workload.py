@@ -73,16 +73,18 @@ def test_sub_agents_fork_from_the_first_question_and_nine_tenths_of_the_prompts_
     sizes = PRESETS["agent"].here
     workload = draw(sizes, seed=1, number=0, seconds=60.0, warm_up=2)
     counted = [it for it in workload.conversations if not it.is_warm_up]
-    assert [len(it.turns) for it in counted[:4]] == [sizes.rounds, sizes.sub_rounds] * 2
+    assert {len(it.turns) for it in counted[: sizes.users]} == {sizes.rounds}
+    assert [len(it.turns) for it in counted[sizes.users :]][:4] == [sizes.sub_rounds, sizes.rounds] * 2
     opening = sizes.history_tokens + sizes.question_tokens
-    for parent, forked in zip(counted[::2], counted[1::2], strict=False):
+    forks = range(sizes.users, len(counted), 2)
+    for parent, forked in ((counted[place - 1], counted[place]) for place in forks):
         first = forked.turns[0].question
         assert first[:opening].tolist() == parent.turns[0].question.tolist()
         assert len(first) == opening + sizes.question_tokens
     asked = fresh = 0
     for place, talk in enumerate(counted):
         prompt = len(workload.system)
-        known = prompt + (opening if place % 2 else 0)
+        known = prompt + (opening if place in forks else 0)
         for turn in talk.turns:
             prompt += len(turn.question)
             asked, fresh, known = asked + prompt, fresh + prompt - known, prompt

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests import browser
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.report import page
-from kvtier.report.chart import Axis, Chart, Curve, Rule, stacked
+from kvtier.report.chart import Axis, Chart, Curve, Rule, stacked, write_charts
 from kvtier.report.format import (
     binary,
     both,
@@ -138,6 +139,19 @@ def test_an_axis_is_what_its_chart_says():
     assert axes.xaxis.get_major_formatter()(2048) == "2 KiB"
     assert list(axes.get_xticks()) == [1024, 2048]
     assert (axes.get_yscale(), axes.get_ylim()[0]) == ("linear", 0)
+
+
+@pytest.mark.parametrize("heights", [[1.0, 0.99, 0.98, 0.97], [0.03, 0.02, 0.01, 0.0], [0.9, 0.5, 0.49, 0.1]])
+def test_texts_at_the_ends_of_curves_keep_their_order_and_their_distance(heights, tmp_path):
+    pytest.importorskip("matplotlib")
+    curves = [Curve(x=[0, 1], y=[0, height], colour="ink", end=f"end{height}") for height in heights]
+    chart = Chart(heading="", marks=curves[::-1], x=Axis(), y=Axis(least=0, most=1))
+    write_charts("--picture", tmp_path / "a.svg", {"a": chart})
+    picture = (tmp_path / "a.svg").read_text()
+    found = [re.search(rf'y="([\d.]+)"[^>]*>end{height}<', picture) for height in heights]
+    places = [float(it[1]) for it in found if it]
+    assert len(places) == 4
+    assert min(after - before for before, after in pairwise(places)) > 9  # points of the letters
 
 
 def test_stacked_parts_are_shares_that_fill_the_bar():

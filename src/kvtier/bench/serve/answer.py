@@ -105,6 +105,16 @@ def p50_ms(run: ArmResult) -> float | None:
     return run.ttft_ms["p50"]
 
 
+def p95_ms(run: ArmResult) -> float | None:
+    """Time to first token that 95 of 100 requests stay below."""
+    return run.ttft_ms["p95"]
+
+
+def goodput_per_s(run: ArmResult) -> float | None:
+    """Requests a second whose first token came in time."""
+    return run.goodput_per_s
+
+
 def tokens_per_s(run: ArmResult) -> float | None:
     """Output tokens a second."""
     return run.output_tokens_per_s
@@ -141,10 +151,8 @@ def answer(served: ServeRecord) -> str:
     if ours is None or theirs is None:
         return f"No complete runs of both {own} and {plain}: there is nothing to compare."
     times = f"{ms_text(ours.median)}, against {ms_text(theirs.median)} {served.label(plain)}"
-    place = [f"R = {point[1]:g}"] if point[1] else []
-    if len({load for load, _ in served.points}) > 1:
-        place.insert(0, load_text(dict(point[0])))
-    start = f"At {joined(place)}, with {own}" if place else f"With {own}"
+    place = _place_text(served, point)
+    start = f"At {place}, with {own}" if place else f"With {own}"
     faster = _by_run(served, own, plain)
     verdict = _too_few(served, own, plain) or f"{_times(theirs, ours, faster)}; {_evidence(served, own, plain, faster)}"
     text = f"{start} the median time to first token is {times} ({verdict})"
@@ -155,7 +163,8 @@ def answer(served: ServeRecord) -> str:
     beside = [(name, it) for name in others if (it := served.at(name, point, p50_ms))]
     if beside:
         text += "; " + ", ".join(f"{served.label(name)} {ms_text(it.median)}" for name, it in beside)
-    return " ".join(filter(None, (f"{text}.", _failed_text(served), sweep_text(served, own, plain))))
+    further = _failed_text(served), sweep_text(served, own, plain), behind_text(served, own)
+    return " ".join(filter(None, (f"{text}.", *further)))
 
 
 def _too_few(served: ServeRecord, own: str, plain: str) -> str:
@@ -218,6 +227,40 @@ def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
         return ""
     said = [f"{verdict} at R = {joined([f'{ratio:g}' for ratio in ratios])}" for verdict, ratios in verdicts.items()]
     return f"With a throttled drive {own} {joined(said)} (n = {least:.0f} or more)."
+
+
+def behind_text(served: ServeRecord, own: str) -> str:
+    """Where another arm was better by more than `SAME`, each with the best one; empty without a comparison."""
+    cells: list[str] = []
+    compared = 0
+    for point in served.points:
+        for word, figure, sign in (("median", p50_ms, 1), ("p95", p95_ms, 1), ("goodput", goodput_per_s, -1)):
+            ours = served.at(own, point, figure)
+            others = {
+                name: it.median for name in served.names if name != own and (it := served.at(name, point, figure))
+            }
+            if ours is None or not others:
+                continue
+            name = min(others, key=lambda it: sign * others[it])
+            compared += served.requests((own, name), point) >= REQUESTS_LEAST
+            pair = ours.median, others[name]
+            worse, better = pair if sign > 0 else pair[::-1]
+            if worse > better * SAME and served.requests((own, name), point) >= REQUESTS_LEAST:
+                texts = [ms_text(it) if sign > 0 else f"{digits(it)}/s" for it in pair]
+                place = _place_text(served, point)
+                cells.append(
+                    f"{word}{f' at {place}' if place else ''}, {texts[0]} against {texts[1]} {served.label(name)}"
+                )
+    if not compared:
+        return ""
+    share = f"by more than {SAME - 1:.0%}"
+    return f"{own} is behind {share} here: {'; '.join(cells)}." if cells else f"{own} is nowhere behind {share}."
+
+
+def _place_text(served: ServeRecord, point: Point) -> str:
+    """The load, where there are several, and R, where the drive was throttled."""
+    load = [load_text(dict(point[0]))] if len({load for load, _ in served.points}) > 1 else []
+    return joined([*load, *([f"R = {point[1]:g}"] if point[1] else [])])
 
 
 def _verdict(ours: Spread, theirs: Spread) -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,26 +15,51 @@ from kvtier.bench.serve.answer import (
     Figure,
     ServeRecord,
     answer,
+    goodput_per_s,
     headline,
     joined,
     load_text,
     ms_text,
     p50_ms,
+    p95_ms,
     tokens_per_s,
 )
 from kvtier.bench.serve.join import CACHED, COMPUTED, EXTERNAL, NO_CONNECTOR, RESIDENT
-from kvtier.bench.serve.results import ArmResult, Spread, hit_share, repetitions, spread, unit_cost
+from kvtier.bench.serve.results import TTFT_LIMIT_S, ArmResult, Spread, hit_share, repetitions, spread, unit_cost
 from kvtier.bench.serve.run_files import as_row
-from kvtier.report.chart import DASHED, Axis, Bars, Chart, Charts, Curve, Rule, stacked, write_charts
+from kvtier.report.chart import DASHED, Axis, Bars, Chart, Charts, Curve, Dash, Rule, stacked, write_charts
 from kvtier.report.format import NONE, bytes_text, decimal, digits, share_text
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
 
-_HUES = {NO_CONNECTOR: "computed", "native": "shared", OWN: "tiered"}
-_OTHER_HUES = ("gpu", "disk", "host", "ink")
+_HUES = {NO_CONNECTOR: "computed", "native": "shared", "lmcache": "gpu", OWN: "tiered"}
+_OTHER_HUES = ("disk", "host", "ink")
+_LOOKS: dict[str, tuple[str, Dash]] = {
+    NO_CONNECTOR: ("s", (0, (1, 1.5))),
+    "native": ("D", DASHED),
+    "lmcache": ("^", (0, (7, 2, 1, 2))),
+}
+"""Marker and line of an arm; of the others a circle and a whole line."""
 _PLACE_HUES = {COMPUTED: "line", RESIDENT: "gpu", "host": "host", "disk": "disk", EXTERNAL: "shared", CACHED: "shared"}
-PICTURE_INCHES = (4.6, 3.6)
-"""Of each of the two charts in a picture: at 700 pixels together their letters are of ten."""
+PICTURE_INCHES = (3.5, 3.6)
+"""Of each of the three charts in a picture: at 830 pixels together their letters are of ten or more."""
+PICTURE = {
+    "ttft": "Time to first token: median",
+    "ttft-p95": "p95: 95 of 100 come sooner",
+    "goodput": "Goodput: first token within {limit:g} s",
+}
+"""Charts of `answer_charts`, and their headings in a picture, with the limit of goodput in seconds."""
+PICTURE_NAMES = {"without": "no offloading", "native (memcpy stand-in)": "native", "native tiering": "native"}
+TIMES = (p50_ms, p95_ms)
+LABELS: dict[Figure, str] = {
+    p50_ms: "median ms to the first token",
+    p95_ms: "p95 of the ms to the first token",
+    goodput_per_s: "requests/s with a first token in time",
+    tokens_per_s: "output tokens/s",
+}
+"""Of an axis."""
+MARGIN = 1.15
+"""Of an axis beyond its values."""
 LOGARITHMIC_FROM = 10.0
 """Above this ratio of the largest to the smallest median an axis of load is logarithmic."""
 SERIES = (
@@ -89,12 +115,25 @@ def serve_report(served: ServeRecord) -> Report:
 
 
 def write_picture(path: Path, record: dict[str, Any]) -> None:
-    """Write the picture of the answer, legible at a width of 700 pixels.
+    """Write the picture of the answer, legible at a width of 830 pixels.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_charts("--picture", path, answer_charts(ServeRecord.of(record)), PICTURE_INCHES)
+    served = ServeRecord.of(record)
+    charts = answer_charts(served)
+    limit = served.results[0].ttft_limit_s or TTFT_LIMIT_S
+    shown: dict[str, Chart] = {}
+    for name, heading in PICTURE.items():
+        if name not in charts:
+            continue
+        # Names at the ends of the lines, and none above them.
+        marks = [
+            replace(it, label="", end=PICTURE_NAMES.get(it.label, it.label)) if isinstance(it, Curve) else it
+            for it in charts[name].marks
+        ]
+        shown[name] = replace(charts[name], heading=heading.format(limit=limit), marks=marks)
+    write_charts("--picture", path, shown, PICTURE_INCHES, len(shown))
 
 
 def conditions(served: ServeRecord) -> list[tuple[str, str]]:
@@ -166,9 +205,9 @@ def arms_table(served: ServeRecord) -> Table:
     rows = [
         (
             *_point(runs), str(len(runs)), f"{sum(it.requests for it in runs):,}",
-            _cell(runs, p50_ms), _cell(runs, lambda it: it.ttft_ms["p95"]),
+            _cell(runs, p50_ms), _cell(runs, p95_ms),
             _cell(runs, lambda it: it.tpot_ms["p50"]), _cell(runs, tokens_per_s),
-            _cell(runs, _rate), _cell(runs, lambda it: it.goodput_per_s),
+            _cell(runs, _rate), _cell(runs, goodput_per_s),
         )
         for runs in _rows(served)
     ]  # fmt: skip
@@ -293,7 +332,15 @@ def answer_charts(served: ServeRecord) -> Charts:
     limited = [ratio for ratio in served.ratios if ratio]
     loads = {load for load, _ in served.points}
     make = _against_ratio if limited else _against_load if len(loads) > 1 else _of_arms
-    return {"ttft": make(served, "Time to first token", p50_ms), "tokens": make(served, "Output tokens", tokens_per_s)}
+    headings = {
+        "ttft": ("Time to first token", p50_ms),
+        "ttft-p95": ("p95 of the time to first token", p95_ms),
+        "goodput": ("Goodput", goodput_per_s),
+        "tokens": ("Output tokens", tokens_per_s),
+    }
+    if all(it.goodput_per_s is None for it in served.results):  # records made before it was counted
+        del headings["goodput"]
+    return {name: make(served, *it) for name, it in headings.items()}
 
 
 def place_charts(served: ServeRecord) -> Charts:
@@ -362,15 +409,17 @@ def _against_load(served: ServeRecord, what: str, of: Figure) -> Chart:
                if (it := served.at(name, (load, ratio), of))]
         for name in served.names
     }  # fmt: skip
-    medians = [it.median for points in found.values() for _, it in points]
-    is_log = min(medians, default=0.0) > 0 and max(medians) > LOGARITHMIC_FROM * min(medians)
     known = {"requests_per_s": "requests/s asked for", "users": "users"}
+    label = known.get(moving, moving.replace("_", " "))
+    rates = [it["requests_per_s"] / it["share_of_capacity"] for it in map(dict, lowest) if "share_of_capacity" in it]
+    limit = [Rule(at=median(rates), dash=":", is_vertical=True)] if rates else []
     return Chart(
         heading=f"{what} against load",
-        marks=_lines(served, found),
-        x=Axis(label=known.get(moving, moving.replace("_", " "))),
-        y=Axis(label=_axis(of).label, is_log=True) if is_log else _axis(of),
-        caption="Medians of the runs; bands: smallest and largest. The drive has no limit, or the highest.",
+        marks=[*_lines(served, found), *limit],
+        x=Axis(label=f"{label.removesuffix(' asked for')} (dotted: limit of computing)" if rates else label),
+        y=_axis(of, [value for figure in TIMES for value in _medians(served, figure)] if of in TIMES else ()),
+        caption="Medians of the runs; bands: smallest and largest. The drive has no limit, or the highest. Dotted: the "
+        "load at which the server without offloading computes all the time.",
     )
 
 
@@ -437,7 +486,8 @@ def _lines(served: ServeRecord, found: Mapping[str, Sequence[tuple[float, Spread
             y=[it.median for _, it in points],
             colour=hues[name],
             label=served.label(name),
-            marker="o",
+            marker=_LOOKS.get(name, ("o", "-"))[0],
+            dash=_LOOKS.get(name, ("o", "-"))[1],
             band=([it.low for _, it in points], [it.high for _, it in points]),
         )
         for name, points in found.items()
@@ -445,8 +495,18 @@ def _lines(served: ServeRecord, found: Mapping[str, Sequence[tuple[float, Spread
     ]
 
 
-def _axis(of: Figure) -> Axis:
-    return Axis(label="median ms to the first token" if of is p50_ms else "output tokens/s", least=0)
+def _medians(served: ServeRecord, of: Figure) -> list[float]:
+    """A figure of all arms at all points."""
+    found = (served.at(name, point, of) for name in served.names for point in served.points)
+    return [it.median for it in found if it]
+
+
+def _axis(of: Figure, values: Sequence[float] = ()) -> Axis:
+    """The axis of a figure; both times to first token have the same one, to be compared by eye."""
+    ends = min(values, default=0.0), max(values, default=0.0)
+    if 0 < LOGARITHMIC_FROM * ends[0] < ends[1]:
+        return Axis(label=LABELS[of], is_log=True, least=ends[0] / MARGIN, most=ends[1] * MARGIN)
+    return Axis(label=LABELS[of], least=0, most=MARGIN * ends[1] or None)
 
 
 def _hues(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:

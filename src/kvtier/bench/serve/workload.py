@@ -92,7 +92,8 @@ class ConversationSizes:
     requests_per_s: float
     """Of all users together: each asks every users / requests_per_s seconds."""
     sub_rounds: int = 0
-    """Rounds of a sub-agent: every second conversation, forked from the first question of the one before; 0: none."""
+    """Rounds of a sub-agent; 0: none. Every second conversation after the first `users` is one. It begins with the
+    first question of the conversation before it, and a task of its own."""
 
     def __post_init__(self) -> None:
         for name in ("system_tokens", "history_tokens", "sub_rounds"):
@@ -251,7 +252,8 @@ def draw(
     replaced = math.ceil(1.1 * seconds * sizes.requests_per_s / min(sizes.rounds, sizes.sub_rounds or sizes.rounds)) + 2
     conversations: list[Conversation] = []
     for user in range(warm_up + sizes.users + replaced):
-        is_sub = sizes.sub_rounds > 0 and user > warm_up and (user - warm_up) % 2 == 1
+        later = user - warm_up - sizes.users  # aiperf gives the first ones a number of rounds below the mean
+        is_sub = sizes.sub_rounds > 0 and later >= 0 and later % 2 == 0
         rounds = WARM_UP_ROUNDS if user < warm_up else sizes.sub_rounds if is_sub else sizes.rounds
         lengths, answers = _lengths(sizes, rounds, rng, has_real_lengths=has_real_lengths)
         lengths[0] += 0 if is_sub else sizes.history_tokens
