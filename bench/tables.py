@@ -345,7 +345,7 @@ def cluster(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-SERVED = ("serve_dell", "serve_ratio", "serve_trace")
+SERVED = ("serve_dell", "serve_ratio", "serve_agent", "serve_trace")
 """Records of `kvtier bench serve`, shown from the time on that they exist."""
 
 

@@ -140,8 +140,8 @@ def test_lmcache_beside_vllm_brings_conversations_back_from_its_drive(tmp_path: 
     figures = arm_result(run)
     assert (figures.unmatched, figures.wrong_sums) == (0, 0)
     assert figures.tokens_by_place is not None
-    # Host memory holds two of the three conversations, and the device one.
-    assert figures.tokens_by_place["external"] >= 3 * 1280
+    # Host memory holds two of the three conversations, the device one, and the drive all of them.
+    assert figures.tokens_by_place["external"] >= 2 * 1280
     assert figures.hits_by_session is not None
     assert figures.hits_by_session["sessions"] == 3
     assert figures.read_bytes is not None

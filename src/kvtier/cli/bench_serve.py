@@ -10,7 +10,7 @@ from kvtier.cli.reading import reading_options
 
 
 @click.command()
-@click.option("--preset", help="Workload: dell, samsung, single-shot.  [dell, without --trace]")
+@click.option("--preset", help="Workload: dell, samsung, agent, single-shot.  [dell, without --trace]")
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="Replay a recorded trace, in any format of kvtier replay."
 )
@@ -130,7 +130,7 @@ from kvtier.cli.reading import reading_options
 def serve(
     **given: Any,  # noqa: ANN401 - the options above
 ) -> int:
-    """Measure conversations with real vLLM servers: without offloading, with vLLM's own, with kvtier.
+    """Measure conversations with real vLLM servers: without offloading, with vLLM's own, with LMCache, with kvtier.
 
     Runs of the arms alternate. Each has a new server and store, on a core of its own and under the same limits. A run
     takes a minute more than --seconds. The same command continues where an earlier one was stopped, and shows its
