@@ -177,11 +177,13 @@ def test_four_arms_are_told_apart_and_the_limit_of_computing_is_drawn(four, tmp_
 
 def test_the_comparison_takes_lmcaches_times_from_a_record_that_has_them(loaded, four):
     others = [json.loads((RECORDS / f"{name}.json").read_text()) for name in COMPARED]
+    record = json.loads(json.dumps(four))
+    for arm in record["results"]["arms"]:
+        arm["ttft_ms"] = {"p50": 1234.0, "p95": 5678.0} if arm["name"] == "lmcache" else arm["ttft_ms"]
     with_it, without = (
-        next(line for line in compared(record, *others).splitlines() if "served" in line) for record in (four, loaded)
+        next(line for line in compared(it, *others).splitlines() if "served" in line) for it in (record, loaded)
     )
-    (run,) = (it for it in ServeRecord.of(four).results if (it.name, it.point[0][0][1]) == ("lmcache", 3))
-    assert f"| {run.ttft_ms['p50']:,.0f} / {run.ttft_ms['p95']:,.0f} ms |" in with_it
+    assert "| 1,234 / 5,678 ms |" in with_it
     assert "not measured" not in with_it
     assert "not measured" in without
 

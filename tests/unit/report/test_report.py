@@ -152,6 +152,8 @@ def test_texts_at_the_ends_of_curves_keep_their_order_and_their_distance(heights
     places = [float(it[1]) for it in found if it]
     assert len(places) == 4
     assert min(after - before for before, after in pairwise(places)) > 9  # points of the letters
+    ticks = [float(it) for it in re.findall(r'y="([\d.]+)"[^>]*>0\.0<', picture)]
+    assert max(places) < max(ticks), "above the numbers of the other axis"
 
 
 def test_stacked_parts_are_shares_that_fill_the_bar():
