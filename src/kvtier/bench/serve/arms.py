@@ -28,6 +28,9 @@ ON_CPU = {
 }
 LMCACHE_START_S, LMCACHE_MESSAGE_S = 300.0, 60.0
 """Limits of the start of LMCache's server, and of a message to it."""
+LMCACHE_FREE_BYTES = 192 << 20
+"""LMCache evicts from host memory once a second, and drops what does not fit until then: so much stays free, at least
+its default of a fifth, and at most half."""
 LMCACHE_WORKERS = 4
 """Threads of LMCache's file tier, its default."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]{0,31}")
@@ -171,6 +174,8 @@ def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, 
         "chunk-size": chunk_tokens,
         "l1-size-gb": host_bytes / (1 << 30),
         "eviction-policy": "LRU",
+        "eviction-trigger-watermark": round(max(0.5, min(0.8, 1 - LMCACHE_FREE_BYTES / host_bytes)), 3),
+        "eviction-ratio": 0.4,
         "l2-prefetch-policy": "retain",
         "http-port": http,
         "l2-adapter": json.dumps(drive),
@@ -186,7 +191,6 @@ def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, 
         # The automatic choice on a CPU is a mode that LMCache's server does not serve.
         "lmcache.mp.mp_transfer_mode": "lmcache_driven",
         "lmcache.mp.save_decode_cache": True,
-        "lmcache.mp.eager_prefetch": True,
     }
 
 
