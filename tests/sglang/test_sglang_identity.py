@@ -82,6 +82,7 @@ def test_the_environment_is_identified(tmp_path: Path, monkeypatch: pytest.Monke
     for name in (
         "SGLANG_LOG_MS",
         "SGLANG_RUN_ID",
+        "SGLANG_CPU_OMP_THREADS_BIND",
         "SGLANG_IS_FIRST_RANK_ON_NODE",
         "SGLANG_HICACHE_TMA_TRANSFER",
         "SGLANG_ADMIN_API_KEY",

@@ -82,8 +82,8 @@ ENVIRONMENT = (
 UNRELATED_WORDS = frozenset({
     "CI", "COREDUMP", "CRASH", "DIR", "DISAGG", "DISAGGREGATION", "DISTRIBUTED", "GRAMMAR", "GRPC", "HEALTH",
     "HICACHE", "HOST", "HTTP", "ID", "INTERVAL", "IP", "IPC", "LOG", "METRICS", "MOONCAKE", "NUMA", "PEERS", "PORT",
-    "PROFILE", "PROFILER", "PYSPY", "RANK", "RAY", "SCHEDULER", "SOCKET", "TEST", "TIMEOUT", "TRACE", "URL", "VISIBLE",
-    "WARMUP", "WATCHDOG", "ZMQ",
+    "PROFILE", "PROFILER", "PYSPY", "RANK", "RAY", "SCHEDULER", "SOCKET", "TEST", "THREADS", "TIMEOUT", "TRACE", "URL",
+    "VISIBLE", "WARMUP", "WATCHDOG", "ZMQ",
     "AUTH", "CREDENTIAL", "KEY", "PASSWORD", "SECRET",
 })  # fmt: skip
 """A variable with one of these words in its name changes no KV, or is a secret."""
