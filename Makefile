@@ -96,13 +96,14 @@ $(LMCACHE)/.done: tests/vllm/lmcache.txt $(VLLM_VENV)/.done
 	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LMCACHE) -r tests/vllm/lmcache.txt
 	touch $@
 
-# The storage backend on SGLang's real controllers and host pools, on a CPU, in an environment of its own.
+# The storage backend in SGLang's real engine and server, and on its controllers and host pools, on a CPU, in an
+# environment of its own.
 test-sglang: $(SGLANG_VENV)/.done
-	$(SGLANG_PYTHON) -m pytest tests/sglang
+	$(SGLANG_PYTHON) -m pytest -o timeout=900 tests/sglang
 
 # The part that every change must pass.
 test-sglang-core: $(SGLANG_VENV)/.done
-	$(SGLANG_PYTHON) -m pytest -m sglang_core tests/sglang
+	$(SGLANG_PYTHON) -m pytest -o timeout=900 -m sglang_core tests/sglang
 
 $(SGLANG_VENV)/.done: pyproject.toml tests/sglang/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)

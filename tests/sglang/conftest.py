@@ -1,5 +1,6 @@
 """What the tests on SGLang's real classes share: a checkpoint, and engines that are surely detached."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -40,9 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Digests of weights are remembered in a folder of the test run."""
+    """Digests of weights are remembered in a folder of the test run, and SGLang's compiled hash for all runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
         yield
 
 
