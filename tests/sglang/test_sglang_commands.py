@@ -1,40 +1,18 @@
 """`kvtier sglang` with the real SGLang: its flags attach the backend, and the doctor names what SGLang decides."""
 
-import functools
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from engines import PAGE, checkpoint, engine, equal, published
+from server import PLACE, command, flags, printed
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.server_args import prepare_server_args
 
 PROMPT = range(8 * PAGE)
-PLACE = "/PLACE"
-"""Stands for the store in flags that are printed once."""
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A run of `kvtier sglang`."""
-    words = [sys.executable, "-m", "kvtier.cli.main", "sglang", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-
-
-@functools.cache
-def _printed(*further: str) -> str:
-    done = command("config", "--tier", f"directory:{PLACE}?capacity_bytes=1GiB", "--page-size", PAGE, *further)
-    notes = [line for line in done.stderr.splitlines() if not line.startswith("Written: ")]
-    assert (done.returncode, notes) == (0, [])
-    return done.stdout
-
-
-def flags(root: Path) -> list[str]:
-    """What `kvtier sglang config` prints for a store at `root`, as words. SGLang is asked once for all."""
-    return shlex.split(_printed().replace(PLACE, str(root)))
+SMALL_PAGES = ("--page-size", PAGE)
 
 
 def doctor(*arguments: object) -> dict[str, dict[str, str]]:
@@ -51,13 +29,13 @@ def doctor(*arguments: object) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("is_file", [False, True])
 def test_the_printed_flags_attach_the_backend(model: Path, server: None, tmp_path: Path, *, is_file: bool) -> None:
     """SGLang parses them itself, and its controller stores and finds pages with what it parsed."""
-    printed = flags(tmp_path / "kv")
+    given = flags(tmp_path / "kv", *SMALL_PAGES)
     if is_file:
         file = tmp_path / "kv.json"
-        printed = shlex.split(_printed("--file", str(file)))
-        assert printed[-1] == f"@{file}"
+        given = shlex.split(printed(*SMALL_PAGES, "--file", str(file)))
+        assert given[-1] == f"@{file}"
         file.write_text(file.read_text().replace(PLACE, str(tmp_path / "kv")))
-    args = prepare_server_args(["--model-path", str(model), *printed])
+    args = prepare_server_args(["--model-path", str(model), *given])
     assert (args.enable_hierarchical_cache, args.page_size, args.hicache_storage_backend) == (True, PAGE, "dynamic")
     parsed = HybridCacheController.parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)
     with engine(parsed[0], backend=args.hicache_storage_backend) as made:
@@ -71,10 +49,10 @@ def test_the_printed_flags_attach_the_backend(model: Path, server: None, tmp_pat
 def test_the_doctor_finds_what_the_engine_has_stored(tmp_path: Path) -> None:
     """A healthy server; another page size; another model in the same store."""
     root = tmp_path / "kv"
-    printed = flags(root)
+    flagged = flags(root, *SMALL_PAGES)
     for name, content in (("one", b"weights"), ("two", b"others")):
         folder = checkpoint(tmp_path / name, content)
-        given = ("--model-path", folder, *printed)
+        given = ("--model-path", folder, *flagged)
         with published(folder), engine({"tiers": [f"directory:{root}"]}) as made:
             assert made.backup(PROMPT)[0] == len(PROMPT)
         found = doctor("--prompt-tokens", 256, "--", *given)
@@ -108,7 +86,7 @@ def test_the_doctor_finds_what_the_engine_has_stored(tmp_path: Path) -> None:
 )
 def test_sglangs_own_rules_decide(model: Path, tmp_path: Path, further: list[str], expected: dict[str, str]) -> None:
     """Flags that SGLang takes, changes or refuses."""
-    found = doctor("--", "--model-path", model, *flags(tmp_path / "kv"), *further)
+    found = doctor("--", "--model-path", model, *flags(tmp_path / "kv", *SMALL_PAGES), *further)
     texts = {about: text for level in ("error", "warning", "note") for about, text in found.get(level, {}).items()}
     assert {about: text for about, text in expected.items() if text not in texts.get(about, "")} == {}
     wrong = {*found["error"], *found.get("warning", {})}
