@@ -1,6 +1,8 @@
 """SGLang's offline engine, `sgl.Engine`: flags of its server as arguments, prompts on stdin, responses on stdout."""
 
 import json
+import os
+import signal
 import sys
 
 
@@ -13,9 +15,11 @@ def main() -> None:
 
     asked = json.load(sys.stdin)
     load_plugins()
-    with sglang.Engine(server_args=prepare_server_args([*sys.argv[1:], "--skip-tokenizer-init"])) as engine:
-        found = [engine.generate(input_ids=each, sampling_params=asked["sampling"]) for each in asked["prompts"]]
-        print(json.dumps(found), flush=True)
+    engine = sglang.Engine(server_args=prepare_server_args([*sys.argv[1:], "--skip-tokenizer-init"]))
+    found = [engine.generate(input_ids=each, sampling_params=asked["sampling"]) for each in asked["prompts"]]
+    print(json.dumps(found), flush=True)
+    # Ends all processes of this session at once: `Engine.shutdown` may wait a minute for them.
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
