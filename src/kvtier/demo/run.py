@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import os
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +19,36 @@ from typing import Any
 from kvtier.bench.record import RecordedSetting, cores, machine, make_record, software
 from kvtier.config.loader import load
 from kvtier.config.sections import all_settings, value_of
-from kvtier.demo.model import SHAPES, WHY
+from kvtier.demo.model import (
+    PRETRAINED,
+    PRETRAINED_BYTES,
+    PRETRAINED_INSTALL,
+    RANDOM,
+    SHAPES,
+    SMOLLM2,
+    WHY,
+    missing_packages,
+    read_tokenizer,
+    write_pretrained,
+)
 from kvtier.demo.restorable import StoredPrefixes
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
-from kvtier.demo.trace import RequestPlan, build_prompt, plan_requests, read_trace
+from kvtier.demo.trace import ANSWER_CHARACTERS, RequestPlan, build_prompt, one_line, plan_requests, read_trace
 from kvtier.demo.worker import PassJob, pass_events
 from kvtier.errors import ConfigError, install_hint
+from kvtier.report.format import bytes_text, time_text
 from kvtier.report.output import progress, write_json
 from kvtier.tier.directory_marker import ALLOWED, open_store
 from kvtier.tier.store_root import opening
 
 NEEDED = ("torch", "transformers", "tokenizers")
+
+# Of the seeds 1 to 12 the one with the largest margin: with the small model the best two tokens of every choice are at
+# least 7e-4 logits apart, a hundred times float32's rounding error. So passes do not agree by luck.
+SEED = 11
+
+FREE_BYTES = 2 * PRETRAINED_BYTES
+"""Least room in the temporary directory for the pretrained model: its checkpoint and about as much KV."""
 
 Note = Callable[[str], None]
 
@@ -39,17 +59,26 @@ class DemoSettings:
 
     directory: Path | None
     """Directory of the store; None: a temporary directory, removed at the end."""
-    model_size: str
+    model: str | None
+    """One of `SHAPES`; None takes the pretrained one where its packages are installed, otherwise a random one."""
     sessions: int
     requests: int | None
-    seed: int
+    seed: int | None
+    """Of random weights; None: `SEED`."""
     new_tokens: int
     threads: int
     """Threads of torch; 0: one for each core."""
 
     def __post_init__(self) -> None:
-        if self.model_size not in SHAPES:
-            raise ConfigError(f"--model-size must be one of {', '.join(SHAPES)}, got {self.model_size!r}")
+        if self.model not in (None, *SHAPES):
+            raise ConfigError(f"--model must be one of {', '.join(SHAPES)}, got {self.model!r}")
+        if self.seed is not None and self.chosen == SMOLLM2:
+            raise ConfigError(f"--seed {self.seed} is for random weights; the model {SMOLLM2} is pretrained")
+
+    @property
+    def chosen(self) -> str:
+        """The model, one of `SHAPES`."""
+        return self.model or (RANDOM if missing_packages() else SMOLLM2)
 
 
 def check_libraries() -> None:
@@ -74,25 +103,34 @@ def run_demo(settings: DemoSettings, note: Note) -> DemoResult:
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as name:
         work = Path(name)
-        note("training the tokenizer on the conversations' text")
-        plan = plan_requests(read_trace(), sessions=settings.sessions, requests=settings.requests)
-        tokenizer_s = time.perf_counter() - begin_s
-        passes = _Passes(settings, plan, work, _open_store(settings.directory, work), note)
+        store = _open_store(settings.directory, work)
+        trace = read_trace()
+        if settings.chosen == SMOLLM2:
+            checkpoint = _write_checkpoint(work, note)
+            tokenizer = read_tokenizer(checkpoint)
+        else:
+            note("training the tokenizer on the conversations' text")
+            checkpoint = tokenizer = None
+        plan = plan_requests(trace, sessions=settings.sessions, requests=settings.requests, tokenizer=tokenizer)
+        prepare_s = time.perf_counter() - begin_s
+        passes = _Passes(settings, plan, work, store, checkpoint, note)
         results = passes.run()
         return DemoResult(
             model=passes.describe_model(),
-            why=WHY[settings.model_size],
+            why=WHY[settings.chosen],
+            weights="random" if checkpoint is None else "pretrained",
             conversations=_describe_requests(plan),
+            questions=plan.questions,
             shape=asdict(passes.shape),
             parameters=passes.parameters,
             kv_bytes_per_token=passes.shape.kv_bytes_per_token,
-            seed=settings.seed,
+            seed=passes.seed if checkpoint is None else None,
             threads=passes.threads,
             chunk_tokens=passes.chunk_tokens,
             new_tokens=settings.new_tokens,
             passes=results,
             elapsed_s=time.perf_counter() - begin_s,
-            tokenizer_s=tokenizer_s,
+            prepare_s=prepare_s,
             directory=None if settings.directory is None else str(settings.directory),
             machine=machine(passes.store),
             software=software(),
@@ -114,13 +152,14 @@ def write_record(path: Path, result: DemoResult, settings: DemoSettings, origins
         ConfigError: the file cannot be written.
     """
     directory = None if settings.directory is None else "given"
-    values = {**asdict(settings), "directory": directory, "threads": result.threads}
+    found = {"directory": directory, "model": settings.chosen, "seed": result.seed, "threads": result.threads}
+    values = {**asdict(settings), **found}
     named = {name: RecordedSetting(value, origins[name]) for name, value in values.items()}
     named |= {name: RecordedSetting(value, origin) for name, (value, origin) in result.cache_settings.items()}
     record = make_record(
         "demo",
         settings=named,
-        seed=settings.seed,
+        seed=result.seed,
         results={**result.as_dict(), "directory": directory},
         samples=result.samples_as_dicts(),
         directory=settings.directory or Path(),
@@ -141,6 +180,25 @@ def _cache_settings() -> dict[str, tuple[str, str]]:
     }
 
 
+def _write_checkpoint(work: Path, note: Note) -> Path:
+    """The checkpoint of the pretrained model.
+
+    Raises:
+        ConfigError: a package is missing, or the disk has no room.
+    """
+    free_bytes = shutil.disk_usage(work).free
+    if free_bytes < FREE_BYTES:
+        raise ConfigError(
+            f"the model {SMOLLM2} needs {bytes_text(FREE_BYTES)} in {str(work.parent)!r}, which has "
+            f"{bytes_text(free_bytes)}; allowed: another temporary directory (TMPDIR=PATH), or --model {RANDOM}"
+        )
+    note(f"writing the checkpoint of {PRETRAINED}, {bytes_text(PRETRAINED_BYTES)}, into a temporary directory")
+    begin_s = time.perf_counter()
+    write_pretrained(work / "checkpoint")
+    note(f"the checkpoint was written in {time_text(time.perf_counter() - begin_s)}")
+    return work / "checkpoint"
+
+
 def _open_store(directory: Path | None, work: Path) -> Path:
     """The store's directory; one that cannot be used is refused before the first pass."""
     if directory is None:
@@ -153,13 +211,25 @@ def _open_store(directory: Path | None, work: Path) -> Path:
 class _Passes:
     """All passes over one plan."""
 
-    def __init__(self, settings: DemoSettings, plan: RequestPlan, work: Path, store: Path, note: Note) -> None:
+    def __init__(
+        self, settings: DemoSettings, plan: RequestPlan, work: Path, store: Path, checkpoint: Path | None, note: Note
+    ) -> None:
         self.settings, self.plan, self.work, self.store, self.note = settings, plan, work, store, note
-        self.shape = SHAPES[settings.model_size]
+        self.checkpoint = checkpoint
+        self.shape = SHAPES[settings.chosen]
+        self.seed = SEED if settings.seed is None else settings.seed
         self.threads = settings.threads or cores()
         self.parameters = 0
         self.chunk_tokens = 0
         self.notes: list[str] = []
+        self.first_answers: list[list[int]] = []
+        """Those of the first pass."""
+        if settings.model is None and settings.chosen == RANDOM:
+            self.notes.append(
+                f"the weights are random and the answers mean nothing: the packages of {PRETRAINED} "
+                f"({', '.join(missing_packages())}) are not installed: {PRETRAINED_INSTALL}"
+            )
+            note(self.notes[0])
 
     def run(self) -> tuple[PassResult, ...]:
         namespace = f"demo-{secrets.token_hex(8)}"
@@ -172,7 +242,8 @@ class _Passes:
         """Run one pass; returns the digests of the prefixes that are stored after it, too."""
         job = PassJob(
             shape=self.shape,
-            seed=self.settings.seed,
+            seed=self.seed,
+            checkpoint=None if self.checkpoint is None else str(self.checkpoint),
             new_tokens=self.settings.new_tokens,
             threads=self.threads,
             requests=self.plan.requests,
@@ -192,6 +263,7 @@ class _Passes:
             done: Mapping[str, Any] = {}
             for event in events:
                 if event["event"] == "request":
+                    self._tell(name, len(answered), event)
                     answered.append(event)
                     advance(1)
                 else:
@@ -214,6 +286,21 @@ class _Passes:
         self.note(f"{name}: {len(answered)} requests in {result.wall_s:.1f} s")
         return result, () if prefixes is None else sorted(prefixes.digests)
 
+    def _tell(self, name: str, position: int, event: Mapping[str, Any]) -> None:
+        """Say what was asked and answered; answers of random weights are not words."""
+        request, answer = self.plan.requests[position], event["answer"]
+        if name == "none":
+            self.first_answers.append(answer)
+        if self.checkpoint is None:
+            return
+        is_same = name != "none" and answer == self.first_answers[position]
+        words = one_line(self.plan.tokenizer.decode(answer), ANSWER_CHARACTERS)
+        self.note(
+            f"{name}, conversation {request.session + 1}, turn {request.turn + 1}: first token after "
+            f"{time_text(event['ttft_ms'] / 1e3)}"
+            + (", the same answer" if is_same else f"\n  question: {self.plan.questions[position]}\n  answer: {words}")
+        )
+
     def _samples(
         self, events: Sequence[Mapping[str, Any]], prefixes: StoredPrefixes | None
     ) -> tuple[RequestResult, ...]:
@@ -229,6 +316,7 @@ class _Passes:
                     turn=request.turn,
                     prompt_tokens=len(prompt),
                     answer=tuple(answer),
+                    text=self.plan.tokenizer.decode(answer),
                     ttft_ms=event["ttft_ms"],
                     total_ms=event["total_ms"],
                     restored=event["restored"],
@@ -244,10 +332,12 @@ class _Passes:
 
     def describe_model(self) -> str:
         shape = self.shape
+        name, weights = PRETRAINED, "pretrained weights"
+        if self.checkpoint is None:
+            name, weights = self.settings.chosen, "normally distributed random weights"
         return (
-            f"{self.settings.model_size}: Llama-shaped, {self.parameters / 1e6:.1f} M parameters, {shape.layers} "
-            f"layers, hidden {shape.hidden}, {shape.heads} heads on {shape.kv_heads} KV heads, float32, normally "
-            "distributed random weights"
+            f"{name}: Llama-shaped, {self.parameters / 1e6:.1f} M parameters, {shape.layers} layers, hidden "
+            f"{shape.hidden}, {shape.heads} heads on {shape.kv_heads} KV heads, float32, {weights}"
         )
 
 

@@ -6,10 +6,11 @@ prompt is the earlier prompt, this model's answer to it, and the tokens that the
 
 import gzip
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError
 
@@ -20,7 +21,15 @@ TRACE = Path(__file__).parent / "data" / "lmcache_miniswe_text_12sessions.jsonl.
 TRACE_NAME = "LMCache/lmcache-agent-trace, mini-swe-agent on SWE-bench, the 12 smallest conversations (Apache-2.0)"
 
 VOCABULARY = 4096
-"""Tokens of the tokenizer that is trained here, and of the model."""
+"""Tokens of the tokenizer that is trained here, and of the models with random weights."""
+
+QUESTION_CHARACTERS = 80
+"""Longest question that is shown."""
+ANSWER_CHARACTERS = 240
+"""Longest answer that is shown."""
+
+_COMMAND = re.compile(r"\s*<returncode>(\d+)</returncode>\s*<output>(.*)</output>\s*", re.DOTALL)
+_UNINFORMATIVE = re.compile(r"\s*(<.*>|Consider the following PR description:)?\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,30 @@ class PlannedRequest:
     parent: int | None
     """Position in the plan of the earlier request of the same conversation that this one continues."""
     tokens: tuple[int, ...]
+    end: int | None = None
+    """Token that ends the parent's answer; a prompt gets it where the answer was cut before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokenizer:
+    """A tokenizer, and the text of a model's chat template around each message of the user."""
+
+    tokenizer: "Tokenizer"
+    first: Sequence[str] = ("", "")
+    """Before and after the first message of a conversation."""
+    later: Sequence[str] = ("", "")
+    """Before and after a later message, without the token that ends the earlier answer."""
+    end: int | None = None
+    """Token that ends an answer."""
+
+    def encode(self, text: str, *, is_first: bool) -> tuple[int, ...]:
+        """The tokens of a user's message in its conversation."""
+        before, after = self.first if is_first else self.later
+        return tuple(self.tokenizer.encode(f"{before}{text}{after}", add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, without special tokens."""
+        return self.tokenizer.decode(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +83,9 @@ class RequestPlan:
     """The requests of a demo in sending order."""
 
     requests: tuple[PlannedRequest, ...]
+    questions: tuple[str, ...]
+    """The informative part of the user's message, in one line, for each request."""
+    tokenizer: ChatTokenizer
     sessions: int
     """Conversations with at least one request in the plan."""
     sessions_in_trace: int
@@ -86,17 +122,33 @@ def choose_sessions(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
     return [line for line in lines if line.session in chosen]
 
 
-def train_tokenizer(texts: Iterable[str]) -> "Tokenizer":
-    """A byte-level BPE tokenizer of `VOCABULARY` tokens; the same texts give the same tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: PLC0415  an extra, needed only here
+def one_line(text: str, most: int) -> str:
+    """Text that is safe on a terminal: at most `most` characters in one line, none of them a control character."""
+    shown = " ".join("".join(it if it.isprintable() else " " for it in text).split())
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+def question_of(text: str) -> str:
+    """The informative part of a user's message: the title of a pull request, or what a command printed."""
+    command = _COMMAND.fullmatch(text)
+    lines = [it for it in (command[2] if command else text).splitlines() if not _UNINFORMATIVE.fullmatch(it)]
+    # The last line of a Python error says what went wrong.
+    line = next(iter(reversed(lines) if lines and lines[0].startswith("Traceback") else lines), "no output")
+    return one_line(f"exit code {command[1]}: {line}" if command else line, QUESTION_CHARACTERS)
+
+
+def train_tokenizer(texts: Iterable[str]) -> ChatTokenizer:
+    """A byte-level BPE tokenizer of `VOCABULARY` tokens; the same texts give the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415  an extra
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    return ChatTokenizer(tokenizer)
 
 
 def find_parent(texts: Sequence[str], position: int) -> int | None:
@@ -105,13 +157,16 @@ def find_parent(texts: Sequence[str], position: int) -> int | None:
     return max(earlier, key=lambda j: (len(texts[j]), j)) if earlier else None
 
 
-def plan_requests(lines: Sequence[TraceLine], *, sessions: int, requests: int | None) -> RequestPlan:
+def plan_requests(
+    lines: Sequence[TraceLine], *, sessions: int, requests: int | None, tokenizer: ChatTokenizer | None = None
+) -> RequestPlan:
     """Tokenize the trace.
 
     Args:
-        lines: the whole trace; the tokenizer is trained on all of it.
+        lines: the whole trace.
         sessions: how many conversations to take, the shortest first.
         requests: take only the first of them; None takes all.
+        tokenizer: of the model; None trains one on the trace.
 
     Raises:
         ConfigError: `sessions` or `requests` is out of range.
@@ -122,9 +177,10 @@ def plan_requests(lines: Sequence[TraceLine], *, sessions: int, requests: int | 
             f"--requests must be in 1..{len(chosen)} (the requests of {sessions} conversations), got {requests}"
         )
     chosen = chosen[:requests]
-    tokenizer = train_tokenizer(line.text for line in lines)
+    tokenizer = tokenizer or train_tokenizer(line.text for line in lines)
     numbers = {session: number for number, session in enumerate(dict.fromkeys(line.session for line in chosen))}
     planned: list[PlannedRequest] = []
+    questions: list[str] = []
     texts: dict[str, list[str]] = {session: [] for session in numbers}
     positions: dict[str, list[int]] = {session: [] for session in numbers}
     for line in chosen:
@@ -137,12 +193,16 @@ def plan_requests(lines: Sequence[TraceLine], *, sessions: int, requests: int | 
                 session=numbers[line.session],
                 turn=turn,
                 parent=None if parent is None else positions[line.session][parent],
-                tokens=tuple(tokenizer.encode(new_text).ids),
+                tokens=tokenizer.encode(new_text, is_first=parent is None),
+                end=tokenizer.end,
             )
         )
+        questions.append(question_of(new_text))
         positions[line.session].append(len(planned) - 1)
     return RequestPlan(
         requests=tuple(planned),
+        questions=tuple(questions),
+        tokenizer=tokenizer,
         sessions=len(numbers),
         sessions_in_trace=len({line.session for line in lines}),
         requests_in_trace=len(lines),
@@ -155,4 +215,6 @@ def build_prompt(
     """The tokens of a request, from the prompts and answers of all requests before it."""
     if request.parent is None:
         return list(request.tokens)
-    return [*prompts[request.parent], *answers[request.parent], *request.tokens]
+    answer = answers[request.parent]
+    end = [] if request.end is None or answer[-1] == request.end else [request.end]
+    return [*prompts[request.parent], *answer, *end, *request.tokens]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvtier.demo.model import LlamaShape, build_model
+from kvtier.demo.model import LlamaShape, build_model, read_pretrained
 from kvtier.demo.trace import PlannedRequest, build_prompt
 from kvtier.errors import ConfigError, KvError
 
@@ -41,7 +41,11 @@ class PassJob:
 
     shape: LlamaShape
     seed: int
+    """Of random weights."""
+    checkpoint: str | None
+    """The directory of trained weights; None makes random ones."""
     new_tokens: int
+    """Tokens of the longest answer."""
     threads: int
     requests: tuple[PlannedRequest, ...]
     directory: str | None
@@ -56,7 +60,7 @@ class PassJob:
         members["shape"] = LlamaShape(**members["shape"])
         requests: list[dict[str, Any]] = members["requests"]
         members["requests"] = tuple(
-            PlannedRequest(it["session"], it["turn"], it["parent"], tuple(it["tokens"])) for it in requests
+            PlannedRequest(it["session"], it["turn"], it["parent"], tuple(it["tokens"]), it["end"]) for it in requests
         )
         return cls(**members)
 
@@ -87,7 +91,7 @@ class PassModel:
 
         torch.set_num_threads(job.threads)
         self.new_tokens = job.new_tokens
-        model = build_model(job.shape, job.seed)
+        model = build_model(job.shape, job.seed) if job.checkpoint is None else read_pretrained(Path(job.checkpoint))
         self.parameters = sum(it.numel() for it in model.parameters())
         self.generate: Callable[..., Any] = cast("Any", model).generate
         self.kv = None
@@ -96,7 +100,7 @@ class PassModel:
         if job.directory is not None:
             from kvtier.connect.transformers import attach  # noqa: PLC0415
 
-            # Random weights have no revision, so this field can separate namespaces.
+            # No weights of the demo have a revision, so this field can separate namespaces.
             self.kv = attach(model, job.directory, revision=job.namespace)
             self.generate = self.kv.generate
 

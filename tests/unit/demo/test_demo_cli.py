@@ -18,7 +18,8 @@ def no_pass(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model-size", "huge"], "--model-size must be one of tiny, small, medium, got 'huge'"),
+        (["--model", "huge"], "--model must be one of smollm2, tiny, small, medium, got 'huge'"),
+        (["--model", "smollm2", "--seed", "1"], "--seed 1 is for random weights; the model smollm2 is pretrained"),
         (["--seed", "-1"], "'--seed': -1 is not in the range 0<=x<="),
         (["--new-tokens", "0"], "'--new-tokens': 0 is not in the range 1<=x<=256"),
         (["--sessions", "13"], "--sessions must be in 1..12 (the conversations of the trace), got 13"),

@@ -9,6 +9,8 @@ from tests.unit.report.test_report import check_page
 from kvtier.demo.report import demo_report, table
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
 
+HOSTILE = "<b>yes</b>\x1b[31m\x9b31m\u202e\nand so on"
+
 
 def sample(
     turn, prompt_tokens, ttft_ms, restored=(), restorable_tokens=0, answer=(1, 2), margins=(0.5, 0.25), session=0
@@ -18,6 +20,7 @@ def sample(
         turn=turn,
         prompt_tokens=prompt_tokens,
         answer=answer,
+        text=HOSTILE,
         ttft_ms=ttft_ms,
         total_ms=ttft_ms + 100,
         restored=dict(restored),
@@ -53,7 +56,9 @@ WARM = PassResult(
 RESULT = DemoResult(
     model="a <small> model & more",
     why="it is small",
+    weights="random",
     conversations="three requests",
+    questions=("What is <this>?", "And that?", "exit code 0: no output"),
     shape={"hidden": 64},
     parameters=600_000,
     kv_bytes_per_token=512,
@@ -63,7 +68,7 @@ RESULT = DemoResult(
     new_tokens=2,
     passes=(NONE, COLD, WARM),
     elapsed_s=9.0,
-    tokenizer_s=0.5,
+    prepare_s=0.5,
     directory=None,
     machine={"processor": "a processor", "cores": 2, "memory_bytes": 8 * 10**9, "file_system": "ext4"},
     software={"python": "CPython 3.11", "kvtier": "0.1.0"},
@@ -79,6 +84,19 @@ def test_the_report_is_self_contained_escapes_text_and_lists_every_request():
     assert '<td class="name">1.2</td><td class="number">1,500</td><td class="number">600.0</td>' in text
 
 
+def test_answers_in_words_are_shown_for_a_pretrained_model_only_and_cannot_control_a_terminal(capsys):
+    assert "Questions and answers" not in demo_report(RESULT).html()
+    result = replace(RESULT, weights="pretrained", seed=None)
+    text = demo_report(result).html()
+    check_page(text)
+    assert "What is &lt;this&gt;?" in text
+    assert "&lt;b&gt;yes&lt;/b&gt; [31m 31m and so on" in text
+    demo_report(result).print()
+    shown = capsys.readouterr().out
+    assert "What is <this>? <b>yes</b> [31m 31m and so on 400 ms 440 ms 50 ms yes" in " ".join(shown.split())
+    assert all(it.isprintable() or it == "\n" for it in shown)
+
+
 def test_without_matplotlib_the_report_has_no_charts(monkeypatch):
     monkeypatch.setattr("kvtier.report.output.find_spec", lambda _name: None)
     text = demo_report(RESULT).html()
@@ -91,6 +109,11 @@ def test_the_json_has_the_names_of_the_contract():
     plain = json.loads(json.dumps(RESULT.as_dict()))
     assert plain["identical"] is True
     assert RESULT.problems == []
+    assert plain["weights"] == "random"
+    assert plain["answers"][1] == {
+        "session": 0, "turn": 1, "question": "And that?", "answer": HOSTILE, "identical": True,
+        "ttft_ms": {"none": 600.0, "cold": 100.0, "warm": 60.0},
+    }  # fmt: skip
     assert [it["name"] for it in plain["passes"]] == ["none", "cold", "warm"]
     assert plain["passes"][2].items() >= {
         "requests": 3, "input_tokens": 3000, "restored_tokens": 2304, "restorable_tokens": 2304,
@@ -114,6 +137,7 @@ def test_a_different_answer_is_found_and_named():
     assert "passes none and warm differ from token 1 of the answer in turn 2 of conversation 1" in result.problems[0]
     assert 'class="bad">not identical' in demo_report(result).html()
     assert "NO" in table(result).rows[-1]
+    assert [it["identical"] for it in result.as_dict()["answers"]] == [True, False, True]
     assert with_second(answer=(1,)).difference.token == 1  # it was cut short
 
 
