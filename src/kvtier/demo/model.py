@@ -23,7 +23,8 @@ PRETRAINED_BYTES = 540_000_000
 """Bytes of the checkpoint that `write_pretrained` writes."""
 
 POSITIONS = 16384
-"""Longest prompt with its answer, in tokens; the longest of the trace is under half of that."""
+"""Longest prompt with its answer, in tokens, of random weights; the longest of the trace is under half of that."""
+PRETRAINED_POSITIONS = 8192
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from kvtier.demo.model import (
     PRETRAINED,
     PRETRAINED_BYTES,
     PRETRAINED_INSTALL,
+    PRETRAINED_POSITIONS,
     RANDOM,
     SHAPES,
     SMOLLM2,
@@ -33,7 +35,15 @@ from kvtier.demo.model import (
 )
 from kvtier.demo.restorable import StoredPrefixes
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
-from kvtier.demo.trace import ANSWER_CHARACTERS, RequestPlan, build_prompt, one_line, plan_requests, read_trace
+from kvtier.demo.trace import (
+    ANSWER_CHARACTERS,
+    RequestPlan,
+    build_prompt,
+    most_tokens,
+    one_line,
+    plan_requests,
+    read_trace,
+)
 from kvtier.demo.worker import PassJob, pass_events
 from kvtier.errors import ConfigError, install_hint
 from kvtier.report.format import bytes_text, time_text
@@ -47,9 +57,6 @@ NEEDED = ("torch", "transformers", "tokenizers")
 # least 7e-4 logits apart, a hundred times float32's rounding error. So passes do not agree by luck.
 SEED = 11
 
-FREE_BYTES = 2 * PRETRAINED_BYTES
-"""Least room in the temporary directory for the pretrained model: its checkpoint and about as much KV."""
-
 Note = Callable[[str], None]
 
 
@@ -59,26 +66,56 @@ class DemoSettings:
 
     directory: Path | None
     """Directory of the store; None: a temporary directory, removed at the end."""
-    model: str | None
-    """One of `SHAPES`; None takes the pretrained one where its packages are installed, otherwise a random one."""
+    model: str
+    """One of `SHAPES`."""
     sessions: int
     requests: int | None
+    """None: all."""
     seed: int | None
-    """Of random weights; None: `SEED`."""
+    """Of random weights; None for pretrained ones."""
     new_tokens: int
     threads: int
     """Threads of torch; 0: one for each core."""
 
-    def __post_init__(self) -> None:
-        if self.model not in (None, *SHAPES):
-            raise ConfigError(f"--model must be one of {', '.join(SHAPES)}, got {self.model!r}")
-        if self.seed is not None and self.chosen == SMOLLM2:
-            raise ConfigError(f"--seed {self.seed} is for random weights; the model {SMOLLM2} is pretrained")
 
-    @property
-    def chosen(self) -> str:
-        """The model, one of `SHAPES`."""
-        return self.model or (RANDOM if missing_packages() else SMOLLM2)
+def demo_settings(
+    *,
+    directory: Path | None,
+    model: str | None,
+    sessions: int | None,
+    requests: int | None,
+    seed: int | None,
+    new_tokens: int | None,
+    threads: int,
+) -> DemoSettings:
+    """The settings; None takes a default, which depends on the model: a run of two minutes on two cores.
+
+    Without `model` it is the pretrained one where its packages are installed, otherwise one with random weights.
+
+    Raises:
+        ConfigError: the model is unknown, its packages are missing, or it has no use for a seed.
+    """
+    if model not in (None, *SHAPES):
+        raise ConfigError(f"--model must be one of {', '.join(SHAPES)}, got {model!r}")
+    missing = missing_packages()
+    model = model or (RANDOM if missing else SMOLLM2)
+    is_pretrained = model == SMOLLM2
+    if is_pretrained and missing:
+        raise ConfigError(
+            f"--model {model} needs packages that are not installed ({', '.join(missing)}): {PRETRAINED_INSTALL}"
+        )
+    if is_pretrained and seed is not None:
+        raise ConfigError(f"--seed {seed} is for random weights; the model {model} is pretrained")
+    amount = (3, 9, 32) if is_pretrained else (8, None, 16)
+    return DemoSettings(
+        directory=directory,
+        model=model,
+        sessions=amount[0] if sessions is None else sessions,
+        requests=amount[1] if sessions is None and requests is None else requests,
+        seed=SEED if seed is None and not is_pretrained else seed,
+        new_tokens=amount[2] if new_tokens is None else new_tokens,
+        threads=threads,
+    )
 
 
 def check_libraries() -> None:
@@ -105,26 +142,31 @@ def run_demo(settings: DemoSettings, note: Note) -> DemoResult:
         work = Path(name)
         store = _open_store(settings.directory, work)
         trace = read_trace()
-        if settings.chosen == SMOLLM2:
+        if settings.model == SMOLLM2:
             checkpoint = _write_checkpoint(work, note)
             tokenizer = read_tokenizer(checkpoint)
         else:
             note("training the tokenizer on the conversations' text")
             checkpoint = tokenizer = None
         plan = plan_requests(trace, sessions=settings.sessions, requests=settings.requests, tokenizer=tokenizer)
+        if checkpoint is not None and (most := most_tokens(plan.requests, settings.new_tokens)) > PRETRAINED_POSITIONS:
+            raise ConfigError(
+                f"--sessions {settings.sessions} with --new-tokens {settings.new_tokens}: a conversation may grow to "
+                f"{most:,} tokens, and {PRETRAINED} takes at most {PRETRAINED_POSITIONS:,}"
+            )
         prepare_s = time.perf_counter() - begin_s
         passes = _Passes(settings, plan, work, store, checkpoint, note)
         results = passes.run()
         return DemoResult(
             model=passes.describe_model(),
-            why=WHY[settings.chosen],
+            why=WHY[settings.model],
             weights="random" if checkpoint is None else "pretrained",
             conversations=_describe_requests(plan),
             questions=plan.questions,
             shape=asdict(passes.shape),
             parameters=passes.parameters,
             kv_bytes_per_token=passes.shape.kv_bytes_per_token,
-            seed=passes.seed if checkpoint is None else None,
+            seed=settings.seed,
             threads=passes.threads,
             chunk_tokens=passes.chunk_tokens,
             new_tokens=settings.new_tokens,
@@ -152,8 +194,7 @@ def write_record(path: Path, result: DemoResult, settings: DemoSettings, origins
         ConfigError: the file cannot be written.
     """
     directory = None if settings.directory is None else "given"
-    found = {"directory": directory, "model": settings.chosen, "seed": result.seed, "threads": result.threads}
-    values = {**asdict(settings), **found}
+    values = {**asdict(settings), "directory": directory, "threads": result.threads}
     named = {name: RecordedSetting(value, origins[name]) for name, value in values.items()}
     named |= {name: RecordedSetting(value, origin) for name, (value, origin) in result.cache_settings.items()}
     record = make_record(
@@ -187,15 +228,18 @@ def _write_checkpoint(work: Path, note: Note) -> Path:
         ConfigError: a package is missing, or the disk has no room.
     """
     free_bytes = shutil.disk_usage(work).free
-    if free_bytes < FREE_BYTES:
+    if free_bytes < 2 * PRETRAINED_BYTES:  # the checkpoint, and KV that may need as much
         raise ConfigError(
-            f"the model {SMOLLM2} needs {bytes_text(FREE_BYTES)} in {str(work.parent)!r}, which has "
+            f"the model {SMOLLM2} needs {bytes_text(2 * PRETRAINED_BYTES)} in {str(work.parent)!r}, which has "
             f"{bytes_text(free_bytes)}; allowed: another temporary directory (TMPDIR=PATH), or --model {RANDOM}"
         )
+    if not sys.stderr.isatty():
+        import transformers  # noqa: PLC0415  an extra, needed only here
+
+        library: Any = transformers
+        library.utils.logging.disable_progress_bar()
     note(f"writing the checkpoint of {PRETRAINED}, {bytes_text(PRETRAINED_BYTES)}, into a temporary directory")
-    begin_s = time.perf_counter()
     write_pretrained(work / "checkpoint")
-    note(f"the checkpoint was written in {time_text(time.perf_counter() - begin_s)}")
     return work / "checkpoint"
 
 
@@ -216,18 +260,17 @@ class _Passes:
     ) -> None:
         self.settings, self.plan, self.work, self.store, self.note = settings, plan, work, store, note
         self.checkpoint = checkpoint
-        self.shape = SHAPES[settings.chosen]
-        self.seed = SEED if settings.seed is None else settings.seed
+        self.shape = SHAPES[settings.model]
         self.threads = settings.threads or cores()
         self.parameters = 0
         self.chunk_tokens = 0
         self.notes: list[str] = []
         self.first_answers: list[list[int]] = []
         """Those of the first pass."""
-        if settings.model is None and settings.chosen == RANDOM:
+        if settings.model == RANDOM and (missing := missing_packages()):
             self.notes.append(
-                f"the weights are random and the answers mean nothing: the packages of {PRETRAINED} "
-                f"({', '.join(missing_packages())}) are not installed: {PRETRAINED_INSTALL}"
+                f"the weights are random and the answers mean nothing: {PRETRAINED} needs packages that are not "
+                f"installed ({', '.join(missing)}): {PRETRAINED_INSTALL}"
             )
             note(self.notes[0])
 
@@ -242,7 +285,7 @@ class _Passes:
         """Run one pass; returns the digests of the prefixes that are stored after it, too."""
         job = PassJob(
             shape=self.shape,
-            seed=self.seed,
+            seed=self.settings.seed or 0,
             checkpoint=None if self.checkpoint is None else str(self.checkpoint),
             new_tokens=self.settings.new_tokens,
             threads=self.threads,
@@ -334,7 +377,7 @@ class _Passes:
         shape = self.shape
         name, weights = PRETRAINED, "pretrained weights"
         if self.checkpoint is None:
-            name, weights = self.settings.chosen, "normally distributed random weights"
+            name, weights = self.settings.model, "normally distributed random weights"
         return (
             f"{name}: Llama-shaped, {self.parameters / 1e6:.1f} M parameters, {shape.layers} layers, hidden "
             f"{shape.hidden}, {shape.heads} heads on {shape.kv_heads} KV heads, float32, {weights}"

@@ -209,6 +209,16 @@ def plan_requests(
     )
 
 
+def most_tokens(requests: Sequence[PlannedRequest], new_tokens: int) -> int:
+    """Tokens of the longest prompt and its answer, if every answer has `new_tokens`."""
+    most: list[int] = []
+    for request in requests:
+        # The token that ends an answer is counted here, too.
+        earlier = 0 if request.parent is None else most[request.parent] + 1
+        most.append(earlier + len(request.tokens) + new_tokens)
+    return max(most)
+
+
 def build_prompt(
     request: PlannedRequest, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[int]:

