@@ -86,8 +86,9 @@ def _answers(result: DemoResult) -> Iterator[Table]:
     ]
     columns = ("turn", "question", "answer without kvtier", *(it.name for it in result.passes), "same")
     note = (
-        "A turn is CONVERSATION.TURN. The times are those to the first token. The question is the new part of the "
-        "prompt, shortened; same: all passes gave this answer, token for token."
+        "A turn is CONVERSATION.TURN; its question is the new part of the prompt, shortened. Times to the first token: "
+        "without kvtier (none), with an empty store (cold), after a restart (warm). Same: all passes gave this answer, "
+        "token for token."
     )
     yield Table(columns, rows, len(result.passes) + 1, title="Questions and answers", note=note)
 
