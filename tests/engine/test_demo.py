@@ -98,6 +98,7 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     assert sorted(it.name for it in tmp_path.iterdir()) == ["page.html", "record.json", "store"]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(missing_packages()), reason=f"the packages {missing_packages()} are not installed")
 def test_the_pretrained_model_answers_in_words(tmp_path, monkeypatch, capsys):
     def checked(name, job, work):
@@ -105,7 +106,7 @@ def test_the_pretrained_model_answers_in_words(tmp_path, monkeypatch, capsys):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
-        for event in pass_events(name, job, work):
+        for event in worker.pass_events(name, job, work):
             if event["event"] == "request":
                 answers.append(event["answer"])
             yield event

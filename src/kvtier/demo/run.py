@@ -9,7 +9,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -233,11 +232,6 @@ def _write_checkpoint(work: Path, note: Note) -> Path:
             f"the model {SMOLLM2} needs {bytes_text(2 * PRETRAINED_BYTES)} in {str(work.parent)!r}, which has "
             f"{bytes_text(free_bytes)}; allowed: another temporary directory (TMPDIR=PATH), or --model {RANDOM}"
         )
-    if not sys.stderr.isatty():
-        import transformers  # noqa: PLC0415  an extra, needed only here
-
-        library: Any = transformers
-        library.utils.logging.disable_progress_bar()
     note(f"writing the checkpoint of {PRETRAINED}, {bytes_text(PRETRAINED_BYTES)}, into a temporary directory")
     write_pretrained(work / "checkpoint")
     return work / "checkpoint"
