@@ -54,14 +54,20 @@ def remove(directory: Path, first_head: int, depth: int) -> int:
     return count
 
 
-def corrupt(directory: Path) -> int:
+def corrupt(directory: Path, depth: int | None = None) -> int:
     """Rotate the bytes of every section by a quarter of its length plus 100, with valid checksums; how many objects.
 
     Attention does not notice whole tokens that change places, since K holds the position; the 100 bytes break tokens.
+
+    Args:
+        directory: of the store.
+        depth: only objects with so many others before them in their prefix are changed; None: all.
     """
     count = 0
     for path, frame in _frames(directory):
         head = read_head(memoryview(frame))
+        if depth not in (None, head.identity.depth):
+            continue
         assert head.codec == RAW_ID
         table = head.table.copy()
         for row, section in zip(table, head.sections, strict=True):
