@@ -80,6 +80,7 @@ class World:
         rank: int = 0,
         wrap: Callable[[Copier], Copier] = lambda copier: copier,
         clock: Callable[[], float] = time.monotonic,
+        writes_all: bool = True,
     ) -> None:
         self.layout = small_layout().on_rank(rank, rank + 1)
         rng = np.random.default_rng(7)
@@ -110,6 +111,7 @@ class World:
                 threads=threads,
                 tier_threads=tier_threads or {},
                 clock=clock,
+                writes_all=writes_all,
             )
         )
         self._ids = 0

@@ -40,9 +40,9 @@ class RecordingTier(WrappedTier):
         return super().write_one(name, frame, about)
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_a_chunk_goes_down_and_comes_back_to_other_blocks(codec: str) -> None:
-    with World(codec=codec_of(codec)) as world:
+@pytest.mark.parametrize(("codec", "writes_all"), [("raw", True), ("raw", False), ("zstd", True)])
+def test_a_chunk_goes_down_and_comes_back_to_other_blocks(codec: str, writes_all: bool) -> None:
+    with World(codec=codec_of(codec), writes_all=writes_all) as world:
         for group in (0, 1):
             world.done(
                 world.transfer(Direction.GATHER, 1, 2, group=group), world.transfer(Direction.DEMOTE, 1, 2, group=group)
@@ -186,6 +186,28 @@ def test_two_tiers_receive_one_slot_at_the_same_time_while_it_is_read() -> None:
         verify_frame(frames.pop())
         assert world.is_at(2, CHUNKS)
         assert world.is_at(2, CHUNKS + 1)
+
+
+def test_a_slot_that_changes_between_gather_and_write_is_corrupt() -> None:
+    with World() as world:
+        world.done(world.transfer(Direction.GATHER, 1, 2))
+        world.spoil(2)
+        world.done(world.transfer(Direction.DEMOTE, 1, 2))
+        (answer,) = world.run(world.transfer(Direction.PROMOTE, 1, 5))
+        assert answer.outcome is Outcome.CORRUPT
+
+
+def test_each_payload_of_a_slot_has_checksums_of_its_own() -> None:
+    with World({name: MemoryTier(capacity_bytes=1 << 24) for name in ("memory", "slower")}) as world:
+        for chunk in (1, 3):
+            world.done(world.transfer(Direction.GATHER, chunk, 2), world.transfer(Direction.DEMOTE, chunk, 2))
+        for slot in (2, 5):
+            world.done(
+                world.transfer(Direction.PROMOTE, 1, 2),
+                world.transfer(Direction.DEMOTE, 1, 2, tier="slower"),
+                world.transfer(Direction.PROMOTE, 1, slot, tier="slower"),
+            )
+            assert world.is_in_slot(1, slot)
 
 
 def test_an_invalid_slot_group_or_block_fails_its_command_only() -> None:

@@ -6,6 +6,8 @@ never begins after its place in the payload, so decoding from the last section t
 FORMAT.md specifies the bytes. Each byte is covered by exactly one checksum.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import xxhash
 
@@ -56,8 +58,26 @@ def seal_scratch_bytes(group: GroupLayout, codec: Codec) -> int:
     return frame_bytes(group) + align_up(max(codec.bound(length) for _, _, length in group.sections))
 
 
+def section_checksums(slot: memoryview, group: GroupLayout) -> list[int]:
+    """XXH3-64 of each section of the payload in `slot`, for `seal`. Padding in the payload is set to zero.
+
+    Raises:
+        ValueError: slot has the wrong size.
+    """
+    layout = frame_layout(group)
+    _check_slot(slot, layout)
+    for start, stop in layout.paddings:
+        slot[start:stop] = _ZEROS[: stop - start]
+    return _checksums(slot, layout)
+
+
 def seal(
-    slot: memoryview, group: GroupLayout, identity: Identity, codec: Codec, scratch: memoryview | None = None
+    slot: memoryview,
+    group: GroupLayout,
+    identity: Identity,
+    codec: Codec,
+    scratch: memoryview | None = None,
+    checksums: Sequence[int] | None = None,
 ) -> memoryview:
     """Make a frame of the payload in `slot`.
 
@@ -70,6 +90,7 @@ def seal(
         identity: the object.
         codec: tried on each section; sections that it does not make smaller stay raw.
         scratch: at least `seal_scratch_bytes(group, codec)` bytes; None for raw.
+        checksums: `section_checksums` of this payload, if they are known. Only raw uses them.
 
     Returns:
         The frame, a multiple of `ALIGNMENT`: all of `slot` for raw, otherwise the front of `scratch`.
@@ -82,8 +103,9 @@ def seal(
     for start, stop in layout.paddings:
         slot[start:stop] = _ZEROS[: stop - start]
     if codec.id == RAW_ID:
+        known = _checksums(slot, layout) if checksums is None else checksums
         # One assignment: another thread may write the same frame to another tier.
-        slot[: layout.header_bytes] = pack_raw_head(identity, layout, _checksums(slot, layout))
+        slot[: layout.header_bytes] = pack_raw_head(identity, layout, known)
         return slot
     needed = seal_scratch_bytes(group, codec)
     if scratch is None or len(scratch) < needed:

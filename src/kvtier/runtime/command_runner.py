@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from kvtier.codec.base import Codec
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes
-from kvtier.codec.head import Identity
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes, section_checksums
+from kvtier.codec.head import RAW_ID, Identity
 from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import name_head, names_of
@@ -86,6 +86,7 @@ class CommandRunner:
         codec: Codec,
         clock: Callable[[], float],
         name_root: bytes | None = None,
+        writes_all: bool = False,
     ) -> None:
         self._layout = layout
         self._fingerprint = fingerprint
@@ -104,6 +105,12 @@ class CommandRunner:
         """(tier, group) whose objects another rank writes and drops, because it holds the same KV."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
+        self._hashes = writes_all and bool(tiers) and codec.id == RAW_ID
+        """A gather that is complete on return is hashed by its thread, whose copy is still in the processor's cache.
+        The threads that write would read each byte from memory once more."""
+        self._checksums: dict[tuple[int, int], list[int]] = {}
+        """Those of the payload in a (group, slot), until another payload comes there. Threads share it as they do the
+        slots."""
         self._unreadable: dict[tuple[str, ObjectName], float] = {}
         """(tier, name), and until when it is left alone. Threads share it without a lock: each use is one operation."""
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
@@ -165,11 +172,16 @@ class CommandRunner:
         return False
 
     def _copy(self, transfer: Transfer) -> Result:
-        start = self._copier.gather if transfer.direction is Direction.GATHER else self._copier.scatter
-        payload = self._arena.payload(transfer.group, transfer.slot)
-        fence = start(transfer.request or RequestId(""), transfer.group, transfer.blocks, payload)
+        is_gather = transfer.direction is Direction.GATHER
+        group, slot = place = transfer.group, transfer.slot
+        if is_gather:
+            self._checksums.pop(place, None)
+        start = self._copier.gather if is_gather else self._copier.scatter
+        fence = start(transfer.request or RequestId(""), group, transfer.blocks, self._arena.payload(group, slot))
         if fence is not None:
             self._await(fence, transfer)
+        elif is_gather and self._hashes:
+            self._checksums[place] = section_checksums(self._arena.frame(group, slot), self._layout.groups[group])
         return Result(Outcome.DONE, self._engine_bytes[transfer.group])
 
     def _await(self, fence: Fence, transfer: Transfer) -> None:
@@ -218,7 +230,8 @@ class CommandRunner:
             raise TierError(transfer.tier, NOT_ADMITTED)  # a tier does not overwrite objects
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
-        frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch)
+        checksums = self._checksums.get((group, transfer.slot))
+        frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch, checksums)
         about = About(identity.parent, transfer.depth, group, transfer.conversation)
         return Write(identity.name, frame, about)
 
@@ -232,6 +245,7 @@ class CommandRunner:
             transfers.append(transfer)
             objects.append((transfer.key, transfer.group))
             slots.append(self._arena.frame(transfer.group, transfer.slot))
+            self._checksums.pop((transfer.group, transfer.slot), None)
         names = names_of(objects, self._name_heads)
         tier = self._tiers[transfers[0].tier]
         with Loan(slots, tier.name) as views:

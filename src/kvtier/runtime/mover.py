@@ -132,6 +132,7 @@ class Mover:
         tier_threads: the same for single tiers, by name.
         clock: seconds; the clock of the commands' deadlines.
         name_root: 32 bytes that key the names of objects; None if the keys are keyed already (`keys.chain`).
+        writes_all: every gathered object is soon written to a tier. Every payload comes by way of this mover.
 
     `close` is for one thread, the other methods for any. Its threads are daemons and start at once.
 
@@ -159,6 +160,7 @@ class Mover:
         tier_threads: Mapping[str, Threads] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         name_root: bytes | None = None,
+        writes_all: bool = False,
     ) -> None:
         threads = threads or Threads()
         self._clock = clock
@@ -173,6 +175,7 @@ class Mover:
             codec=codec or Raw(),
             clock=clock,
             name_root=name_root,
+            writes_all=writes_all,
         )
         self._tiers = tiers
         self._put: Callable[[Completion], None] = lambda _completion: None

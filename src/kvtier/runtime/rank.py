@@ -104,6 +104,7 @@ def open_rank(
             codec=codec,
             threads=Threads(device=copy_threads),
             tier_threads=threads_of_tiers(config),
+            writes_all=config.store.write_policy == "through",
         )
     except BaseException:
         close_tiers(tiers, 5.0)

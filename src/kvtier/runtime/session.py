@@ -203,6 +203,10 @@ class Session(LockedCore):
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""
         return self._events.poll(wait_s)
 
+    def end_poll(self) -> None:
+        """Let a `poll` that waits, or the next one, return without an event. Any thread."""
+        self._events.end_poll()
+
     def _begin(self, act: Callable[[float], None], register: Callable[..., OpenCall], *what: object) -> None:
         """`_call` for a load or store, which is registered before it begins."""
         call = register(*what)

@@ -55,8 +55,8 @@ class SessionEvents:
         self._clock = clock
         self._loads: dict[RequestId, OpenCall] = {}
         self._stores: list[OpenCall] = []
-        self._queue: Mailbox[Event] = Mailbox()
-        """A queue that a finalizer may use in the middle of a call."""
+        self._queue: Mailbox[Event | None] = Mailbox()
+        """A queue that a finalizer may use in the middle of a call. None ends a poll."""
         self._has_dropped = False
         self._loaded = {share: metrics.bind(table.LOADS, result=share) for share in ("none", "part", "whole")}
         self._load_seconds = metrics.bind(table.LOAD_SECONDS)
@@ -98,6 +98,10 @@ class SessionEvents:
             events.append(event)
             event = self._queue.get()
         return events
+
+    def end_poll(self) -> None:
+        """Let a poll return without an event."""
+        self._queue.put(None)
 
     def publish(self, event: Event) -> None:
         """Queue an event, and count it. Its call is removed first, so that no error repeats it."""

@@ -64,6 +64,26 @@ def test_every_step_says_that_it_has_run():
     assert worker.done.aggregate(StepDone(40)) == StepDone(40)
 
 
+def test_a_step_that_computes_and_reports_nothing_looks_at_no_weights():
+    looks: list[bool] = []
+
+    def look(*, is_reset: bool) -> str:
+        looks.append(is_reset)
+        return "" if is_reset else "changed"
+
+    worker = Worker(Copier().revoke, look)
+    worker.begin(StepOrders(1))
+    worker.results()
+    assert worker.done == StepDone(1, "changed")
+    worker.begin(StepOrders(2, is_empty=True, is_reset=True))
+    worker.results()
+    assert worker.done == StepDone(2)
+    assert looks == [False, True]
+    worker.receive(note())
+    assert worker.results() == ({"r7"}, {"r7"})
+    assert worker.done == StepDone(2, "changed")
+
+
 def test_an_idle_step_waits_for_the_next_report(monkeypatch):
     monkeypatch.setattr(module, "IDLE_WAIT_S", LONG_S)
     worker = Worker(Copier().revoke)

@@ -326,7 +326,8 @@ class Scheduler:
             self._step,
             revoked=tuple(self._revoked),
             ended=ended,
-            is_waiting=not output.num_scheduled_tokens and bool(self._loads),
+            is_empty=not self._is_busy,
+            is_waiting=not self._is_busy and bool(self._loads),
             is_off=self._is_off,
             is_reset=self._step == self._reset_step,
         )

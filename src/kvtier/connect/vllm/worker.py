@@ -47,6 +47,8 @@ class StepOrders:
     """Stores and loads whose blocks vLLM reuses in this step. Their copies no longer count."""
     ended: tuple[LoadReport, ...] = ()
     """All loads that ended since the last step. Most were already announced by a note."""
+    is_empty: bool = False
+    """The step computes nothing."""
     is_waiting: bool = False
     """The step computes nothing, and a load is open."""
     is_off: bool = False
@@ -104,7 +106,7 @@ class Worker:
         """Begin a step. After this no copy touches the blocks that vLLM reuses in it."""
         self._orders = orders
         if orders.is_reset:
-            self._look(is_reset=True)
+            self._changed_weights = self._look(is_reset=True)
         if orders.revoked:
             self._fence(orders.revoked)
         for report in orders.ended:
@@ -114,7 +116,8 @@ class Worker:
         """Requests whose loads have ended since the last call, and those of them whose loads failed. After the forward.
 
         This is where the worker looks at its weights: a change before or during the forward makes the step's loads
-        fail, and `done` keeps the scheduler from storing what the step has computed.
+        fail, and `done` keeps the scheduler from storing what the step has computed. A step that neither computes nor
+        reports a load leaves the look to the next one.
 
         While vLLM has nothing to compute it runs empty steps in a loop, in the process whose threads copy the KV. Each
         of their system calls then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty step waits here
@@ -126,7 +129,8 @@ class Worker:
             if self._orders.is_waiting and not self._loaded:
                 self._changed.wait(IDLE_WAIT_S)
             loaded, self._loaded = self._loaded, []
-        self._changed_weights = self._look(is_reset=False)
+        if loaded or not self._orders.is_empty:
+            self._changed_weights = self._look(is_reset=False)
         if self._orders.is_off or self._changed_weights:
             loaded = [each._replace(is_failed=True) for each in loaded]
         # vLLM computes the tokens of unfilled blocks, possibly in other blocks.
