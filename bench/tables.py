@@ -179,7 +179,13 @@ def vllm(record: dict[str, Any]) -> str:
     talkers = ("none", "native", "protected")
     paused = [pair["ratio"] for pair in results["think"]]
     spread = f"{min(paused):.2f} to {max(paused):.2f}"
-    own = {name: 100 * value for name, value in misses["kvtier"]["own_cpu"].items()}
+
+    def own(arm: str) -> str:
+        if "own_cpu" not in misses[arm]:  # older records have kvtier's only
+            return "-"
+        percent = {name: 100 * value for name, value in misses[arm]["own_cpu"].items()}
+        return f"{percent['ratio']:.2f} % ({percent['low']:.2f} to {percent['high']:.2f})"
+
     prompt, host = settings["prompt_tokens"], settings["small_host_bytes"]
     rows = [
         ["TTFT, nothing stored", *times("miss")],
@@ -189,8 +195,8 @@ def vllm(record: dict[str, Any]) -> str:
         [
             "processor time of the connector's own code, of a miss",
             "-",
-            "-",
-            f"{own['ratio']:.2f} % ({own['low']:.2f} to {own['high']:.2f})",
+            own("native"),
+            own("kvtier"),
         ],
         [
             f"restored with {size_text(host)} of host memory",

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,12 @@ def _timed(engine: Engine, tokens: list[int], arm: str, kind: str) -> dict[str, 
 def misses(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     """The extra cost of a miss: every prompt goes to every arm, in random order.
 
-    Measured as elapsed time, and more exactly as CPU time of the connector's own code.
+    Measured as elapsed time, and more exactly as CPU time: of the process, and of the connector's own code.
     """
     sizes, samples = bench.sizes, []
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
     stores = {arm: bench.store(arm, "misses") for arm in ARMS}
-    counted = {"kvtier": "own_cost:count"}
+    counted = {arm: f"own_cost:count_{arm}" for arm in ("native", "kvtier")}
     engines = {arm: bench.engine(arm, stores[arm], sabotage=counted.get(arm, "")) for arm in ARMS}
     rows: list[dict[str, dict[str, float]]] = []
     for number in range(sizes.pairs):
@@ -122,27 +122,33 @@ def misses(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
         row: dict[str, dict[str, float]] = {}
         for arm in draw.sample(ARMS, len(ARMS)):
             engine = engines[arm]
-            before_s, ours_s = engine.cpu_s(), _own_s(engine, arm)
+            before_s, before = engine.cpu_s(), engine.told_by("own_cost:own_cpu_s")
             answer = ask(engine, tokens)
             settle(engine, stores[arm])
             row[arm] = {"s": answer.ttft_s or math.nan, "cpu_s": engine.cpu_s() - before_s}
-            row[arm]["own_cpu_s"] = _own_s(engine, arm) - ours_s
+            after = engine.told_by("own_cost:own_cpu_s")
+            own = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+            row[arm] |= {**own, "own_cpu_s": sum(own.values())}
             engine.forget()
         rows.append(row)
         samples.append({"part": "misses", **row})
     for engine in engines.values():
         engine.close()
     results: dict[str, Any] = {"tokens": sizes.pair_tokens, "pairs": sizes.pairs}
-    for arm in ARMS[1:]:
-        ratios = [row[arm]["s"] / row["none"]["s"] for row in rows]
-        cpu = [row[arm]["cpu_s"] / row["none"]["cpu_s"] for row in rows]
-        results[arm] = {"ttft": interval(ratios, draw), "cpu": interval(cpu, draw)}
-    results["kvtier"]["own_cpu"] = interval([row["kvtier"]["own_cpu_s"] / row["none"]["cpu_s"] for row in rows], draw)
+    for arm in ARMS:
+        names = dict.fromkeys(name for row in rows for name in row[arm])
+        results[arm] = {"seconds": {name: interval([row[arm].get(name, 0.0) for row in rows], draw) for name in names}}
+        if arm != "none":
+            ratios = [row[arm]["s"] / row["none"]["s"] for row in rows]
+            cpu = [row[arm]["cpu_s"] / row["none"]["cpu_s"] for row in rows]
+            results[arm] |= {"ttft": interval(ratios, draw), "cpu": interval(cpu, draw)}
+        if arm in counted:
+            own = [row[arm]["own_cpu_s"] / row["none"]["cpu_s"] for row in rows]
+            results[arm]["own_cpu"] = interval(own, draw)
+    against = [row["kvtier"]["cpu_s"] / row["native"]["cpu_s"] for row in rows]
+    more = [(row["kvtier"]["own_cpu_s"] - row["native"]["own_cpu_s"]) / row["native"]["cpu_s"] for row in rows]
+    results["kvtier"] |= {"cpu_of_native": interval(against, draw), "own_above_native": interval(more, draw)}
     return results, samples
-
-
-def _own_s(engine: Engine, arm: str) -> float:
-    return engine.told_by("own_cost:own_cpu_s") if arm == "kvtier" else 0.0
 
 
 def interval(ratios: list[float], draw: random.Random) -> dict[str, float]:
@@ -354,22 +360,28 @@ PARTS: dict[str, Callable[[Bench, int], tuple[Any, Samples]]] = {
 }
 
 
-def main() -> None:
-    """Run the parts, print a summary, write the record."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few samples: a smoke test")
     parser.add_argument(
         "--part", action="append", choices=list(PARTS), help="only this part; the record keeps the others; repeatable"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where vLLM computes")
+    parser.add_argument("--pair-tokens", type=int, help="length of the prompts that measure the cost of a miss")
+    parser.add_argument("--pairs", type=int, help="number of these prompts")
     parser.add_argument("--resume", action="store_true", help="without the parts that the record has")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the drive in question")
     parser.add_argument("--record", type=Path, help="write the JSON record to this file, after each part")
     parser.add_argument("--seed", type=int, default=1, help="draws the prompts")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run the parts, print a summary, write the record."""
+    given = _parser().parse_args()
     if given.device == "cuda":
         use_gpu()
-    sizes = QUICK if given.quick else FULL if given.device == "cpu" else GPU
+    sizes = _sizes(given)
     settings = _settings(sizes, given.device, "flag" if given.quick else "default")
     device = processor() if given.device == "cpu" else ", ".join(gpus())
     earlier = None
@@ -414,6 +426,11 @@ def main() -> None:
             time_now = datetime.now(UTC).isoformat(timespec="seconds")
             made[part] = {"time": time_now, "commit": commit(), "sizes": asdict(sizes)}
             keep()
+
+
+def _sizes(given: argparse.Namespace) -> Sizes:
+    sizes = QUICK if given.quick else FULL if given.device == "cpu" else GPU
+    return replace(sizes, pair_tokens=given.pair_tokens or sizes.pair_tokens, pairs=given.pairs or sizes.pairs)
 
 
 def _settings(sizes: Sizes, device: str, source: str) -> dict[str, RecordedSetting]:
