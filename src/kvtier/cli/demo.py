@@ -28,8 +28,8 @@ REPORT = Path("demo-out/report.html")
 @click.option(
     "--requests",
     type=int,
-    show_default="9, or all with --sessions or random weights",
-    help="Number of requests, from the first on.",
+    show_default="7, or all with --sessions or random weights",
+    help="Number of requests: the first turns of each conversation.",
 )
 @click.option(
     "--new-tokens",

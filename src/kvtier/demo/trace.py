@@ -7,6 +7,7 @@ prompt is the earlier prompt, this model's answer to it, and the tokens that the
 import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,16 @@ def choose_sessions(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
     return [line for line in lines if line.session in chosen]
 
 
+def _first_turns(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
+    """The `count` lines with the smallest turns, of equal turns the earlier ones: all conversations begin."""
+    turns: Counter[str] = Counter()
+    ranked: list[tuple[int, int]] = []
+    for position, line in enumerate(lines):
+        ranked.append((turns[line.session], position))
+        turns[line.session] += 1
+    return [lines[position] for position in sorted(position for _, position in sorted(ranked)[:count])]
+
+
 def one_line(text: str, most: int) -> str:
     """Text that is safe on a terminal: at most `most` characters in one line, none of them a control character."""
     shown = " ".join("".join(it if it.isprintable() else " " for it in text).split())
@@ -165,7 +176,7 @@ def plan_requests(
     Args:
         lines: the whole trace.
         sessions: how many conversations to take, the shortest first.
-        requests: take only the first of them; None takes all.
+        requests: how many to take, the first turns of each conversation; None takes all.
         tokenizer: of the model; None trains one on the trace.
 
     Raises:
@@ -176,7 +187,8 @@ def plan_requests(
         raise ConfigError(
             f"--requests must be in 1..{len(chosen)} (the requests of {sessions} conversations), got {requests}"
         )
-    chosen = chosen[:requests]
+    if requests is not None:
+        chosen = _first_turns(chosen, requests)
     tokenizer = tokenizer or train_tokenizer(line.text for line in lines)
     numbers = {session: number for number, session in enumerate(dict.fromkeys(line.session for line in chosen))}
     planned: list[PlannedRequest] = []

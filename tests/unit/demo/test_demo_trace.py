@@ -14,6 +14,7 @@ from kvtier.demo.trace import (
     find_parent,
     most_tokens,
     one_line,
+    plan_requests,
     question_of,
     read_trace,
 )
@@ -110,6 +111,11 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"trace .* cannot be read"):
         read_trace(path)
+
+
+def test_a_few_requests_are_the_first_turns_of_each_conversation():
+    plan = plan_requests(read_trace(), sessions=3, requests=7)
+    assert [(it.session, it.turn) for it in plan.requests] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_the_licence_of_the_trace_stands_beside_it():
