@@ -74,8 +74,9 @@ def test_fifty_questions_have_the_same_answers_together_in_pieces_and_after_a_re
     questions = list(chain.from_iterable(rounds))
     with ThreadPoolExecutor(1) as pool, with_kvtier(where, "first.log") as engine:
         reference = pool.submit(ask_without_kvtier, where, rounds)
-        # All wait in one queue. Tiers were asked for them when the store was empty, so few are restored here.
+        # All wait in one queue. What an earlier one has stored is restored for a later one about the same text.
         answers = engine.ask(*questions, limit_s=PATIENCE_S)
+        assert engine.external_hits()
     wanted = reference.result(PATIENCE_S)
     assert_same(answers, wanted)
 

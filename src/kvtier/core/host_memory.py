@@ -25,9 +25,11 @@ An object also has a state for its write to each lower tier (`WRITE_STEPS`), whi
     QUEUED, WRITING --tier fails--> UNDECIDED             SETTLED --copy lost--> UNDECIDED
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
 
 from kvtier.layout import History, KvLayout
 from kvtier.policy.base import Evictor, Held, Hinted
@@ -51,6 +53,9 @@ tiers that hang in one way leave slots for the other.
 """
 RELAY_SLOTS = 2
 """Slots of each group that relays may have there."""
+
+LEFT_MAX = 1024
+"""Objects that have left host memory and are remembered, for requests that wait."""
 
 
 class Residency(Enum):
@@ -254,6 +259,7 @@ class HostMemory:
         self.evictions = 0
         self.removals = 0
         """How many objects have become unfindable, for whatever reason."""
+        self._left: deque[Item] = deque(maxlen=LEFT_MAX)
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
@@ -546,6 +552,11 @@ class HostMemory:
         del self.entries[entry.group][entry.key]
         self._is_searched[entry.group] = False
         self.removals += 1
+        self._left.append((entry.key, entry.group))
+
+    def left_since(self, removals: int) -> list[Item]:
+        """The objects that left host memory since `removals` had this value, of the last `LEFT_MAX`."""
+        return list(islice(reversed(self._left), self.removals - removals))
 
     def _give_back(self, entry: HostEntry) -> None:
         self._free[entry.group].append(entry.slot)

@@ -189,7 +189,9 @@ class Probes:
         resident_tokens: int = 0,
         announced_tokens: int = 0,
     ) -> ProbeAnswers | None:
-        """Search the tiers for the objects that host memory lacks, each object once per request.
+        """Search the tiers for the objects that host memory lacks.
+
+        A request asks for an object once, and again when the object has left host memory since.
 
         Args:
             request: its name.
@@ -209,11 +211,13 @@ class Probes:
             if len(self._answers) >= REQUESTS_MAX:
                 self._output.counters.unprobed += 1
                 return None
-            answers = self._answers[request] = ProbeAnswers(compute_s=compute_s)
+            answers = self._answers[request] = ProbeAnswers(compute_s, removals=self._host.removals)
         if announced_tokens > resident_tokens and answers.announced is None:
             answers.announced = self._announced(prefix, announced_tokens, resident_tokens, compute_s, now_s)
         if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
+        # An object that was absent may have been stored since, and have left host memory for a tier.
+        answers.probed.difference_update(self._host.left_since(answers.removals))
         answers.prefix, answers.removals = prefix, self._host.removals
         missing = [
             (key, group)

@@ -63,6 +63,23 @@ def test_what_left_host_memory_between_two_lookups_is_asked_for() -> None:
     assert core.lookup("r", prompt).tokens == 8
 
 
+def test_what_was_stored_and_left_host_memory_since_the_first_lookup_is_asked_for_once_more() -> None:
+    """A queued request, whose first lookup found nothing. Another one has computed its beginning since."""
+    core = Driver(slots=2)
+    prompt = prefix_of("abc")
+    core.lookup_and_run("r", prompt)
+    assert core.lookup("r", prompt).tokens == 0
+    core.store_and_run("a", prefix_of("ab"))
+    core.store_and_run("b", prefix_of("yz"))
+    asked = core.asked["disk"]
+    core.lookup_and_run("r", prompt)
+    assert core.lookup("r", prompt).tokens == 8
+    assert core.asked["disk"] == asked + 1
+    core.store_and_run("c", prefix_of("wx"))
+    core.lookup_and_run("r", prompt)
+    assert core.asked["disk"] == asked + 1, "what left since is of no use to this request"
+
+
 def test_a_lookup_is_not_probing_when_nothing_could_be_added() -> None:
     core = Driver(groups=(History(), Window(4)))
     prompt = prefix_of("abc")
