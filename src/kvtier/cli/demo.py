@@ -22,13 +22,13 @@ REPORT = Path("demo-out/report.html")
 @click.option(
     "--sessions",
     type=int,
-    show_default="3 of 12, or 8 with random weights",
+    show_default="2 of 12, or 8 with random weights",
     help="Number of conversations, the shortest first.",
 )
 @click.option(
     "--requests",
     type=int,
-    show_default="7, or all with --sessions or random weights",
+    show_default="6, or all with --sessions or random weights",
     help="Number of requests: the first turns of each conversation.",
 )
 @click.option(

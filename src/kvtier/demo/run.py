@@ -105,7 +105,7 @@ def demo_settings(
         )
     if is_pretrained and seed is not None:
         raise ConfigError(f"--seed {seed} is for random weights; the model {model} is pretrained")
-    amount = (3, 7, 24) if is_pretrained else (8, None, 16)
+    amount = (2, 6, 24) if is_pretrained else (8, None, 16)
     return DemoSettings(
         directory=directory,
         model=model,

@@ -72,7 +72,7 @@ def test_a_wrong_setting_in_the_environment_is_refused_before_any_pass(monkeypat
 def test_the_pretrained_model_is_the_default_only_where_its_packages_are_installed(monkeypatch, capsys):
     given = dict.fromkeys(("directory", "model", "sessions", "requests", "seed", "new_tokens")) | {"threads": 0}
     settings = demo_run.demo_settings(**given)
-    assert (settings.model, settings.seed, settings.sessions, settings.requests) == ("smollm2", None, 3, 7)
+    assert (settings.model, settings.seed, settings.sessions, settings.requests) == ("smollm2", None, 2, 6)
     assert demo_run.demo_settings(**given | {"sessions": 1}).requests is None
     monkeypatch.setattr(demo_run, "missing_packages", lambda: ["gguf"])
     settings = demo_run.demo_settings(**given)
