@@ -63,7 +63,7 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     # Without its packages the pretrained model is replaced by the small one, which is tiny here.
     monkeypatch.setattr(demo_run, "missing_packages", lambda: ["gguf"])
     monkeypatch.setitem(SHAPES, "small", SHAPES["tiny"])
-    arguments = ("--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
+    arguments = ("--sessions", "1", "--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
     assert run(["demo", *arguments]) == 0
     captured = capsys.readouterr()
     assert "the answers mean nothing: SmolLM2-135M-Instruct needs packages that are not installed" in captured.err
