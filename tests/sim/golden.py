@@ -6,7 +6,8 @@ links took whole rounds, which changed the seconds of load options, and those wi
 demand, and relays without a staging area were dropped. Announced chunks came later, in runs of their own, which
 were recorded again when their searches no longer changed a tier's hit rate. All were recorded again when links had an
 estimate of their pauses, when loads no longer waited for a tier whose reads have stopped, and when seeds no longer drew
-a number of ranks, which the core does not see. Object stores came last.
+a number of ranks, which the core does not see. Object stores came last. All but these were recorded again when a
+waiting request asked for what has left host memory since its first lookup.
 
 A change of the core that is meant to change no decision leaves every digest as it is.
 """
