@@ -34,7 +34,7 @@ REPORT = Path("demo-out/report.html")
 @click.option(
     "--new-tokens",
     type=click.IntRange(1, 256),
-    show_default="32, or 16 with random weights",
+    show_default="24, or 16 with random weights",
     help="Tokens of the longest answer.",
 )
 @click.option(

@@ -139,7 +139,7 @@ class Cache:
         compute_s: float | None = None,
         announced_tokens: int = 0,
     ) -> Lookup:
-        """How many leading tokens can be loaded. Sends probes, once per request and object; again for announced ones.
+        """How many leading tokens can be loaded. Sends probes, for each object as `Probes.send` says.
 
         Args:
             request: its name.

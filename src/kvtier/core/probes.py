@@ -191,7 +191,7 @@ class Probes:
     ) -> ProbeAnswers | None:
         """Search the tiers for the objects that host memory lacks.
 
-        A request asks for an object once, and again when the object has left host memory since.
+        A request asks for an object once, and again when the object was absent and has left host memory since.
 
         Args:
             request: its name.
@@ -216,8 +216,10 @@ class Probes:
             answers.announced = self._announced(prefix, announced_tokens, resident_tokens, compute_s, now_s)
         if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
-        # An object that was absent may have been stored since, and have left host memory for a tier.
-        answers.probed.difference_update(self._host.left_since(answers.removals))
+        # An object that was absent may have been stored since, and have left host memory for a tier. An object that a
+        # tier has is not asked for again: it may leave often, and each question delays the request.
+        left = self._host.left_since(answers.removals)
+        answers.probed.difference_update(item for item in left if item not in answers.held_by)
         answers.prefix, answers.removals = prefix, self._host.removals
         missing = [
             (key, group)

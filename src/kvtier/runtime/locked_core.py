@@ -41,8 +41,8 @@ CALL_DEADLINE_S = 10.0
 """How long a call waits for the lock, which is held for microseconds."""
 
 TICK_S = 0.5
-"""Longest sleep of the session's thread. Only earlier deadlines wake it: not that of a probe, which is no shorter. A
-tick takes 0.1 to 0.2 ms from the engine's core."""
+"""Longest sleep of the session's thread. An earlier deadline wakes it. A probe's deadline is no earlier by default, so
+probes cost no wake-up. A tick takes 0.1 to 0.2 ms from the engine's core."""
 
 SECOND_S = 1.0
 """Interval of gauges and health checks."""

@@ -78,6 +78,10 @@ def test_what_was_stored_and_left_host_memory_since_the_first_lookup_is_asked_fo
     core.store_and_run("c", prefix_of("wx"))
     core.lookup_and_run("r", prompt)
     assert core.asked["disk"] == asked + 1, "what left since is of no use to this request"
+    core.store_and_run("d", prefix_of("ab"))
+    core.store_and_run("e", prefix_of("uv"))
+    core.lookup_and_run("r", prompt)
+    assert core.asked["disk"] == asked + 1, "the disk is known to have it"
 
 
 def test_a_lookup_is_not_probing_when_nothing_could_be_added() -> None:

@@ -51,6 +51,7 @@ POLL_S = 5.0
 """Longest poll, in case a wake-up is lost. Each one that finds nothing takes about 0.1 ms from the engine's core."""
 
 CLOSE_S = 0.4
+"""How long `close` waits for the thread."""
 
 
 class Loads:
