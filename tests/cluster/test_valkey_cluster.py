@@ -63,7 +63,7 @@ def test_a_master_that_fails_costs_misses_until_its_replica_takes_over(cluster, 
     assert all(spread.write(name_of(n), frame) for n, frame in frames.items())
     victim = cluster.master_of(slot_of(name_of(0).hex().encode()))
     replica = cluster.replica_of(victim)
-    victim.call("WAIT", 1, 5000)
+    cluster.wait_replicated(victim)
     theirs = {n for n in frames if cluster.master_of(slot_of(name_of(n).hex().encode())) is victim}
     into = memoryview(bytearray(size))
     getattr(victim, how)()

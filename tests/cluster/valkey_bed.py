@@ -290,6 +290,11 @@ class Cluster:
         own = own_row(master)[0]
         return next(node for node in self.running() if own_row(node)[3] == own)
 
+    def wait_replicated(self, master: Server) -> None:
+        """Until the replica of `master` has all of its objects. WAIT covers only the writes of its own connection."""
+        replica, end = self.replica_of(master), int(master.info("replication")["master_repl_offset"])
+        wait_until(lambda: int(replica.info("replication")["slave_repl_offset"]) >= end, "the replica's objects")
+
     def move_slot(self, slot: int, target: Server, keys_at_once: int = 10) -> None:
         """Move `slot` and its keys to another master, while clients use it."""
         source = self.master_of(slot)
