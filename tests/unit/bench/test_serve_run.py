@@ -163,7 +163,7 @@ def test_lmcache_gets_the_same_memory_drive_and_chunks_and_its_best_settings() -
     }  # fmt: skip
     assert options == {
         "--disable-observability": "", "--chunk-size": "512", "--l1-size-gb": "0.5", "--eviction-policy": "LRU",
-        "--l2-prefetch-policy": "retain", "--http-port": "7002", "--eviction-trigger-watermark": "0.625",
+        "--http-port": "7002", "--eviction-trigger-watermark": "0.625",
         "--eviction-ratio": "0.4",
     }  # fmt: skip
     assert "LMCache's own CPU path, unmodified" in arm.means(is_cpu=True)

@@ -166,7 +166,11 @@ def transfer_config(
 
 
 def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, port: int, http: int) -> dict[str, Any]:
-    """LMCache's settings: direct I/O, loaded objects kept in host memory, answers stored, no metrics."""
+    """LMCache's settings: direct I/O, answers stored, no metrics.
+
+    Loaded objects leave its host memory after the copy, its default: with the policy ``retain`` they fill it between
+    two evictions, and loads are dropped.
+    """
     drive = {"type": "fs_native", "base_path": str(store), "use_odirect": True, "num_workers": LMCACHE_WORKERS}
     # Without an eviction policy the capacity is no limit.
     drive |= {"max_capacity_gb": store_bytes / (1 << 30), "eviction": {"eviction_policy": "LRU"}}
@@ -176,7 +180,6 @@ def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, 
         "eviction-policy": "LRU",
         "eviction-trigger-watermark": round(max(0.5, min(0.8, 1 - LMCACHE_FREE_BYTES / host_bytes)), 3),
         "eviction-ratio": 0.4,
-        "l2-prefetch-policy": "retain",
         "http-port": http,
         "l2-adapter": json.dumps(drive),
     }
