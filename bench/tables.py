@@ -246,6 +246,42 @@ def vllm(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def misses(record: dict[str, Any]) -> str:
+    """What a miss costs, from `bench/vllm.py --part misses --record`: two records, of two models."""
+
+    def line(record: dict[str, Any]) -> list[str]:
+        found, model = record["results"]["misses"], record["settings"]["model"]["value"]
+
+        def share(arm: str, name: str, begin: float = 1.0) -> str:
+            low, middle, high = (100 * (found[arm][name][it] - begin) for it in ("low", "ratio", "high"))
+            return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+        def ms(arm: str, name: str) -> str:
+            return f"{1e3 * found[arm]['seconds'][name]['ratio']:,.1f}"
+
+        return [
+            f"{found['tokens']:,} of {model}",
+            *(ms(arm, "cpu_s") for arm in ("none", "native", "kvtier")),
+            *(share(arm, "cpu") for arm in ("native", "kvtier")),
+            *(ms(arm, "own_cpu_s") for arm in ("native", "kvtier")),
+            share("kvtier", "own_above_native", 0.0),
+        ]
+
+    lines = [
+        (
+            f"Processor time of the whole process, ms, medians of {record['results']['misses']['pairs']} "
+            "prompts that go to every arm in turn; one core; in brackets 95 % intervals. Own code: of the connector, "
+            "its copies, checksums, writes. Last column: the difference of own code, in native's whole time. "
+            f"{_link('misses')} {_link('misses_small').partition('; given')[0]}."
+        ),
+        "",
+        "| tokens | none | native | kvtier | native costs | kvtier costs | native's own | kvtier's | above native |",
+        "| --- |" + " ---: |" * 8,
+        *(f"| {' | '.join(line(it))} |" for it in (record, _read("misses_small"))),
+    ]
+    return "\n".join(lines)
+
+
 def shared(record: dict[str, Any]) -> str:
     """A tier and a session next to the raw client, from `kvtier bench tier --record`."""
     rows = record["results"]["results"]
@@ -387,6 +423,7 @@ def characterize(record: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
+    "misses": misses,
     "io": io,
     "core": core,
     "disk": disk,
