@@ -262,8 +262,7 @@ def test_a_write_to_a_descriptor_that_is_gone_leaves_the_amplification_unknown(d
 
 def test_a_process_is_measured_with_its_children_and_no_other(drive):
     prepare(drive)
-    load = ["fio", "--name=j", f"--filename={drive}/data", "--rw=read", "--bs=1M", "--size=64M", "--direct=1",
-            "--time_based", "--runtime=20", "--rate=100m", "--output=/dev/null"]  # fmt: skip
+    load = fio(drive, rw="read", bs="1M", ioengine="psync", time_based=1, runtime=20, rate="100m", output="/dev/null")
     chosen, other = (subprocess.Popen(load) for _ in range(2))
     try:
         time.sleep(1.5)
