@@ -10,13 +10,22 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 ALIGNMENT = 4096
 """Bytes; direct I/O needs 512 or 4096, depending on the device."""
 
 SECTION_BYTES_MAX = 1 << 20
 """Longest section: the unit of checksums and ranged reads."""
+
+
+Element = Literal["bf16", "fp16", "fp8e4m3", "fp8e5m2", "fp32", "bytes"]
+"""Type of the numbers in a run of bytes; little-endian. A codec may use it; the bytes are restored in any case."""
+
+ELEMENT_BYTES = MappingProxyType[Element, int](
+    {"bf16": 2, "fp16": 2, "fp8e4m3": 1, "fp8e5m2": 1, "fp32": 4, "bytes": 1}
+)
 
 
 def align_up(count: int, alignment: int = ALIGNMENT) -> int:

@@ -4,6 +4,7 @@ import pytest
 
 from kvtier.codec import registry
 from kvtier.codec.base import Codec
+from kvtier.layout import Element
 from kvtier.testing.codec import CodecContract
 
 
@@ -27,11 +28,11 @@ class Shifts:
     def bound(self, raw_bytes: int) -> int:
         return raw_bytes
 
-    def encode(self, raw: memoryview, into: memoryview) -> int:
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
         into[: len(raw)] = raw
         return max(len(raw) - 1, 1)
 
-    def decode(self, stored: memoryview, into: memoryview) -> None:
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:
         into[: len(stored)] = stored
 
 

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from kvtier.layout import Element
+
 
 class Codec(Protocol):
     """Encodes sections independently of each other. Stateless and thread-safe."""
@@ -14,12 +16,23 @@ class Codec(Protocol):
         """The most bytes that `encode` may need for a section of `raw_bytes`."""
         ...
 
-    def encode(self, raw: memoryview, into: memoryview) -> int:
-        """Encode `raw` into the front of `into`; returns the bytes used."""
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
+        """Encode `raw` into the front of `into`; returns the bytes used.
+
+        Args:
+            raw: a section, a multiple of the element's bytes. It need not be aligned in memory.
+            into: `bound(len(raw))` bytes.
+            element: type of the section's numbers.
+        """
         ...
 
-    def decode(self, stored: memoryview, into: memoryview) -> None:
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:
         """Decode `stored` so that it fills `into` exactly.
+
+        Args:
+            stored: what `encode` wrote, or damaged bytes. Not aligned in memory.
+            into: the section.
+            element: as for `encode`.
 
         Raises:
             ValueError: `stored` is invalid or does not have the length of `into`.

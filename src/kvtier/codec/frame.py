@@ -208,7 +208,7 @@ def _seal_encoded(
     position = layout.header_bytes
     for (layer, _, raw_bytes), (start, stop) in zip(group.sections, layout.extents, strict=True):
         stored_bytes = codec.encode(
-            slot[start : start + raw_bytes], scratch[position : position + codec.bound(raw_bytes)]
+            slot[start : start + raw_bytes], scratch[position : position + codec.bound(raw_bytes)], "bytes"
         )
         extent_bytes = align_up(stored_bytes)
         codec_id = codec.id
@@ -240,7 +240,7 @@ def _unpack(slot: memoryview, head: Head, codec: Codec, scratch: memoryview) -> 
             scratch[: section.stored_bytes] = stored
             stored = scratch[: section.stored_bytes]
         try:
-            codec.decode(stored, target[: section.raw_bytes])
+            codec.decode(stored, target[: section.raw_bytes], "bytes")
         except ValueError as error:
             raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
         target[section.raw_bytes :] = _ZEROS[: len(target) - section.raw_bytes]

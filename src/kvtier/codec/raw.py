@@ -1,5 +1,7 @@
 """The codec without encoding. Its frames are sealed and opened in place, without a copy."""
 
+from kvtier.layout import Element
+
 
 class Raw:
     """Bytes unchanged."""
@@ -11,12 +13,12 @@ class Raw:
         """Exactly `raw_bytes`."""
         return raw_bytes
 
-    def encode(self, raw: memoryview, into: memoryview) -> int:
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - of the interface
         """Copy `raw` to the front of `into`."""
         into[: len(raw)] = raw
         return len(raw)
 
-    def decode(self, stored: memoryview, into: memoryview) -> None:
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:  # noqa: ARG002 - of the interface
         """Copy `stored` to `into`.
 
         Raises:

@@ -3,7 +3,7 @@
 import threading
 
 from kvtier.errors import ConfigError, install_hint
-from kvtier.layout import SECTION_BYTES_MAX
+from kvtier.layout import SECTION_BYTES_MAX, Element
 
 try:
     import zstandard
@@ -30,7 +30,7 @@ class Zstd:
         """Zstandard's worst case, ZSTD_COMPRESSBOUND, rounded up."""
         return raw_bytes + (raw_bytes >> 8) + 512
 
-    def encode(self, raw: memoryview, into: memoryview) -> int:
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - of the interface
         """Compress `raw` into the front of `into`."""
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if compressor is None:
@@ -39,7 +39,7 @@ class Zstd:
         into[: len(stored)] = stored
         return len(stored)
 
-    def decode(self, stored: memoryview, into: memoryview) -> None:
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:  # noqa: ARG002 - of the interface
         """Decompress `stored` so that it fills `into` exactly.
 
         Raises:

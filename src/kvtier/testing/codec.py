@@ -37,7 +37,7 @@ class CodecContract:
         for raw in _samples():
             stored = _encoded(codec, raw)
             into = bytearray(len(raw))
-            codec.decode(memoryview(stored), memoryview(into))
+            codec.decode(memoryview(stored), memoryview(into), "bytes")
             assert into == raw
 
     def test_stays_within_its_bound_and_leaves_its_input_alone(self) -> None:
@@ -47,7 +47,7 @@ class CodecContract:
             source = bytearray(raw)
             bound = codec.bound(len(raw))
             into = bytearray(b"\xa5" * (bound + _GUARD))
-            used = codec.encode(memoryview(source), memoryview(into)[:bound])
+            used = codec.encode(memoryview(source), memoryview(into)[:bound], "bytes")
             assert 1 <= used <= bound
             assert into[bound:] == b"\xa5" * _GUARD
             assert source == raw
@@ -88,7 +88,7 @@ class CodecContract:
         def round_trip(seed: int) -> bool:
             raw = random.Random(seed).randbytes(1 << 14) + bytes([seed]) * (1 << 15)
             into = bytearray(len(raw))
-            codec.decode(memoryview(_encoded(codec, raw)), memoryview(into))
+            codec.decode(memoryview(_encoded(codec, raw)), memoryview(into), "bytes")
             return bytes(into) == raw
 
         with ThreadPoolExecutor(8) as pool:
@@ -105,14 +105,14 @@ def _samples() -> list[bytes]:
 
 def _encoded(codec: Codec, raw: bytes) -> bytes:
     into = bytearray(codec.bound(len(raw)))
-    return bytes(into[: codec.encode(memoryview(raw), memoryview(into))])
+    return bytes(into[: codec.encode(memoryview(raw), memoryview(into), "bytes")])
 
 
 def _refuses(codec: Codec, stored: memoryview, length: int) -> bool:
     """Whether `decode` raises ValueError. It must not write outside of its buffer."""
     memory = bytearray(b"\xa5" * (length + _GUARD))
     try:
-        codec.decode(stored, memoryview(memory)[:length])
+        codec.decode(stored, memoryview(memory)[:length], "bytes")
         refused = False
     except ValueError:
         refused = True

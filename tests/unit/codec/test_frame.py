@@ -19,7 +19,7 @@ from kvtier.codec.frame import (
 from kvtier.codec.head import SECTIONS_MAX, head_bytes_of
 from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError, UnreadableChunkError
-from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout, Part
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, Element, GroupLayout, History, KvLayout, Part
 
 MIB = SECTION_BYTES_MAX
 GROUP = GroupLayout(History(), (5000, MIB + 3 * ALIGNMENT + 7, 1, 4096), "test")
@@ -38,7 +38,7 @@ class Halves:
     def bound(self, raw_bytes: int) -> int:
         return raw_bytes + 1
 
-    def encode(self, raw: memoryview, into: memoryview) -> int:
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
         content = bytes(raw)
         if len(content) % 2 == 0 and content[::2] == content[1::2]:
             into[: len(content) // 2] = content[::2]
@@ -47,7 +47,7 @@ class Halves:
         into[len(content)] = 0
         return len(content) + 1
 
-    def decode(self, stored: memoryview, into: memoryview) -> None:
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:
         if 2 * len(stored) != len(into):
             raise ValueError(f"{len(stored)} halves cannot fill {len(into)}")
         into[::2] = stored
