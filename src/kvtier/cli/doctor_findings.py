@@ -17,8 +17,9 @@ from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError, KvError
-from kvtier.inspection.inspector import FINGERPRINT_DIGITS, StoreInspector, StoreStat
+from kvtier.inspection.inspector import MODEL_DIGITS, StoreInspector, StoreStat
 from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.secret import load, model_id
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier import store_notes as notes
@@ -134,6 +135,7 @@ def stores(
     if not config.tiers:
         found = "no tier is configured, so KV ends with the server"
         yield DoctorFinding("warning", "tiers", found, f"name one (`kvtier {terms.command} config --tier disk:DIR`)")
+    model = "" if mine is None else _model(config, mine)
     is_keyed = config.store.secret_file is not None or config.store.secret is not None
     for tier in config.tiers:
         kind = kind_of(tier)
@@ -147,7 +149,7 @@ def stores(
             if not is_keyed and secret is not None:
                 yield from _secret(secret, found)
             yield from _room(found, tier)
-            yield from _content(found, folder, mine, unit_tokens, terms)
+            yield from _content(found, folder, mine, model, unit_tokens, terms)
         is_keyed |= secret is not None  # the first tier with a secret keys all names
         if kind.is_remote:
             yield _remote(tier, kind)
@@ -226,18 +228,22 @@ def _room(found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
 
 
 def _content(
-    found: StoreStat, folder: Path | None, mine: Fingerprint | None, unit_tokens: int, terms: EngineTerms
+    found: StoreStat, folder: Path | None, mine: Fingerprint | None, model: str, unit_tokens: int, terms: EngineTerms
 ) -> Iterator[DoctorFinding]:
     """Whether the server can use the stored objects."""
-    shares, root = found.fingerprints, found.directory
+    shares, root = found.models, found.directory
     if not shares:
         advice = f"send a request first; its full {terms.unit} are stored"
         yield DoctorFinding("note", root, "nothing has been stored yet", advice)
         return
     left = [] if folder is None else notes.read(folder)
-    known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in left}
+    # Heads of format 2 have the digest.
+    known = {str(note.get(it))[:MODEL_DIGITS]: note.get("of") for note in left for it in ("model", "digest")}
     named = [share for share in shares if share in known]
-    key = None if mine is None else mine.digest.hex()[:FINGERPRINT_DIGITS]
+    key = None
+    if mine is not None:
+        digest = mine.digest.hex()[:MODEL_DIGITS]
+        key = digest if digest in shares else model
     if mine is not None and key not in shares:
         unlike = _unlike(json.loads(mine.canonical), known, named)
         text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"
@@ -246,7 +252,7 @@ def _content(
     if key is None and len(shares) > 1:
         unlike = f"; next to {named[0]}{_unlike(known[named[0]], known, named[1:])}" if len(named) > 1 else ""
         advice = "expected with several models; with one model, its weights or settings have changed"
-        text = f"holds KV of {len(shares)} fingerprints: {', '.join(shares)}{unlike}"
+        text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
         yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
     sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
     if unit_tokens and unit_tokens not in sizes:
@@ -258,8 +264,17 @@ def _content(
         yield DoctorFinding("fine", root, f"{shares[key].objects} objects of this model")
 
 
+def _model(config: Config, mine: Fingerprint) -> str:
+    """First digits of the id that the server's model has in `config`'s stores. Creates no secret, unlike a session."""
+    secret, file = config.store.secret, config.store.secret_file
+    if secret is None and file is not None:
+        with suppress(ConfigError):  # `machine` reports it
+            secret = load(file)
+    return model_id(secret, mine.digest).hex()[:MODEL_DIGITS]
+
+
 def _unlike(mine: object, known: Mapping[str, object], shares: Iterable[str]) -> str:
-    """How fingerprints `shares` differ from the ingredients `mine`; `known` has the ingredients of each."""
+    """How models `shares` differ from the ingredients `mine`; `known` has the ingredients of each."""
     own = dict(_leaves(mine))
     found: list[str] = []
     for share in shares:

@@ -114,9 +114,9 @@ def ls(where: Store, limit: int, after: str, as_json: bool) -> int:
 @click.option("--heads", "reads_heads", is_flag=True, help="Read every object's head, also in a shared store.")
 @json_option
 def stat(where: Store, reads_heads: bool, as_json: bool) -> int:
-    """Count objects and bytes, in total and by fingerprint.
+    """Count objects and bytes, in total and by model.
 
-    A shared store is only listed: the place of an object tells its fingerprint. Unreadable heads, tokens and groups
+    A shared store is only listed: the place of an object tells its model. Unreadable heads, tokens and groups
     need --heads, one request for each object.
     """
     store = where.open()
@@ -246,7 +246,7 @@ def _capacity_bytes(store: Store) -> int | None:
 
 
 def _draw_listing(result: Listing) -> None:
-    columns = ("name", "fingerprint", "group", "part", "depth", "tokens", "used", "size")
+    columns = ("name", "model", "group", "part", "depth", "tokens", "used", "size")
     print_table(Table(columns, [_listed(row) for row in result.objects], numeric=6))
     shown = f"{len(result.objects)} of {result.total} objects"
     click.echo(shown if result.next is None else f"{shown}; more with --after {result.next}", err=True)
@@ -257,7 +257,7 @@ def _listed(row: ObjectRow) -> tuple[str, ...]:
     if row.problem is not None:
         return (front, row.problem, "", "", "", "", *back)
     numbers = (row.group, row.part, row.depth, row.tokens)
-    return (front, (row.fingerprint or "")[:NAME_DIGITS], *(str(number) for number in numbers), *back)
+    return (front, (row.model or "")[:NAME_DIGITS], *(str(number) for number in numbers), *back)
 
 
 def _draw_stat(result: StoreStat) -> None:
@@ -285,10 +285,10 @@ def _draw_stat(result: StoreStat) -> None:
             str(share.tokens),
             size_text(share.bytes),
         )
-        for name, share in result.fingerprints.items()
+        for name, share in result.models.items()
     ]
     if shares:
-        print_table(Table(("fingerprint", "groups", "parts", "objects", "tokens", "size"), shares, numeric=3))
+        print_table(Table(("model", "groups", "parts", "objects", "tokens", "size"), shares, numeric=3))
 
 
 def _draw_health(result: StoreHealth) -> None:
@@ -340,7 +340,7 @@ def _draw_object(result: ObjectView) -> None:
         print_table(Table(("what", "value"), [*rows, ("problem", row.problem)]))
         return
     rows += [
-        ("fingerprint", row.fingerprint or ""),
+        ("model", row.model or ""),
         ("layout", result.layout or ""),
         ("parent", row.parent or "(none or unknown)"),
         ("group, part", f"{row.group}, {row.part}"),

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config.sections import Config
+from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.secret import model_id
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
+from kvtier.runtime.secret import configured_secret
 from kvtier.tier import store_notes as notes
 from kvtier.tier.registry import kind_of
 
@@ -70,19 +73,26 @@ def adapter_files(folder: Path) -> Iterator[Path]:
 
 
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
-    """Write the fingerprint's ingredients next to each store, so that the doctor can name differences.
+    """Write the fingerprint's ingredients next to each store, so that people and the doctor can name differences.
+
+    A note is named by the model id, which `kvtier inspect` shows and shared stores have in their paths.
 
     Runs in its own thread, since a file system may hang. A path that does not exist gets the note at the next start.
     """
-    content: dict[str, object] = {"digest": fingerprint.digest.hex(), "of": json.loads(fingerprint.canonical)}
 
     def run() -> None:
+        try:
+            model = model_id(configured_secret(config), fingerprint.digest)
+        except ConfigError as error:  # the file was damaged after the tiers had opened
+            logger.debug("the fingerprint's note cannot be named: %s", error)
+            return
+        content = {"model": model.hex(), "digest": fingerprint.digest.hex(), "of": json.loads(fingerprint.canonical)}
         for tier in config.tiers:
             folder = kind_of(tier).folder(tier)
             try:
                 # A directory that is no store of ours, or is damaged, stays as it is.
                 if folder is not None and not any(it.level == "error" for it in kind_of(tier).check(tier)):
-                    notes.write(folder, fingerprint.digest, content)
+                    notes.write(folder, model, content)
             except OSError as error:
                 logger.debug("the fingerprint's note cannot be written to %s: %s", folder, error)
 

@@ -25,7 +25,7 @@ from kvtier.types import ObjectName
 
 _Answer = TypeVar("_Answer")
 
-FINGERPRINT_DIGITS = 12
+MODEL_DIGITS = 12
 _THREADS = 4
 _BATCH = 16 * _THREADS
 _PAGE = 1000
@@ -45,7 +45,8 @@ class ObjectRow:
     """Layers and heads of the group, and the rank if the heads are not known."""
     depth: int | None = None
     tokens: int | None = None
-    fingerprint: str | None = None
+    model: str | None = None
+    """The model id, in hexadecimal digits."""
     parent: str | None = None
     problem: str | None = None
     """Why the head is damaged or not understood; the fields from the head are None then."""
@@ -63,8 +64,8 @@ class Listing:
 
 
 @dataclass(slots=True, kw_only=True)
-class FingerprintShare:
-    """Objects of one fingerprint (weights, revision, attention and RoPE settings, dtype) in a store."""
+class ModelShare:
+    """Objects of one model (weights, revision, attention and RoPE settings, dtype) under one secret in a store."""
 
     objects: int = 0
     bytes: int = 0
@@ -85,8 +86,8 @@ class StoreStat(Usage):
     """Objects whose head is damaged or not understood."""
     oldest_age_s: float | None
     newest_age_s: float | None
-    fingerprints: dict[str, FingerprintShare]
-    """Share of each fingerprint, by its first digits."""
+    models: dict[str, ModelShare]
+    """Share of each model, by the first digits of its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +187,11 @@ class StoreInspector:
         Args:
             found: objects of `objects`.
             advance: see above.
-            reads_heads: False: only where the fingerprint is not known from the object's place.
+            reads_heads: False: only where the model is not known from the object's place.
         """
 
         def row_of(stored: ObjectFile) -> ObjectRow | None:
-            is_known = stored.fingerprint and not reads_heads
+            is_known = stored.model and not reads_heads
             return _bare(stored) if is_known else self.row(stored)
 
         rows: list[ObjectRow] = []
@@ -208,7 +209,7 @@ class StoreInspector:
             unreadable=sum(row.problem is not None for row in rows),
             oldest_age_s=max(ages, default=None),
             newest_age_s=min(ages, default=None),
-            fingerprints=_by_fingerprint(rows),
+            models=_by_model(rows),
         )
 
     def find(self, prefix: str) -> ObjectFile:
@@ -305,13 +306,15 @@ class StoreInspector:
             return replace(bare, problem=error.detail)
         except OSError as error:
             return replace(bare, problem=f"cannot be read: {error.strerror}")
+        # A head of format 2 has the fingerprint; an object's place in a shared store has the model id.
+        model = stored.model or identity.fingerprint.hex()
         return replace(
             bare,
             group=identity.group,
             part=identity.part.text,
             depth=identity.depth,
             tokens=identity.tokens,
-            fingerprint=identity.fingerprint.hex(),
+            model=model,
             parent=identity.parent.hex() if identity.parent else None,
         )
 
@@ -365,7 +368,7 @@ def _bare(stored: ObjectFile) -> ObjectRow:
         size_bytes=stored.size_bytes,
         used=stored.used_s,
         age_s=age_s,
-        fingerprint=stored.fingerprint or None,
+        model=stored.model or None,
     )
 
 
@@ -383,12 +386,12 @@ def _read(reader: ObjectReader, count: int) -> memoryview:
     return into[: reader.read(into)]
 
 
-def _by_fingerprint(rows: list[ObjectRow]) -> dict[str, FingerprintShare]:
-    shares: dict[str, FingerprintShare] = defaultdict(FingerprintShare)
+def _by_model(rows: list[ObjectRow]) -> dict[str, ModelShare]:
+    shares: dict[str, ModelShare] = defaultdict(ModelShare)
     for row in rows:
-        if row.fingerprint is None or row.problem is not None:
+        if row.model is None or row.problem is not None:
             continue
-        share = shares[row.fingerprint[:FINGERPRINT_DIGITS]]
+        share = shares[row.model[:MODEL_DIGITS]]
         share.objects += 1
         share.bytes += row.size_bytes
         if row.group is None or row.part is None:

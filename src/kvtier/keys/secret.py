@@ -20,7 +20,8 @@ _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 
 
 _KEY_ID_OF = b"kvtier.key-id"
-_KEY_ID_BYTES = 16
+_ID_BYTES = 16
+_MODEL_DOMAIN = b"kvtier.model\0"
 
 
 class Secret(bytes):
@@ -36,7 +37,21 @@ class Secret(bytes):
 
 def key_id(secret: Secret) -> bytes:
     """16 public bytes that are equal for equal secrets: the first part of a shared store's prefix."""
-    return hmac.digest(secret, _KEY_ID_OF, "sha256")[:_KEY_ID_BYTES]
+    return hmac.digest(secret, _KEY_ID_OF, "sha256")[:_ID_BYTES]
+
+
+def model_id(secret: bytes | None, fingerprint: bytes) -> bytes:
+    """16 public bytes of one model under one secret: the second part of a shared store's prefix.
+
+    A fingerprint can be computed from a public checkpoint. Without the secret, no reader of a store can tell which
+    model an id stands for.
+
+    Args:
+        secret: the configured secret. None: none is configured. The key is then empty, and the id hides nothing. Only
+            stores of one machine have no configured secret, and their directories hold the secret anyway.
+        fingerprint: 32 bytes, `Fingerprint.digest`.
+    """
+    return hmac.digest(secret or b"", _MODEL_DOMAIN + fingerprint, "sha256")[:_ID_BYTES]
 
 
 def load(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret | None:

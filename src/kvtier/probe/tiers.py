@@ -198,7 +198,7 @@ def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) 
     """A new tier like the configured one, closed at the end.
 
     It lies in `place`. Where its kind has no temporary stores, it lies in the configured store with a random
-    fingerprint, and with a random key id if no secret is configured.
+    model id, and with a random key id if no secret is configured.
 
     Args:
         target: the tier.
@@ -214,7 +214,7 @@ def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) 
     layout = KvLayout(1, (GroupLayout(History(), (largest,), "trial"),))
     secret = configured_secret(target.config) if kind.is_shared(settings) and kind.open_trial is None else None
     own_id = os.urandom(16) if secret is None else key_id(secret)
-    context = TierContext(layout=layout, fingerprint=os.urandom(32), key_id=own_id)
+    context = TierContext(layout=layout, model=os.urandom(16), key_id=own_id)
     if kind.open_trial is None:
         tier = kind.open(settings, context)
     else:

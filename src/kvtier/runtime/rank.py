@@ -11,7 +11,7 @@ from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
 from kvtier.errors import KvError, TierError
-from kvtier.keys.secret import key_id
+from kvtier.keys.secret import key_id, model_id
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, PageLock, slots_for
 from kvtier.runtime.deferred_tier import DeferredTier
@@ -137,7 +137,7 @@ def open_tiers(
         layout=layout,
         rank=rank,
         ranks=ranks,
-        fingerprint=fingerprint_digest,
+        model=model_id(secret, fingerprint_digest),
         key_id=None if secret is None else key_id(secret),
         memory=memory,
     )

@@ -99,8 +99,8 @@ class TierContext:
     """The rank's KV groups."""
     rank: int = 0
     ranks: int = 1
-    fingerprint: bytes = bytes(32)
-    """`Fingerprint.digest`, 32 bytes."""
+    model: bytes = bytes(16)
+    """16 bytes that identify the model under the secret. See `keys.secret.model_id`."""
     key_id: bytes | None = None
     """16 bytes that identify the configured secret; None without one. See `keys.secret.key_id`."""
     memory: tuple[memoryview, ...] = ()
@@ -170,10 +170,10 @@ class TierKind(Generic[S]):
     ConfigError where the store may not be changed."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements: (settings, an empty directory on the same device, bytes to hold,
-    bytes of the largest object). None: measurements open the configured tier with a random fingerprint and key id, and
+    bytes of the largest object). None: measurements open the configured tier with a random model id and key id, and
     delete what they wrote."""
     discard: Callable[[S, TierContext], None] | None = None
-    """Removes all objects of such measurements, by their fingerprint, and the key id's traces if nothing else has it.
+    """Removes all objects of such measurements, by their model id, and the key id's traces if nothing else has it.
     None: measurements delete each of their objects."""
     raw: Callable[[S, TierContext], RawClient | None] | None = None
     """The client below the tier, for `kvtier bench tier`; None: it is not measured. Its objects go below the context's

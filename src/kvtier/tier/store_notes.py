@@ -1,4 +1,4 @@
-"""Notes: small JSON files in a store's root with the inputs of fingerprints, for people. Transfers do not use them.
+"""Notes: small JSON files in a store's root with the inputs of a fingerprint, for people. Transfers do not use them.
 
 A note that is damaged, too long, or not a regular file counts as absent.
 """
@@ -14,20 +14,20 @@ from pathlib import Path
 from kvtier.tier import safe_open
 from kvtier.tier.checked_json import pack_json, read_json
 
-NOTE = re.compile(r"\.?note-fingerprint-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
-"""Names of notes and of their temporary files."""
+NOTE = re.compile(r"\.?note-(fingerprint|model)-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
+"""Names of notes and of their temporary files. Former versions wrote `note-fingerprint-*`."""
 
 BYTES_MAX = 1 << 18
 NOTES_MAX = 256
 """Most notes of a store; the oldest are removed."""
 
 
-def write(root: Path, name: bytes, content: Mapping[str, object]) -> None:
+def write(root: Path, model: bytes, content: Mapping[str, object]) -> None:
     """Write a note atomically, replacing one of the same name.
 
     Args:
         root: of an existing store.
-        name: at least 8 bytes; the file's name has the first 8.
+        model: 16 bytes, the model id; the file's name has the first 8, which `kvtier inspect` shows.
         content: JSON values, without a member `checksum`.
 
     Raises:
@@ -36,8 +36,8 @@ def write(root: Path, name: bytes, content: Mapping[str, object]) -> None:
     whole = pack_json(content)
     if len(whole) > BYTES_MAX:
         raise OSError(errno.EFBIG, f"longer than {BYTES_MAX} bytes", str(root))
-    final = f"note-fingerprint-{name[:8].hex()}.json"
-    draft = f".note-fingerprint-{name[:8].hex()}.{secrets.token_hex(8)}"
+    final = f"note-model-{model[:8].hex()}.json"
+    draft = f".note-model-{model[:8].hex()}.{secrets.token_hex(8)}"
     with safe_open.folder_at(root) as folder:
         _make_room(folder, final)
         safe_open.write_file(final, draft, whole, folder)

@@ -44,8 +44,8 @@ class ObjectFile(NamedTuple):
     """Bytes from the start of the file."""
     store: int = 0
     """Number of the view, where several are inspected together."""
-    fingerprint: str = ""
-    """Its first digits, where the object's place tells; else empty."""
+    model: str = ""
+    """Hexadecimal digits of the model id where the object's place tells; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,13 +214,13 @@ class ScannedTier:
     Args:
         tier: the tier.
         place: where it is, for people.
-        fingerprint: of all its objects, hexadecimal, at least the first digits; empty: their heads tell.
+        model: the model id of all its objects, in hexadecimal digits; empty: their heads tell.
     """
 
-    def __init__(self, tier: Tier, place: str, fingerprint: str = "") -> None:
+    def __init__(self, tier: Tier, place: str, model: str = "") -> None:
         self._tier = tier
         self.place = place
-        self.fingerprint = fingerprint
+        self.model = model
         self._held_bytes = 0
 
     def objects(self) -> Iterator[ObjectFile]:
@@ -228,7 +228,7 @@ class ScannedTier:
         self._held_bytes = 0
         for name, size_bytes in self._tier.scan():
             self._held_bytes += size_bytes
-            yield ObjectFile(name, size_bytes, None, self.place, fingerprint=self.fingerprint)
+            yield ObjectFile(name, size_bytes, None, self.place, model=self.model)
 
     def usage(self) -> Usage:
         """See `StoreView`; what is charged is what the last `objects` found."""

@@ -75,7 +75,7 @@ def _open(settings: MooncakeSettings, context: TierContext) -> MooncakeTier:
         _client(settings),
         prefix=f"{settings.prefix}/",
         key_id=key_id,
-        fingerprint=context.fingerprint,
+        model=context.model,
         name=settings.name,
         deadline_s=settings.transfer_deadline_s,
         probe_deadline_s=settings.probe_deadline_s,
@@ -135,7 +135,7 @@ class RawMooncake:
 
 
 def _raw(settings: MooncakeSettings, context: TierContext) -> RawMooncake:
-    root = root_of(f"{settings.prefix}/", context.shared_key_id(settings.name), context.fingerprint)
+    root = root_of(f"{settings.prefix}/", context.shared_key_id(settings.name), context.model)
     return RawMooncake(_client(settings), root)
 
 

@@ -1,6 +1,6 @@
 """Frames as objects of a Mooncake store: memory of many nodes, with one master that knows where each object is.
 
-An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. Host memory is registered with Mooncake's client, which
+An object's key is ``<prefix>/<key id>/<model id>/<name>``. Host memory is registered with Mooncake's client, which
 transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
 
 The library ends what makes no progress, see `mooncake.client.STALL_S`. The calling thread returns only when the memory
@@ -38,7 +38,7 @@ class MooncakeTier(Tier):
         client: of the store; the tier closes it.
         prefix: of all keys; ends with a slash.
         key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
-        fingerprint: of the model, at least 16 bytes.
+        model: 16 bytes that identify the model, see `keys.secret.model_id`.
         name: the tier's name in metrics and errors.
         deadline_s: longest time of a read or delete; a write that waits for half of it for other writes is not made.
         probe_deadline_s: longest time of a `contains`.
@@ -54,7 +54,7 @@ class MooncakeTier(Tier):
         *,
         prefix: str,
         key_id: bytes,
-        fingerprint: bytes,
+        model: bytes,
         name: str = "mooncake",
         deadline_s: float = 10.0,
         probe_deadline_s: float = 0.5,
@@ -62,7 +62,7 @@ class MooncakeTier(Tier):
     ) -> None:
         super().__init__(name)
         self._client = client
-        self._root = root_of(prefix, key_id, fingerprint)
+        self._root = root_of(prefix, key_id, model)
         self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
@@ -174,6 +174,6 @@ class MooncakeTier(Tier):
         return code == OK
 
 
-def root_of(prefix: str, key_id: bytes, fingerprint: bytes) -> str:
+def root_of(prefix: str, key_id: bytes, model: bytes) -> str:
     """What the keys of one secret and model begin with."""
-    return f"{prefix}{key_id.hex()}/{fingerprint.hex()[:32]}/"
+    return f"{prefix}{key_id.hex()}/{model.hex()}/"

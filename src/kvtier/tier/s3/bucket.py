@@ -121,7 +121,7 @@ def connect(
 
 
 def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
-    """(key id, first 16 bytes of the fingerprint) of everything below the prefix. Lists two levels.
+    """(key id, model id) of everything below the prefix. Lists two levels.
 
     Raises:
         OSError: the listing fails; the text has no secret.

@@ -118,11 +118,11 @@ def _bucket(settings: S3Settings) -> Bucket:
     )
 
 
-def _tier(settings: S3Settings, bucket: Bucket, key_id: bytes, fingerprint: bytes, capacity_bytes: int = 0) -> S3Tier:
+def _tier(settings: S3Settings, bucket: Bucket, key_id: bytes, model: bytes, capacity_bytes: int = 0) -> S3Tier:
     return S3Tier(
         bucket,
         key_id=key_id,
-        fingerprint=fingerprint,
+        model=model,
         name=settings.name,
         deadline_s=settings.transfer_deadline_s,
         probe_deadline_s=settings.probe_deadline_s,
@@ -133,18 +133,18 @@ def _tier(settings: S3Settings, bucket: Bucket, key_id: bytes, fingerprint: byte
 
 def _open(settings: S3Settings, context: TierContext) -> S3Tier:
     key_id = context.shared_key_id(settings.name)
-    return _tier(settings, _bucket(settings), key_id, context.fingerprint, settings.capacity_bytes)
+    return _tier(settings, _bucket(settings), key_id, context.model, settings.capacity_bytes)
 
 
 def _discard(settings: S3Settings, context: TierContext) -> None:
-    """Delete the fingerprint's objects, and the marker if nothing else is below the key id.
+    """Delete the model's objects, and the marker if nothing else is below the key id.
 
     A node that uses the key id and has stored nothing yet works without the marker, and the next one writes it again.
     """
     bucket = _bucket(settings)
     own = f"{bucket.prefix}{context.shared_key_id(settings.name).hex()}/"
     try:
-        for page in pages(bucket.store, f"{own}{context.fingerprint.hex()[:32]}/", 1000):
+        for page in pages(bucket.store, f"{own}{context.model.hex()}/", 1000):
             obstore.delete(bucket.store, [row["path"] for row in page])
         remaining = next(pages(bucket.store, own, 2), ())
         if [row["path"] for row in remaining] == [own + MARKER_NAME]:
@@ -205,7 +205,7 @@ class RawBucket:
 
 def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
     bucket, key_id = _bucket(settings), context.shared_key_id(settings.name)
-    return RawBucket(bucket.store, f"{bucket.prefix}{key_id.hex()}/{context.fingerprint.hex()[:32]}/")
+    return RawBucket(bucket.store, f"{bucket.prefix}{key_id.hex()}/{context.model.hex()}/")
 
 
 KIND = TierKind(

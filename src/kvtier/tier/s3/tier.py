@@ -1,6 +1,6 @@
 """Frames as objects in an S3 bucket that several nodes use.
 
-An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. Opening reads the marker ``<prefix>/<key id>/kvtier``,
+An object's key is ``<prefix>/<key id>/<model id>/<name>``. Opening reads the marker ``<prefix>/<key id>/kvtier``,
 and writes the marker where it is missing.
 
 Frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups have threads of
@@ -56,7 +56,7 @@ class S3Tier(OneByOneTier):
     Args:
         bucket: the bucket, a prefix in it, and the clients.
         key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
-        fingerprint: of the model, at least 16 bytes.
+        model: 16 bytes that identify the model, see `keys.secret.model_id`.
         name: the tier's name in metrics and errors.
         deadline_s: longest time of an operation, all attempts together.
         probe_deadline_s: longest time of a `contains`.
@@ -74,7 +74,7 @@ class S3Tier(OneByOneTier):
         bucket: Bucket,
         *,
         key_id: bytes,
-        fingerprint: bytes,
+        model: bytes,
         name: str = "s3",
         deadline_s: float = 10.0,
         probe_deadline_s: float = 0.5,
@@ -84,7 +84,7 @@ class S3Tier(OneByOneTier):
         super().__init__(name)
         self._bucket, self._store = bucket, bucket.store
         self._own = f"{bucket.prefix}{key_id.hex()}/"
-        self._root = f"{self._own}{fingerprint.hex()[:32]}/"
+        self._root = f"{self._own}{model.hex()}/"
         self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()

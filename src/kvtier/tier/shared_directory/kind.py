@@ -41,7 +41,7 @@ def _open(settings: SharedDirectorySettings, context: TierContext) -> SharedDire
     return SharedDirectoryTier(
         settings.path,
         key_id=context.shared_key_id(settings.name),
-        fingerprint=context.fingerprint,
+        model=context.model,
         name=settings.name,
         capacity_bytes=settings.capacity_bytes,
         direct_io=settings.direct_io,
@@ -54,7 +54,7 @@ def _open_trial(
     return SharedDirectoryTier(
         place,
         key_id=_TRIAL_ID,
-        fingerprint=_TRIAL_ID,
+        model=_TRIAL_ID,
         name=settings.name,
         # Sweeps leave a part of the cap free.
         capacity_bytes=2 * capacity_bytes,
@@ -84,7 +84,7 @@ def _inspect(settings: SharedDirectorySettings) -> list[ScannedTier]:
             SharedDirectoryTier(
                 settings.path,
                 key_id=bytes.fromhex(key_id),
-                fingerprint=bytes.fromhex(model),
+                model=bytes.fromhex(model),
                 name=settings.name,
                 capacity_bytes=settings.capacity_bytes,
                 direct_io="off",

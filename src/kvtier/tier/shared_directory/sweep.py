@@ -27,7 +27,7 @@ OBJECTS_MAX = 1 << 22
 """Most objects among which a sweep chooses its victims: 200 MB of memory. All are counted."""
 
 ID = re.compile(r"[0-9a-f]{32}")
-"""Directory of a key id, or of a fingerprint in it."""
+"""Directory of a key id, or of a model id in it."""
 TEMP_FILE = re.compile(r"draft_[0-9a-f]{16}_[0-9]{1,20}")
 """A temporary file: owner and number."""
 
@@ -40,7 +40,7 @@ def _ids(name: str, directory: int | None = None) -> list[str]:
 
 
 def stored_roots(root: str) -> list[tuple[str, str]]:
-    """(key id, fingerprint) of each directory of objects in the store at `root`.
+    """(key id, model id) of each directory of objects in the store at `root`.
 
     Raises:
         OSError: the file system fails.

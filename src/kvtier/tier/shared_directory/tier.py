@@ -2,7 +2,7 @@
 
 root/kvtier-store.json                       marker, of another version than a store of one machine
 root/usage/                                  claims and the record of the last sweep, see `claims`
-root/<key id>/<fingerprint>/<2 hex>/<64 hex> one object; temporary files lie in the same directory
+root/<key id>/<model id>/<2 hex>/<64 hex>    one object; temporary files lie in the same directory
 
 An object is written under a temporary name, synced and renamed. So a reader sees a whole object or none; frame
 verification makes anything else a miss.
@@ -32,8 +32,6 @@ from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
 
-_ID_BYTES = 16
-
 
 class SharedDirectoryTier(FileTier):
     """Frames as files below `root`, written by any number of nodes.
@@ -41,8 +39,8 @@ class SharedDirectoryTier(FileTier):
     Args:
         root: the directory, the same for all nodes; created when missing. One with foreign files is refused.
         key_id: 16 bytes that identify the secret, `keys.secret.key_id`.
-        fingerprint: `Fingerprint.digest`; its first 16 bytes name a directory.
-        capacity_bytes: cap for the objects of all key ids and fingerprints and for temporary files, each rounded up to
+        model: 16 bytes that identify the model, `keys.secret.model_id`.
+        capacity_bytes: cap for the objects of all key ids and models and for temporary files, each rounded up to
             4 KiB. With different caps on different nodes the lowest one holds. See `claims` for its exactness.
         name: the tier's name in metrics and errors.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
@@ -59,14 +57,14 @@ class SharedDirectoryTier(FileTier):
         root: str | Path,
         *,
         key_id: bytes,
-        fingerprint: bytes,
+        model: bytes,
         capacity_bytes: int,
         name: str = "shared_directory",
         direct_io: DirectIo = "off",
         wait_s: float = TAKE_WAIT_S,
     ) -> None:
-        key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
-        super().__init__(root, name, capacity_bytes, f"{key}/{model}")
+        key = key_id.hex()
+        super().__init__(root, name, capacity_bytes, f"{key}/{model.hex()}")
         self._owner = os.urandom(8).hex()
         self._numbers = itertools.count()
         with self._opening(SHARED_VERSION):

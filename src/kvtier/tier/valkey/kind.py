@@ -102,11 +102,11 @@ def _password_in(path: Path) -> PrivateText:
     return PrivateText(text)
 
 
-def _tier(settings: ValkeySettings, key_id: bytes, fingerprint: bytes, *, is_user: bool = True) -> ValkeyTier:
+def _tier(settings: ValkeySettings, key_id: bytes, model: bytes, *, is_user: bool = True) -> ValkeyTier:
     return ValkeyTier(
         settings.addresses,
         key_id=key_id,
-        fingerprint=fingerprint,
+        model=model,
         name=settings.name,
         prefix=settings.prefix,
         access=_access(settings),
@@ -118,11 +118,11 @@ def _tier(settings: ValkeySettings, key_id: bytes, fingerprint: bytes, *, is_use
 
 
 def _open(settings: ValkeySettings, context: TierContext) -> ValkeyTier:
-    return _tier(settings, context.shared_key_id(settings.name), context.fingerprint)
+    return _tier(settings, context.shared_key_id(settings.name), context.model)
 
 
 def _discard(settings: ValkeySettings, context: TierContext) -> None:
-    tier = _tier(settings, context.shared_key_id(settings.name), context.fingerprint, is_user=False)
+    tier = _tier(settings, context.shared_key_id(settings.name), context.model, is_user=False)
     try:
         tier.discard()
     finally:
@@ -131,7 +131,7 @@ def _discard(settings: ValkeySettings, context: TierContext) -> None:
 
 def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
     """A view for each secret and model below the prefix."""
-    looker = _tier(settings, bytes(16), bytes(32), is_user=False)
+    looker = _tier(settings, bytes(16), bytes(16), is_user=False)
     start = f"{settings.prefix}/".encode()
     roots: set[tuple[bytes, bytes]] = set()
     try:
@@ -201,7 +201,7 @@ def _raw(settings: ValkeySettings, context: TierContext) -> RawValkey | None:
     if client.info("cluster")["cluster_enabled"]:
         return None
     key_id = context.shared_key_id(settings.name).hex()
-    return RawValkey(client, f"{settings.prefix}/{key_id}/{context.fingerprint.hex()[:32]}/")
+    return RawValkey(client, f"{settings.prefix}/{key_id}/{context.model.hex()}/")
 
 
 KIND = TierKind(

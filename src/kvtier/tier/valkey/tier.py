@@ -1,6 +1,6 @@
 """Frames in a Valkey or Redis server, or in a cluster of them, that several nodes use.
 
-An object has the key ``PREFIX/KEY ID/FINGERPRINT/{NAME}``; the braces put all of its parts into one slot of a cluster.
+An object has the key ``PREFIX/KEY ID/MODEL ID/{NAME}``; the braces put all of its parts into one slot of a cluster.
 `valkey.parts` has its values, `valkey.requests` the repetitions, and `valkey.servers` the servers that fail.
 """
 
@@ -29,7 +29,7 @@ HEALTH_KEYS = 8
 """Keys that a health check asks for; they are on different servers of a cluster."""
 _TAG = re.compile(rb"[0-9a-f]{64}\}")
 REGISTRY = "kvtier"
-"""Key, below the prefix, of a set of ``KEY ID/FINGERPRINT`` that use the store."""
+"""Key, below the prefix, of a set of ``KEY ID/MODEL ID`` that use the store."""
 
 
 class ValkeyTier(Tier):
@@ -38,7 +38,7 @@ class ValkeyTier(Tier):
     Args:
         addresses: ``HOST[:PORT]``, several with commas; of a cluster some of its servers.
         key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
-        fingerprint: of the model, at least 16 bytes.
+        model: 16 bytes that identify the model, see `keys.secret.model_id`.
         name: the tier's name in metrics and errors.
         prefix: of all keys.
         access: user, password, TLS.
@@ -57,7 +57,7 @@ class ValkeyTier(Tier):
         addresses: str,
         *,
         key_id: bytes,
-        fingerprint: bytes,
+        model: bytes,
         name: str = "valkey",
         prefix: str = "kvtier",
         access: Access | None = None,
@@ -68,7 +68,7 @@ class ValkeyTier(Tier):
     ) -> None:
         super().__init__(name)
         self._prefix = prefix
-        self._own = f"{key_id.hex()}/{fingerprint.hex()[:32]}"
+        self._own = f"{key_id.hex()}/{model.hex()}"
         self._root = f"{prefix}/{self._own}/{{".encode()
         self._health_keys = [
             (slot_of(b"%d" % n), f"{prefix}/{key_id.hex()}/{{{n}}}".encode()) for n in range(HEALTH_KEYS)
