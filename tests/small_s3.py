@@ -17,7 +17,7 @@ from kvtier.types import ObjectName
 
 BUCKET = "bucket"
 KEY_ID = bytes(range(16))
-FINGERPRINT = hashlib.sha256(b"model").digest()
+MODEL = hashlib.sha256(b"model").digest()[:16]
 LAST_MODIFIED = "Mon, 05 Jan 2026 10:00:00 GMT"
 MIB = 1 << 20
 BLOCK = b"%x\r\n" % MIB + bytes(MIB) + b"\r\n"
@@ -166,7 +166,7 @@ def open_tier(endpoint: str, ca_file: Path | None = None, name: str = "s3", **se
         ca_file=ca_file,
         **deadlines,
     )
-    return S3Tier(bucket, key_id=KEY_ID, fingerprint=FINGERPRINT, name=name, **deadlines)
+    return S3Tier(bucket, key_id=KEY_ID, model=MODEL, name=name, **deadlines)
 
 
 def refusing(status: int, code: str = "", *commands: str) -> Answer:
@@ -190,7 +190,7 @@ def marker_key(key_id: bytes = KEY_ID) -> str:
 
 def key_of(name: ObjectName) -> str:
     """The object's key in the bucket."""
-    return f"kv/{KEY_ID.hex()}/{FINGERPRINT.hex()[:32]}/{name.hex()}"
+    return f"kv/{KEY_ID.hex()}/{MODEL.hex()}/{name.hex()}"
 
 
 def name_of(number: int) -> ObjectName:

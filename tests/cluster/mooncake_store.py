@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.shared.ceph import Daemon
-from tests.shared.s3_world import FINGERPRINT, KEY_ID
+from tests.shared.s3_world import KEY_ID, MODEL
 from tests.tier_makers import fresh_prefix, kept
 from tests.waiting import free_port, is_listening, wait_until
 
@@ -151,4 +151,4 @@ def _is_healthy(tier) -> bool:
 
 
 def context(memory=()) -> TierContext:
-    return TierContext(layout=None, key_id=KEY_ID, fingerprint=FINGERPRINT, memory=tuple(memory))
+    return TierContext(layout=None, key_id=KEY_ID, model=MODEL, memory=tuple(memory))

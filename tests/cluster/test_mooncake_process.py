@@ -360,13 +360,11 @@ def test_keys_carry_the_secret_and_the_model(mooncake):
     assert one.write(object_name(1), frame_of(1))
     settings = mooncake.settings(prefix="same")
     for stranger in (
-        TierContext(layout=None, key_id=bytes(16), fingerprint=context().fingerprint),
-        TierContext(layout=None, key_id=KEY_ID, fingerprint=bytes(32)),
+        TierContext(layout=None, key_id=bytes(16), model=context().model),
+        TierContext(layout=None, key_id=KEY_ID, model=bytes(16)),
     ):
         other = KIND.open(settings, stranger)
         assert other.contains([object_name(1)]) == [False]
         other.close()
-    assert one._client.exist(
-        [f"same/{KEY_ID.hex()}/{context().fingerprint.hex()[:32]}/{object_name(1).hex()}"], 1.0
-    ) == [True]
+    assert one._client.exist([f"same/{KEY_ID.hex()}/{context().model.hex()}/{object_name(1).hex()}"], 1.0) == [True]
     one.close()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tests.cluster.hostile import Hostile
 from tests.cluster.valkey_bed import Cluster, Line, make_authority, new_port, tls_settings
-from tests.cluster.valkey_world import FINGERPRINT, KEY_ID, MIB, frame_of, fresh_prefix, name_of, open_tier
+from tests.cluster.valkey_world import KEY_ID, MIB, MODEL, frame_of, fresh_prefix, name_of, open_tier
 from tests.rig import LAYOUT
 from tests.tier_makers import kept
 
@@ -24,7 +24,7 @@ from kvtier.tier.valkey.tier import ValkeyTier
 from kvtier.tier.valkey.wire import Access
 
 PASSWORD = "correct-horse-battery"
-CONTEXT = TierContext(layout=LAYOUT, fingerprint=FINGERPRINT, key_id=KEY_ID)
+CONTEXT = TierContext(layout=LAYOUT, model=MODEL, key_id=KEY_ID)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_tls_with_an_authority_of_ones_own(start, authority, tmp_path):
     with pytest.raises(ConfigError, match="not trusted"):
         open_tier(SimpleNamespace(port=port), access=Access(tls=True, ca_file=other.ca_file))
     with pytest.raises(ConfigError, match="not trusted"):  # the certificate is for 127.0.0.1 and localhost
-        ValkeyTier(f"127.0.0.2:{port}", key_id=KEY_ID, fingerprint=FINGERPRINT, access=access)
+        ValkeyTier(f"127.0.0.2:{port}", key_id=KEY_ID, model=MODEL, access=access)
     with pytest.raises((ConfigError, TierError)):
         open_tier(SimpleNamespace(port=port), deadline_s=1.0)
 
@@ -173,7 +173,7 @@ def test_no_server_is_an_error_that_may_pass_and_the_next_address_is_tried(valke
         open_tier(SimpleNamespace(port=port), valkey, deadline_s=2.0)
         assert time.monotonic() - start_s < 4
     with pytest.raises(TierError):
-        ValkeyTier("no-such-host.invalid", key_id=KEY_ID, fingerprint=FINGERPRINT, deadline_s=2.0)
+        ValkeyTier("no-such-host.invalid", key_id=KEY_ID, model=MODEL, deadline_s=2.0)
 
 
 @pytest.mark.parametrize("password", ["", PASSWORD])
@@ -199,7 +199,7 @@ def test_warnings_at_the_start(valkey, caplog):
     assert "another secret" not in caplog.text
     caplog.clear()
     valkey.call("CONFIG", "SET", "maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")
-    open_tier(valkey, prefix=prefix, fingerprint=bytes(32)).close()  # another model
+    open_tier(valkey, prefix=prefix, model=bytes(16)).close()  # another model
     assert not caplog.text
     open_tier(valkey, prefix=prefix, key_id=bytes(16)).close()
     assert f"another secret only (key id {KEY_ID.hex()})" in caplog.text
@@ -271,7 +271,7 @@ def test_objects_of_other_models_secrets_databases_and_prefixes_are_not_seen(val
     first = open_tier(valkey, prefix=prefix)
     assert first.write(name_of(1), frame_of(1))
     others = [
-        open_tier(valkey, prefix=prefix, fingerprint=bytes(32)),
+        open_tier(valkey, prefix=prefix, model=bytes(16)),
         open_tier(valkey, prefix=prefix, key_id=bytes(16)),
         open_tier(valkey, prefix=prefix + "x"),
         open_tier(valkey, prefix=prefix, access=Access(database=3)),

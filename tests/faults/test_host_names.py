@@ -23,7 +23,7 @@ subprocess.run(["mount", "--bind", sys.argv[1], "/etc/resolv.conf"], check=True)
 resolver = socket.socket(type=socket.SOCK_DGRAM)
 fcntl.ioctl(resolver, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS: up
 resolver.bind(("127.0.0.1", 53))
-context = TierContext(layout=None, key_id=bytes(16), fingerprint=bytes(32))
+context = TierContext(layout=None, key_id=bytes(16), model=bytes(16))
 for kind, settings in (
     ("valkey", {"addresses": "kv.example", "connect_deadline_s": 0.5, "transfer_deadline_s": 1.0}),
     ("mooncake", {"master": "kv.example"}),

@@ -66,7 +66,7 @@ class TestSharedDirectory(OnFiles):
     @pytest.fixture
     def make_tier(self, hanging):
         return lambda capacity_bytes: SharedDirectoryTier(
-            hanging.place / "store", capacity_bytes=capacity_bytes, key_id=bytes(16), fingerprint=bytes(32)
+            hanging.place / "store", capacity_bytes=capacity_bytes, key_id=bytes(16), model=bytes(16)
         )
 
 
@@ -113,7 +113,7 @@ class TestValkey(Late):
 
         with Hostile(opens(say)) as server:
             yield lambda _capacity_bytes: tier_of(
-                f"127.0.0.1:{server.port}", key_id=bytes(16), fingerprint=bytes(32), deadline_s=1.0
+                f"127.0.0.1:{server.port}", key_id=bytes(16), model=bytes(16), deadline_s=1.0
             )
 
     @contextmanager

@@ -39,7 +39,7 @@ from kvtier.config.sections import Config, StoreConfig
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.inspection import repair_store
-from kvtier.keys.secret import Secret
+from kvtier.keys.secret import Secret, model_id
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime import secret
 from kvtier.runtime.deferred_tier import DeferredTier
@@ -207,7 +207,7 @@ def make(kind: str, root: Path) -> Any:
         return DiskTier(root, capacity_bytes=8 * MIB, direct_io="off", open_deadline_s=0.1)
     if kind == "directory":
         return DirectoryTier(root, capacity_bytes=8 * MIB, direct_io="off")
-    return SharedDirectoryTier(root, key_id=bytes(16), fingerprint=bytes(32), capacity_bytes=8 * MIB)
+    return SharedDirectoryTier(root, key_id=bytes(16), model=bytes(16), capacity_bytes=8 * MIB)
 
 
 def plain_marker(kind: str, root: Path) -> Path:
@@ -549,12 +549,13 @@ def test_a_kind_whose_check_fails_stops_no_start(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_note_of_another_file_type_harms_nothing(tmp_path: Path, root: Path, kind: str, how: str) -> None:
     plain_store(kind, store_of(kind, root))
-    note = root / f"note-fingerprint-{FINGERPRINT[:8].hex()}.json"
+    model = model_id(config_of(tier_settings(kind, root)).store.secret, FINGERPRINT)
+    note = root / f"note-model-{model.hex()[:16]}.json"
     note.write_bytes(b"precious")
     damage(how, note, tmp_path / "precious")
     note_fingerprint(config_of(tier_settings(kind, root)), SimpleNamespace(digest=FINGERPRINT, canonical="{}"))  # type: ignore[arg-type]
     until(lambda: "kvtier note" not in {thread.name for thread in threading.enumerate()})
-    assert json.loads(note.read_bytes())["digest"] == FINGERPRINT.hex()
+    assert json.loads(note.read_bytes())["model"] == model.hex()
     assert not note.is_symlink()
     if how == "link":
         assert (tmp_path / "precious").read_bytes() == b"precious"

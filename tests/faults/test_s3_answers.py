@@ -8,9 +8,9 @@ import time
 import obstore
 import pytest
 from tests.small_s3 import (
-    FINGERPRINT,
     KEY_ID,
     MIB,
+    MODEL,
     SmallS3,
     key_of,
     marker_key,
@@ -209,7 +209,7 @@ def test_a_marker_that_a_lifecycle_rule_removed_before_younger_objects_is_writte
     own = f"kv/{KEY_ID.hex()}/"
     server.objects[key_of(name_of(1))] = b"frame"
     server.objects[f"{own}swept"] = b"5\n"
-    server.objects[f"{own}{FINGERPRINT.hex()[:32]}/clock/0011223344556677"] = b""
+    server.objects[f"{own}{MODEL.hex()}/clock/0011223344556677"] = b""
     tier = open_tier(server.endpoint)
     assert tier.contains([name_of(1)]) == [True]
     tier.close()

@@ -38,9 +38,7 @@ def soak(root, seed, operations):
             chance.choice((os.mkfifo, os.mkdir, lambda it: it.symlink_to("/dev/zero")))(path)
 
     def make():
-        return SharedDirectoryTier(
-            root, key_id=bytes(16), fingerprint=bytes(32), capacity_bytes=CAPACITY_BYTES, wait_s=60.0
-        )
+        return SharedDirectoryTier(root, key_id=bytes(16), model=bytes(16), capacity_bytes=CAPACITY_BYTES, wait_s=60.0)
 
     def heal():
         for path in root.glob("*/*/*/*"):

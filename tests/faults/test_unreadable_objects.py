@@ -43,7 +43,7 @@ KINDS: dict[str, Open] = {
     "directory": lambda root: DirectoryTier(root, capacity_bytes=CAP),
     "disk": lambda root: DiskTier(root, capacity_bytes=CAP, segment_bytes=1 << 20),
     "shared_directory": lambda root: SharedDirectoryTier(
-        root, key_id=b"k" * 16, fingerprint=FINGERPRINT, capacity_bytes=CAP, wait_s=30.0
+        root, key_id=b"k" * 16, model=b"m" * 16, capacity_bytes=CAP, wait_s=30.0
     ),
 }
 

@@ -62,7 +62,7 @@ def test_the_doctor_finds_what_the_engine_has_stored(tmp_path: Path) -> None:
             assert found["fine"][str(root)].startswith("8 objects")
             other = doctor("--", *given, "--page-size", 2 * PAGE)
             assert other["error"] == {str(root): f"holds pages of {PAGE} tokens; --page-size is {2 * PAGE}"}
-    assert "holds KV of 2 fingerprints" in found["warning"][str(root)]
+    assert "holds KV of 2 models" in found["warning"][str(root)]
     assert "differs in: weights is" in found["warning"][str(root)]
 
 

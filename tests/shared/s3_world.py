@@ -1,13 +1,13 @@
 """S3 tiers on the test bed's gateway, and objects for the tiers of all servers."""
 
-from tests.small_s3 import FINGERPRINT, KEY_ID, MIB, name_of
+from tests.small_s3 import KEY_ID, MIB, MODEL, name_of
 from tests.tier_makers import fresh_prefix, kept
 
 from kvtier.config.value_types import PrivateText
 from kvtier.tier.s3.bucket import Credentials, connect
 from kvtier.tier.s3.tier import S3Tier
 
-__all__ = ["FINGERPRINT", "KEY_ID", "MIB", "frame_of", "fresh_prefix", "name_of", "open_tier"]
+__all__ = ["KEY_ID", "MIB", "MODEL", "frame_of", "fresh_prefix", "name_of", "open_tier"]
 
 
 def frame_of(number: int, byte_count: int = 4096) -> memoryview:
@@ -16,7 +16,7 @@ def frame_of(number: int, byte_count: int = 4096) -> memoryview:
 
 def open_tier(access, prefix="kv", **settings) -> S3Tier:
     """A tier with short deadlines."""
-    mine = {"key_id": KEY_ID, "fingerprint": FINGERPRINT, "deadline_s": 4.0, "probe_deadline_s": 1.0}
+    mine = {"key_id": KEY_ID, "model": MODEL, "deadline_s": 4.0, "probe_deadline_s": 1.0}
     mine |= {key: settings.pop(key) for key in (*mine, "capacity_bytes", "sweep_interval_s") if key in settings}
     client = {
         "endpoint": access.endpoint,

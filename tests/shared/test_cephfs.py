@@ -20,7 +20,7 @@ from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 from kvtier.types import ObjectName
 
-KEY, MODEL = b"k" * 16, b"f" * 32
+KEY, MODEL = b"k" * 16, b"f" * 16
 MIB = 1 << 20
 TRANSFER_DEADLINE_S = SharedDirectorySettings(path="/").transfer_deadline_s
 WAIT_S = 60.0
@@ -41,7 +41,7 @@ def nodes(mounts):
 
     def make(capacity_bytes=256 * MIB, kind=SharedDirectoryTier):
         store = f"store-{os.urandom(4).hex()}"
-        settings = {"key_id": KEY, "fingerprint": MODEL, "capacity_bytes": capacity_bytes, "wait_s": WAIT_S}
+        settings = {"key_id": KEY, "model": MODEL, "capacity_bytes": capacity_bytes, "wait_s": WAIT_S}
         return [kept(kind(mount / store, **settings)) for mount in mounts]
 
     return make

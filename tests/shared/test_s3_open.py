@@ -7,7 +7,7 @@ import traceback
 import obstore
 import pytest
 from tests.cluster.hostile import Hostile
-from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, name_of, open_tier
+from tests.shared.s3_world import KEY_ID, MODEL, frame_of, fresh_prefix, name_of, open_tier
 from tests.tier_makers import kept
 
 from kvtier.config.value_types import PrivateText
@@ -129,7 +129,7 @@ def test_the_kind_opens_with_a_profile_and_never_without_a_secret(gateway, tmp_p
         f"[other]\naws_access_key_id = x\n\n[kv]\naws_access_key_id = {access.access_key}\n"
         f"aws_secret_access_key = {access.secret_key}\n"
     )
-    context = TierContext(layout=None, fingerprint=FINGERPRINT, key_id=KEY_ID)
+    context = TierContext(layout=None, model=MODEL, key_id=KEY_ID)
     common = {"url": f"{access.bucket}/kv", "endpoint": access.endpoint, "allow_http": True}
     common |= {"region": access.region, "credentials_file": profiles}
     tier = kept(KIND.open(S3Settings(profile="kv", **common), context))
@@ -139,7 +139,7 @@ def test_the_kind_opens_with_a_profile_and_never_without_a_secret(gateway, tmp_p
     with pytest.raises(ConfigError, match="no absent for profile 'absent'"):
         KIND.open(S3Settings(profile="absent", **common), context)
     with pytest.raises(ConfigError, match="configured secret"):
-        KIND.open(S3Settings(profile="kv", **common), TierContext(layout=None, fingerprint=FINGERPRINT))
+        KIND.open(S3Settings(profile="kv", **common), TierContext(layout=None, model=MODEL))
 
 
 def test_the_usual_chain_gives_credentials_and_its_end_is_named(gateway, monkeypatch, caplog):
@@ -174,7 +174,7 @@ def test_a_marker_of_another_program_is_refused(gateway):
 
 def test_secrets_and_models_do_not_see_each_other(gateway):
     prefix = fresh_prefix()
-    settings = [{}, {"key_id": bytes(16)}, {"fingerprint": bytes(32)}]
+    settings = [{}, {"key_id": bytes(16)}, {"model": bytes(16)}]
     mine, *others = [open_tier(gateway.access, prefix, **each) for each in settings]
     assert mine.write(name_of(1), frame_of(1))
     for other in others:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import obstore
 import pytest
-from tests.shared.s3_world import FINGERPRINT, KEY_ID, fresh_prefix, name_of, open_tier
+from tests.shared.s3_world import KEY_ID, MODEL, fresh_prefix, name_of, open_tier
 from tests.waiting import wait_until
 
 from kvtier.tier.s3 import sweep as s3_sweep
@@ -26,7 +26,7 @@ def next_second() -> None:
 
 
 OWN = KEY_ID.hex()
-MODEL, OTHER_MODEL = FINGERPRINT.hex()[:32], hashlib.sha256(b"other").hexdigest()[:32]
+OWN_MODEL, OTHER_MODEL = MODEL.hex(), hashlib.sha256(b"other").hexdigest()[:32]
 
 
 def filled(gateway, prefix: str) -> dict[str, list[str]]:
@@ -35,17 +35,17 @@ def filled(gateway, prefix: str) -> dict[str, list[str]]:
     name = [name_of(number).hex() for number in range(30)]
     keys = {
         "foreign": [
-            f"{other}/{MODEL}/{name[0]}",
+            f"{other}/{OWN_MODEL}/{name[0]}",
             f"{prefix}/{name[0]}",
-            f"{own}/{MODEL}/notes.txt",
-            f"{own}/{MODEL}/{name[0]}.txt",
-            f"{own}/{MODEL}/clock/{name[0]}",
+            f"{own}/{OWN_MODEL}/notes.txt",
+            f"{own}/{OWN_MODEL}/{name[0]}.txt",
+            f"{own}/{OWN_MODEL}/clock/{name[0]}",
             f"{own}/kvtier-absent",
-            f"{own}x/{MODEL}/{name[0]}",
-            f"elsewhere/{OWN}/{MODEL}/{name[0]}",
+            f"{own}x/{OWN_MODEL}/{name[0]}",
+            f"elsewhere/{OWN}/{OWN_MODEL}/{name[0]}",
         ],
-        "old": [f"{own}/{model}/{each}" for model in (MODEL, OTHER_MODEL) for each in name[:10]],
-        "new": [f"{own}/{MODEL}/{each}" for each in name[10:]],
+        "old": [f"{own}/{model}/{each}" for model in (OWN_MODEL, OTHER_MODEL) for each in name[:10]],
+        "new": [f"{own}/{OWN_MODEL}/{each}" for each in name[10:]],
     }
     for when, group in keys.items():
         for key in group:

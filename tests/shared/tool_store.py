@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.rig import FINGERPRINT, LAYOUT, Engine, places_of, prefix_of, stored
 
 from kvtier.config.loader import load
+from kvtier.keys.secret import model_id
 from kvtier.runtime.open import open_session
 
 FEW = ("--size", "64KiB", "--in-flight", "2", "--repeats", "1", "--sample", "128KiB", "--json")
@@ -23,6 +24,7 @@ class Store:
         self.url = url
         self.secret = folder / "secret"
         self.secret.write_bytes(bytes(range(32)))
+        self.model = model_id(bytes(range(32)), FINGERPRINT).hex()
         self.secret.chmod(0o600)
         self.environment = {"KVTIER_STORE__SECRET_FILE": str(self.secret)} | variables
 
@@ -50,7 +52,7 @@ def use_tools(store: Store, kind: str, paths: Iterable[str] = ("raw", "tier", "s
     url = store.url
     store.fill()
     before = json.loads(store.kvtier("inspect", "stat", url, "--json"))
-    assert (before["objects"], list(before["fingerprints"])) == (12, [FINGERPRINT.hex()[:12]])
+    assert (before["objects"], list(before["models"])) == (12, [store.model[:12]])
     rows = json.loads(store.kvtier("bench", "tier", url, *FEW))["results"]
     assert {(row["op"], row["path"]) for row in rows} == {
         (op, path) for op in ("store", "load", "lookup") for path in paths

@@ -21,7 +21,7 @@ from kvtier.connect.vllm import installed, sides, support
 from kvtier.connect.vllm.sides import settings_of
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.secret import load_or_create
+from kvtier.keys.secret import load_or_create, model_id
 from kvtier.layout import GroupLayout, History
 from kvtier.tier.base import About
 from kvtier.tier.directory.kind import DirectorySettings
@@ -378,7 +378,9 @@ def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_pa
         (result,) = [each["found"] for each in doctor(transfer(root), "--model", "m")[1] if each["level"] == "error"]
         return result
 
-    assert found().endswith(f"which is {MODELS[1].hex()[:12]}"), "no engine has left what its fingerprint is made of"
+    assert found().endswith(f"which is {model_id(None, MODELS[1]).hex()[:12]}"), (
+        "no engine has left what its fingerprint is made of"
+    )
     note_fingerprint(Config(tiers=(DirectorySettings(path=root),)), FINGERPRINTS[0])
     for thread in threading.enumerate():
         if thread.name == "kvtier note":

@@ -103,7 +103,7 @@ def test_ls_tells_what_the_heads_say(store, inspect):
     _, page = inspect("ls", store)
     row = next(row for row in page["objects"] if row["name"] == name_of(5).hex())
     assert (row["group"], row["part"], row["depth"], row["tokens"]) == (2, "layers 0-1, heads 4-7", 5, 256)
-    assert row["fingerprint"] == MODELS[1].hex()
+    assert row["model"] == MODELS[1].hex()
     assert row["size_bytes"] == FRAME
     assert 0 <= row["age_s"] < 600
     assert row["problem"] is None
@@ -121,8 +121,8 @@ def test_stat_counts(store, inspect, monkeypatch):
     assert told["recorded_bytes"] == 10 * FRAME
     assert (told["temp_files"], told["temp_bytes"], told["open_in"], told["unreadable"]) == (0, 0, 0, 0)
     assert told["capacity_bytes"] is None
-    assert set(told["fingerprints"]) == {model.hex()[:12] for model in MODELS}
-    share = told["fingerprints"][MODELS[0].hex()[:12]]
+    assert set(told["models"]) == {model.hex()[:12] for model in MODELS}
+    share = told["models"][MODELS[0].hex()[:12]]
     assert (share["objects"], share["bytes"], share["tokens"]) == (5, 5 * FRAME, 5 * 256)
     assert (share["groups"], share["parts"]) == ([0, 1, 2], ["layers 0-1, heads 4-7"])
     monkeypatch.setenv("KVTIER_TIERS", f"directory:{store}")
@@ -441,7 +441,7 @@ def test_progress_is_drawn_on_stderr_of_a_terminal_only(store):
 
 
 def test_a_tier_as_text_is_inspected_like_its_directory(store, inspect):
-    for words, same in (("stat", ("objects", "bytes", "fingerprints")), ("ls", ("total",)), ("verify", ("checked",))):
+    for words, same in (("stat", ("objects", "bytes", "models")), ("ls", ("total",)), ("verify", ("checked",))):
         found, by_kind = inspect(words, store)[1], inspect(words, f"directory:{store}")[1]
         assert [found[key] for key in same] == [by_kind[key] for key in same]
         assert found["directory"] == by_kind["directory"] == str(store)

@@ -10,7 +10,7 @@ from tests.rig import LAYOUT, Engine, config, places_of, prefix_of, stored
 from kvtier.cli.main import run
 from kvtier.config.sections import StoreConfig
 from kvtier.inspection import inspector
-from kvtier.keys.secret import Secret
+from kvtier.keys.secret import Secret, model_id
 from kvtier.runtime.open import open_session
 from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 
@@ -45,9 +45,10 @@ def told(capsys, *arguments) -> dict:
 def test_stat_lists_and_reads_no_frame_unless_asked(store, capsys, monkeypatch):
     full = told(capsys, "stat", f"shared_directory:{store}", "--heads")
     assert (full["objects"], full["unreadable"]) == (3 * OBJECTS, 0)
-    shares = {name: share["objects"] for name, share in full["fingerprints"].items()}
-    assert shares == {MODELS[0].hex()[:12]: 2 * OBJECTS, MODELS[1].hex()[:12]: OBJECTS}
-    assert all(share["tokens"] > 0 for share in full["fingerprints"].values())
+    shares = {name: share["objects"] for name, share in full["models"].items()}
+    served = [(bytes(32), MODELS[0]), (bytes(32), MODELS[1]), (bytes(range(32)), MODELS[0])]
+    assert shares == {model_id(secret, model).hex()[:12]: OBJECTS for secret, model in served}
+    assert all(share["tokens"] > 0 for share in full["models"].values())
 
     def refuse(*_):
         raise AssertionError("a frame was read")
@@ -55,7 +56,7 @@ def test_stat_lists_and_reads_no_frame_unless_asked(store, capsys, monkeypatch):
     monkeypatch.setattr(inspector, "read_head", refuse)
     listed = told(capsys, "stat", f"shared_directory:{store}")
     assert (listed["objects"], listed["bytes"]) == (full["objects"], full["bytes"])
-    assert {name: share["objects"] for name, share in listed["fingerprints"].items()} == shares
+    assert {name: share["objects"] for name, share in listed["models"].items()} == shares
 
 
 def test_a_page_of_a_listing_has_its_limit(store, capsys):

@@ -9,7 +9,7 @@ from kvtier.tier import store_notes as notes
 from kvtier.tier.directory.tier import DirectoryTier
 
 NAME = bytes(range(16))
-FILE = "note-fingerprint-0001020304050607.json"
+FILE = "note-model-0001020304050607.json"
 
 
 @pytest.fixture
@@ -67,6 +67,11 @@ def test_of_too_many_the_oldest_goes(root, monkeypatch):
     for number in range(3):
         notes.write(root, bytes([9, number]) + bytes(8), {"number": number})
     assert notes.read(root) == [{"number": number} for number in range(3)]
+
+
+def test_notes_of_former_versions_are_read_and_belong_to_the_store(root):
+    (root / FILE).rename(root / FILE.replace("model", "fingerprint"))
+    test_a_store_may_be_made_beside_notes(root)
 
 
 def test_a_store_may_be_made_beside_notes(root):

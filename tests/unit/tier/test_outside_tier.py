@@ -104,7 +104,7 @@ def test_it_is_benchmarked_without_a_raw_client(site, tmp_path, filled):
 def test_it_is_inspected_through_the_opened_tier(site, filled):
     where = f"shelf:{filled}"
     told = json.loads(kvtier(site, "inspect", "stat", where, "--json").stdout)
-    assert (told["objects"], told["unreadable"], len(told["fingerprints"])) == (12, 0, 1)
+    assert (told["objects"], told["unreadable"], len(told["models"])) == (12, 0, 1)
     assert told["open_in"] is None
     assert "version" not in kvtier(site, "inspect", "stat", where).stdout, "it has no marker with one"
     assert "unknown" in kvtier(site, "inspect", "ls", where).stdout

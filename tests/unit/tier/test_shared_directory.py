@@ -18,7 +18,7 @@ from kvtier.tier.shared_directory import sweep as shared_sweep
 from kvtier.tier.shared_directory.claims import Claim, Claims, Declared, SweepRecord
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 
-KEY, MODEL = b"k" * 16, b"f" * 32
+KEY, MODEL = b"k" * 16, b"f" * 16
 DEADLINE_S = 30.0
 MIB = 1 << 20
 
@@ -27,10 +27,10 @@ MIB = 1 << 20
 def node(tmp_path):
     tiers = []
 
-    def make(capacity_bytes=64 * MIB, *, key_id=KEY, fingerprint=MODEL, wait_s=DEADLINE_S):
+    def make(capacity_bytes=64 * MIB, *, key_id=KEY, model=MODEL, wait_s=DEADLINE_S):
         tiers.append(
             SharedDirectoryTier(
-                tmp_path / "s", key_id=key_id, fingerprint=fingerprint, capacity_bytes=capacity_bytes, wait_s=wait_s
+                tmp_path / "s", key_id=key_id, model=model, capacity_bytes=capacity_bytes, wait_s=wait_s
             )
         )
         return tiers[-1]
@@ -79,7 +79,7 @@ def test_one_node_writes_and_another_reads(node):
 
 def test_other_secrets_and_other_models_do_not_mix(node, caplog):
     node().write(object_name(1), frame_of(1))
-    assert node(fingerprint=b"g" * 32).contains([object_name(1)]) == [False]
+    assert node(model=b"g" * 16).contains([object_name(1)]) == [False]
     assert "other secrets" not in caplog.text
     with caplog.at_level(logging.WARNING):
         assert node(key_id=b"x" * 16).contains([object_name(1)]) == [False]
@@ -92,7 +92,7 @@ def test_both_layouts_refuse_each_others_store(tmp_path, node):
         DirectoryTier(tmp_path / "s", capacity_bytes=MIB)
     DirectoryTier(tmp_path / "one", capacity_bytes=MIB).close()
     with pytest.raises(TierError, match="store version 1, of kind directory"):
-        SharedDirectoryTier(tmp_path / "one", key_id=KEY, fingerprint=MODEL, capacity_bytes=MIB)
+        SharedDirectoryTier(tmp_path / "one", key_id=KEY, model=MODEL, capacity_bytes=MIB)
 
 
 def test_it_needs_a_secret(tmp_path):
