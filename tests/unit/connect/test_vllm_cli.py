@@ -370,6 +370,18 @@ def test_a_model_is_looked_for_by_its_fingerprint(doctor, engine, tmp_path, fing
     assert [Path(it).name for it in bad(findings)] == ([about] if about else [])
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_model_is_looked_for_by_the_id_that_it_has_under_the_configured_secret(
+    doctor, engine, tmp_path, fingerprinted, is_same
+):
+    fingerprinted(0)
+    secret = load_or_create(tmp_path / "secret")
+    root = fill(tmp_path / "kv", (model_id(secret if is_same else None, MODELS[0]) + bytes(16),))
+    extra = {"tiers": [below(root)], "store.secret_file": str(tmp_path / "secret")}
+    _, findings = doctor(transfer(kv_connector_extra_config=extra), "--model", "m")
+    assert bad(findings) == ([] if is_same else [str(root)])
+
+
 def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_path, fingerprinted):
     fingerprinted(1)
     root = fill(tmp_path / "kv")
