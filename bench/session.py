@@ -60,7 +60,7 @@ def session_of(slots: int, tier: Tier) -> Iterator[Session]:
     engine = [np.zeros((slots, LAYER_BYTES), np.uint8) for _ in range(LAYERS)]
     arena = Arena(LAYOUT, (slots,))
     mover = Mover(
-        layout=LAYOUT, fingerprint=bytes(32), arena=arena, copier=HostCopier(LAYOUT, [engine]), tiers={"below": tier}
+        layout=LAYOUT, model=bytes(16), arena=arena, copier=HostCopier(LAYOUT, [engine]), tiers={"below": tier}
     )
     cache = Cache(
         layout=LAYOUT,

@@ -150,7 +150,7 @@ def local(
     """A session without settings, its parts at hand."""
     of_groups = (slots,) * len(LAYOUT.groups)
     arena = Arena(LAYOUT, of_groups)
-    mover = Mover(layout=LAYOUT, fingerprint=FINGERPRINT, arena=arena, copier=copier, tiers=tiers, threads=threads)
+    mover = Mover(layout=LAYOUT, model=FINGERPRINT[:16], arena=arena, copier=copier, tiers=tiers, threads=threads)
     cache = Cache(
         layout=LAYOUT,
         slots=of_groups,

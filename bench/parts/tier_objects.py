@@ -53,7 +53,7 @@ class TierBackend:
             payload[:] = np.random.default_rng(slot).integers(0, 256, len(payload), np.uint8)
         self._mover = Mover(
             layout=layout,
-            fingerprint=FINGERPRINT,
+            model=FINGERPRINT[:16],
             arena=self._arena,
             copier=HostCopier(layout, [[np.zeros((1, size), np.uint8) for size in layout.groups[0].layer_bytes]]),
             tiers={self._tier.name: self._tier},

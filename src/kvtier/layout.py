@@ -1,8 +1,8 @@
 """Layout of a chunk's bytes: KV groups, their layers, and the offset of each layer in a slot.
 
 A payload is layer-major: layer 0 of the whole chunk, then layer 1, and so on. Each layer begins at a multiple of
-`ALIGNMENT`, so any layer can be read with direct I/O, and no section crosses a layer. Within a layer the arrangement is
-the engine's. `pages` names it; it is never inferred from shapes.
+`ALIGNMENT`, so any layer can be read with direct I/O. Within a layer the arrangement is the engine's. `pages` names it;
+it is never inferred from shapes. A layer consists of runs, without gaps, and no section crosses a run.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -26,6 +27,29 @@ Element = Literal["bf16", "fp16", "fp8e4m3", "fp8e5m2", "fp32", "bytes"]
 ELEMENT_BYTES = MappingProxyType[Element, int](
     {"bf16": 2, "fp16": 2, "fp8e4m3": 1, "fp8e5m2": 1, "fp32": 4, "bytes": 1}
 )
+
+
+RunKind = Literal["keys", "values", "kv", "latent", "index", "state", "bytes"]
+"""What a run holds. `kv`: keys and values of a page; `latent`: MLA's, with its RoPE part in the same row; `index`: of a
+sparse attention's indexer; `state`: of a recurrent layer; `bytes`: the engine does not say."""
+
+
+class Run(NamedTuple):
+    """A stretch of a layer's bytes that has one kind and one type of number."""
+
+    kind: RunKind
+    element: Element
+    size_bytes: int
+
+
+class Cut(NamedTuple):
+    """A section of a payload: its place and the type of its numbers."""
+
+    layer: int
+    offset: int
+    """In the payload."""
+    size_bytes: int
+    element: Element
 
 
 def align_up(count: int, alignment: int = ALIGNMENT) -> int:
@@ -92,6 +116,8 @@ class GroupLayout:
             V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
         part: which layers and heads these are; None if the engine does not say. Not in the layout digest.
         copy: how many ranks before this one hold the same part.
+        runs: of each layer; empty: each layer is a run of `bytes`. Part of every object name.
+        chunk_tokens: tokens of a full chunk, set by `KvLayout`: a frame has room for their ids. 0: it has none.
     """
 
     validity: Validity
@@ -99,10 +125,19 @@ class GroupLayout:
     pages: str
     part: Part | None = None
     copy: int = 0
+    runs: tuple[tuple[Run, ...], ...] = ()
+    chunk_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.layer_bytes or min(self.layer_bytes) < 1:
             raise ValueError(f"a group needs layers of at least one byte each, got {self.layer_bytes}")
+        whole = tuple((Run("bytes", "bytes", size),) for size in self.layer_bytes)
+        object.__setattr__(self, "runs", self.runs or whole)
+        if tuple(sum(run.size_bytes for run in layer) for layer in self.runs) != self.layer_bytes:
+            raise ValueError(f"the runs {self.runs} are not the whole of layers of {self.layer_bytes} bytes")
+        for run in set(chain.from_iterable(self.runs)):
+            if run.size_bytes < 1 or run.size_bytes % ELEMENT_BYTES[run.element]:
+                raise ValueError(f"{run} is not a positive number of {run.element}")
         if self.part is not None:
             self._check(self.part)
 
@@ -112,6 +147,10 @@ class GroupLayout:
             raise ValueError(f"impossible part of a group: {part}")
         if part.end_layer - part.first_layer != len(self.layer_bytes):
             raise ValueError(f"{part} is not the part of a rank with {len(self.layer_bytes)} layers of this group")
+
+    def __hash__(self) -> int:
+        """Quick, because frames are looked up by their group for each object."""
+        return hash((self.layer_bytes, self.pages, self.chunk_tokens))
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
@@ -129,15 +168,18 @@ class GroupLayout:
         return self.layer_offsets[-1] + align_up(self.layer_bytes[-1])
 
     @cached_property
-    def sections(self) -> tuple[tuple[int, int, int], ...]:
-        """(layer, offset in the payload, length) of each section, in order."""
-        cut: list[tuple[int, int, int]] = []
-        for layer, (offset, size) in enumerate(zip(self.layer_offsets, self.layer_bytes, strict=True)):
-            cut += [
-                (layer, offset + start, min(SECTION_BYTES_MAX, size - start))
-                for start in range(0, size, SECTION_BYTES_MAX)
-            ]
-        return tuple(cut)
+    def sections(self) -> tuple[Cut, ...]:
+        """Each section, in order."""
+        cuts: list[Cut] = []
+        for layer, (offset, runs) in enumerate(zip(self.layer_offsets, self.runs, strict=True)):
+            stop = offset
+            for _, element, size in runs:
+                start, stop = stop, stop + size
+                cuts += [
+                    Cut(layer, at, min(SECTION_BYTES_MAX, stop - at), element)
+                    for at in range(start, stop, SECTION_BYTES_MAX)
+                ]
+        return tuple(cuts)
 
 
 @dataclass(frozen=True)
@@ -153,6 +195,8 @@ class KvLayout:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if not self.groups:
             raise ValueError("a model needs at least one KV group")
+        groups = tuple(replace(group, chunk_tokens=self.chunk_tokens) for group in self.groups)
+        object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "_digests", tuple(_digest(self.chunk_tokens, group) for group in self.groups))
 
     def digest(self, group: int) -> bytes:
@@ -190,5 +234,5 @@ class KvLayout:
 def _digest(chunk_tokens: int, group: GroupLayout) -> bytes:
     validity = group.validity
     rule = f"window:{validity.tokens}" if isinstance(validity, Window) else type(validity).__name__.lower()
-    fields = json.dumps([1, chunk_tokens, rule, list(group.layer_bytes), group.pages], separators=(",", ":"))
+    fields = json.dumps([2, chunk_tokens, rule, group.runs, group.pages], separators=(",", ":"))
     return hashlib.sha256(b"kvtier.layout\0" + fields.encode()).digest()

@@ -29,7 +29,7 @@ def of_memory(*names, codec="raw", **rules):
     return ObjectStore(
         layout=LAYOUT,
         name_root=bytes(32),
-        fingerprint=FINGERPRINT,
+        model=FINGERPRINT[:16],
         tiers=tiers,
         rules=[TierRules(name=name, **rules) for name in names],
         arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),

@@ -32,7 +32,7 @@ def group_of(number: int) -> GroupLayout:
 
 def identity(number: int) -> Identity:
     """Name of object `number`."""
-    return Identity(object_name(number), b"f" * 32, b"l" * 32)
+    return Identity(object_name(number), b"f" * 16)
 
 
 @lru_cache(maxsize=256)

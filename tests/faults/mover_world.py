@@ -103,7 +103,7 @@ class World:
         self.mover = taking(
             Mover(
                 layout=self.layout,
-                fingerprint=FINGERPRINT,
+                model=FINGERPRINT[:16],
                 arena=self.arena,
                 copier=self.copier,
                 tiers=self.tiers,

@@ -47,7 +47,7 @@ def frame_of(number):
     slot = memoryview(bytearray(FRAME))
     payload = slot[head_bytes(GROUP) :]
     payload[:] = bytes([number % 256]) * len(payload)
-    return seal(slot, GROUP, Identity(name_of(number), bytes(32), bytes(32)), Raw())
+    return seal(slot, GROUP, Identity(name_of(number)), Raw())
 
 
 def path_of(root, number):

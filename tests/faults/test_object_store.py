@@ -66,7 +66,7 @@ def over():
         return ObjectStore(
             layout=LAYOUT,
             name_root=bytes(32),
-            fingerprint=FINGERPRINT,
+            model=FINGERPRINT[:16],
             tiers={tier.name: tier for tier in tiers},
             rules=[TierRules(name=tier.name, **{**QUICK, **rules}) for tier in tiers],
             arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),

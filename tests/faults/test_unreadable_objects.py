@@ -5,7 +5,6 @@ Bytes that fail their own checks are dropped, and the next store replaces them. 
 
 import json
 import logging
-import struct
 import subprocess
 import sys
 import textwrap
@@ -14,13 +13,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import xxhash
 from mover_world import ManualClock, World
+from tests.frames import of_codec, patched
 from tests.memory_tier import MemoryTier
 from tests.object_store_contract import LAYOUT, STAGED, got, object_id, put
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, local, looked_up, places_of, prefix_of, stored
 
-from kvtier.codec.head import RAW_ID, pack_head, read_head
+from kvtier.codec.head import read_head
 from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, UNREADABLE_S
@@ -48,30 +47,8 @@ KINDS: dict[str, Open] = {
 }
 
 
-def patched(frame: bytes, at: int, code: str, value: int) -> bytes:
-    """`frame` with one number changed, and its header checksum made right."""
-    changed = bytearray(frame)
-    struct.pack_into(f"<{code}", changed, at, value)
-    (header_bytes,) = struct.unpack_from("<I", frame, 12)
-    struct.pack_into("<Q", changed, 16, 0)
-    struct.pack_into("<Q", changed, 16, xxhash.xxh3_64_intdigest(bytes(changed[:header_bytes])))
-    return bytes(changed)
-
-
-def of_codec(frame: bytes, number: int) -> bytes:
-    """`frame` as a codec of that id might have written it: its checksums match."""
-    head = read_head(frame)
-    table = head.table.copy()
-    table["codec"], table["stored_bytes"] = number, table["raw_bytes"] - 1
-    front = pack_head(head.identity, number, table, head.frame_bytes, head.raw_bytes)
-    return front + frame[head.header_bytes :]
-
-
-def of_identity(frame: bytes, **other: bytes) -> bytes:
-    head = read_head(frame)
-    identity = head.identity._replace(**other)
-    front = pack_head(identity, RAW_ID, head.table, head.frame_bytes, head.raw_bytes)
-    return front + frame[head.header_bytes :]
+def of_name(frame: bytes, name: bytes) -> bytes:
+    return patched(frame[:48] + name + frame[80:], 8, "I", 3)
 
 
 def flipped(frame: bytes, at: int) -> bytes:
@@ -79,11 +56,9 @@ def flipped(frame: bytes, at: int) -> bytes:
 
 
 KEPT: dict[str, Change] = {
-    "a newer version": lambda frame: patched(frame, 8, "I", 3),
+    "a newer version": lambda frame: patched(frame, 8, "I", 4),
     "a codec of another package": lambda frame: of_codec(frame, 40_001),
-    "a codec of a later kvtier": lambda frame: of_codec(frame, 2),
-    "another fingerprint": lambda frame: of_identity(frame, fingerprint=b"\x09" * 32),
-    "another layout": lambda frame: of_identity(frame, layout_digest=b"\x09" * 32),
+    "a codec of a later kvtier": lambda frame: of_codec(frame, 200),
 }
 DROPPED: dict[str, Change] = {
     "a flipped bit of the version": lambda frame: flipped(frame, 9),
@@ -92,8 +67,8 @@ DROPPED: dict[str, Change] = {
     "a flipped bit of the table": lambda frame: flipped(frame, 270),
     "a flipped bit under an unknown codec": lambda frame: flipped(of_codec(frame, 40_001), 4096 + 5),
     "another magic": lambda frame: flipped(frame, 0),
-    "another name": lambda frame: of_identity(frame, name=b"\x09" * 32),
-    "a reserved byte": lambda frame: patched(frame, 212, "B", 1),
+    "another name": lambda frame: of_name(frame, b"\x09" * 32),
+    "a reserved byte": lambda frame: patched(frame, 144, "B", 1),
     "a length that does not fit": lambda frame: patched(frame, 24, "Q", len(frame) + 4096),
     "an end that is missing": lambda frame: frame[:-4096],
 }
@@ -169,7 +144,7 @@ def store_over(*tiers: Tier) -> ObjectStore:
     return ObjectStore(
         layout=LAYOUT,
         name_root=bytes(32),
-        fingerprint=FINGERPRINT,
+        model=FINGERPRINT[:16],
         tiers={tier.name: tier for tier in tiers},
         rules=[TierRules(name=tier.name) for tier in tiers],
         arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
@@ -300,7 +275,7 @@ def test_a_node_without_the_package_of_a_codec_leaves_the_objects_of_other_nodes
     assert node("with")[0]["tokens"] == 0
     before = files()
     assert len(before) == 3
-    assert all(read_head(frame).codec == 1 for frame in before.values())
+    assert all(1 in read_head(frame).codecs for frame in before.values())
     told, log = node("without")
     assert told == {"tokens": 48, "hit": 0, "is_up": True}
     assert files() == before

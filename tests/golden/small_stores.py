@@ -1,8 +1,8 @@
-"""One small store of each kind, as format 2 writes it: `tests/golden/stores/KIND.tar.gz`.
+"""One small store of each kind and format: `tests/golden/stores/formatN/KIND.tar.gz`.
 
     python tests/golden/small_stores.py [KIND ...]    # writes those that are missing
 
-Stores that exist stay as they are: tests of later versions open them. Objects of S3 are files whose paths are their
+The command writes the present format. Stores that exist stay as they are: tests of later versions open them. Objects of S3 are files whose paths are their
 keys. Valkey's values are files whose paths are their keys, below `values`; the members of a set are the lines of a file
 below `sets`. They come from a real server, and S3's from the tests' own.
 """
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.rig import CHUNK_TOKENS, FINGERPRINT, LAYOUT, PAGE_BYTES, Engine, places_of, prefix_of, stored
 from tests.small_s3 import SmallS3
 
+from kvtier.codec.head import VERSION
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.keys.fingerprint import root_key
@@ -33,6 +34,7 @@ from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 from kvtier.tier.valkey.kind import ValkeySettings
 
 STORES = Path(__file__).parent / "stores"
+FORMATS = (2, VERSION)
 KINDS = ("directory", "disk", "shared_directory", "s3", "valkey")
 SECRET = bytes(range(32))
 ROOT = root_key(SECRET, FINGERPRINT, CHUNK_TOKENS)
@@ -77,9 +79,9 @@ def opened(tier: TierSettings, engine: Engine, folder: Path, secret: bytes = SEC
 
 
 @contextmanager
-def placed(kind: str, folder: Path) -> Iterator[TierSettings]:
+def placed(kind: str, folder: Path, version: int = VERSION) -> Iterator[TierSettings]:
     """The store of `kind`, in `folder` or on a server of its own; not of Valkey, which `tests/cluster` has."""
-    unpacked(kind, folder)
+    unpacked(kind, folder, version)
     if kind != "s3":
         yield settings(kind, folder)
         return
@@ -88,9 +90,13 @@ def placed(kind: str, folder: Path) -> Iterator[TierSettings]:
         yield settings(kind, folder, server.server_port)
 
 
-def unpacked(kind: str, folder: Path) -> Path:
+def archive_of(kind: str, version: int = VERSION) -> Path:
+    return STORES / f"format{version}" / f"{kind}.tar.gz"
+
+
+def unpacked(kind: str, folder: Path, version: int = VERSION) -> Path:
     """The store of `kind`, in `folder`."""
-    with tarfile.open(STORES / f"{kind}.tar.gz") as archive:
+    with tarfile.open(archive_of(kind, version)) as archive:
         archive.extractall(folder, filter="tar")
     return folder
 
@@ -125,7 +131,7 @@ def write(kind: str) -> None:
             _dump(server, folder)
         for key, content in bucket.objects.items() if bucket else ():
             _put(folder / key, content)
-        _pack(folder, STORES / f"{kind}.tar.gz")
+        _pack(folder, archive_of(kind))
 
 
 def _dump(server, folder: Path) -> None:
@@ -150,11 +156,11 @@ def _pack(folder: Path, path: Path) -> None:
             entry.uname = entry.gname = ""
             with each.open("rb") if each.is_file() else io.BytesIO() as content:
                 archive.addfile(entry, content if each.is_file() else None)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_bytes(gzip.compress(packed.getvalue(), mtime=0))
 
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or KINDS:
-        if not (STORES / f"{each}.tar.gz").exists():
+        if not archive_of(each).exists():
             write(each)

@@ -15,12 +15,13 @@ from kvtier.layout import Part
 
 GOLDEN = {
     "fingerprint": "366ecaa2445dfb26a188325489a4ab691afed7bd340d6192168feaf506ff58b4",
-    "root": "743c33106493a1fed3e5d360252e9932e6de347d833b4c6e6fe9f21ec79ddc8c",
-    "key[0]": "eaf123eb544cb3a3995d38d1f25ce97ce4c69687541877114364458c8bc81f58",
-    "key[1]": "981b27a61f969ca7d0099831f350d1ca372fd4afdc6b1d657bb1bcdadaa2c7c4",
-    "layout": "aa2286f0b47a3e7765d4ccdd2c40afd2c9a741f878ceb91dd91eb35dc5f10d6a",
-    "name[0]": "1d377671649a517fa4470d0546ce4f0241731831c140d71417cb1615b833d7c6",
-    "name[1]": "3722c09cd48b79405e1f8cce03b75950bd3b24fe51bc76a2938e11cf5b532f88",
+    "root": "de1b3edf3fa281570a1b6f1c81863b322b90d3443338d5ef9f698567247ca193",
+    "model": "b8bc62a471ea621887109d98b7aeaac7",
+    "key[0]": "84c8a7a803563b014d1625ff1307c071d84c9457835912d49a5e6209b535055b",
+    "key[1]": "36580cc435726278337454393061a91897013cba772d6d0c772d8ae8ecc2dd7d",
+    "layout": "353c9e80dd5284a954e66bd407a34c7582e978fd01705c2b313e0e0ccae4e35f",
+    "name[0]": "41a783b111f0fe57e298bbf63778d1150303d57cbd77c44dcea0402b0ecff230",
+    "name[1]": "fa52123413ffa436278ac0915aa7a32147c206347600bcbfe320a67ae4be99de",
 }
 
 
@@ -28,6 +29,7 @@ def made() -> dict[str, bytes]:
     return {
         "fingerprint": example.FINGERPRINT.digest,
         "root": example.ROOT,
+        "model": example.MODEL,
         "key[0]": example.KEYS[0],
         "key[1]": example.KEYS[1],
         "layout": example.LAYOUT.digest(0),
@@ -48,16 +50,18 @@ def test_the_digests_follow_from_the_document_alone():
 
     root = hmac.new(
         bytes(range(32)),
-        b"kvtier.root\0" + struct.pack("<I", 1) + bytes.fromhex(GOLDEN["fingerprint"]) + struct.pack("<I", 4),
+        b"kvtier.root\0" + struct.pack("<I", 2) + bytes.fromhex(GOLDEN["fingerprint"]) + struct.pack("<II", 4, 0),
         hashlib.sha256,
     ).digest()
     extras = struct.pack("<II", 1, 0) + encoded(b"adapter") + encoded(b"style/v1")
     first = hashlib.sha256(root + struct.pack("<5I", 4, 1, 2, 3, 4) + extras).digest()
     extras = struct.pack("<II", 1, 2) + encoded(b"image") + encoded(b"\x01\x02")
     second = hashlib.sha256(first + struct.pack("<5I", 4, 5, 65_536, 4_294_967_295, 0) + extras).digest()
-    layout = hashlib.sha256(b'kvtier.layout\0[1,4,"history",[20,5],"example/bytes"]').digest()
+    layout = hashlib.sha256(
+        b'kvtier.layout\0[2,4,"history",[[["keys","bf16",12],["values","bf16",8]],[["bytes","bytes",5]]],"example/bytes"]'
+    ).digest()
     name = hashlib.sha256(
-        b"kvtier.object\0" + struct.pack("<I", 2) + layout + struct.pack("<7I", 0, 2, 4, 4, 8, 0, 1) + second
+        b"kvtier.object\0" + struct.pack("<I", 3) + layout + struct.pack("<7I", 0, 2, 4, 4, 8, 0, 1) + second
     ).digest()
     assert [root, first, second, layout, name] == [
         bytes.fromhex(GOLDEN[which]) for which in ("root", "key[0]", "key[1]", "layout", "name[1]")
@@ -85,7 +89,7 @@ def test_a_long_prompt_keeps_its_keys_and_names():
     names = object_names(chain.keys, 3, Part(0, 5, rank=7, ranks=8), bytes(range(32)))
     assert (
         hashlib.sha256(b"".join(names)).hexdigest()
-        == "939708ac8ed58bacbffe858f4c72220e2372b0453cf6f97725e85dd090e2d891"
+        == "d1fcd132860a48757f5d92112a30298afedd493d83a4b5829afd797bbbc4a5f9"
     )
 
 

@@ -1,8 +1,8 @@
-"""Small stores of every kind, written by the version that `small_stores` names, are read: a prompt comes back whole."""
+"""Small stores of every kind: a prompt of the present format comes back whole, and earlier formats are misses."""
 
 import pytest
 from small_stores import CHUNKS, KINDS, LAYOUT, PREFIX, ROOT, TOKENS, engine, files, opened, placed, prefix_of, unpacked
-from tests.rig import Engine, load_places, loaded, looked_up
+from tests.rig import Engine, load_places, loaded, looked_up, places_of, stored
 
 from kvtier.codec.frame import verify_frame
 from kvtier.keys.object_names import object_name
@@ -17,7 +17,26 @@ def tier(request, tmp_path):
         yield settings
 
 
-def test_a_store_of_an_earlier_version_gives_its_prompt(tier, tmp_path):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "valkey"])
+def test_a_store_of_format_2_is_misses_and_takes_the_prompt_again(kind, tmp_path, caplog):
+    with placed(kind, tmp_path / "store", 2) as settings:
+        source, target = engine(), Engine(4 * CHUNKS, seed=9)
+        session = opened(settings, source, tmp_path / "store")
+        assert looked_up(session.session, "a", PREFIX).tokens == 0
+        assert stored(session.session, "a", PREFIX, places_of(range(CHUNKS))).dropped == 0
+        assert session.session.close().flushed
+        session = opened(settings, target, tmp_path / "store")
+        assert looked_up(session.session, "b", PREFIX).tokens == TOKENS
+        places = load_places(TOKENS)
+        assert loaded(session.session, "b", PREFIX, TOKENS, places).tokens == TOKENS
+        assert target.same(source, places)
+        session.session.close()
+    assert {record.name for record in caplog.records} <= {
+        "kvtier.tier.shared_directory.tier"
+    }  # no drive of other nodes
+
+
+def test_a_store_of_the_present_format_gives_its_prompt(tier, tmp_path):
     target = Engine(4 * CHUNKS, seed=9)
     session = opened(tier, target, tmp_path / "store")
     assert session.root == ROOT

@@ -5,7 +5,8 @@ from kvtier.codec.registry import by_name
 from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.keys.fingerprint import Fingerprint, root_key
 from kvtier.keys.object_names import object_name
-from kvtier.layout import GroupLayout, History, KvLayout, Part
+from kvtier.keys.secret import model_id
+from kvtier.layout import GroupLayout, History, KvLayout, Part, Run
 
 SECRET = bytes(range(32))
 CHUNK_TOKENS = 4
@@ -24,12 +25,12 @@ FINGERPRINT = Fingerprint(
 ROOT = root_key(SECRET, FINGERPRINT.digest, CHUNK_TOKENS)
 KEYS = chunk_keys(ROOT, TOKENS, CHUNK_TOKENS, EXTRAS)
 
-LAYOUT = KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (20, 5), "example/bytes", Part(2, 4, 4, 8)),))
+RUNS = (Run("keys", "bf16", 12), Run("values", "bf16", 8)), (Run("bytes", "bytes", 5),)
+LAYOUT = KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (20, 5), "example/bytes", Part(2, 4, 4, 8), runs=RUNS),))
 GROUP = LAYOUT.groups[0]
 NAMES = [object_name(key, 0, LAYOUT.part(0), LAYOUT.digest(0)) for key in KEYS]
-IDENTITY = Identity(
-    NAMES[1], FINGERPRINT.digest, LAYOUT.digest(0), parent=NAMES[0], depth=1, tokens=4, group=0, part=LAYOUT.part(0)
-)
+MODEL = model_id(SECRET, FINGERPRINT.digest)
+IDENTITY = Identity(NAMES[1], MODEL, parent=NAMES[0], depth=1, tokens=4, group=0, part=LAYOUT.part(0))
 
 
 def filled_slot() -> bytearray:

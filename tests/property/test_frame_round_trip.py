@@ -20,7 +20,7 @@ from kvtier.codec.frame import (
     verify_frame,
 )
 from kvtier.errors import CorruptChunkError, UnreadableChunkError
-from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout, Part
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, Part, Run
 
 pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
 
@@ -31,7 +31,12 @@ layer_sizes = st.one_of(
     st.sampled_from([1, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1, 68_608]),
     st.sampled_from([SECTION_BYTES_MAX - 1, SECTION_BYTES_MAX, SECTION_BYTES_MAX + 1, 2 * SECTION_BYTES_MAX + 5]),
 )
-groups = st.lists(layer_sizes, min_size=1, max_size=6).map(lambda sizes: GroupLayout(History(), tuple(sizes), "any"))
+runs = st.lists(layer_sizes, min_size=1, max_size=3).map(lambda sizes: tuple(Run("kv", "fp8e5m2", it) for it in sizes))
+groups = st.lists(runs, min_size=1, max_size=6).map(
+    lambda layers: GroupLayout(
+        History(), tuple(sum(run.size_bytes for run in layer) for layer in layers), "any", runs=tuple(layers)
+    )
+)
 codecs = st.sampled_from(["raw", "zstd"]).map(registry.by_name)
 contents = st.sampled_from(["noise", "zeros", "mixed"])
 
@@ -41,7 +46,7 @@ def filled(group: GroupLayout, content: str, seed: int) -> tuple[memoryview, byt
     draw = random.Random(seed)
     slot = bytearray(draw.randbytes(1) * frame_bytes(group))
     payload = bytearray(group.payload_bytes)
-    for _, offset, size in group.sections:
+    for _, offset, size, _ in group.sections:
         noisy = content == "noise" or (content == "mixed" and draw.random() < 0.5)
         piece = draw.randbytes(size) if noisy else bytes(size)
         payload[offset : offset + size] = piece
@@ -54,9 +59,7 @@ def identity_of(group: GroupLayout, seed: int) -> Identity:
     draw = random.Random(seed)
     parent = draw.randbytes(32) if draw.random() < 0.5 else None
     counts = [draw.randrange(1 << 32) for _ in range(9)]
-    return Identity(
-        draw.randbytes(32), draw.randbytes(32), KvLayout(16, (group,)).digest(0), parent, *counts[:3], Part(*counts[3:])
-    )
+    return Identity(draw.randbytes(32), draw.randbytes(16), parent, *counts[:3], Part(*counts[3:]))
 
 
 def sealed(group: GroupLayout, codec, content: str, seed: int) -> tuple[bytes, bytes, Identity]:
@@ -83,7 +86,7 @@ def test_open_gives_back_what_was_sealed(group, codec, content, seed):
 def test_any_flipped_bit_is_refused(group, codec, content, seed, data):
     frame, _, identity = sealed(group, codec, content, seed)
     region = data.draw(st.sampled_from(["header", "anywhere"]))
-    position = data.draw(st.integers(0, (256 + 32 * len(group.sections) if region == "header" else len(frame)) - 1))
+    position = data.draw(st.integers(0, (256 + 48 * len(group.sections) if region == "header" else len(frame)) - 1))
     damaged = bytearray(frame)
     damaged[position] ^= 1 << data.draw(st.integers(0, 7))
     slot = memoryview(bytearray(frame_bytes(group)))
@@ -119,7 +122,7 @@ def test_heads_of_noise_end_in_one_error_with_and_without_the_shortcut(seed, nam
     head = bytearray(frame[: head_bytes(group)])
     for _ in range(changes):
         value = draw.choice([0, 1, 4095, 4096, 8192, 1 << 20, (1 << 32) - 1, draw.randrange(1 << 32)])
-        struct.pack_into("<I", head, draw.randrange(2, (256 + 32 * len(group.sections)) // 4) * 4, value)
+        struct.pack_into("<I", head, draw.randrange(2, (256 + 48 * len(group.sections)) // 4) * 4, value)
     struct.pack_into("<Q", head, 16, 0)
     struct.pack_into("<Q", head, 16, xxhash.xxh3_64_intdigest(bytes(head)))
     answers = []

@@ -30,7 +30,7 @@ def test_layers_begin_aligned_and_sections_stay_within_a_layer() -> None:
     assert GROUP.layer_offsets == (0, ALIGNMENT)
     assert GROUP.payload_bytes == 3 * ALIGNMENT
     large = GroupLayout(History(), (SECTION_BYTES_MAX + 5, 7), "test/pages")
-    assert [(layer, size) for layer, _, size in large.sections] == [(0, SECTION_BYTES_MAX), (0, 5), (1, 7)]
+    assert [(layer, size) for layer, _, size, _ in large.sections] == [(0, SECTION_BYTES_MAX), (0, 5), (1, 7)]
 
 
 def test_whatever_the_bytes_mean_changes_the_digest() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvtier.codec.head import RAW_ID, pack_head, read_head
+from kvtier.codec.head import FIXED_BYTES, RAW_ID, finish_head, read_head
 
 
 def objects(directory: Path) -> list[Path]:
@@ -68,14 +68,17 @@ def corrupt(directory: Path, depth: int | None = None) -> int:
         head = read_head(memoryview(frame))
         if depth not in (None, head.identity.depth):
             continue
-        assert head.codec == RAW_ID
+        assert head.codecs == [RAW_ID]
         table = head.table.copy()
         for row, section in zip(table, head.sections, strict=True):
             start, stop = section.offset, section.offset + section.raw_bytes
             rolled = np.roll(np.frombuffer(frame, np.uint8, section.raw_bytes, start), section.raw_bytes // 4 + 100)
             frame[start:stop] = rolled.tobytes()
             row["checksum"] = xxhash.xxh3_64_intdigest(frame[start : section.offset + section.extent_bytes])
-        frame[: head.header_bytes] = pack_head(head.identity, RAW_ID, table, head.frame_bytes, head.raw_bytes)
+        front = bytearray(frame[: head.header_bytes])
+        front[FIXED_BYTES : FIXED_BYTES + table.nbytes] = table.tobytes()
+        finish_head(front)
+        frame[: head.header_bytes] = front
         path.write_bytes(frame)
         count += 1
     return count

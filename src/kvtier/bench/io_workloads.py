@@ -132,7 +132,7 @@ class FullTier:
         tiers: dict[str, Tier] = {self.name: self.tier}
         self._mover = Mover(
             layout=self.layout,
-            fingerprint=FINGERPRINT,
+            model=FINGERPRINT[:16],
             arena=self.arena,
             copier=HostCopier(self.layout, [[np.zeros((1, layer), np.uint8) for layer in layers]]),
             tiers=tiers,
@@ -367,7 +367,7 @@ def open_session(
     """
     mover = Mover(
         layout=layout,
-        fingerprint=FINGERPRINT,
+        model=FINGERPRINT[:16],
         arena=arena,
         copier=HostCopier(layout, [engine]),
         tiers={tier.name: tier for tier, _ in tiers},

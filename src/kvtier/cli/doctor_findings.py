@@ -237,13 +237,9 @@ def _content(
         yield DoctorFinding("note", root, "nothing has been stored yet", advice)
         return
     left = [] if folder is None else notes.read(folder)
-    # Heads of format 2 have the digest.
-    known = {str(note.get(it))[:MODEL_DIGITS]: note.get("of") for note in left for it in ("model", "digest")}
+    known = {str(note.get("model"))[:MODEL_DIGITS]: note.get("of") for note in left}
     named = [share for share in shares if share in known]
-    key = None
-    if mine is not None:
-        digest = mine.digest.hex()[:MODEL_DIGITS]
-        key = digest if digest in shares else model
+    key = None if mine is None else model
     if mine is not None and key not in shares:
         unlike = _unlike(json.loads(mine.canonical), known, named)
         text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"

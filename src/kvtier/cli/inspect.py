@@ -341,7 +341,6 @@ def _draw_object(result: ObjectView) -> None:
         return
     rows += [
         ("model", row.model or ""),
-        ("layout", result.layout or ""),
         ("parent", row.parent or "(none or unknown)"),
         ("group, part", f"{row.group}, {row.part}"),
         ("depth, tokens", f"{row.depth}, {row.tokens}"),

@@ -1,14 +1,16 @@
 """Seal the payload in a slot into a frame, and open a frame into a payload.
 
 A slot is contiguous host memory: head room of `head_bytes(group)`, then the payload. A raw frame is the slot itself, so
-sealing and opening copy nothing. Other codecs write to scratch memory and decode within the slot. An encoded section
-never begins after its place in the payload, so decoding from the last section to the first overwrites no unread bytes.
-FORMAT.md specifies the bytes. Each byte is covered by exactly one checksum.
+sealing and opening copy nothing. Other codecs write to scratch memory, one section right behind the other, and decode
+within the slot. No section begins after its place in the payload, so decoding from the last section to the first
+overwrites no unread bytes. FORMAT.md specifies the bytes. Each byte is covered by exactly one checksum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvtier.codec import registry
@@ -21,6 +23,7 @@ from kvtier.codec.head import (
     Identity,
     Section,
     expect,
+    finish_head,
     frame_layout,
     is_raw_head,
     pack_head,
@@ -30,7 +33,10 @@ from kvtier.codec.head import (
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, align_up
 
-OPEN_SCRATCH_BYTES = SECTION_BYTES_MAX
+EXTENT_BYTES_MAX = SECTION_BYTES_MAX + ALIGNMENT
+"""Longest section with the padding after it."""
+
+OPEN_SCRATCH_BYTES = EXTENT_BYTES_MAX
 """Scratch memory that `open_in_place` needs."""
 
 _ZEROS = bytes(ALIGNMENT)
@@ -55,7 +61,7 @@ def seal_scratch_bytes(group: GroupLayout, codec: Codec) -> int:
     if codec.id == RAW_ID:
         return 0
     # Each section is encoded right after the previous one, with room for the codec's bound.
-    return frame_bytes(group) + align_up(max(codec.bound(length) for _, _, length in group.sections))
+    return frame_bytes(group) + align_up(max(codec.bound(cut.size_bytes) for cut in group.sections))
 
 
 def section_checksums(slot: memoryview, group: GroupLayout) -> list[int]:
@@ -88,12 +94,13 @@ def seal(
         slot: head room and payload, `frame_bytes(group)` writable bytes.
         group: layout of the payload.
         identity: the object.
-        codec: tried on each section; sections that it does not make smaller stay raw.
+        codec: tried on each section; sections that it does not make smaller stay raw, and so does a frame that it
+            does not make `ALIGNMENT` smaller.
         scratch: at least `seal_scratch_bytes(group, codec)` bytes; None for raw.
-        checksums: `section_checksums` of this payload, if they are known. Only raw uses them.
+        checksums: `section_checksums` of this payload, if they are known. Only raw frames use them.
 
     Returns:
-        The frame, a multiple of `ALIGNMENT`: all of `slot` for raw, otherwise the front of `scratch`.
+        The frame, a multiple of `ALIGNMENT`: all of `slot` for a raw one, otherwise the front of `scratch`.
 
     Raises:
         ValueError: slot, scratch or identity has the wrong size.
@@ -102,15 +109,22 @@ def seal(
     _check_slot(slot, layout)
     for start, stop in layout.paddings:
         slot[start:stop] = _ZEROS[: stop - start]
-    if codec.id == RAW_ID:
+    needed = seal_scratch_bytes(group, codec)
+    if needed and (scratch is None or len(scratch) < needed):
+        raise ValueError(f"scratch must have at least {needed} bytes, has {0 if scratch is None else len(scratch)}")
+    packed = _packed(slot, group, codec, scratch) if scratch is not None and codec.id != RAW_ID else None
+    if packed is None:
         known = _checksums(slot, layout) if checksums is None else checksums
         # One assignment: another thread may write the same frame to another tier.
         slot[: layout.header_bytes] = pack_raw_head(identity, layout, known)
         return slot
-    needed = seal_scratch_bytes(group, codec)
-    if scratch is None or len(scratch) < needed:
-        raise ValueError(f"scratch must have at least {needed} bytes, has {0 if scratch is None else len(scratch)}")
-    return _seal_encoded(slot, group, identity, codec, scratch)
+    table, frame = packed
+    for row, (start, stop) in zip(table, _extents(table, len(frame)), strict=True):
+        row["checksum"] = xxhash.xxh3_64_intdigest(frame[start:stop])
+    head = pack_head(identity, layout, table, len(frame))
+    finish_head(head)
+    frame[: layout.header_bytes] = head
+    return frame
 
 
 def open_in_place(
@@ -124,13 +138,12 @@ def open_in_place(
         slot: `frame_bytes(group)` writable bytes, of which the first `stored_bytes` were read.
         stored_bytes: bytes that the tier returned.
         group: the expected layout.
-        identity: the expected object; only name, fingerprint and layout digest are compared.
+        identity: the expected object; only its name is compared, which covers model and layout.
         scratch: at least `OPEN_SCRATCH_BYTES`.
 
     Raises:
         CorruptChunkError: the bytes are damaged or not the whole frame of this object. The payload is undefined.
-        UnreadableChunkError: the codec or the version is not known here, or the fingerprint or layout is another one.
-            The payload is undefined.
+        UnreadableChunkError: the codec or the version is not known here. The payload is undefined.
         ValueError: slot or scratch has the wrong size.
     """
     layout = frame_layout(group)
@@ -139,8 +152,8 @@ def open_in_place(
         raise ValueError(f"scratch must have at least {OPEN_SCRATCH_BYTES} bytes, has {len(scratch)}")
     if not 0 <= stored_bytes <= len(slot):
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored, a frame here has at most {len(slot)}")
-    # A payload and an identity have only one raw frame, so comparing heads is every check at once. Fields that are not
-    # compared (parent, depth and so on) are taken from the frame.
+    # A payload and a name have only one raw frame, so comparing heads is every check at once. Fields that are not
+    # compared (model, parent, depth and so on) are taken from the frame.
     if stored_bytes == len(slot) and is_raw_head(slot, layout, identity, _checksums(slot, layout)):
         return
     # Encoded or damaged: the full check tells which.
@@ -148,8 +161,10 @@ def open_in_place(
     expect(head, group, identity)
     if head.frame_bytes != stored_bytes:
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored of a frame of {head.frame_bytes}")
-    _verify_sections(slot, head)  # before the codec: damage is found without it
-    _unpack(slot, head, codec_of(head), scratch)
+    if head.seal:
+        raise UnreadableChunkError(identity.name, "sealed, and its key is not known here")
+    _verify_sections(slot, head)  # before the codecs: damage is found without them
+    _unpack(slot, head, group, codecs_of(head), scratch)
 
 
 def verify_frame(frame: memoryview | bytes) -> Head:
@@ -182,17 +197,19 @@ def verify_section(head: Head, section: Section, extent: memoryview) -> None:
         raise CorruptChunkError(head.identity.name, f"checksum of the section at {section.offset} does not match")
 
 
-def codec_of(head: Head) -> Codec:
-    """The codec that decodes the encoded sections of a frame; raw if it has none.
+def codecs_of(head: Head) -> dict[int, Codec]:
+    """The codecs of a frame's sections, by id.
 
     Raises:
-        UnreadableChunkError: the codec or its package is not installed here.
+        UnreadableChunkError: a codec or its package is not installed here.
     """
-    number = int(head.table["codec"].max())  # each section has 0 or the frame's
-    try:
-        return registry.by_id(number)
-    except ConfigError as error:
-        raise UnreadableChunkError(head.identity.name, f"codec {number} is not installed here: {error}") from error
+    found: dict[int, Codec] = {}
+    for number in head.codecs:
+        try:
+            found[number] = registry.by_id(number)
+        except ConfigError as error:
+            raise UnreadableChunkError(head.identity.name, f"codec {number} is not installed here: {error}") from error
+    return found
 
 
 def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
@@ -200,50 +217,55 @@ def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
     return [digest(slot[start:stop]) for start, stop in layout.extents]
 
 
-def _seal_encoded(
-    slot: memoryview, group: GroupLayout, identity: Identity, codec: Codec, scratch: memoryview
-) -> memoryview:
+def _packed(
+    slot: memoryview, group: GroupLayout, codec: Codec, scratch: memoryview
+) -> tuple[npt.NDArray[np.void], memoryview] | None:
+    """Encode the sections to their places in `scratch`; the table without checksums, and the frame without a head.
+
+    None: the frame would not be `ALIGNMENT` shorter than the raw one.
+    """
     layout = frame_layout(group)
-    rows: list[tuple[int, int, int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int, int, bytes]] = []
     position = layout.header_bytes
-    for (layer, _, raw_bytes), (start, stop) in zip(group.sections, layout.extents, strict=True):
-        stored_bytes = codec.encode(
-            slot[start : start + raw_bytes], scratch[position : position + codec.bound(raw_bytes)], "bytes"
-        )
-        extent_bytes = align_up(stored_bytes)
+    for (layer, _, raw_bytes, element), (start, _) in zip(group.sections, layout.extents, strict=True):
+        raw = slot[start : start + raw_bytes]
+        stored_bytes = codec.encode(raw, scratch[position : position + codec.bound(raw_bytes)], element)
         codec_id = codec.id
-        # Saving less than the alignment does not make the frame smaller, and decoding would cost time.
-        if extent_bytes >= stop - start:
-            stored_bytes, extent_bytes, codec_id = raw_bytes, stop - start, RAW_ID
-            scratch[position : position + raw_bytes] = slot[start : start + raw_bytes]
-        end = position + extent_bytes
-        scratch[position + stored_bytes : end] = _ZEROS[: extent_bytes - stored_bytes]
-        checksum = xxhash.xxh3_64_intdigest(scratch[position:end])
-        rows.append((position, checksum, raw_bytes, stored_bytes, layer, codec_id))
-        position = end
-    head = pack_head(identity, codec.id, np.array(rows, ENTRY), position, group.payload_bytes)
-    scratch[: layout.header_bytes] = head
-    return scratch[:position]
+        if stored_bytes >= raw_bytes:
+            stored_bytes, codec_id = raw_bytes, RAW_ID
+            scratch[position : position + raw_bytes] = raw
+        rows.append((position, 0, raw_bytes, stored_bytes, layer, codec_id, b""))
+        position += stored_bytes
+    end = align_up(position)
+    if end >= layout.frame_bytes or not any(row[5] for row in rows):
+        return None
+    scratch[position:end] = _ZEROS[: end - position]
+    return np.array(rows, ENTRY), scratch[:end]
 
 
-def _unpack(slot: memoryview, head: Head, codec: Codec, scratch: memoryview) -> None:
+def _extents(table: npt.NDArray[np.void], frame_bytes: int) -> list[tuple[int, int]]:
+    """(start, stop) of each section with the padding after it."""
+    starts: list[int] = table["offset"].tolist()
+    return list(pairwise([*starts, frame_bytes]))
+
+
+def _unpack(slot: memoryview, head: Head, group: GroupLayout, codecs: Mapping[int, Codec], scratch: memoryview) -> None:
     """Decode a verified frame within its slot, from the last section to the first."""
-    for section in reversed(head.sections):
-        extent = slot[section.offset : section.offset + section.extent_bytes]
-        start = head.header_bytes + section.payload_offset
-        target = slot[start : start + align_up(section.raw_bytes)]
+    places = zip(head.sections, group.sections, frame_layout(group).extents, strict=True)
+    for section, cut, (start, stop) in reversed(list(places)):
+        end = start + section.raw_bytes
+        stored = slot[section.offset : section.offset + section.stored_bytes]
         if section.codec == RAW_ID:
-            target[:] = extent  # overlap is fine: the assignment acts like a copy
-            continue
-        stored = extent[: section.stored_bytes]
-        if section.offset + section.stored_bytes > start:
-            scratch[: section.stored_bytes] = stored
-            stored = scratch[: section.stored_bytes]
-        try:
-            codec.decode(stored, target[: section.raw_bytes], "bytes")
-        except ValueError as error:
-            raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
-        target[section.raw_bytes :] = _ZEROS[: len(target) - section.raw_bytes]
+            slot[start:end] = stored  # overlap is fine: the assignment acts like a copy
+        else:
+            if section.offset + section.stored_bytes > start:
+                scratch[: section.stored_bytes] = stored
+                stored = scratch[: section.stored_bytes]
+            try:
+                codecs[section.codec].decode(stored, slot[start:end], cut.element)
+            except ValueError as error:
+                raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
+        slot[end:stop] = _ZEROS[: stop - end]
 
 
 def _check_slot(slot: memoryview, layout: FrameLayout) -> None:

@@ -1,7 +1,7 @@
 """The head of a frame, as in FORMAT.md. `pack_head` writes it and `read_head` reads it.
 
-`read_head` needs no model, so that any frame can be inspected; `expect` then compares the head with the wanted object.
-No field is used before it is checked.
+`read_head` needs neither a model nor a key, so that any frame can be inspected; `expect` then compares the head with
+the wanted object. No field is used before it is checked.
 """
 
 import struct
@@ -21,11 +21,17 @@ from kvtier.types import ObjectName
 MAGIC: Final = b"\x89KVT\r\n\x1a\n"
 """First bytes of a frame. As in PNG, a transfer that converts line ends or strips the eighth bit breaks them."""
 
-VERSION: Final = 2
+VERSION: Final = 3
 FIXED_BYTES: Final = 256
-ENTRY_BYTES: Final = 32
+ENTRY_BYTES: Final = 48
 SECTIONS_MAX: Final = 1 << 16
 RAW_ID: Final = 0
+TAG_BYTES: Final = 16
+
+METADATA_BYTES: Final = 512
+"""Of the metadata block without the ids of tokens; with the tag."""
+TOKENS_MAX: Final = 1 << 20
+"""Most tokens of a chunk for whose ids a metadata block has room."""
 
 Table = npt.NDArray[np.void]
 """A section table; its fields are those of `ENTRY`."""
@@ -38,34 +44,35 @@ ENTRY: Final = np.dtype(
         ("stored_bytes", "<u4"),
         ("layer", "<u4"),
         ("codec", "<u4"),
+        ("tag", "V16"),
     ]
 )
 
-#                        magic version header checksum frame raw codec sections, 4 digests, depth..group part, reserved
-_FIXED = struct.Struct("<8s    I       I      Q        Q     Q   I     I         32s32s32s32s III 6I 44s")
+#                        magic version header checksum frame raw metadata sections, name model key-check salt reserved
+_FIXED = struct.Struct("<8s    I       I      Q        Q     Q   I        I         32s  16s   16s       32s  112s")
+_METADATA = struct.Struct("<32s III 6I II 32s")  # parent, depth tokens group, part, counts of ids and extras, key
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 16
 _VERSION = struct.Struct("<I")
 _VERSION_AT = 8
-_IDENTITY = struct.Struct("<32s32s32s32s III 6I")
-_IDENTITY_AT, _COMPARED_STOP, _IDENTITY_STOP = 48, 144, 212
+_NAME_AT, _SEAL_AT, _SEAL_STOP = 48, 96, 144
 _FEW = 8
 _WORDS = ENTRY_BYTES // 8  # of an entry; its checksum is the second
 DIGEST_BYTES: Final = 32
+MODEL_BYTES: Final = 16
+NO_SEAL: Final = bytes(_SEAL_STOP - _SEAL_AT)
 _NO_PARENT = bytes(DIGEST_BYTES)
-_RESERVED = bytes(44)
+_RESERVED = bytes(112)
 _COUNT_MAX = (1 << 32) - 1
 _NO_PART = Part(0, 1)
 
 
 class Identity(NamedTuple):
-    """The object that a frame holds. Readers compare the first three fields; the others help to rebuild an index."""
+    """The object that a frame holds. Readers compare the name; the others help to rebuild an index."""
 
     name: ObjectName
-    fingerprint: bytes
-    """32 bytes, `Fingerprint.digest`."""
-    layout_digest: bytes
-    """32 bytes, `KvLayout.digest(group)`."""
+    model: bytes = bytes(MODEL_BYTES)
+    """16 bytes, `keys.secret.model_id`."""
     parent: ObjectName | None = None
     """The preceding object of the prefix; None at the start, for groups without history, or if unknown."""
     depth: int = 0
@@ -87,34 +94,41 @@ class Section(NamedTuple):
     """Offset in the frame."""
     stored_bytes: int
     extent_bytes: int
-    """Stored bytes and padding: covered by the checksum."""
+    """Stored bytes and the padding after them."""
     checksum: int
     codec: int
+    tag: bytes = bytes(TAG_BYTES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """A frame's head that has passed every check that needs no model."""
+    """A frame's head that has passed every check that needs neither model nor key."""
 
     version: int
     header_bytes: int
     frame_bytes: int
     raw_bytes: int
     """Bytes of the payload, including padding."""
-    codec: int
-    """The requested codec; single sections may be raw."""
     identity: Identity
+    """Of a sealed frame only name and model."""
+    metadata: slice
+    """Place of the metadata block in the frame."""
+    seal: bytes
+    """Key check (16 bytes) and salt (32 bytes) of a sealed frame; else empty."""
     table: Table = field(repr=False)
     _payload_offsets: npt.NDArray[np.int64] = field(repr=False)
+    head: bytes = field(repr=False)
+    """The bytes of the head."""
 
     @property
     def sections(self) -> list[Section]:
         """All sections, in order."""
-        rows: list[tuple[int, ...]] = self.table.tolist()
+        rows: list[tuple[Any, ...]] = self.table.tolist()
+        stops = [*(row[0] for row in rows[1:]), self.frame_bytes]
         return [
-            Section(layer, at, raw_bytes, offset, stored_bytes, align_up(stored_bytes), checksum, codec)
-            for at, (offset, checksum, raw_bytes, stored_bytes, layer, codec) in zip(
-                self._payload_offsets.tolist(), rows, strict=True
+            Section(layer, at, raw_bytes, offset, stored_bytes, stop - offset, checksum, codec, tag)
+            for at, stop, (offset, checksum, raw_bytes, stored_bytes, layer, codec, tag) in zip(
+                self._payload_offsets.tolist(), stops, rows, strict=True
             )
         ]
 
@@ -123,14 +137,23 @@ class Head:
         """Layers of the payload."""
         return int(self.table["layer"][-1]) + 1
 
+    @property
+    def codecs(self) -> list[int]:
+        """Ids of the sections' codecs, without repetitions."""
+        return np.unique(self.table["codec"]).tolist()
+
 
 class FrameLayout(NamedTuple):
     """The parts that all raw frames of one group share."""
 
     header_bytes: int
     frame_bytes: int
+    raw_bytes: int
+    """Of the payload, including padding."""
+    metadata: slice
+    """Place of the metadata block in the frame."""
     table: Table
-    """Complete except for the checksums, which are 0."""
+    """Complete except for checksums and tags, which are 0."""
     extents: tuple[tuple[int, int], ...]
     """(start, stop) in the frame of each section with its padding."""
     paddings: tuple[tuple[int, int], ...]
@@ -144,71 +167,88 @@ def frame_layout(group: GroupLayout) -> FrameLayout:
     """The raw frame of `group`.
 
     Raises:
-        ValueError: the group has more than `SECTIONS_MAX` sections.
+        ValueError: the group has more than `SECTIONS_MAX` sections, or a chunk more than `TOKENS_MAX` tokens.
     """
-    count = len(group.sections)
+    cuts, count = group.sections, len(group.sections)
     if count > SECTIONS_MAX:
         raise ValueError(f"a frame has at most {SECTIONS_MAX} sections, this group has {count}: use smaller chunks")
-    header_bytes = align_up(FIXED_BYTES + ENTRY_BYTES * count)
-    rows = [(header_bytes + at, 0, size, size, layer, RAW_ID) for layer, at, size in group.sections]
-    table = np.array(rows, ENTRY)
+    if group.chunk_tokens > TOKENS_MAX:
+        raise ValueError(f"a chunk has at most {TOKENS_MAX} tokens, this one has {group.chunk_tokens}")
+    metadata = slice(FIXED_BYTES + ENTRY_BYTES * count, _metadata_stop(count, group.chunk_tokens))
+    header_bytes = align_up(metadata.stop)
+    rows = [(header_bytes + at, 0, size, size, layer, RAW_ID, b"") for layer, at, size, _ in cuts]
+    starts = [row[0] for row in rows]
     frame_bytes = header_bytes + group.payload_bytes
-    extents = tuple((row[0], row[0] + align_up(row[2])) for row in rows)
-    paddings = tuple((row[0] + row[2], stop) for row, (_, stop) in zip(rows, extents, strict=True))
+    extents = tuple(zip(starts, [*starts[1:], frame_bytes], strict=True))
+    paddings = [(row[0] + row[2], stop) for row, (_, stop) in zip(rows, extents, strict=True)]
+    table = np.array(rows, ENTRY)
     return FrameLayout(
         header_bytes,
         frame_bytes,
+        group.payload_bytes,
+        metadata,
         table,
         extents,
         tuple((start, stop) for start, stop in paddings if start < stop),
-        _blank_head(RAW_ID, table, frame_bytes, group.payload_bytes),
+        _blank_head(table, (header_bytes, frame_bytes, group.payload_bytes, metadata.stop - metadata.start)),
     )
 
 
-def _blank_head(codec: int, table: Table, frame_bytes: int, raw_bytes: int) -> bytes:
-    """A head without identity and checksum."""
-    header_bytes, count = align_up(FIXED_BYTES + ENTRY_BYTES * len(table)), len(table)
+def _metadata_stop(sections: int, ids: int) -> int:
+    return FIXED_BYTES + ENTRY_BYTES * sections + METADATA_BYTES + 4 * ids
+
+
+def _blank_head(table: Table, sizes: tuple[int, int, int, int]) -> bytes:
+    """A head without identity, metadata and checksum."""
+    header_bytes, frame_bytes, raw_bytes, metadata_bytes = sizes
     fixed = _FIXED.pack(
-        MAGIC, VERSION, header_bytes, 0, frame_bytes, raw_bytes, codec, count,
-        *[_NO_PARENT] * 4, *[0] * 9, _RESERVED,
+        MAGIC, VERSION, header_bytes, 0, frame_bytes, raw_bytes, metadata_bytes, len(table),
+        b"", b"", b"", b"", _RESERVED,
     )  # fmt: skip
     return (fixed + table.tobytes()).ljust(header_bytes, b"\0")
 
 
-def pack_head(identity: Identity, codec: int, table: Table, frame_bytes: int, raw_bytes: int) -> bytes:
-    """The head of a frame with its checksum; its length is a multiple of `ALIGNMENT`.
+def pack_head(identity: Identity, layout: FrameLayout, table: Table, frame_bytes: int) -> bytearray:
+    """The head of a frame, as `finish_head` completes it; its length is a multiple of `ALIGNMENT`.
 
     Raises:
-        ValueError: a digest is not 32 bytes, or a number does not fit in four.
+        ValueError: a digest has the wrong length, or a number does not fit in four bytes.
     """
-    head = bytearray(_blank_head(codec, table, frame_bytes, raw_bytes))
-    _IDENTITY.pack_into(head, _IDENTITY_AT, *_identity_fields(identity))
+    metadata_bytes = layout.metadata.stop - layout.metadata.start
+    head = bytearray(_blank_head(table, (layout.header_bytes, frame_bytes, layout.raw_bytes, metadata_bytes)))
+    _pack_identity(head, layout, identity)
+    return head
+
+
+def finish_head(head: bytearray) -> None:
+    """Write the checksum of the head; nothing may change after it."""
+    _CHECKSUM.pack_into(head, _CHECKSUM_AT, 0)
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
-    return bytes(head)
 
 
 def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[int]) -> bytearray:
     """A fast `pack_head` for raw frames, from the checksums of the sections.
 
     Raises:
-        ValueError: a digest is not 32 bytes, or a number does not fit in four.
+        ValueError: a digest has the wrong length, or a number does not fit in four bytes.
     """
     head = bytearray(layout.blank)
-    _IDENTITY.pack_into(head, _IDENTITY_AT, *_identity_fields(identity))
+    _pack_identity(head, layout, identity)
     _fill_in(head, checksums)
     return head
 
 
 def is_raw_head(front: memoryview, layout: FrameLayout, identity: Identity, checksums: Sequence[int]) -> bool:
-    """Whether `front` begins with exactly the head that `pack_raw_head` would make for `identity`.
+    """Whether `front` begins with the head that `pack_raw_head` would make for the object of `identity`.
 
-    Fields that are not compared (parent, depth and so on) are taken from `front`.
+    Model and metadata are not compared; they are taken from `front`.
     """
     actual = front[: layout.header_bytes].tobytes()
-    if actual[_IDENTITY_AT:_COMPARED_STOP] != identity.name + identity.fingerprint + identity.layout_digest:
+    if actual[_NAME_AT : _NAME_AT + DIGEST_BYTES] != identity.name:
         return False
     head = bytearray(layout.blank)
-    head[_IDENTITY_AT:_IDENTITY_STOP] = actual[_IDENTITY_AT:_IDENTITY_STOP]
+    head[_NAME_AT:_SEAL_AT] = actual[_NAME_AT:_SEAL_AT]
+    head[layout.metadata] = actual[layout.metadata]
     _fill_in(head, checksums)
     return bytes(head) == actual
 
@@ -220,20 +260,20 @@ def _fill_in(head: bytearray, checksums: Sequence[int]) -> None:
             _CHECKSUM.pack_into(head, FIXED_BYTES + 8 + ENTRY_BYTES * number, checksum)
     else:
         np.frombuffer(head, "<u8", _WORDS * len(checksums), FIXED_BYTES)[1::_WORDS] = checksums
-    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
+    finish_head(head)
 
 
-def _identity_fields(identity: Identity) -> tuple[bytes | int, ...]:
-    """The fields of a head that identify the object."""
-    name, fingerprint, layout_digest, parent, depth, tokens, group, part = identity
+def _pack_identity(head: bytearray, layout: FrameLayout, identity: Identity) -> None:
+    name, model, parent, depth, tokens, group, part = identity
     parent = parent or _NO_PARENT
-    if not len(name) == len(fingerprint) == len(layout_digest) == len(parent) == DIGEST_BYTES:
-        lengths = [len(digest) for digest in (name, fingerprint, layout_digest, parent)]
-        raise ValueError(f"digests of an identity must have {DIGEST_BYTES} bytes, got {lengths}")
+    lengths = (len(name), len(model), len(parent))
+    if lengths != (DIGEST_BYTES, MODEL_BYTES, DIGEST_BYTES):
+        raise ValueError(f"name, model and parent of an identity must have 32, 16 and 32 bytes, got {lengths}")
     counts = (depth, tokens, group, *part)
     if min(counts) < 0 or max(counts) > _COUNT_MAX:
         raise ValueError(f"depth, tokens, group and part must be in 0..{_COUNT_MAX}, got {counts}")
-    return (name, fingerprint, layout_digest, parent, *counts)
+    head[_NAME_AT:_SEAL_AT] = name + model
+    _METADATA.pack_into(head, layout.metadata.start, parent, *counts, 0, 0, b"")
 
 
 def head_bytes_of(front: memoryview | bytes) -> int:
@@ -245,17 +285,20 @@ def head_bytes_of(front: memoryview | bytes) -> int:
     """
     if len(front) < FIXED_BYTES:
         raise CorruptChunkError(b"", f"cut off: {len(front)} bytes, a frame has at least {FIXED_BYTES}")
-    magic, version, header_bytes, _, _, _, _, count, name, *_ = _FIXED.unpack_from(front)
+    magic, version, header_bytes, _, _, _, metadata_bytes, count, name, *_ = _FIXED.unpack_from(front)
     if magic != MAGIC:
         raise CorruptChunkError(b"", "wrong magic: not a frame")
-    is_counted = 1 <= count <= SECTIONS_MAX
-    if is_counted and header_bytes == align_up(FIXED_BYTES + ENTRY_BYTES * count):
+    ids, odd = divmod(metadata_bytes - METADATA_BYTES, 4)
+    is_counted, has_metadata = 1 <= count <= SECTIONS_MAX, not odd and 0 <= ids <= TOKENS_MAX
+    if is_counted and has_metadata and header_bytes == align_up(_metadata_stop(count, ids)):
         return header_bytes
     if version != VERSION:
         raise _of_version(version)
     if not is_counted:
         raise CorruptChunkError(name, f"section count {count} is not in 1..{SECTIONS_MAX}")
-    raise CorruptChunkError(name, f"header of {header_bytes} bytes does not fit {count} sections")
+    if not has_metadata:
+        raise CorruptChunkError(name, f"a metadata block of {metadata_bytes} bytes")
+    raise CorruptChunkError(name, f"header of {header_bytes} bytes does not fit {count} sections and {ids} ids")
 
 
 def _of_version(version: int) -> UnreadableChunkError:
@@ -263,7 +306,7 @@ def _of_version(version: int) -> UnreadableChunkError:
 
 
 def read_head(front: memoryview | bytes) -> Head:
-    """Parse and check the head at the front of `front`, without a model.
+    """Parse and check the head at the front of `front`, without a model or a key.
 
     Args:
         front: at least `head_bytes_of(front)` bytes; bytes after the head are ignored.
@@ -273,8 +316,8 @@ def read_head(front: memoryview | bytes) -> Head:
         UnreadableChunkError: it is of an unknown version, and not a head of this one whose version was damaged.
     """
     header_bytes = head_bytes_of(front)
-    _, version, _, checksum, frame_bytes, raw_bytes, codec, count, *digests = _FIXED.unpack_from(front)
-    name, fingerprint, layout_digest, parent, depth, tokens, group, *part, reserved = digests
+    fixed = _FIXED.unpack_from(front)
+    _, version, _, checksum, frame_bytes, raw_bytes, metadata_bytes, count, name, model, check, salt, reserved = fixed
     if len(front) < header_bytes and version == VERSION:
         raise CorruptChunkError(name, f"cut off: {len(front)} bytes of a header of {header_bytes}")
     head = bytearray(front[:header_bytes])
@@ -285,38 +328,45 @@ def read_head(front: memoryview | bytes) -> Head:
         raise _of_version(version)
     if version != VERSION or not is_right:
         raise CorruptChunkError(name, "header checksum does not match")
-    if reserved != _RESERVED or head.rstrip(b"\0")[FIXED_BYTES + ENTRY_BYTES * count :]:
+    metadata = slice(FIXED_BYTES + ENTRY_BYTES * count, FIXED_BYTES + ENTRY_BYTES * count + metadata_bytes)
+    if reserved != _RESERVED or head.rstrip(b"\0")[metadata.stop :]:
         raise CorruptChunkError(name, "reserved bytes of the header are not zero")
     table: Table = np.frombuffer(head, ENTRY, count, FIXED_BYTES)
-    payload_offsets = _check_table(name, table, codec, (header_bytes, frame_bytes, raw_bytes))
-    parent_name = ObjectName(parent) if parent != _NO_PARENT else None
-    identity = Identity(ObjectName(name), fingerprint, layout_digest, parent_name, depth, tokens, group, Part(*part))
-    return Head(version, header_bytes, frame_bytes, raw_bytes, codec, identity, table, payload_offsets)
+    payload_offsets = _check_table(name, table, (header_bytes, frame_bytes, raw_bytes))
+    seal = check + salt
+    identity = Identity(ObjectName(name), model)
+    if seal == NO_SEAL:
+        seal, identity = b"", _with_metadata(identity, head[metadata])
+        if any(table["tag"].tobytes()):
+            raise CorruptChunkError(name, "a section without a seal has a tag")
+    return Head(
+        version, header_bytes, frame_bytes, raw_bytes, identity, metadata, seal, table, payload_offsets, bytes(head)
+    )
+
+
+def _with_metadata(identity: Identity, block: bytearray) -> Identity:
+    parent, depth, tokens, group, *part, _, _, _ = _METADATA.unpack_from(block)
+    return Identity(*identity[:2], ObjectName(parent) if any(parent) else None, depth, tokens, group, Part(*part))
 
 
 def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
     """Compare a head with the wanted object.
 
     Raises:
-        CorruptChunkError: it is of another object, which no reader finds under this name, or contradicts its layout.
-        UnreadableChunkError: it is of another model or layout.
+        CorruptChunkError: it is of another object, which no reader finds under this name, or contradicts the layout,
+            which its name covers.
     """
-    found = head.identity
-    for what, got, wanted, error in (
-        ("object name", found.name, identity.name, CorruptChunkError),
-        ("fingerprint", found.fingerprint, identity.fingerprint, UnreadableChunkError),
-        ("layout digest", found.layout_digest, identity.layout_digest, UnreadableChunkError),
-    ):
-        if got != wanted:
-            raise error(identity.name, f"wrong {what} {got.hex()[:12]}, expected {wanted.hex()[:12]}")
-    wanted_table = frame_layout(group).table
-    if len(head.table) != len(wanted_table) or any(
-        (head.table[column] != wanted_table[column]).any() for column in ("layer", "raw_bytes")
+    if head.identity.name != identity.name:
+        found, wanted = head.identity.name.hex()[:12], identity.name.hex()[:12]
+        raise CorruptChunkError(identity.name, f"wrong object name {found}, expected {wanted}")
+    wanted = frame_layout(group)
+    if head.metadata != wanted.metadata or any(
+        (head.table[column] != wanted.table[column]).any() for column in ("layer", "raw_bytes")
     ):
         raise CorruptChunkError(identity.name, "section table is not that of the layout")
 
 
-def _check_table(name: bytes, table: Table, codec: int, sizes: tuple[int, int, int]) -> npt.NDArray[np.int64]:
+def _check_table(name: bytes, table: Table, sizes: tuple[int, int, int]) -> npt.NDArray[np.int64]:
     """Check the consistency of a section table; returns the payload offset of each section.
 
     The lengths determine all offsets, so sections can neither overlap nor lie outside the frame.
@@ -326,28 +376,32 @@ def _check_table(name: bytes, table: Table, codec: int, sizes: tuple[int, int, i
     is_raw = table["codec"] == RAW_ID
     if raw.min() < 1 or raw.max() > SECTION_BYTES_MAX:
         raise CorruptChunkError(name, f"a section's raw length is not in 1..{SECTION_BYTES_MAX}")
-    if not (is_raw | (table["codec"] == codec)).all():
-        raise CorruptChunkError(name, "a section has another codec than the frame")
     if not np.where(is_raw, stored == raw, (stored >= 1) & (stored < raw)).all():
         raise CorruptChunkError(name, "a section's stored length does not fit its raw length and codec")
     steps = np.diff(layer)
     if layer[0] != 0 or not ((steps == 0) | (steps == 1)).all():
         raise CorruptChunkError(name, "the sections' layers do not count up from 0")
-    if (raw[:-1][steps == 0] % ALIGNMENT).any():
-        raise CorruptChunkError(name, "a section that does not end its layer has an odd length")
-    offsets, stop = _laid_out(stored, header_bytes)
-    payload_offsets, payload_stop = _laid_out(raw, 0)
+    payload_offsets, payload_bytes = _in_slot(raw, steps)
+    if is_raw.all():
+        offsets, stop = header_bytes + payload_offsets, header_bytes + payload_bytes
+    else:
+        ends: npt.NDArray[Any] = header_bytes + np.cumsum(stored)
+        offsets, stop = ends - stored, align_up(int(ends[-1]))
     if (table["offset"] != offsets.astype(np.uint64)).any():
         raise CorruptChunkError(name, "the sections' offsets do not follow from their lengths")
     if frame_bytes != stop:
         raise CorruptChunkError(name, f"frame of {frame_bytes} bytes, but its sections end at {stop}")
-    if raw_bytes != payload_stop:
-        raise CorruptChunkError(name, f"payload of {raw_bytes} bytes, but its sections end at {payload_stop}")
+    if raw_bytes != payload_bytes:
+        raise CorruptChunkError(name, f"payload of {raw_bytes} bytes, but its sections end at {payload_bytes}")
     return payload_offsets
 
 
-def _laid_out(lengths: npt.NDArray[np.int64], start: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Offsets of pieces that begin at `start` and are padded to `ALIGNMENT`, and the end of the last padding."""
-    padded: npt.NDArray[np.int64] = (lengths + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    stops: npt.NDArray[Any] = start + np.cumsum(padded)
-    return stops - padded, int(stops[-1])
+def _in_slot(raw: npt.NDArray[np.int64], steps: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
+    """Offsets of sections in a payload, whose layers begin at multiples of `ALIGNMENT`, and the payload's length."""
+    firsts = np.concatenate(([0], np.flatnonzero(steps) + 1))  # of each layer
+    layers: npt.NDArray[np.int64] = np.add.reduceat(raw, firsts)
+    padded: npt.NDArray[np.int64] = -layers % ALIGNMENT
+    before: npt.NDArray[Any] = np.cumsum(padded) - padded  # padding of the layers before
+    counts = np.diff(np.concatenate((firsts, [len(raw)])))
+    stops: npt.NDArray[Any] = np.cumsum(raw)
+    return stops - raw + np.repeat(before, counts), int(stops[-1] + padded.sum())

@@ -86,7 +86,7 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
         except ConfigError as error:  # the file was damaged after the tiers had opened
             logger.debug("the fingerprint's note cannot be named: %s", error)
             return
-        content = {"model": model.hex(), "digest": fingerprint.digest.hex(), "of": json.loads(fingerprint.canonical)}
+        content = {"model": model.hex(), "of": json.loads(fingerprint.canonical)}
         for tier in config.tiers:
             folder = kind_of(tier).folder(tier)
             try:

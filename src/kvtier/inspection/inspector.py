@@ -16,10 +16,9 @@ from itertools import islice
 from typing import TypeVar
 
 from kvtier.codec import registry
-from kvtier.codec.frame import codec_of, verify_section
-from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_of, read_head
+from kvtier.codec.frame import EXTENT_BYTES_MAX, codecs_of, verify_section
+from kvtier.codec.head import FIXED_BYTES, Head, Section, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
-from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, Usage, merged
 from kvtier.types import ObjectName
 
@@ -102,7 +101,6 @@ class ObjectView:
     frame_bytes: int | None = None
     raw_bytes: int | None = None
     layers: int | None = None
-    layout: str | None = None
     sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
     """The section table: the fields of `codec.head.Section`, with checksum and codec as text."""
 
@@ -246,16 +244,12 @@ class StoreInspector:
             object=row,
             path=stored.path,
             version=head.version,
-            codec=_codec_name(head.codec),
+            codec=", ".join(map(_codec_name, head.codecs)),
             header_bytes=head.header_bytes,
             frame_bytes=head.frame_bytes,
             raw_bytes=head.raw_bytes,
             layers=head.layers,
-            layout=head.identity.layout_digest.hex(),
-            sections=[
-                section._asdict() | {"checksum": f"{section.checksum:016x}", "codec": _codec_name(section.codec)}
-                for section in head.sections
-            ],
+            sections=[_told(section) for section in head.sections],
         )
 
     def verify(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> Verification:
@@ -306,15 +300,13 @@ class StoreInspector:
             return replace(bare, problem=error.detail)
         except OSError as error:
             return replace(bare, problem=f"cannot be read: {error.strerror}")
-        # A head of format 2 has the fingerprint; an object's place in a shared store has the model id.
-        model = stored.model or identity.fingerprint.hex()
         return replace(
             bare,
             group=identity.group,
             part=identity.part.text,
             depth=identity.depth,
             tokens=identity.tokens,
-            model=model,
+            model=identity.model.hex(),
             parent=identity.parent.hex() if identity.parent else None,
         )
 
@@ -326,7 +318,7 @@ class StoreInspector:
                 if head.frame_bytes != reader.size_bytes:
                     return f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}", True
                 self._verify_sections(reader, head)
-                codec_of(head)
+                codecs_of(head)
         except FileNotFoundError:
             return None
         except UnreadableChunkError as error:
@@ -353,7 +345,7 @@ class StoreInspector:
     def _verify_sections(self, reader: ObjectReader, head: Head) -> None:
         buffer: bytearray | None = getattr(self._local, "buffer", None)
         if buffer is None:
-            buffer = self._local.buffer = bytearray(SECTION_BYTES_MAX)
+            buffer = self._local.buffer = bytearray(EXTENT_BYTES_MAX)
         for section in head.sections:
             extent = memoryview(buffer)[: section.extent_bytes]
             count = reader.read(extent, section.offset)
@@ -400,6 +392,11 @@ def _by_model(rows: list[ObjectRow]) -> dict[str, ModelShare]:
         share.groups = sorted({*share.groups, row.group})
         share.parts = sorted({*share.parts, row.part})
     return dict(sorted(shares.items()))
+
+
+def _told(section: Section) -> dict[str, object]:
+    texts = {"checksum": f"{section.checksum:016x}", "codec": _codec_name(section.codec), "tag": section.tag.hex()}
+    return section._asdict() | texts
 
 
 def _codec_name(number: int) -> str:

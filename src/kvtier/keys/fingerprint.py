@@ -24,7 +24,8 @@ SECRET_BYTES = 32
 _FINGERPRINT_DOMAIN = b"kvtier.fingerprint\0"
 _ROOT_DOMAIN = b"kvtier.root\0"
 _VERSION = 1
-_ROOT_HEAD = struct.Struct("<I32sI")
+_ROOT_VERSION = 2
+_ROOT_HEAD = struct.Struct("<I32sII")
 _DEPTH_MAX = 32
 _INTEGER_BITS_MAX = 1024  # as many as the largest double; Python refuses to print much larger integers
 _COUNT_MAX = (1 << 32) - 1
@@ -96,13 +97,14 @@ def canonical_json(value: object, where: str = "value") -> bytes:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int) -> bytes:
+def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int, tenant: str = "") -> bytes:
     """The 32-byte root of all key chains of one model and one secret.
 
     Args:
         secret: 32 bytes (`kvtier.keys.secret`); without it keys reveal nothing.
         fingerprint_digest: `Fingerprint.digest`.
         chunk_tokens: tokens in a full chunk; other sizes give other names.
+        tenant: of the engine; other tenants have other names.
 
     Raises:
         ValueError: a secret or digest is not 32 bytes, or `chunk_tokens` is out of range. The secret is never shown.
@@ -113,7 +115,8 @@ def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int) -> byt
         raise ValueError(f"fingerprint digest must be {DIGEST_BYTES} bytes, got {len(fingerprint_digest)}")
     if not 1 <= chunk_tokens <= _COUNT_MAX:
         raise ValueError(f"chunk_tokens must be in 1..{_COUNT_MAX}, got {chunk_tokens}")
-    fields = _ROOT_DOMAIN + _ROOT_HEAD.pack(_VERSION, fingerprint_digest, chunk_tokens)
+    owner = tenant.encode()
+    fields = _ROOT_DOMAIN + _ROOT_HEAD.pack(_ROOT_VERSION, fingerprint_digest, chunk_tokens, len(owner)) + owner
     return hmac.digest(secret, fields, "sha256")
 
 

@@ -17,7 +17,7 @@ from kvtier.types import ChunkKey, ObjectName
 
 NAME_BYTES = 32
 _DOMAIN = b"kvtier.object\0"
-_VERSION = 2
+_VERSION = 3
 _HEAD = struct.Struct("<I32sI6I")
 
 

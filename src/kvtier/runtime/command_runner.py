@@ -78,7 +78,7 @@ class CommandRunner:
         self,
         *,
         layout: KvLayout,
-        fingerprint: bytes,
+        model: bytes,
         arena: Arena,
         copier: Copier,
         tiers: Mapping[str, Tier],
@@ -89,14 +89,14 @@ class CommandRunner:
         writes_all: bool = False,
     ) -> None:
         self._layout = layout
-        self._fingerprint = fingerprint
+        self._model = model
         self._arena = arena
         self._copier = copier
         self._tiers = tiers
         self._codec = codec
         self._clock = clock
-        self._digests = [layout.digest(group) for group in range(len(layout.groups))]
-        keyed = self._digests if name_root is None else [hmac.digest(name_root, it, "sha256") for it in self._digests]
+        digests = [layout.digest(group) for group in range(len(layout.groups))]
+        keyed = digests if name_root is None else [hmac.digest(name_root, it, "sha256") for it in digests]
         self._parts = [layout.part(group) for group in range(len(layout.groups))]
         self._name_heads = list(map(name_head, range(len(keyed)), self._parts, keyed))
         self._kept_elsewhere = {
@@ -256,7 +256,7 @@ class CommandRunner:
             if answer is None or isinstance(answer, Exception):
                 results.append(answer or _ABSENT)
                 continue
-            identity = Identity(name, self._fingerprint, self._digests[transfer.group])
+            identity = Identity(name)
             try:
                 open_in_place(slot, answer, self._layout.groups[transfer.group], identity, memory)
                 results.append(Result(Outcome.DONE, answer))
@@ -292,8 +292,7 @@ class CommandRunner:
         return [
             Identity(
                 name,
-                self._fingerprint,
-                self._digests[transfer.group],
+                self._model,
                 None if transfer.parent is None else next(parents),
                 transfer.depth,
                 self._layout.chunk_tokens,

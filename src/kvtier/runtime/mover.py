@@ -122,7 +122,7 @@ class Mover:
 
     Args:
         layout: the KV groups, with the part of each that this rank holds.
-        fingerprint: 32 bytes, `Fingerprint.digest`; part of every frame.
+        model: 16 bytes, `keys.secret.model_id`; in every frame that is written.
         arena: holds the slots.
         copier: copies between the engine's blocks and slots.
         tiers: lower tiers by name.
@@ -150,7 +150,7 @@ class Mover:
         self,
         *,
         layout: KvLayout,
-        fingerprint: bytes,
+        model: bytes,
         arena: Arena,
         copier: Copier,
         tiers: Mapping[str, Tier],
@@ -167,7 +167,7 @@ class Mover:
         self._process = os.getpid()
         self._transfers = CommandRunner(
             layout=layout,
-            fingerprint=fingerprint,
+            model=model,
             arena=arena,
             copier=copier,
             tiers=tiers,

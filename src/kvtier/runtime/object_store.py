@@ -161,7 +161,7 @@ class ObjectStore(LockedCore):
     Args:
         layout: this rank's KV groups; `chunk_tokens` is the engine's page.
         name_root: 32 secret bytes that key the names of objects (`keys.fingerprint.root_key`).
-        fingerprint: 32 bytes, `Fingerprint.digest`; part of every frame.
+        model: 16 bytes, `keys.secret.model_id`; in every frame that is written.
         tiers: tiers by name, fastest first; the store's from now on.
         rules: limits of each tier, in the same order.
         arena: slots of `layout` for objects on their way; the store's from now on.
@@ -186,7 +186,7 @@ class ObjectStore(LockedCore):
         *,
         layout: KvLayout,
         name_root: bytes,
-        fingerprint: bytes,
+        model: bytes,
         tiers: Mapping[str, Tier],
         rules: Sequence[TierRules],
         arena: Arena,
@@ -212,7 +212,7 @@ class ObjectStore(LockedCore):
         self._objects = ObjectCache(layout=layout, slots=arena.slots, tiers=rules, down=down)
         self._mover = Mover(
             layout=layout,
-            fingerprint=fingerprint,
+            model=model,
             arena=arena,
             copier=_NoDevice(),
             tiers=tiers,

@@ -11,7 +11,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import closing_lines, open_journal, tier_rules
-from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
+from kvtier.runtime.rank import close_tiers, common_tiers, model_of, open_tiers, threads_of_tiers, tiers_down
 from kvtier.runtime.secret import store_secret
 from kvtier.tier.base import Tier
 
@@ -50,7 +50,7 @@ def open_object_store(
         return ObjectStore(
             layout=layout.on_rank(rank, ranks),
             name_root=root,
-            fingerprint=fingerprint_digest,
+            model=model_of(config, fingerprint_digest),
             tiers=tiers,
             rules=tier_rules(config, tuple(tiers)),
             arena=arena,

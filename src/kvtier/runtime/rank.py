@@ -96,7 +96,7 @@ def open_rank(
         tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
             layout=layout.on_rank(rank, ranks),
-            fingerprint=fingerprint_digest,
+            model=model_of(config, fingerprint_digest),
             arena=arena,
             copier=copier,
             tiers=tiers,
@@ -154,6 +154,15 @@ def open_tiers(
         close_tiers(tiers, 5.0)
         raise
     return tiers
+
+
+def model_of(config: Config, fingerprint_digest: bytes) -> bytes:
+    """The model id (16 bytes) in the heads of frames.
+
+    Raises:
+        ConfigError: the configured secret cannot be read.
+    """
+    return model_id(configured_secret(config) if config.tiers else None, fingerprint_digest)
 
 
 def tiers_down(tiers: Mapping[str, Tier]) -> tuple[str, ...]:

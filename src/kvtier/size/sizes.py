@@ -296,7 +296,10 @@ def _rank_objects(
     if largest > SECTIONS_MAX * SECTION_BYTES_MAX:  # checked here, since a list of all sections might fill the memory
         raise ConfigError(f"chunk-tokens: {chunk_tokens} tokens make too large a chunk: {exact(largest)} bytes")
     try:
-        return tuple(_object_size(GroupLayout(rule, tuple(sizes), "")) for rule, sizes in groups.items())
+        return tuple(
+            _object_size(GroupLayout(rule, tuple(sizes), "", chunk_tokens=chunk_tokens))
+            for rule, sizes in groups.items()
+        )
     except ValueError as error:
         raise ConfigError(f"chunk-tokens: {chunk_tokens} tokens make too large a chunk: {error}") from error
 

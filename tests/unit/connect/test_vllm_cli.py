@@ -35,7 +35,7 @@ FINGERPRINTS = tuple(
     Fingerprint(weights=weights * 32, dtype=dtype, other={"config": {"rope": {"theta": theta}}, "ranks": 1})
     for weights, dtype, theta in ((b"a", "bfloat16", 10000), (b"b", "float32", 500000))
 )
-MODELS = tuple(each.digest for each in FINGERPRINTS)
+MODELS = tuple(model_id(None, each.digest) for each in FINGERPRINTS)
 SECRET = "5e" * 32
 
 
@@ -116,7 +116,7 @@ def fill(root: Path, models: tuple[bytes, ...] = MODELS[:1], tokens: int = 256) 
     for number in range(3 * len(models)):
         name = ObjectName(hashlib.sha256(bytes([number])).digest())
         slot = memoryview(bytearray(frame_bytes(GROUP)))
-        identity = Identity(name, models[number % len(models)], bytes(32), depth=number + 1, tokens=tokens, group=0)
+        identity = Identity(name, models[number % len(models)], depth=number + 1, tokens=tokens, group=0)
         assert tier.write(name, seal(slot, GROUP, identity, Raw()), About(depth=number + 1))
     tier.close()
     load_or_create(root / "secret")
@@ -342,7 +342,7 @@ def test_a_full_directory_is_found(doctor, engine, tmp_path):
     big = GroupLayout(History(), (1 << 20,), "test/pages")
     tier = DirectoryTier(root, capacity_bytes=2 << 20, direct_io="off")
     name = ObjectName(bytes(32))
-    identity = Identity(name, MODELS[0], bytes(32), depth=9, tokens=256, group=0)
+    identity = Identity(name, MODELS[0], depth=9, tokens=256, group=0)
     frame = seal(memoryview(bytearray(frame_bytes(big))), big, identity, Raw())
     assert tier.write(name, frame, About(depth=9))
     tier.close()
@@ -376,7 +376,7 @@ def test_a_model_is_looked_for_by_the_id_that_it_has_under_the_configured_secret
 ):
     fingerprinted(0)
     secret = load_or_create(tmp_path / "secret")
-    root = fill(tmp_path / "kv", (model_id(secret if is_same else None, MODELS[0]) + bytes(16),))
+    root = fill(tmp_path / "kv", (model_id(secret if is_same else None, FINGERPRINTS[0].digest),))
     extra = {"tiers": [below(root)], "store.secret_file": str(tmp_path / "secret")}
     _, findings = doctor(transfer(kv_connector_extra_config=extra), "--model", "m")
     assert bad(findings) == ([] if is_same else [str(root)])
@@ -390,9 +390,7 @@ def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_pa
         (result,) = [each["found"] for each in doctor(transfer(root), "--model", "m")[1] if each["level"] == "error"]
         return result
 
-    assert found().endswith(f"which is {model_id(None, MODELS[1]).hex()[:12]}"), (
-        "no engine has left what its fingerprint is made of"
-    )
+    assert found().endswith(f"which is {MODELS[1].hex()[:12]}"), "no engine has left what its fingerprint is made of"
     note_fingerprint(Config(tiers=(DirectorySettings(path=root),)), FINGERPRINTS[0])
     for thread in threading.enumerate():
         if thread.name == "kvtier note":

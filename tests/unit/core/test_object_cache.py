@@ -22,7 +22,7 @@ def opened(tier):
     return ObjectStore(
         layout=LAYOUT,
         name_root=bytes(32),
-        fingerprint=bytes(32),
+        model=bytes(16),
         tiers={tier.name: tier},
         rules=[TierRules(name=tier.name)],
         arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),

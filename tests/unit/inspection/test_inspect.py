@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from tests.frames import of_codec
 
 from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, head_bytes, seal
-from kvtier.codec.head import Identity, pack_head, read_head
+from kvtier.codec.head import Identity, read_head
 from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History, Part
 from kvtier.tier import store_notes as notes
@@ -25,7 +26,7 @@ from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (6000, 5000, 4096), "test/pages")
 FRAME = frame_bytes(GROUP)
-MODELS = (hashlib.sha256(b"model a").digest(), hashlib.sha256(b"model b").digest())
+MODELS = (hashlib.md5(b"model a").digest(), hashlib.md5(b"model b").digest())
 
 
 def name_of(number: int) -> ObjectName:
@@ -39,7 +40,6 @@ def frame_of(number: int, name: bytes | None = None) -> memoryview:
     identity = Identity(
         name or name_of(number),
         MODELS[number % 2],
-        bytes(32),
         depth=number,
         tokens=256,
         group=number % 3,
@@ -152,7 +152,7 @@ def test_show_tells_one_object_whole(store, inspect):
     code, told = inspect("show", store, spelled[:10].upper())
     assert code == 0
     assert told["object"]["name"] == spelled
-    assert (told["codec"], told["version"], told["layers"], told["frame_bytes"]) == ("raw", 2, 3, FRAME)
+    assert (told["codec"], told["version"], told["layers"], told["frame_bytes"]) == ("raw", 3, 3, FRAME)
     assert told["path"] == str(path_of(store, 3))
     assert [(row["layer"], row["raw_bytes"]) for row in told["sections"]] == [(0, 6000), (1, 5000), (2, 4096)]
     path_of(store, 3).write_bytes(b"")
@@ -233,10 +233,7 @@ def test_verify_finds_everything_that_is_bad_and_a_repair_drops_it(store, inspec
 
 def test_what_is_not_understood_is_kept_by_a_repair(store, inspect, capsys):
     """A codec that is not installed here, and a frame of a later version, may be good on another node."""
-    head = read_head(frame := path_of(store, 0).read_bytes())
-    table = head.table.copy()
-    table["codec"], table["stored_bytes"] = 40_001, table["raw_bytes"] - 1
-    encoded = pack_head(head.identity, 40_001, table, head.frame_bytes, head.raw_bytes) + frame[head.header_bytes :]
+    encoded = of_codec(path_of(store, 0).read_bytes(), 40_001)
     path_of(store, 0).write_bytes(encoded)
     path_of(store, 1).write_bytes(of_version_99(path_of(store, 1).read_bytes()))
     before = tree(store)

@@ -20,9 +20,7 @@ FRAME_BYTES = frame_bytes(GROUP)
 def sealed(number):
     slot = empty_frame(FRAME_BYTES)
     slot[head_bytes(GROUP) :] = bytes([number]) * GROUP.payload_bytes
-    identity = Identity(
-        object_name(number), b"f" * 32, b"l" * 32, depth=number, tokens=16, part=Part(0, 1, rank=1, ranks=2)
-    )
+    identity = Identity(object_name(number), b"f" * 16, depth=number, tokens=16, part=Part(0, 1, rank=1, ranks=2))
     return seal(slot, GROUP, identity, Raw())
 
 

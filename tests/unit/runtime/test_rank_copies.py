@@ -66,7 +66,7 @@ def opened(folder, seeds, *, common=("below",), broken=()):
     movers = [
         Mover(
             layout=COPIES[rank],
-            fingerprint=FINGERPRINT,
+            model=FINGERPRINT[:16],
             arena=Arena(LAYOUT, (SLOTS, SLOTS)),
             copier=engine.copier(),
             tiers={"below": tiers[rank]},

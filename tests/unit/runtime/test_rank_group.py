@@ -66,7 +66,7 @@ def session_of(engines, tiers, remote=(), layout=LAYOUT):
     movers = [
         Mover(
             layout=layout.on_rank(rank, 2),
-            fingerprint=FINGERPRINT,
+            model=FINGERPRINT[:16],
             arena=Arena(layout, (SLOTS,) * len(layout.groups)),
             copier=engine.copier(),
             tiers={"below": tiers[rank]},

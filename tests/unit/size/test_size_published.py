@@ -136,14 +136,15 @@ def test_states_are_shared_by_heads_and_groups_are_copied():
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), [("llama-3.3-70b", 83_886_080), ("llama-3.1-8b", 33_554_432), ("deepseek-r1", 17_989_632)]
+    ("name", "chunk", "head"),
+    [("llama-3.3-70b", 83_886_080, 8192), ("llama-3.1-8b", 33_554_432, 4096), ("deepseek-r1", 17_989_632, 8192)],
 )
-def test_chunks_of_256_tokens(name, chunk):
+def test_chunks_of_256_tokens(name, chunk, head):
     kv = size.of(name)
     assert kv.chunk_bytes_per_rank == chunk
     (stored,) = kv.objects
     assert stored.bytes == stored.padded_bytes == chunk
-    assert stored.frame_bytes == chunk + 4096
+    assert stored.frame_bytes == chunk + head
 
 
 def test_small_chunks_pay_for_alignment():

@@ -1,0 +1,34 @@
+"""Frames changed behind kvtier's back, with checksums made right."""
+
+import struct
+from itertools import pairwise
+
+import numpy as np
+import xxhash
+
+from kvtier.codec.head import FIXED_BYTES, read_head
+from kvtier.layout import align_up
+
+
+def patched(frame: bytes, at: int, code: str, value: int) -> bytes:
+    """`frame` with one number changed, and its header checksum made right."""
+    changed = bytearray(frame)
+    struct.pack_into(f"<{code}", changed, at, value)
+    (header_bytes,) = struct.unpack_from("<I", frame, 12)
+    struct.pack_into("<Q", changed, 16, 0)
+    struct.pack_into("<Q", changed, 16, xxhash.xxh3_64_intdigest(bytes(changed[:header_bytes])))
+    return bytes(changed)
+
+
+def of_codec(frame: bytes, number: int) -> bytes:
+    """`frame` as a codec of that id might have written it: its checksums match."""
+    head = read_head(frame)
+    table = head.table.copy()
+    table["codec"], table["stored_bytes"] = number, table["raw_bytes"] - 1
+    stops = head.header_bytes + np.cumsum(table["stored_bytes"])
+    table["offset"] = stops - table["stored_bytes"]
+    changed = bytearray(frame[: align_up(int(stops[-1]))])
+    extents = pairwise([*table["offset"].tolist(), len(changed)])
+    table["checksum"] = [xxhash.xxh3_64_intdigest(bytes(changed[start:stop])) for start, stop in extents]
+    changed[FIXED_BYTES : FIXED_BYTES + table.nbytes] = table.tobytes()
+    return patched(bytes(changed), 24, "Q", len(changed))
