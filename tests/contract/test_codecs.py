@@ -36,6 +36,17 @@ class Shifts:
         into[: len(stored)] = stored
 
 
+class Turns(Shifts):
+    """A wrong codec: it turns the bytes of fp32."""
+
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
+        into[: len(raw)] = bytes(raw)[::-1] if element == "fp32" else raw
+        return len(raw)
+
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:
+        into[:] = stored
+
+
 class BrokenContract(CodecContract):
     def make(self) -> Codec:
         return Shifts()
@@ -52,3 +63,9 @@ class BrokenContract(CodecContract):
 def test_the_suite_sees_a_wrong_codec(check):
     with pytest.raises((AssertionError, ValueError)):
         getattr(BrokenContract(), check)()
+
+
+def test_the_suite_sees_a_codec_that_loses_one_type_of_numbers(monkeypatch):
+    monkeypatch.setattr(BrokenContract, "make", lambda _self: Turns())
+    with pytest.raises(AssertionError, match="fp32"):
+        BrokenContract().test_round_trip()

@@ -138,14 +138,14 @@ def _codec(codec: Codec) -> list[Point]:
     raw = _like_kv(size).data
     stored = memoryview(bytearray(codec.bound(size)))
     back = memoryview(bytearray(size))
-    stored_bytes = codec.encode(raw, stored, "bytes")
+    stored_bytes = codec.encode(raw, stored, "bf16")
 
     def encode(_worker: int, _number: int) -> int:
-        codec.encode(raw, stored, "bytes")
+        codec.encode(raw, stored, "bf16")
         return size
 
     def decode(_worker: int, _number: int) -> int:
-        codec.decode(stored[:stored_bytes], back, "bytes")
+        codec.decode(stored[:stored_bytes], back, "bf16")
         return size
 
     return [("encode", size, 1, encode), ("decode", size, 1, decode)]

@@ -1,13 +1,18 @@
 """Contract tests for codecs. Subclass `CodecContract` in a pytest module and give it a `make`."""
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from kvtier.codec.base import Codec
-from kvtier.layout import SECTION_BYTES_MAX
+from kvtier.layout import ELEMENT_BYTES, SECTION_BYTES_MAX, Element
 
 _LENGTHS = (1, 2, 511, 4095, 4096, 68_608, SECTION_BYTES_MAX)
 _GUARD = 64
+_FORMS: dict[Element, tuple[str, int]] = {"fp32": ("<f4", 0), "bf16": ("<f4", 2), "fp16": ("<f2", 0)}
+"""Of numbers in memory: NumPy's type, and its low bytes that the element does not have."""
 
 
 class CodecContract:
@@ -32,54 +37,63 @@ class CodecContract:
         assert 0 <= codec.id < 1 << 32
 
     def test_round_trip(self) -> None:
-        """Decoding restores any content of any length. Payloads and stored bytes may be read-only memory."""
+        """Decoding restores any content of any length and element. Memory may be read-only and not aligned."""
         codec = self.make()
-        for raw in _samples():
-            stored = _encoded(codec, raw)
-            into = bytearray(len(raw))
-            codec.decode(memoryview(stored), memoryview(into), "bytes")
-            assert into == raw
+        for element in ELEMENT_BYTES:
+            for raw in _samples(element):
+                stored = _encoded(codec, raw, element)
+                into = memoryview(bytearray(1 + len(raw)))[1:]
+                codec.decode(memoryview(b"\0" + stored)[1:], into, element)
+                assert into == raw, element
 
     def test_stays_within_its_bound_and_leaves_its_input_alone(self) -> None:
         """The frame reserves `bound` bytes."""
         codec = self.make()
-        for raw in _samples():
-            source = bytearray(raw)
-            bound = codec.bound(len(raw))
-            into = bytearray(b"\xa5" * (bound + _GUARD))
-            used = codec.encode(memoryview(source), memoryview(into)[:bound], "bytes")
-            assert 1 <= used <= bound
-            assert into[bound:] == b"\xa5" * _GUARD
-            assert source == raw
+        for element in ELEMENT_BYTES:
+            for raw in _samples(element):
+                source = bytearray(raw)
+                bound = codec.bound(len(raw))
+                into = bytearray(b"\xa5" * (bound + _GUARD))
+                used = codec.encode(memoryview(source), memoryview(into)[:bound], element)
+                assert 1 <= used <= bound
+                assert into[bound:] == b"\xa5" * _GUARD
+                assert source == raw
 
     def test_refuses_another_length(self) -> None:
         """A section that decodes to another length is damaged."""
         codec = self.make()
-        for raw in (bytes(4096), _noise(4096)):
-            stored = memoryview(_encoded(codec, raw))
-            for length in (0, 1, 4095, 4097, 8192):
-                assert _refuses(codec, stored, length), f"{length} bytes accepted"
+        for element in ELEMENT_BYTES:
+            for raw in (bytes(4096), _noise(4096), _numbers(4096, element)):
+                stored = memoryview(_encoded(codec, raw, element))
+                for length in (0, 1, 4088, 4095, 4097, 4104, 8192):
+                    assert _refuses(codec, stored, length, element), f"{length} bytes of {element} accepted"
 
     def test_refuses_what_is_cut_off_or_continued(self) -> None:
         """A section that is cut off or continued at any position is refused."""
         codec = self.make()
-        raw = _noise(2048) + bytes(2048)
-        stored = memoryview(_encoded(codec, raw))
-        for cut in {0, 1, 4, len(stored) // 2, len(stored) - 1}:
-            assert _refuses(codec, stored[:cut], len(raw)), f"cut at {cut} accepted"
-        assert _refuses(codec, memoryview(bytes(stored) + b"\0"), len(raw))
+        for element in ELEMENT_BYTES:
+            for raw in (_noise(2048) + bytes(2048), _numbers(4096, element)):
+                stored = memoryview(_encoded(codec, raw, element))
+                for cut in {0, 1, 4, len(stored) // 2, len(stored) - 1}:
+                    assert _refuses(codec, stored[:cut], len(raw), element), f"cut at {cut} accepted for {element}"
+                assert _refuses(codec, memoryview(bytes(stored) + b"\0"), len(raw), element)
 
     def test_ends_in_value_error_or_not_at_all_on_noise(self) -> None:
         """A codec without checks may accept noise of the right length."""
         codec = self.make()
-        stored = _encoded(codec, _noise(2048) + bytes(2048))
         draw = random.Random(7)
-        for _ in range(300):
-            damaged = bytearray(stored)
-            for _ in range(draw.randrange(1, 4)):
-                damaged[draw.randrange(len(damaged))] = draw.randrange(256)
-            _refuses(codec, memoryview(damaged), 4096)
-            _refuses(codec, memoryview(draw.randbytes(draw.randrange(1, 200))), 4096)
+        for element in ELEMENT_BYTES:
+            for raw in (_noise(2048) + bytes(2048), _numbers(4096, element)):
+                stored = _encoded(codec, raw, element)
+                for _ in range(150):
+                    damaged = bytearray(stored)
+                    for _ in range(draw.randrange(1, 4)):
+                        # Every other one near the front, where lengths are.
+                        damaged[draw.randrange(draw.choice((min(24, len(damaged)), len(damaged))))] = draw.randrange(
+                            256
+                        )
+                    _refuses(codec, memoryview(damaged), 4096, element)
+                    _refuses(codec, memoryview(draw.randbytes(draw.randrange(1, 200))), 4096, element)
 
     def test_serves_several_threads_at_once(self) -> None:
         """All mover threads share one instance."""
@@ -99,20 +113,33 @@ def _noise(length: int) -> bytes:
     return random.Random(length).randbytes(length)
 
 
-def _samples() -> list[bytes]:
-    return [content for length in _LENGTHS for content in (bytes(length), _noise(length), (b"ab" * length)[:length])]
+def _numbers(length: int, element: Element) -> bytes:
+    """Normally distributed numbers of `element`; those of `bytes` and `fp8e4m3` are of `fp8e5m2`."""
+    drawn = np.random.default_rng(length).standard_normal(length)
+    kind, dropped = _FORMS.get(element, ("<f2", 1))
+    whole = drawn.astype(kind).view(np.uint8).reshape(length, -1)
+    return whole[:, dropped:].tobytes()[:length]
 
 
-def _encoded(codec: Codec, raw: bytes) -> bytes:
-    into = bytearray(codec.bound(len(raw)))
-    return bytes(into[: codec.encode(memoryview(raw), memoryview(into), "bytes")])
+def _samples(element: Element) -> Iterator[bytes]:
+    """Zeros, noise, pairs and numbers of many lengths, and each pattern of two bytes once."""
+    yield np.arange(1 << 16, dtype="<u2").tobytes()
+    size = ELEMENT_BYTES[element]
+    for length in {max(it // size, 1) * size for it in _LENGTHS}:
+        yield from (bytes(length), _noise(length), (b"ab" * length)[:length], _numbers(length, element))
 
 
-def _refuses(codec: Codec, stored: memoryview, length: int) -> bool:
+def _encoded(codec: Codec, raw: bytes, element: Element = "bytes") -> bytes:
+    into = bytearray(1 + codec.bound(len(raw)))
+    used = codec.encode(memoryview(b"\0" + raw)[1:], memoryview(into)[1:], element)
+    return bytes(into[1 : 1 + used])
+
+
+def _refuses(codec: Codec, stored: memoryview, length: int, element: Element) -> bool:
     """Whether `decode` raises ValueError. It must not write outside of its buffer."""
     memory = bytearray(b"\xa5" * (length + _GUARD))
     try:
-        codec.decode(stored, memoryview(memory)[:length], "bytes")
+        codec.decode(stored, memoryview(memory)[:length], element)
         refused = False
     except ValueError:
         refused = True
