@@ -19,6 +19,17 @@ class TestZstd(CodecContract):
         return registry.by_name("zstd")
 
 
+class TestSplit(CodecContract):
+    def make(self) -> Codec:
+        return registry.by_name("split")
+
+
+class TestSplit2(CodecContract):
+    def make(self) -> Codec:
+        pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+        return registry.by_name("split2")
+
+
 class Shifts:
     """A wrong codec: it loses the last byte. The suite must see it."""
 

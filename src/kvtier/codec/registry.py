@@ -22,6 +22,8 @@ _BUILT_IN: dict[str, tuple[int, str, str]] = {
     # name: (id, module, class); a module is imported on first use
     "raw": (0, "kvtier.codec.raw", "Raw"),
     "zstd": (1, "kvtier.codec.zstd", "Zstd"),
+    "split": (2, "kvtier.codec.split", "Split"),
+    "split2": (3, "kvtier.codec.split", "Split2"),
 }
 
 

@@ -15,14 +15,24 @@ LEVEL = 1
 _WINDOW_BYTES_MAX = 2 * SECTION_BYTES_MAX
 """No section needs more; without a limit, a malicious one could make the decoder allocate 128 MiB."""
 
+ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
+    window_log=20, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
+)
+"""Almost no matches, Huffman codes only: numbers have few repeats, and looking for them takes most of the time."""
+
 
 class Zstd:
-    """Each section is one Zstandard frame that states its content's size."""
+    """Each section is one Zstandard frame that states its content's size.
+
+    Args:
+        parameters: of the encoder; None for `LEVEL`.
+    """
 
     name: str = "zstd"
     id: int = 1
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: zstandard.ZstdCompressionParameters | None = None) -> None:
+        self._parameters = parameters
         # Contexts are expensive to create and serve one thread at a time, so each thread has its own.
         self._local = threading.local()
 
@@ -34,7 +44,9 @@ class Zstd:
         """Compress `raw` into the front of `into`."""
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if compressor is None:
-            compressor = self._local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+            compressor = self._local.compressor = zstandard.ZstdCompressor(
+                level=LEVEL, compression_params=self._parameters
+            )
         stored = compressor.compress(raw)
         into[: len(stored)] = stored
         return len(stored)

@@ -54,11 +54,11 @@ def outside(fresh, tmp_path, monkeypatch):
 
 def test_ours_are_found_by_name_and_by_id():
     pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
-    for name, number in (("raw", 0), ("zstd", 1)):
+    for name, number in (("raw", 0), ("zstd", 1), ("split", 2), ("split2", 3)):
         codec = registry.by_name(name)
         assert (codec.name, codec.id) == (name, number)
         assert registry.by_id(number) is codec
-    assert registry.names()[:2] == ["raw", "zstd"]
+    assert registry.names()[:4] == ["raw", "zstd", "split", "split2"]
 
 
 def test_an_unknown_codec_is_refused_with_those_known():
@@ -72,7 +72,7 @@ def test_outsiders_are_found_by_name_and_by_id(outside):
     codec = registry.by_name("mirror")
     assert codec.id == 40_000
     assert registry.by_id(40_000) is codec
-    assert registry.names() == ["raw", "zstd", "absent", "high", "low", "mirror", "missing", "needy", "renamed"]
+    assert registry.names()[4:] == ["absent", "high", "low", "mirror", "missing", "needy", "renamed"]
 
 
 def test_an_outsider_cannot_take_our_name_or_number(outside):
@@ -97,8 +97,9 @@ def test_a_broken_outsider_is_refused_by_name(outside, name, message):
         registry.by_name(name)
 
 
-def test_zstd_without_its_package_is_a_clear_error(fresh, monkeypatch):
+@pytest.mark.parametrize("name", ["zstd", "split2"])
+def test_a_codec_without_its_package_is_a_clear_error(fresh, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.delitem(sys.modules, "kvtier.codec.zstd", raising=False)
-    with pytest.raises(ConfigError, match=r"codec 'zstd' needs the package zstandard: pip install 'zstandard>=0\.22'"):
-        registry.by_name("zstd")
+    with pytest.raises(ConfigError, match=r"'zstd' needs the package zstandard: pip install 'zstandard>=0\.22'"):
+        registry.by_name(name)
