@@ -42,6 +42,17 @@ class Run(NamedTuple):
     size_bytes: int
 
 
+_ELEMENTS = MappingProxyType[str, Element]({
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2",
+})  # fmt: skip
+
+
+def run_of(kind: RunKind, dtype: object, size_bytes: int) -> Run:
+    """A run of numbers of a torch dtype, or of its name; `bytes` where that is no known one or does not divide it."""
+    element = _ELEMENTS.get(str(dtype).removeprefix("torch."), "bytes")
+    return Run(kind, "bytes" if size_bytes % ELEMENT_BYTES[element] else element, size_bytes)
+
+
 class Cut(NamedTuple):
     """A section of a payload: its place and the type of its numbers."""
 

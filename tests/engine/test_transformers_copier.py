@@ -164,6 +164,7 @@ def test_groups_are_cut_by_window_and_named_by_their_arrangement() -> None:
         head + "bfloat16/K=2x3/V=2x3",
     ]
     assert layout.groups[0].layer_bytes == (CHUNK * 24 * 2, CHUNK * 20 * 2)
+    assert layout.groups[0].runs[1] == (("keys", "bf16", CHUNK * 6 * 2), ("values", "bf16", CHUNK * 14 * 2))
 
 
 def test_a_chunk_that_is_not_all_there_is_not_gathered() -> None:

@@ -2,9 +2,10 @@
 
     python tests/golden/small_stores.py [KIND ...]    # writes those that are missing
 
-The command writes the present format. Stores that exist stay as they are: tests of later versions open them. Objects of S3 are files whose paths are their
-keys. Valkey's values are files whose paths are their keys, below `values`; the members of a set are the lines of a file
-below `sets`. They come from a real server, and S3's from the tests' own.
+The command writes the present format. Stores that exist stay as they are: tests of later versions open them.
+Objects of S3 are files whose paths are their keys. Valkey's values are files whose paths are their keys,
+below `values`; the members of a set are the lines of a file below `sets`. They come from a real server, and S3's from
+the tests' own.
 """
 
 import gzip

@@ -55,6 +55,19 @@ def test_groups_of_one_rule_become_one(case, chunk_tokens, rules, layer_bytes):
     assert [group.layer_bytes for group in found.layout.groups] == layer_bytes
 
 
+@pytest.mark.parametrize(
+    ("case", "runs"),
+    [
+        ("llama32_f32", [[("kv", "fp32", 262144)]]),
+        ("llama_fp8", [[("kv", "bytes", 65536)]]),  # vLLM calls its numbers bytes
+        ("mla", [[("latent", "bf16", 294912)]]),
+        ("gdn", [[("state", "bf16", 3072), ("state", "fp32", 65536)], [("kv", "bf16", 131072)]]),
+    ],
+)
+def test_a_layer_says_which_numbers_it_holds(case, runs):
+    assert [[tuple(run) for run in group.runs[0]] for group in geometry(case).layout.groups] == runs
+
+
 def test_scheduler_and_worker_agree_on_all_but_the_names_of_pages():
     found = geometry("swa32")
     worker = found.layout_with({"model.layers.5.self_attn.attn": "CPU_ATTN:amx"})

@@ -14,7 +14,7 @@ from typing import Any
 from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.sglang.sglang_types import HostPool, Indices, StorageConfig
 from kvtier.errors import ConfigError
-from kvtier.layout import GroupLayout, History, Part, State
+from kvtier.layout import GroupLayout, History, Part, RunKind, State, run_of
 
 POOLS: Mapping[str, frozenset[str]] = {
     "MHATokenToKVPoolHost": frozenset({"layer_first", "page_first", "page_first_direct", "page_head"}),
@@ -37,6 +37,15 @@ SAME_ON_ALL_RANKS = frozenset({
 
 STATES = frozenset({"MambaPoolHost"})
 """Pools of recurrent states: a page is valid at its own boundary only."""
+
+RUNS: Mapping[str, tuple[RunKind, tuple[str, ...]]] = {
+    "MHATokenToKVPoolHost": ("kv", ("dtype",)),
+    "AsymmetricMHATokenToKVPoolHost": ("kv", ("dtype",)),
+    "MLATokenToKVPoolHost": ("latent", ("dtype",)),
+    "MambaPoolHost": ("state", ("conv_dtype", "temporal_dtype")),
+    "DSAIndexerPoolHost": ("index", ()),
+}
+"""What a piece of a page holds, and the attributes that name its dtype. Pieces of several dtypes are `bytes`."""
 
 FIELDS = (
     "page_size", "logical_page_size", "layer_num", "target_layer_num", "start_layer", "end_layer", "head_num",
@@ -121,6 +130,9 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
             f"SGLang's host pool {name!r} ({kind}, {layout}) does not give the addresses of its pages: "
             f"{error or type(error).__name__}. Serve this model without kvtier"
         ) from error
+    holds, attributes = RUNS.get(kind, ("bytes", ()))
+    dtypes = list({str(getattr(pool, it, None)) for it in attributes})
+    runs = tuple((run_of(holds, dtypes[0] if len(dtypes) == 1 else "", int(size)),) for size in sizes)
     is_shared = bool(config.is_mla_model) and kind in SAME_ON_ALL_RANKS
     pieces = len(sizes)
     part = Part(0, pieces) if is_shared else Part(0, pieces, rank=config.tp_rank, ranks=config.tp_size)
@@ -129,6 +141,7 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
         layer_bytes=tuple(int(size) for size in sizes),
         pages=_pages(name, kind, layout, pool, config),
         part=part,
+        runs=runs,
     )
     return StoredPool(name, pool, group, number)
 

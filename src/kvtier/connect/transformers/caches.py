@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from kvtier.layout import GroupLayout, History, KvLayout, Window
+from kvtier.layout import GroupLayout, History, KvLayout, Window, run_of
 
 Model: TypeAlias = Any
 """A `PreTrainedModel`. The library's attributes depend on the model's class, so they cannot be typed."""
@@ -105,12 +105,20 @@ def group_layers(config: object, layers: Sequence[CachedLayer]) -> CacheShape:
 
 def _group_layout(group: tuple[CachedLayer, ...], chunk_tokens: int) -> GroupLayout:
     past_tokens = group[0].past_tokens
-    layer_bytes = tuple(chunk_tokens * (layer.key_bytes_per_token + layer.value_bytes_per_token) for layer in group)
+    runs = tuple(
+        (
+            run_of("keys", layer.dtype, chunk_tokens * layer.key_bytes_per_token),
+            run_of("values", layer.dtype, chunk_tokens * layer.value_bytes_per_token),
+        )
+        for layer in group
+    )
+    layer_bytes = tuple(sum(run.size_bytes for run in layer) for layer in runs)
     # Layers of one shape are named once.
     pages = [layer.pages for layer in group]
     shapes = pages[0] if len(set(pages)) == 1 else ",".join(pages)
     validity = History() if past_tokens is None else Window(past_tokens)
-    return GroupLayout(validity, layer_bytes, f"transformers/K[head,token,dim] V[head,token,dim]/{shapes}")
+    pages_of = f"transformers/K[head,token,dim] V[head,token,dim]/{shapes}"
+    return GroupLayout(validity, layer_bytes, pages_of, runs=runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kvtier.connect.vllm.support import check_groups, specs_of, validity_of
 from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, KvCacheSpec, StateOffer, plain_name
 from kvtier.errors import UnsupportedModelError
-from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Window
+from kvtier.layout import ELEMENT_BYTES, GroupLayout, History, KvLayout, Run, RunKind, State, Validity, Window, run_of
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.types import Place
 
@@ -46,10 +46,15 @@ class TableLayout(NamedTuple):
     blocks: int
     """Blocks of a chunk in an address: the last ones of the chunk."""
     layers: tuple[str, ...]
-    page_bytes: int
-    """Bytes of one block of one layer, without padding."""
+    runs: tuple[Run, ...]
+    """Of one block of one layer, without padding; several only where a chunk has one block."""
     pages: str
     """Name of a page's contents, from the configuration."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer, without padding."""
+        return sum(run.size_bytes for run in self.runs)
 
     def run(self, chunk: int, chunk_tokens: int) -> tuple[int, int]:
         """Range of block table positions in an address of `chunk`."""
@@ -290,11 +295,25 @@ def _table(config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Vali
         needed = chunk_tokens if isinstance(validity, History) else min(validity.tokens, chunk_tokens)
         blocks = -(-needed // spec.block_size)
     pages = f"vllm/{config.kv_cache_layout}/{_pages(spec)}"
-    return TableLayout(number, spec.block_size, blocks, layers, _page_bytes(spec), pages)
+    return TableLayout(number, spec.block_size, blocks, layers, _runs(spec), pages)
 
 
 def _page_bytes(spec: KvCacheSpec) -> int:
     return spec.num_heads * spec.num_states * spec.state_content_size_bytes
+
+
+def _runs(spec: KvCacheSpec) -> tuple[Run, ...]:
+    """The runs of a block, as far as the specification tells them."""
+    name, size = type(spec).__name__, _page_bytes(spec)
+    if name == "MambaSpec":
+        states = [run_of("state", dtype, 0) for dtype in spec.dtypes]
+        shapes = zip(states, spec.shapes, strict=True)
+        runs = tuple(it._replace(size_bytes=math.prod(shape) * ELEMENT_BYTES[it.element]) for it, shape in shapes)
+        return runs if sum(run.size_bytes for run in runs) == size else (Run("state", "bytes", size),)
+    kind: RunKind = "latent" if "MLA" in name else "kv"
+    # Contents whose size does not follow from heads and dtype hold other numbers, too, such as scales.
+    is_plain = getattr(spec, "state_content_bytes", None) is None
+    return (run_of(kind, spec.dtype if is_plain else "", size),)
 
 
 def _pages(spec: KvCacheSpec) -> str:
@@ -307,13 +326,15 @@ def _pages(spec: KvCacheSpec) -> str:
 
 
 def _group_layout(group: Group, details: Mapping[str, str]) -> GroupLayout:
-    layer_bytes: list[int] = []
+    runs: list[tuple[Run, ...]] = []
     names: list[str] = []
     for table in group.tables:
-        layer_bytes += [table.blocks * table.page_bytes] * len(table.layers)
+        of_chunk = tuple(run._replace(size_bytes=run.size_bytes * table.blocks) for run in table.runs)
+        runs += [of_chunk] * len(table.layers)
         found = [details.get(layer, "") for layer in table.layers]
         detail = found[0] if len(set(found)) == 1 else ",".join(found)
         name = f"{len(table.layers)} layers of {table.blocks}x{table.block_tokens} {table.pages} {detail}"
         names.append(name.rstrip())
     pages = "; ".join(f"{len(list(same))} * {text}" for text, same in groupby(names))
-    return GroupLayout(group.validity, tuple(layer_bytes), pages)
+    layer_bytes = tuple(sum(run.size_bytes for run in layer) for layer in runs)
+    return GroupLayout(group.validity, layer_bytes, pages, runs=tuple(runs))
