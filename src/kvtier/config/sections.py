@@ -4,6 +4,7 @@ To add a setting, add a line here. The loader, the environment, `--set`, `config
 """
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,20 @@ from typing import ClassVar, Literal
 from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
 from kvtier.config.tier_list import refuse_equal_names
-from kvtier.config.value_types import Choice, Count, Hidden, Location, Seconds, Size, Switch
+from kvtier.config.value_types import (
+    Choice,
+    Count,
+    FormedText,
+    Hidden,
+    HiddenKeys,
+    Location,
+    PrivateText,
+    Seconds,
+    Size,
+    Switch,
+)
 from kvtier.errors import ConfigError
+from kvtier.keys.keyring import TENANT
 from kvtier.keys.secret import Secret
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names
 from kvtier.tier import registry
@@ -68,11 +81,31 @@ class StoreConfig(SettingsSection):
     secret: Secret | None = setting(
         None, Hidden(), "The secret itself, for stores that share one. Prefer a file or the environment to a flag."
     )
+    keys_file: Path | None = setting(
+        None, Location(), "File with keys of sealed frames (mode 0600), read again every minute; none: the secret's."
+    )
+    keys_command: str = setting(
+        "",
+        FormedText(form="a program and its arguments, quoted as in a shell", is_formed=shlex.split),
+        "Program that writes keys of sealed frames, run every minute without a shell; empty: none.",
+    )
+    keys: PrivateText = setting(
+        PrivateText(), HiddenKeys(), "The keys themselves. Prefer a file, a command or the environment to a flag."
+    )
+    tenant: str = setting(
+        "",
+        FormedText(
+            form="1 to 64 letters, digits, dots, underscores and hyphens, but not '-' alone", is_formed=TENANT.fullmatch
+        ),
+        "Tenant of the engine: it shares no KV with others, and its keys seal; empty: none.",
+    )
 
     def __post_init__(self) -> None:
         SettingsSection.__post_init__(self)  # slots create a new class, for which super() without arguments fails
-        if self.secret is not None and self.secret_file is not None:
-            raise ConfigError("store.secret and store.secret_file are both set; allowed: one of them")
+        for choices in (("secret", "secret_file"), ("keys_file", "keys_command", "keys")):
+            given = [f"store.{key}" for key in choices if getattr(self, key)]
+            if len(given) > 1:
+                raise ConfigError(f"{' and '.join(given)} are both set; allowed: one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +210,7 @@ class Config:
     """All settings. Constructors take single values from it, never the tree.
 
     Raises:
-        ConfigError: two tiers have the same name, or a shared tier has no configured secret.
+        ConfigError: two tiers have the same name, a shared tier has no configured secret, or one that seals has no key.
     """
 
     host: HostConfig = field(default_factory=HostConfig)
@@ -196,6 +229,10 @@ class Config:
         refuse_equal_names([tier.name for tier in self.tiers], "Python")
         if self.store.secret is None and self.store.secret_file is None:
             for tier in self.tiers:
+                if tier.seal == "on" and not (self.store.keys_file or self.store.keys_command or self.store.keys):
+                    raise ConfigError(
+                        f"{tier.label}.seal is on, and there is no key; set store.keys_file, or {HOW_TO_SHARE}"
+                    )
                 if registry.kind_of(tier).is_shared(tier):
                     raise ConfigError(
                         f"{tier.label}: other nodes use this tier, so they need the same secret; {HOW_TO_SHARE}"

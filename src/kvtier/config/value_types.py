@@ -12,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from kvtier.keys.keyring import FORM, parse
 from kvtier.keys.secret import SECRET_BYTES, Secret
 
 SIZE_UNITS = {
@@ -218,7 +219,7 @@ class Choice(Kind):
     @property
     def allowed(self) -> str:
         """The words."""
-        return ", ".join(self._words())
+        return ", ".join(word or "empty" for word in self._words())
 
     def read(self, raw: object, *, is_text: bool) -> str:
         """Read a word."""
@@ -226,6 +227,10 @@ class Choice(Kind):
         if not isinstance(word, str) or word not in self._words():
             raise ValueError("not one of the choices")
         return word
+
+    def show(self, value: object) -> str:
+        """The word, or ``(none)``."""
+        return str(value) or "(none)"
 
     def _words(self) -> Sequence[str]:
         return self.words() if callable(self.words) else self.words
@@ -310,6 +315,27 @@ class Text:
         return str(value) or "(none)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormedText(Text):
+    """A text of a form of its own. Empty means none."""
+
+    form: str
+    is_formed: Callable[[str], object]
+    """True for a text of this form. It may raise ValueError for others."""
+
+    @property
+    def allowed(self) -> str:
+        """The form."""
+        return f"{self.form}; or empty for none"
+
+    def read(self, raw: object, *, is_text: bool) -> str:
+        """Read a text of this form."""
+        text = Text.read(self, raw, is_text=is_text)
+        if text and not self.is_formed(text):
+            raise ValueError("not of the form")
+        return text
+
+
 @dataclass(frozen=True, slots=True)
 class Hidden:
     """A secret of 32 bytes, as text 64 hexadecimal digits; never shown. Empty means none."""
@@ -365,6 +391,29 @@ class HiddenText(Hidden):
     def read(self, raw: object, *, is_text: bool) -> PrivateText:  # type: ignore[override]
         """Read a text."""
         return PrivateText("".join(Text(0, 4096).read(raw, is_text=is_text)))
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenKeys(HiddenText):
+    """Keys of sealed frames, one a line; see `keys.keyring`. A semicolon ends a line, too. Empty means none."""
+
+    @property
+    def allowed(self) -> str:
+        """The form."""
+        return f"lines {FORM}; semicolons may be between them"
+
+    def read(self, raw: object, *, is_text: bool) -> PrivateText:  # type: ignore[override]  # noqa: ARG002
+        """Read lines.
+
+        Raises:
+            ConfigError: a line is wrong. The message has its number.
+        """
+        if not isinstance(raw, str):
+            raise ValueError("not a text")  # noqa: TRY004 - a user's mistake, not a caller's
+        text = "".join(raw).replace(";", "\n")
+        if text:
+            parse(text.encode(errors="replace"), "store.keys")
+        return PrivateText(text)
 
 
 _LOGIN = re.compile(r"([^:]*:)(//.*|[^@]*:.*)(@|%40)", re.DOTALL | re.IGNORECASE)

@@ -15,8 +15,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
 
+from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
-from kvtier.config.value_types import Count, Seconds, Size, Switch
+from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch
 from kvtier.errors import ConfigError, install_hint
 from kvtier.layout import KvLayout
 from kvtier.tier.base import RawClient, Tier
@@ -70,6 +71,12 @@ class TierSettings(SettingsSection):
     probe_deadline_s: float = setting(0.5, Seconds(1e-3, 60), "How long a lookup waits for the tier's answer.")
     transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "After this long a read or write has failed.")
     failures: int = setting(3, Count(1, 1000), "Consecutive failures that open the tier's circuit breaker.")
+    seal: Literal["auto", "on", "off"] = setting(
+        "auto",
+        Choice(("auto", "on", "off")),
+        "Encrypt and authenticate objects; auto: in tiers that other nodes use.",
+    )
+    codec: str = setting("", Choice(lambda: ["", *codecs.names()]), "Encoding of chunks in it; empty: store.codec.")
     retry_s: float = setting(5.0, Seconds(1e-2, 3600), "Delay before a trial of the tier; doubles up to a minute.")
 
     def __post_init__(self) -> None:

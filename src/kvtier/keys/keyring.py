@@ -1,0 +1,110 @@
+"""Keys of sealed frames: for each tenant one key per epoch, from lines ``EPOCH TENANT|- HEX64``.
+
+The highest epoch of a tenant seals, and each listed epoch opens. No message or `repr` shows a key.
+"""
+
+import hmac
+import re
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from kvtier.errors import ConfigError
+
+EPOCH_MAX: Final = 2**32 - 1
+LINES_MAX: Final = 10_000
+BYTES_MAX: Final = 1 << 20
+CHECK_BYTES: Final = 16
+TENANT: Final = re.compile(r"(?!-\Z)[A-Za-z0-9._-]{1,64}")
+"""A tenant's name, to be matched in full."""
+FORM: Final = (
+    f"EPOCH TENANT|- HEX64: a number from 0 to {EPOCH_MAX}; 1 to 64 letters, digits, dots, underscores and hyphens, or "
+    "- for no tenant; 64 hexadecimal digits"
+)
+
+_LINE = re.compile(rf"([0-9]{{1,10}})[ \t]+(-|{TENANT.pattern})[ \t]+([0-9A-Fa-f]{{64}})")
+
+
+def hkdf(material: bytes, info: bytes, salt: bytes = b"") -> bytes:
+    """32 bytes of HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). Shorter outputs are its first bytes."""
+    return hmac.digest(hmac.digest(salt, material, "sha256"), info + b"\1", "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class SealKey:
+    """The key of one epoch of a tenant."""
+
+    tenant: str
+    """Empty: none."""
+    epoch: int
+    key: bytes = field(repr=False)
+    """32 secret bytes, from which frame keys are derived."""
+    check: bytes = field(repr=False)
+    """16 public bytes that tell a reader which key a frame needs."""
+
+    @classmethod
+    def of(cls, tenant: str, epoch: int, material: bytes) -> Self:
+        """Derive both from 32 secret bytes.
+
+        Epoch and tenant enter the derivation, so equal material never gives equal keys. A line with another epoch
+        or tenant is another key, which does not open what the first one sealed.
+        """
+        whose = epoch.to_bytes(4, "little") + tenant.encode()
+        key, check = (hkdf(material, domain + whose) for domain in (b"kvtier.seal\0", b"kvtier.check\0"))
+        return cls(tenant, epoch, key, check[:CHECK_BYTES])
+
+
+class Keyring:
+    """Keys of any number of tenants. Immutable."""
+
+    __slots__ = ("_by_check", "_sealing", "keys")
+
+    def __init__(self, keys: Iterable[SealKey]) -> None:
+        self.keys: AbstractSet[SealKey] = frozenset(keys)
+        self._by_check = {key.check: key for key in self.keys}
+        self._sealing = {key.tenant: key for key in sorted(self.keys, key=lambda key: key.epoch)}
+
+    def sealing(self, tenant: str) -> SealKey | None:
+        """The key of the highest epoch of `tenant`. A tenant without keys has none: no other tenant's key is used."""
+        return self._sealing.get(tenant)
+
+    def opening(self, check: bytes, tenant: str) -> SealKey | None:
+        """The key of `tenant` with this `check`, of any epoch."""
+        found = self._by_check.get(check)
+        return found if found is not None and found.tenant == tenant else None
+
+    def knows(self, check: bytes) -> SealKey | None:
+        """The key of any tenant with this `check`."""
+        return self._by_check.get(check)
+
+
+def parse(content: bytes, origin: str) -> Keyring:
+    """The keys in lines of text. Blank lines, and what follows ``#`` in a line, are ignored.
+
+    Args:
+        content: at most `BYTES_MAX` bytes and `LINES_MAX` lines, in UTF-8.
+        origin: the source of `content`, for messages.
+
+    Raises:
+        ConfigError: a line is not of the form, or repeats an epoch of a tenant; or there is no key. The message has the
+            origin and the number of the line, and nothing of its content: a field may be a key in the wrong place.
+    """
+    # An exception of the decoder would hold the content.
+    lines = content.decode("utf-8-sig", errors="replace").rstrip().split("\n")
+    if len(content) > BYTES_MAX or len(lines) > LINES_MAX:
+        raise ConfigError(f"{origin}, line {len(lines)}: allowed: {LINES_MAX} lines and {BYTES_MAX} bytes")
+    found: dict[tuple[str, int], SealKey] = {}
+    for number, text in enumerate((line.partition("#")[0].strip() for line in lines), 1):
+        if not text:
+            continue
+        fields = _LINE.fullmatch(text)
+        if fields is None or int(fields[1]) > EPOCH_MAX:
+            raise ConfigError(f"{origin}, line {number}: not a key; allowed: {FORM}")
+        owner = ("" if fields[2] == "-" else fields[2], int(fields[1]))
+        if owner in found:
+            raise ConfigError(f"{origin}, line {number}: an earlier line has the same epoch and tenant")
+        found[owner] = SealKey.of(*owner, bytes.fromhex(fields[3]))
+    if not found:
+        raise ConfigError(f"{origin}, line {len(lines)}: there is no key; allowed: {FORM}")
+    return Keyring(found.values())
