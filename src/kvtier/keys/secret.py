@@ -10,6 +10,8 @@ import os
 import secrets
 import shlex
 import stat
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -17,7 +19,7 @@ from kvtier.errors import ConfigError
 
 SECRET_BYTES: Final = 32
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
-
+_WHAT = "secret file"
 
 _KEY_ID_OF = b"kvtier.key-id"
 _ID_BYTES = 16
@@ -54,33 +56,53 @@ def model_id(secret: bytes | None, fingerprint: bytes) -> bytes:
     return hmac.digest(secret or b"", _MODEL_DOMAIN + fingerprint, "sha256")[:_ID_BYTES]
 
 
-def load(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret | None:
-    """The secret in the file `path`; None without such a file. For the arguments and errors see `load_or_create`."""
-    path = Path(path)
+@contextmanager
+def private_file(path: Path, what: str, *, is_inside: bool = False) -> Generator[int]:
+    """A descriptor of a regular file that only its owner can read, for the time of a ``with`` statement.
+
+    Args:
+        path: the file; links are followed, such as those of Kubernetes' secrets.
+        what: the file's role, for messages.
+        is_inside: the file is in a store's directory, where links are refused.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: group or others can read it, it is not a regular file, or it cannot be read.
+    """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. It has no effect on regular files.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_inside else 0)
         handle = os.open(path, flags)
-    except FileNotFoundError:
-        return None
     except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise
         if is_inside and error.errno == errno.ELOOP:
             _refuse(
                 path, "is a link, which is not followed in a store; to use another file, set store.secret_file", error
             )
-        _refuse(path, f"cannot be read: {error.strerror}", error)
+        _refuse(path, f"cannot be read: {error.strerror}", error, what)
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
-            _refuse(path, "is not a regular file")
+            _refuse(path, "is not a regular file", what=what)
         if about.st_mode & _MODE_FORBIDDEN:
-            mode, quoted = stat.S_IMODE(about.st_mode), shlex.quote(str(path))
-            _refuse(path, f"has mode {mode:04o}, which lets others read it; allowed is 0600 (chmod 600 {quoted})")
-        if about.st_size != SECRET_BYTES:
-            _refuse(path, f"must hold {SECRET_BYTES} bytes, holds {about.st_size}")
-        return Secret(os.read(handle, SECRET_BYTES))
+            mode, hint = stat.S_IMODE(about.st_mode), f"chmod 600 {shlex.quote(str(path))}"
+            _refuse(path, f"has mode {mode:04o}, which lets others read it; allowed is 0600 ({hint})", what=what)
+        yield handle
     finally:
         os.close(handle)
+
+
+def load(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret | None:
+    """The secret in the file `path`; None without such a file. For the arguments and errors see `load_or_create`."""
+    path = Path(path)
+    try:
+        with private_file(path, _WHAT, is_inside=is_inside) as handle:
+            if (size_bytes := os.fstat(handle).st_size) != SECRET_BYTES:
+                _refuse(path, f"must hold {SECRET_BYTES} bytes, holds {size_bytes}")
+            return Secret(os.read(handle, SECRET_BYTES))
+    except FileNotFoundError:
+        return None
 
 
 def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:
@@ -126,5 +148,5 @@ def _create(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _refuse(path: Path, why: str, cause: OSError | None = None) -> NoReturn:
-    raise ConfigError(f"secret file {path} {why}") from cause
+def _refuse(path: Path, why: str, cause: OSError | None = None, what: str = _WHAT) -> NoReturn:
+    raise ConfigError(f"{what} {path} {why}") from cause

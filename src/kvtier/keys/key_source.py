@@ -1,0 +1,180 @@
+"""The source of the keys of sealed frames: a file, a command, a text, or the configured secret.
+
+A file is read again every minute, and a command runs again.
+"""
+
+import logging
+import os
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.keys.keyring import BYTES_MAX, Keyring, SealKey, parse
+from kvtier.keys.secret import Secret, private_file
+
+logger = logging.getLogger(__name__)
+
+EVERY_S: Final = 60.0
+WARN_EVERY_S: Final = 600.0
+"""Shortest time between two warnings about one kind of failure."""
+
+_COMMAND = "store.keys_command"
+_TOLD = "; it wrote: "
+_DIGITS = re.compile(r"[0-9A-Fa-f]{16,}")
+
+
+def read_file(path: Path) -> Keyring:
+    """The keys in a file, which only its owner may read (mode 0600). Links are followed.
+
+    Raises:
+        ConfigError: it does not exist, others can read it, it cannot be read, or a line is wrong; see `keyring.parse`.
+    """
+    origin = f"keys file {path}"
+    try:
+        with private_file(path, "keys file") as handle, os.fdopen(handle, "rb", closefd=False) as stream:
+            content = stream.read(BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{origin} cannot be read: {error.strerror}") from error
+    return parse(content, origin)
+
+
+def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
+    """The keys that a program writes to its standard output.
+
+    Args:
+        words: the program and its arguments. No shell runs. A list of processes shows them, so they hold no secret.
+        deadline_s: after this time the program, and what it started, is killed.
+
+    Raises:
+        ConfigError: it cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or a line is wrong; see
+            `keyring.parse`. The message has the end of what it wrote to standard error, without long hexadecimal
+            numbers, and nothing that it wrote to standard output.
+    """
+    ends_s = time.monotonic() + deadline_s
+    # Files in memory: with pipes, a process that outlives the program and keeps them would have to be waited for.
+    with os.fdopen(os.memfd_create("keys"), "rb") as output, os.fdopen(os.memfd_create("errors"), "rb") as told:
+        try:
+            child = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=told, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(f"{_COMMAND} cannot be started: {error.strerror}") from None
+        while child.poll() is None:
+            if time.monotonic() > ends_s or max(os.fstat(it.fileno()).st_size for it in (output, told)) > BYTES_MAX:
+                with suppress(OSError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, signal.SIGKILL)  # it was not waited for, so the number is still its own
+                    child.wait(1)
+                raise ConfigError(f"{_COMMAND} exceeds {deadline_s:g} s or {BYTES_MAX} bytes")
+            time.sleep(0.01)
+        written, errors = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, told))
+    if child.returncode:
+        why = " ".join(_DIGITS.sub("(hidden)", errors.decode(errors="replace")).split())[-200:]
+        raise ConfigError(f"{_COMMAND} ended with status {child.returncode}{_TOLD}{why or 'nothing'}")
+    return parse(written, f"output of {_COMMAND}")
+
+
+class KeySource:
+    """The keys now in use. A thread reads them again at intervals. Thread-safe.
+
+    A reading that fails keeps the last keys. One that succeeds replaces them: a line that was removed is a key less.
+    A process that was forked from this one keeps the keys of that moment.
+
+    Args:
+        read: reads the keys. It raises ConfigError.
+        every_s: seconds between two readings; None: only `refresh` reads again.
+        on_change: gets the new keys after a reading with other keys than before, in the thread that read them.
+        clock: seconds.
+
+    Raises:
+        ConfigError: of the first reading.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Keyring],
+        *,
+        every_s: float | None = EVERY_S,
+        on_change: Callable[[Keyring], None] = lambda _keyring: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.keyring = read()
+        """The keys now. A user that needs several answers takes the object once."""
+        self.failures = 0
+        """Readings that failed."""
+        self._read, self._on_change, self._clock = read, on_change, clock
+        self._warned: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._process = os.getpid()
+        if every_s is not None:
+            threading.Thread(target=self._run, args=(every_s,), name="kvtier keys", daemon=True).start()
+
+    def refresh(self) -> None:
+        """Read the keys now."""
+        if self._process != os.getpid():  # another thread may have held the lock at the fork
+            return
+        with self._lock:
+            try:
+                found = self._read()
+                if found.keys != self.keyring.keys and not self._closed.is_set():
+                    self.keyring = found
+                    self._on_change(found)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the last keys stay
+                self.failures += 1
+                what, now_s = str(error) if isinstance(error, ConfigError) else type(error).__name__, self._clock()
+                kind = what.partition(_TOLD)[0]
+                if now_s - self._warned.get(kind, float("-inf")) >= WARN_EVERY_S:
+                    self._warned[kind] = now_s
+                    logger.warning("the %d keys of the last good reading stay in use: %s", len(self.keyring.keys), what)
+
+    def close(self) -> None:
+        """End the thread. A reading that runs ends by its own deadline, and changes nothing."""
+        if self._process == os.getpid():
+            self._closed.set()
+
+    def _run(self, every_s: float) -> None:
+        while not self._closed.wait(every_s):
+            self.refresh()
+
+
+def open_keys(
+    *,
+    file: Path | None = None,
+    command: str = "",
+    text: str = "",
+    secret: Secret | None = None,
+    tenant: str = "",
+    every_s: float = EVERY_S,
+    on_change: Callable[[Keyring], None] = lambda _keyring: None,
+) -> KeySource | None:
+    """The source that the settings give; None if they give none.
+
+    Args:
+        file: ``store.keys_file``.
+        command: ``store.keys_command``.
+        text: ``store.keys``.
+        secret: the configured secret. Without file, command and text it is the material of epoch 0 of `tenant`, as in
+            a line ``0 TENANT SECRET``.
+        tenant: name of the engine's tenant; empty: none.
+        every_s: seconds between two readings of a file or command.
+        on_change: see `KeySource`.
+
+    Raises:
+        ConfigError: the first reading fails; see `read_file` and `read_command`.
+    """
+    if file is not None:
+        return KeySource(partial(read_file, file), every_s=every_s, on_change=on_change)
+    if command:
+        return KeySource(partial(read_command, shlex.split(command)), every_s=every_s, on_change=on_change)
+    if text:
+        return KeySource(partial(parse, text.encode(), "store.keys"), every_s=None)
+    return None if secret is None else KeySource(lambda: Keyring([SealKey.of(tenant, 0, secret)]), every_s=None)
