@@ -20,7 +20,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --constraint constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[transformers,zstd,plots,events,s3,valkey,mooncake]' \
+		--editable '.[transformers,zstd,seal,plots,events,s3,valkey,mooncake]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter \
 		grafana-foundation-sdk
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(REAL_MODEL) || \
