@@ -73,8 +73,14 @@ class UnreadableChunkError(KvError):
 
 
 class CorruptChunkError(KvError):
-    """The bytes differ from those that were written. Retrying does not help: the copy must be dropped."""
+    """The bytes differ from those that were written. Retrying does not help: the copy must be dropped.
 
-    def __init__(self, name: bytes, detail: str) -> None:
+    Args:
+        name: of the object.
+        detail: what is wrong.
+        reason: `damaged`; or of a seal: `unsealed`, `foreign`, `forged` (FORMAT.md).
+    """
+
+    def __init__(self, name: bytes, detail: str, reason: str = "damaged") -> None:
         super().__init__(f"object {name.hex()[:12]}: {detail}")
-        self.name, self.detail = name, detail
+        self.name, self.detail, self.reason = name, detail, reason

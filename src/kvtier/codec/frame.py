@@ -6,8 +6,11 @@ within the slot. No section begins after its place in the payload, so decoding f
 overwrites no unread bytes. FORMAT.md specifies the bytes. Each byte is covered by exactly one checksum.
 """
 
+import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +20,17 @@ from kvtier.codec import registry
 from kvtier.codec.base import Codec
 from kvtier.codec.head import (
     ENTRY,
+    FIXED_BYTES,
+    METADATA_NUMBER,
     RAW_ID,
+    SALT_BYTES,
+    SEAL,
+    TAG_BYTES,
     FrameLayout,
     Head,
     Identity,
     Section,
+    clear_checksum,
     expect,
     finish_head,
     frame_layout,
@@ -31,15 +40,30 @@ from kvtier.codec.head import (
     read_head,
 )  # fmt: skip
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
+from kvtier.keys.keyring import CHECK_BYTES, Keyring, SealKey
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, align_up
 
 EXTENT_BYTES_MAX = SECTION_BYTES_MAX + ALIGNMENT
 """Longest section with the padding after it."""
 
+if TYPE_CHECKING:
+    from kvtier.codec.seal import FrameCipher
+
 OPEN_SCRATCH_BYTES = EXTENT_BYTES_MAX
 """Scratch memory that `open_in_place` needs."""
 
 _ZEROS = bytes(ALIGNMENT)
+_ASSOCIATED = struct.Struct("<III")  # of a section: number, codec, raw length
+
+
+class Seals(NamedTuple):
+    """The seals that a reader opens."""
+
+    keyring: Keyring
+    tenant: str = ""
+    """The reader's. Frames of other tenants are refused."""
+    is_demanded: bool = False
+    """Whether a frame without a seal is refused."""
 
 
 def head_bytes(group: GroupLayout) -> int:
@@ -56,10 +80,10 @@ def frame_bytes(group: GroupLayout) -> int:
     return frame_layout(group).frame_bytes
 
 
-def seal_scratch_bytes(group: GroupLayout, codec: Codec) -> int:
-    """Bytes of scratch memory that `seal` needs; 0 for raw. Direct I/O needs it page-aligned."""
+def seal_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = False) -> int:
+    """Bytes of scratch memory that `seal` needs; 0 for raw without a seal. Direct I/O needs it page-aligned."""
     if codec.id == RAW_ID:
-        return 0
+        return frame_bytes(group) if is_sealed else 0
     # Each section is encoded right after the previous one, with room for the codec's bound.
     return frame_bytes(group) + align_up(max(codec.bound(cut.size_bytes) for cut in group.sections))
 
@@ -84,6 +108,7 @@ def seal(
     codec: Codec,
     scratch: memoryview | None = None,
     checksums: Sequence[int] | None = None,
+    key: SealKey | None = None,
 ) -> memoryview:
     """Make a frame of the payload in `slot`.
 
@@ -96,39 +121,57 @@ def seal(
         identity: the object.
         codec: tried on each section; sections that it does not make smaller stay raw, and so does a frame that it
             does not make `ALIGNMENT` smaller.
-        scratch: at least `seal_scratch_bytes(group, codec)` bytes; None for raw.
-        checksums: `section_checksums` of this payload, if they are known. Only raw frames use them.
+        scratch: at least `seal_scratch_bytes(group, codec)` bytes; None for raw without a seal.
+        checksums: `section_checksums` of this payload, if they are known. Only raw frames without a seal use them.
+        key: seals the frame, with a new salt. None: no seal.
 
     Returns:
-        The frame, a multiple of `ALIGNMENT`: all of `slot` for a raw one, otherwise the front of `scratch`.
+        The frame, a multiple of `ALIGNMENT`: all of `slot` for a raw one without a seal, otherwise the front of
+        `scratch`.
 
     Raises:
+        ConfigError: the package for the seal is missing.
         ValueError: slot, scratch or identity has the wrong size.
     """
     layout = frame_layout(group)
     _check_slot(slot, layout)
     for start, stop in layout.paddings:
         slot[start:stop] = _ZEROS[: stop - start]
-    needed = seal_scratch_bytes(group, codec)
+    needed = seal_scratch_bytes(group, codec, is_sealed=key is not None)
     if needed and (scratch is None or len(scratch) < needed):
         raise ValueError(f"scratch must have at least {needed} bytes, has {0 if scratch is None else len(scratch)}")
     packed = _packed(slot, group, codec, scratch) if scratch is not None and codec.id != RAW_ID else None
-    if packed is None:
+    if packed is None and (key is None or scratch is None):
         known = _checksums(slot, layout) if checksums is None else checksums
         # One assignment: another thread may write the same frame to another tier.
         slot[: layout.header_bytes] = pack_raw_head(identity, layout, known)
         return slot
-    table, frame = packed
+    table, frame = packed or (layout.table.copy(), scratch[: layout.frame_bytes])
+    head = pack_head(identity, layout, table, len(frame))
+    cipher = None
+    if key is not None:
+        cipher = _cipher(key, salt := secrets.token_bytes(SALT_BYTES), identity.name)
+        head[SEAL] = key.check + salt
+        _encrypt(cipher, table, layout, slot, frame)
     for row, (start, stop) in zip(table, _extents(table, len(frame)), strict=True):
         row["checksum"] = xxhash.xxh3_64_intdigest(frame[start:stop])
-    head = pack_head(identity, layout, table, len(frame))
+    head[FIXED_BYTES : layout.metadata.start] = table.tobytes()
+    if cipher is not None:
+        block = memoryview(head)[layout.metadata]
+        text, before = block[:-TAG_BYTES], bytes(head[: layout.metadata.start])
+        block[-TAG_BYTES:] = cipher.seal(METADATA_NUMBER, before, text, text)
     finish_head(head)
     frame[: layout.header_bytes] = head
     return frame
 
 
 def open_in_place(
-    slot: memoryview, stored_bytes: int, group: GroupLayout, identity: Identity, scratch: memoryview
+    slot: memoryview,
+    stored_bytes: int,
+    group: GroupLayout,
+    identity: Identity,
+    scratch: memoryview,
+    seals: Seals | None = None,
 ) -> None:
     """Verify the frame at the front of `slot` and leave the raw payload in the slot.
 
@@ -140,10 +183,12 @@ def open_in_place(
         group: the expected layout.
         identity: the expected object; only its name is compared, which covers model and layout.
         scratch: at least `OPEN_SCRATCH_BYTES`.
+        seals: which are opened; None: none.
 
     Raises:
-        CorruptChunkError: the bytes are damaged or not the whole frame of this object. The payload is undefined.
-        UnreadableChunkError: the codec or the version is not known here. The payload is undefined.
+        CorruptChunkError: the bytes are damaged, forged, or not the whole frame of this object. The payload is
+            undefined.
+        UnreadableChunkError: the codec, the version or the key is not known here. The payload is undefined.
         ValueError: slot or scratch has the wrong size.
     """
     layout = frame_layout(group)
@@ -154,17 +199,20 @@ def open_in_place(
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored, a frame here has at most {len(slot)}")
     # A payload and a name have only one raw frame, so comparing heads is every check at once. Fields that are not
     # compared (model, parent, depth and so on) are taken from the frame.
-    if stored_bytes == len(slot) and is_raw_head(slot, layout, identity, _checksums(slot, layout)):
+    is_demanded = seals is not None and seals.is_demanded
+    if not is_demanded and stored_bytes == len(slot) and is_raw_head(slot, layout, identity, _checksums(slot, layout)):
         return
     # Encoded or damaged: the full check tells which.
     head = read_head(slot[:stored_bytes])
     expect(head, group, identity)
     if head.frame_bytes != stored_bytes:
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored of a frame of {head.frame_bytes}")
-    if head.seal:
-        raise UnreadableChunkError(identity.name, "sealed, and its key is not known here")
-    _verify_sections(slot, head)  # before the codecs: damage is found without them
-    _unpack(slot, head, group, codecs_of(head), scratch)
+    if not head.seal:
+        _verify_sections(slot, head)  # before the codecs: damage is found without them
+        if is_demanded:
+            raise CorruptChunkError(identity.name, "has no seal, which this tier demands", "unsealed")
+    cipher = _opened(head, seals) if head.seal else None  # before the codecs, too
+    _unpack(slot, head, group, codecs_of(head), scratch, cipher)
 
 
 def verify_frame(frame: memoryview | bytes) -> Head:
@@ -217,6 +265,51 @@ def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
     return [digest(slot[start:stop]) for start, stop in layout.extents]
 
 
+def _cipher(key: SealKey, salt: bytes, name: bytes) -> "FrameCipher":
+    from kvtier.codec.seal import FrameCipher  # noqa: PLC0415 - an extra
+
+    return FrameCipher(key, salt, name)
+
+
+def _encrypt(
+    cipher: "FrameCipher", table: npt.NDArray[np.void], layout: FrameLayout, slot: memoryview, frame: memoryview
+) -> None:
+    """Encrypt each section into `frame`: a packed one where it is, of a raw frame from the slot. Adds the tags."""
+    is_packed = bool(table["codec"].any())
+    tags: list[bytes] = []
+    for number, (start, _, raw_bytes, stored_bytes, _, codec, _) in enumerate(table.tolist()):
+        into = frame[start : start + stored_bytes]
+        source = into if is_packed else slot[start : start + stored_bytes]
+        tags.append(cipher.seal(number, _ASSOCIATED.pack(number, codec, raw_bytes), source, into))
+    table["tag"] = np.frombuffer(b"".join(tags), table["tag"].dtype)
+    if not is_packed:
+        for start, stop in layout.paddings:
+            frame[start:stop] = _ZEROS[: stop - start]
+
+
+def _opened(head: Head, seals: Seals | None) -> "FrameCipher":
+    """The cipher of a sealed frame, after the seal of its head and metadata was verified.
+
+    Raises:
+        UnreadableChunkError: its key is not known here.
+        CorruptChunkError: it is of another tenant, or forged.
+    """
+    name = head.identity.name
+    key = None if seals is None else seals.keyring.knows(head.seal[:CHECK_BYTES])
+    if seals is None or key is None:
+        raise UnreadableChunkError(name, "sealed, and its key is not known here")
+    if key.tenant != seals.tenant:
+        raise CorruptChunkError(name, "sealed for another tenant", "foreign")
+    cipher = _cipher(key, head.seal[CHECK_BYTES:], name)
+    before = bytearray(head.head[: head.metadata.start])
+    clear_checksum(before)
+    block = memoryview(bytearray(head.head[head.metadata]))
+    text, tag = block[:-TAG_BYTES], bytes(block[-TAG_BYTES:])
+    if not cipher.open(METADATA_NUMBER, bytes(before), text, text, tag):
+        raise CorruptChunkError(name, "the seal of the head does not match", "forged")
+    return cipher
+
+
 def _packed(
     slot: memoryview, group: GroupLayout, codec: Codec, scratch: memoryview
 ) -> tuple[npt.NDArray[np.void], memoryview] | None:
@@ -249,12 +342,24 @@ def _extents(table: npt.NDArray[np.void], frame_bytes: int) -> list[tuple[int, i
     return list(pairwise([*starts, frame_bytes]))
 
 
-def _unpack(slot: memoryview, head: Head, group: GroupLayout, codecs: Mapping[int, Codec], scratch: memoryview) -> None:
-    """Decode a verified frame within its slot, from the last section to the first."""
-    places = zip(head.sections, group.sections, frame_layout(group).extents, strict=True)
-    for section, cut, (start, stop) in reversed(list(places)):
+def _unpack(
+    slot: memoryview,
+    head: Head,
+    group: GroupLayout,
+    codecs: Mapping[int, Codec],
+    scratch: memoryview,
+    cipher: "FrameCipher | None",
+) -> None:
+    """Decode a verified or sealed frame within its slot, from the last section to the first."""
+    places = list(zip(head.sections, group.sections, frame_layout(group).extents, strict=True))
+    for number, (section, cut, (start, stop)) in reversed(list(enumerate(places))):
         end = start + section.raw_bytes
         stored = slot[section.offset : section.offset + section.stored_bytes]
+        if cipher is not None:
+            associated = _ASSOCIATED.pack(number, section.codec, section.raw_bytes)
+            if not cipher.open(number, associated, stored, stored, section.tag):
+                verify_section(head, section, slot[section.offset : section.offset + section.extent_bytes])
+                raise CorruptChunkError(head.identity.name, f"the seal of section {number} does not match", "forged")
         if section.codec == RAW_ID:
             slot[start:end] = stored  # overlap is fine: the assignment acts like a copy
         else:

@@ -27,6 +27,9 @@ ENTRY_BYTES: Final = 48
 SECTIONS_MAX: Final = 1 << 16
 RAW_ID: Final = 0
 TAG_BYTES: Final = 16
+SALT_BYTES: Final = 32
+METADATA_NUMBER: Final = SECTIONS_MAX
+"""Number of the metadata block as a message of the seal. Sections have the numbers below it."""
 
 METADATA_BYTES: Final = 512
 """Of the metadata block without the ids of tokens; with the tag."""
@@ -56,6 +59,8 @@ _CHECKSUM_AT = 16
 _VERSION = struct.Struct("<I")
 _VERSION_AT = 8
 _NAME_AT, _SEAL_AT, _SEAL_STOP = 48, 96, 144
+SEAL: Final = slice(_SEAL_AT, _SEAL_STOP)
+"""Place of the key check and the salt."""
 _FEW = 8
 _WORDS = ENTRY_BYTES // 8  # of an entry; its checksum is the second
 DIGEST_BYTES: Final = 32
@@ -222,8 +227,13 @@ def pack_head(identity: Identity, layout: FrameLayout, table: Table, frame_bytes
 
 def finish_head(head: bytearray) -> None:
     """Write the checksum of the head; nothing may change after it."""
-    _CHECKSUM.pack_into(head, _CHECKSUM_AT, 0)
+    clear_checksum(head)
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
+
+
+def clear_checksum(head: bytearray) -> None:
+    """Zeros in the place of the checksum."""
+    _CHECKSUM.pack_into(head, _CHECKSUM_AT, 0)
 
 
 def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[int]) -> bytearray:

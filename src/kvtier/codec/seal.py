@@ -3,11 +3,9 @@
 Each frame has a key of its own, derived from a random salt, so numbers of sections suffice as nonces.
 """
 
-import secrets
-from typing import Final
-
 import numpy as np
 
+from kvtier.codec.head import METADATA_NUMBER, SALT_BYTES
 from kvtier.errors import BadCallError, ConfigError, install_hint
 from kvtier.keys.keyring import SealKey, hkdf
 
@@ -17,22 +15,13 @@ try:
 except ImportError as error:
     raise ConfigError(f"the seal needs the package cryptography: {install_hint('seal')}") from error
 
-SALT_BYTES: Final = 32
-METADATA: Final = 1 << 16
-"""The metadata block's number. Sections have the numbers below it."""
-
-
-def new_salt() -> bytes:
-    """A salt for one frame: 32 random bytes. A salt that is used twice would let a reader forge and decrypt."""
-    return secrets.token_bytes(SALT_BYTES)
-
 
 class FrameCipher:
     """Seals or opens the messages of one frame. Thread-safe.
 
     Args:
         seal_key: of a tenant.
-        salt: 32 bytes, new for each frame that is written; see `new_salt`.
+        salt: 32 bytes, random and new for each frame that is written. A salt that is used twice lets a reader forge.
         name: the object's name, 32 bytes.
 
     Raises:
@@ -51,7 +40,7 @@ class FrameCipher:
         """Encrypt one message, without a copy of it. The GIL is released for messages of 2 KiB and more.
 
         Args:
-            number: of the section, or `METADATA`. Each number seals once: a nonce that is used twice breaks the key.
+            number: of the section, or `METADATA_NUMBER`. Each seals once: a nonce that is used twice breaks the key.
             associated: bytes that are authenticated and not encrypted.
             plain: contiguous bytes.
             into: as many bytes; the same memory as `plain`, or memory apart from it.
@@ -105,12 +94,12 @@ class FrameCipher:
         # OpenSSL writes wrong bytes, and a tag that fits them, where memory overlaps in part.
         first, second = np.frombuffer(given, np.uint8), np.frombuffer(into, np.uint8)
         if (
-            not 0 <= number <= METADATA
+            not 0 <= number <= METADATA_NUMBER
             or first.size != second.size
             or (np.may_share_memory(first, second) and first.ctypes.data != second.ctypes.data)
         ):
             raise BadCallError(
-                f"message {number}, {first.size} bytes into {second.size}; allowed: 0 to {METADATA}, and as many "
-                "bytes, in the same memory or memory apart from it"
+                f"message {number}, {first.size} bytes into {second.size}; allowed: 0 to {METADATA_NUMBER}, and as "
+                "many bytes, in the same memory or memory apart from it"
             )
         return Cipher(self._aes, modes.GCM(number.to_bytes(12, "little"), tag))

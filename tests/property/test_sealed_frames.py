@@ -1,0 +1,241 @@
+"""Sealed frames: what comes back, what a writer without the key can do, and what a reader of the bytes learns."""
+
+import random
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.frames import patched
+
+from kvtier.codec import registry
+from kvtier.codec.frame import (
+    OPEN_SCRATCH_BYTES,
+    Identity,
+    Seals,
+    frame_bytes,
+    head_bytes,
+    open_in_place,
+    seal,
+    seal_scratch_bytes,
+    verify_frame,
+)
+from kvtier.codec.head import read_head
+from kvtier.errors import CorruptChunkError, UnreadableChunkError
+from kvtier.keys.keyring import Keyring, SealKey
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, Part, Run
+
+pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
+
+MINE, OLD, THEIRS, STRANGE = (
+    SealKey.of(tenant, epoch, bytes([number]) * 32)
+    for number, (tenant, epoch) in enumerate([("me", 2), ("me", 1), ("they", 2), ("me", 9)], 1)
+)
+SEALS = Seals(Keyring([MINE, OLD, THEIRS]), "me", is_demanded=True)
+NAME, PARENT = bytes(range(32)), b"\xa5" * 32
+IDENTITY = Identity(NAME, b"m" * 16, PARENT, 7, 256, 1, Part(0, 2, 4, 6))
+CANARY = bytes(range(64))
+
+sizes = st.one_of(
+    st.integers(1, ALIGNMENT),
+    st.sampled_from([ALIGNMENT // 2, ALIGNMENT // 2 + 1, SECTION_BYTES_MAX // 2, SECTION_BYTES_MAX // 2 + 1]),
+)
+runs = st.builds(lambda element, count: Run("kv", element, 2 * count), st.sampled_from(["bf16", "fp8e4m3"]), sizes)
+layers = st.lists(runs, min_size=1, max_size=3).map(tuple)
+groups = st.lists(layers, min_size=1, max_size=4).map(
+    lambda layers: GroupLayout(
+        History(), tuple(sum(run.size_bytes for run in layer) for layer in layers), "any", runs=tuple(layers)
+    )
+)
+codecs = st.sampled_from(["raw", "zstd", "split"]).map(registry.by_name)
+SMALL = GroupLayout(History(), (6000, 9000), "test", runs=((Run("kv", "bf16", 6000),), (Run("kv", "bf16", 9000),)))
+
+
+def normal(count: int, seed: int) -> bytes:
+    """Bytes of normally distributed bf16 numbers."""
+    numbers = np.random.default_rng(seed).standard_normal(count // 2 + 1).astype("<f4")
+    return (numbers.view("<u4") >> 16).astype("<u2").tobytes()[:count]
+
+
+def filled(group: GroupLayout, seed: int) -> tuple[memoryview, bytes, bytearray]:
+    """A slot between canaries, its payload with zero padding, and the memory around it."""
+    whole = bytearray(CANARY + b"\xee" * frame_bytes(group) + CANARY)
+    slot = memoryview(whole)[len(CANARY) : -len(CANARY)]
+    payload = bytearray(group.payload_bytes)
+    for at, size in zip(group.layer_offsets, group.layer_bytes, strict=True):
+        payload[at : at + size] = normal(size, seed)
+    at = head_bytes(group)
+    for offset, size in zip(group.layer_offsets, group.layer_bytes, strict=True):
+        slot[at + offset : at + offset + size] = payload[offset : offset + size]
+    return slot, bytes(payload), whole
+
+
+def sealed(group: GroupLayout = SMALL, codec: str = "raw", key: SealKey | None = MINE, seed: int = 1) -> bytes:
+    made, _, _ = filled(group, seed)
+    used = registry.by_name(codec)
+    scratch = memoryview(bytearray(seal_scratch_bytes(group, used, is_sealed=key is not None)))
+    return bytes(seal(made, group, IDENTITY, used, scratch, key=key))
+
+
+def opened(frame: bytes, group: GroupLayout = SMALL, seals: Seals | None = SEALS, name: bytes = NAME) -> bytes:
+    slot, _, whole = filled(group, 99)
+    slot[: len(frame)] = frame[: len(slot)]
+    scratch = memoryview(bytearray(OPEN_SCRATCH_BYTES))
+    try:
+        open_in_place(slot, len(frame), group, Identity(name), scratch, seals)
+    finally:
+        assert whole[: len(CANARY)] == whole[-len(CANARY) :] == CANARY
+    return bytes(slot[head_bytes(group) :])
+
+
+def reason(frame: bytes, group: GroupLayout = SMALL, seals: Seals = SEALS, name: bytes = NAME) -> str:
+    with pytest.raises(CorruptChunkError) as caught:
+        opened(frame, group, seals, name)
+    return caught.value.reason
+
+
+def rechecked(frame: bytes) -> bytes:
+    """All checksums made right: what a writer without the key can do."""
+    import xxhash
+
+    head = read_head(patched(frame, 8, "I", 3))
+    changed = bytearray(frame)
+    for row, section in enumerate(head.sections):
+        extent = bytes(frame[section.offset : section.offset + section.extent_bytes])
+        struct.pack_into("<Q", changed, 256 + 48 * row + 8, xxhash.xxh3_64_intdigest(extent))
+    return patched(bytes(changed), 8, "I", 3)
+
+
+@given(groups, codecs, st.integers(0, 1 << 32), st.sampled_from([MINE, OLD]))
+def test_what_was_sealed_comes_back(group, codec, seed, key):
+    slot, payload, whole = filled(group, seed)
+    scratch = memoryview(bytearray(seal_scratch_bytes(group, codec, is_sealed=True)))
+    frame = bytes(seal(slot, group, IDENTITY, codec, scratch, key=key))
+    assert whole[: len(CANARY)] == whole[-len(CANARY) :] == CANARY
+    assert slot[head_bytes(group) :] == payload, "the slot is read by others meanwhile"
+    assert len(frame) <= frame_bytes(group)
+    assert len(frame) % ALIGNMENT == 0
+    assert opened(frame, group) == payload
+    head = verify_frame(frame)
+    assert head.identity == Identity(NAME, IDENTITY.model)
+    with pytest.raises(UnreadableChunkError, match="key is not known"):
+        opened(frame, group, None)
+
+
+@settings(max_examples=200)
+@given(groups, codecs, st.integers(0, 1 << 32), st.data())
+def test_any_flipped_bit_is_refused_with_and_without_right_checksums(group, codec, seed, data):
+    frame = bytearray(sealed(group, codec.name, seed=seed))
+    region = data.draw(st.sampled_from([256 + 48 * len(group.sections), head_bytes(group), len(frame)]))
+    at = data.draw(st.integers(0, region - 1))
+    frame[at] ^= 1 << data.draw(st.integers(0, 7))
+    if at >= head_bytes(group) and is_padding(bytes(frame), at):
+        opened(bytes(frame), group)  # padding is zeroed, whatever it holds
+        return
+    assert reason(bytes(frame), group) == "damaged"
+    try:
+        forged = rechecked(bytes(frame))
+    except (CorruptChunkError, UnreadableChunkError, struct.error):
+        return  # no frame any more
+    if forged == bytes(frame):
+        return
+    if 16 <= at < 24 or (264 <= at < 256 + 48 * len(group.sections) and 8 <= (at - 256) % 48 < 16):
+        opened(forged, group)  # only a checksum was wrong
+    elif 96 <= at < 112:
+        with pytest.raises(UnreadableChunkError, match="key is not known"):
+            opened(forged, group)
+    elif 48 <= at < 80:
+        assert reason(forged, group) == "damaged"  # of another name
+        assert reason(forged, group, name=forged[48:80]) == "forged"
+    else:
+        assert reason(forged, group) in {"forged", "damaged"}
+
+
+def is_padding(frame: bytes, at: int) -> bool:
+    return any(section.offset + section.stored_bytes <= at < section.offset + section.extent_bytes
+               for section in read_head(frame).sections)  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", ["raw", "split"])
+def test_a_writer_without_the_key_cannot_replace_a_section(codec):
+    frame = bytearray(sealed(codec=codec))
+    section = read_head(frame).sections[0]
+    frame[section.offset : section.offset + 16] = bytes(16)
+    assert reason(bytes(frame)) == "damaged"
+    assert reason(rechecked(bytes(frame))) == "forged"
+
+
+@pytest.mark.parametrize("codec", ["raw", "split"])
+def test_a_frame_without_a_seal_is_refused_where_a_seal_is_demanded(codec):
+    plain = sealed(codec=codec, key=None)
+    assert reason(plain) == "unsealed"
+    assert opened(plain, seals=SEALS._replace(is_demanded=False)) == opened(sealed(codec=codec))
+    stripped = bytearray(sealed(codec=codec))
+    stripped[96:144] = bytes(48)
+    for row in range(2):
+        stripped[256 + 48 * row + 32 : 256 + 48 * row + 48] = bytes(16)
+    assert reason(patched(bytes(stripped), 8, "I", 3)) == "unsealed"
+
+
+def test_a_frame_of_another_tenant_is_foreign_and_one_of_an_unknown_key_is_kept():
+    assert reason(sealed(key=THEIRS)) == "foreign"
+    with pytest.raises(UnreadableChunkError, match="its key is not known here"):
+        opened(sealed(key=STRANGE))
+    assert reason(sealed(key=STRANGE)[:-ALIGNMENT]) == "damaged"
+
+
+def test_sections_of_two_frames_of_one_object_cannot_be_mixed():
+    one, other = bytearray(sealed(seed=1)), sealed(seed=2)
+    section = read_head(other).sections[1]
+    one[section.offset :] = other[section.offset :]
+    row = slice(256 + 48, 256 + 96)
+    one[row] = other[row]
+    assert reason(patched(bytes(one), 8, "I", 3)) == "forged"
+
+
+def test_a_whole_frame_under_another_name_is_refused():
+    frame = sealed()
+    assert reason(frame, name=b"\x01" * 32) == "damaged"
+    moved = patched(frame[:48] + b"\x01" * 32 + frame[80:], 8, "I", 3)
+    assert reason(moved, name=b"\x01" * 32) == "forged"
+
+
+@pytest.mark.parametrize("codec", ["raw", "split"])
+def test_no_two_frames_share_a_key(codec):
+    """Not even of one slot: a nonce under one frame key encrypts one message."""
+    frames = [sealed(codec=codec) for _ in range(32)]
+    assert len({frame[112:144] for frame in frames}) == len(frames)
+    sections = [read_head(frame).sections for frame in frames]
+    starts = {frame[it.offset : it.offset + 32] for frame, its in zip(frames, sections, strict=True) for it in its}
+    assert len(starts) == 2 * len(frames)
+    assert len({it.tag for its in sections for it in its}) == 2 * len(frames)
+
+
+@pytest.mark.parametrize("codec", ["raw", "split"])
+def test_nothing_of_the_content_or_the_conversation_is_readable(codec):
+    frame, plain = sealed(codec=codec), sealed(codec=codec, key=None)
+    assert PARENT in plain  # the control
+    assert PARENT not in frame
+    assert struct.pack("<II", 7, 256) in plain
+    assert struct.pack("<II", 7, 256) not in frame
+    for start in range(head_bytes(SMALL), len(plain) - 32, 16):
+        piece = plain[start : start + 16]
+        assert piece not in frame or not any(piece)
+
+
+def test_key_and_tenant_are_not_in_a_frame():
+    frame = sealed()
+    assert MINE.key not in frame
+    assert b"they" not in frame
+
+
+def test_seeded_noise_never_opens():
+    draw = random.Random(5)
+    frame = sealed()
+    for _ in range(300):
+        noisy = bytearray(frame)
+        for _ in range(draw.randrange(1, 6)):
+            noisy[draw.randrange(head_bytes(SMALL), head_bytes(SMALL) + 6000)] ^= draw.randrange(1, 256)
+        if noisy != frame:
+            assert reason(rechecked(bytes(noisy))) == "forged"
