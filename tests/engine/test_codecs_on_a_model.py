@@ -1,0 +1,27 @@
+"""The codecs on keys and values of a real model."""
+
+import json
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.demo.model import PRETRAINED, missing_packages
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing_packages()), reason=f"{PRETRAINED} needs the packages {missing_packages()}"),
+]
+
+
+def test_exponents_of_a_real_model_are_few(capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+    assert run(["bench", "codec", "--model", "smollm2", "--repeats", "1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert all(row["bit_exact"] for row in rows)
+    of = {(row["model"].split()[1], row["codec"]): row["ratio"] for row in rows}
+    assert of["bf16", "split2"] < 0.69 < of["bf16", "split"] < 0.76 < of["bf16", "zstd"]
+    for element in ("fp16", "fp8e4m3", "fp8e5m2"):
+        assert of[element, "split2"] <= of[element, "zstd"]
+        assert of[element, "split"] < 1
