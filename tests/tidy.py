@@ -50,7 +50,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "src/kvtier/bench/io_workloads.py",
     ): "one answer for each command in flight, which the core limits",
     ("endless_waits", "src/kvtier/keys/weights.py"): "a checkpoint is read before anything runs, as long as it takes",
-    ("lonely_modules", "kvtier.keys.key_source"): "the same: ranks open it with the frames' seal",
 }
 """Rule and file, with the reason. One that is no longer needed is a finding, too."""
 

@@ -62,14 +62,19 @@ class DamagedStoreError(TierError):
 
 
 class UnreadableChunkError(KvError):
-    """This process cannot read an object that another may: an unknown codec, version or identity. It is a miss.
+    """This process cannot read an object that another may: an unknown codec, version or key. It is a miss.
 
     The copy stays: nothing shows that its bytes are bad.
+
+    Args:
+        name: of the object.
+        detail: what is not known.
+        reason: `version`, `codec` or `key`.
     """
 
-    def __init__(self, name: bytes, detail: str) -> None:
+    def __init__(self, name: bytes, detail: str, reason: str) -> None:
         super().__init__(f"object {name.hex()[:12]}: {detail}")
-        self.name, self.detail = name, detail
+        self.name, self.detail, self.reason = name, detail, reason
 
 
 class CorruptChunkError(KvError):

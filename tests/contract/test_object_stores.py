@@ -14,6 +14,7 @@ from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.stored_forms import StoredForm
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import Outcome
@@ -33,7 +34,7 @@ def of_memory(*names, codec="raw", **rules):
         tiers=tiers,
         rules=[TierRules(name=name, **rules) for name in names],
         arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
-        codec=by_name(codec),
+        forms={name: StoredForm(by_name(codec)) for name in names},
     )
 
 

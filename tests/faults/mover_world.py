@@ -20,6 +20,7 @@ from kvtier.layout import GroupLayout, History, KvLayout, State
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
+from kvtier.runtime.stored_forms import StoredForm
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import About, Figures, OneByOneTier, Tier
 from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, RequestId, Transfer
@@ -107,7 +108,7 @@ class World:
                 arena=self.arena,
                 copier=self.copier,
                 tiers=self.tiers,
-                codec=codec,
+                forms={name: StoredForm(codec) for name in self.tiers},
                 threads=threads,
                 tier_threads=tier_threads or {},
                 clock=clock,

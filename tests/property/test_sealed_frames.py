@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frames import patched
+from tests.frames import patched, rechecked
 
 from kvtier.codec import registry
 from kvtier.codec.frame import (
@@ -93,18 +93,6 @@ def reason(frame: bytes, group: GroupLayout = SMALL, seals: Seals = SEALS, name:
     with pytest.raises(CorruptChunkError) as caught:
         opened(frame, group, seals, name)
     return caught.value.reason
-
-
-def rechecked(frame: bytes) -> bytes:
-    """All checksums made right: what a writer without the key can do."""
-    import xxhash
-
-    head = read_head(patched(frame, 8, "I", 3))
-    changed = bytearray(frame)
-    for row, section in enumerate(head.sections):
-        extent = bytes(frame[section.offset : section.offset + section.extent_bytes])
-        struct.pack_into("<Q", changed, 256 + 48 * row + 8, xxhash.xxh3_64_intdigest(extent))
-    return patched(bytes(changed), 8, "I", 3)
 
 
 @given(groups, codecs, st.integers(0, 1 << 32), st.sampled_from([MINE, OLD]))

@@ -140,13 +140,14 @@ def seal(
     needed = seal_scratch_bytes(group, codec, is_sealed=key is not None)
     if needed and (scratch is None or len(scratch) < needed):
         raise ValueError(f"scratch must have at least {needed} bytes, has {0 if scratch is None else len(scratch)}")
-    packed = _packed(slot, group, codec, scratch) if scratch is not None and codec.id != RAW_ID else None
-    if packed is None and (key is None or scratch is None):
+    room = slot[:0] if scratch is None else scratch
+    packed = None if codec.id == RAW_ID else _packed(slot, group, codec, room)
+    if packed is None and key is None:
         known = _checksums(slot, layout) if checksums is None else checksums
         # One assignment: another thread may write the same frame to another tier.
         slot[: layout.header_bytes] = pack_raw_head(identity, layout, known)
         return slot
-    table, frame = packed or (layout.table.copy(), scratch[: layout.frame_bytes])
+    table, frame = packed or (layout.table.copy(), room[: layout.frame_bytes])
     head = pack_head(identity, layout, table, len(frame))
     cipher = None
     if key is not None:
@@ -256,7 +257,8 @@ def codecs_of(head: Head) -> dict[int, Codec]:
         try:
             found[number] = registry.by_id(number)
         except ConfigError as error:
-            raise UnreadableChunkError(head.identity.name, f"codec {number} is not installed here: {error}") from error
+            detail = f"codec {number} is not installed here: {error}"
+            raise UnreadableChunkError(head.identity.name, detail, "codec") from error
     return found
 
 
@@ -297,7 +299,7 @@ def _opened(head: Head, seals: Seals | None) -> "FrameCipher":
     name = head.identity.name
     key = None if seals is None else seals.keyring.knows(head.seal[:CHECK_BYTES])
     if seals is None or key is None:
-        raise UnreadableChunkError(name, "sealed, and its key is not known here")
+        raise UnreadableChunkError(name, "sealed, and its key is not known here", "key")
     if key.tenant != seals.tenant:
         raise CorruptChunkError(name, "sealed for another tenant", "foreign")
     cipher = _cipher(key, head.seal[CHECK_BYTES:], name)

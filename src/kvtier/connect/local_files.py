@@ -18,7 +18,7 @@ from kvtier.keys.secret import model_id
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
 from kvtier.runtime.secret import configured_secret
 from kvtier.tier import store_notes as notes
-from kvtier.tier.registry import kind_of
+from kvtier.tier.registry import is_sealed, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ def adapter_files(folder: Path) -> Iterator[Path]:
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
     """Write the fingerprint's ingredients next to each store, so that people and the doctor can name differences.
 
-    A note is named by the model id, which `kvtier inspect` shows and shared stores have in their paths.
+    A store that seals gets none. A note is named by the model id, which `kvtier inspect` shows and shared stores have
+    in their paths.
 
     Runs in its own thread, since a file system may hang. A path that does not exist gets the note at the next start.
     """
@@ -88,7 +89,7 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
             return
         content = {"model": model.hex(), "of": json.loads(fingerprint.canonical)}
         for tier in config.tiers:
-            folder = kind_of(tier).folder(tier)
+            folder = None if is_sealed(tier) else kind_of(tier).folder(tier)
             try:
                 # A directory that is no store of ours, or is damaged, stays as it is.
                 if folder is not None and not any(it.level == "error" for it in kind_of(tier).check(tier)):

@@ -394,9 +394,10 @@ def _by_model(rows: list[ObjectRow]) -> dict[str, ModelShare]:
     return dict(sorted(shares.items()))
 
 
-def _told(section: Section) -> dict[str, object]:
+def _told(section: Section) -> dict[str, int | str]:
+    shown: dict[str, int | str] = section._asdict()
     texts = {"checksum": f"{section.checksum:016x}", "codec": _codec_name(section.codec), "tag": section.tag.hex()}
-    return section._asdict() | texts
+    return shown | texts
 
 
 def _codec_name(number: int) -> str:

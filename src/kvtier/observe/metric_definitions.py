@@ -105,6 +105,14 @@ OBJECT_CALL_SECONDS = Metric(
 TRANSFERS = Metric(
     "kvtier_transfers_total", MetricKind.COUNTER, "", (_LINK, _OUTCOME), "Transfers, by link and outcome."
 )
+REFUSED_OBJECTS = Metric(
+    "kvtier_refused_objects_total",
+    MetricKind.COUNTER,
+    "",
+    (_TIER, Label("reason", ("damaged", "unsealed", "foreign", "forged", "version", "codec", "key"))),
+    "Objects that a read refused. Damaged ones, and those whose seal is missing, another tenant's or forged, are "
+    "dropped. Those of a version, codec or key that is not known here are kept.",
+)
 TRANSFER_BYTES = Metric(
     "kvtier_transfer_bytes_total", MetricKind.COUNTER, "bytes", (_LINK, _TIER), "Bytes of successful transfers."
 )
@@ -235,6 +243,7 @@ METRICS: tuple[Metric, ...] = (
     OBJECTS,
     OBJECT_CALL_SECONDS,
     TRANSFERS,
+    REFUSED_OBJECTS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
     TRANSFER_WAIT_SECONDS,

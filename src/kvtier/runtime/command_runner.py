@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
-from kvtier.codec.base import Codec
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes, section_checksums
-from kvtier.codec.head import RAW_ID, Identity
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, section_checksums
+from kvtier.codec.head import Identity
 from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import name_head, names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Job, Work
+from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write
 from kvtier.tier.loan import Loan, clear_frames
@@ -58,6 +58,7 @@ class Result(NamedTuple):
     size_bytes: int = 0
     present: tuple[bool, ...] = ()
     detail: str = ""
+    reason: str = ""
 
 
 _ABSENT = Result(Outcome.ABSENT, detail="not there")
@@ -83,7 +84,7 @@ class CommandRunner:
         copier: Copier,
         tiers: Mapping[str, Tier],
         common: Collection[str],
-        codec: Codec,
+        forms: Mapping[str, StoredForm],
         clock: Callable[[], float],
         name_root: bytes | None = None,
         writes_all: bool = False,
@@ -93,7 +94,7 @@ class CommandRunner:
         self._arena = arena
         self._copier = copier
         self._tiers = tiers
-        self._codec = codec
+        self._forms = {name: forms.get(name) or StoredForm() for name in tiers}
         self._clock = clock
         digests = [layout.digest(group) for group in range(len(layout.groups))]
         keyed = digests if name_root is None else [hmac.digest(name_root, it, "sha256") for it in digests]
@@ -104,8 +105,10 @@ class CommandRunner:
         }
         """(tier, group) whose objects another rank writes and drops, because it holds the same KV."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
-        self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
-        self._hashes = writes_all and bool(tiers) and codec.id == RAW_ID
+        self._scratch_bytes = {
+            name: [form.scratch_bytes(group) for group in layout.groups] for name, form in self._forms.items()
+        }
+        self._hashes = writes_all and any(not max(sizes) for sizes in self._scratch_bytes.values())
         """A gather that is complete on return is hashed by its thread, whose copy is still in the processor's cache.
         The threads that write would read each byte from memory once more."""
         self._checksums: dict[tuple[int, int], list[int]] = {}
@@ -206,7 +209,8 @@ class CommandRunner:
     def _demote(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
         transfers = [job.command for job in jobs if isinstance(job.command, Transfer)]
         tier = self._tiers[transfers[0].tier]
-        stops = list(accumulate(self._seal_scratch_bytes[transfer.group] for transfer in transfers))
+        sizes = self._scratch_bytes[transfers[0].tier]
+        stops = list(accumulate(sizes[transfer.group] for transfer in transfers))
         whole = scratch.view(stops[-1])
         views = [whole[start:stop] for start, stop in pairwise((0, *stops))]
         results: list[Result | Exception] = [_ELSEWHERE] * len(jobs)
@@ -226,12 +230,14 @@ class CommandRunner:
         return results
 
     def _sealed(self, transfer: Transfer, identity: Identity, scratch: memoryview) -> Write:
-        if self._is_left_alone(transfer.tier, identity.name):
+        form = self._forms[transfer.tier]
+        key = form.key if form.is_sealed else None
+        if (form.is_sealed and key is None) or self._is_left_alone(transfer.tier, identity.name):
             raise TierError(transfer.tier, NOT_ADMITTED)  # a tier does not overwrite objects
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
         checksums = self._checksums.get((group, transfer.slot))
-        frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch, checksums)
+        frame = seal(slot, self._layout.groups[group], identity, form.codec, scratch, checksums, key)
         about = About(identity.parent, transfer.depth, group, transfer.conversation)
         return Write(identity.name, frame, about)
 
@@ -247,7 +253,10 @@ class CommandRunner:
             slots.append(self._arena.frame(transfer.group, transfer.slot))
             self._checksums.pop((transfer.group, transfer.slot), None)
         names = names_of(objects, self._name_heads)
-        tier = self._tiers[transfers[0].tier]
+        tier, form = self._tiers[transfers[0].tier], self._forms[transfers[0].tier]
+        if form.is_sealed and form.is_locked:
+            return [_ABSENT] * len(jobs)
+        seals = None if form.keys is None else form.seals
         with Loan(slots, tier.name) as views:
             answers = _answers(jobs, list(map(Read, names, views)), tier.read_many)
         memory = scratch.view(OPEN_SCRATCH_BYTES)
@@ -258,7 +267,7 @@ class CommandRunner:
                 continue
             identity = Identity(name)
             try:
-                open_in_place(slot, answer, self._layout.groups[transfer.group], identity, memory)
+                open_in_place(slot, answer, self._layout.groups[transfer.group], identity, memory, seals)
                 results.append(Result(Outcome.DONE, answer))
             except Exception as error:  # noqa: BLE001 - as in `_demote`
                 if isinstance(error, UnreadableChunkError):
@@ -275,6 +284,8 @@ class CommandRunner:
         return bool(self._unreadable) and self._clock() < self._unreadable.get((tier, name), 0.0)
 
     def _probe(self, tier: Tier, probe: Probe) -> tuple[bool, ...]:
+        if self._forms[probe.tier].is_locked:
+            return (False,) * len(probe.objects)
         names = names_of(probe.objects, self._name_heads)
         answers = tier.contains(names)
         if len(answers) != len(names):

@@ -67,6 +67,8 @@ class CommandCounters:
             direction = command.direction
             self.in_flight[direction, command.tier] -= 1
             counts = [(self._outcomes[direction][outcome], 1.0)]
+            if completion.reason:
+                self._metrics.add(table.REFUSED_OBJECTS, tier=command.tier, reason=completion.reason)
             if outcome is Outcome.DONE:
                 moved = self._moved.get((direction, command.tier)) or self._bind(direction, command.tier)
                 counts += zip(moved, (completion.size_bytes, completion.seconds, completion.waited_s), strict=True)

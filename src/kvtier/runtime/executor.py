@@ -33,6 +33,8 @@ class Completion(NamedTuple):
     """Reason why the command is not DONE, for logs."""
     is_tier_fault: bool = False
     """The tier failed or missed the deadline. Circuit breakers count faults; a refused write is not a fault."""
+    reason: str = ""
+    """Why a read refused the object, see `CorruptChunkError` and `UnreadableChunkError`; otherwise empty."""
 
 
 class Executor(Protocol):

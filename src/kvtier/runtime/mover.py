@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from kvtier.codec.base import Codec
-from kvtier.codec.raw import Raw
 from kvtier.device.copier import Copier
 from kvtier.errors import CorruptChunkError, KvError, UnreadableChunkError
 from kvtier.layout import KvLayout
@@ -30,6 +28,7 @@ from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.protocol import Note
+from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, Tier
 from kvtier.tier.effective_cap import FULL
@@ -127,7 +126,7 @@ class Mover:
         copier: copies between the engine's blocks and slots.
         tiers: lower tiers by name.
         common: names of tiers in which all ranks of the engine use one store (`TierKind.is_common`).
-        codec: encodes objects for tiers.
+        forms: how the objects of tiers are stored, by name; of others raw and without a seal.
         threads: number of threads of each queue.
         tier_threads: the same for single tiers, by name.
         clock: seconds; the clock of the commands' deadlines.
@@ -155,7 +154,7 @@ class Mover:
         copier: Copier,
         tiers: Mapping[str, Tier],
         common: Collection[str] = (),
-        codec: Codec | None = None,
+        forms: Mapping[str, StoredForm] = MappingProxyType({}),
         threads: Threads | None = None,
         tier_threads: Mapping[str, Threads] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
@@ -172,7 +171,7 @@ class Mover:
             copier=copier,
             tiers=tiers,
             common=common,
-            codec=codec or Raw(),
+            forms=forms,
             clock=clock,
             name_root=name_root,
             writes_all=writes_all,
@@ -384,9 +383,10 @@ class Mover:
         faults: list[tuple[Work, Result]] = []
         for job, it in zip(jobs, results, strict=True):
             result = _judged(job, it) if isinstance(it, Exception) else it
-            command, (outcome, size_bytes, present, detail) = job.command, result
+            command, (outcome, size_bytes, present, detail, reason) = job.command, result
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
-            completions.append(Completion(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
+            moved = (present, size_bytes, seconds, waited_s)
+            completions.append(Completion(command, outcome, *moved, detail, is_fault, reason))
             is_bad = outcome is Outcome.CORRUPT or isinstance(it, UnreadableChunkError)
             if is_bad or (outcome is Outcome.FAILED and not detail.endswith(_UNLOGGED)):
                 faults.append((command, result))
@@ -447,9 +447,9 @@ def _judged(job: Job, error: Exception) -> Result:
     if isinstance(error, CorruptChunkError):
         # Only a promote reads stored bytes.
         is_promote = isinstance(job.command, Transfer) and job.command.direction is Direction.PROMOTE
-        return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
+        return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error), reason=error.reason)
     if isinstance(error, UnreadableChunkError):  # only a promote opens frames
-        return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept")
+        return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept", reason=error.reason)
     detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     return Result(Outcome.FAILED, detail=detail)
 

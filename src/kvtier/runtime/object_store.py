@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.codec.base import Codec
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
 from kvtier.core.object_cache import ObjectCache
@@ -37,6 +37,7 @@ from kvtier.runtime.locked_core import Closed, LockedCore, SessionError
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.session_events import LogLine
+from kvtier.runtime.stored_forms import StoredForm
 from kvtier.tier.base import Figures, Tier
 from kvtier.types import (
     Command,
@@ -165,7 +166,7 @@ class ObjectStore(LockedCore):
         tiers: tiers by name, fastest first; the store's from now on.
         rules: limits of each tier, in the same order.
         arena: slots of `layout` for objects on their way; the store's from now on.
-        codec: encodes objects for tiers.
+        forms: how the objects of tiers are stored, by name; of others raw and without a seal.
         tier_threads: threads of single tiers, by name.
         common: names of tiers in which all ranks of the engine use one store.
         down: names of tiers that are not open yet.
@@ -190,7 +191,7 @@ class ObjectStore(LockedCore):
         tiers: Mapping[str, Tier],
         rules: Sequence[TierRules],
         arena: Arena,
-        codec: Codec | None = None,
+        forms: Mapping[str, StoredForm] = MappingProxyType({}),
         tier_threads: Mapping[str, Threads] | None = None,
         common: Collection[str] = (),
         down: Collection[str] = (),
@@ -217,7 +218,7 @@ class ObjectStore(LockedCore):
             copier=_NoDevice(),
             tiers=tiers,
             common=common,
-            codec=codec,
+            forms=forms,
             threads=Threads(device=0),
             tier_threads=tier_threads or {},
             clock=clock,

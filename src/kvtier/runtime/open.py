@@ -28,6 +28,7 @@ from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.secret import store_secret
 from kvtier.runtime.session import Session
+from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
 from kvtier.runtime.trace_recorder import Recorder
 from kvtier.tier.registry import TierSettings, kind_of
 from kvtier.types import Way
@@ -141,7 +142,7 @@ def open_core(
         for way in get_args(Way):
             metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)
     # After the tiers are open, because the secret is in a directory that one of them creates.
-    root = root_key(store_secret(config, ranks.down), fingerprint_digest, layout.chunk_tokens)
+    root = root_key(store_secret(config, ranks.down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)
     cache = Cache(
         layout=layout,
         slots=ranks.slots,
@@ -155,13 +156,16 @@ def open_core(
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
     journal = open_journal(config, layout, root, metrics, ranks.rank_count)
     counters = CommandCounters(metrics, *(it for it in (journal, observer) if it is not None))
+    keys = open_key_source(config)
+    forms = forms_of(config, keys)
     session = Session(
         cache,
         ranks.executor,
-        on_close=closing_lines(on_close, *(it for it in (recorder, journal) if it is not None)),
+        on_close=closing_lines(closing_keys(on_close, keys), *(it for it in (recorder, journal) if it is not None)),
         on_second=Gauges(metrics, cache, layout, ranks.views, counters, tiers_of_one_cap(config)),
         metrics=metrics,
         observer=counters,
+        is_locked=lambda: any(form.is_locked for form in forms.values()),
     )
     return OpenedSession(session, root, metrics, recorder, journal)
 

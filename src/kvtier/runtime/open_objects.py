@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
@@ -13,6 +12,7 @@ from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import closing_lines, open_journal, tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, model_of, open_tiers, threads_of_tiers, tiers_down
 from kvtier.runtime.secret import store_secret
+from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
 from kvtier.tier.base import Tier
 
 
@@ -23,7 +23,8 @@ def open_object_store(
 
     Args:
         config: the settings: `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`, `store.secret_file`,
-            `store.codec`, `journal` and `limits.open_deadline_s`. Others have no effect.
+            `store.codec`, the keys and the tenant of `store`, `journal` and `limits.open_deadline_s`. Others have no
+            effect.
         layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no object.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         rank: number of this rank, from 0.
@@ -36,15 +37,17 @@ def open_object_store(
     """
     if not config.tiers:
         raise ConfigError("tiers: none; allowed: at least one, because an object store keeps nothing itself")
-    codec = by_name(config.store.codec)
+    keys = open_key_source(config)
+    forms = forms_of(config, keys)
     slots = slots_for(layout, config.host.staging_bytes, setting="host.staging_bytes")
     arena = Arena(layout, slots, populate=config.host.populate)
     tiers: dict[str, Tier] = {}
+    close = closing_keys(partial(close_tiers, tiers), keys)
     try:
         tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
-        root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens)
+        root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)
         metrics = Metrics()
         journal = open_journal(config, layout, root, metrics)
         return ObjectStore(
@@ -54,15 +57,15 @@ def open_object_store(
             tiers=tiers,
             rules=tier_rules(config, tuple(tiers)),
             arena=arena,
-            codec=codec,
+            forms=forms,
             tier_threads=threads_of_tiers(config),
             common=common_tiers(config),
             down=down,
             metrics=metrics,
             journal=journal,
-            on_close=closing_lines(partial(close_tiers, tiers), *(() if journal is None else (journal,))),
+            on_close=closing_lines(close, *(() if journal is None else (journal,))),
         )
     except BaseException:
-        close_tiers(tiers, 5.0)
+        close(5.0)
         arena.close()
         raise

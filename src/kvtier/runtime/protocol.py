@@ -68,6 +68,7 @@ class CompletionMessage(NamedTuple):
     waited_s: float = 0.0
     detail: str = ""
     is_tier_fault: bool = False
+    reason: str = ""
 
 
 class Note(NamedTuple):
@@ -228,7 +229,7 @@ _FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     Drop: (_word, _key, _whole),
     Tell: (_word, _word, _maybe(NextTurn)),
     Cancel: (_wholes,),
-    CompletionMessage: (_whole, Outcome, _many(_flag), _whole, _number, _number, _word, _flag),
+    CompletionMessage: (_whole, Outcome, _many(_flag), _whole, _number, _number, _word, _flag, _word),
     Note: (_word, _word, _wholes, _flag),
     Ping: (),
     Leave: (),

@@ -4,10 +4,9 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
 from kvtier.errors import KvError, TierError
@@ -18,8 +17,9 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.rank_group import in_threads
 from kvtier.runtime.secret import configured_secret
+from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
 from kvtier.tier.base import Tier
-from kvtier.tier.registry import TierContext, TierSettings, kind_of
+from kvtier.tier.registry import TierContext, TierSettings, is_sealed, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,11 @@ def open_rank(
         RuntimeError: the system cannot start a thread.
     """
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
-    codec = by_name(config.store.codec)
+    keys = open_key_source(config)
+    forms = forms_of(config, keys)
     arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
     tiers: dict[str, Tier] = {}
+    close = closing_keys(partial(close_tiers, tiers), keys)
     try:
         tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
@@ -101,18 +103,18 @@ def open_rank(
             copier=copier,
             tiers=tiers,
             common=common_tiers(config),
-            codec=codec,
+            forms=forms,
             threads=Threads(device=copy_threads),
             tier_threads=threads_of_tiers(config),
             writes_all=config.store.write_policy == "through",
         )
     except BaseException:
-        close_tiers(tiers, 5.0)
+        close(5.0)
         arena.close()
         raise
     down = tiers_down(tiers)
     remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
-    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, partial(close_tiers, tiers), arena)
+    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, close, arena)
 
 
 def open_tiers(
@@ -144,7 +146,7 @@ def open_tiers(
     tiers: dict[str, Tier] = {}
     try:
         # All of them open at the same time, so that one which hangs delays no other.
-        opening = [(tier, _deferred(tier, context)) for tier in config.tiers]
+        opening = [(it, _deferred(it, replace(context, is_sealed=is_sealed(it)))) for it in config.tiers]
         tiers |= {tier.name: deferred for tier, deferred in opening}
         began_s, deadline_s = time.monotonic(), config.limits.open_deadline_s
         for tier, deferred in opening:

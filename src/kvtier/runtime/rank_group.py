@@ -138,6 +138,7 @@ def merged(one: Completion, other: Completion) -> Completion:
         seconds=max(one.seconds, other.seconds),
         waited_s=max(one.waited_s, other.waited_s),
         is_tier_fault=one.is_tier_fault or other.is_tier_fault,
+        reason=max(one.reason, other.reason),
     )
 
 

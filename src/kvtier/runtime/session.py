@@ -36,6 +36,7 @@ class Session(LockedCore):
         metrics: counts lookups, loads and stores.
         observer: receives every command and every completion, under the lock.
         clock: monotonic seconds; the executor's clock.
+        is_locked: whether the tenant has no key: then nothing is found or stored. Called for each lookup and store.
         has_thread: False: `tick` is called instead, by the owner.
 
     Raises:
@@ -55,8 +56,10 @@ class Session(LockedCore):
         metrics: Metrics | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        is_locked: Callable[[], bool] = lambda: False,
         has_thread: bool = True,
     ) -> None:
+        self._is_locked = is_locked
         metrics, lines = metrics or Metrics(), deque[LogLine]()
         self._events = SessionEvents(metrics, lines, clock)
         super().__init__(
@@ -116,13 +119,14 @@ class Session(LockedCore):
             if answer.presence is not Presence.PROBING or now_s >= until_s:
                 self._count(request, prefix, answer, announced_tokens)
 
-        while True:
+        while not self._is_locked():
             self._uninterrupted(self._call, look_up)
             if self._is_broken:
                 return NOTHING
             if answer.presence is not Presence.PROBING or now_s >= until_s:
                 return answer
             self._wait(seen, min(until_s - now_s, ASK_AGAIN_S_MAX if announced_tokens else FLUSH_STEP_S))
+        return NOTHING
 
     def load(
         self,
@@ -174,11 +178,12 @@ class Session(LockedCore):
         Raises:
             BadCallError: a place is not in the prefix. No `StoreDone` follows.
         """
+        wanted = () if self._is_locked() else places
 
         def begin(now_s: float) -> None:
-            self._cache.store(request, prefix, places, now_s, conversation)
+            self._cache.store(request, prefix, wanted, now_s, conversation)
 
-        self._uninterrupted(self._begin, begin, self._events.begin_store, request, places)
+        self._uninterrupted(self._begin, begin, self._events.begin_store, request, wanted)
 
     def release(self, request: RequestId) -> None:
         """The engine is done with `request`: cancel transfers that have not begun, and end its load and stores.

@@ -110,6 +110,8 @@ class TierContext:
     """16 bytes that identify the model under the secret. See `keys.secret.model_id`."""
     key_id: bytes | None = None
     """16 bytes that identify the configured secret; None without one. See `keys.secret.key_id`."""
+    is_sealed: bool = False
+    """Objects are sealed, so no file of the tier tells about conversations."""
     memory: tuple[memoryview, ...] = ()
     """Where slots are: the rank's host memory, a mapping for each group. A tier may use it until it is closed."""
     clock: Callable[[], float] = time.monotonic
@@ -234,6 +236,11 @@ def measures_directories(name: str) -> bool:
 def kind_of(tier: TierSettings) -> TierKind[Any]:
     """The kind of a tier with these settings."""
     return by_name(tier.kind)
+
+
+def is_sealed(tier: TierSettings) -> bool:
+    """Whether the objects of `tier` are sealed; with `auto` those of a store that other nodes use."""
+    return tier.seal == "on" or (tier.seal == "auto" and kind_of(tier).is_shared(tier))
 
 
 def checked_name(name: str) -> str:

@@ -34,7 +34,8 @@ class DirectoryIndex:
     Work on all names takes the lock for `SLICE` names at a time.
     """
 
-    def __init__(self, evictor: Evictor) -> None:
+    def __init__(self, evictor: Evictor, *, is_bare: bool = False) -> None:
+        self._is_bare = is_bare
         self._evictor = evictor
         self._records: NameTable[_Record] = NameTable()
         self._lock = threading.Lock()
@@ -139,11 +140,14 @@ class DirectoryIndex:
         self.load_snapshot(missing)
 
     def rows(self) -> Iterator[SnapshotRow]:
-        """The rows of the index snapshot, in any order, without the lock. What changes meanwhile is in it or not."""
+        """The rows of the index snapshot, in any order, without the lock. What changes meanwhile is in it or not.
+
+        A bare index writes no parents, depths and groups.
+        """
         for name in self._records:
             record = self._records.get(name)
             if record is not None:
-                about = record.about
+                about = UNKNOWN if self._is_bare else record.about
                 yield SnapshotRow(name, about.parent, record.size_bytes, record.used_ns, about.depth, about.group)
 
     def _missing(self, files: list[Found]) -> list[SnapshotRow]:

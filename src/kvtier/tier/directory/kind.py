@@ -40,7 +40,7 @@ class DirectorySettings(TierSettings):
     )
 
 
-def _open(settings: DirectorySettings, _context: TierContext) -> DirectoryTier:
+def _open(settings: DirectorySettings, context: TierContext) -> DirectoryTier:
     return DirectoryTier(
         settings.path,
         name=settings.name,
@@ -48,6 +48,7 @@ def _open(settings: DirectorySettings, _context: TierContext) -> DirectoryTier:
         direct_io=settings.direct_io,
         shared=settings.shared,
         evictor=make_evictor(settings.evictor),
+        is_sealed=context.is_sealed,
     )
 
 

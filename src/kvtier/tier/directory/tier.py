@@ -69,6 +69,7 @@ class DirectoryTier(FileTier):
         shared: other processes may write to the store, so a name missing from the index is looked up on disk. When
             False a miss costs no system call.
         lock_deadline_s: longest wait for other processes in an operation.
+        is_sealed: the index snapshot has no parents, depths and groups.
         open_deadline_s: longest wait for another process that is opening the store. A process that opens it as its only
             user counts it meanwhile: a second for 100,000 objects.
 
@@ -89,11 +90,12 @@ class DirectoryTier(FileTier):
         shared: bool = True,
         lock_deadline_s: float = 2.0,
         open_deadline_s: float = 60.0,
+        is_sealed: bool = False,
     ) -> None:
         super().__init__(root, name, capacity_bytes)
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
-        self._index = DirectoryIndex(Lru() if evictor is None else evictor)
+        self._index = DirectoryIndex(Lru() if evictor is None else evictor, is_bare=is_sealed)
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
         """(name, time) of reads that are not yet in the files' mtimes."""
         self._snapshot_lock = threading.Lock()

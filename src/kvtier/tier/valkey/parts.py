@@ -150,7 +150,7 @@ class Loading:
 
     def __init__(self, slot: int, key: bytes, into: memoryview, offset: int, lifetime: bytes) -> None:
         self.slot, self.key = slot, key
-        self._into, self._offset = into, offset
+        self._into, self._offset, self._lifetime = into, offset, lifetime
         last = (offset + max(into.nbytes, 1) - 1) // PART_BYTES
         self.parts = [
             Part(slot, key, number, into, offset, lifetime)
@@ -159,8 +159,17 @@ class Loading:
 
     @property
     def is_torn(self) -> bool:
-        """Whether parts are there that do not make an object."""
-        return self._whole() is None and any(part.answer is not None for part in self.parts)
+        """Whether parts are there that do not make an object, and all were read."""
+        is_read = not any(part.has_failed for part in self.parts)
+        return is_read and self._whole() is None and any(part.answer is not None for part in self.parts)
+
+    def again(self) -> "Loading":
+        """The same once more."""
+        return Loading(self.slot, self.key, self._into, self._offset, self._lifetime)
+
+    def is_like(self, other: "Loading") -> bool:
+        """Whether the same parts of the same writers were there."""
+        return [part.header for part in self.parts] == [part.header for part in other.parts]
 
     def removal(self) -> Request:
         """Remove what is left of it."""

@@ -115,16 +115,20 @@ class ValkeyTier(Tier):
                 Loading(*self._key(each.name), each.into.cast("B"), each.offset, self._lifetime) for each in reads
             ]
             self._requests.run([part for each in loadings for part in each.parts], self._end_s())
-            answers: list[int | TierError | None] = []
-            torn: list[Request] = []
-            for each in loadings:
-                failed = next((part for part in each.parts if part.has_failed), None)
-                answers.append(each.byte_count() if failed is None else self._problem(failed, "read"))
-                if failed is None and each.is_torn:
-                    torn.append(each.removal())
-            if torn:  # if it fails, the next reader tries again
-                self._requests.run(torn, time.monotonic() + self._probe_deadline_s)
+            answers = [self._answer(each) for each in loadings]
+            # A writer may have replaced the object between the reads of its parts, so it is read once more.
+            torn = {at: each.again() for at, each in enumerate(loadings) if each.is_torn}
+            if torn:
+                self._requests.run([part for each in torn.values() for part in each.parts], self._end_s())
+                answers = [self._answer(torn[at]) if at in torn else it for at, it in enumerate(answers)]
+                left = [each.removal() for at, each in torn.items() if each.is_torn and each.is_like(loadings[at])]
+                if left:  # if it fails, the next reader tries again
+                    self._requests.run(left, time.monotonic() + self._probe_deadline_s)
             return answers
+
+    def _answer(self, loading: Loading) -> int | TierError | None:
+        failed = next((part for part in loading.parts if part.has_failed), None)
+        return loading.byte_count() if failed is None else self._problem(failed, "read")
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """See `Tier`. One round trip, or two when an object has several parts.

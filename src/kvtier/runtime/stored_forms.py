@@ -1,0 +1,109 @@
+"""How the objects of each tier are stored: the codec, and whether a seal is demanded."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from kvtier.codec.base import Codec
+from kvtier.codec.frame import Seals, seal_scratch_bytes
+from kvtier.codec.raw import Raw
+from kvtier.codec.registry import by_name
+from kvtier.config.sections import Config
+from kvtier.errors import ConfigError, install_hint
+from kvtier.keys.key_source import KeySource, open_keys
+from kvtier.keys.keyring import SealKey
+from kvtier.layout import GroupLayout
+from kvtier.runtime.secret import configured_secret, within
+from kvtier.tier.registry import is_sealed
+
+
+class StoredForm:
+    """How the objects of one tier are stored. Thread-safe.
+
+    Args:
+        codec: encodes what is written; None: raw.
+        keys: of seals; None: no frame is sealed, and sealed ones cannot be read.
+        tenant: the engine's.
+        is_sealed: a seal is demanded of every frame. Without a key of the tenant nothing is read or written.
+    """
+
+    def __init__(
+        self, codec: Codec | None = None, keys: KeySource | None = None, tenant: str = "", *, is_sealed: bool = False
+    ) -> None:
+        self.codec = codec or Raw()
+        self.is_sealed = is_sealed
+        self.keys = keys
+        self._tenant = tenant
+
+    @property
+    def key(self) -> SealKey | None:
+        """The key that seals what is written now."""
+        return self.keys.keyring.sealing(self._tenant) if self.is_sealed and self.keys is not None else None
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a seal is demanded and the tenant has no key."""
+        return self.is_sealed and self.key is None
+
+    @property
+    def seals(self) -> Seals | None:
+        """The seals that a reader opens."""
+        return None if self.keys is None else Seals(self.keys.keyring, self._tenant, self.is_sealed)
+
+    def scratch_bytes(self, group: GroupLayout) -> int:
+        """Scratch memory to write an object of `group`; 0: it is written from its slot."""
+        return seal_scratch_bytes(group, self.codec, is_sealed=self.is_sealed)
+
+
+def open_key_source(config: Config) -> KeySource | None:
+    """The keys that the settings give, for tiers that seal and for reading; None: none are needed.
+
+    Raises:
+        ConfigError: the keys cannot be read in time, or the package for the seal is missing.
+    """
+    store, sealing = config.store, [tier for tier in config.tiers if is_sealed(tier)]
+    if not sealing and not (store.keys_file or store.keys_command or store.keys):
+        return None
+    if importlib.util.find_spec("cryptography") is None:
+        tiers = ", ".join(tier.label for tier in sealing) or "the keys"
+        raise ConfigError(
+            f"the seal of {tiers} needs the package cryptography: {install_hint('seal')}. Or set the tiers' seal to off"
+        )
+    read = partial(
+        open_keys,
+        file=store.keys_file,
+        command=store.keys_command,
+        text=store.keys.reveal(),
+        secret=configured_secret(config),
+        tenant=store.tenant,
+    )
+    deadline_s = config.limits.open_deadline_s
+    try:
+        return within(deadline_s, read, "kvtier keys")
+    except TimeoutError:
+        raise ConfigError(f"store.keys_file = {str(store.keys_file)!r} was not read within {deadline_s:g} s") from None
+
+
+def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]:
+    """The form of each tier, by name.
+
+    Raises:
+        ConfigError: the package of a codec is missing.
+    """
+    return {
+        tier.name: StoredForm(
+            by_name(tier.codec or config.store.codec), keys, config.store.tenant, is_sealed=is_sealed(tier)
+        )
+        for tier in config.tiers
+    }
+
+
+def closing_keys(close: Callable[[float], None], keys: KeySource | None) -> Callable[[float], None]:
+    """`close`, which also ends the reading of keys."""
+
+    def both(deadline_s: float) -> None:
+        if keys is not None:
+            keys.close()
+        close(deadline_s)
+
+    return both
