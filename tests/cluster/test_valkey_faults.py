@@ -120,6 +120,31 @@ def test_parts_that_an_evicted_object_left_are_not_mixed_with_those_of_another_f
 
 
 @pytest.mark.cluster_core
+@pytest.mark.cluster_core
+def test_a_reader_between_two_writers_reads_again_and_removes_nothing(valkey, tier, monkeypatch):
+    """Sealed frames of one object differ, so a second writer changes parts while a reader has some of them."""
+    other = open_tier(valkey, prefix=tier._prefix, deadline_s=DEADLINE_S)
+    assert tier.write(name_of(1), frame_of(1, SIZE))
+    second = frame_of(2, SIZE)
+    run, has_written = tier._requests.run, []
+
+    def interrupted(requests, end_s):
+        if has_written:
+            return run(requests, end_s)
+        run(requests[:1], end_s)
+        valkey.call("DEL", key_of(tier, name_of(1)))  # evicted, so the next writer finds no object
+        has_written.append(other.write(name_of(1), second))
+        return run(requests[1:], end_s)
+
+    monkeypatch.setattr(tier._requests, "run", interrupted)
+    into = memoryview(bytearray(SIZE))
+    assert tier.read(name_of(1), into) == SIZE
+    assert has_written == [True]
+    assert into == second
+    assert tier.contains([name_of(1)]) == [True]
+
+
+@pytest.mark.cluster_core
 def test_parts_that_a_longer_object_left_do_not_hide_a_shorter_one(valkey, tier):
     into = memoryview(bytearray(3 * PART_BYTES))
     for size in (2 * PART_BYTES, 4096):

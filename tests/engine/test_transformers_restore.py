@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attaching import SMALL, Attach
+from tests.sealed_places import KINDS, sealed_place
 from tiny_transformers import MODELS, batch, gemma3, llama, mistral, tokens
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -56,6 +57,24 @@ def test_every_kind_of_model_gives_the_same_tokens_cold_warm_and_from_disk(name:
     assert torch.equal(plain.sequences, warm.sequences)
     torch.testing.assert_close(logits(warm), logits(plain), rtol=1e-4, atol=1e-4)
     assert torch.equal(logits(warm), logits(disk)), "the same KV gives the same bits, wherever it was"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_come_back_through_split_and_a_seal(kind: str, attached: Attach, tmp_path: Path) -> None:
+    model = llama()
+    with sealed_place(kind, tmp_path / kind) as (given, heads):
+        settings = {name.replace(".", "__"): value for name, value in given.items()} | {"directory": None}
+        kv = attached(model, **settings)
+        kv.generate(PROMPT, **LOGITS)
+        warm = kv.generate(PROMPT, **LOGITS)
+        kv.close()
+        assert len(heads()) == 6
+        assert all(head.seal and 2 in head.codecs for head in heads())
+        reopened = attached(model, **settings)
+        below = reopened.generate(PROMPT, **LOGITS)
+        assert reopened.last.restored_by_source == {kind: 96}
+        assert torch.equal(logits(warm), logits(below)), "the same KV gives the same bits"
+        reopened.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "deepseek_v3", "gpt_oss", "bloom", "opt"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from engines import BACKEND, LAYOUTS, PAGE, Engine, engine, equal, mha, mla
+from tests.sealed_places import KINDS, sealed_place
 
 pytestmark = pytest.mark.sglang_core
 
@@ -38,6 +39,19 @@ def test_pages_come_back_byte_equal(start: Start, make: Callable[[str], Any], la
     assert first.prefetch(range(500, 500 + 4 * PAGE)).hit == 0
     first.controller.detach_storage_backend()
     assert equal(start(pools=make(layout)).prefetch(PROMPT).pages, pages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_come_back_through_split_and_a_seal(start: Start, kind: str, tmp_path: Path) -> None:
+    with sealed_place(kind, tmp_path / kind) as (settings, heads):
+        first = start(settings, pools=mha("page_first"))
+        stored, pages = first.backup(PROMPT)
+        first.controller.detach_storage_backend()
+        assert (stored, len(heads())) == (len(PROMPT), len(PROMPT) // PAGE)
+        assert all(head.seal and 2 in head.codecs for head in heads())
+        second = start(settings, pools=mha("page_first"))
+        assert equal(second.prefetch(PROMPT).pages, pages)
+        second.controller.detach_storage_backend()
 
 
 @pytest.mark.parametrize("other", LAYOUTS[1:])

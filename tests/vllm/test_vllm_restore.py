@@ -8,12 +8,15 @@ from judge import TOLERANCE, apart, furthest, is_same, prompt
 from models import SMALL
 from settings import CHUNK, connector, whole
 from storage import corrupt, heads, objects
+from tests.sealed_places import KINDS, sealed_place
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
 GROUPS = {"gemma3": 2, "qwen3-next": 2}
 """KV groups by rule, where there is more than one."""
+
+SETTINGS = connector(None)["kv_connector_extra_config"]
 
 STORED_S = 60.0
 """For what an idle engine still stores; far above what it takes."""
@@ -54,6 +57,25 @@ def test_every_kind_of_model_answers_the_same_cold_warm_and_from_disk(
     wrong = third.ask(LONG)[0]
     assert third.external_hits() == both[0]
     assert not is_same(model, wrong, wanted["long"])
+
+
+@pytest.mark.vllm_core
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answer_comes_back_through_split_and_a_seal(start: Start, kind: str, tmp_path: Path) -> None:
+    with sealed_place(kind, tmp_path / kind) as (settings, heads):
+        first = start("llama", connector(None) | {"kv_connector_extra_config": SETTINGS | settings})
+        cold = first.ask(LONG)
+        first.forget()
+        warm = first.ask(LONG)
+        first.close()
+        assert len(heads()) == len(LONG) // CHUNK
+        assert all(head.seal and 2 in head.codecs for head in heads())
+        second = start("llama", connector(None) | {"kv_connector_extra_config": SETTINGS | settings})
+        below = second.ask(LONG)
+        assert second.external_hits() == whole(len(LONG), second.chunk_tokens)
+        assert furthest(warm, below) == 0, "the same KV gives the same bits"
+        assert is_same("llama", cold[0], below[0])
+        second.close()
 
 
 @pytest.mark.parametrize("block", [32, 64, 96])

@@ -1,0 +1,61 @@
+"""Places of each kind for engines: a tier that codes with `split` and seals, and the frames that it holds."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.valkey_bed import Server, install
+from tests.small_s3 import SmallS3
+
+from kvtier.codec.head import MAGIC, Head, head_bytes_of, read_head
+from kvtier.tier.valkey.parts import HEADER
+
+KINDS = ("disk", "s3", "valkey")
+
+
+@contextmanager
+def sealed_place(kind: str, folder: Path) -> Iterator[tuple[dict[str, Any], Callable[[], list[Head]]]]:
+    """Settings of an engine with one tier of `kind`, and what reads the heads of all frames in it.
+
+    The server of S3 is the tests' own; that of Valkey is a real one.
+    """
+    folder.mkdir()
+    secret = folder.with_name(f"{folder.name}-secret")
+    secret.write_bytes(bytes(range(32)))
+    secret.chmod(0o600)
+    form = "codec=split&seal=on"
+    with ExitStack() as stack:
+        if kind == "disk":
+            url, contents = f"disk:{folder}?capacity=64MiB&reserve=0&{form}", lambda: _files(folder)
+        elif kind == "s3":
+            s3 = stack.enter_context(SmallS3())
+            access = "allow_http=true&access_key_id=id&secret_access_key=key"
+            url = f"s3:s3%3A//bucket/kv?endpoint=http%3A//127.0.0.1%3A{s3.server_port}&{access}&{form}"
+            contents = lambda: list(s3.objects.values())  # noqa: E731
+        else:
+            valkey = Server(folder, install())
+            valkey.start()
+            stack.callback(valkey.kill)
+            valkey.wait()
+            url, contents = f"valkey:127.0.0.1%3A{valkey.port}?{form}", lambda: _values(valkey)
+        yield {"tiers": [url], "store.secret_file": str(secret)}, lambda: _heads(contents())
+
+
+def _files(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+def _values(valkey: Server) -> list[bytes]:
+    found = [valkey.call("GET", key) for key in valkey.call("KEYS", "*") if valkey.call("TYPE", key) != b"set"]
+    return [value[HEADER.size :] for value in found if isinstance(value, bytes)]
+
+
+def _heads(contents: list[bytes]) -> list[Head]:
+    found: list[Head] = []
+    for content in contents:
+        at = content.find(MAGIC)
+        while at >= 0:
+            found.append(read_head(content[at : at + head_bytes_of(content[at : at + 256])]))
+            at = content.find(MAGIC, at + 1)
+    return found
