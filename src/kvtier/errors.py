@@ -70,11 +70,12 @@ class UnreadableChunkError(KvError):
         name: of the object.
         detail: what is not known.
         reason: `version`, `codec` or `key`.
+        version: of the frame, if it is the version that is not known.
     """
 
-    def __init__(self, name: bytes, detail: str, reason: str) -> None:
+    def __init__(self, name: bytes, detail: str, reason: str, version: int | None = None) -> None:
         super().__init__(f"object {name.hex()[:12]}: {detail}")
-        self.name, self.detail, self.reason = name, detail, reason
+        self.name, self.detail, self.reason, self.version = name, detail, reason, version
 
 
 class CorruptChunkError(KvError):

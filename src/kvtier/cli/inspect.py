@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from kvtier.cli.config import file_option, set_option
+from kvtier.codec.head import VERSION
 from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
@@ -114,9 +115,9 @@ def ls(where: Store, limit: int, after: str, as_json: bool) -> int:
 @click.option("--heads", "reads_heads", is_flag=True, help="Read every object's head, also in a shared store.")
 @json_option
 def stat(where: Store, reads_heads: bool, as_json: bool) -> int:
-    """Count objects and bytes, in total and by model.
+    """Count objects and bytes, in total, by format of their frames, and by model.
 
-    A shared store is only listed: the place of an object tells its model. Unreadable heads, tokens and groups
+    A shared store is only listed: the place of an object tells its model. Formats, unreadable heads, tokens and groups
     need --heads, one request for each object.
     """
     store = where.open()
@@ -271,7 +272,7 @@ def _draw_stat(result: StoreStat) -> None:
         ("temporary files", f"{result.temp_files}, {size_text(result.temp_bytes)} reserved"),
         ("open", "unknown" if result.open_in is None else "in a running process" if result.open_in else "no"),
         ("disk free", "unknown" if result.free_bytes is None else size_text(result.free_bytes)),
-        ("unreadable heads", str(result.unreadable)),
+        ("frames", _frames(result)),
     ]
     if result.oldest_age_s is not None and result.newest_age_s is not None:
         rows.append(("last used", f"{_age(result.oldest_age_s)} to {_age(result.newest_age_s)}"))
@@ -289,6 +290,16 @@ def _draw_stat(result: StoreStat) -> None:
     ]
     if shares:
         print_table(Table(("model", "groups", "parts", "objects", "tokens", "size"), shares, numeric=3))
+
+
+def _frames(result: StoreStat) -> str:
+    """One status of formats, seals and unreadable heads."""
+    if result.objects and not result.states:
+        return "heads not read; --heads reads them"
+    formats = [f"{size_text(it.bytes)} of version {version}" for version, it in result.formats.items()]
+    states = [f"{it.objects} {state.replace('_', ' ')}" for state, it in result.states.items()]
+    old = "; `kvtier inspect free` removes older versions" if any(int(it) < VERSION for it in result.formats) else ""
+    return f"{', '.join(states) or 'none'} ({', '.join(formats) or 'no format'}){old}"
 
 
 def _draw_health(result: StoreHealth) -> None:

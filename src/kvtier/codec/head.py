@@ -312,7 +312,7 @@ def head_bytes_of(front: memoryview | bytes) -> int:
 
 
 def _of_version(version: int) -> UnreadableChunkError:
-    return UnreadableChunkError(b"", other_version(version, VERSION), "version")
+    return UnreadableChunkError(b"", other_version(version, VERSION), "version", version)
 
 
 def read_head(front: memoryview | bytes) -> Head:

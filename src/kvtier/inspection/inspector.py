@@ -47,6 +47,11 @@ class ObjectRow:
     model: str | None = None
     """The model id, in hexadecimal digits."""
     parent: str | None = None
+    version: int | None = None
+    """Format of the frame; None: the head is damaged or was not read."""
+    state: str | None = None
+    """`plain`, `sealed`, or why the head is not understood: `other_version`, `damaged`, `io_error`. None: the head was
+    not read."""
     problem: str | None = None
     """Why the head is damaged or not understood; the fields from the head are None then."""
 
@@ -60,6 +65,14 @@ class Listing:
     total: int
     next: str | None
     """Argument of ``--after`` for the next page; None on the last page."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Count:
+    """Objects and the sum of their frames."""
+
+    objects: int = 0
+    bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +96,10 @@ class StoreStat(Usage):
     """Sum of the objects' frames."""
     unreadable: int
     """Objects whose head is damaged or not understood."""
+    formats: dict[str, Count]
+    """By version of the frame, of the heads that were read and are not damaged."""
+    states: dict[str, Count]
+    """By `ObjectRow.state`, of the heads that were read."""
     oldest_age_s: float | None
     newest_age_s: float | None
     models: dict[str, ModelShare]
@@ -205,6 +222,8 @@ class StoreInspector:
             objects=len(rows),
             bytes=sum(row.size_bytes for row in rows),
             unreadable=sum(row.problem is not None for row in rows),
+            formats=_counts(rows, lambda row: None if row.version is None else str(row.version)),
+            states=_counts(rows, lambda row: row.state),
             oldest_age_s=max(ages, default=None),
             newest_age_s=min(ages, default=None),
             models=_by_model(rows),
@@ -293,15 +312,20 @@ class StoreInspector:
         bare = _bare(stored)
         try:
             with self._opened(stored) as reader:
-                identity = _head(stored, reader).identity
+                head = _head(stored, reader)
         except FileNotFoundError:
             return None
-        except (CorruptChunkError, UnreadableChunkError) as error:
-            return replace(bare, problem=error.detail)
+        except UnreadableChunkError as error:
+            return replace(bare, problem=error.detail, state="other_version", version=error.version)
+        except CorruptChunkError as error:
+            return replace(bare, problem=error.detail, state="damaged")
         except OSError as error:
-            return replace(bare, problem=f"cannot be read: {error.strerror}")
+            return replace(bare, problem=f"cannot be read: {error.strerror}", state="io_error")
+        identity = head.identity
         return replace(
             bare,
+            version=head.version,
+            state="plain",
             group=identity.group,
             part=identity.part.text,
             depth=identity.depth,
@@ -376,6 +400,16 @@ def _read(reader: ObjectReader, count: int) -> memoryview:
     """The first `count` bytes, or fewer of a shorter object."""
     into = memoryview(bytearray(count))
     return into[: reader.read(into)]
+
+
+def _counts(rows: list[ObjectRow], of: Callable[[ObjectRow], str | None]) -> dict[str, Count]:
+    """The rows by what `of` says; rows of which it says nothing are left out."""
+    counts: dict[str, Count] = defaultdict(Count)
+    for row in rows:
+        if (what := of(row)) is not None:
+            counts[what].objects += 1
+            counts[what].bytes += row.size_bytes
+    return dict(sorted(counts.items()))
 
 
 def _by_model(rows: list[ObjectRow]) -> dict[str, ModelShare]:

@@ -125,6 +125,8 @@ def test_stat_counts(store, inspect, monkeypatch):
     share = told["models"][MODELS[0].hex()[:12]]
     assert (share["objects"], share["bytes"], share["tokens"]) == (5, 5 * FRAME, 5 * 256)
     assert (share["groups"], share["parts"]) == ([0, 1, 2], ["layers 0-1, heads 4-7"])
+    whole = {"objects": 10, "bytes": 10 * FRAME}
+    assert (told["formats"], told["states"]) == ({"3": whole}, {"plain": whole})
     monkeypatch.setenv("KVTIER_TIERS", f"directory:{store}")
     monkeypatch.setenv("KVTIER_TIERS__DIRECTORY__CAPACITY_BYTES", "1GiB")
     assert inspect("stat", store)[1]["capacity_bytes"] == 2**30
@@ -221,7 +223,10 @@ def test_verify_finds_everything_that_is_bad_and_a_repair_drops_it(store, inspec
     reasons = {bad["name"]: bad["reason"] for bad in [*told["bad_objects"], unreadable]}
     assert set(reasons) == set(expected)
     assert [name for name, words in expected.items() if words not in reasons[name]] == []
-    assert inspect("stat", store)[1]["objects"] == 10
+    stat = inspect("stat", store)[1]
+    assert (stat["objects"], stat["unreadable"]) == (10, 4)
+    assert {version: it["objects"] for version, it in stat["formats"].items()} == {"3": 6, "99": 1}
+    assert {state: it["objects"] for state, it in stat["states"].items()} == {"plain": 6, "damaged": 3, "other_version": 1}
     code, told = inspect("verify", store, "--repair")
     assert (code, told["bad"], told["dropped"]) == (1, 6, 6)
     code, told = inspect("verify", store)

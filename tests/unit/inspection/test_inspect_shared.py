@@ -57,6 +57,10 @@ def test_stat_lists_and_reads_no_frame_unless_asked(store, capsys, monkeypatch):
     listed = told(capsys, "stat", f"shared_directory:{store}")
     assert (listed["objects"], listed["bytes"]) == (full["objects"], full["bytes"])
     assert {name: share["objects"] for name, share in listed["models"].items()} == shares
+    assert full["formats"]["3"] == {"objects": full["objects"], "bytes": full["bytes"]}
+    assert (listed["formats"], listed["states"]) == ({}, {})
+    run(["inspect", "stat", f"shared_directory:{store}"])
+    assert "heads not read; --heads reads them" in capsys.readouterr().out
 
 
 def test_a_page_of_a_listing_has_its_limit(store, capsys):
