@@ -1,8 +1,8 @@
-"""`kvtier inspect`: list, verify, repair and purge stores."""
+"""`kvtier inspect`: list, verify, repair, free and purge stores."""
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial, wraps
 from pathlib import Path
@@ -62,6 +62,16 @@ class Store:
         return DiskView(folder / "rank-0")
 
 
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Objects of earlier formats, removed or found by a dry run."""
+
+    directory: str
+    objects: int
+    bytes: int
+    is_dry_run: bool
+
+
 def store_argument(command: Callable[..., int]) -> Callable[..., int]:
     """Add the argument that names a store, and the options of settings, to a command."""
 
@@ -79,11 +89,11 @@ def store_argument(command: Callable[..., int]) -> Callable[..., int]:
 
 @click.group()
 def inspect() -> None:
-    """List, count, verify, repair and purge stores.
+    """List, count, verify, repair, free and purge stores.
 
     DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier.
     KIND:WHERE is a tier of any kind as --tier gives it, with the stores of all its ranks; NAME is a configured tier.
-    All commands but `repair`, `purge` and `verify --repair` are read-only and may run while other processes
+    All commands but `repair`, `free`, `purge` and `verify --repair` are read-only and may run while other processes
     use the store.
 
     Kinds: directory, disk, mooncake, s3, shared_directory, valkey, and those of other packages.
@@ -196,6 +206,33 @@ def repair(where: Store, as_json: bool) -> int:
     return 0
 
 
+@inspect.command()
+@store_argument
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+@click.option("--dry-run", "is_dry_run", is_flag=True, help="Only count what would be removed.")
+@json_option
+def free(where: Store, yes: bool, is_dry_run: bool, as_json: bool) -> int:
+    """Remove objects whose frames are of an earlier format than that of this release.
+
+    This release never reads them. An engine of an earlier release that still uses the store misses them. Frames of a
+    later format are kept, and so are damaged ones, which `verify --repair` removes.
+    """
+    store = where.open()
+    with progress("listing", None) as advance:
+        found = store.objects(advance)
+    with progress("reading heads", len(found)) as advance:
+        old = store.old(found, advance)
+    result = Freed(store.place, len(old), sum(stored.size_bytes for stored in old), is_dry_run)
+    what = f"{result.objects} objects of earlier formats, {size_text(result.bytes)}"
+    if old and not is_dry_run:
+        if not yes and not _confirmed(f"Remove {what}, in {store.place}?"):
+            return 2
+        with progress("removing", len(old)) as advance:
+            result = replace(result, **asdict(store.free(old, advance)))
+    print_result(result, _draw_freed, as_json=as_json)
+    return 0
+
+
 @inspect.command(name="purge")
 @store_argument
 @click.option("--yes", is_flag=True, help="Purge without asking.")
@@ -211,24 +248,29 @@ def purge_command(where: Store, yes: bool, force: bool, as_json: bool) -> int:
     below its prefix are removed, and nothing else; running engines miss them.
     """
     store = where.open()
-    if not yes and not _confirmed(store):
-        click.echo("nothing was removed", err=True)
+    if not yes and not _confirmed(_purge_question(store)):
         return 2
     result = store.purge(force=force)
     print_result(result, _draw_purge, as_json=as_json)
     return 0
 
 
-def _confirmed(store: StoreInspector) -> bool:
+def _purge_question(store: StoreInspector) -> str:
     with progress("listing", None) as advance:
         sizes = [stored.size_bytes for stored in store.objects(advance)]
+    return f"Remove the store in {store.place} with {len(sizes)} objects, {size_text(sum(sizes))}?"
+
+
+def _confirmed(question: str) -> bool:
     try:
-        question = f"Remove the store in {store.place} with {len(sizes)} objects, {size_text(sum(sizes))}?"
-        return click.confirm(question, err=True)
+        is_meant = click.confirm(question, err=True)
     except click.Abort:
         if sys.stdin.isatty():
             raise  # Ctrl-C
         raise click.UsageError("stdin is not a terminal; give --yes") from None
+    if not is_meant:
+        click.echo("nothing was removed", err=True)
+    return is_meant
 
 
 def _capacity_bytes(store: Store) -> int | None:
@@ -380,6 +422,11 @@ def _draw_verification(result: Verification, *, is_repair: bool) -> None:
     dropped = f", {result.dropped} dropped" if is_repair else ""
     counts = f"{result.bad} bad{dropped}, {result.unreadable} unreadable here and kept"
     click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {counts}")
+
+
+def _draw_freed(result: Freed) -> None:
+    done = "would be removed" if result.is_dry_run else "removed"
+    click.echo(f"{result.directory}: {result.objects} objects of earlier formats, {size_text(result.bytes)}, {done}")
 
 
 def _draw_purge(result: Purge) -> None:

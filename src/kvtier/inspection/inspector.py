@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 from kvtier.codec import registry
 from kvtier.codec.frame import EXTENT_BYTES_MAX, codecs_of, verify_section
-from kvtier.codec.head import FIXED_BYTES, Head, Section, head_bytes_of, read_head
+from kvtier.codec.head import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
+from kvtier.tier.base import Tier
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, Usage, merged
 from kvtier.types import ObjectName
 
@@ -295,17 +297,25 @@ class StoreInspector:
             TierError: another process has it open, and it is not shared.
         """
         bad = {item.name for item in result.bad_objects}
-        if not bad:
-            return
-        for at, view in enumerate(self.views):
-            suspects = [stored for stored in found if stored.store == at and stored.name.hex() in bad]
-            if suspects:
-                with view.opened_tier() as tier:
-                    for stored in suspects:
-                        _, is_bad = self.problem(stored) or ("", False)
-                        if is_bad:
-                            tier.delete(ObjectName(stored.name))
-                            result.dropped += 1
+        suspects = [stored for stored in found if stored.name.hex() in bad]
+        result.dropped = len(self._removed(suspects, lambda stored: (self.problem(stored) or ("", False))[1]))
+
+    def old(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> list[ObjectFile]:
+        """Those of `found` with a frame of an earlier format; reads heads, and calls `advance` with 1 after each.
+
+        A frame of the present format whose version is damaged is none of them.
+        """
+        old: list[ObjectFile] = []
+        for stored, is_old in self._each(self._is_old, found):
+            advance(1)
+            if is_old:
+                old.append(stored)
+        return old
+
+    def free(self, old: Sequence[ObjectFile], advance: Callable[[float], None]) -> Count:
+        """Remove the objects that `old` found; calls `advance` with 1 after each. Errors as of `repair`."""
+        removed = self._removed(old, self._is_old, advance)
+        return Count(objects=len(removed), bytes=sum(stored.size_bytes for stored in removed))
 
     def row(self, stored: ObjectFile) -> ObjectRow | None:
         """The row of one object; None when it disappeared."""
@@ -353,6 +363,29 @@ class StoreInspector:
             return f"cannot be read: {error.strerror}", False
         return "", False
 
+    def _is_old(self, stored: ObjectFile) -> bool:
+        row = self.row(stored)
+        return row is not None and row.version is not None and row.version < VERSION
+
+    def _removed(
+        self,
+        suspects: Sequence[ObjectFile],
+        is_doomed: Callable[[ObjectFile], bool],
+        advance: Callable[[float], None] = lambda _count: None,
+    ) -> list[ObjectFile]:
+        """Remove those of `suspects` of which `is_doomed` is still true. Only stores that have some are opened."""
+        removed: list[ObjectFile] = []
+        for at, view in enumerate(self.views):
+            mine = [stored for stored in suspects if stored.store == at]
+            if not mine:
+                continue
+            with view.opened_tier() as tier:
+                for stored, is_gone in self._each(partial(_removed_if, tier, is_doomed), mine):
+                    advance(1)
+                    if is_gone:
+                        removed.append(stored)
+        return removed
+
     def _each(
         self, act: Callable[[ObjectFile], _Answer], found: Sequence[ObjectFile]
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
@@ -374,6 +407,12 @@ class StoreInspector:
             extent = memoryview(buffer)[: section.extent_bytes]
             count = reader.read(extent, section.offset)
             verify_section(head, section, extent[:count])
+
+
+def _removed_if(tier: Tier, is_doomed: Callable[[ObjectFile], bool], stored: ObjectFile) -> bool:
+    if is_gone := is_doomed(stored):
+        tier.delete(ObjectName(stored.name))
+    return is_gone
 
 
 def _bare(stored: ObjectFile) -> ObjectRow:

@@ -226,7 +226,11 @@ def test_verify_finds_everything_that_is_bad_and_a_repair_drops_it(store, inspec
     stat = inspect("stat", store)[1]
     assert (stat["objects"], stat["unreadable"]) == (10, 4)
     assert {version: it["objects"] for version, it in stat["formats"].items()} == {"3": 6, "99": 1}
-    assert {state: it["objects"] for state, it in stat["states"].items()} == {"plain": 6, "damaged": 3, "other_version": 1}
+    assert {state: it["objects"] for state, it in stat["states"].items()} == {
+        "plain": 6,
+        "damaged": 3,
+        "other_version": 1,
+    }
     code, told = inspect("verify", store, "--repair")
     assert (code, told["bad"], told["dropped"]) == (1, 6, 6)
     code, told = inspect("verify", store)
