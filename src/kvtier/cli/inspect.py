@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 
 from kvtier.cli.config import file_option, set_option
+from kvtier.codec.frame import Seals
 from kvtier.codec.head import VERSION
 from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.inspection import StoreInspector, open_store, repair_store
+from kvtier.inspection import StoreInspector, keys_of, open_store, repair_store
 from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, StoreStat, Verification
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
@@ -38,6 +39,24 @@ SECTION_COLUMNS = {
 }
 """Column of the section table, and its field."""
 
+
+def _tenant(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
+    return "" if given == "-" else given
+
+
+keys_option = click.option(
+    "--keys",
+    "keys_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with keys of sealed frames.  [default: the keys of the settings]",
+)
+tenant_option = click.option(
+    "--tenant",
+    metavar="NAME",
+    callback=_tenant,
+    help="Only frames of this tenant; -: of no tenant.  [default: of all tenants with keys]",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -171,22 +190,28 @@ def show(where: Store, name: str, as_json: bool) -> int:
 
 @inspect.command(name="verify")
 @store_argument
-@click.option("--repair", "is_repair", is_flag=True, help="Remove damaged objects.")
+@click.option("--repair", "is_repair", is_flag=True, help="Remove damaged and forged objects.")
+@keys_option
+@tenant_option
 @json_option
-def verify_command(where: Store, is_repair: bool, as_json: bool) -> int:
+def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant: str | None, as_json: bool) -> int:
     """Read every byte of every object, verify its checksums, and say which objects a read would drop.
 
-    An object of an unknown codec or frame version is only counted: it is kept, because another node may read it.
+    With its key the seal of a frame is verified: a forged frame is bad. Without, a frame whose checksums match is only
+    called sealed. An object of an unknown codec or frame version, or of another tenant than --tenant, is only
+    counted: it is kept, because another node may read it.
 
     Exit code 1 when an object is bad, also when --repair removed it.
     """
     store = where.open()
     with progress("listing", None) as advance:
         found = store.objects(advance)
+    keyring = keys_of(keys_file, where.settings)
+    seals = None if keyring is None else Seals(keyring, tenant)
     with progress("verifying", sum(stored.size_bytes for stored in found)) as advance:
-        result = store.verify(found, advance)
+        result = store.verify(found, advance, seals)
     if is_repair:
-        store.repair(found, result)
+        store.repair(found, result, seals)
     print_result(result, partial(_draw_verification, is_repair=is_repair), as_json=as_json)
     return 1 if result.bad else 0
 
@@ -299,6 +324,8 @@ def _listed(row: ObjectRow) -> tuple[str, ...]:
     front, back = row.name[:NAME_DIGITS], (_age(row.age_s), size_text(row.size_bytes))
     if row.problem is not None:
         return (front, row.problem, "", "", "", "", *back)
+    if row.state == "sealed":
+        return (front, (row.model or "")[:NAME_DIGITS], "sealed", "", "", "", *back)
     numbers = (row.group, row.part, row.depth, row.tokens)
     return (front, (row.model or "")[:NAME_DIGITS], *(str(number) for number in numbers), *back)
 
@@ -392,11 +419,16 @@ def _draw_object(result: ObjectView) -> None:
     if row.problem is not None:
         print_table(Table(("what", "value"), [*rows, ("problem", row.problem)]))
         return
-    rows += [
-        ("model", row.model or ""),
+    named = [
         ("parent", row.parent or "(none or unknown)"),
         ("group, part", f"{row.group}, {row.part}"),
         ("depth, tokens", f"{row.depth}, {row.tokens}"),
+    ]
+    if result.key_check is not None:
+        named = [*((what, "sealed") for what, _ in named), ("key check", result.key_check)]
+    rows += [
+        ("model", row.model or ""),
+        *named,
         ("frame", f"version {result.version}, codec {result.codec}, header of {_bytes(result.header_bytes or 0)}"),
         ("payload", f"{_bytes(result.raw_bytes or 0)} in {result.layers} layers, {len(result.sections)} sections"),
     ]
@@ -411,16 +443,24 @@ def _draw_object(result: ObjectView) -> None:
 
 def _draw_verification(result: Verification, *, is_repair: bool) -> None:
     kinds = (
-        (f"damaged, {'dropped' if is_repair else 'would be dropped'}", result.bad_objects),
-        ("unreadable here, kept", result.unreadable_objects),
+        ("dropped" if is_repair else "would be dropped", result.bad_objects),
+        ("kept", result.unreadable_objects),
     )
     rows = [
-        (it.name[:NAME_DIGITS], f"{kind}: {it.reason}", size_text(it.size_bytes)) for kind, them in kinds for it in them
+        (
+            it.name[:NAME_DIGITS],
+            f"{it.outcome.replace('unreadable', 'unreadable here')}, {kind}: {it.reason}",
+            size_text(it.size_bytes),
+        )
+        for kind, them in kinds
+        for it in them
     ]
     if rows:
         print_table(Table(("name", "problem", "size"), rows, numeric=1))
     dropped = f", {result.dropped} dropped" if is_repair else ""
     counts = f"{result.bad} bad{dropped}, {result.unreadable} unreadable here and kept"
+    if sealed := result.outcomes.get("sealed"):
+        counts += f", {sealed} sealed with keys that are not known here: only their checksums were verified"
     click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {counts}")
 
 

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvtier.codec import registry
@@ -30,7 +29,7 @@ from kvtier.codec.head import (
     Head,
     Identity,
     Section,
-    clear_checksum,
+    Table,
     expect,
     finish_head,
     frame_layout,
@@ -60,8 +59,8 @@ class Seals(NamedTuple):
     """The seals that a reader opens."""
 
     keyring: Keyring
-    tenant: str = ""
-    """The reader's. Frames of other tenants are refused."""
+    tenant: str | None = ""
+    """The reader's. Frames of other tenants are refused. None: of an inspection, which opens those of all tenants."""
     is_demanded: bool = False
     """Whether a frame without a seal is refused."""
 
@@ -149,20 +148,7 @@ def seal(
         return slot
     table, frame = packed or (layout.table.copy(), room[: layout.frame_bytes])
     head = pack_head(identity, layout, table, len(frame))
-    cipher = None
-    if key is not None:
-        cipher = _cipher(key, salt := secrets.token_bytes(SALT_BYTES), identity.name)
-        head[SEAL] = key.check + salt
-        _encrypt(cipher, table, layout, slot, frame)
-    for row, (start, stop) in zip(table, _extents(table, len(frame)), strict=True):
-        row["checksum"] = xxhash.xxh3_64_intdigest(frame[start:stop])
-    head[FIXED_BYTES : layout.metadata.start] = table.tobytes()
-    if cipher is not None:
-        block = memoryview(head)[layout.metadata]
-        text, before = block[:-TAG_BYTES], bytes(head[: layout.metadata.start])
-        block[-TAG_BYTES:] = cipher.seal(METADATA_NUMBER, before, text, text)
-    finish_head(head)
-    frame[: layout.header_bytes] = head
+    _finish(frame, slot if packed is None else frame, head, layout.metadata, table, key, identity.name)
     return frame
 
 
@@ -212,7 +198,7 @@ def open_in_place(
         _verify_sections(slot, head)  # before the codecs: damage is found without them
         if is_demanded:
             raise CorruptChunkError(identity.name, "has no seal, which this tier demands", "unsealed")
-    cipher = _opened(head, seals) if head.seal else None  # before the codecs, too
+    cipher = open_seal(head, seals)[0] if head.seal else None  # before the codecs, too
     _unpack(slot, head, group, codecs_of(head), scratch, cipher)
 
 
@@ -273,26 +259,55 @@ def _cipher(key: SealKey, salt: bytes, name: bytes) -> "FrameCipher":
     return FrameCipher(key, salt, name)
 
 
-def _encrypt(
-    cipher: "FrameCipher", table: npt.NDArray[np.void], layout: FrameLayout, slot: memoryview, frame: memoryview
+def _finish(
+    frame: memoryview,
+    source: memoryview,
+    head: bytearray,
+    metadata: slice,
+    table: Table,
+    key: SealKey | None,
+    name: bytes,
 ) -> None:
-    """Encrypt each section into `frame`: a packed one where it is, of a raw frame from the slot. Adds the tags."""
-    is_packed = bool(table["codec"].any())
-    tags: list[bytes] = []
-    for number, (start, _, raw_bytes, stored_bytes, _, codec, _) in enumerate(table.tolist()):
-        into = frame[start : start + stored_bytes]
-        source = into if is_packed else slot[start : start + stored_bytes]
-        tags.append(cipher.seal(number, _ASSOCIATED.pack(number, codec, raw_bytes), source, into))
-    table["tag"] = np.frombuffer(b"".join(tags), table["tag"].dtype)
-    if not is_packed:
-        for start, stop in layout.paddings:
-            frame[start:stop] = _ZEROS[: stop - start]
+    """Seal the sections with a new salt, if there is a key, and complete the head at the front of `frame`.
+
+    Args:
+        frame: gets the sections that are sealed, and the head.
+        source: what holds the plain sections, at their places: `frame`, or the slot of a raw frame.
+        head: with plain metadata, and zeros as checksum.
+        metadata: place of the metadata block.
+        table: gets checksums and tags.
+        key: seals; None: no seal.
+        name: of the object.
+    """
+    extents, cipher = _extents(table, len(frame)), None
+    if key is not None:
+        cipher = _cipher(key, salt := secrets.token_bytes(SALT_BYTES), name)
+        head[SEAL] = key.check + salt
+        tags: list[bytes] = []
+        for number, ((start, _, raw_bytes, stored_bytes, _, codec, _), (_, stop)) in enumerate(
+            zip(table.tolist(), extents, strict=True)
+        ):
+            end = start + stored_bytes
+            associated = _ASSOCIATED.pack(number, codec, raw_bytes)
+            tags.append(cipher.seal(number, associated, source[start:end], frame[start:end]))
+            frame[end:stop] = _ZEROS[: stop - end]
+        table["tag"] = np.frombuffer(b"".join(tags), table["tag"].dtype)
+    for row, (start, stop) in zip(table, extents, strict=True):
+        row["checksum"] = xxhash.xxh3_64_intdigest(frame[start:stop])
+    head[FIXED_BYTES : metadata.start] = table.tobytes()
+    if cipher is not None:
+        block = memoryview(head)[metadata]
+        text, before = block[:-TAG_BYTES], bytes(head[: metadata.start])
+        block[-TAG_BYTES:] = cipher.seal(METADATA_NUMBER, before, text, text)
+    finish_head(head)
+    frame[: len(head)] = head
 
 
-def _opened(head: Head, seals: Seals | None) -> "FrameCipher":
-    """The cipher of a sealed frame, after the seal of its head and metadata was verified.
+def open_seal(head: Head, seals: Seals | None) -> "tuple[FrameCipher, memoryview]":
+    """The cipher of a sealed frame, and its metadata in plain text, without the tag.
 
     Raises:
+        ConfigError: the package for the seal is missing.
         UnreadableChunkError: its key is not known here.
         CorruptChunkError: it is of another tenant, or forged.
     """
@@ -300,21 +315,36 @@ def _opened(head: Head, seals: Seals | None) -> "FrameCipher":
     key = None if seals is None else seals.keyring.knows(head.seal[:CHECK_BYTES])
     if seals is None or key is None:
         raise UnreadableChunkError(name, "sealed, and its key is not known here", "key")
-    if key.tenant != seals.tenant:
+    if seals.tenant not in {None, key.tenant}:
         raise CorruptChunkError(name, "sealed for another tenant", "foreign")
     cipher = _cipher(key, head.seal[CHECK_BYTES:], name)
-    before = bytearray(head.head[: head.metadata.start])
-    clear_checksum(before)
-    block = memoryview(bytearray(head.head[head.metadata]))
+    before, block = head.head[: head.metadata.start], memoryview(bytearray(head.head[head.metadata]))
     text, tag = block[:-TAG_BYTES], bytes(block[-TAG_BYTES:])
-    if not cipher.open(METADATA_NUMBER, bytes(before), text, text, tag):
+    if not cipher.open(METADATA_NUMBER, before, text, text, tag):
         raise CorruptChunkError(name, "the seal of the head does not match", "forged")
-    return cipher
+    return cipher, text
 
 
-def _packed(
-    slot: memoryview, group: GroupLayout, codec: Codec, scratch: memoryview
-) -> tuple[npt.NDArray[np.void], memoryview] | None:
+def open_section(cipher: "FrameCipher", head: Head, number: int, section: Section, extent: memoryview) -> None:
+    """Verify the seal of one section and decrypt it where it is.
+
+    Args:
+        cipher: of `open_seal`.
+        head: of the frame.
+        number: of the section.
+        section: its entry.
+        extent: stored bytes and padding.
+
+    Raises:
+        CorruptChunkError: it is damaged or forged. Its bytes are as they were.
+    """
+    stored, associated = extent[: section.stored_bytes], _ASSOCIATED.pack(number, section.codec, section.raw_bytes)
+    if not cipher.open(number, associated, stored, stored, section.tag):
+        verify_section(head, section, extent)
+        raise CorruptChunkError(head.identity.name, f"the seal of section {number} does not match", "forged")
+
+
+def _packed(slot: memoryview, group: GroupLayout, codec: Codec, scratch: memoryview) -> tuple[Table, memoryview] | None:
     """Encode the sections to their places in `scratch`; the table without checksums, and the frame without a head.
 
     None: the frame would not be `ALIGNMENT` shorter than the raw one.
@@ -338,7 +368,7 @@ def _packed(
     return np.array(rows, ENTRY), scratch[:end]
 
 
-def _extents(table: npt.NDArray[np.void], frame_bytes: int) -> list[tuple[int, int]]:
+def _extents(table: Table, frame_bytes: int) -> list[tuple[int, int]]:
     """(start, stop) of each section with the padding after it."""
     starts: list[int] = table["offset"].tolist()
     return list(pairwise([*starts, frame_bytes]))
@@ -358,10 +388,7 @@ def _unpack(
         end = start + section.raw_bytes
         stored = slot[section.offset : section.offset + section.stored_bytes]
         if cipher is not None:
-            associated = _ASSOCIATED.pack(number, section.codec, section.raw_bytes)
-            if not cipher.open(number, associated, stored, stored, section.tag):
-                verify_section(head, section, slot[section.offset : section.offset + section.extent_bytes])
-                raise CorruptChunkError(head.identity.name, f"the seal of section {number} does not match", "forged")
+            open_section(cipher, head, number, section, slot[section.offset : section.offset + section.extent_bytes])
         if section.codec == RAW_ID:
             slot[start:end] = stored  # overlap is fine: the assignment acts like a copy
         else:

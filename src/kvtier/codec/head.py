@@ -123,7 +123,7 @@ class Head:
     table: Table = field(repr=False)
     _payload_offsets: npt.NDArray[np.int64] = field(repr=False)
     head: bytes = field(repr=False)
-    """The bytes of the head."""
+    """The bytes of the head, with zeros as checksum."""
 
     @property
     def sections(self) -> list[Section]:
@@ -227,13 +227,8 @@ def pack_head(identity: Identity, layout: FrameLayout, table: Table, frame_bytes
 
 def finish_head(head: bytearray) -> None:
     """Write the checksum of the head; nothing may change after it."""
-    clear_checksum(head)
-    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
-
-
-def clear_checksum(head: bytearray) -> None:
-    """Zeros in the place of the checksum."""
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, 0)
+    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
 
 
 def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[int]) -> bytearray:

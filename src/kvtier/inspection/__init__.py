@@ -1,6 +1,7 @@
 """Inspection and repair of stores, from outside the process that uses them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import without_login
 from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import StoreInspector
+from kvtier.keys.key_source import open_keys, read_file
+from kvtier.keys.keyring import Keyring
 from kvtier.keys.secret import key_id
+from kvtier.keys.secret import load as load_secret
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.runtime.secret import configured_secret
 from kvtier.tier import registry
@@ -47,6 +51,28 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
     if not views and not kind.is_shared(tier):  # a shared one is empty until the first store
         raise ConfigError(f"{place} holds no store of kind {kind.name}")
     return StoreInspector(views, place)
+
+
+def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None:
+    """The keys of sealed frames in `file`, or else those of the settings. None: there are none.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    if file is not None:
+        return read_file(file)
+    try:
+        store = settings().config.store
+    except ConfigError:  # an inspection works without settings
+        return None
+    secret = load_secret(store.secret_file) if store.secret_file else store.secret
+    source = open_keys(
+        file=store.keys_file, command=store.keys_command, text=store.keys, secret=secret, tenant=store.tenant
+    )
+    if source is None:
+        return None
+    with closing(source):
+        return source.keyring
 
 
 def _named_tier(where: str | Path | TierSettings) -> TierSettings | None:

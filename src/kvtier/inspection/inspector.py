@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.codec import registry
-from kvtier.codec.frame import EXTENT_BYTES_MAX, codecs_of, verify_section
+from kvtier.codec.frame import EXTENT_BYTES_MAX, Seals, codecs_of, open_seal, open_section, verify_section
 from kvtier.codec.head import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
+from kvtier.keys.keyring import CHECK_BYTES
 from kvtier.tier.base import Tier
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, Usage, merged
 from kvtier.types import ObjectName
@@ -30,6 +31,8 @@ MODEL_DIGITS = 12
 _THREADS = 4
 _BATCH = 16 * _THREADS
 _PAGE = 1000
+_BAD = {"damaged", "forged"}
+"""Outcomes of objects that a repair removes. One of another tenant stays: inspection sees the names of all tenants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class ObjectRow:
     """Last known use, seconds since 1970; other processes record theirs about once a minute. None: unknown."""
     age_s: float | None
     group: int | None = None
+    """This, part, depth, tokens and parent are None in a sealed frame."""
     part: str | None = None
     """Layers and heads of the group, and the rank if the heads are not known."""
     depth: int | None = None
@@ -120,6 +124,8 @@ class ObjectView:
     frame_bytes: int | None = None
     raw_bytes: int | None = None
     layers: int | None = None
+    key_check: str | None = None
+    """Of a sealed frame: what tells the key, in hexadecimal digits."""
     sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
     """The section table: the fields of `codec.head.Section`, with checksum and codec as text."""
 
@@ -130,7 +136,17 @@ class BadObject:
 
     name: str
     size_bytes: int
+    outcome: str
+    """`damaged`, `forged`, `foreign` (of another tenant), or `unreadable`."""
     reason: str
+
+
+class Finding(NamedTuple):
+    """Of one object that was read whole."""
+
+    outcome: str
+    """`good`, `sealed` (intact, and nothing here tells whether it is forged), or as of `BadObject`."""
+    reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,13 +158,16 @@ class Verification:
     bad: int = 0
     bytes: int = 0
     """Read and verified."""
+    outcomes: dict[str, int] = field(default_factory=dict[str, int])
+    """Objects by `Finding.outcome`."""
     dropped: int = 0
     """Bad objects removed by a repair."""
     bad_objects: list[BadObject] = field(default_factory=list[BadObject])
     """A read of these, here or anywhere, is a miss and drops them."""
     unreadable: int = 0
     unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """A read of these here is a miss that keeps them: a codec or a frame version is unknown."""
+    """Those that are kept: a codec or a frame version is unknown, or they are of another tenant, whose names no reader
+    of this tenant asks for."""
 
 
 class StoreInspector:
@@ -270,26 +289,39 @@ class StoreInspector:
             frame_bytes=head.frame_bytes,
             raw_bytes=head.raw_bytes,
             layers=head.layers,
+            key_check=head.seal[:CHECK_BYTES].hex() or None,
             sections=[_told(section) for section in head.sections],
         )
 
-    def verify(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> Verification:
-        """Read and verify each of `found`; calls `advance` with the bytes of each."""
+    def verify(
+        self, found: Sequence[ObjectFile], advance: Callable[[float], None], seals: Seals | None = None
+    ) -> Verification:
+        """Read and verify each of `found`; calls `advance` with the bytes of each.
+
+        Args:
+            found: objects of `objects`.
+            advance: see above.
+            seals: the keys that are known. Of sealed frames of other keys only the checksums are verified.
+
+        Raises:
+            ConfigError: the package for the seal is missing.
+        """
         result = Verification(directory=self.place)
-        for stored, problem in self._each(self.problem, found):
+        for stored, finding in self._each(partial(self.check, seals=seals), found):
             advance(stored.size_bytes)
-            if problem is None:
+            if finding is None:
                 continue
             result.checked += 1
             result.bytes += stored.size_bytes
-            reason, is_bad = problem
-            if reason:
-                objects = result.bad_objects if is_bad else result.unreadable_objects
-                objects.append(BadObject(name=stored.name.hex(), size_bytes=stored.size_bytes, reason=reason))
+            result.outcomes[finding.outcome] = result.outcomes.get(finding.outcome, 0) + 1
+            if finding.reason:
+                objects = result.bad_objects if finding.outcome in _BAD else result.unreadable_objects
+                told = BadObject(name=stored.name.hex(), size_bytes=stored.size_bytes, **finding._asdict())
+                objects.append(told)
         result.bad, result.unreadable = len(result.bad_objects), len(result.unreadable_objects)
         return result
 
-    def repair(self, found: Sequence[ObjectFile], result: Verification) -> None:
+    def repair(self, found: Sequence[ObjectFile], result: Verification, seals: Seals | None = None) -> None:
         """Remove the bad objects of `result`, after verifying each of them again.
 
         Raises:
@@ -298,7 +330,12 @@ class StoreInspector:
         """
         bad = {item.name for item in result.bad_objects}
         suspects = [stored for stored in found if stored.name.hex() in bad]
-        result.dropped = len(self._removed(suspects, lambda stored: (self.problem(stored) or ("", False))[1]))
+
+        def is_bad(stored: ObjectFile) -> bool:
+            finding = self.check(stored, seals)
+            return finding is not None and finding.outcome in _BAD
+
+        result.dropped = len(self._removed(suspects, is_bad))
 
     def old(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> list[ObjectFile]:
         """Those of `found` with a frame of an earlier format; reads heads, and calls `advance` with 1 after each.
@@ -332,36 +369,36 @@ class StoreInspector:
         except OSError as error:
             return replace(bare, problem=f"cannot be read: {error.strerror}", state="io_error")
         identity = head.identity
+        bare = replace(bare, version=head.version, state="plain", model=identity.model.hex())
+        if head.seal:
+            return replace(bare, state="sealed")
         return replace(
             bare,
-            version=head.version,
-            state="plain",
             group=identity.group,
             part=identity.part.text,
             depth=identity.depth,
             tokens=identity.tokens,
-            model=identity.model.hex(),
             parent=identity.parent.hex() if identity.parent else None,
         )
 
-    def problem(self, stored: ObjectFile) -> tuple[str, bool] | None:
-        """Why the object cannot be used, "" if it can, and whether a read drops it; None when it disappeared."""
+    def check(self, stored: ObjectFile, seals: Seals | None) -> Finding | None:
+        """Read and verify one object; `seals` as in `verify`. None when it disappeared."""
         try:
             with self._opened(stored) as reader:
                 head = _head(stored, reader)
                 if head.frame_bytes != reader.size_bytes:
-                    return f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}", True
-                self._verify_sections(reader, head)
+                    return Finding("damaged", f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}")
+                outcome = self._verify_sections(reader, head, seals)
                 codecs_of(head)
         except FileNotFoundError:
             return None
         except UnreadableChunkError as error:
-            return error.detail, False
+            return Finding("unreadable", error.detail)
         except CorruptChunkError as error:
-            return error.detail, True
+            return Finding(error.reason, error.detail)
         except OSError as error:
-            return f"cannot be read: {error.strerror}", False
-        return "", False
+            return Finding("unreadable", f"cannot be read: {error.strerror}")
+        return Finding(outcome)
 
     def _is_old(self, stored: ObjectFile) -> bool:
         row = self.row(stored)
@@ -399,14 +436,21 @@ class StoreInspector:
     def _opened(self, stored: ObjectFile) -> AbstractContextManager[ObjectReader]:
         return self.views[stored.store].opened(stored)
 
-    def _verify_sections(self, reader: ObjectReader, head: Head) -> None:
+    def _verify_sections(self, reader: ObjectReader, head: Head, seals: Seals | None) -> str:
+        """By tags where the key is known, else by checksums; returns `good` or `sealed`."""
+        is_known = seals is not None and seals.keyring.knows(head.seal[:CHECK_BYTES]) is not None
+        cipher = open_seal(head, seals)[0] if is_known else None
         buffer: bytearray | None = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = bytearray(EXTENT_BYTES_MAX)
-        for section in head.sections:
+        for number, section in enumerate(head.sections):
             extent = memoryview(buffer)[: section.extent_bytes]
-            count = reader.read(extent, section.offset)
-            verify_section(head, section, extent[:count])
+            extent = extent[: reader.read(extent, section.offset)]
+            if cipher is None:
+                verify_section(head, section, extent)
+            else:
+                open_section(cipher, head, number, section, extent)
+        return "sealed" if head.seal and cipher is None else "good"
 
 
 def _removed_if(tier: Tier, is_doomed: Callable[[ObjectFile], bool], stored: ObjectFile) -> bool:

@@ -1,0 +1,164 @@
+"""`kvtier inspect` on sealed frames: what it shows without keys, what it verifies with them, what it seals anew."""
+
+import json
+import struct
+
+import pytest
+import xxhash
+from tests.frames import patched
+
+from kvtier.cli.main import run
+from kvtier.codec import registry
+from kvtier.codec.frame import frame_bytes, seal, seal_scratch_bytes
+from kvtier.codec.head import Identity, read_head
+from kvtier.keys.keyring import SealKey
+from kvtier.layout import GroupLayout, History, Part, Run
+from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier.directory.tier import DirectoryTier
+
+pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
+
+GROUP = GroupLayout(History(), (6000, 65536), "test", runs=((Run("kv", "bf16", 6000),), (Run("kv", "bf16", 65536),)))
+MATERIAL = {("a", 1): "11" * 32, ("a", 2): "22" * 32, ("b", 1): "33" * 32, ("", 1): "44" * 32}
+KEYS = {owner: SealKey.of(*owner, bytes.fromhex(digits)) for owner, digits in MATERIAL.items()}
+MODEL = b"m" * 16
+
+
+def payload_of(number: int) -> bytes:
+    return bytes([number + 1, 0]) * (GROUP.payload_bytes // 2)
+
+
+def identity_of(number: int) -> Identity:
+    return Identity(object_name(number), MODEL, b"\xa5" * 32, number, 256, 0, Part(0, 2, 4, 6))
+
+
+def frame_of(number: int, owner: tuple[str, int] | None, codec: str = "raw") -> bytes:
+    slot = empty_frame(frame_bytes(GROUP))
+    slot[-GROUP.payload_bytes :] = payload_of(number)
+    used = registry.by_name(codec)
+    scratch = empty_frame(seal_scratch_bytes(GROUP, used, is_sealed=True))
+    return bytes(seal(slot, GROUP, identity_of(number), used, scratch, key=None if owner is None else KEYS[owner]))
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Writes a file with the keys of some epochs."""
+
+    def write(*owners: tuple[str, int]) -> str:
+        file = tmp_path / "keys"
+        file.write_text("".join(f"{epoch} {tenant or '-'} {MATERIAL[tenant, epoch]}\n" for tenant, epoch in owners))
+        file.chmod(0o600)
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
+def inspect(capsys, no_settings):
+    def call(*arguments: object) -> tuple[int, dict]:
+        code = run(["inspect", *map(str, arguments), "--json"])
+        told = capsys.readouterr()
+        return code, json.loads(told.out) if told.out else {"error": told.err}
+
+    return call
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A frame of each key, of two codecs, and one without a seal."""
+    tier = DirectoryTier(tmp_path / "store", capacity_bytes=1 << 30, direct_io="off")
+    for number, owner in enumerate([*MATERIAL, None]):
+        frame = frame_of(number, owner, "split" if number == 1 else "raw")
+        assert tier.write(object_name(number), memoryview(frame))
+    tier.close()
+    return tmp_path / "store"
+
+
+def path_of(store, number):
+    spelled = object_name(number).hex()
+    return store / "objects" / spelled[:2] / spelled
+
+
+def forge(store, number) -> None:
+    """Change a section as a writer without the key can: its checksum and the header's are right."""
+    path = path_of(store, number)
+    frame = bytearray(path.read_bytes())
+    section = read_head(frame).sections[0]
+    frame[section.offset] ^= 1
+    extent = bytes(frame[section.offset : section.offset + section.extent_bytes])
+    struct.pack_into("<Q", frame, 256 + 8, xxhash.xxh3_64_intdigest(extent))
+    path.write_bytes(patched(bytes(frame), 8, "I", 3))
+
+
+def damage(store, number) -> None:
+    path = path_of(store, number)
+    frame = bytearray(path.read_bytes())
+    frame[read_head(frame).sections[0].offset] ^= 1
+    path.write_bytes(frame)
+
+
+def test_a_sealed_frame_shows_what_is_not_sealed(store, inspect, capsys):
+    _, page = inspect("ls", store)
+    rows = {row["name"]: row for row in page["objects"]}
+    sealed, plain = rows[object_name(0).hex()], rows[object_name(4).hex()]
+    assert (sealed["state"], sealed["model"], sealed["version"]) == ("sealed", MODEL.hex(), 3)
+    assert {sealed[field] for field in ("parent", "depth", "tokens", "group", "part", "problem")} == {None}
+    assert (plain["state"], plain["depth"]) == ("plain", 4)
+    code, told = inspect("show", store, object_name(1).hex())
+    assert (code, told["codec"], told["layers"], told["key_check"]) == (0, "split", 2, KEYS["a", 2].check.hex())
+    assert [section["layer"] for section in told["sections"]] == [0, 1]
+    assert run(["inspect", "show", str(store), object_name(1).hex()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith(("parent", "group", "depth"))] == ["sealed"] * 3
+    assert run(["inspect", "ls", str(store)]) == 0
+    assert capsys.readouterr().out.count("sealed") == 4
+    states = {state: it["objects"] for state, it in inspect("stat", store)[1]["states"].items()}
+    assert states == {"plain": 1, "sealed": 4}
+
+
+def test_without_keys_a_frame_is_sealed_or_damaged_but_never_good(store, inspect, capsys):
+    forge(store, 0)
+    damage(store, 2)
+    code, told = inspect("verify", store)
+    assert (code, told["outcomes"]) == (1, {"damaged": 1, "good": 1, "sealed": 3})
+    assert run(["inspect", "verify", str(store)]) == 1
+    assert "3 sealed with keys that are not known here" in capsys.readouterr().out
+
+
+def test_with_keys_tags_are_verified_and_a_repair_drops_what_is_forged(store, inspect, keys):
+    file = keys(*MATERIAL)
+    assert inspect("verify", store, "--keys", file)[1]["outcomes"] == {"good": 5}
+    forge(store, 0)
+    damage(store, 2)
+    code, told = inspect("verify", store, "--keys", file)
+    assert (code, told["outcomes"]) == (1, {"damaged": 1, "forged": 1, "good": 3})
+    assert {it["name"]: it["outcome"] for it in told["bad_objects"]} == {
+        object_name(0).hex(): "forged",
+        object_name(2).hex(): "damaged",
+    }
+    assert inspect("verify", store, "--keys", keys(("a", 1)))[1]["outcomes"] == {
+        "damaged": 1,
+        "forged": 1,
+        "good": 1,
+        "sealed": 2,
+    }
+    code, told = inspect("verify", store, "--keys", keys(*MATERIAL), "--repair")
+    assert (told["bad"], told["dropped"]) == (2, 2)
+    assert [path_of(store, number).exists() for number in range(5)] == [False, True, False, True, True]
+
+
+def test_frames_of_another_tenant_are_counted_and_kept(store, inspect, keys):
+    code, told = inspect("verify", store, "--keys", keys(*MATERIAL), "--tenant", "a", "--repair")
+    assert (code, told["outcomes"], told["dropped"]) == (0, {"foreign": 2, "good": 3}, 0)
+    assert {it["outcome"] for it in told["unreadable_objects"]} == {"foreign"}
+    assert inspect("verify", store, "--keys", keys(*MATERIAL), "--tenant", "-")[1]["outcomes"]["foreign"] == 3
+    assert all(path_of(store, number).exists() for number in range(5))
+
+
+def test_keys_come_from_the_settings_too(store, inspect, keys, monkeypatch):
+    monkeypatch.setenv("KVTIER_STORE__KEYS_FILE", keys(("a", 1), ("a", 2)))
+    assert inspect("verify", store)[1]["outcomes"] == {"good": 3, "sealed": 2}
+    monkeypatch.setenv("KVTIER_STORE__KEYS_FILE", "nowhere")
+    code, told = inspect("verify", store)
+    assert code == 2
+    assert "nowhere" in told["error"]
