@@ -91,6 +91,14 @@ def placed(kind: str, folder: Path, version: int = VERSION) -> Iterator[TierSett
         yield settings(kind, folder, server.server_port)
 
 
+def text_of(tier: TierSettings) -> str:
+    """A placed store as `kvtier inspect` takes it."""
+    if tier.kind != "s3":
+        return f"{tier.kind}:{tier.path}"
+    keys = "region=us-east-1&access_key_id=id&secret_access_key=key"
+    return f"s3:{tier.url}?endpoint={tier.endpoint}&allow_http=true&{keys}"
+
+
 def archive_of(kind: str, version: int = VERSION) -> Path:
     return STORES / f"format{version}" / f"{kind}.tar.gz"
 

@@ -17,6 +17,8 @@ from kvtier.codec.frame import (
     frame_bytes,
     head_bytes,
     open_in_place,
+    open_seal,
+    reseal,
     seal,
     seal_scratch_bytes,
     verify_frame,
@@ -138,6 +140,40 @@ def test_any_flipped_bit_is_refused_with_and_without_right_checksums(group, code
         assert reason(forged, group, name=forged[48:80]) == "forged"
     else:
         assert reason(forged, group) in {"forged", "damaged"}
+
+
+@given(groups, codecs, st.integers(0, 1 << 32), st.sampled_from([OLD, None]))
+def test_a_resealed_frame_opens_with_the_new_key_only(group, codec, seed, key):
+    slot, payload, _ = filled(group, seed)
+    scratch = memoryview(bytearray(seal_scratch_bytes(group, codec, is_sealed=True)))
+    frame = memoryview(bytes(seal(slot, group, IDENTITY, codec, scratch, key=key)))
+    new = bytes(reseal(frame, SEALS.keyring, MINE, memoryview(bytearray(len(frame) + 7))))
+    assert opened(new, group, SEALS._replace(keyring=Keyring([MINE]))) == payload
+    with pytest.raises(UnreadableChunkError, match="key is not known"):
+        opened(new, group, SEALS._replace(keyring=Keyring([OLD])))
+    direct = bytes(seal(slot, group, IDENTITY, codec, scratch, key=MINE))
+    places = [[section[:6] for section in read_head(each).sections] for each in (new, frame)]
+    assert places[0] == places[1]
+    assert verify_frame(new).identity == verify_frame(direct).identity
+    texts = [bytes(open_seal(read_head(each), SEALS)[1]) for each in (new, direct)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("codec", ["raw", "split"])
+def test_only_what_is_intact_and_of_the_same_tenant_is_resealed(codec):
+    into = memoryview(bytearray(1 << 20))
+    frame = bytearray(sealed(codec=codec, key=OLD))
+    frame[read_head(frame).sections[0].offset] ^= 1
+    for changed, why in ((bytes(frame), "damaged"), (rechecked(bytes(frame)), "forged")):
+        with pytest.raises(CorruptChunkError) as caught:
+            reseal(memoryview(changed), SEALS.keyring, MINE, into)
+        assert caught.value.reason == why
+    with pytest.raises(CorruptChunkError, match="another tenant"):
+        reseal(memoryview(sealed(codec=codec, key=THEIRS)), SEALS.keyring, MINE, into)
+    with pytest.raises(UnreadableChunkError, match="key is not known"):
+        reseal(memoryview(sealed(codec=codec, key=STRANGE)), SEALS.keyring, MINE, into)
+    with pytest.raises(ValueError, match="different structures"):
+        reseal(memoryview(sealed(codec=codec)), SEALS.keyring, MINE, into[:4096])
 
 
 def is_padding(frame: bytes, at: int) -> bool:

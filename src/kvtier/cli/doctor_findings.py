@@ -17,7 +17,8 @@ from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError, KvError
-from kvtier.inspection.inspector import MODEL_DIGITS, StoreInspector, StoreStat
+from kvtier.inspection.inspector import MODEL_DIGITS, StoreInspector
+from kvtier.inspection.results import StoreStat
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load, model_id
 from kvtier.report.output import print_json, progress

@@ -1,4 +1,4 @@
-"""`kvtier inspect`: list, verify, repair, free and purge stores."""
+"""`kvtier inspect`: list, verify, repair, reseal, free and purge stores."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.inspection import StoreInspector, keys_of, open_store, repair_store
-from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, StoreStat, Verification
+from kvtier.inspection.results import Listing, ObjectRow, ObjectView, Resealed, StoreStat, Verification
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk.status import DiskStatus
@@ -108,12 +108,12 @@ def store_argument(command: Callable[..., int]) -> Callable[..., int]:
 
 @click.group()
 def inspect() -> None:
-    """List, count, verify, repair, free and purge stores.
+    """List, count, verify, repair, reseal, free and purge stores.
 
     DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier.
     KIND:WHERE is a tier of any kind as --tier gives it, with the stores of all its ranks; NAME is a configured tier.
-    All commands but `repair`, `free`, `purge` and `verify --repair` are read-only and may run while other processes
-    use the store.
+    All commands but `repair`, `reseal`, `free`, `purge` and `verify --repair` are read-only and may run while other
+    processes use the store.
 
     Kinds: directory, disk, mooncake, s3, shared_directory, valkey, and those of other packages.
     """
@@ -278,6 +278,37 @@ def purge_command(where: Store, yes: bool, force: bool, as_json: bool) -> int:
     result = store.purge(force=force)
     print_result(result, _draw_purge, as_json=as_json)
     return 0
+
+
+@inspect.command(name="reseal")
+@store_argument
+@keys_option
+@tenant_option
+@click.option("--plain-too", is_flag=True, help="Also seal frames that have no seal, as frames of --tenant.")
+@json_option
+def reseal_command(where: Store, keys_file: Path | None, tenant: str | None, plain_too: bool, as_json: bool) -> int:
+    """Seal frames of earlier epochs with the present key of their tenant, so that earlier keys can be removed.
+
+    An object is read, verified, deleted and written again. One that gets lost in between is a miss; the command touches
+    no further object then. Forged and damaged frames are reported and left, and so are frames of keys that are not
+    given. Engines may run meanwhile, except on a disk store. Of a shared_directory, name the configured tier: its cap
+    holds for these writes too.
+
+    Exit code 1 when an object was lost, or is forged or damaged.
+    """
+    keyring = keys_of(keys_file, where.settings)
+    if keyring is None or (keyring.sealing(tenant or "") is None and (plain_too or tenant is not None)):
+        raise ConfigError(
+            f"there is no key{f' of tenant {tenant}' if tenant else ''}; give --keys FILE and --tenant NAME, or set "
+            "store.keys_file"
+        )
+    store = where.open()
+    with progress("listing", None) as advance:
+        found = store.objects(advance)
+    with progress("resealing", sum(stored.size_bytes for stored in found)) as advance:
+        result = store.reseal(found, Seals(keyring, tenant), advance, plain_too=plain_too)
+    print_result(result, _draw_resealed, as_json=as_json)
+    return 1 if {"lost", "damaged", "forged"} & result.outcomes.keys() else 0
 
 
 def _purge_question(store: StoreInspector) -> str:
@@ -462,6 +493,16 @@ def _draw_verification(result: Verification, *, is_repair: bool) -> None:
     if sealed := result.outcomes.get("sealed"):
         counts += f", {sealed} sealed with keys that are not known here: only their checksums were verified"
     click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {counts}")
+
+
+def _draw_resealed(result: Resealed) -> None:
+    rows = [
+        (it.name[:NAME_DIGITS], f"{it.outcome}: {it.reason}", size_text(it.size_bytes)) for it in result.bad_objects
+    ]
+    if rows:
+        print_table(Table(("name", "problem", "size"), rows, numeric=1))
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items())) or "no objects"
+    click.echo(f"{result.directory}: {counts}; {size_text(result.bytes)} sealed anew")
 
 
 def _draw_freed(result: Freed) -> None:

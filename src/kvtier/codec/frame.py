@@ -202,6 +202,38 @@ def open_in_place(
     _unpack(slot, head, group, codecs_of(head), scratch, cipher)
 
 
+def reseal(frame: memoryview, keyring: Keyring, key: SealKey, scratch: memoryview) -> memoryview:
+    """Seal a stored frame with another key and a new salt. Neither its layout nor its codecs are needed.
+
+    Everything is verified first. Sections stay encoded, so the new frame is as long.
+
+    Args:
+        frame: the whole frame, sealed or not. It is not written.
+        keyring: has the key of a sealed one.
+        key: seals; of the same tenant.
+        scratch: at least as many bytes, apart from `frame`.
+
+    Returns:
+        The new frame, the front of `scratch`.
+
+    Raises:
+        ConfigError: the package for the seal is missing.
+        CorruptChunkError: it is damaged, forged, or of another tenant.
+        UnreadableChunkError: its version or its key is not known here.
+        ValueError: scratch is too small.
+    """
+    head = verify_frame(frame)
+    new, new_head = scratch[: len(frame)], bytearray(head.head)
+    new[:] = frame
+    if head.seal:
+        cipher, text = open_seal(head, Seals(keyring, key.tenant))
+        for number, section in enumerate(head.sections):
+            open_section(cipher, head, number, section, new[section.offset : section.offset + section.extent_bytes])
+        new_head[head.metadata.start : head.metadata.stop - TAG_BYTES] = text
+    _finish(new, new, new_head, head.metadata, head.table.copy(), key, head.identity.name)
+    return new
+
+
 def verify_frame(frame: memoryview | bytes) -> Head:
     """Check a whole frame without a model: its head, its length and the checksum of every section.
 

@@ -1,7 +1,7 @@
 """The operations of `kvtier inspect` on the stores of any kind of tier, through `tier.store_view.StoreView`.
 
 Inspection takes no lock and writes nothing, so it may run while other processes use the store. Objects that disappear
-meanwhile are left out. Only a repair and a purge open the store.
+meanwhile are left out. Only what removes or rewrites objects opens the store.
 """
 
 import threading
@@ -11,18 +11,31 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvtier.codec import registry
 from kvtier.codec.frame import EXTENT_BYTES_MAX, Seals, codecs_of, open_seal, open_section, verify_section
 from kvtier.codec.head import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
+from kvtier.inspection.renewal import Renewal
+from kvtier.inspection.results import (
+    BadObject,
+    Count,
+    Finding,
+    Listing,
+    ModelShare,
+    ObjectRow,
+    ObjectView,
+    Resealed,
+    StoreStat,
+    Verification,
+)  # fmt: skip
 from kvtier.keys.keyring import CHECK_BYTES
 from kvtier.tier.base import Tier
-from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, Usage, merged
+from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, merged
 from kvtier.types import ObjectName
 
 _Answer = TypeVar("_Answer")
@@ -33,141 +46,6 @@ _BATCH = 16 * _THREADS
 _PAGE = 1000
 _BAD = {"damaged", "forged"}
 """Outcomes of objects that a repair removes. One of another tenant stays: inspection sees the names of all tenants."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectRow:
-    """One object, by its file and the head of its frame."""
-
-    name: str
-    size_bytes: int
-    used: float | None
-    """Last known use, seconds since 1970; other processes record theirs about once a minute. None: unknown."""
-    age_s: float | None
-    group: int | None = None
-    """This, part, depth, tokens and parent are None in a sealed frame."""
-    part: str | None = None
-    """Layers and heads of the group, and the rank if the heads are not known."""
-    depth: int | None = None
-    tokens: int | None = None
-    model: str | None = None
-    """The model id, in hexadecimal digits."""
-    parent: str | None = None
-    version: int | None = None
-    """Format of the frame; None: the head is damaged or was not read."""
-    state: str | None = None
-    """`plain`, `sealed`, or why the head is not understood: `other_version`, `damaged`, `io_error`. None: the head was
-    not read."""
-    problem: str | None = None
-    """Why the head is damaged or not understood; the fields from the head are None then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
-    """A page of a store's objects, by name."""
-
-    directory: str
-    objects: list[ObjectRow]
-    total: int
-    next: str | None
-    """Argument of ``--after`` for the next page; None on the last page."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Count:
-    """Objects and the sum of their frames."""
-
-    objects: int = 0
-    bytes: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class ModelShare:
-    """Objects of one model (weights, revision, attention and RoPE settings, dtype) under one secret in a store."""
-
-    objects: int = 0
-    bytes: int = 0
-    tokens: int = 0
-    groups: list[int] = field(default_factory=list[int])
-    parts: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStat(Usage):
-    """The totals of a store."""
-
-    directory: str
-    objects: int
-    bytes: int
-    """Sum of the objects' frames."""
-    unreadable: int
-    """Objects whose head is damaged or not understood."""
-    formats: dict[str, Count]
-    """By version of the frame, of the heads that were read and are not damaged."""
-    states: dict[str, Count]
-    """By `ObjectRow.state`, of the heads that were read."""
-    oldest_age_s: float | None
-    newest_age_s: float | None
-    models: dict[str, ModelShare]
-    """Share of each model, by the first digits of its id."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectView:
-    """One object's head and section table."""
-
-    object: ObjectRow
-    path: str
-    version: int | None = None
-    codec: str | None = None
-    header_bytes: int | None = None
-    frame_bytes: int | None = None
-    raw_bytes: int | None = None
-    layers: int | None = None
-    key_check: str | None = None
-    """Of a sealed frame: what tells the key, in hexadecimal digits."""
-    sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
-    """The section table: the fields of `codec.head.Section`, with checksum and codec as text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadObject:
-    """An object that fails verification, or that cannot be read here."""
-
-    name: str
-    size_bytes: int
-    outcome: str
-    """`damaged`, `forged`, `foreign` (of another tenant), or `unreadable`."""
-    reason: str
-
-
-class Finding(NamedTuple):
-    """Of one object that was read whole."""
-
-    outcome: str
-    """`good`, `sealed` (intact, and nothing here tells whether it is forged), or as of `BadObject`."""
-    reason: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class Verification:
-    """Result of reading all objects."""
-
-    directory: str
-    checked: int = 0
-    bad: int = 0
-    bytes: int = 0
-    """Read and verified."""
-    outcomes: dict[str, int] = field(default_factory=dict[str, int])
-    """Objects by `Finding.outcome`."""
-    dropped: int = 0
-    """Bad objects removed by a repair."""
-    bad_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """A read of these, here or anywhere, is a miss and drops them."""
-    unreadable: int = 0
-    unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """Those that are kept: a codec or a frame version is unknown, or they are of another tenant, whose names no reader
-    of this tenant asks for."""
 
 
 class StoreInspector:
@@ -316,8 +194,7 @@ class StoreInspector:
             result.outcomes[finding.outcome] = result.outcomes.get(finding.outcome, 0) + 1
             if finding.reason:
                 objects = result.bad_objects if finding.outcome in _BAD else result.unreadable_objects
-                told = BadObject(name=stored.name.hex(), size_bytes=stored.size_bytes, **finding._asdict())
-                objects.append(told)
+                objects.append(BadObject.of(stored, finding))
         result.bad, result.unreadable = len(result.bad_objects), len(result.unreadable_objects)
         return result
 
@@ -383,13 +260,22 @@ class StoreInspector:
 
     def check(self, stored: ObjectFile, seals: Seals | None) -> Finding | None:
         """Read and verify one object; `seals` as in `verify`. None when it disappeared."""
+
+        def verified(reader: ObjectReader, head: Head) -> Finding:
+            outcome = self._verify_sections(reader, head, seals)
+            codecs_of(head)
+            return Finding(outcome)
+
+        return self._found(stored, verified)
+
+    def _found(self, stored: ObjectFile, act: Callable[[ObjectReader, Head], Finding]) -> Finding | None:
+        """What `act` finds in one object of the right length, or why it cannot; None when the object disappeared."""
         try:
             with self._opened(stored) as reader:
                 head = _head(stored, reader)
                 if head.frame_bytes != reader.size_bytes:
                     return Finding("damaged", f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}")
-                outcome = self._verify_sections(reader, head, seals)
-                codecs_of(head)
+                return act(reader, head)
         except FileNotFoundError:
             return None
         except UnreadableChunkError as error:
@@ -398,7 +284,39 @@ class StoreInspector:
             return Finding(error.reason, error.detail)
         except OSError as error:
             return Finding("unreadable", f"cannot be read: {error.strerror}")
-        return Finding(outcome)
+
+    def reseal(
+        self, found: Sequence[ObjectFile], seals: Seals, advance: Callable[[float], None], *, plain_too: bool = False
+    ) -> Resealed:
+        """Seal frames of earlier epochs anew, with the present key of their tenant.
+
+        A writer replaces no object. So each is read, sealed, deleted and written. A failure between the last two is a
+        miss. After the first such failure no further object is touched.
+
+        Args:
+            found: objects of `objects`.
+            seals: the keys, and the tenant whose frames are sealed anew; None: all tenants with keys.
+            advance: called with the bytes of each of `found`.
+            plain_too: also seal frames without a seal, as frames of `seals.tenant`.
+
+        Raises:
+            ConfigError: a store cannot be opened, or the package for the seal is missing.
+            TierError: another process has a store open that is not shared, or deleting fails.
+        """
+        result, renewal = Resealed(directory=self.place), Renewal(seals, plain_too=plain_too)
+
+        def renewed(tier: Tier, stored: ObjectFile) -> Finding | None:
+            return self._found(stored, partial(renewal.run, tier))
+
+        for stored, finding in self._opening(renewed, found):
+            advance(stored.size_bytes)
+            if finding is None:
+                continue
+            result.outcomes[finding.outcome] = result.outcomes.get(finding.outcome, 0) + 1
+            result.bytes += stored.size_bytes * (finding.outcome == "resealed")
+            if finding.reason:
+                result.bad_objects.append(BadObject.of(stored, finding))
+        return result
 
     def _is_old(self, stored: ObjectFile) -> bool:
         row = self.row(stored)
@@ -410,18 +328,28 @@ class StoreInspector:
         is_doomed: Callable[[ObjectFile], bool],
         advance: Callable[[float], None] = lambda _count: None,
     ) -> list[ObjectFile]:
-        """Remove those of `suspects` of which `is_doomed` is still true. Only stores that have some are opened."""
+        """Remove those of `suspects` of which `is_doomed` is still true."""
+
+        def remove(tier: Tier, stored: ObjectFile) -> bool:
+            if is_gone := is_doomed(stored):
+                tier.delete(ObjectName(stored.name))
+            return is_gone
+
         removed: list[ObjectFile] = []
-        for at, view in enumerate(self.views):
-            mine = [stored for stored in suspects if stored.store == at]
-            if not mine:
-                continue
-            with view.opened_tier() as tier:
-                for stored, is_gone in self._each(partial(_removed_if, tier, is_doomed), mine):
-                    advance(1)
-                    if is_gone:
-                        removed.append(stored)
+        for stored, is_gone in self._opening(remove, suspects):
+            advance(1)
+            if is_gone:
+                removed.append(stored)
         return removed
+
+    def _opening(
+        self, act: Callable[[Tier, ObjectFile], _Answer], found: Sequence[ObjectFile]
+    ) -> Iterator[tuple[ObjectFile, _Answer]]:
+        """`act` on each of `found`, with its store as a tier. Only stores that have some are opened."""
+        for at, view in enumerate(self.views):
+            if mine := [stored for stored in found if stored.store == at]:
+                with view.opened_tier() as tier:
+                    yield from self._each(partial(act, tier), mine)
 
     def _each(
         self, act: Callable[[ObjectFile], _Answer], found: Sequence[ObjectFile]
@@ -451,12 +379,6 @@ class StoreInspector:
             else:
                 open_section(cipher, head, number, section, extent)
         return "sealed" if head.seal and cipher is None else "good"
-
-
-def _removed_if(tier: Tier, is_doomed: Callable[[ObjectFile], bool], stored: ObjectFile) -> bool:
-    if is_gone := is_doomed(stored):
-        tier.delete(ObjectName(stored.name))
-    return is_gone
 
 
 def _bare(stored: ObjectFile) -> ObjectRow:

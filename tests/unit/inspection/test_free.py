@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from tests.frames import patched
-from tests.golden.small_stores import CHUNKS, KINDS, placed
+from tests.golden.small_stores import CHUNKS, KINDS, placed, text_of
 
 from kvtier.cli.main import run
 
@@ -16,13 +16,6 @@ OBJECTS = 2 * CHUNKS
 @pytest.fixture(params=[kind for kind in KINDS if kind != "valkey"])
 def kind(request):
     return request.param
-
-
-def text_of(tier) -> str:
-    if tier.kind != "s3":
-        return f"{tier.kind}:{tier.path}"
-    keys = "region=us-east-1&access_key_id=id&secret_access_key=key"
-    return f"s3:{tier.url}?endpoint={tier.endpoint}&allow_http=true&{keys}"
 
 
 def told(capsys, *words) -> dict:

@@ -6,14 +6,26 @@ import struct
 import pytest
 import xxhash
 from tests.frames import patched
+from tests.golden.small_stores import placed, text_of
 
 from kvtier.cli.main import run
 from kvtier.codec import registry
-from kvtier.codec.frame import frame_bytes, seal, seal_scratch_bytes
+from kvtier.codec.frame import (
+    OPEN_SCRATCH_BYTES,
+    Seals,
+    frame_bytes,
+    open_in_place,
+    open_seal,
+    seal,
+    seal_scratch_bytes,
+)
 from kvtier.codec.head import Identity, read_head
-from kvtier.keys.keyring import SealKey
+from kvtier.errors import UnreadableChunkError
+from kvtier.inspection import inspector
+from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.layout import GroupLayout, History, Part, Run
 from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier.base import UNKNOWN
 from kvtier.tier.directory.tier import DirectoryTier
 
 pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
@@ -162,3 +174,98 @@ def test_keys_come_from_the_settings_too(store, inspect, keys, monkeypatch):
     code, told = inspect("verify", store)
     assert code == 2
     assert "nowhere" in told["error"]
+
+
+def payload_in(store, number, *owners) -> bytes:
+    """What a reader with only these keys opens."""
+    frame, slot = path_of(store, number).read_bytes(), empty_frame(frame_bytes(GROUP))
+    slot[: len(frame)] = frame
+    seals = Seals(Keyring([KEYS[owner] for owner in owners]), owners[0][0], is_demanded=True)
+    scratch = empty_frame(OPEN_SCRATCH_BYTES)
+    open_in_place(slot, len(frame), GROUP, Identity(object_name(number)), scratch, seals)
+    return bytes(slot[-GROUP.payload_bytes :])
+
+
+def test_after_reseal_the_earlier_key_can_be_removed(store, inspect, keys):
+    before = {number: path_of(store, number).read_bytes() for number in range(5)}
+    code, told = inspect("reseal", store, "--keys", keys(*MATERIAL))
+    assert (code, told["outcomes"], told["bad_objects"]) == (0, {"resealed": 1, "current": 3, "left": 1}, [])
+    assert told["bytes"] == len(before[0])
+    after = {number: path_of(store, number).read_bytes() for number in range(5)}
+    assert [number for number in range(5) if before[number] != after[number]] == [0]
+    assert before[0][112:144] != after[0][112:144], "each seal has a new salt"
+    with pytest.raises(UnreadableChunkError):
+        payload_in(store, 0, ("a", 1))
+    expected = payload_of(0)[:6000]
+    assert payload_in(store, 0, ("a", 2))[:6000] == expected
+    assert inspect("verify", store, "--keys", keys(("a", 2), ("b", 1), ("", 1)))[1]["outcomes"] == {"good": 5}
+    assert inspect("reseal", store, "--keys", keys(*MATERIAL))[1]["outcomes"] == {"current": 4, "left": 1}
+
+
+def test_a_forged_or_damaged_frame_is_not_resealed(store, inspect, keys):
+    path_of(store, 1).write_bytes(b"")  # no frame
+    tier = DirectoryTier(store, capacity_bytes=1 << 30, direct_io="off")
+    assert tier.write(object_name(5), memoryview(frame_of(5, ("a", 1), "split")))
+    tier.close()
+    forge(store, 0)
+    damage(store, 5)
+    before = {number: path_of(store, number).read_bytes() for number in range(6)}
+    code, told = inspect("reseal", store, "--keys", keys(*MATERIAL))
+    assert (code, told["outcomes"]) == (1, {"forged": 1, "damaged": 2, "current": 2, "left": 1})
+    assert {it["name"]: it["outcome"] for it in told["bad_objects"]} == {
+        object_name(0).hex(): "forged",
+        object_name(1).hex(): "damaged",
+        object_name(5).hex(): "damaged",
+    }
+    assert {number: path_of(store, number).read_bytes() for number in range(6)} == before
+
+
+def test_only_the_tenants_frames_are_resealed(store, inspect, keys, monkeypatch):
+    for owner in (("b", 2), ("", 2)):
+        monkeypatch.setitem(MATERIAL, owner, "55" * 32)
+    file = keys(*MATERIAL)
+    assert inspect("reseal", store, "--keys", file, "--tenant", "b")[1]["outcomes"] == {"resealed": 1, "left": 4}
+    assert inspect("reseal", store, "--keys", file, "--tenant", "-")[1]["outcomes"] == {"resealed": 1, "left": 4}
+    code, told = inspect("reseal", store, "--keys", file, "--tenant", "c")
+    assert code == 2
+    assert "no key of tenant c" in told["error"]
+    assert "there is no key" in inspect("reseal", store)[1]["error"]
+
+
+def test_frames_without_a_seal_are_sealed_if_asked(store, inspect, keys):
+    code, told = inspect("reseal", store, "--keys", keys(*MATERIAL), "--tenant", "b", "--plain-too")
+    assert (code, told["outcomes"]) == (0, {"resealed": 1, "current": 1, "left": 3})
+    assert payload_in(store, 4, ("b", 1))[:6000] == payload_of(4)[:6000]
+    head = read_head(path_of(store, 4).read_bytes())
+    _, text = open_seal(head, Seals(Keyring([KEYS["b", 1]]), "b"))
+    plain = read_head(frame_of(4, None))
+    assert bytes(text) == plain.head[plain.metadata][:-16], "parent, depth and so on are kept"
+
+
+def test_after_a_failed_write_no_further_object_is_touched(store, inspect, keys, monkeypatch, capsys):
+    monkeypatch.setattr(DirectoryTier, "write", lambda *_: False)
+    monkeypatch.setattr(inspector, "_THREADS", 1)
+    keys_file = keys(("a", 1), ("a", 2))
+    tier = DirectoryTier(store, capacity_bytes=1 << 30, direct_io="off")
+    for number in range(6, 9):
+        assert tier.write_one(object_name(number), memoryview(frame_of(number, ("a", 1))), UNKNOWN)
+    tier.close()
+    code, told = inspect("reseal", store, "--keys", keys_file)
+    assert (code, told["outcomes"]) == (1, {"lost": 1, "left": 6, "current": 1})
+    assert "not written again" in told["bad_objects"][0]["reason"]
+    assert run(["inspect", "reseal", str(store), "--keys", keys_file]) == 1
+    assert "1 lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["directory", "disk", "shared_directory", "s3"])
+def test_every_kind_of_store_can_be_sealed_and_resealed(kind, tmp_path, inspect, keys):
+    if kind == "s3":
+        pytest.importorskip("obstore")
+    with placed(kind, tmp_path / "store") as tier:
+        text = text_of(tier)
+        code, told = inspect("reseal", text, "--keys", keys(("a", 1)), "--tenant", "a", "--plain-too")
+        assert (code, told["outcomes"]) == (0, {"resealed": 6})
+        code, told = inspect("reseal", text, "--keys", keys(("a", 1), ("a", 2)))
+        assert (code, told["outcomes"]) == (0, {"resealed": 6})
+        assert inspect("verify", text, "--keys", keys(("a", 2)))[1]["outcomes"] == {"good": 6}
+        assert inspect("verify", text, "--keys", keys(("a", 1)))[1]["outcomes"] == {"sealed": 6}
