@@ -1,8 +1,8 @@
 """`kvtier inspect`: list, verify, repair, reseal, free and purge stores."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial, wraps
 from pathlib import Path
@@ -16,7 +16,16 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.inspection import StoreInspector, keys_of, open_store, repair_store
-from kvtier.inspection.results import Listing, ObjectRow, ObjectView, Resealed, StoreStat, Verification
+from kvtier.inspection.results import (
+    BadObject,
+    Count,
+    Listing,
+    ObjectRow,
+    ObjectView,
+    Outcomes,
+    StoreStat,
+    Verification,
+)
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk.status import DiskStatus
@@ -79,16 +88,6 @@ class Store:
         if folder is None or (folder / "rank-1").exists():
             raise ConfigError(f"tier {self.where.name!r} is not one disk store; allowed here: the directory of a rank")
         return DiskView(folder / "rank-0")
-
-
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """Objects of earlier formats, removed or found by a dry run."""
-
-    directory: str
-    objects: int
-    bytes: int
-    is_dry_run: bool
 
 
 def store_argument(command: Callable[..., int]) -> Callable[..., int]:
@@ -247,14 +246,14 @@ def free(where: Store, yes: bool, is_dry_run: bool, as_json: bool) -> int:
         found = store.objects(advance)
     with progress("reading heads", len(found)) as advance:
         old = store.old(found, advance)
-    result = Freed(store.place, len(old), sum(stored.size_bytes for stored in old), is_dry_run)
-    what = f"{result.objects} objects of earlier formats, {size_text(result.bytes)}"
+    result = Count(objects=len(old), bytes=sum(stored.size_bytes for stored in old))
     if old and not is_dry_run:
-        if not yes and not _confirmed(f"Remove {what}, in {store.place}?"):
+        if not yes and not _confirmed(f"Remove from {store.place} {_freed(result)}?"):
             return 2
         with progress("removing", len(old)) as advance:
-            result = replace(result, **asdict(store.free(old, advance)))
-    print_result(result, _draw_freed, as_json=as_json)
+            result = store.free(old, advance)
+    done = "would be removed" if is_dry_run else "removed"
+    print_result(result, lambda result: click.echo(f"{store.place}: {_freed(result)} {done}"), as_json=as_json)
     return 0
 
 
@@ -473,21 +472,8 @@ def _draw_object(result: ObjectView) -> None:
 
 
 def _draw_verification(result: Verification, *, is_repair: bool) -> None:
-    kinds = (
-        ("dropped" if is_repair else "would be dropped", result.bad_objects),
-        ("kept", result.unreadable_objects),
-    )
-    rows = [
-        (
-            it.name[:NAME_DIGITS],
-            f"{it.outcome.replace('unreadable', 'unreadable here')}, {kind}: {it.reason}",
-            size_text(it.size_bytes),
-        )
-        for kind, them in kinds
-        for it in them
-    ]
-    if rows:
-        print_table(Table(("name", "problem", "size"), rows, numeric=1))
+    _draw_bad(result.bad_objects, ", dropped" if is_repair else ", would be dropped")
+    _draw_bad(result.unreadable_objects, " here, kept")
     dropped = f", {result.dropped} dropped" if is_repair else ""
     counts = f"{result.bad} bad{dropped}, {result.unreadable} unreadable here and kept"
     if sealed := result.outcomes.get("sealed"):
@@ -495,19 +481,20 @@ def _draw_verification(result: Verification, *, is_repair: bool) -> None:
     click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {counts}")
 
 
-def _draw_resealed(result: Resealed) -> None:
-    rows = [
-        (it.name[:NAME_DIGITS], f"{it.outcome}: {it.reason}", size_text(it.size_bytes)) for it in result.bad_objects
-    ]
+def _draw_bad(objects: Sequence[BadObject], then: str = "") -> None:
+    rows = [(it.name[:NAME_DIGITS], f"{it.outcome}{then}: {it.reason}", size_text(it.size_bytes)) for it in objects]
     if rows:
         print_table(Table(("name", "problem", "size"), rows, numeric=1))
+
+
+def _draw_resealed(result: Outcomes) -> None:
+    _draw_bad(result.bad_objects)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items())) or "no objects"
     click.echo(f"{result.directory}: {counts}; {size_text(result.bytes)} sealed anew")
 
 
-def _draw_freed(result: Freed) -> None:
-    done = "would be removed" if result.is_dry_run else "removed"
-    click.echo(f"{result.directory}: {result.objects} objects of earlier formats, {size_text(result.bytes)}, {done}")
+def _freed(result: Count) -> str:
+    return f"{result.objects} objects of earlier formats, {size_text(result.bytes)},"
 
 
 def _draw_purge(result: Purge) -> None:

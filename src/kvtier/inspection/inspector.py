@@ -17,24 +17,23 @@ from itertools import islice
 from typing import TypeVar
 
 from kvtier.codec import registry
-from kvtier.codec.frame import EXTENT_BYTES_MAX, Seals, codecs_of, open_seal, open_section, verify_section
+from kvtier.codec.frame import EXTENT_BYTES_MAX, Seals, codecs_of, open_seal, open_section, reseal, verify_section
 from kvtier.codec.head import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, read_head
-from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
-from kvtier.inspection.renewal import Renewal
+from kvtier.errors import ConfigError, CorruptChunkError, TierError, UnreadableChunkError
 from kvtier.inspection.results import (
-    BadObject,
     Count,
     Finding,
     Listing,
     ModelShare,
     ObjectRow,
     ObjectView,
-    Resealed,
+    Outcomes,
     StoreStat,
     Verification,
 )  # fmt: skip
-from kvtier.keys.keyring import CHECK_BYTES
+from kvtier.keys.keyring import CHECK_BYTES, SealKey
 from kvtier.tier.base import Tier
+from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, merged
 from kvtier.types import ObjectName
 
@@ -44,8 +43,14 @@ MODEL_DIGITS = 12
 _THREADS = 4
 _BATCH = 16 * _THREADS
 _PAGE = 1000
+_WRITES = 3
+"""Attempts to write an object that was sealed anew."""
 _BAD = {"damaged", "forged"}
 """Outcomes of objects that a repair removes. One of another tenant stays: inspection sees the names of all tenants."""
+
+
+def _ignore(_amount: float) -> None:
+    """Shows no progress."""
 
 
 class StoreInspector:
@@ -61,7 +66,7 @@ class StoreInspector:
         self.place = place
         self._local = threading.local()
 
-    def objects(self, advance: Callable[[float], None] = lambda _count: None) -> list[ObjectFile]:
+    def objects(self, advance: Callable[[float], None] = _ignore) -> list[ObjectFile]:
         """All objects, by name. Calls `advance` with the number of objects found since the last call."""
         found: list[ObjectFile] = []
         for at, view in enumerate(self.views):
@@ -82,9 +87,7 @@ class StoreInspector:
             result.left = [*result.left, *one.left][:LEFT_MAX]
         return result
 
-    def listing(
-        self, *, limit: int, after: str = "", advance: Callable[[float], None] = lambda _count: None
-    ) -> Listing:
+    def listing(self, *, limit: int, after: str = "", advance: Callable[[float], None] = _ignore) -> Listing:
         """List at most `limit` objects with names after `after` (hexadecimal digits); `advance` as in `objects`."""
         found = self.objects(advance)
         start = bisect_right(found, after.lower(), key=lambda stored: stored.name.hex())
@@ -108,11 +111,7 @@ class StoreInspector:
             is_known = stored.model and not reads_heads
             return _bare(stored) if is_known else self.row(stored)
 
-        rows: list[ObjectRow] = []
-        for _, row in self._each(row_of, found):
-            if row is not None:
-                rows.append(row)
-            advance(1)
+        rows = [row for _, row in self._each(row_of, found, advance) if row is not None]
         ages = [row.age_s for row in rows if row.age_s is not None]
         usage = merged([view.usage() for view in self.views])
         return StoreStat(
@@ -187,14 +186,11 @@ class StoreInspector:
         result = Verification(directory=self.place)
         for stored, finding in self._each(partial(self.check, seals=seals), found):
             advance(stored.size_bytes)
-            if finding is None:
-                continue
-            result.checked += 1
-            result.bytes += stored.size_bytes
-            result.outcomes[finding.outcome] = result.outcomes.get(finding.outcome, 0) + 1
-            if finding.reason:
-                objects = result.bad_objects if finding.outcome in _BAD else result.unreadable_objects
-                objects.append(BadObject.of(stored, finding))
+            if finding is not None:
+                result.checked += 1
+                result.bytes += stored.size_bytes
+                is_bad = finding.outcome in _BAD
+                result.add(stored, finding, result.bad_objects if is_bad else result.unreadable_objects)
         result.bad, result.unreadable = len(result.bad_objects), len(result.unreadable_objects)
         return result
 
@@ -219,12 +215,7 @@ class StoreInspector:
 
         A frame of the present format whose version is damaged is none of them.
         """
-        old: list[ObjectFile] = []
-        for stored, is_old in self._each(self._is_old, found):
-            advance(1)
-            if is_old:
-                old.append(stored)
-        return old
+        return [stored for stored, is_old in self._each(self._is_old, found, advance) if is_old]
 
     def free(self, old: Sequence[ObjectFile], advance: Callable[[float], None]) -> Count:
         """Remove the objects that `old` found; calls `advance` with 1 after each. Errors as of `repair`."""
@@ -287,11 +278,15 @@ class StoreInspector:
 
     def reseal(
         self, found: Sequence[ObjectFile], seals: Seals, advance: Callable[[float], None], *, plain_too: bool = False
-    ) -> Resealed:
+    ) -> Outcomes:
         """Seal frames of earlier epochs anew, with the present key of their tenant.
 
         A writer replaces no object. So each is read, sealed, deleted and written. A failure between the last two is a
         miss. After the first such failure no further object is touched.
+
+        Outcomes are `resealed`; `current` (sealed with the present key of their tenant); `left` (no seal, or of a key
+        or tenant that was not asked for); `lost` (deleted and not written again); or as of `BadObject`. `bad_objects`
+        are lost, damaged, forged or unreadable. `bytes` are those of resealed frames.
 
         Args:
             found: objects of `objects`.
@@ -303,19 +298,16 @@ class StoreInspector:
             ConfigError: a store cannot be opened, or the package for the seal is missing.
             TierError: another process has a store open that is not shared, or deleting fails.
         """
-        result, renewal = Resealed(directory=self.place), Renewal(seals, plain_too=plain_too)
+        result, renewal = Outcomes(directory=self.place), _Renewal(seals, plain_too=plain_too)
 
         def renewed(tier: Tier, stored: ObjectFile) -> Finding | None:
             return self._found(stored, partial(renewal.run, tier))
 
         for stored, finding in self._opening(renewed, found):
             advance(stored.size_bytes)
-            if finding is None:
-                continue
-            result.outcomes[finding.outcome] = result.outcomes.get(finding.outcome, 0) + 1
-            result.bytes += stored.size_bytes * (finding.outcome == "resealed")
-            if finding.reason:
-                result.bad_objects.append(BadObject.of(stored, finding))
+            if finding is not None:
+                result.bytes += stored.size_bytes * (finding.outcome == "resealed")
+                result.add(stored, finding, result.bad_objects)
         return result
 
     def _is_old(self, stored: ObjectFile) -> bool:
@@ -326,7 +318,7 @@ class StoreInspector:
         self,
         suspects: Sequence[ObjectFile],
         is_doomed: Callable[[ObjectFile], bool],
-        advance: Callable[[float], None] = lambda _count: None,
+        advance: Callable[[float], None] = _ignore,
     ) -> list[ObjectFile]:
         """Remove those of `suspects` of which `is_doomed` is still true."""
 
@@ -335,31 +327,34 @@ class StoreInspector:
                 tier.delete(ObjectName(stored.name))
             return is_gone
 
-        removed: list[ObjectFile] = []
-        for stored, is_gone in self._opening(remove, suspects):
-            advance(1)
-            if is_gone:
-                removed.append(stored)
-        return removed
+        return [stored for stored, is_gone in self._opening(remove, suspects, advance) if is_gone]
 
     def _opening(
-        self, act: Callable[[Tier, ObjectFile], _Answer], found: Sequence[ObjectFile]
+        self,
+        act: Callable[[Tier, ObjectFile], _Answer],
+        found: Sequence[ObjectFile],
+        advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
         """`act` on each of `found`, with its store as a tier. Only stores that have some are opened."""
         for at, view in enumerate(self.views):
             if mine := [stored for stored in found if stored.store == at]:
                 with view.opened_tier() as tier:
-                    yield from self._each(partial(act, tier), mine)
+                    yield from self._each(partial(act, tier), mine, advance)
 
     def _each(
-        self, act: Callable[[ObjectFile], _Answer], found: Sequence[ObjectFile]
+        self,
+        act: Callable[[ObjectFile], _Answer],
+        found: Sequence[ObjectFile],
+        advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
-        """`act` on each of `found`, by a few threads."""
+        """`act` on each of `found`, by a few threads. Calls `advance` with 1 after each."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-inspect") as pool:
             # In batches, so that an interrupt does not wait for all objects.
             remaining = iter(found)
             while batch := list(islice(remaining, _BATCH)):
-                yield from zip(batch, pool.map(act, batch), strict=True)
+                for pair in zip(batch, pool.map(act, batch), strict=True):
+                    advance(1)
+                    yield pair
 
     def _opened(self, stored: ObjectFile) -> AbstractContextManager[ObjectReader]:
         return self.views[stored.store].opened(stored)
@@ -379,6 +374,52 @@ class StoreInspector:
             else:
                 open_section(cipher, head, number, section, extent)
         return "sealed" if head.seal and cipher is None else "good"
+
+
+class _Renewal:
+    """Seals objects anew, until one is lost. Thread-safe.
+
+    Args:
+        seals: the keys, and the tenant whose frames are sealed anew; None: all tenants with keys.
+        plain_too: also seal frames without a seal, as frames of `seals.tenant`.
+    """
+
+    def __init__(self, seals: Seals, *, plain_too: bool) -> None:
+        self._seals, self._plain_too = seals, plain_too
+        self._has_lost = False
+
+    def run(self, tier: Tier, reader: ObjectReader, head: Head) -> Finding:
+        """Read, seal, delete and write one object.
+
+        Raises:
+            CorruptChunkError: it is damaged, forged, or of another tenant. It is left as it is.
+            TierError: it cannot be deleted.
+        """
+        key = self._key(head)
+        if key is not None and head.seal[:CHECK_BYTES] == key.check:
+            return Finding("current")
+        if key is None or self._has_lost:
+            return Finding("left")
+        old, scratch = aligned_buffer(head.frame_bytes), aligned_buffer(head.frame_bytes)
+        new = reseal(old[: reader.read(old)], self._seals.keyring, key, scratch)
+        tier.delete(head.identity.name)
+        why = "the tier does not take it"
+        try:
+            # A shared directory may refuse a write until it has claimed the room.
+            if any(tier.write(head.identity.name, new) for _ in range(_WRITES)):
+                return Finding("resealed")
+        except TierError as error:
+            why = error.detail
+        self._has_lost = True
+        return Finding("lost", f"deleted, and not written again: {why}")
+
+    def _key(self, head: Head) -> SealKey | None:
+        """The present key of the frame's tenant; None: the frame is to be left."""
+        keyring, tenant, _ = self._seals
+        if not head.seal:
+            return keyring.sealing(tenant or "") if self._plain_too else None
+        known = keyring.knows(head.seal[:CHECK_BYTES])
+        return None if known is None or tenant not in {None, known.tenant} else keyring.sealing(known.tenant)
 
 
 def _bare(stored: ObjectFile) -> ObjectRow:

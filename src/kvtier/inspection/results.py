@@ -1,7 +1,7 @@
 """What the operations of `inspection.inspector` return; `kvtier inspect --json` prints them."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from kvtier.tier.store_view import ObjectFile, Usage
 
@@ -119,42 +119,34 @@ class BadObject:
     """`damaged`, `forged`, `foreign` (of another tenant), or `unreadable`."""
     reason: str
 
-    @classmethod
-    def of(cls, stored: ObjectFile, finding: Finding) -> Self:
-        """The object in which `finding` was found."""
-        return cls(name=stored.name.hex(), size_bytes=stored.size_bytes, **finding._asdict())
+
+@dataclass(slots=True, kw_only=True)
+class Outcomes:
+    """Result of reading objects."""
+
+    directory: str
+    bytes: int = 0
+    """Of the frames that were verified or rewritten."""
+    outcomes: dict[str, int] = field(default_factory=dict[str, int])
+    """Objects by `Finding.outcome`."""
+    bad_objects: list[BadObject] = field(default_factory=list[BadObject])
+
+    def add(self, stored: ObjectFile, finding: Finding, to: list[BadObject]) -> None:
+        """Count what was found in an object, and add the object to the list `to` if there is a reason to name it."""
+        self.outcomes[finding.outcome] = self.outcomes.get(finding.outcome, 0) + 1
+        if finding.reason:
+            to.append(BadObject(name=stored.name.hex(), size_bytes=stored.size_bytes, **finding._asdict()))
 
 
 @dataclass(slots=True, kw_only=True)
-class Verification:
-    """Result of reading all objects."""
+class Verification(Outcomes):
+    """Result of verifying all objects. Reading one of `bad_objects`, here or anywhere, is a miss and drops it."""
 
-    directory: str
     checked: int = 0
     bad: int = 0
-    bytes: int = 0
-    """Read and verified."""
-    outcomes: dict[str, int] = field(default_factory=dict[str, int])
-    """Objects by `Finding.outcome`."""
     dropped: int = 0
     """Bad objects removed by a repair."""
-    bad_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """A read of these, here or anywhere, is a miss and drops them."""
     unreadable: int = 0
     unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
     """Those that are kept: a codec or a frame version is unknown, or they are of another tenant, whose names no reader
     of this tenant asks for."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Resealed:
-    """Result of sealing anew."""
-
-    directory: str
-    bytes: int = 0
-    """Of the frames that were sealed anew."""
-    outcomes: dict[str, int] = field(default_factory=dict[str, int])
-    """Objects: `resealed`; `current` (sealed with the present key of their tenant); `left` (no seal, or of a key or
-    tenant that was not asked for); `lost` (deleted and not written again, so a miss); or as of `BadObject`."""
-    bad_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """Lost ones, and ones that were left because they are damaged, forged or cannot be read."""
