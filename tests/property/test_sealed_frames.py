@@ -116,7 +116,8 @@ def test_what_was_sealed_comes_back(group, codec, seed, key):
 @settings(max_examples=200)
 @given(groups, codecs, st.integers(0, 1 << 32), st.data())
 def test_any_flipped_bit_is_refused_with_and_without_right_checksums(group, codec, seed, data):
-    frame = bytearray(sealed(group, codec.name, seed=seed))
+    original = sealed(group, codec.name, seed=seed)
+    frame = bytearray(original)
     region = data.draw(st.sampled_from([256 + 48 * len(group.sections), head_bytes(group), len(frame)]))
     at = data.draw(st.integers(0, region - 1))
     frame[at] ^= 1 << data.draw(st.integers(0, 7))
@@ -128,7 +129,7 @@ def test_any_flipped_bit_is_refused_with_and_without_right_checksums(group, code
         forged = rechecked(bytes(frame))
     except (CorruptChunkError, UnreadableChunkError, struct.error):
         return  # no frame any more
-    if forged == bytes(frame):
+    if forged in {bytes(frame), original}:  # the second: only the version had changed
         return
     if 16 <= at < 24 or (264 <= at < 256 + 48 * len(group.sections) and 8 <= (at - 256) % 48 < 16):
         opened(forged, group)  # only a checksum was wrong
