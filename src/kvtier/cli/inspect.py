@@ -253,7 +253,7 @@ def free(where: Store, yes: bool, is_dry_run: bool, as_json: bool) -> int:
         with progress("removing", len(old)) as advance:
             result = store.free(old, advance)
     done = "would be removed" if is_dry_run else "removed"
-    print_result(result, lambda result: click.echo(f"{store.place}: {_freed(result)} {done}"), as_json=as_json)
+    print_result(result, lambda result: click.echo(f"{store.place}: {_freed(result)}, {done}"), as_json=as_json)
     return 0
 
 
@@ -494,7 +494,7 @@ def _draw_resealed(result: Outcomes) -> None:
 
 
 def _freed(result: Count) -> str:
-    return f"{result.objects} objects of earlier formats, {size_text(result.bytes)},"
+    return f"{result.objects} objects of earlier formats, {size_text(result.bytes)}"
 
 
 def _draw_purge(result: Purge) -> None:
