@@ -160,6 +160,21 @@ def test_rotation_reads_what_an_earlier_epoch_wrote(tmp_path):
         assert (tokens, set(refused)) == (0, {"key"})
 
 
+def test_a_node_without_the_newest_epoch_misses_and_keeps_what_others_seal_with_it(tmp_path):
+    root, early, late = tmp_path / "store", line(1) + line(2, digit="2"), line(1)
+    with placed("directory", root) as (tier, files):
+        source, target = small_stores.engine(), Engine(12, seed=9)
+        put(tier, source, root, keys=early)
+        sealed = {path: content for path, content in files().items() if len(path.rpartition("/")[2]) == 64}
+        tokens, refused = got(tier, target, root, keys=late)
+        assert (tokens, set(refused)) == (0, {"key"})
+        put(tier, source, root, keys=late)
+        after = files()
+        assert all(after[path] == content for path, content in sealed.items()), "nor are they written over"
+        assert got(tier, target, root, keys=early)[0] == CHUNKS * 16
+        assert target.same(source, PLACES)
+
+
 def test_tenants_share_nothing(tmp_path):
     root, keys = tmp_path / "store", line(1, "one") + line(1, "two", "2")
     with placed("directory", root) as (tier, _):

@@ -203,6 +203,15 @@ def test_a_frame_without_a_seal_is_refused_where_a_seal_is_demanded(codec):
     assert reason(patched(bytes(stripped), 8, "I", 3)) == "unsealed"
 
 
+def test_without_a_seal_whoever_can_write_is_believed():
+    """Checksums tell damage. A store without a seal relies on its permissions."""
+    plain = bytearray(sealed(key=None))
+    at = head_bytes(SMALL)
+    plain[at : at + 16] = CANARY[:16]
+    assert reason(bytes(plain), seals=SEALS._replace(is_demanded=False)) == "damaged"
+    assert opened(rechecked(bytes(plain)), seals=None)[:16] == CANARY[:16]
+
+
 def test_a_frame_of_another_tenant_is_foreign_and_one_of_an_unknown_key_is_kept():
     assert reason(sealed(key=THEIRS)) == "foreign"
     with pytest.raises(UnreadableChunkError, match="its key is not known here"):

@@ -67,14 +67,19 @@ def test_paths_and_listings_have_the_model_id_and_not_the_fingerprint(tmp_path, 
         model, own = model_id(SECRET, SERVED.digest).hex(), f"{key_id(SECRET).hex()}/"
         shown = [*names()]
         assert sum(f"{own}{model}/" in name for name in shown) >= OBJECTS
-        if world is in_directory:
-            assert f"note-model-{model[:DIGITS]}.json" in shown
+        assert not [name for name in shown if "note-" in name], "a store that seals has no notes"
         for words in (("stat", url), ("stat", url, "--json"), ("ls", url), ("ls", url, "--json")):
             assert run(["inspect", *words]) == 0
             shown.append(capsys.readouterr().out)
         assert list(json.loads(shown[-3])["models"]) == [model[:12]]
         assert {row["model"] for row in json.loads(shown[-1])["objects"]} == {model}
         assert SERVED.digest[: DIGITS // 2].hex() not in "\n".join(shown)
+
+
+def test_a_note_is_named_by_the_model_id(tmp_path):
+    with in_directory(tmp_path) as (settings, _url, names):
+        serve(replace(settings, seal="off"), SECRET)
+        assert f"note-model-{model_id(SECRET, SERVED.digest).hex()[:DIGITS]}.json" in names()
 
 
 def test_each_secret_has_an_id_of_its_own_for_one_model(tmp_path):
