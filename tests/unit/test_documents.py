@@ -45,6 +45,24 @@ def test_every_link_leads_somewhere(document):
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
+def test_the_document_on_security_names_tests_that_exist():
+    text = (TOP / "docs" / "security.md").read_text(encoding="utf-8")
+    claims, _, tests = text.partition("## Tests")
+    named = re.findall(r"^(\d+)\. `(test_\w+\.py)::(test_\w+)`$", tests, re.MULTILINE)
+    assert [int(number) for number, _, _ in named] == list(range(1, len(named) + 1))
+    cited = {int(it) for group in re.findall(r"\[(\d+(?:, \d+)*)\]", claims) for it in group.split(",")}
+    assert cited == set(range(1, len(named) + 1))
+    files = {path.name: path.read_text(encoding="utf-8") for path in (TOP / "tests").rglob("test_*.py")}
+    assert [test for _, file, test in named if f"def {test}(" not in files.get(file, "")] == []
+
+
+def test_no_module_can_unpickle():
+    """What a store or a server returns is parsed by fixed structures and JSON, and runs no code."""
+    taken = re.compile(r"^\s*(?:import|from) (?:pickle|marshal|shelve|dill|cloudpickle|joblib)\b", re.MULTILINE)
+    assert taken.search("import pickle")
+    assert [path for path in (TOP / "src").rglob("*.py") if taken.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_readme_names_only_commands_that_exist():
     named = set(re.findall(r"^kvtier (\w+)", (TOP / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert named
