@@ -1,7 +1,9 @@
 r"""The fingerprint of everything besides tokens that determines the numbers, and the root key derived from it.
 
     digest = SHA-256( "kvtier.fingerprint\0" | canonical JSON )
-    root   = HMAC-SHA-256( secret, "kvtier.root\0" | u32 version | fingerprint digest | u32 chunk_tokens )
+    root   = HMAC-SHA-256( secret, "kvtier.root\0" | u32 version | fingerprint digest | u32 chunk_tokens | n(tenant) )
+
+`n(tenant)` is its length as u32 and its bytes.
 
 Canonical JSON has its members sorted by name (by code point), no white space, and ASCII escapes. A number with an
 integer value is written as that integer, so 10000 and 10000.0 are one value, and -0.0 is 0. Any other number is written

@@ -71,7 +71,8 @@ class CommandRunner:
     A tier's object that this process cannot read is absent here for a time: it is not found, written or deleted.
 
     Two demotes of a slot may seal it concurrently while scatters read it, without a lock. For one identity `seal`
-    always writes the same bytes, writes the header at once, and leaves the layers alone. The core ensures that a slot
+    always writes the same bytes into the slot, writes the header at once, and leaves the layers alone. Coded and
+    encrypted bytes go to scratch memory of the thread. The core ensures that a slot
     is not read while other bytes are written to it.
     """
 
