@@ -411,8 +411,8 @@ class HiddenKeys(HiddenText):
         if not isinstance(raw, str):
             raise ValueError("not a text")  # noqa: TRY004 - a user's mistake, not a caller's
         text = "".join(raw).replace(";", "\n")
-        if text:
-            parse(text.encode(errors="replace"), "store.keys")
+        if text and not parse(text.encode(errors="replace"), "store.keys").keys:
+            raise ValueError("without a key")
         return PrivateText(text)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
-from kvtier.keys.keyring import BYTES_MAX, Keyring, SealKey, parse
+from kvtier.keys.keyring import BYTES_MAX, FORM, Keyring, SealKey, parse
 from kvtier.keys.secret import Secret, private_file
 
 logger = logging.getLogger(__name__)
@@ -85,29 +85,34 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 class KeySource:
     """The keys now in use. A thread reads them again at intervals. Thread-safe.
 
-    A reading that fails keeps the last keys. One that succeeds replaces them: a line that was removed is a key less.
+    A reading that fails keeps the last keys. One that succeeds replaces them: a line that was removed is a key less,
+    and without any line there is none.
     A process that was forked from this one keeps the keys of that moment.
 
     Args:
         read: reads the keys. It raises ConfigError.
+        origin: of the keys, for messages.
         every_s: seconds between two readings; None: only `refresh` reads again.
         on_change: gets the new keys after a reading with other keys than before, in the thread that read them.
         clock: seconds.
 
     Raises:
-        ConfigError: of the first reading.
+        ConfigError: of the first reading, also if there is no key.
     """
 
     def __init__(
         self,
         read: Callable[[], Keyring],
         *,
+        origin: str = "the keys",
         every_s: float | None = EVERY_S,
         on_change: Callable[[Keyring], None] = lambda _keyring: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keyring = read()
         """The keys now. A user that needs several answers takes the object once."""
+        if not self.keyring.keys:
+            raise ConfigError(f"{origin}: there is no key; allowed: {FORM}")
         self.failures = 0
         """Readings that failed."""
         self._read, self._on_change, self._clock = read, on_change, clock
@@ -172,9 +177,10 @@ def open_keys(
         ConfigError: the first reading fails; see `read_file` and `read_command`.
     """
     if file is not None:
-        return KeySource(partial(read_file, file), every_s=every_s, on_change=on_change)
+        return KeySource(partial(read_file, file), origin=f"keys file {file}", every_s=every_s, on_change=on_change)
     if command:
-        return KeySource(partial(read_command, shlex.split(command)), every_s=every_s, on_change=on_change)
+        read = partial(read_command, shlex.split(command))
+        return KeySource(read, origin=f"output of {_COMMAND}", every_s=every_s, on_change=on_change)
     if text:
         return KeySource(partial(parse, text.encode(), "store.keys"), every_s=None)
     return None if secret is None else KeySource(lambda: Keyring([SealKey.of(tenant, 0, secret)]), every_s=None)

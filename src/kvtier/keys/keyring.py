@@ -1,6 +1,7 @@
-"""Keys of sealed frames: for each tenant one key per epoch, from lines ``EPOCH TENANT|- HEX64``.
+"""Keys of sealed frames: for each tenant one key per epoch, from lines ``EPOCH TENANT|- HEX64 [open]``.
 
-The highest epoch of a tenant seals, and each listed epoch opens. No message or `repr` shows a key.
+The highest epoch of a tenant seals, except one that is marked to open only; each listed epoch opens. No message or
+`repr` shows a key.
 """
 
 import hmac
@@ -19,11 +20,11 @@ CHECK_BYTES: Final = 16
 TENANT: Final = re.compile(r"(?!-\Z)[A-Za-z0-9._-]{1,64}")
 """A tenant's name, to be matched in full."""
 FORM: Final = (
-    f"EPOCH TENANT|- HEX64: a number from 0 to {EPOCH_MAX}; 1 to 64 letters, digits, dots, underscores and hyphens, or "
-    "- for no tenant; 64 hexadecimal digits"
+    f"EPOCH TENANT|- HEX64 [open]: a number from 0 to {EPOCH_MAX}; 1 to 64 letters, digits, dots, underscores and "
+    "hyphens, or - for no tenant; 64 hexadecimal digits; `open` after a key that does not seal"
 )
 
-_LINE = re.compile(rf"([0-9]{{1,10}})[ \t]+(-|{TENANT.pattern})[ \t]+([0-9A-Fa-f]{{64}})")
+_LINE = re.compile(rf"([0-9]{{1,10}})[ \t]+(-|{TENANT.pattern})[ \t]+([0-9A-Fa-f]{{64}})([ \t]+open)?")
 
 
 def hkdf(material: bytes, info: bytes, salt: bytes = b"") -> bytes:
@@ -42,9 +43,11 @@ class SealKey:
     """32 secret bytes, from which frame keys are derived."""
     check: bytes = field(repr=False)
     """16 public bytes that tell a reader which key a frame needs."""
+    opens_only: bool = False
+    """Nodes that have it do not seal with it yet."""
 
     @classmethod
-    def of(cls, tenant: str, epoch: int, material: bytes) -> Self:
+    def of(cls, tenant: str, epoch: int, material: bytes, *, opens_only: bool = False) -> Self:
         """Derive both from 32 secret bytes.
 
         Epoch and tenant enter the derivation, so equal material never gives equal keys. A line with another epoch
@@ -52,7 +55,7 @@ class SealKey:
         """
         whose = epoch.to_bytes(4, "little") + tenant.encode()
         key, check = (hkdf(material, domain + whose) for domain in (b"kvtier.seal\0", b"kvtier.check\0"))
-        return cls(tenant, epoch, key, check[:CHECK_BYTES])
+        return cls(tenant, epoch, key, check[:CHECK_BYTES], opens_only)
 
 
 class Keyring:
@@ -63,10 +66,14 @@ class Keyring:
     def __init__(self, keys: Iterable[SealKey]) -> None:
         self.keys: AbstractSet[SealKey] = frozenset(keys)
         self._by_check = {key.check: key for key in self.keys}
-        self._sealing = {key.tenant: key for key in sorted(self.keys, key=lambda key: key.epoch)}
+        sealing = [key for key in self.keys if not key.opens_only]
+        self._sealing = {key.tenant: key for key in sorted(sealing, key=lambda key: key.epoch)}
 
     def sealing(self, tenant: str) -> SealKey | None:
-        """The key of the highest epoch of `tenant`. A tenant without keys has none: no other tenant's key is used."""
+        """The key of the highest epoch of `tenant` that is not to open only.
+
+        A tenant without keys has none: no other tenant's key is used.
+        """
         return self._sealing.get(tenant)
 
     def opening(self, check: bytes, tenant: str) -> SealKey | None:
@@ -87,8 +94,8 @@ def parse(content: bytes, origin: str) -> Keyring:
         origin: the source of `content`, for messages.
 
     Raises:
-        ConfigError: a line is not of the form, or repeats an epoch of a tenant; or there is no key. The message has the
-            origin and the number of the line, and nothing of its content: a field may be a key in the wrong place.
+        ConfigError: a line is not of the form, or repeats an epoch of a tenant. The message has the origin and the
+            number of the line, and nothing of its content: a field may be a key in the wrong place.
     """
     # An exception of the decoder would hold the content.
     lines = content.decode("utf-8-sig", errors="replace").rstrip().split("\n")
@@ -104,7 +111,5 @@ def parse(content: bytes, origin: str) -> Keyring:
         owner = ("" if fields[2] == "-" else fields[2], int(fields[1]))
         if owner in found:
             raise ConfigError(f"{origin}, line {number}: an earlier line has the same epoch and tenant")
-        found[owner] = SealKey.of(*owner, bytes.fromhex(fields[3]))
-    if not found:
-        raise ConfigError(f"{origin}, line {len(lines)}: there is no key; allowed: {FORM}")
+        found[owner] = SealKey.of(*owner, bytes.fromhex(fields[3]), opens_only=bool(fields[4]))
     return Keyring(found.values())

@@ -1,6 +1,7 @@
 """How the objects of each tier are stored: the codec, and whether a seal is demanded."""
 
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -15,6 +16,8 @@ from kvtier.keys.keyring import SealKey
 from kvtier.layout import GroupLayout
 from kvtier.runtime.secret import configured_secret, within
 from kvtier.tier.registry import is_sealed
+
+logger = logging.getLogger(__name__)
 
 
 class StoredForm:
@@ -90,12 +93,18 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
     Raises:
         ConfigError: the package of a codec is missing.
     """
-    return {
-        tier.name: StoredForm(
-            by_name(tier.codec or config.store.codec), keys, config.store.tenant, is_sealed=is_sealed(tier)
-        )
+    tenant = config.store.tenant
+    forms = {
+        tier.name: StoredForm(by_name(tier.codec or config.store.codec), keys, tenant, is_sealed=is_sealed(tier))
         for tier in config.tiers
     }
+    if locked := ", ".join(name for name, form in forms.items() if form.is_locked):
+        logger.warning(
+            "%s has no key that seals: nothing is found or stored while that is so (tiers that seal: %s)",
+            f"tenant {tenant!r}" if tenant else "the engine, which has no tenant,",
+            locked,
+        )
+    return forms
 
 
 def closing_keys(close: Callable[[float], None], keys: KeySource | None) -> Callable[[float], None]:

@@ -19,7 +19,7 @@ CHUNKS, OBJECTS = 6, 12
 
 
 def fill(root, model, secret) -> None:
-    tier = SharedDirectorySettings(path=root, capacity_bytes=1 << 30)
+    tier = SharedDirectorySettings(path=root, capacity_bytes=1 << 30, seal="off")
     base = config(None, host_chunks=40)
     made = type(base)(host=base.host, tiers=(tier,), store=StoreConfig(secret=Secret(secret)))
     kv = open_session(made, LAYOUT, model, Engine(64, seed=1).copier())

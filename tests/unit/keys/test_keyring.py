@@ -73,7 +73,7 @@ def test_the_limits_of_a_line_are_allowed(tenant, epoch):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("1 a", "not a key; allowed: EPOCH TENANT|- HEX64: a number from 0 to 4294967295; 1 to 64 letters"),
+        ("1 a", "not a key; allowed: EPOCH TENANT|- HEX64 [open]: a number from 0 to 4294967295; 1 to 64 letters"),
         (f"1 {HEX}", "not a key"),
         (HEX, "not a key"),
         (f"1 a {HEX} b", "not a key"),
@@ -119,10 +119,20 @@ def test_bytes_that_are_no_text_are_a_wrong_line():
         parse(f"1 a {HEX}\n2 ".encode() + b"\xff\xfe " + OTHER.encode(), "here")
 
 
-@pytest.mark.parametrize(("content", "line"), [(b"", 1), (b"\n\n", 1), (b"# none\n#", 2)])
-def test_no_key_at_all_is_an_error(content, line):
-    with pytest.raises(ConfigError, match=f"here, line {line}: there is no key"):
-        parse(content, "here")
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"# none\n#"])
+def test_lines_may_hold_no_key(content):
+    assert parse(content, "here").keys == frozenset()
+
+
+def test_a_key_that_only_opens_does_not_seal():
+    ring = parse(f"1 a {HEX}\n2 a {OTHER} open\n".encode(), "here")
+    assert ring.sealing("a").epoch == 1
+    new = SealKey.of("a", 2, bytes.fromhex(OTHER))
+    assert ring.opening(new.check, "a").key == new.key
+    assert parse(f"1 a {HEX}\n2 a {OTHER}\n".encode(), "here").sealing("a").key == new.key
+    assert parse(f"1 a {HEX} open".encode(), "here").sealing("a") is None
+    with pytest.raises(ConfigError, match="line 1"):
+        parse(f"1 a {HEX} opens".encode(), "here")
 
 
 def test_lines_and_bytes_have_limits():
