@@ -11,6 +11,7 @@ from kvtier.config.sections import HOW_TO_SHARE, Config, all_settings, value_of
 from kvtier.config.tier_list import SettingOrigin
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
+from kvtier.keys.key_source import read_file
 from kvtier.keys.secret import load
 from kvtier.tier.machine import nearest_existing, path_problem
 from kvtier.tier.registry import Problem, TierSettings, kind_of
@@ -136,11 +137,17 @@ def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | N
         problem = _secret_file_problem(path, is_shared=any(kind_of(tier).is_shared(tier) for tier in config.tiers))
         if problem:
             yield Problem("error", "store.secret_file", problem)
-    layer = origins.get("store.secret", _DEFAULT).layer
-    if layer == "file" and file is not None and _is_open_to_others(file):
-        yield Problem("warning", "store.secret", f"other users can read {file}; chmod 600")
-    if layer == "flag":
-        yield Problem("warning", "store.secret", "other users can see a flag in the list of processes")
+    if config.store.keys_file is not None:
+        try:
+            read_file(config.store.keys_file)
+        except ConfigError as error:
+            yield Problem("error", "store.keys_file", str(error).removeprefix(f"keys file {config.store.keys_file} "))
+    for name in ("store.secret", "store.keys"):
+        layer = origins.get(name, _DEFAULT).layer
+        if layer == "file" and file is not None and _is_open_to_others(file):
+            yield Problem("warning", name, f"other users can read {file}; chmod 600")
+        if layer == "flag":
+            yield Problem("warning", name, "other users can see a flag in the list of processes")
 
 
 def _secret_file_problem(path: Path, *, is_shared: bool) -> str:

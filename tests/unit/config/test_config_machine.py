@@ -148,6 +148,22 @@ def test_a_secret_that_others_can_read_is_told(tmp_path):
     assert "not a writable directory" in findings(path, f"store.secret_file={tmp_path / 'no' / 'secret'}")[0]
 
 
+def test_keys_that_cannot_be_read_or_are_in_a_flag_are_told_without_showing_them(tmp_path):
+    keys, path, digits = tmp_path / "keys", f"directory:{tmp_path / 'kv'}", "5a" * 32
+    assert "cannot be read: No such file" in findings(path, f"store.keys_file={keys}")[0]
+    keys.write_text(f"1 - {digits}\n")
+    keys.chmod(0o644)
+    assert "allowed is 0600" in findings(path, f"store.keys_file={keys}")[0]
+    keys.chmod(0o600)
+    assert findings(path, f"store.keys_file={keys}") == []
+    keys.write_text(f"one - {digits}\n")
+    (found,) = findings(path, f"store.keys_file={keys}")
+    assert "line 1: not a key" in found
+    (told,) = findings(path, f"store.keys=1 - {digits}")
+    assert "other users can see a flag" in told
+    assert digits not in found + told
+
+
 def test_a_secret_in_a_flag_or_an_open_file_is_told_without_showing_it(tmp_path):
     digits, path = "ab" * 32, f"directory:{tmp_path / 'kv'}"
     (found,) = findings(path, f"store.secret={digits}")
