@@ -23,5 +23,5 @@ def test_exponents_of_a_real_model_are_few(capsys):
     of = {(row["model"].split()[1], row["codec"]): row["ratio"] for row in rows}
     assert of["bf16", "split2"] < 0.69 < of["bf16", "split"] < 0.76 < of["bf16", "zstd"]
     for element in ("fp16", "fp8e4m3", "fp8e5m2"):
-        assert of[element, "split2"] <= of[element, "zstd"]
+        assert of[element, "split2"] < 1.01 * of[element, "zstd"]
         assert of[element, "split"] < 1

@@ -190,7 +190,7 @@ def test_a_session_that_fails_costs_speed_and_no_answer(
     assert kv.last.restored_tokens == 64, "and it goes on when the session does"
 
 
-BELOW_SESSION = tuple(f"/{room}/" for room in ("core", "runtime", "policy", "observe", "layout"))
+BELOW_SESSION = ("/core/", "/runtime/", "/policy/", "/observe/", "/types.py")
 """The user's thread runs the core under the session's lock; an exception there shuts the session."""
 
 

@@ -1,5 +1,6 @@
 """Restored KV is the KV that was stored: bit for bit in a new process, and the same tokens as a full recompute."""
 
+import os
 import subprocess
 import sys
 import time
@@ -157,8 +158,9 @@ def test_a_new_process_continues_bit_for_bit_as_from_memory(tmp_path: Path) -> N
     # at column 87.
     memory = model.generate(input_ids, attention_mask=mask, past_key_values=in_memory(model, recorded, 87), **LOGITS)
     here = str(Path(__file__).parent)
+    there = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # the tests' own folders
     command = [sys.executable, "-c", PROCESS, name, str(tmp_path / "kv"), str(tmp_path / "result.npz")]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=here, env=there, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     record = np.load(tmp_path / "result.npz")
     assert np.array_equal(record["sequences"], memory.sequences.numpy())

@@ -549,11 +549,12 @@ def test_a_kind_whose_check_fails_stops_no_start(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_note_of_another_file_type_harms_nothing(tmp_path: Path, root: Path, kind: str, how: str) -> None:
     plain_store(kind, store_of(kind, root))
-    model = model_id(config_of(tier_settings(kind, root)).store.secret, FINGERPRINT)
+    settings = tier_settings(kind, root, seal="off")  # a store that seals has no notes
+    model = model_id(config_of(settings).store.secret, FINGERPRINT)
     note = root / f"note-model-{model.hex()[:16]}.json"
     note.write_bytes(b"precious")
     damage(how, note, tmp_path / "precious")
-    note_fingerprint(config_of(tier_settings(kind, root)), SimpleNamespace(digest=FINGERPRINT, canonical="{}"))  # type: ignore[arg-type]
+    note_fingerprint(config_of(settings), SimpleNamespace(digest=FINGERPRINT, canonical="{}"))  # type: ignore[arg-type]
     until(lambda: "kvtier note" not in {thread.name for thread in threading.enumerate()})
     assert json.loads(note.read_bytes())["model"] == model.hex()
     assert not note.is_symlink()

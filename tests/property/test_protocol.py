@@ -71,6 +71,7 @@ answers = st.builds(
     seconds,
     words,
     st.booleans(),
+    words,
 )
 notes = st.builds(Note, words, words.map(RequestId), st.lists(integers, max_size=40).map(tuple), st.booleans())
 cancels = st.lists(integers, max_size=40).map(lambda ids: Cancel(tuple(ids)))
@@ -114,7 +115,7 @@ FIELDS = {
     Probe: (int, str, tuple, number),
     Drop: (str, bytes, int),
     Tell: (str, str, (NextTurn, type(None))),
-    CompletionMessage: (int, Outcome, tuple, int, number, number, str, bool),
+    CompletionMessage: (int, Outcome, tuple, int, number, number, str, bool, str),
     Note: (str, str, tuple, bool),
     Cancel: (tuple,),
     TierReport: (str, Figures, int),

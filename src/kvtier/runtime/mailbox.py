@@ -43,3 +43,18 @@ class Mailbox(Generic[_T]):
             if left_s <= 0:
                 return None
             self._has_items.acquire(timeout=left_s)
+
+    def get_all(self, wait_s: float = 0.0) -> list[_T]:
+        """Take all items, for the first of which it waits; a None that was put ends them.
+
+        One call, because an error between two calls would lose what the first one took.
+        """
+        items: list[_T] = []
+        item = self.get(wait_s)
+        while item is not None:
+            items.append(item)
+            try:
+                item = self._items.popleft()
+            except IndexError:
+                break
+        return items

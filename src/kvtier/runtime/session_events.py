@@ -92,12 +92,7 @@ class SessionEvents:
 
     def poll(self, wait_s: float) -> list[Event]:
         """The events since the last call; waits up to `wait_s` seconds for the first."""
-        events: list[Event] = []
-        event = self._queue.get(wait_s)
-        while event is not None:
-            events.append(event)
-            event = self._queue.get()
-        return events
+        return self._queue.get_all(wait_s)
 
     def end_poll(self) -> None:
         """Let a poll return without an event."""
@@ -107,7 +102,11 @@ class SessionEvents:
         """Queue an event, and count it. Its call is removed first, so that no error repeats it."""
         if isinstance(event, LoadDone):
             call = self._loads.pop(event.request)
-            waiting = self._queue.put(event)
+            try:
+                waiting = self._queue.put(event)
+            except BaseException:  # it is still open, and `fail` ends it
+                self._loads[event.request] = call
+                raise
             share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
             counts = [(self._loaded[share], 1.0), (self._load_seconds, self._clock() - call.time_s)]
             for place, tokens in event.sources:
@@ -118,7 +117,11 @@ class SessionEvents:
         elif isinstance(event, StoreDone):
             call = next(call for call in list(self._stores) if call.request == event.request)
             self._stores.remove(call)  # not by its position: `withdraw` may remove another one meanwhile
-            waiting = self._queue.put(event)
+            try:
+                waiting = self._queue.put(event)
+            except BaseException:
+                self._stores.append(call)
+                raise
             self._metrics.add(table.STORES)
             self._metrics.add(table.STORE_CHUNKS, event.held, result="held")
             self._metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")

@@ -192,7 +192,7 @@ def test_nothing_shows_a_key():
     for shown in (repr(KEY), str(KEY), f"{KEY}", repr(FrameCipher(KEY, SALT, NAME))):
         assert KEY.key.hex() not in shown
         assert repr(KEY.key)[2:-1] not in shown
-    assert repr(KEY) == "SealKey(tenant='team-a', epoch=7)"
+    assert repr(KEY) == "SealKey(tenant='team-a', epoch=7, opens_only=False)"
 
 
 def test_without_its_package_it_is_a_clear_error(monkeypatch):

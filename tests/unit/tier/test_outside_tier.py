@@ -106,7 +106,7 @@ def test_it_is_inspected_through_the_opened_tier(site, filled):
     told = json.loads(kvtier(site, "inspect", "stat", where, "--json").stdout)
     assert (told["objects"], told["unreadable"], len(told["models"])) == (12, 0, 1)
     assert told["open_in"] is None
-    assert "version" not in kvtier(site, "inspect", "stat", where).stdout, "it has no marker with one"
+    assert "store" not in kvtier(site, "inspect", "stat", where).stdout, "it has no marker with an id and a version"
     assert "unknown" in kvtier(site, "inspect", "ls", where).stdout
     absent = kvtier(site, "inspect", "stat", f"{where}-absent")
     assert "holds no store of kind shelf" in absent.stderr
