@@ -128,6 +128,38 @@ class MemoryTier(OneByOneTier):
         return True
 
 
+class ThrottledTier(MemoryTier):
+    """A link of a fixed bandwidth each way, which all threads share. Objects pass it one after the other.
+
+    Args:
+        bytes_per_s: of each way. It may be changed.
+        capacity_bytes: see `MemoryTier`.
+    """
+
+    def __init__(self, name: str, *, bytes_per_s: float, capacity_bytes: int) -> None:
+        super().__init__(name, capacity_bytes=capacity_bytes)
+        self.bytes_per_s = bytes_per_s
+        self._free_s = {"read": 0.0, "write": 0.0}
+        self._link = threading.Lock()
+
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """See `MemoryTier`."""
+        start_s = time.perf_counter()
+        count = super().read_one(name, into, offset)
+        self._pass("read", start_s, count or 0)
+        return count
+
+    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
+        """See `MemoryTier`."""
+        self._pass("write", time.perf_counter(), frame.nbytes)
+        return super().write_one(name, frame, about)
+
+    def _pass(self, way: str, start_s: float, size_bytes: int) -> None:
+        with self._link:
+            self._free_s[way] = until_s = max(self._free_s[way], start_s) + size_bytes / self.bytes_per_s
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+
+
 GATE_S = 60.0
 
 

@@ -8,6 +8,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ from kvtier.keys.object_names import name_head, names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Job, Work
-from kvtier.runtime.stored_forms import StoredForm
+from kvtier.runtime.stored_forms import RAW, StoredForm
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write
 from kvtier.tier.loan import Loan, clear_frames
@@ -225,7 +226,9 @@ class CommandRunner:
             return results
         with Loan([write.frame for write in writes.values()], tier.name) as frames:
             lent = [write._replace(frame=frame) for write, frame in zip(writes.values(), frames, strict=True)]
-            answers = _answers([jobs[at] for at in writes], lent, tier.write_many)
+            choice = self._forms[transfers[0].tier].choice
+            write_many = tier.write_many if choice is None else partial(choice.write_many, tier.write_many)
+            answers = _answers([jobs[at] for at in writes], lent, write_many)
         for (at, write), answer in zip(writes.items(), answers, strict=True):
             results[at] = answer if isinstance(answer, Exception) else _written(tier, write, is_held=answer)
         return results
@@ -238,7 +241,10 @@ class CommandRunner:
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
         checksums = self._checksums.get((group, transfer.slot))
-        frame = seal(slot, self._layout.groups[group], identity, form.codec, scratch, checksums, key)
+        layout, codec = self._layout.groups[group], form.codec
+        if form.choice is not None and not form.choice.codes(group, layout, slot, scratch):
+            codec = RAW
+        frame = seal(slot, layout, identity, codec, scratch, checksums, key)
         about = About(identity.parent, transfer.depth, group, transfer.conversation)
         return Write(identity.name, frame, about)
 
@@ -258,8 +264,10 @@ class CommandRunner:
         if form.is_sealed and form.is_locked:
             return [_ABSENT] * len(jobs)
         seals = None if form.keys is None else form.seals
+        choice = form.choice
+        read_many = tier.read_many if choice is None else partial(choice.read_many, tier.read_many, transfers[0].group)
         with Loan(slots, tier.name) as views:
-            answers = _answers(jobs, list(map(Read, names, views)), tier.read_many)
+            answers = _answers(jobs, list(map(Read, names, views)), read_many)
         memory = scratch.view(OPEN_SCRATCH_BYTES)
         results: list[Result | Exception] = []
         for transfer, name, slot, answer in zip(transfers, names, slots, answers, strict=True):
@@ -268,7 +276,11 @@ class CommandRunner:
                 continue
             identity = Identity(name)
             try:
-                open_in_place(slot, answer, self._layout.groups[transfer.group], identity, memory, seals)
+                frame = slot, answer, self._layout.groups[transfer.group], identity, memory, seals
+                if choice is None:
+                    open_in_place(*frame)
+                else:
+                    choice.open(transfer.group, *frame)
                 results.append(Result(Outcome.DONE, answer))
             except Exception as error:  # noqa: BLE001 - as in `_demote`
                 if isinstance(error, UnreadableChunkError):
@@ -288,7 +300,8 @@ class CommandRunner:
         if self._forms[probe.tier].is_locked:
             return (False,) * len(probe.objects)
         names = names_of(probe.objects, self._name_heads)
-        answers = tier.contains(names)
+        choice = self._forms[probe.tier].choice
+        answers = tier.contains(names) if choice is None else choice.contains(tier.contains, names)
         if len(answers) != len(names):
             raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
         if self._unreadable:

@@ -14,10 +14,13 @@ from kvtier.errors import ConfigError, install_hint
 from kvtier.keys.key_source import KeySource, open_keys
 from kvtier.keys.keyring import SealKey
 from kvtier.layout import GroupLayout
+from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.runtime.secret import configured_secret, within
 from kvtier.tier.registry import is_sealed
 
 logger = logging.getLogger(__name__)
+
+RAW = Raw()
 
 
 class StoredForm:
@@ -28,12 +31,20 @@ class StoredForm:
         keys: of seals; None: no frame is sealed, and sealed ones cannot be read.
         tenant: the engine's.
         is_sealed: a seal is demanded of every frame. Without a key of the tenant nothing is read or written.
+        choice: of raw or coded for each object; None: all are written with the codec.
     """
 
     def __init__(
-        self, codec: Codec | None = None, keys: KeySource | None = None, tenant: str = "", *, is_sealed: bool = False
+        self,
+        codec: Codec | None = None,
+        keys: KeySource | None = None,
+        tenant: str = "",
+        *,
+        is_sealed: bool = False,
+        choice: CodecChoice | None = None,
     ) -> None:
-        self.codec = codec or Raw()
+        self.codec = codec or RAW
+        self.choice = choice
         self.is_sealed = is_sealed
         self.keys = keys
         self._tenant = tenant
@@ -93,15 +104,15 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
     Raises:
         ConfigError: the package of a codec is missing.
     """
-    tenant = config.store.tenant
-    forms = {
-        tier.name: StoredForm(by_name(tier.codec or config.store.codec), keys, tenant, is_sealed=is_sealed(tier))
-        for tier in config.tiers
-    }
+    forms: dict[str, StoredForm] = {}
+    for tier in config.tiers:
+        codec = by_name(tier.codec or config.store.codec)
+        choice = None if codec.id == RAW.id else CodecChoice(codec, tier.read_threads, tier.write_threads)
+        forms[tier.name] = StoredForm(codec, keys, config.store.tenant, is_sealed=is_sealed(tier), choice=choice)
     if locked := ", ".join(name for name, form in forms.items() if form.is_locked):
         logger.warning(
             "%s has no key that seals: nothing is found or stored while that is so (tiers that seal: %s)",
-            f"tenant {tenant!r}" if tenant else "the engine, which has no tenant,",
+            f"tenant {config.store.tenant!r}" if config.store.tenant else "the engine, which has no tenant,",
             locked,
         )
     return forms

@@ -1,0 +1,246 @@
+"""Whether an object is written raw or coded: as what it is expected to be read faster.
+
+An object is coded if a read saves more time than `WRITE_WEIGHT` times what its write loses; no request waits for a
+write. A read must become `GAIN_MIN` times faster, and the choice stays until reads of coded objects are slower.
+
+What is known comes from the work itself: a tier's link from its own reads and writes, the codec from a section of every
+`EVERY`th object that is written. Until both are known objects are raw.
+
+Reads of several threads share the link and decode beside each other, so decoding is partly hidden. The expected time is
+that of a closed queue with one link, by mean value analysis (Reiser and Lavenberg, JACM 1980).
+
+Threads that decode hinder each other, and the engine hinders them. So loads decode more slowly than one section is
+decoded in a quiet moment. That factor is measured when coded objects are read; until then it is the number of threads.
+If it alone speaks for raw, one object of `TRIED_EVERY` is coded nevertheless, to measure it.
+"""
+
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier.codec.base import Codec
+from kvtier.codec.frame import Seals, open_in_place
+from kvtier.codec.head import Identity, frame_layout
+from kvtier.errors import TierError
+from kvtier.layout import GroupLayout
+from kvtier.tier.base import Read, Write
+from kvtier.types import ObjectName
+
+EVERY = 16
+"""Objects of a group from one decision to the next."""
+GAIN_MIN = 1.05
+"""Raw becomes coded if that is this many times faster to read. Coded becomes raw as soon as it is slower."""
+WRITE_WEIGHT = 0.25
+WEIGHT = 0.25
+"""Of the newest measure. Means are geometric."""
+KEPT = 0.9
+"""Of the earlier sums, with each measure of the link."""
+HICCUP = 8.0
+"""A transfer counts as this many times slower than the mean at most."""
+LATENCY_SHARE_MAX = 0.9
+"""Of a transfer's time. A codec does not make the latency shorter."""
+TRIED_EVERY = 256
+TRIES = 2
+"""Times that a section is measured. The best one counts."""
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
+
+class LinkMeter:
+    """Measures one direction of a link by the transfers of all threads.
+
+    Thread-safe without a lock: a measure that is lost does not matter.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        """Of all threads together; 0: not measured."""
+        self._sums = (0.0, 0.0)
+        """Bytes, and seconds in which the link was used. Older ones count less."""
+        self._ended_s = 0.0
+        self._on_link: list[None] = []
+        """An entry for each call that is under way."""
+
+    def timed(
+        self, call: Callable[[list[_Item]], list[_Answer]], batch: list[_Item]
+    ) -> tuple[list[_Answer], float, float, int]:
+        """The answers of `call(batch)`, its seconds, those since another call ended, and the calls at its start."""
+        self._on_link.append(None)
+        on_link, start_s = len(self._on_link), time.perf_counter()
+        try:
+            answers = call(batch)
+        finally:
+            self._on_link.pop()
+        end_s = time.perf_counter()
+        alone_s = end_s - max(start_s, self._ended_s)
+        self._ended_s = end_s
+        return answers, end_s - start_s, alone_s, on_link
+
+    def add(self, size_bytes: int, alone_s: float, latency_s: float = 0.0) -> None:
+        """The link took `alone_s` for `size_bytes`, and no other transfer ended meanwhile."""
+        if size_bytes and alone_s > 0:
+            moving_s = max(alone_s - latency_s, alone_s * (1 - LATENCY_SHARE_MAX))
+            if self.bytes_per_s:
+                moving_s = min(moving_s, HICCUP * size_bytes / self.bytes_per_s)
+            before, before_s = self._sums
+            self._sums = sums = before * KEPT + size_bytes, before_s * KEPT + moving_s
+            self.bytes_per_s = sums[0] / sums[1]
+
+
+@dataclass(slots=True)
+class GroupState:
+    """What is known of the objects of a group. Times are seconds for a raw byte, in one thread."""
+
+    ratio: float = 0.0
+    """Stored bytes of a coded object, divided by its raw bytes; 0: not measured."""
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    verify_s: float = 0.0
+    """To open a raw object that was read."""
+    open_s: float = 0.0
+    """To open an object that was read, raw or coded."""
+    slowdown: float = 0.0
+    """Time to open a coded object that was read, divided by `quiet_s`; 0: not measured."""
+    written: int = 0
+    is_coded: bool | None = None
+    """None: the link is not known."""
+    is_tried: bool = False
+
+    @property
+    def quiet_s(self) -> float:
+        """To open a coded object while nothing else runs."""
+        return self.decode_s + self.ratio * self.verify_s
+
+
+class CodecChoice:
+    """Chooses raw or coded for the objects of one tier. Thread-safe without a lock, as `LinkMeter`.
+
+    Args:
+        codec: not raw.
+        read_threads: of the tier.
+        write_threads: of the tier.
+        cores: of the machine; 0: those that this process may use.
+    """
+
+    def __init__(self, codec: Codec, read_threads: int, write_threads: int, cores: int = 0) -> None:
+        self.reads, self.writes = LinkMeter(), LinkMeter()
+        self.latency_s = 0.0
+        """Time to answer for names only."""
+        self.groups: defaultdict[int, GroupState] = defaultdict(GroupState)
+        self._codec = codec
+        self._read_threads, self._write_threads = read_threads, write_threads
+        self._readers = 1.0
+        """Threads that read or open objects at once."""
+        self._cores = cores or len(os.sched_getaffinity(0))
+
+    def read_many(
+        self, call: Callable[[list[Read]], list[int | TierError | None]], number: int, batch: list[Read]
+    ) -> list[int | TierError | None]:
+        """`call(batch)`, measured; `number` is the group of its first object."""
+        answers, took_s, alone_s, on_link = self.reads.timed(call, batch)
+        moved = sum(answer for answer in answers if isinstance(answer, int))
+        open_s = self.groups[number].open_s * sum(len(read.into) for read in batch)
+        self._readers = _mean(self._readers, min(self._read_threads, on_link * (1 + open_s / max(took_s, 1e-9))))
+        self.reads.add(moved, alone_s, self.latency_s / on_link)
+        return answers
+
+    def write_many(
+        self, call: Callable[[list[Write]], list[bool | TierError]], batch: list[Write]
+    ) -> list[bool | TierError]:
+        """`call(batch)`, measured."""
+        answers, _, alone_s, on_link = self.writes.timed(call, batch)
+        moved = sum(len(write.frame) for write, answer in zip(batch, answers, strict=False) if answer is True)
+        self.writes.add(moved, alone_s, self.latency_s / on_link)
+        return answers
+
+    def open(
+        self,
+        number: int,
+        slot: memoryview,
+        stored_bytes: int,
+        group: GroupLayout,
+        identity: Identity,
+        scratch: memoryview,
+        seals: Seals | None,
+    ) -> None:
+        """`open_in_place` of an object of group `number`, measured."""
+        start_s = time.perf_counter()
+        open_in_place(slot, stored_bytes, group, identity, scratch, seals)
+        took_s, state = (time.perf_counter() - start_s) / len(slot), self.groups[number]
+        state.open_s = _mean(state.open_s, took_s)
+        if stored_bytes == len(slot):
+            state.verify_s = _mean(state.verify_s, took_s)
+        elif state.ratio:
+            state.slowdown = _mean(state.slowdown, took_s / state.quiet_s)
+
+    def contains(
+        self, call: Callable[[Sequence[ObjectName]], Sequence[bool]], names: Sequence[ObjectName]
+    ) -> Sequence[bool]:
+        """`call(names)`, measured: its time is the latency."""
+        start_s = time.perf_counter()
+        answers = call(names)
+        if names:
+            self.latency_s = _mean(self.latency_s, time.perf_counter() - start_s)
+        return answers
+
+    def codes(self, number: int, group: GroupLayout, slot: memoryview, scratch: memoryview) -> bool:
+        """Whether to code the object of group `number` in `slot`; now and then measures the codec on it."""
+        state = self.groups[number]
+        written, state.written = state.written, state.written + 1
+        if written % EVERY == 0:
+            self._measure(state, written // EVERY, group, slot, scratch)
+        if state.ratio and (written % EVERY == 0 or state.is_coded is None):
+            self._decide(state, group.payload_bytes)
+        return bool(state.is_coded) or (state.is_tried and written % TRIED_EVERY == TRIED_EVERY - 1)
+
+    def _decide(self, state: GroupState, size_bytes: int) -> None:
+        read_rate = self.reads.bytes_per_s or self.writes.bytes_per_s
+        write_rate = self.writes.bytes_per_s or read_rate
+        if not read_rate:
+            return
+
+        def seconds(rate: float, threads: int, own_s: float, ratio: float = 1.0, slowdown: float = 1.0) -> float:
+            """For each of many objects; `own_s` for a raw byte beside the link."""
+            link_s, beside_s = ratio * size_bytes / rate, own_s * size_bytes
+            queued = total_s = 0.0
+            for others in range(threads):
+                there_s = link_s * (1 + queued)
+                total_s = self.latency_s + there_s + slowdown * beside_s
+                queued = (others + 1) * there_s / total_s
+            return max(total_s / threads, beside_s / min(threads, self._cores))
+
+        ratio, readers, writers = state.ratio, max(1, round(self._readers)), self._write_threads
+        raw_s = seconds(read_rate, readers, state.verify_s)
+        coded_s = seconds(read_rate, readers, state.quiet_s, ratio, state.slowdown or readers)
+        quiet_s = seconds(read_rate, readers, state.quiet_s, ratio)
+        behind_s = seconds(write_rate, writers, state.encode_s, ratio) - seconds(write_rate, writers, 0.0)
+        lost_s = max(0.0, WRITE_WEIGHT * behind_s)
+        state.is_tried = raw_s - GAIN_MIN * quiet_s > lost_s
+        state.is_coded = raw_s - (1.0 if state.is_coded else GAIN_MIN) * coded_s > lost_s
+
+    def _measure(self, state: GroupState, turn: int, group: GroupLayout, slot: memoryview, scratch: memoryview) -> None:
+        """Code a section of the object in `slot`; another one each `turn`."""
+        at = turn % len(group.sections)
+        _, _, raw_bytes, element = group.sections[at]
+        raw, bound = slot[frame_layout(group).extents[at][0] :][:raw_bytes], self._codec.bound(raw_bytes)
+        room, back = scratch[:bound], scratch[bound : bound + raw_bytes]
+        stored_bytes, encode_s, decode_s = 0, math.inf, math.inf
+        for _ in range(TRIES):
+            start_s = time.perf_counter()
+            stored_bytes = self._codec.encode(raw, room, element)
+            encoded_s = time.perf_counter()
+            self._codec.decode(room[:stored_bytes], back, element)
+            encode_s = min(encode_s, encoded_s - start_s)
+            decode_s = min(decode_s, time.perf_counter() - encoded_s)
+        state.encode_s = _mean(state.encode_s, encode_s / raw_bytes)
+        state.decode_s = _mean(state.decode_s, decode_s / raw_bytes)
+        state.ratio = _mean(state.ratio, min(1.0, stored_bytes / raw_bytes))
+
+
+def _mean(usual: float, newest: float) -> float:
+    return usual * (newest / usual) ** WEIGHT if usual else newest
