@@ -5,7 +5,7 @@ Threads of a measure are never the caller's, so Ctrl-C is handled at once and en
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +22,7 @@ from kvtier.config.machine_checks import memory_bytes
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.runtime.arena import page_aligned
+from kvtier.runtime.codec_choice import object_s
 
 GRACE_S = 30.0
 """Time for a running operation to return after the end of a measure."""
@@ -65,10 +66,26 @@ class LinkMeasures:
     measures: tuple[Measure, ...]
     round_trip_us: float | None = None
     """Median time to ask a tier for one absent name; None for other links."""
+    ratio: float | None = None
+    """Stored bytes of a codec, divided by the raw bytes; None for other links and for raw."""
 
     def best(self, op: str) -> Measure | None:
         """The fastest measure of `op`; None if there is none."""
         return max((it for it in self.measures if it.op == op), key=lambda it: it.gb_per_s, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRead:
+    """Reads of a tier at the depth that is fastest for raw objects, in GB/s of raw bytes.
+
+    Those of coded objects are computed from the link, the codec's ratio and its decoding, as the writer does before it
+    has read any (`runtime.codec_choice`): threads that decode hinder each other entirely.
+    """
+
+    tier: str
+    codec: str
+    raw_gb_per_s: float
+    coded_gb_per_s: float
 
 
 class Operation(NamedTuple):
@@ -127,13 +144,14 @@ def codecs(limits: MeasureLimits, tick: Tick) -> tuple[list[LinkMeasures], list[
     skipped: list[str] = []
     for name in registry.names():
         try:
-            links.append(LinkMeasures(f"codec {name}", measures(_codec(registry.by_name(name)), limits, tick)))
+            points, ratio = _codec(registry.by_name(name))
+            links.append(LinkMeasures(f"codec {name}", measures(points, limits, tick), ratio=ratio))
         except ConfigError as error:
             skipped.append(f"codec {name}: {error}")
     return links, skipped
 
 
-def _codec(codec: Codec) -> list[Point]:
+def _codec(codec: Codec) -> tuple[list[Point], float | None]:
     size = SECTION_BYTES_MAX
     raw = _like_kv(size).data
     stored = memoryview(bytearray(codec.bound(size)))
@@ -148,7 +166,24 @@ def _codec(codec: Codec) -> list[Point]:
         codec.decode(stored[:stored_bytes], back, "bf16")
         return size
 
-    return [("encode", size, 1, encode), ("decode", size, 1, decode)]
+    points: list[Point] = [("encode", size, 1, encode), ("decode", size, 1, decode)]
+    return points, None if codec.id == 0 else round(stored_bytes / size, 4)
+
+
+def codec_reads(links: Sequence[LinkMeasures], cores: int) -> tuple[CodecRead, ...]:
+    """For each tier and codec of `links`: how fast reads of raw objects are, and of coded ones."""
+    return tuple(
+        CodecRead(
+            tier.name,
+            codec.name.removeprefix("codec "),
+            raw.gb_per_s,
+            round(1 / object_s(codec.ratio / raw.gb_per_s, 1 / decode.gb_per_s, raw.depth, cores, 0.0, raw.depth), 4),
+        )
+        for tier in links
+        if (raw := tier.best("read")) is not None
+        for codec in links
+        if codec.ratio is not None and (decode := codec.best("decode")) is not None
+    )
 
 
 def _like_kv(size: int) -> Bytes:

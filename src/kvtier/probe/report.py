@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvtier.config.value_types import size_text
-from kvtier.probe.links import Measure
+from kvtier.probe.links import CodecRead, Measure
 from kvtier.probe.run import ProbeResult
 from kvtier.probe.tiers import TierFacts
 from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve
@@ -30,6 +30,7 @@ def probe_report(result: ProbeResult) -> Report:
             for link in result.links
             if link.round_trip_us is not None
         ),
+        *((f"{it.tier}, codec {it.codec}", _codec_text(it)) for it in result.codec_reads),
         *((it.tier, _place_text(it)) for it in result.places),
         *(("not measured", it) for it in result.skipped),
     ]
@@ -81,6 +82,14 @@ def _place_text(place: TierFacts) -> str:
     return (
         f"{place.file_system} on {place.source}, {direct}, {size_text(place.free_bytes)} free; "
         f"measured in a temporary store in {place.measured_in}"
+    )
+
+
+def _codec_text(it: CodecRead) -> str:
+    gain = it.coded_gb_per_s / it.raw_gb_per_s
+    return (
+        f"{'coded' if gain > 1 else 'raw'} is {max(gain, 1 / gain) - 1:.0%} faster to read: raw {it.raw_gb_per_s:.2f} "
+        f"GB/s, coded {it.coded_gb_per_s:.2f} GB/s"
     )
 
 

@@ -12,7 +12,7 @@ from kvtier.config.value_types import size_text
 from kvtier.errors import KvError
 from kvtier.probe import links, tiers, warnings
 from kvtier.probe.facts import Facts, Mount, mount_of, read_facts
-from kvtier.probe.links import LinkMeasures, MeasureLimits, Tick
+from kvtier.probe.links import CodecRead, LinkMeasures, MeasureLimits, Tick
 from kvtier.probe.tiers import Effort, TierFacts
 from kvtier.tier.direct import can_direct
 
@@ -56,6 +56,7 @@ class ProbeResult:
     bounds: Bounds
     is_complete: bool
     """Whether every tier was measured."""
+    codec_reads: tuple[CodecRead, ...] = ()
 
 
 USUAL = Effort(sizes=(64 << 10, 512 << 10, 4 << 20, 32 << 20), depths=(1, 4, 16), seconds=0.5, write_bytes=8 << 30)
@@ -141,7 +142,14 @@ class ProbeRun:
         texts += warnings.speed_warnings(found_links)
         unique = tuple(dict.fromkeys(texts))
         return ProbeResult(
-            VERSION, tuple(found_links), unique, tuple(places), tuple(skipped), bounds, is_complete=not failed
+            VERSION,
+            tuple(found_links),
+            unique,
+            tuple(places),
+            tuple(skipped),
+            bounds,
+            is_complete=not failed,
+            codec_reads=links.codec_reads(found_links, self._facts.cores),
         )
 
     @property

@@ -84,9 +84,8 @@ class LinkMeter:
     def add(self, size_bytes: int, alone_s: float, latency_s: float = 0.0) -> None:
         """The link took `alone_s` for `size_bytes`, and no other transfer ended meanwhile."""
         if size_bytes and alone_s > 0:
-            moving_s = max(alone_s - latency_s, alone_s * (1 - LATENCY_SHARE_MAX))
-            if self.bytes_per_s:
-                moving_s = min(moving_s, HICCUP * size_bytes / self.bytes_per_s)
+            longest_s = HICCUP * size_bytes / self.bytes_per_s if self.bytes_per_s else math.inf
+            moving_s = min(longest_s, max(alone_s - latency_s, alone_s * (1 - LATENCY_SHARE_MAX)))
             before, before_s = self._sums
             self._sums = sums = before * KEPT + size_bytes, before_s * KEPT + moving_s
             self.bytes_per_s = sums[0] / sums[1]
@@ -194,25 +193,17 @@ class CodecChoice:
         written, state.written = state.written, state.written + 1
         if written % EVERY == 0:
             self._measure(state, written // EVERY, group, slot, scratch)
-        if state.ratio and (written % EVERY == 0 or state.is_coded is None):
-            self._decide(state, group.payload_bytes)
+        rate = self.reads.bytes_per_s or self.writes.bytes_per_s
+        if rate and state.ratio and (written % EVERY == 0 or state.is_coded is None):
+            self._decide(state, group.payload_bytes, rate)
         return bool(state.is_coded) or (state.is_tried and written % TRIED_EVERY == TRIED_EVERY - 1)
 
-    def _decide(self, state: GroupState, size_bytes: int) -> None:
-        read_rate = self.reads.bytes_per_s or self.writes.bytes_per_s
+    def _decide(self, state: GroupState, size_bytes: int, read_rate: float) -> None:
         write_rate = self.writes.bytes_per_s or read_rate
-        if not read_rate:
-            return
 
         def seconds(rate: float, threads: int, own_s: float, ratio: float = 1.0, slowdown: float = 1.0) -> float:
-            """For each of many objects; `own_s` for a raw byte beside the link."""
             link_s, beside_s = ratio * size_bytes / rate, own_s * size_bytes
-            queued = total_s = 0.0
-            for others in range(threads):
-                there_s = link_s * (1 + queued)
-                total_s = self.latency_s + there_s + slowdown * beside_s
-                queued = (others + 1) * there_s / total_s
-            return max(total_s / threads, beside_s / min(threads, self._cores))
+            return object_s(link_s, beside_s, threads, self._cores, self.latency_s, slowdown)
 
         ratio, readers, writers = state.ratio, max(1, round(self._readers)), self._write_threads
         raw_s = seconds(read_rate, readers, state.verify_s)
@@ -240,6 +231,27 @@ class CodecChoice:
         state.encode_s = _mean(state.encode_s, encode_s / raw_bytes)
         state.decode_s = _mean(state.decode_s, decode_s / raw_bytes)
         state.ratio = _mean(state.ratio, min(1.0, stored_bytes / raw_bytes))
+
+
+def object_s(
+    link_s: float, beside_s: float, threads: int, cores: int, latency_s: float = 0.0, slowdown: float = 1.0
+) -> float:
+    """Seconds for each of many objects that `threads` move.
+
+    Args:
+        link_s: for which an object has the link alone.
+        beside_s: that a thread has work beside the link, while nothing else runs.
+        threads: that move objects.
+        cores: of the machine.
+        latency_s: before an object is on the link.
+        slowdown: by which the work takes longer while the other threads work.
+    """
+    queued = total_s = 0.0
+    for others in range(threads):
+        there_s = link_s * (1 + queued)
+        total_s = latency_s + there_s + slowdown * beside_s
+        queued = (others + 1) * there_s / total_s
+    return max(total_s / threads, beside_s / min(threads, cores))
 
 
 def _mean(usual: float, newest: float) -> float:

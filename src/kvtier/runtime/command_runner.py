@@ -241,9 +241,8 @@ class CommandRunner:
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
         checksums = self._checksums.get((group, transfer.slot))
-        layout, codec = self._layout.groups[group], form.codec
-        if form.choice is not None and not form.choice.codes(group, layout, slot, scratch):
-            codec = RAW
+        layout, choice = self._layout.groups[group], form.choice
+        codec = form.codec if choice is None or choice.codes(group, layout, slot, scratch) else RAW
         frame = seal(slot, layout, identity, codec, scratch, checksums, key)
         about = About(identity.parent, transfer.depth, group, transfer.conversation)
         return Write(identity.name, frame, about)
@@ -276,11 +275,8 @@ class CommandRunner:
                 continue
             identity = Identity(name)
             try:
-                frame = slot, answer, self._layout.groups[transfer.group], identity, memory, seals
-                if choice is None:
-                    open_in_place(*frame)
-                else:
-                    choice.open(transfer.group, *frame)
+                open_frame = open_in_place if choice is None else partial(choice.open, transfer.group)
+                open_frame(slot, answer, self._layout.groups[transfer.group], identity, memory, seals)
                 results.append(Result(Outcome.DONE, answer))
             except Exception as error:  # noqa: BLE001 - as in `_demote`
                 if isinstance(error, UnreadableChunkError):
