@@ -10,6 +10,10 @@ The longest pause between arrivals is estimated as well; it decays with each bur
 link with a quota (a throttled control group, a cloud volume) passes some objects at once and then none until its next
 period. A pause that is longer than the estimate may be a single hiccup: it counts in the bandwidth from the second on.
 
+Sizes are those of raw objects, and times include decoding. So the bandwidth of a tier with a codec is that of its usual
+mix of raw and coded objects. A load of one kind is misjudged, by up to the ratio of both, where the loads before it
+were of the other kind: the core does not know which objects are coded.
+
 A link without measurements is assumed to be fast, since only a transfer can show otherwise.
 """
 

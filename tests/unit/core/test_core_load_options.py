@@ -58,6 +58,34 @@ def test_bad_news_is_believed_at_once_and_good_news_by_half() -> None:
     assert estimator.first_s == pytest.approx(0.1)
 
 
+def _loaded(estimator: LinkEstimator, now_s: float, took_s: list[float]) -> tuple[float, float]:
+    """Objects come one after the other, each `took_s` after the one before; expected and actual seconds."""
+    expected_s, start_s = estimator.seconds(len(took_s) * MB, 0, now_s)[1], now_s
+    for _ in took_s[:4]:
+        estimator.began(MB, now_s)
+    for number, seconds in enumerate(took_s):
+        now_s += seconds
+        estimator.ended(MB, now_s, is_moved=True)
+        if number + 4 < len(took_s):
+            estimator.began(MB, now_s)
+    return expected_s, now_s - start_s
+
+
+def test_a_mix_of_raw_and_coded_objects_is_expected_as_it_comes() -> None:
+    raw_s, coded_s = 0.01, 0.0074
+    mixed = LinkEstimator()
+    for load in range(20):
+        loads = [raw_s if (number * 7 + load) % 3 else coded_s for number in range(48)]
+        expected_s, actual_s = _loaded(mixed, float(load), loads)
+        if load:
+            assert expected_s == pytest.approx(actual_s, rel=0.1)
+    before_s, actual_s = _loaded(mixed, 30.0, [coded_s] * 48)
+    assert before_s > 1.1 * actual_s  # negative control: the first load after all objects became coded
+    for load in range(31, 40):
+        expected_s, actual_s = _loaded(mixed, float(load), [coded_s] * 48)
+    assert expected_s == pytest.approx(actual_s, rel=0.1)
+
+
 def test_a_link_that_is_never_idle_is_looked_at_all_the_same() -> None:
     estimator = known(0.001, 1000 * MB)
     for number in range(200):
