@@ -73,6 +73,8 @@ class RateRow:
     """Share of the objects that an arm wrote coded."""
     loss: dict[str, float]
     """By how much a choosing arm takes longer than raw."""
+    mean_loss: dict[str, float]
+    """The same of the means, in which a turn with a wrong choice counts."""
     gain_share: dict[str, float | None]
     """Gain of a choosing arm, divided by that of the better of raw and its codec; None: that is less than `NOISE`."""
     samples: dict[str, list[float]]
@@ -167,6 +169,7 @@ def measured(rate: float, layout: KvLayout, arena: Arena, frames: Sequence[Frame
         seconds=seconds,
         coded={arm: it.coded / it.written for arm, it in arms.items()},
         loss={arm: seconds[arm] / seconds["raw"] - 1 for arm in choosing},
+        mean_loss={arm: statistics.fmean(taken[arm]) / statistics.fmean(taken["raw"]) - 1 for arm in choosing},
         gain_share={
             arm: (1 - seconds[arm] / seconds["raw"]) / ideal[arm] if ideal[arm] >= NOISE else None for arm in choosing
         },

@@ -420,12 +420,42 @@ def characterize(record: dict[str, Any]) -> str:
     return "\n".join([f"{first}; {_machine(record)}. {_link('characterize')}", "", *lines])
 
 
+def codec_choice(record: dict[str, Any]) -> str:
+    """Raw, coded and chosen objects by the bandwidth of the link, from `bench/codec_choice.py --record`."""
+    results = record["results"]
+    rows = results["rows"]
+    columns: list[str] = []
+    for arm in rows[0]["seconds"]:
+        columns += [arm, "its mean", "coded", "of the ideal gain"] if arm in rows[0]["loss"] else [arm]
+    lines = [
+        (
+            f"Time to read objects of {results['object_bytes'] / 1e6:.1f} MB, raw = 1, medians of "
+            f"{record['settings']['repeats']['value']} turns; `chosen` is split or raw, `chosen2` split2 or raw. "
+            f"{_link('codec_choice')}"
+        ),
+        "",
+        f"| link GB/s | {' | '.join(columns)} |",
+        f"| ---: |{' ---: |' * len(columns)}",
+    ]
+    for row in rows:
+        cells: list[str] = []
+        for arm, seconds in row["seconds"].items():
+            cells.append(f"{seconds / row['seconds']['raw']:.2f}")
+            if arm in row["loss"]:
+                share = row["gain_share"][arm]
+                mean = f"{1 + row['mean_loss'][arm]:.2f}"
+                cells += [mean, f"{row['coded'][arm]:.0%}", "-" if share is None else f"{share:.2f}"]
+        lines.append(f"| {row['gb_per_s']:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
     "misses": misses,
     "io": io,
     "core": core,
+    "codec_choice": codec_choice,
     "disk": disk,
     "peer": peer,
     "characterize": characterize,

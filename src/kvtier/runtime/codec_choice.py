@@ -175,7 +175,10 @@ class CodecChoice:
         if stored_bytes == len(slot):
             state.verify_s = _mean(state.verify_s, took_s)
         elif state.ratio:
-            state.slowdown = _mean(state.slowdown, took_s / state.quiet_s)
+            # One coded object among raw ones has the cores to itself: it says little of loads in which all are coded.
+            state.slowdown = _mean(
+                state.slowdown or self._readers, took_s / state.quiet_s, WEIGHT if state.is_coded else WEIGHT / EVERY
+            )
 
     def contains(
         self, call: Callable[[Sequence[ObjectName]], Sequence[bool]], names: Sequence[ObjectName]
@@ -254,5 +257,5 @@ def object_s(
     return max(total_s / threads, beside_s / min(threads, cores))
 
 
-def _mean(usual: float, newest: float) -> float:
-    return usual * (newest / usual) ** WEIGHT if usual else newest
+def _mean(usual: float, newest: float, weight: float = WEIGHT) -> float:
+    return usual * (newest / usual) ** weight if usual else newest

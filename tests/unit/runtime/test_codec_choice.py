@@ -123,6 +123,16 @@ def test_a_section_is_measured_for_each_group():
     assert min(choice.groups[3].encode_s, choice.groups[3].decode_s) > 0
 
 
+def test_a_coded_object_among_raw_ones_says_little_of_loads(choice, monkeypatch):
+    monkeypatch.setattr("kvtier.runtime.codec_choice.open_in_place", lambda *_: None)
+    slot = memoryview(bytearray(8))
+    for is_coded, is_believed in ((False, False), (True, True)):
+        choice.groups[0].is_coded, choice.groups[0].slowdown = is_coded, 4.0
+        choice.groups[0].decode_s = 1.0  # of the sample: the object is opened far faster
+        choice.open(0, slot, 4, GROUP, None, slot, None)
+        assert (choice.groups[0].slowdown < 1.0) is is_believed
+
+
 class Moved:
     """A mover over a throttled tier, whose objects hold normally distributed bf16."""
 
