@@ -14,6 +14,7 @@ from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.keys.key_source import KeySource
 from kvtier.observe.metric_definitions import REFUSED_OBJECTS
+from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.runtime.open import open_session
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import RequestId
@@ -35,6 +36,12 @@ def placed(kind, folder):
         return
     files = lambda: {str(it.relative_to(folder)): it.read_bytes() for it in folder.rglob("*") if it.is_file()}  # noqa: E731
     yield small_stores.settings(kind, folder), files
+
+
+@pytest.fixture(autouse=True)
+def coded(monkeypatch):
+    """Every object is coded, as on a slow link."""
+    monkeypatch.setattr(CodecChoice, "codes", lambda *_: True)
 
 
 def opened(tier, engine, folder, *, seal="on", codec="split", secret=bytes(range(32)), **store):

@@ -232,12 +232,14 @@ NODE = """
     from tests.rig import loaded, looked_up, prefix_of, stored
     from kvtier.config.sections import Config, HostConfig, StoreConfig
     from kvtier.layout import GroupLayout, History, KvLayout
+    from kvtier.runtime.codec_choice import CodecChoice
     from kvtier.runtime.open import open_session
     from kvtier.testing.host_copier import HostCopier
     from kvtier.tier.directory.kind import DirectorySettings
     from kvtier.types import Place, RequestId
 
     logging.basicConfig(level=logging.WARNING)
+    CodecChoice.codes = lambda *_: True  # as on a slow link
     PAGE, CHUNKS = 16384, 3
     layout = KvLayout(16, (GroupLayout(History(), (4 * PAGE,) * 2, "test"),))
     content = [[np.full((4 * CHUNKS, PAGE), 7 * (role != "without"), np.uint8) for _ in range(2)]]
