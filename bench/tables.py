@@ -449,8 +449,38 @@ def codec_choice(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+USES = {
+    "raw": "drives and networks faster than a core",
+    "split": "keys and values in bf16, without another package; a full core for each 1 to 2 GB/s",
+    "split2": "slow or dear stores: most saved, quick to read; needs `zstandard`",
+    "zstd": "keys and values in fp8, and bytes that are not said to be numbers",
+}
+"""When to use a codec."""
+
+
+def codec(record: dict[str, Any]) -> str:
+    """What each codec saves on a real model's KV, from `kvtier bench codec --record`."""
+    rows = record["results"]["results"]
+    rows = [row for row in rows if row["model"] == rows[0]["model"]]
+    of = {row["codec"]: row for row in rows}
+    return "\n".join(
+        [
+            f"Keys and values of {rows[0]['model']}, whole frames of 256 tokens, one core. {_link('codec')}",
+            "",
+            "| codec | of the raw bytes | encode | decode | when |",
+            "| --- | ---: | ---: | ---: | --- |",
+            *(
+                f"| `{name}` | {of[name]['ratio']:.3f} | {of[name]['encode_gb_per_s']:.2f} GB/s | "
+                f"{of[name]['decode_gb_per_s']:.2f} GB/s | {use} |"
+                for name, use in USES.items()
+            ),
+        ]
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
+    "codec": codec,
     "vllm": vllm,
     "misses": misses,
     "io": io,

@@ -69,7 +69,8 @@ def test_the_answer_comes_back_through_split_and_a_seal(start: Start, kind: str,
         warm = first.ask(LONG)
         first.close()
         assert len(heads()) == len(LONG) // CHUNK
-        assert all(head.seal and 2 in head.codecs for head in heads())
+        assert all(head.seal for head in heads())
+        assert any(2 in head.codecs for head in heads()), "later ones may be raw on a fast link"
         second = start("llama", connector(None) | {"kv_connector_extra_config": SETTINGS | settings})
         below = second.ask(LONG)
         assert second.external_hits() == whole(len(LONG), second.chunk_tokens)
