@@ -450,10 +450,10 @@ def codec_choice(record: dict[str, Any]) -> str:
 
 
 USES = {
-    "raw": "drives and networks faster than a core",
-    "split": "keys and values in bf16, without another package; a full core for each 1 to 2 GB/s",
-    "split2": "slow or dear stores: most saved, quick to read; needs `zstandard`",
-    "zstd": "keys and values in fp8, and bytes that are not said to be numbers",
+    "raw": "links of 2 GB/s and more, on 2 cores",
+    "split": "slower links, keys and values in bf16, without another package",
+    "split2": "slower links: least bytes, quicker to read; needs `zstandard`",
+    "zstd": "slower links, keys and values in fp8",
 }
 """When to use a codec."""
 

@@ -1,14 +1,19 @@
-"""Places of each kind for engines: a tier that codes with `split` and seals, and the frames that it holds."""
+"""Places of each kind for engines: a tier that codes with `split` and seals, and the frames that it holds.
+
+Every object is coded, as on a slow link.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.cluster.valkey_bed import Server, install
 from tests.small_s3 import SmallS3
 
 from kvtier.codec.head import MAGIC, Head, head_bytes_of, read_head
+from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.tier.valkey.parts import HEADER
 
 KINDS = ("disk", "s3", "valkey")
@@ -26,6 +31,7 @@ def sealed_place(kind: str, folder: Path) -> Iterator[tuple[dict[str, Any], Call
     secret.chmod(0o600)
     form = "codec=split&seal=on"
     with ExitStack() as stack:
+        stack.enter_context(patch.object(CodecChoice, "codes", lambda *_: True))
         if kind == "disk":
             url, contents = f"disk:{folder}?capacity=64MiB&reserve=0&{form}", lambda: _files(folder)
         elif kind == "s3":

@@ -70,8 +70,7 @@ def test_the_same_tokens_come_back_through_split_and_a_seal(kind: str, attached:
         warm = kv.generate(PROMPT, **LOGITS)
         kv.close()
         assert len(heads()) == 6
-        assert all(head.seal for head in heads())
-        assert any(2 in head.codecs for head in heads()), "later ones may be raw on a fast link"
+        assert all(head.seal and 2 in head.codecs for head in heads())
         reopened = attached(model, **settings)
         below = reopened.generate(PROMPT, **LOGITS)
         assert reopened.last.restored_by_source == {kind: 96}

@@ -31,6 +31,13 @@ def hang_writes() -> None:
     _hang("write_one")
 
 
+def code_all() -> None:
+    """Every object is coded, as on a slow link."""
+    from kvtier.runtime.codec_choice import CodecChoice
+
+    CodecChoice.codes = lambda self, *_: True  # type: ignore[method-assign]
+
+
 def slow_copies(slow_s: float = SLOW_S) -> None:
     """Copies between the engine's blocks and host memory begin `slow_s` late, when the engine may be steps ahead."""
     from kvtier.connect.vllm.cpu_copy import CpuPageCopy

@@ -4,7 +4,7 @@ An object is coded if a read saves more time than `WRITE_WEIGHT` times what its 
 write. A read must become `GAIN_MIN` times faster, and the choice stays until reads of coded objects are slower.
 
 What is known comes from the work itself: a tier's link from its own reads and writes, the codec from a section of every
-`EVERY`th object that is written. Until both are known objects are coded, as the settings ask.
+`EVERY`th object that is written. Until both are known objects are raw.
 
 Reads of several threads share the link and decode beside each other, so decoding is partly hidden. The expected time is
 that of a closed queue with one link, by mean value analysis (Reiser and Lavenberg, JACM 1980).
@@ -199,7 +199,7 @@ class CodecChoice:
         rate = self.reads.bytes_per_s or self.writes.bytes_per_s
         if rate and state.ratio and (written % EVERY == 0 or state.is_coded is None):
             self._decide(state, group.payload_bytes, rate)
-        return state.is_coded is not False or (state.is_tried and written % TRIED_EVERY == TRIED_EVERY - 1)
+        return bool(state.is_coded) or (state.is_tried and written % TRIED_EVERY == TRIED_EVERY - 1)
 
     def _decide(self, state: GroupState, size_bytes: int, read_rate: float) -> None:
         write_rate = self.writes.bytes_per_s or read_rate
