@@ -6,6 +6,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
 class Mailbox(Generic[_T]):
@@ -44,12 +45,12 @@ class Mailbox(Generic[_T]):
                 return None
             self._has_items.acquire(timeout=left_s)
 
-    def get_all(self, wait_s: float = 0.0) -> list[_T]:
+    def get_all(self: "Mailbox[_Item | None]", wait_s: float = 0.0) -> "list[_Item]":
         """Take all items, for the first of which it waits; a None that was put ends them.
 
         One call, because an error between two calls would lose what the first one took.
         """
-        items: list[_T] = []
+        items: list[_Item] = []
         item = self.get(wait_s)
         while item is not None:
             items.append(item)
