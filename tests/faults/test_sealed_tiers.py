@@ -1,6 +1,5 @@
 """Sessions over tiers that seal: what comes back, what lies in the store, and what happens when keys change."""
 
-import json
 import secrets
 from contextlib import contextmanager
 from dataclasses import replace
@@ -187,9 +186,13 @@ def test_tenants_share_nothing(tmp_path):
         session = opened(tier, target, root, keys=keys, tenant="two")
         assert session.root != opened_root(tier, root, keys, "one")
         assert looked_up(session.session, "x", prefix_of(CHUNKS, session.root)).tokens == 0
-        assert looked_up(session.session, "y", first).tokens in {0, CHUNKS * 16}
+        # Even an engine with the other's names gets nothing: the seal is another.
+        assert looked_up(session.session, "y", first).tokens == CHUNKS * 16
+        assert loaded(session.session, "y", first, CHUNKS * 16, PLACES).tokens == 0
+        assert session.metrics.get(REFUSED_OBJECTS, tier=tier.name, reason="foreign") > 0
+        assert target.same(Engine(12, seed=9), PLACES)
         session.session.close()
-        # Even one who knows the other's names gets nothing: the seal is another.
+        put(tier, source, root, keys=keys, tenant="one")  # what was misplaced was dropped
         assert got(tier, target, root, keys=keys, tenant="one")[0] == CHUNKS * 16
 
 
@@ -239,13 +242,14 @@ def noting(original, made):
     return init
 
 
-def test_no_key_is_in_logs_metrics_or_journal(tmp_path, caplog):
+def test_no_key_is_in_logs_metrics_paths_or_stored_bytes(tmp_path, caplog):
     root, digits = tmp_path / "store", secrets.token_hex(32)
     caplog.set_level("DEBUG")
     with placed("directory", root) as (tier, files):
         put(tier, small_stores.engine(), root, keys=f"3 - {digits}\n")
-        got(tier, Engine(12), root, keys=f"3 - {digits}\n")
-        told = caplog.text + json.dumps([str(it) for it in files()])
+        session = opened(tier, Engine(12), root, keys=f"3 - {digits}\n")
+        told = caplog.text + str([*files(), *session.metrics.series(), session])
+        session.session.close()
         assert digits not in told
         assert bytes.fromhex(digits) not in b"".join(files().values())
 

@@ -15,7 +15,7 @@ from kvtier.codec.head import VERSION
 from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.inspection import StoreInspector, keys_of, open_store, repair_store
+from kvtier.inspection import StoreInspector, is_sealed_store, keys_of, open_store, repair_store
 from kvtier.inspection.results import (
     BadObject,
     Count,
@@ -26,6 +26,7 @@ from kvtier.inspection.results import (
     StoreStat,
     Verification,
 )
+from kvtier.keys.keyring import Keyring
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk.status import DiskStatus
@@ -196,9 +197,10 @@ def show(where: Store, name: str, as_json: bool) -> int:
 def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant: str | None, as_json: bool) -> int:
     """Read every byte of every object, verify its checksums, and say which objects a read would drop.
 
-    With its key the seal of a frame is verified: a forged frame is bad. Without, a frame whose checksums match is only
-    called sealed. An object of an unknown codec or frame version, or of another tenant than --tenant, is only
-    counted: it is kept, because another node may read it.
+    With its key the seal of a frame is verified: a forged frame is bad. Without, a frame whose checksums match is
+    only called sealed. Where keys are known a frame without a seal is called plain; in a tier that seals, as
+    KIND:WHERE or NAME says, it is bad. An object of an unknown codec or frame version, or of another tenant than
+    --tenant, is only counted: it is kept, because another node may read it.
 
     Exit code 1 when an object is bad, also when --repair removed it.
     """
@@ -206,7 +208,8 @@ def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant
     with progress("listing", None) as advance:
         found = store.objects(advance)
     keyring = keys_of(keys_file, where.settings)
-    seals = None if keyring is None else Seals(keyring, tenant)
+    is_demanded = is_sealed_store(where.where)
+    seals = Seals(keyring or Keyring([]), tenant, is_demanded) if keyring or is_demanded else None
     with progress("verifying", sum(stored.size_bytes for stored in found)) as advance:
         result = store.verify(found, advance, seals)
     if is_repair:
@@ -288,10 +291,11 @@ def purge_command(where: Store, yes: bool, force: bool, as_json: bool) -> int:
 def reseal_command(where: Store, keys_file: Path | None, tenant: str | None, plain_too: bool, as_json: bool) -> int:
     """Seal frames of earlier epochs with the present key of their tenant, so that earlier keys can be removed.
 
-    An object is read, verified, deleted and written again. One that gets lost in between is a miss; the command touches
-    no further object then. Forged and damaged frames are reported and left, and so are frames of keys that are not
-    given. Engines may run meanwhile, except on a disk store. Of a shared_directory, name the configured tier: its cap
-    holds for these writes too.
+    An object is read, verified, deleted and written again. One that gets lost in between is a miss; the command
+    touches no further object then. Forged and damaged frames are reported and left, and so are frames of keys that
+    are not given. What --plain-too seals is believed from then on, whoever wrote it; so is what was forged with a
+    key that has leaked, while that key is given. Engines may run meanwhile, except on a disk store. Of a
+    shared_directory, name the configured tier: its cap holds for these writes too.
 
     Exit code 1 when an object was lost, or is forged or damaged.
     """

@@ -21,6 +21,7 @@ from kvtier.codec.head import (
     ENTRY,
     FIXED_BYTES,
     METADATA_NUMBER,
+    NO_SEAL,
     RAW_ID,
     SALT_BYTES,
     SEAL,
@@ -187,7 +188,8 @@ def open_in_place(
     # A payload and a name have only one raw frame, so comparing heads is every check at once. Fields that are not
     # compared (model, parent, depth and so on) are taken from the frame.
     is_demanded = seals is not None and seals.is_demanded
-    if not is_demanded and stored_bytes == len(slot) and is_raw_head(slot, layout, identity, _checksums(slot, layout)):
+    may_be_raw = stored_bytes == len(slot) and bytes(slot[SEAL]) == NO_SEAL and not is_demanded
+    if may_be_raw and is_raw_head(slot, layout, identity, _checksums(slot, layout)):
         return
     # Encoded or damaged: the full check tells which.
     head = read_head(slot[:stored_bytes])

@@ -53,6 +53,12 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
     return StoreInspector(views, place)
 
 
+def is_sealed_store(where: str | Path | TierSettings) -> bool:
+    """Whether `where` (as in `open_store`) is a tier that seals; of a bare directory it is not known."""
+    tier = _named_tier(where)
+    return tier is not None and registry.is_sealed(tier)
+
+
 def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None:
     """The keys of sealed frames in `file`, or else those of the settings. None: there are none.
 
@@ -67,7 +73,7 @@ def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None
         return None
     secret = load_secret(store.secret_file) if store.secret_file else store.secret
     source = open_keys(
-        file=store.keys_file, command=store.keys_command, text=store.keys, secret=secret, tenant=store.tenant
+        file=store.keys_file, command=store.keys_command, text=store.keys.reveal(), secret=secret, tenant=store.tenant
     )
     if source is None:
         return None

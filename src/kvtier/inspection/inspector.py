@@ -45,7 +45,7 @@ _BATCH = 16 * _THREADS
 _PAGE = 1000
 _WRITES = 3
 """Attempts to write an object that was sealed anew."""
-_BAD = {"damaged", "forged"}
+_BAD = {"damaged", "forged", "unsealed"}
 """Outcomes of objects that a repair removes. One of another tenant stays: inspection sees the names of all tenants."""
 
 
@@ -360,7 +360,11 @@ class StoreInspector:
         return self.views[stored.store].opened(stored)
 
     def _verify_sections(self, reader: ObjectReader, head: Head, seals: Seals | None) -> str:
-        """By tags where the key is known, else by checksums; returns `good` or `sealed`."""
+        """By tags where the key is known, else by checksums; returns `good`, `sealed` or `plain`.
+
+        Raises:
+            CorruptChunkError: it is damaged, forged, or without a seal that is demanded.
+        """
         is_known = seals is not None and seals.keyring.knows(head.seal[:CHECK_BYTES]) is not None
         cipher = open_seal(head, seals)[0] if is_known else None
         buffer: bytearray | None = getattr(self._local, "buffer", None)
@@ -373,7 +377,11 @@ class StoreInspector:
                 verify_section(head, section, extent)
             else:
                 open_section(cipher, head, number, section, extent)
-        return "sealed" if head.seal and cipher is None else "good"
+        if seals is not None and seals.is_demanded and not head.seal:
+            raise CorruptChunkError(head.identity.name, "has no seal, which this tier demands", "unsealed")
+        if not head.seal:
+            return "good" if seals is None else "plain"
+        return "sealed" if cipher is None else "good"
 
 
 class _Renewal:
@@ -400,6 +408,8 @@ class _Renewal:
             return Finding("current")
         if key is None or self._has_lost:
             return Finding("left")
+        if head.seal:
+            open_seal(head, self._seals)  # before its sizes are believed
         old, scratch = aligned_buffer(head.frame_bytes), aligned_buffer(head.frame_bytes)
         new = reseal(old[: reader.read(old)], self._seals.keyring, key, scratch)
         tier.delete(head.identity.name)
@@ -419,7 +429,10 @@ class _Renewal:
         if not head.seal:
             return keyring.sealing(tenant or "") if self._plain_too else None
         known = keyring.knows(head.seal[:CHECK_BYTES])
-        return None if known is None or tenant not in {None, known.tenant} else keyring.sealing(known.tenant)
+        if known is None or tenant not in {None, known.tenant}:
+            return None
+        key = keyring.sealing(known.tenant)
+        return None if key is None or known.epoch > key.epoch else key
 
 
 def _bare(stored: ObjectFile) -> ObjectRow:

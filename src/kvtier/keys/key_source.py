@@ -24,6 +24,9 @@ from kvtier.keys.secret import Secret, private_file
 logger = logging.getLogger(__name__)
 
 EVERY_S: Final = 60.0
+READING_S: Final = 15.0
+"""A reading that takes longer has failed; another one begins after its end. A command has a shorter deadline."""
+First = Callable[[Callable[[], Keyring]], Keyring]
 WARN_EVERY_S: Final = 600.0
 """Shortest time between two warnings about one kind of failure."""
 
@@ -79,6 +82,8 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
     if child.returncode:
         why = " ".join(_DIGITS.sub("(hidden)", errors.decode(errors="replace")).split())[-200:]
         raise ConfigError(f"{_COMMAND} ended with status {child.returncode}{_TOLD}{why or 'nothing'}")
+    if not written.strip():  # of a pipe whose first part failed, say; a comment stands for no keys
+        raise ConfigError(f"{_COMMAND} wrote nothing")
     return parse(written, f"output of {_COMMAND}")
 
 
@@ -92,8 +97,8 @@ class KeySource:
     Args:
         read: reads the keys. It raises ConfigError.
         origin: of the keys, for messages.
-        every_s: seconds between two readings; None: only `refresh` reads again.
-        on_change: gets the new keys after a reading with other keys than before, in the thread that read them.
+        every_s: seconds between two readings; None: only `refresh` reads again. One that takes longer has failed.
+        first: does the first reading, with `read`, perhaps within a deadline.
         clock: seconds.
 
     Raises:
@@ -106,16 +111,16 @@ class KeySource:
         *,
         origin: str = "the keys",
         every_s: float | None = EVERY_S,
-        on_change: Callable[[Keyring], None] = lambda _keyring: None,
+        first: First = lambda read: read(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.keyring = read()
+        self.keyring = first(read)
         """The keys now. A user that needs several answers takes the object once."""
         if not self.keyring.keys:
             raise ConfigError(f"{origin}: there is no key; allowed: {FORM}")
         self.failures = 0
         """Readings that failed."""
-        self._read, self._on_change, self._clock = read, on_change, clock
+        self._read, self._clock = read, clock
         self._warned: dict[str, float] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -130,16 +135,20 @@ class KeySource:
         with self._lock:
             try:
                 found = self._read()
-                if found.keys != self.keyring.keys and not self._closed.is_set():
+                before, has_changed = self.keyring.keys, found.keys != self.keyring.keys
+                if has_changed and not self._closed.is_set():
                     self.keyring = found
-                    self._on_change(found)
+                    level = logging.INFO if found.keys else logging.WARNING
+                    logger.log(level, "%d keys are in use now, %d before", len(found.keys), len(before))
             except Exception as error:  # noqa: BLE001 - whatever it is, the last keys stay
-                self.failures += 1
-                what, now_s = str(error) if isinstance(error, ConfigError) else type(error).__name__, self._clock()
-                kind = what.partition(_TOLD)[0]
-                if now_s - self._warned.get(kind, float("-inf")) >= WARN_EVERY_S:
-                    self._warned[kind] = now_s
-                    logger.warning("the %d keys of the last good reading stay in use: %s", len(self.keyring.keys), what)
+                self._failed(str(error) if isinstance(error, ConfigError) else type(error).__name__)
+
+    def _failed(self, what: str) -> None:
+        self.failures += 1
+        kind, now_s = what.partition(_TOLD)[0], self._clock()
+        if now_s - self._warned.get(kind, float("-inf")) >= WARN_EVERY_S:
+            self._warned[kind] = now_s
+            logger.warning("the %d keys of the last good reading stay in use: %s", len(self.keyring.keys), what)
 
     def close(self) -> None:
         """End the thread. A reading that runs ends by its own deadline, and changes nothing."""
@@ -148,7 +157,11 @@ class KeySource:
 
     def _run(self, every_s: float) -> None:
         while not self._closed.wait(every_s):
-            self.refresh()
+            # A file system may hang, and so may the start of a program.
+            reading = threading.Thread(target=self.refresh, name="kvtier keys", daemon=True)
+            reading.start()
+            while reading.join(max(every_s, READING_S)) or reading.is_alive():
+                self._failed("it takes too long")
 
 
 def open_keys(
@@ -159,7 +172,7 @@ def open_keys(
     secret: Secret | None = None,
     tenant: str = "",
     every_s: float = EVERY_S,
-    on_change: Callable[[Keyring], None] = lambda _keyring: None,
+    first: First = lambda read: read(),
 ) -> KeySource | None:
     """The source that the settings give; None if they give none.
 
@@ -171,16 +184,16 @@ def open_keys(
             a line ``0 TENANT SECRET``.
         tenant: name of the engine's tenant; empty: none.
         every_s: seconds between two readings of a file or command.
-        on_change: see `KeySource`.
+        first: see `KeySource`.
 
     Raises:
         ConfigError: the first reading fails; see `read_file` and `read_command`.
     """
     if file is not None:
-        return KeySource(partial(read_file, file), origin=f"keys file {file}", every_s=every_s, on_change=on_change)
+        return KeySource(partial(read_file, file), origin=f"keys file {file}", every_s=every_s, first=first)
     if command:
         read = partial(read_command, shlex.split(command))
-        return KeySource(read, origin=f"output of {_COMMAND}", every_s=every_s, on_change=on_change)
+        return KeySource(read, origin=f"output of {_COMMAND}", every_s=every_s, first=first)
     if text:
         return KeySource(partial(parse, text.encode(), "store.keys"), every_s=None)
     return None if secret is None else KeySource(lambda: Keyring([SealKey.of(tenant, 0, secret)]), every_s=None)

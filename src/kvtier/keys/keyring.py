@@ -76,11 +76,6 @@ class Keyring:
         """
         return self._sealing.get(tenant)
 
-    def opening(self, check: bytes, tenant: str) -> SealKey | None:
-        """The key of `tenant` with this `check`, of any epoch."""
-        found = self._by_check.get(check)
-        return found if found is not None and found.tenant == tenant else None
-
     def knows(self, check: bytes) -> SealKey | None:
         """The key of any tenant with this `check`."""
         return self._by_check.get(check)

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 from kvtier.config.sections import Config
@@ -16,6 +17,7 @@ from kvtier.core.limits import Limits, TierRules, WritePolicy
 from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
+from kvtier.keys.key_source import KeySource
 from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -28,7 +30,7 @@ from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.secret import store_secret
 from kvtier.runtime.session import Session
-from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
+from kvtier.runtime.stored_forms import closing_keys, is_locked, open_key_source
 from kvtier.runtime.trace_recorder import Recorder
 from kvtier.tier.registry import TierSettings, kind_of
 from kvtier.types import Way
@@ -105,7 +107,7 @@ def open_session(
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
         ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), [rank.mover.views])
-        return open_core(config, layout, fingerprint_digest, ranks, on_close=rank.close)
+        return open_core(config, layout, fingerprint_digest, ranks, on_close=rank.close, keys=rank.keys)
     except BaseException:
         rank.close(5.0)
         raise
@@ -120,6 +122,7 @@ def open_core(
     on_close: Callable[[float], None] = lambda _seconds: None,
     observer: Observer | None = None,
     publishes: bool = False,
+    keys: KeySource | None = None,
 ) -> OpenedSession:
     """Open a session over open ranks, in this or other processes, and start its thread.
 
@@ -131,6 +134,7 @@ def open_core(
         on_close: called once when the session has ended, with the remaining seconds.
         observer: receives every command and every completion, under the session's lock.
         publishes: other engines wait for what this one stores, see `Limits.publishes`.
+        keys: of a rank in this process; None: they are read here, too, if a tier seals.
 
     Raises:
         ConfigError: a setting is wrong, or the secret or the recording's path cannot be used.
@@ -156,16 +160,15 @@ def open_core(
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
     journal = open_journal(config, layout, root, metrics, ranks.rank_count)
     counters = CommandCounters(metrics, *(it for it in (journal, observer) if it is not None))
-    keys = open_key_source(config)
-    forms = forms_of(config, keys)
+    own = open_key_source(config) if keys is None else None
     session = Session(
         cache,
         ranks.executor,
-        on_close=closing_lines(closing_keys(on_close, keys), *(it for it in (recorder, journal) if it is not None)),
+        on_close=closing_lines(closing_keys(on_close, own), *(it for it in (recorder, journal) if it is not None)),
         on_second=Gauges(metrics, cache, layout, ranks.views, counters, tiers_of_one_cap(config)),
         metrics=metrics,
         observer=counters,
-        is_locked=lambda: any(form.is_locked for form in forms.values()),
+        is_locked=partial(is_locked, config, keys or own),
     )
     return OpenedSession(session, root, metrics, recorder, journal)
 

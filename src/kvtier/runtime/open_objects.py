@@ -37,13 +37,14 @@ def open_object_store(
     """
     if not config.tiers:
         raise ConfigError("tiers: none; allowed: at least one, because an object store keeps nothing itself")
-    keys = open_key_source(config)
-    forms = forms_of(config, keys)
     slots = slots_for(layout, config.host.staging_bytes, setting="host.staging_bytes")
     arena = Arena(layout, slots, populate=config.host.populate)
     tiers: dict[str, Tier] = {}
-    close = closing_keys(partial(close_tiers, tiers), keys)
+    keys = None
     try:
+        keys = open_key_source(config)
+        forms = forms_of(config, keys)
+        close = closing_keys(partial(close_tiers, tiers), keys)
         tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
@@ -66,6 +67,6 @@ def open_object_store(
             on_close=closing_lines(close, *(() if journal is None else (journal,))),
         )
     except BaseException:
-        close(5.0)
+        closing_keys(partial(close_tiers, tiers), keys)(5.0)
         arena.close()
         raise

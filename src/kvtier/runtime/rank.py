@@ -10,6 +10,7 @@ from functools import partial
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
 from kvtier.errors import KvError, TierError
+from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import key_id, model_id
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, PageLock, slots_for
@@ -51,6 +52,8 @@ class Rank:
     close_tiers: Callable[[float], None]
     """Closes the tiers in threads of their own; waits up to the given seconds."""
     arena: Arena
+    keys: KeySource | None = None
+    """Of seals."""
 
     def close(self, deadline_s: float) -> None:
         """End the threads, close the tiers and release the memory, in about `deadline_s` seconds. Idempotent."""
@@ -89,12 +92,12 @@ def open_rank(
         RuntimeError: the system cannot start a thread.
     """
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
-    keys = open_key_source(config)
-    forms = forms_of(config, keys)
     arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
     tiers: dict[str, Tier] = {}
-    close = closing_keys(partial(close_tiers, tiers), keys)
+    keys = None
     try:
+        keys = open_key_source(config)
+        forms = forms_of(config, keys)
         tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
             layout=layout.on_rank(rank, ranks),
@@ -109,12 +112,13 @@ def open_rank(
             writes_all=config.store.write_policy == "through",
         )
     except BaseException:
-        close(5.0)
+        closing_keys(partial(close_tiers, tiers), keys)(5.0)
         arena.close()
         raise
+    close = closing_keys(partial(close_tiers, tiers), keys)
     down = tiers_down(tiers)
     remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
-    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, close, arena)
+    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, close, arena, keys)
 
 
 def open_tiers(

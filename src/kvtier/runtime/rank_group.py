@@ -126,11 +126,11 @@ class _PendingCommand:
 
 
 def merged(one: Completion, other: Completion) -> Completion:
-    """One completion of two ranks': the worst outcome with its detail, and the slower rank's times.
+    """One completion of two ranks': the worst outcome with its detail and reason, and the slower rank's times.
 
     A probe finds only objects that both ranks hold. Bytes add up.
     """
-    worst = max(one, other, key=lambda completion: SEVERITY[completion.outcome])
+    worst = max(one, other, key=lambda it: (SEVERITY[it.outcome], it.reason, it.detail))
     is_done = worst.outcome is Outcome.DONE
     return worst._replace(
         present=tuple(a and b for a, b in zip(one.present, other.present, strict=True)) if is_done else (),
@@ -138,7 +138,6 @@ def merged(one: Completion, other: Completion) -> Completion:
         seconds=max(one.seconds, other.seconds),
         waited_s=max(one.waited_s, other.waited_s),
         is_tier_fault=one.is_tier_fault or other.is_tier_fault,
-        reason=max(one.reason, other.reason),
     )
 
 

@@ -1,16 +1,15 @@
 """How the objects of each tier are stored: the codec, and whether a seal is demanded."""
 
-import importlib.util
+import importlib
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import Seals, seal_scratch_bytes
 from kvtier.codec.raw import Raw
 from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config
-from kvtier.errors import ConfigError, install_hint
+from kvtier.errors import ConfigError
 from kvtier.keys.key_source import KeySource, open_keys
 from kvtier.keys.keyring import SealKey
 from kvtier.layout import GroupLayout
@@ -78,24 +77,24 @@ def open_key_source(config: Config) -> KeySource | None:
     store, sealing = config.store, [tier for tier in config.tiers if is_sealed(tier)]
     if not sealing and not (store.keys_file or store.keys_command or store.keys):
         return None
-    if importlib.util.find_spec("cryptography") is None:
-        tiers = ", ".join(tier.label for tier in sealing) or "the keys"
-        raise ConfigError(
-            f"the seal of {tiers} needs the package cryptography: {install_hint('seal')}. Or set the tiers' seal to off"
-        )
-    read = partial(
-        open_keys,
-        file=store.keys_file,
-        command=store.keys_command,
-        text=store.keys.reveal(),
-        secret=configured_secret(config),
-        tenant=store.tenant,
-    )
+    try:
+        importlib.import_module("kvtier.codec.seal")
+    except ConfigError as error:
+        tiers = ", ".join(tier.label for tier in sealing) or "reading sealed objects"
+        raise ConfigError(f"{error}, for {tiers}; or set the tiers' seal to off") from error
     deadline_s = config.limits.open_deadline_s
     try:
-        return within(deadline_s, read, "kvtier keys")
+        return open_keys(
+            file=store.keys_file,
+            command=store.keys_command,
+            text=store.keys.reveal(),
+            secret=configured_secret(config),
+            tenant=store.tenant,
+            first=lambda read: within(deadline_s, read, "kvtier keys"),
+        )
     except TimeoutError:
-        raise ConfigError(f"store.keys_file = {str(store.keys_file)!r} was not read within {deadline_s:g} s") from None
+        name = "store.keys_file" if store.keys_file is not None else "store.keys_command"
+        raise ConfigError(f"{name} gave no keys within {deadline_s:g} s") from None
 
 
 def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]:
@@ -116,6 +115,12 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
             locked,
         )
     return forms
+
+
+def is_locked(config: Config, keys: KeySource | None) -> bool:
+    """Whether a tier demands seals and the tenant has no key that seals."""
+    has_key = keys is not None and keys.keyring.sealing(config.store.tenant) is not None
+    return not has_key and any(map(is_sealed, config.tiers))
 
 
 def closing_keys(close: Callable[[float], None], keys: KeySource | None) -> Callable[[float], None]:

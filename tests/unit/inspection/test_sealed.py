@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -143,11 +144,11 @@ def test_without_keys_a_frame_is_sealed_or_damaged_but_never_good(store, inspect
 
 def test_with_keys_tags_are_verified_and_a_repair_drops_what_is_forged(store, inspect, keys):
     file = keys(*MATERIAL)
-    assert inspect("verify", store, "--keys", file)[1]["outcomes"] == {"good": 5}
+    assert inspect("verify", store, "--keys", file)[1]["outcomes"] == {"good": 4, "plain": 1}
     forge(store, 0)
     damage(store, 2)
     code, told = inspect("verify", store, "--keys", file)
-    assert (code, told["outcomes"]) == (1, {"damaged": 1, "forged": 1, "good": 3})
+    assert (code, told["outcomes"]) == (1, {"damaged": 1, "forged": 1, "good": 2, "plain": 1})
     assert {it["name"]: it["outcome"] for it in told["bad_objects"]} == {
         object_name(0).hex(): "forged",
         object_name(2).hex(): "damaged",
@@ -155,7 +156,7 @@ def test_with_keys_tags_are_verified_and_a_repair_drops_what_is_forged(store, in
     assert inspect("verify", store, "--keys", keys(("a", 1)))[1]["outcomes"] == {
         "damaged": 1,
         "forged": 1,
-        "good": 1,
+        "plain": 1,
         "sealed": 2,
     }
     code, told = inspect("verify", store, "--keys", keys(*MATERIAL), "--repair")
@@ -163,9 +164,22 @@ def test_with_keys_tags_are_verified_and_a_repair_drops_what_is_forged(store, in
     assert [path_of(store, number).exists() for number in range(5)] == [False, True, False, True, True]
 
 
+def test_in_a_tier_that_seals_a_frame_without_a_seal_is_bad(store, inspect, keys):
+    code, told = inspect("verify", f"directory:{store}?seal=on", "--keys", keys(*MATERIAL), "--repair")
+    assert (code, told["outcomes"], told["dropped"]) == (1, {"good": 4, "unsealed": 1}, 1)
+
+
+def test_a_frame_of_a_later_epoch_than_the_present_one_is_left(store, inspect, keys):
+    before = path_of(store, 1).read_bytes()
+    file = Path(keys(("a", 1), ("a", 2)))
+    file.write_text(file.read_text().rstrip() + " open\n")  # the second line
+    assert inspect("reseal", store, "--keys", str(file))[1]["outcomes"].get("resealed") is None
+    assert path_of(store, 1).read_bytes() == before
+
+
 def test_frames_of_another_tenant_are_counted_and_kept(store, inspect, keys):
     code, told = inspect("verify", store, "--keys", keys(*MATERIAL), "--tenant", "a", "--repair")
-    assert (code, told["outcomes"], told["dropped"]) == (0, {"foreign": 2, "good": 3}, 0)
+    assert (code, told["outcomes"], told["dropped"]) == (0, {"foreign": 2, "good": 2, "plain": 1}, 0)
     assert {it["outcome"] for it in told["unreadable_objects"]} == {"foreign"}
     assert inspect("verify", store, "--keys", keys(*MATERIAL), "--tenant", "-")[1]["outcomes"]["foreign"] == 3
     assert all(path_of(store, number).exists() for number in range(5))
@@ -173,7 +187,7 @@ def test_frames_of_another_tenant_are_counted_and_kept(store, inspect, keys):
 
 def test_keys_come_from_the_settings_too(store, inspect, keys, monkeypatch):
     monkeypatch.setenv("KVTIER_STORE__KEYS_FILE", keys(("a", 1), ("a", 2)))
-    assert inspect("verify", store)[1]["outcomes"] == {"good": 3, "sealed": 2}
+    assert inspect("verify", store)[1]["outcomes"] == {"good": 2, "plain": 1, "sealed": 2}
     monkeypatch.setenv("KVTIER_STORE__KEYS_FILE", "nowhere")
     code, told = inspect("verify", store)
     assert code == 2
@@ -202,7 +216,10 @@ def test_after_reseal_the_earlier_key_can_be_removed(store, inspect, keys):
         payload_in(store, 0, ("a", 1))
     expected = payload_of(0)[:6000]
     assert payload_in(store, 0, ("a", 2))[:6000] == expected
-    assert inspect("verify", store, "--keys", keys(("a", 2), ("b", 1), ("", 1)))[1]["outcomes"] == {"good": 5}
+    assert inspect("verify", store, "--keys", keys(("a", 2), ("b", 1), ("", 1)))[1]["outcomes"] == {
+        "good": 4,
+        "plain": 1,
+    }
     assert inspect("reseal", store, "--keys", keys(*MATERIAL))[1]["outcomes"] == {"current": 4, "left": 1}
 
 

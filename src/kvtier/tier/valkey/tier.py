@@ -109,17 +109,18 @@ class ValkeyTier(Tier):
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`. One round trip. An object that is not whole is absent."""
+        """See `Tier`. One round trip; two where an object is not whole, which is absent then."""
         with self._guard:
             loadings = [
                 Loading(*self._key(each.name), each.into.cast("B"), each.offset, self._lifetime) for each in reads
             ]
-            self._requests.run([part for each in loadings for part in each.parts], self._end_s())
+            end_s = self._end_s()
+            self._requests.run([part for each in loadings for part in each.parts], end_s)
             answers = [self._answer(each) for each in loadings]
             # A writer may have replaced the object between the reads of its parts, so it is read once more.
             torn = {at: each.again() for at, each in enumerate(loadings) if each.is_torn}
             if torn:
-                self._requests.run([part for each in torn.values() for part in each.parts], self._end_s())
+                self._requests.run([part for each in torn.values() for part in each.parts], end_s)
                 answers = [self._answer(torn[at]) if at in torn else it for at, it in enumerate(answers)]
                 left = [each.removal() for at, each in torn.items() if each.is_torn and each.is_like(loadings[at])]
                 if left:  # if it fails, the next reader tries again
