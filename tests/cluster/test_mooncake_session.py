@@ -55,7 +55,7 @@ class TestMooncake(ServerSessionContract):
         return bytes(into)
 
     def test_what_one_node_stores_another_loads_and_other_secrets_do_not(self, places, tmp_path, monkeypatch):
-        """Every transfer is from or to a slot, which is registered. What is sealed or coded is written from elsewhere."""
+        """Every transfer is from or to a slot, which is registered. What is sealed or coded comes from elsewhere."""
         opened_with, holds = [], []
         init = MooncakeTier.__init__
 
