@@ -105,11 +105,12 @@ OBJECT_CALL_SECONDS = Metric(
 TRANSFERS = Metric(
     "kvtier_transfers_total", MetricKind.COUNTER, "", (_LINK, _OUTCOME), "Transfers, by link and outcome."
 )
+REFUSALS = ("damaged", "unsealed", "foreign", "forged", "version", "codec", "key")
 REFUSED_OBJECTS = Metric(
     "kvtier_refused_objects_total",
     MetricKind.COUNTER,
     "",
-    (_TIER, Label("reason", ("damaged", "unsealed", "foreign", "forged", "version", "codec", "key"))),
+    (_TIER, Label("reason", REFUSALS)),
     "Objects that a read refused. Damaged ones, and those whose seal is missing, another tenant's or forged, are "
     "dropped. Those of a version, codec or key that is not known here are kept.",
 )

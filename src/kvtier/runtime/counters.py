@@ -24,6 +24,8 @@ def start_at_zero(metrics: Metrics, tiers: Iterable[str]) -> None:
         metrics.add(table.LOAD_TOKENS, 0.0, place=name)
         metrics.add(table.TIER_FAILURES, 0.0, tier=name)
         metrics.add(table.DROPS, 0.0, place=name, reason="corrupt")
+        for reason in table.REFUSALS:
+            metrics.add(table.REFUSED_OBJECTS, 0.0, tier=name, reason=reason)
 
 
 class CommandCounters:
