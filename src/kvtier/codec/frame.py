@@ -313,21 +313,21 @@ def _finish(
         key: seals; None: no seal.
         name: of the object.
     """
-    extents, cipher = _extents(table, len(frame)), None
+    cipher, tags, checksums = None, list[bytes](), list[int]()
     if key is not None:
         cipher = _cipher(key, salt := secrets.token_bytes(SALT_BYTES), name)
         head[SEAL] = key.check + salt
-        tags: list[bytes] = []
-        for number, ((start, _, raw_bytes, stored_bytes, _, codec, _), (_, stop)) in enumerate(
-            zip(table.tolist(), extents, strict=True)
-        ):
+    for number, (row, (start, stop)) in enumerate(zip(table.tolist(), _extents(table, len(frame)), strict=True)):
+        if cipher is not None:
+            _, _, raw_bytes, stored_bytes, _, codec, _ = row
             end = start + stored_bytes
             associated = _ASSOCIATED.pack(number, codec, raw_bytes)
             tags.append(cipher.seal(number, associated, source[start:end], frame[start:end]))
             frame[end:stop] = _ZEROS[: stop - end]
+        checksums.append(xxhash.xxh3_64_intdigest(frame[start:stop]))  # now, while the section is in the cache
+    table["checksum"] = checksums
+    if tags:
         table["tag"] = np.frombuffer(b"".join(tags), table["tag"].dtype)
-    for row, (start, stop) in zip(table, extents, strict=True):
-        row["checksum"] = xxhash.xxh3_64_intdigest(frame[start:stop])
     head[FIXED_BYTES : metadata.start] = table.tobytes()
     if cipher is not None:
         block = memoryview(head)[metadata]
