@@ -293,9 +293,9 @@ def reseal_command(where: Store, keys_file: Path | None, tenant: str | None, pla
 
     An object is read, verified, deleted and written again. One that gets lost in between is a miss; the command
     touches no further object then. Forged and damaged frames are reported and left, and so are frames of keys that
-    are not given. What --plain-too seals is believed from then on, whoever wrote it; so is what was forged with a
-    key that has leaked, while that key is given. Engines may run meanwhile, except on a disk store. Of a
-    shared_directory, name the configured tier: its cap holds for these writes too.
+    are not given. --plain-too seals forged frames, too. So does the command with frames that were forged with a
+    leaked key that it is given. Engines may run meanwhile, except on a disk store. Of a shared_directory, name the
+    configured tier: its cap holds for these writes too.
 
     Exit code 1 when an object was lost, or is forged or damaged.
     """

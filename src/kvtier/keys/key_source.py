@@ -64,23 +64,23 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
     """
     ends_s = time.monotonic() + deadline_s
     # Files in memory: with pipes, a process that outlives the program and keeps them would have to be waited for.
-    with os.fdopen(os.memfd_create("keys"), "rb") as output, os.fdopen(os.memfd_create("errors"), "rb") as told:
+    with os.fdopen(os.memfd_create("keys"), "rb") as output, os.fdopen(os.memfd_create("errors"), "rb") as errors:
         try:
             child = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=told, start_new_session=True
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
             )
         except OSError as error:
             raise ConfigError(f"{_COMMAND} cannot be started: {error.strerror}") from None
         while child.poll() is None:
-            if time.monotonic() > ends_s or max(os.fstat(it.fileno()).st_size for it in (output, told)) > BYTES_MAX:
+            if time.monotonic() > ends_s or max(os.fstat(it.fileno()).st_size for it in (output, errors)) > BYTES_MAX:
                 with suppress(OSError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, signal.SIGKILL)  # it was not waited for, so the number is still its own
                     child.wait(1)
                 raise ConfigError(f"{_COMMAND} exceeds {deadline_s:g} s or {BYTES_MAX} bytes")
             time.sleep(0.01)
-        written, errors = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, told))
+        written, complaint = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, errors))
     if child.returncode:
-        why = " ".join(_DIGITS.sub("(hidden)", errors.decode(errors="replace")).split())[-200:]
+        why = " ".join(_DIGITS.sub("(hidden)", complaint.decode(errors="replace")).split())[-200:]
         raise ConfigError(f"{_COMMAND} ended with status {child.returncode}{_TOLD}{why or 'nothing'}")
     if not written.strip():  # of a pipe whose first part failed, say; a comment stands for no keys
         raise ConfigError(f"{_COMMAND} wrote nothing")

@@ -28,7 +28,7 @@ from kvtier.runtime.executor import Observer
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
-from kvtier.runtime.secret import store_secret
+from kvtier.runtime.secret import configured_secret, store_secret
 from kvtier.runtime.session import Session
 from kvtier.runtime.stored_forms import closing_keys, is_locked, open_key_source
 from kvtier.runtime.trace_recorder import Recorder
@@ -160,7 +160,7 @@ def open_core(
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
     journal = open_journal(config, layout, root, metrics, ranks.rank_count)
     counters = CommandCounters(metrics, *(it for it in (journal, observer) if it is not None))
-    own = open_key_source(config) if keys is None else None
+    own = open_key_source(config, configured_secret(config)) if keys is None and config.tiers else None
     session = Session(
         cache,
         ranks.executor,

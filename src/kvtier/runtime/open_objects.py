@@ -5,13 +5,14 @@ from functools import partial
 from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
+from kvtier.keys.secret import model_id
 from kvtier.layout import KvLayout
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import closing_lines, open_journal, tier_rules
-from kvtier.runtime.rank import close_tiers, common_tiers, model_of, open_tiers, threads_of_tiers, tiers_down
-from kvtier.runtime.secret import store_secret
+from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
+from kvtier.runtime.secret import configured_secret, store_secret
 from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
 from kvtier.tier.base import Tier
 
@@ -42,10 +43,11 @@ def open_object_store(
     tiers: dict[str, Tier] = {}
     keys = None
     try:
-        keys = open_key_source(config)
+        secret = configured_secret(config)
+        keys = open_key_source(config, secret)
         forms = forms_of(config, keys)
         close = closing_keys(partial(close_tiers, tiers), keys)
-        tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
+        tiers |= open_tiers(config, layout, fingerprint_digest, secret, arena.memory, rank=rank, ranks=ranks)
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
         root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)
@@ -54,7 +56,7 @@ def open_object_store(
         return ObjectStore(
             layout=layout.on_rank(rank, ranks),
             name_root=root,
-            model=model_of(config, fingerprint_digest),
+            model=model_id(secret, fingerprint_digest),
             tiers=tiers,
             rules=tier_rules(config, tuple(tiers)),
             arena=arena,

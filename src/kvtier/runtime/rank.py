@@ -11,7 +11,7 @@ from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
 from kvtier.errors import KvError, TierError
 from kvtier.keys.key_source import KeySource
-from kvtier.keys.secret import key_id, model_id
+from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, PageLock, slots_for
 from kvtier.runtime.deferred_tier import DeferredTier
@@ -96,12 +96,13 @@ def open_rank(
     tiers: dict[str, Tier] = {}
     keys = None
     try:
-        keys = open_key_source(config)
+        secret = configured_secret(config) if config.tiers else None
+        keys = open_key_source(config, secret)
         forms = forms_of(config, keys)
-        tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
+        tiers |= open_tiers(config, layout, fingerprint_digest, secret, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
             layout=layout.on_rank(rank, ranks),
-            model=model_of(config, fingerprint_digest),
+            model=model_id(secret, fingerprint_digest),
             arena=arena,
             copier=copier,
             tiers=tiers,
@@ -125,6 +126,7 @@ def open_tiers(
     config: Config,
     layout: KvLayout,
     fingerprint_digest: bytes,
+    secret: Secret | None,
     memory: tuple[memoryview, ...],
     *,
     rank: int,
@@ -132,13 +134,12 @@ def open_tiers(
 ) -> dict[str, Tier]:
     """The tiers of one rank by name, in the order of the settings; one that fails or hangs may open later.
 
-    `memory` is what objects are mostly read into and written from.
+    `secret` is the configured one. `memory` is what objects are mostly read into and written from.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.
         TierError: a required tier cannot be opened.
     """
-    secret = configured_secret(config) if config.tiers else None
     context = TierContext(
         layout=layout,
         rank=rank,
@@ -160,15 +161,6 @@ def open_tiers(
         close_tiers(tiers, 5.0)
         raise
     return tiers
-
-
-def model_of(config: Config, fingerprint_digest: bytes) -> bytes:
-    """The model id (16 bytes) in the heads of frames.
-
-    Raises:
-        ConfigError: the configured secret cannot be read.
-    """
-    return model_id(configured_secret(config) if config.tiers else None, fingerprint_digest)
 
 
 def tiers_down(tiers: Mapping[str, Tier]) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.key_source import KeySource, open_keys
 from kvtier.keys.keyring import SealKey
+from kvtier.keys.secret import Secret
 from kvtier.layout import GroupLayout
 from kvtier.runtime.codec_choice import CodecChoice
-from kvtier.runtime.secret import configured_secret, within
+from kvtier.runtime.secret import within
 from kvtier.tier.registry import is_sealed
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class StoredForm:
         return seal_scratch_bytes(group, self.codec, is_sealed=self.is_sealed)
 
 
-def open_key_source(config: Config) -> KeySource | None:
-    """The keys that the settings give, for tiers that seal and for reading; None: none are needed.
+def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
+    """The keys that the settings or the configured `secret` give, to seal and to read; None: none are needed.
 
     Raises:
         ConfigError: the keys cannot be read in time, or the package for the seal is missing.
@@ -88,7 +89,7 @@ def open_key_source(config: Config) -> KeySource | None:
             file=store.keys_file,
             command=store.keys_command,
             text=store.keys.reveal(),
-            secret=configured_secret(config),
+            secret=secret,
             tenant=store.tenant,
             first=lambda read: within(deadline_s, read, "kvtier keys"),
         )
