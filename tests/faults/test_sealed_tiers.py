@@ -7,16 +7,25 @@ from dataclasses import replace
 import pytest
 from tests.frames import rechecked
 from tests.golden import small_stores
+from tests.memory_tier import MemoryTier
+from tests.object_store_contract import LAYOUT, STAGED, object_id
+from tests.object_store_contract import got as got_objects
+from tests.object_store_contract import put as put_objects
 from tests.rig import Engine, load_places, loaded, looked_up, places_of, prefix_of, stored
 
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
+from kvtier.core.limits import TierRules
 from kvtier.keys.key_source import KeySource
+from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.observe.metric_definitions import REFUSED_OBJECTS
+from kvtier.runtime.arena import Arena
 from kvtier.runtime.codec_choice import CodecChoice
+from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import open_session
+from kvtier.runtime.stored_forms import StoredForm
 from kvtier.tier.directory.kind import DirectorySettings
-from kvtier.types import RequestId
+from kvtier.types import Outcome, RequestId
 
 pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
 
@@ -252,6 +261,33 @@ def test_no_key_is_in_logs_metrics_paths_or_stored_bytes(tmp_path, caplog):
         session.session.close()
         assert digits not in told
         assert bytes.fromhex(digits) not in b"".join(files().values())
+
+
+def test_a_tier_that_seals_writes_finds_and_reads_nothing_without_a_key():
+    """Of an engine that keeps host memory itself, whose session does not stop it. Above all nothing in plain."""
+    rings = [Keyring([SealKey.of("", 1, bytes(32))]), Keyring([])]
+    source = KeySource(lambda: rings.pop(0) if len(rings) > 1 else rings[0], every_s=None)
+    tier = MemoryTier(capacity_bytes=64 << 20)
+    store = ObjectStore(
+        layout=LAYOUT,
+        name_root=bytes(32),
+        model=bytes(16),
+        tiers={tier.name: tier},
+        rules=[TierRules(name=tier.name)],
+        arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
+        forms={tier.name: StoredForm(keys=source, is_sealed=True)},
+    )
+    assert put_objects(store, range(2)) == got_objects(store, range(2)) == [Outcome.DONE] * 2
+    held = sorted(tier.scan())
+    source.refresh()
+    reads = []
+    read_many, tier.read_many = tier.read_many, lambda batch: (reads.extend(batch), read_many(batch))[1]
+    assert got_objects(store, range(2)) == [Outcome.ABSENT] * 2
+    assert not reads
+    assert store.contains([object_id(number) for number in range(2)], 20.0) == [False] * 2
+    assert put_objects(store, range(2, 4)) == [Outcome.FAILED] * 2
+    assert sorted(tier.scan()) == held
+    store.close()
 
 
 def test_a_local_tier_is_sealed_only_on_demand(tmp_path):
