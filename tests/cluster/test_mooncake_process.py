@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,25 @@ def test_only_the_sockets_that_the_client_names_are_shut_and_no_other_file_is_to
         probe = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         path = f"/proc/{os.getpid()}/fd/{locked.fileno()}"
         assert subprocess.run([sys.executable, "-c", probe, path], check=False, stderr=subprocess.DEVNULL).returncode
+
+
+@pytest.mark.cluster_core
+def test_other_threads_may_close_sockets_while_those_of_the_client_are_looked_for():
+    ended = threading.Event()
+
+    def churn():
+        while not ended.is_set():
+            for each in [socket.socket() for _ in range(50)]:
+                each.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        churning = thread.submit(churn)
+        try:
+            for _ in range(300):
+                assert shut_out(free_port()) == []
+        finally:
+            ended.set()
+        churning.result(5.0)
 
 
 _EXITS = """

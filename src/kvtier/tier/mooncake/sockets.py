@@ -9,8 +9,10 @@ import ctypes
 import json
 import os
 import socket
+import stat
 import struct
 import time
+from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,21 +64,30 @@ def shut_out(handshakes: int) -> list[int]:
         ports.append(data_port(f"127.0.0.1:{handshakes}", OWN_DEADLINE_S))
     program = ctypes.create_string_buffer(_DROP, len(_DROP))
     shut: list[int] = []
+    for mine in _own_sockets():
+        host, port = [*mine.getsockname()[:2], 0][:2]
+        listens = mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and host in _EVERYWHERE and port in ports:
+            mine.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+            shut.append(port)
+    return shut
+
+
+def _own_sockets() -> Generator[socket.socket]:
+    """A copy of each socket of this process; other threads may close theirs meanwhile."""
     for entry in list(Path("/proc/self/fd").iterdir()):
-        is_socket = False
-        with suppress(OSError):  # closed meanwhile
-            is_socket = str(entry.readlink()).startswith("socket:")
-        if not is_socket:
+        try:
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            copy = os.dup(int(entry.name))
+        except OSError:
+            continue  # closed meanwhile
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):  # another file has taken the number of a closed socket
+            os.close(copy)
             continue
         # Made as non-blocking, the object leaves the mode of the socket alone, whatever the default time-out is.
-        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
-        with socket.socket(type=kind, fileno=os.dup(int(entry.name))) as mine:
-            host, port = [*mine.getsockname()[:2], 0][:2]
-            listens = mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and host in _EVERYWHERE and port in ports:
-                mine.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
-                shut.append(port)
-    return shut
+        with socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy) as mine:
+            yield mine
 
 
 def data_port(endpoint: str, deadline_s: float) -> int:
