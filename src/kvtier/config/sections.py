@@ -4,6 +4,7 @@ To add a setting, add a line here. The loader, the environment, `--set`, `config
 """
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -180,6 +181,22 @@ class VllmConfig(SettingsSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventsConfig(SettingsSection):
+    """KV events for routers, in vLLM."""
+
+    section: ClassVar[str] = "events"
+
+    shared_medium: str = setting(
+        "STORAGE",
+        FormedText(form="letters, digits, underscores and hyphens", is_formed=re.compile("[A-Za-z0-9_-]*").fullmatch),
+        "Medium that events name for tiers of several nodes; empty: no events of them.",
+    )
+    repeat_s: float = setting(
+        300.0, Seconds(0, 86400), "Time after which all that is held is published again, for new routers; 0: never."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SglangConfig(SettingsSection):
     """Behaviour in SGLang."""
 
@@ -222,6 +239,7 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
     sglang: SglangConfig = field(default_factory=SglangConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from operator import itemgetter
 
-from kvtier.core.host_memory import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory
+from kvtier.core.host_memory import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory, Item
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.load_budget import LoadBudget
@@ -236,9 +236,14 @@ class Cache:
         """Whether reads of `tier` (writes, if `direction` is DEMOTE) are allowed, not stopped after failures."""
         return self._tiers.by_name[tier].breakers[direction].is_up()
 
-    def check_tiers(self, now_s: float) -> None:
-        """Send health checks to the tiers; call it about once a second."""
-        self._probes.send_health_checks(now_s)
+    def check_tiers(self, now_s: float, watched: Callable[[str], tuple[Item, ...]] = lambda _tier: ()) -> None:
+        """Send health checks to the tiers; call it about once a second.
+
+        Args:
+            now_s: the time.
+            watched: the objects that the check of a tier asks for; none by default. Their answers are for observers.
+        """
+        self._probes.send_health_checks(now_s, watched)
 
     def next_deadline(self) -> float | None:
         """The time at which `tick` has work to do if no other call is made."""

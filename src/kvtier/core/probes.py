@@ -16,7 +16,7 @@ again, and round 3 includes the last chunks before the end of the run: an engine
 holes are only there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import repeat
@@ -329,12 +329,17 @@ class Probes:
         wait_s = max(WAIT_SHARE * saved_s, tier_state.hit_rate * (saved_s - load_s))
         return wait_s if wait_s >= tier_state.answer_s else 0.0
 
-    def send_health_checks(self, now_s: float) -> None:
-        """Send an empty probe to each tier without an open one, as a health check that needs no request."""
+    def send_health_checks(self, now_s: float, watched: Callable[[str], tuple[Item, ...]]) -> None:
+        """Send a probe to each tier without an open one, as a health check that needs no request.
+
+        Args:
+            now_s: the time.
+            watched: the objects that the check of a tier asks for; the core has no use for the answer.
+        """
         probed = {open_probe.tier for open_probe in self._open.values()}
         for tier_state in self._tiers.all:
             if tier_state.name not in probed and tier_state.can_read(now_s):
-                self._send(tier_state, None, (), now_s)
+                self._send(tier_state, None, watched(tier_state.name), now_s)
 
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """Handle an answer; None means that the tier failed. Answers to closed probes are ignored."""

@@ -30,7 +30,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.session_events import LogLine
-from kvtier.types import Cancel, Command, Drop, Event, Outcome, Probe, RequestId, TierNotice, Transfer
+from kvtier.types import Cancel, ChunkKey, Command, Drop, Event, Outcome, Probe, RequestId, TierNotice, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class LockedCore:
         self._publish = publish
         self._fail = fail
         self._observer = observer
+        self._watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] = lambda _tier: ()
         self._on_close = on_close
         self._on_second = on_second
         self._clock = clock
@@ -420,7 +421,7 @@ class LockedCore:
             self._next_second_s = now_s + SECOND_S
             self._on_second()
             self._warn_of_limits()
-            self._cache.check_tiers(now_s)
+            self._cache.check_tiers(now_s, self._watched)
         self._cache.tick(now_s)
         self._settles += 1
         next_s = self._cache.next_deadline()

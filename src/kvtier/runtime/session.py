@@ -12,7 +12,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Executor, Observer
 from kvtier.runtime.locked_core import FLUSH_STEP_S, TICK_S, Closed, LockedCore, SessionError
 from kvtier.runtime.session_events import LogLine, OpenCall, SessionEvents
-from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, Presence, RequestId
+from kvtier.types import ChunkKey, Event, Lookup, NextTurn, Place, Prefix, Presence, RequestId
 
 __all__ = ["Closed", "Session", "SessionError"]
 
@@ -203,6 +203,14 @@ class Session(LockedCore):
         Eviction policies use it. A wrong declaration costs hits only.
         """
         self._wish(lambda _now_s: self._cache.expects(conversation, next_turn))
+
+    def watch(self, watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]]) -> None:
+        """Let health checks ask for objects, whose answers the observer gets.
+
+        Args:
+            watched: gives the objects of a tier's next check, about once a second, under the session's lock.
+        """
+        self._watched = watched
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""

@@ -1,4 +1,4 @@
-"""Small parts of the connector: store selection, open loads, session poller, step timer, KV events, settings."""
+"""Small parts of the connector: store selection, open loads, session poller, step timer, settings."""
 
 import logging
 import random
@@ -12,9 +12,7 @@ from tests.vllm_recorded import recorded
 
 from kvtier.config import sections
 from kvtier.config.sections import Config, StoreConfig
-from kvtier.connect.vllm import events as events_module
 from kvtier.connect.vllm import sides
-from kvtier.connect.vllm.events import CPU, STORAGE, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
@@ -322,72 +320,6 @@ def test_a_clock_that_stands_still_while_the_engine_computes():
     assert timer.computed_s(20.0) == 6.0
 
 
-# ---- events ----------------------------------------------------------------------------------------------------------
-
-
-def transfer(direction: Direction, key: bytes, slot: int, group: int = 0) -> Transfer:
-    return Transfer(1, direction, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, None)
-
-
-def moves(events: Events, *commands) -> None:
-    for command in commands:
-        events.submitted(command)
-        events.completed(Completion(command, Outcome.DONE))
-
-
-def known_events() -> tuple[Events, Prefix]:
-    """Events of group 0, which know the blocks of a prefix of two chunks."""
-    tokens = list(range(512))
-    hashes = [bytes([number]) * 4 for number in range(16)]
-    request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=SimpleNamespace(name="lora"))
-    events = Events(0, 3, hash_tokens=32)
-    events.learn(request, prefix_of(tokens))
-    return events, prefix_of(tokens)
-
-
-def test_of_too_many_movements_the_oldest_are_dropped(monkeypatch):
-    monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
-    events, prefix = known_events()
-    moves(events, *(transfer(Direction.GATHER, prefix.keys[number % 2], number) for number in range(5)))
-    assert [event.blocks.hashes[0] for event in events.take()] == [b"\x08" * 4, b"\0" * 4]
-
-
-def test_routers_hear_what_came_and_what_left():
-    events, prefix = known_events()
-    one, two = prefix.keys
-    moves(
-        events,
-        transfer(Direction.GATHER, two, 5),
-        transfer(Direction.GATHER, two, 6, group=1),
-        transfer(Direction.DEMOTE, two, 5),
-        transfer(Direction.GATHER, one, 5),
-        transfer(Direction.PROMOTE, b"unknown", 7),
-        Drop("directory", two, 0),
-    )
-    assert events.has_news
-    found = events.take()
-    assert [(event.is_there, event.medium, event.blocks.hashes[0]) for event in found] == [
-        (True, CPU, b"\x08" * 4),
-        (True, STORAGE, b"\x08" * 4),
-        (False, CPU, b"\x08" * 4),
-        (True, CPU, b"\0" * 4),
-        (False, STORAGE, b"\x08" * 4),
-    ]
-    blocks = found[0].blocks
-    assert (blocks.parent, list(blocks.tokens), blocks.adapter) == (b"\x07" * 4, list(range(256, 512)), "lora")
-    assert found[3].blocks.parent is None
-    assert {event.table for event in found} == {3}
-    assert not events.has_news
-
-
-def test_a_movement_that_failed_is_none():
-    events, prefix = known_events()
-    command = transfer(Direction.GATHER, prefix.keys[0], 1)
-    events.submitted(command)
-    events.completed(Completion(command, Outcome.FAILED))
-    assert events.take() == []
-
-
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -456,6 +388,6 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
     setup = MagicMock(config=settings_of(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()))
     setup.identity.is_private = False
     with caplog.at_level(logging.INFO, logger="kvtier"):
-        sides.SchedulerSide(setup, [], MagicMock(), MagicMock())
+        sides.SchedulerSide(setup, [], MagicMock(), MagicMock(), MagicMock())
     (line,) = caplog.messages
     assert line.endswith(end)

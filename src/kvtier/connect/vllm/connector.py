@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvtier.connect.vllm.events import BlockEvent
+from kvtier.connect.vllm.geometry import TableLayout
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
 from kvtier.connect.vllm.vllm_imports import (
@@ -20,6 +21,9 @@ from kvtier.connect.vllm.vllm_imports import (
     SupportsHMA,
     TransferResults,
     external_hash,
+    extra_keys,
+    published_keys,
+    spec_kind,
 )
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.weights import on_stack, watch_calls
@@ -74,7 +78,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """All workers are up."""
-        self._upper = side = SchedulerSide(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard)
+        self._upper = side = SchedulerSide(
+            *(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard),
+            extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
+        )
         watch_calls(on_stack("model_executor"), self._guard(side.called))
 
     def on_new_request(self, request: Request) -> None:
@@ -141,22 +148,27 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def take_events(self) -> list[Any]:
         """KV events for routers."""
-        return self._ask(lambda side: [self._event(it) for it in side.scheduler.take_events()], [])
+        return self._ask(lambda side: [self._event(it, side.events_table) for it in side.scheduler.take_events()], [])
 
-    def _event(self, event: BlockEvent) -> Any:  # noqa: ANN401 - vLLM's class
+    def _event(self, event: BlockEvent, table: TableLayout | None) -> Any:  # noqa: ANN401 - vLLM's class
+        """In the form of vLLM 0.32's own events (`BlockPool.cache_full_blocks`), without `ownership` and `locality`."""
+        assert table is not None
         blocks = event.blocks
         hashes = [external_hash(it) for it in blocks.hashes]
         if not event.is_there:
-            return BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=event.table)
+            return BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=table.number)
+        number, name = blocks.adapter or (None, None)
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=None if blocks.parent is None else external_hash(blocks.parent),
             token_ids=list(blocks.tokens),
-            block_size=self._setup.kv_cache_config.hash_block_size,
-            lora_id=None,
+            block_size=table.block_tokens,
+            lora_id=number,
             medium=event.medium,
-            lora_name=blocks.adapter,
-            group_idx=event.table,
+            lora_name=name,
+            extra_keys=published_keys(blocks.extras),
+            group_idx=table.number,
+            kv_cache_spec_kind=spec_kind(self._setup.kv_cache_config.kv_cache_groups[table.number].kv_cache_spec).value,
         )
 
     def get_kv_connector_stats(self) -> Stats | None:

@@ -1,23 +1,46 @@
 """KV events: which of vLLM's blocks routers can find in kvtier's tiers (`--kv-events-config`).
 
-The session's transfers show which chunks enter and leave each place. Requests map chunks to vLLM's block hashes. An
-eviction from a shared directory by another server is not visible here, so ``STORAGE`` is only a hint.
+The session's transfers and probes show which chunks enter and leave each place. Requests map chunks to vLLM's block
+hashes. A tier evicts by itself, and other engines evict from a shared one, so health checks ask for published chunks
+again. What routers read of an event is in `docs/guides/routing.md`.
 """
 
+import time
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtier.connect.vllm.vllm_types import Request
+from kvtier.core.host_memory import HOST
 from kvtier.runtime.executor import Completion, Work
-from kvtier.types import ChunkKey, Direction, Drop, Outcome, Prefix, Transfer
+from kvtier.types import ChunkKey, Direction, Drop, Outcome, Prefix, Probe, Transfer
 
 CPU, STORAGE = "CPU", "STORAGE"
-"""Media as vLLM names them (`vllm.distributed.kv_events`)."""
+"""Media as vLLM names them (`vllm.distributed.kv_events`, 0.32)."""
 
 CHUNKS_MAX = 16_384
-"""Chunks whose blocks are remembered, and movements that wait for the next step. Beyond it the oldest are dropped."""
+"""Chunks in the table. Beyond it the one that was used longest ago is withdrawn."""
+
+MOVES_MAX = 65_536
+"""Movements that wait for the next step. Beyond it the oldest are dropped."""
+
+REPEATED_MAX = 64
+"""Chunks repeated in one step."""
+
+CHECKED, CHECKED_REMOTE = 256, 4
+"""Chunks that one health check asks for, in a tier of this machine and in one where each name may cost a request."""
+
+Extras = tuple[Any, ...] | None
+"""What enters a block's hash besides tokens, as vLLM tags it."""
+
+
+class Source(NamedTuple):
+    """How the chunks of one tier are published."""
+
+    medium: str
+    is_remote: bool
 
 
 class ChunkBlocks(NamedTuple):
@@ -28,35 +51,73 @@ class ChunkBlocks(NamedTuple):
     """Hash of the block before the first; None at the start."""
     tokens: "array[int]"
     """Tokens of the chunk. Routers compute hashes of their own from them."""
-    adapter: str | None
+    extras: Sequence[Extras]
+    """Of each block."""
+    adapter: tuple[int, str] | None
+    """Number and name."""
+    number: int
+    """Number of the chunk in its prompt."""
 
 
 class BlockEvent(NamedTuple):
-    """A chunk's blocks entered or left a place."""
+    """A chunk's blocks entered or left a medium."""
 
     blocks: ChunkBlocks
-    table: int
-    """Number of the vLLM group."""
     medium: str
     is_there: bool
 
 
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    blocks: ChunkBlocks | None = None
+    """None until a request with this chunk is seen; nothing is published before."""
+    places: set[str] = field(default_factory=set[str])
+    """Host memory and tiers that hold it."""
+
+
 class Events:
-    """Events of one group. An `Observer`, whose two methods any thread may call; the scheduler's thread the others.
+    """Events of one group. An `Observer`; its two methods and `watched` are for any thread, the others for one.
 
     Args:
         group: number of a group whose objects are whole chunks.
-        table: number of its vLLM group.
-        hash_tokens: tokens per block hash of vLLM.
+        block_tokens: tokens per block of its vLLM group.
+        hash_tokens: tokens per block hash of vLLM; divides `block_tokens`.
+        tiers: the tiers that are published.
+        extras_of: what enters the hash of the block (first token, end) of a request besides tokens.
+        repeat_s: seconds after which everything is published again, for routers that came later; 0: never.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, group: int, table: int, hash_tokens: int) -> None:
+    def __init__(
+        self,
+        group: int,
+        block_tokens: int,
+        hash_tokens: int,
+        *,
+        tiers: Mapping[str, Source],
+        extras_of: Callable[[Request, int, int], Extras],
+        repeat_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._group = group
-        self._table = table
-        self._hash_tokens = hash_tokens
+        self._block_tokens = block_tokens
+        self._step = block_tokens // hash_tokens
+        self._tiers = {HOST: Source(CPU, is_remote=False), **tiers}
+        self._extras_of = extras_of
+        self._repeat_s = repeat_s or float("inf")
+        self._clock = clock
         self._slots: dict[int, ChunkKey] = {}
-        self._moved: deque[tuple[ChunkKey, str, bool]] = deque(maxlen=CHUNKS_MAX)
-        self._known: OrderedDict[ChunkKey, ChunkBlocks] = OrderedDict()
+        self._moved: deque[tuple[ChunkKey, str, bool]] = deque(maxlen=MOVES_MAX)
+        self._chunks: dict[ChunkKey, _Chunk] = {}
+        """In the order of their use. `watched` reads it in other threads."""
+        self._events: list[BlockEvent] = []
+        self._repeats: list[ChunkKey] = []
+        """Chunks still to be repeated, the last first."""
+        self._repeat_at_s = clock() + self._repeat_s
+        self._checked: dict[str, int] = {}
+        """Position of each tier's next health check in the table."""
+
+    # ---- any thread ------------------------------------------------------------------------------------------------
 
     def submitted(self, command: Work) -> None:
         """Note the eviction of a slot's former object."""
@@ -67,47 +128,122 @@ class Events:
         ):
             evicted = self._slots.pop(command.slot, None)
             if evicted is not None:
-                self._moved.append((evicted, CPU, False))
+                self._moved.append((evicted, HOST, False))
 
     def completed(self, completion: Completion) -> None:
-        """Note a completed transfer or drop."""
-        command = completion.command
-        if completion.outcome is not Outcome.DONE or not isinstance(command, Drop | Transfer):
+        """Note a completed transfer, drop or probe."""
+        command, outcome = completion.command, completion.outcome
+        if isinstance(command, Probe):
+            if outcome is Outcome.DONE and command.objects:
+                answers = zip(command.objects, completion.present, strict=True)
+                here = ((key, command.tier, is_there) for (key, group), is_there in answers if group == self._group)
+                self._moved.extend(here)
+        elif not isinstance(command, Drop | Transfer) or command.group != self._group:
             return
-        if command.group != self._group:
+        elif isinstance(command, Drop) or outcome in (Outcome.ABSENT, Outcome.CORRUPT):
+            self._moved.append((command.key, command.tier, False))
+        elif outcome is not Outcome.DONE:
             return
-        if isinstance(command, Drop):
-            self._moved.append((command.key, STORAGE, False))
         elif command.direction in (Direction.GATHER, Direction.PROMOTE):
             self._slots[command.slot] = command.key
-            self._moved.append((command.key, CPU, True))
+            self._moved.append((command.key, HOST, True))
         elif command.direction is Direction.DEMOTE:
-            self._moved.append((command.key, STORAGE, True))
+            self._moved.append((command.key, command.tier, True))
+
+    def watched(self, tier: str) -> tuple[tuple[ChunkKey, int], ...]:
+        """Published chunks that the next health check of `tier` asks for, as (key, group)."""
+        source = self._tiers.get(tier)
+        if source is None:
+            return ()
+        chunks = list(self._chunks.items())
+        start = self._checked.get(tier, 0) % max(1, len(chunks))
+        size = CHECKED_REMOTE if source.is_remote else CHECKED
+        self._checked[tier] = start + size
+        return tuple((key, self._group) for key, chunk in chunks[start : start + size] if tier in chunk.places)
+
+    # ---- the scheduler's thread ------------------------------------------------------------------------------------
 
     def learn(self, request: Request, prefix: Prefix, first: int = 0) -> None:
-        """Remember the blocks of a request's chunks, from number `first` on, before they move."""
-        per_chunk = prefix.chunk_tokens // self._hash_tokens
-        hashes: Sequence[Any] = request.block_hashes
-        adapter = request.lora_request.name if request.lora_request is not None else None
-        for chunk in range(first, min(len(prefix.keys), len(hashes) // per_chunk)):
-            start, stop = chunk * per_chunk, (chunk + 1) * per_chunk
-            tokens = request.all_token_ids[chunk * prefix.chunk_tokens : (chunk + 1) * prefix.chunk_tokens]
-            parent = hashes[start - 1] if start else None
-            self._known[prefix.keys[chunk]] = ChunkBlocks(hashes[start:stop], parent, array("I", tokens), adapter)
-            self._known.move_to_end(prefix.keys[chunk])
-        while len(self._known) > CHUNKS_MAX:
-            self._known.popitem(last=False)
+        """Remember the blocks of a request's chunks, from number `first` on."""
+        per_chunk, size = prefix.chunk_tokens // self._block_tokens, self._block_tokens
+        hashes: Sequence[Any] = request.block_hashes[self._step - 1 :: self._step]
+        lora = request.lora_request
+        for number in range(first, min(len(prefix.keys), len(hashes) // per_chunk)):
+            chunk = self._use(prefix.keys[number], is_new=True)
+            if chunk is None or chunk.blocks is not None:
+                continue
+            start, stop = number * per_chunk, (number + 1) * per_chunk
+            chunk.blocks = ChunkBlocks(
+                hashes[start:stop],
+                hashes[start - 1] if start else None,
+                array("I", request.all_token_ids[start * size : stop * size]),
+                [self._extras_of(request, at * size, (at + 1) * size) for at in range(start, stop)],
+                None if lora is None else (lora.lora_int_id, lora.lora_name),
+                number,
+            )
+            self._events += [BlockEvent(chunk.blocks, medium, is_there=True) for medium in self._media(chunk)]
+        for key in reversed(prefix.keys):  # without its parents a chunk is of no use
+            self._use(key)
 
     def take(self) -> list[BlockEvent]:
-        """Events since the last call."""
-        moved = [self._moved.popleft() for _ in range(len(self._moved))]
-        return [
-            BlockEvent(self._known[key], self._table, medium, is_there)
-            for key, medium, is_there in moved
-            if key in self._known
-        ]
+        """Events since the last call, and some of those that are due again."""
+        for _ in range(len(self._moved)):
+            self._move(*self._moved.popleft())
+        if self._clock() >= self._repeat_at_s:
+            self._repeat_at_s = self._clock() + self._repeat_s
+            known = [(chunk.blocks.number, key) for key, chunk in self._chunks.items() if chunk.blocks and chunk.places]
+            self._repeats = [key for _, key in sorted(known, reverse=True)]  # a router needs parents first
+        for key in [self._repeats.pop() for _ in range(min(REPEATED_MAX, len(self._repeats)))]:
+            chunk = self._chunks.get(key)
+            if chunk is not None and chunk.blocks is not None:
+                self._events += [BlockEvent(chunk.blocks, medium, is_there=True) for medium in self._media(chunk)]
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Withdraw everything: no request finds it any more."""
+        self._moved.clear()
+        while self._chunks:
+            self._forget(next(iter(self._chunks)))
 
     @property
     def has_news(self) -> bool:
         """Whether `take` may return anything."""
-        return bool(self._moved)
+        is_due = bool(self._chunks) and self._clock() >= self._repeat_at_s
+        return bool(self._moved or self._events or self._repeats or is_due)
+
+    def _move(self, key: ChunkKey, place: str, is_there: bool) -> None:  # noqa: FBT001 - as it was noted
+        if place not in self._tiers:
+            return
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            chunk = self._use(key, is_new=True) if is_there else None
+        if chunk is None:
+            return
+        before = self._media(chunk)
+        if is_there:
+            chunk.places.add(place)
+        else:
+            chunk.places.discard(place)
+        medium = self._tiers[place].medium
+        if (medium in before) != (medium in self._media(chunk)) and chunk.blocks is not None:
+            self._events.append(BlockEvent(chunk.blocks, medium, is_there))
+
+    def _use(self, key: ChunkKey, *, is_new: bool = False) -> _Chunk | None:
+        """The entry of `key`, which becomes the last one of the table; a new one only if `is_new`."""
+        chunk = self._chunks.pop(key, None)
+        if chunk is None and is_new:
+            chunk = _Chunk()
+            if len(self._chunks) >= CHUNKS_MAX:
+                self._forget(next(iter(self._chunks)))
+        if chunk is not None:
+            self._chunks[key] = chunk
+        return chunk
+
+    def _forget(self, key: ChunkKey) -> None:
+        chunk = self._chunks.pop(key)
+        if chunk.blocks is not None:
+            self._events += [BlockEvent(chunk.blocks, medium, is_there=False) for medium in self._media(chunk)]
+
+    def _media(self, chunk: _Chunk) -> list[str]:
+        return list(dict.fromkeys(self._tiers[place].medium for place in sorted(chunk.places)))

@@ -500,6 +500,8 @@ class Scheduler:
     def _renew(self) -> None:
         self._loads.forget_all_landed()
         self._is_reset = True
+        if self._events is not None:
+            self._events.reset()
         for tracked in self._requests.values():
             tracked.announced_tokens = 0
             # Blocks that a running request has computed belong to the time before the reset.

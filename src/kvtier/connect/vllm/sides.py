@@ -12,8 +12,8 @@ from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm import identity, installed, support, weights
 from kvtier.connect.vllm.block_pool import BlockPins
-from kvtier.connect.vllm.events import Events
-from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
+from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.held_parts import held_parts
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_keys import KeyMaker
@@ -114,6 +114,7 @@ class SchedulerSide:
         handshakes: of the workers.
         manager: vLLM's `KVCacheManager`.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
+        extras_of: see `Events`.
 
     Raises:
         ProtocolError: a worker cannot be reached.
@@ -126,6 +127,7 @@ class SchedulerSide:
         handshakes: Sequence[Mapping[str, Any]],
         manager: KvCacheManager,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
+        extras_of: Callable[[Request, int, int], Extras],
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
         has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
@@ -135,11 +137,13 @@ class SchedulerSide:
             logger.warning("KV is kept in host memory only: %s", setup.identity.detail)
         self._close_deadline_s = config.limits.close_deadline_s
         ranks = connect(handshakes)
-        events = _events(setup)
+        self.events_table, events = _events(setup, extras_of)
         digest = setup.identity.fingerprint.digest
         is_producer = setup.role == "kv_producer"
         opened = open_core(config, geometry.layout, digest, ranks, observer=events, publishes=is_producer)
         self._session = opened.session
+        if events is not None:
+            self._session.watch(events.watched)
         self._keys = KeyMaker(
             *(opened.root, geometry.chunk_tokens, vllm_config),
             lambda name: self.scheduler.weights_change(f"adapter {name!r}"),
@@ -209,14 +213,23 @@ def _resident(manager: KvCacheManager, request: Request) -> BlockTables:
     return manager.get_computed_blocks(request)[0].get_block_ids()
 
 
-def _events(setup: EngineSetup) -> Events | None:
-    """KV events of the first history group, if vLLM's configuration enables them."""
-    wanted = setup.vllm_config.kv_events_config
-    if wanted is not None and wanted.enable_kv_cache_events:
-        for number, group in enumerate(setup.geometry.groups):
-            if isinstance(group.validity, History):
-                return Events(number, group.tables[0].number, setup.kv_cache_config.hash_block_size)
-    return None
+def _events(
+    setup: EngineSetup, extras_of: Callable[[Request, int, int], Extras]
+) -> tuple[TableLayout | None, Events | None]:
+    """KV events of the first history group and its vLLM group, if vLLM's configuration enables them."""
+    wanted, config = setup.vllm_config.kv_events_config, setup.config
+    if wanted is None or not wanted.enable_kv_cache_events:
+        return None, None
+    media = {it.name: config.events.shared_medium if kind_of(it).is_shared(it) else STORAGE for it in config.tiers}
+    tiers = {it.name: Source(media[it.name], kind_of(it).is_remote) for it in config.tiers if media[it.name]}
+    for number, group in enumerate(setup.geometry.groups):
+        if isinstance(group.validity, History):
+            table, hash_tokens = group.tables[0], setup.kv_cache_config.hash_block_size
+            repeat_s = config.events.repeat_s
+            return table, Events(
+                *(number, table.block_tokens, hash_tokens), tiers=tiers, extras_of=extras_of, repeat_s=repeat_s
+            )
+    return None, None
 
 
 class WorkerSide:

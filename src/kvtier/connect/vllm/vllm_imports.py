@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
 ConnectorBase: Any = base.KVConnectorBase_V1
@@ -14,3 +15,6 @@ TransferResults: Any = base.KVConnectorTransferResults
 BlockStored: Any = kv_events.BlockStored
 BlockRemoved: Any = kv_events.BlockRemoved
 external_hash: Any = kv_cache_utils.maybe_convert_block_hash
+extra_keys: Any = kv_cache_utils.generate_block_hash_extra_keys
+published_keys: Any = kv_cache_utils.to_event_extra_keys
+spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind

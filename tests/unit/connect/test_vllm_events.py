@@ -1,0 +1,202 @@
+"""KV events: what routers get of each movement, of what a tier has lost, and again after a while."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.connect.vllm import events as events_module
+from kvtier.connect.vllm.events import CHECKED_REMOTE, CPU, STORAGE, Events, Source
+from kvtier.keys.chain import Chain
+from kvtier.runtime.executor import Completion
+from kvtier.types import ChunkKey, Direction, Drop, Outcome, Prefix, Probe, Transfer
+
+GATHER, DEMOTE, PROMOTE = Direction.GATHER, Direction.DEMOTE, Direction.PROMOTE
+CHUNK = 256
+TIERS = {"disk": Source(STORAGE, is_remote=False), "s3": Source("object_store", is_remote=True)}
+
+
+class World:
+    """Events of group 0 of an engine with blocks of 64 tokens, hashed every 32; a clock; and a request."""
+
+    def __init__(self, chunks: int = 2, repeat_s: float = 0, lora=None, salt=None) -> None:
+        self.now_s = 0.0
+        tokens = list(range(chunks * CHUNK + 5))
+        self.request = SimpleNamespace(
+            block_hashes=[number.to_bytes(2, "big") for number in range(8 * chunks)],
+            all_token_ids=tokens,
+            lora_request=lora,
+            cache_salt=salt,
+        )
+        chain = Chain(bytes(32), CHUNK)
+        chain.extend(tokens)
+        self.prefix = chain.prefix()
+        self.events = Events(
+            *(0, 64, 32), tiers=TIERS, extras_of=self.extras, repeat_s=repeat_s, clock=lambda: self.now_s
+        )
+
+    @staticmethod
+    def extras(request, start: int, stop: int):
+        assert stop - start == 64
+        return (("cache_salt", request.cache_salt),) if request.cache_salt and start == 0 else None
+
+    @property
+    def keys(self) -> tuple[ChunkKey, ...]:
+        return self.prefix.keys
+
+    def learn(self, first: int = 0, chunks: int | None = None) -> "World":
+        self.events.learn(self.request, Prefix(self.keys[:chunks], CHUNK), first)
+        return self
+
+    def moves(self, direction: Direction, key: bytes, *, tier: str = "", slot: int = 0, group: int = 0, **end) -> None:
+        command = Transfer(1, direction, ChunkKey(key), group, slot, tier, None, (), None, 0, 1.0, None)
+        self.ends(command, **end)
+
+    def ends(self, command, outcome: Outcome = Outcome.DONE, present: tuple[bool, ...] = ()) -> None:
+        self.events.submitted(command)
+        self.events.completed(Completion(command, outcome, present=present))
+
+    def probed(self, tier: str, *answers: tuple[ChunkKey, bool], group: int = 0, outcome: Outcome = Outcome.DONE):
+        objects = tuple((key, group) for key, _ in answers)
+        self.ends(Probe(1, tier, objects, 1.0), outcome, tuple(there for _, there in answers))
+
+    def taken(self) -> list[tuple[bool, str, int]]:
+        """(there, medium, chunk) of each event."""
+        return [(it.is_there, it.medium, it.blocks.number) for it in self.events.take()]
+
+
+@pytest.fixture
+def world() -> World:
+    return World().learn()
+
+
+def test_a_chunk_enters_and_leaves_host_memory_and_a_tier(world):
+    one, two = world.keys
+    world.moves(GATHER, two, slot=5)
+    world.moves(GATHER, two, slot=6, group=1)
+    world.moves(DEMOTE, two, tier="disk")
+    world.moves(GATHER, one, slot=5)
+    world.moves(PROMOTE, b"unknown", tier="disk", slot=7)
+    world.ends(Drop("disk", two, 0))
+    assert world.events.has_news
+    assert world.taken() == [
+        (True, CPU, 1),
+        (True, STORAGE, 1),
+        (False, CPU, 1),
+        (True, CPU, 0),
+        (False, STORAGE, 1),
+    ]
+    assert not world.events.has_news
+
+
+def test_blocks_have_the_size_and_the_hashes_of_their_group():
+    world = World(lora=SimpleNamespace(lora_int_id=3, lora_name="lora"), salt="tenant").learn()
+    for slot, key in enumerate(world.keys):
+        world.moves(GATHER, key, slot=slot)
+    first, second = [event.blocks for event in world.events.take()]
+    assert [int.from_bytes(it, "big") for it in (*first.hashes, *second.hashes)] == list(range(1, 16, 2))
+    assert (first.parent, second.parent) == (None, first.hashes[-1])
+    assert list(second.tokens) == list(range(CHUNK, 2 * CHUNK))
+    assert first.extras == [(("cache_salt", "tenant"),), None, None, None]
+    assert second.extras == [None] * 4
+    assert second.adapter == (3, "lora")
+
+
+def test_what_is_held_is_published_once_its_blocks_are_known():
+    world = World()
+    world.probed("disk", *((key, True) for key in world.keys))
+    assert world.taken() == []
+    world.learn()
+    assert world.taken() == [(True, STORAGE, 0), (True, STORAGE, 1)]
+    world.learn()
+    assert world.taken() == []
+
+
+def test_a_movement_that_failed_is_none_and_a_read_that_finds_nothing_is_a_loss(world):
+    (one, _) = world.keys
+    world.moves(GATHER, one, outcome=Outcome.FAILED)
+    world.moves(DEMOTE, one, tier="disk")
+    world.probed("disk", (one, False), outcome=Outcome.FAILED)
+    world.probed("disk", (one, False), group=1)
+    assert world.taken() == [(True, STORAGE, 0)]
+    world.moves(PROMOTE, one, tier="disk", outcome=Outcome.ABSENT)
+    assert world.taken() == [(False, STORAGE, 0)]
+
+
+def test_tiers_with_one_medium_count_as_one_and_a_tier_that_is_not_published_as_none(world):
+    (one, _) = world.keys
+    for tier in ("disk", "s3", "hidden"):
+        world.moves(DEMOTE, one, tier=tier)
+    assert world.taken() == [(True, STORAGE, 0), (True, "object_store", 0)]
+    world.probed("s3", (one, False))
+    assert world.taken() == [(False, "object_store", 0)]
+    both = World()
+    both.events._tiers["s3"] = Source(STORAGE, is_remote=True)
+    both.learn()
+    both.moves(DEMOTE, both.keys[0], tier="disk")
+    both.moves(DEMOTE, both.keys[0], tier="s3")
+    both.probed("disk", (both.keys[0], False))
+    assert both.taken() == [(True, STORAGE, 0)], "s3 still has it"
+
+
+def test_health_checks_ask_for_every_published_chunk_in_turn():
+    world = World(chunks=6).learn()
+    for key in world.keys:
+        world.moves(DEMOTE, key, tier="s3")
+    world.moves(DEMOTE, world.keys[0], tier="disk")
+    world.events.take()
+    assert world.events.watched("disk") == ((world.keys[0], 0),)
+    assert world.events.watched("hidden") == ()
+    rounds = [world.events.watched("s3") for _ in range(3)]
+    assert len(rounds[0]) == CHECKED_REMOTE
+    assert {key for round_ in rounds for key, _ in round_} == {*world.keys}
+
+
+def test_all_that_is_held_comes_again_parents_first_and_a_part_at_a_time(monkeypatch):
+    monkeypatch.setattr(events_module, "REPEATED_MAX", 2)
+    world = World(chunks=3, repeat_s=60).learn()
+    for slot, key in enumerate(reversed(world.keys)):
+        world.moves(GATHER, key, slot=slot)
+    assert [number for _, _, number in world.taken()] == [2, 1, 0]
+    world.now_s = 59.0
+    assert not world.events.has_news
+    world.now_s = 60.0
+    assert world.events.has_news
+    assert world.taken() == [(True, CPU, 0), (True, CPU, 1)]
+    world.moves(GATHER, b"other", slot=0)  # the last chunk is evicted before its turn
+    assert world.taken() == [(False, CPU, 2)]
+    assert not world.events.has_news
+    world.now_s = 120.0
+    assert world.taken() == [(True, CPU, 0), (True, CPU, 1)]
+
+
+def test_beyond_the_limit_the_chunk_that_was_used_longest_ago_is_withdrawn(monkeypatch):
+    monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
+    world = World(chunks=3).learn(chunks=2)
+    for slot, key in enumerate(world.keys[:2]):
+        world.moves(GATHER, key, slot=slot)
+    world.events.take()
+    other = World(chunks=1)
+    world.events.learn(other.request, Prefix((ChunkKey(b"other"),), CHUNK))
+    assert world.taken() == [(False, CPU, 1)], "the child before its parent"
+    world.learn(chunks=1)
+    world.moves(DEMOTE, world.keys[2], tier="disk")
+    assert world.taken() == [], "the entry of the other prompt made room, and it was nowhere"
+    world.learn(first=2)
+    assert world.taken() == [(True, STORAGE, 2)]
+
+
+def test_of_too_many_movements_the_oldest_are_dropped(world):
+    for number in range(events_module.MOVES_MAX + 5):
+        world.moves(GATHER, world.keys[number % 2], slot=number)
+    assert len(world.events._moved) == events_module.MOVES_MAX
+
+
+def test_after_a_reset_all_is_withdrawn_and_nothing_comes_again():
+    world = World(repeat_s=60).learn()
+    world.moves(GATHER, world.keys[0], slot=1)
+    world.events.take()
+    world.events.reset()
+    world.moves(GATHER, b"other", slot=1)
+    assert world.taken() == [(False, CPU, 0)]
+    world.now_s = 61.0
+    assert world.taken() == []
