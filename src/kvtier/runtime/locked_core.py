@@ -120,6 +120,7 @@ class LockedCore:
         self._fail = fail
         self._observer = observer
         self._watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] = lambda _tier: ()
+        self._each_second: Callable[[], None] = lambda: None
         self._on_close = on_close
         self._on_second = on_second
         self._clock = clock
@@ -420,6 +421,7 @@ class LockedCore:
         if now_s >= self._next_second_s:
             self._next_second_s = now_s + SECOND_S
             self._on_second()
+            self._each_second()
             self._warn_of_limits()
             self._cache.check_tiers(now_s, self._watched)
         self._cache.tick(now_s)

@@ -204,13 +204,16 @@ class Session(LockedCore):
         """
         self._wish(lambda _now_s: self._cache.expects(conversation, next_turn))
 
-    def watch(self, watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]]) -> None:
+    def watch(
+        self, watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]], each_second: Callable[[], None]
+    ) -> None:
         """Let health checks ask for objects, whose answers the observer gets.
 
         Args:
-            watched: gives the objects of a tier's next check, about once a second, under the session's lock.
+            watched: gives the objects of a tier's next check, under the session's lock.
+            each_second: called about once a second, under the session's lock.
         """
-        self._watched = watched
+        self._watched, self._each_second = watched, each_second
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""

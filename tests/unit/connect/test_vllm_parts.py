@@ -24,20 +24,14 @@ from kvtier.core.planner import LoadPlan, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
-from kvtier.runtime.executor import Completion
 from kvtier.runtime.protocol import Note
 from kvtier.tier.registry import TierKind, TierSettings
 from kvtier.types import (
-    ChunkKey,
-    Direction,
-    Drop,
     LoadDone,
-    Outcome,
     Place,
     Prefix,
     RequestId,
     StoreDone,
-    Transfer,
 )
 
 
@@ -388,6 +382,6 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
     setup = MagicMock(config=settings_of(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()))
     setup.identity.is_private = False
     with caplog.at_level(logging.INFO, logger="kvtier"):
-        sides.SchedulerSide(setup, [], MagicMock(), MagicMock(), MagicMock())
+        sides.SchedulerSide(setup, [], *(MagicMock() for _ in range(4)))
     (line,) = caplog.messages
     assert line.endswith(end)

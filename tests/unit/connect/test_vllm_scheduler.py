@@ -593,7 +593,7 @@ def connector_class():
     before = {name: sys.modules.pop(name, None) for name in names}
     sys.modules[names[0]] = SimpleNamespace(
         **dict.fromkeys(("BlockRemoved", "BlockStored", "ConnectorRole", "TransferResults", "external_hash")),
-        **dict.fromkeys(("extra_keys", "published_keys", "spec_kind")),
+        **dict.fromkeys(("extra_keys", "published_keys", "spec_kind", "wake_up")),
         ConnectorBase=type("Base", (), {}),
         SupportsHMA=type("HMA", (), {}),
     )

@@ -24,6 +24,7 @@ from kvtier.connect.vllm.vllm_imports import (
     extra_keys,
     published_keys,
     spec_kind,
+    wake_up,
 )
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.weights import on_stack, watch_calls
@@ -32,6 +33,15 @@ from kvtier.connect.vllm.worker import StepDone, StepOrders
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def _waking() -> Callable[[], None]:
+    """Wakes the loop of the engine whose method is running; without effect in an engine that its owner steps."""
+    try:
+        queue = on_stack("input_queue")
+    except LookupError:
+        return lambda: None
+    return lambda: queue.put_nowait((wake_up, None))
 
 
 class KvtierConnector(ConnectorBase, SupportsHMA):
@@ -81,6 +91,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._upper = side = SchedulerSide(
             *(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
+            wake=_waking(),
         )
         watch_calls(on_stack("model_executor"), self._guard(side.called))
 

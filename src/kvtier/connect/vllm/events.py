@@ -156,10 +156,11 @@ class Events:
         if source is None:
             return ()
         chunks = list(self._chunks.items())
-        start = self._checked.get(tier, 0) % max(1, len(chunks))
-        size = CHECKED_REMOTE if source.is_remote else CHECKED
-        self._checked[tier] = start + size
-        return tuple((key, self._group) for key, chunk in chunks[start : start + size] if tier in chunk.places)
+        start = self._checked.get(tier, 0)
+        start = start if start < len(chunks) else 0
+        stop = start + (CHECKED_REMOTE if source.is_remote else CHECKED)
+        self._checked[tier] = stop
+        return tuple((key, self._group) for key, chunk in chunks[start:stop] if tier in chunk.places)
 
     # ---- the scheduler's thread ------------------------------------------------------------------------------------
 

@@ -115,6 +115,7 @@ class SchedulerSide:
         manager: vLLM's `KVCacheManager`.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
         extras_of: see `Events`.
+        wake: lets an idle engine take a step. Any thread.
 
     Raises:
         ProtocolError: a worker cannot be reached.
@@ -128,6 +129,7 @@ class SchedulerSide:
         manager: KvCacheManager,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
         extras_of: Callable[[Request, int, int], Extras],
+        wake: Callable[[], None],
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
         has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
@@ -143,7 +145,7 @@ class SchedulerSide:
         opened = open_core(config, geometry.layout, digest, ranks, observer=events, publishes=is_producer)
         self._session = opened.session
         if events is not None:
-            self._session.watch(events.watched)
+            self._session.watch(events.watched, lambda: wake() if events.has_news else None)
         self._keys = KeyMaker(
             *(opened.root, geometry.chunk_tokens, vllm_config),
             lambda name: self.scheduler.weights_change(f"adapter {name!r}"),

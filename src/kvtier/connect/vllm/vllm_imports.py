@@ -7,6 +7,7 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import EngineCoreRequestType
 
 ConnectorBase: Any = base.KVConnectorBase_V1
 SupportsHMA: Any = base.SupportsHMA
@@ -17,4 +18,5 @@ BlockRemoved: Any = kv_events.BlockRemoved
 external_hash: Any = kv_cache_utils.maybe_convert_block_hash
 extra_keys: Any = kv_cache_utils.generate_block_hash_extra_keys
 published_keys: Any = kv_cache_utils.to_event_extra_keys
+wake_up: Any = EngineCoreRequestType.WAKEUP
 spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
