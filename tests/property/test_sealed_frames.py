@@ -2,6 +2,8 @@
 
 import random
 import struct
+from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.frames import patched, rechecked
 
+from kvtier.codec import frame as frame_module
 from kvtier.codec import registry
 from kvtier.codec.frame import (
     OPEN_SCRATCH_BYTES,
@@ -23,7 +26,7 @@ from kvtier.codec.frame import (
     seal_scratch_bytes,
     verify_frame,
 )
-from kvtier.codec.head import read_head
+from kvtier.codec.head import EXTRAS_BYTES_MAX, METADATA_BYTES, opened_identity, read_head
 from kvtier.errors import CorruptChunkError, UnreadableChunkError
 from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, Part, Run
@@ -273,3 +276,97 @@ def test_seeded_noise_never_opens():
             noisy[draw.randrange(head_bytes(SMALL), head_bytes(SMALL) + 6000)] ^= draw.randrange(1, 256)
         if noisy != frame:
             assert reason(rechecked(bytes(noisy))) == "forged"
+
+
+TOKENS = 64
+WITH_IDS = replace(SMALL, chunk_tokens=TOKENS)
+texts = st.builds(
+    lambda seed, extras: random.Random(seed).randbytes(4 * TOKENS) + extras,
+    st.integers(),
+    st.binary(max_size=EXTRAS_BYTES_MAX),
+)
+SOME_TEXT = struct.pack(f"<{TOKENS}I", *range(70_000, 70_000 + TOKENS)) + b"adapter"
+
+
+def with_text(text: bytes, key: SealKey | None = MINE, codec: str = "raw") -> bytes:
+    made, _, _ = filled(WITH_IDS, 1)
+    used = registry.by_name(codec)
+    scratch = memoryview(bytearray(seal_scratch_bytes(WITH_IDS, used, is_sealed=key is not None)))
+    return bytes(seal(made, WITH_IDS, IDENTITY._replace(key=b"k" * 32, text=text), used, scratch, key=key))
+
+
+def identity_in(frame: bytes) -> Identity:
+    head = read_head(frame)
+    return opened_identity(head, open_seal(head, SEALS)[1])
+
+
+@given(texts, st.sampled_from(["raw", "split"]))
+def test_key_ids_and_extras_come_back_from_the_head_alone_and_after_a_new_seal(text, codec):
+    frame = with_text(text, OLD, codec)
+    wanted = IDENTITY._replace(key=b"k" * 32, text=text)
+    assert identity_in(frame[: head_bytes(WITH_IDS)]) == wanted
+    assert opened(frame, WITH_IDS) == filled(WITH_IDS, 1)[1]
+    scratch = memoryview(bytearray(len(frame)))
+    assert identity_in(bytes(reseal(memoryview(frame), SEALS.keyring, MINE, scratch))) == wanted
+
+
+def test_without_a_text_the_key_is_not_written_either():
+    assert identity_in(with_text(b"")) == IDENTITY
+    assert identity_in(sealed()) == IDENTITY
+
+
+@pytest.mark.parametrize("codec", ["raw", "split", "zstd"])
+def test_a_frame_without_a_seal_never_holds_ids_and_a_sealed_one_not_in_plain(codec):
+    words = [SOME_TEXT[at : at + 8] for at in range(0, 4 * TOKENS - 8, 4)]
+    words += [SOME_TEXT[4 * TOKENS :], b"k" * 32]
+    with patch.object(frame_module, "_cipher", lambda *_: Clear()):
+        control = with_text(SOME_TEXT, codec=codec)
+    assert all(word in control for word in words), "the control: the same frame with a cipher that does nothing"
+    for key in (None, MINE):
+        frame = with_text(SOME_TEXT, key, codec)
+        assert not any(word in frame for word in words)
+
+
+class Clear:
+    def seal(self, _number: int, _associated: bytes, plain: memoryview, into: memoryview) -> bytes:
+        into[:] = bytes(plain)
+        return b"\1" * 16
+
+
+def test_a_text_of_another_length_is_refused_by_the_writer():
+    for text in (SOME_TEXT[:4], SOME_TEXT[: 4 * TOKENS - 1], SOME_TEXT[: 4 * TOKENS] + bytes(EXTRAS_BYTES_MAX + 1)):
+        with pytest.raises(ValueError, match=f"a text of {len(text)} bytes; allowed: 32, and 256 to 644"):
+            with_text(text)
+
+
+def test_a_changed_or_swapped_metadata_block_is_refused():
+    frame, other = with_text(SOME_TEXT), with_text(SOME_TEXT)
+    block = read_head(frame).metadata
+    swapped = patched(frame[: block.start] + other[block] + frame[block.stop :], 8, "I", 3)
+    assert reason(swapped, WITH_IDS) == "forged"
+    for at in (block.start, block.start + 68, block.start + 108, block.stop - 17, block.stop - 1):
+        changed = bytearray(frame)
+        changed[at] ^= 1
+        with pytest.raises(CorruptChunkError, match="the seal of the head"):
+            identity_in(patched(bytes(changed), 8, "I", 3))
+
+
+@settings(max_examples=300)
+@given(st.binary(min_size=400, max_size=METADATA_BYTES - 124 + 4 * TOKENS), st.integers(0, 80), st.integers(0, 600))
+def test_a_block_that_a_holder_of_the_key_has_made_up_is_parsed_or_refused(rest, ids, extras):
+    """Whatever is sealed: what comes back is whole, or it is refused as damaged."""
+
+    def hostile(head: bytearray, metadata: slice, _identity: Identity) -> None:
+        struct.pack_into("<II", head, metadata.start + 68, ids, extras)
+        head[metadata.start + 108 : metadata.start + 108 + len(rest)] = rest[: metadata.stop - 16 - metadata.start - 108]
+
+    with patch.object(frame_module, "pack_text", hostile):
+        frame = with_text(SOME_TEXT)
+    try:
+        found = identity_in(frame)
+    except CorruptChunkError as error:
+        assert error.reason == "damaged"
+        return
+    assert (ids in (0, TOKENS)) and extras <= EXTRAS_BYTES_MAX
+    assert len(found.text) == 4 * ids + extras
+    assert not any(rest[len(found.text) :])

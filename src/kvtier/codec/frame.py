@@ -37,6 +37,7 @@ from kvtier.codec.head import (
     is_raw_head,
     pack_head,
     pack_raw_head,
+    pack_text,
     read_head,
 )  # fmt: skip
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
@@ -118,7 +119,7 @@ def seal(
     Args:
         slot: head room and payload, `frame_bytes(group)` writable bytes.
         group: layout of the payload.
-        identity: the object.
+        identity: the object. A frame without a seal gets no key and no text.
         codec: tried on each section; sections that it does not make smaller stay raw, and so does a frame that it
             does not make `ALIGNMENT` smaller.
         scratch: at least `seal_scratch_bytes(group, codec)` bytes; None for raw without a seal.
@@ -149,6 +150,8 @@ def seal(
         return slot
     table, frame = packed or (layout.table.copy(), room[: layout.frame_bytes])
     head = pack_head(identity, layout, table, len(frame))
+    if key is not None and identity.text:
+        pack_text(head, layout.metadata, identity)
     _finish(frame, slot if packed is None else frame, head, layout.metadata, table, key, identity.name)
     return frame
 

@@ -35,6 +35,8 @@ METADATA_BYTES: Final = 512
 """Of the metadata block without the ids of tokens; with the tag."""
 TOKENS_MAX: Final = 1 << 20
 """Most tokens of a chunk for whose ids a metadata block has room."""
+EXTRAS_BYTES_MAX: Final = 388
+"""Most bytes of extras in a metadata block."""
 
 Table = npt.NDArray[np.void]
 """A section table; its fields are those of `ENTRY`."""
@@ -54,6 +56,8 @@ ENTRY: Final = np.dtype(
 #                        magic version header checksum frame raw metadata sections, name model key-check salt reserved
 _FIXED = struct.Struct("<8s    I       I      Q        Q     Q   I        I         32s  16s   16s       32s  112s")
 _METADATA = struct.Struct("<32s III 6I II 32s")  # parent, depth tokens group, part, counts of ids and extras, key
+_TEXT = struct.Struct("<II 32s")  # the last of these
+_TEXT_AT = _METADATA.size - _TEXT.size
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 16
 _VERSION = struct.Struct("<I")
@@ -87,6 +91,11 @@ class Identity(NamedTuple):
     group: int = 0
     part: Part = _NO_PART
     """Layers and heads of the group."""
+    key: bytes = b""
+    """Key of the chunk, which only a sealed frame with a text has."""
+    text: bytes = b""
+    """Ids of all tokens of the chunk, u32 each, and at most `EXTRAS_BYTES_MAX` bytes of extras after them. Only a sealed
+    frame has them; empty: it has none."""
 
 
 class Section(NamedTuple):
@@ -269,7 +278,7 @@ def _fill_in(head: bytearray, checksums: Sequence[int]) -> None:
 
 
 def _pack_identity(head: bytearray, layout: FrameLayout, identity: Identity) -> None:
-    name, model, parent, depth, tokens, group, part = identity
+    name, model, parent, depth, tokens, group, part, _, _ = identity
     parent = parent or _NO_PARENT
     lengths = (len(name), len(model), len(parent))
     if lengths != (DIGEST_BYTES, MODEL_BYTES, DIGEST_BYTES):
@@ -279,6 +288,24 @@ def _pack_identity(head: bytearray, layout: FrameLayout, identity: Identity) -> 
         raise ValueError(f"depth, tokens, group and part must be in 0..{_COUNT_MAX}, got {counts}")
     head[_NAME_AT:_SEAL_AT] = name + model
     _METADATA.pack_into(head, layout.metadata.start, parent, *counts, 0, 0, b"")
+
+
+def pack_text(head: bytearray, metadata: slice, identity: Identity) -> None:
+    """Write key, token ids and extras into the plain metadata of a frame that is sealed afterwards.
+
+    Raises:
+        ValueError: the key has another length, or the text is not that of a full chunk.
+    """
+    ids_bytes = metadata.stop - metadata.start - METADATA_BYTES
+    extras_bytes = len(identity.text) - ids_bytes
+    if len(identity.key) != DIGEST_BYTES or not ids_bytes or not 0 <= extras_bytes <= EXTRAS_BYTES_MAX:
+        raise ValueError(
+            f"a key of {len(identity.key)} and a text of {len(identity.text)} bytes; allowed: {DIGEST_BYTES}, and "
+            f"{ids_bytes} to {ids_bytes + EXTRAS_BYTES_MAX}"
+        )
+    _TEXT.pack_into(head, metadata.start + _TEXT_AT, ids_bytes // 4, extras_bytes, identity.key)
+    start = metadata.start + _METADATA.size
+    head[start : start + len(identity.text)] = identity.text
 
 
 def head_bytes_of(front: memoryview | bytes) -> int:
@@ -352,6 +379,26 @@ def read_head(front: memoryview | bytes) -> Head:
 def _with_metadata(identity: Identity, block: bytearray) -> Identity:
     parent, depth, tokens, group, *part, _, _, _ = _METADATA.unpack_from(block)
     return Identity(*identity[:2], ObjectName(parent) if any(parent) else None, depth, tokens, group, Part(*part))
+
+
+def opened_identity(head: Head, metadata: memoryview) -> Identity:
+    """The identity in the head of a sealed frame.
+
+    Args:
+        head: of the frame.
+        metadata: its plain metadata without the tag, see `frame.open_seal`.
+
+    Raises:
+        CorruptChunkError: the counts of ids and extras break their rules, or what follows them is not zero.
+    """
+    block = bytearray(metadata)
+    ids, extras_bytes, key = _TEXT.unpack_from(block, _TEXT_AT)
+    full = (head.metadata.stop - head.metadata.start - METADATA_BYTES) // 4
+    start = _METADATA.size
+    stop = start + 4 * ids + extras_bytes
+    if ids not in (0, full) or extras_bytes > (EXTRAS_BYTES_MAX if ids else 0) or any(block[stop:]):
+        raise CorruptChunkError(head.identity.name, f"metadata with {ids} ids and {extras_bytes} bytes of extras")
+    return _with_metadata(head.identity, block)._replace(key=key if ids else b"", text=bytes(block[start:stop]))
 
 
 def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
