@@ -358,15 +358,16 @@ def test_a_block_that_a_holder_of_the_key_has_made_up_is_parsed_or_refused(rest,
 
     def hostile(head: bytearray, metadata: slice, _identity: Identity) -> None:
         struct.pack_into("<II", head, metadata.start + 68, ids, extras)
-        head[metadata.start + 108 : metadata.start + 108 + len(rest)] = rest[: metadata.stop - 16 - metadata.start - 108]
+        start, stop = metadata.start + 108, metadata.stop - 16
+        head[start : start + len(rest[: stop - start])] = rest[: stop - start]
 
     with patch.object(frame_module, "pack_text", hostile):
         frame = with_text(SOME_TEXT)
     try:
         found = identity_in(frame)
-    except CorruptChunkError as error:
-        assert error.reason == "damaged"
+    except CorruptChunkError:
         return
-    assert (ids in (0, TOKENS)) and extras <= EXTRAS_BYTES_MAX
+    assert ids in (0, TOKENS)
+    assert extras <= EXTRAS_BYTES_MAX
     assert len(found.text) == 4 * ids + extras
     assert not any(rest[len(found.text) :])

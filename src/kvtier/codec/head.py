@@ -94,8 +94,8 @@ class Identity(NamedTuple):
     key: bytes = b""
     """Key of the chunk, which only a sealed frame with a text has."""
     text: bytes = b""
-    """Ids of all tokens of the chunk, u32 each, and at most `EXTRAS_BYTES_MAX` bytes of extras after them. Only a sealed
-    frame has them; empty: it has none."""
+    """Ids of all tokens of the chunk, u32 each, and at most `EXTRAS_BYTES_MAX` bytes of extras after them. Only a
+    sealed frame has them; empty: it has none."""
 
 
 class Section(NamedTuple):

@@ -6,7 +6,7 @@ tier is opened by a thread of its own, so that one that hangs delays nothing els
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtier.core.tier_state import RETRY_GROWTH, RETRY_SECONDS_MAX
 from kvtier.errors import DamagedStoreError, TierError
@@ -95,6 +95,14 @@ class DeferredTier(Tier):
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """See `Tier`."""
         return self._live().scan()
+
+    def newest(self, most: int, until_s: float) -> Iterable[ObjectName]:
+        """See `Tier`."""
+        return self._live().newest(most, until_s)
+
+    def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """See `Tier`."""
+        return self._live().peek_many(reads)
 
     def figures(self) -> Figures:
         """See `Tier`. Without figures until the tier is open."""

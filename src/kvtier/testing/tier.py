@@ -251,6 +251,20 @@ class TierContract:
         shown = {object_name(number): size for number, size in enumerate(self.odd_sizes)}
         assert dict(tier.scan()) == (shown if self.lists else {})
 
+    def test_the_newest_names_are_those_that_it_holds(self, tier: Tier) -> None:
+        """After a start kvtier reads the heads of the newest objects."""
+        sizes = {object_name(number): (1 + number % 3) * BLOCK_BYTES for number in range(6)}
+        for number, (name, size) in enumerate(sizes.items()):
+            assert tier.write(name, frame_of(number, size))
+        listed = list(tier.newest(10, time.monotonic() + _DEADLINE_S))
+        assert sorted(listed) == (sorted(sizes) if self.lists else [])
+        assert len(list(tier.newest(4, time.monotonic() + _DEADLINE_S))) == (4 if self.lists else 0)
+        heads = [empty_frame(BLOCK_BYTES) for _ in range(7)]
+        names = [*sizes, object_name(99)]
+        assert tier.peek_many(list(map(Read, names, heads))) == [*[BLOCK_BYTES] * 6, None]
+        for number, size in enumerate(sizes.values()):
+            assert heads[number] == frame_of(number, size)[:BLOCK_BYTES]
+
     def test_keeps_to_its_capacity_and_keeps_the_newest(self, make: MakeTier) -> None:
         """The tier evicts on demand; the capacity holds after every write."""
         self._needs_cap()

@@ -1,7 +1,9 @@
 """The interface of a tier below host memory."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvtier.errors import TierError
@@ -11,6 +13,7 @@ from kvtier.tier.refusal_log import RefusalLog
 from kvtier.types import Figures, NextTurn, ObjectName
 
 _Answer = TypeVar("_Answer")
+_Found = TypeVar("_Found")
 
 
 class About(NamedTuple):
@@ -110,6 +113,17 @@ class Tier(ABC):
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) held. Concurrent changes may be missing."""
 
+    def newest(self, most: int, until_s: float) -> Iterable[ObjectName]:
+        """At most `most` names, newest first where the kind knows an order at little cost.
+
+        By default what `scan` yields first. It ends at `until_s` of `time.monotonic` with what was found by then.
+        """
+        return islice(within(until_s, (name for name, _ in self.scan())), most)
+
+    def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """`read_many` that does not count as a use where the kind can avoid it. For heads of frames."""
+        return self.read_many(reads)
+
     @abstractmethod
     def figures(self) -> Figures:
         """The figures now. Called about once a second in a thread of the tier; after `close` it may raise."""
@@ -167,6 +181,21 @@ class OneByOneTier(Tier):
                 answers.append(error.with_traceback(None))  # the frame of this method refers to `answers`
         return answers
 
+    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """One object of `peek_many`."""
+        return self.read_one(name, into, offset)
+
+    def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """`peek_one` for each of `reads`."""
+        answers: list[int | TierError | None] = []
+        for each in reads:
+            try:
+                answers.append(self.peek_one(*each))
+            except TierError as error:
+                clear_frames(error)  # as in `read_many`
+                answers.append(error.with_traceback(None))
+        return answers
+
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """`write_one` for each of `writes`."""
         answers: list[bool | TierError] = []
@@ -177,6 +206,11 @@ class OneByOneTier(Tier):
                 clear_frames(error)  # as in `read_many`
                 answers.append(error.with_traceback(None))
         return answers
+
+
+def within(until_s: float, found: Iterable[_Found]) -> Iterator[_Found]:
+    """`found`, until `until_s` of `time.monotonic`."""
+    return takewhile(lambda _: time.monotonic() < until_s, found)
 
 
 def _only(answers: list[_Answer | TierError]) -> _Answer:

@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from heapq import nlargest
 from pathlib import Path
 
 from kvtier.policy.base import Evictor
@@ -159,6 +160,20 @@ class DirectoryTier(FileTier):
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         """Read the frame from `offset` into `into`; None when absent."""
+        return self._read(name, into, offset, is_use=True)
+
+    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """See `Tier`."""
+        return self._read(name, into, offset, is_use=False)
+
+    def newest(self, most: int, until_s: float) -> list[ObjectName]:
+        """See `Tier`. What this process has in its index, last used first; no system call."""
+        del until_s
+        with self._guard:
+            rows = nlargest(most, self._index.rows(), key=lambda row: row.used_ns)
+            return [ObjectName(row.name) for row in rows]
+
+    def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
         with self._operation("read", name):
             view = into.cast("B")
             is_direct = self.direct_io and is_aligned(view, offset)
@@ -171,7 +186,7 @@ class DirectoryTier(FileTier):
                 count = read_part(descriptor, view, offset)
                 if not is_direct:
                     forget_cached(descriptor, offset, count)
-                recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns)
+                recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns) if is_use else None
                 if recency_ns is not None and status.st_nlink == 1:
                     self._uses.append((name, recency_ns))
             finally:

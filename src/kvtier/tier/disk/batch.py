@@ -11,10 +11,11 @@ from kvtier.tier.base import Read, Write
 from kvtier.tier.disk.pool import Extent, Pool
 
 
-def read_many(pool: Pool, reads: Sequence[Read]) -> list[int | OSError | TierError | None]:
+def read_many(pool: Pool, reads: Sequence[Read], *, is_use: bool = True) -> list[int | OSError | TierError | None]:
     """Read frames, adjacent ones together. An error takes the place of its frame."""
     results: list[int | OSError | TierError | None] = [None] * len(reads)
-    found = {at: extent for at, extent in enumerate(pool.find([read.name for read in reads])) if extent is not None}
+    extents = pool.find([read.name for read in reads], is_use=is_use)
+    found = {at: extent for at, extent in enumerate(extents) if extent is not None}
     try:
         for run in _runs(found, reads):
             first = found[run[0]]

@@ -143,10 +143,21 @@ class Pool:
                 listed += self._table.items(start, start + _ROWS_AT_ONCE)
         return listed
 
-    def find(self, names: Sequence[bytes]) -> list[Extent | None]:
-        """The extent of each name, pinned and counted as a use; `unpin` after the read."""
+    def newest(self, most: int) -> list[bytes]:
+        """Names of the `most` objects that were written last, newest first. Concurrent changes may be missing."""
         with self._lock:
-            return [self._find(name) for name in names]
+            segments = [it for it in self._segments.values() if it.header is not None and it.rows]
+        listed: list[bytes] = []
+        for segment in sorted(segments, key=_generation, reverse=True):
+            with self._lock:
+                rows = self._table.rows_in(segment.number, segment.rows)[::-1]
+                listed += [self._table.name(row) for row in rows[: most - len(listed)].tolist()]
+        return listed
+
+    def find(self, names: Sequence[bytes], *, is_use: bool = True) -> list[Extent | None]:
+        """The extent of each name, pinned and perhaps counted as a use; `unpin` after the read."""
+        with self._lock:
+            return [self._find(name, is_use=is_use) for name in names]
 
     def unpin(self, segments: Iterable[Segment]) -> None:
         """Release the pins of `find`."""
@@ -285,11 +296,12 @@ class Pool:
 
     # ---- under the lock, for microseconds ----------------------------------------------------------------------------
 
-    def _find(self, name: bytes) -> Extent | None:
+    def _find(self, name: bytes, *, is_use: bool) -> Extent | None:
         row = self._table.find(name)
         if row is None:
             return None
-        self._table.use(row)
+        if is_use:
+            self._table.use(row)
         number, block, size_bytes = self._table.place(row)
         segment = self._segments[number]
         segment.pins += 1
@@ -499,3 +511,7 @@ class Pool:
             yield
         finally:
             self._sync.release()
+
+
+def _generation(segment: Segment) -> int:
+    return 0 if segment.header is None else segment.header.generation

@@ -152,8 +152,15 @@ class DiskTier(StoreTier):
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """See `Tier`. Adjacent frames take one system call."""
+        return self._read_many(reads, is_use=True)
+
+    def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """See `Tier`."""
+        return self._read_many(reads, is_use=False)
+
+    def _read_many(self, reads: Sequence[Read], *, is_use: bool) -> list[int | TierError | None]:
         with self._operation("read objects"):
-            answers = disk_batch.read_many(self._pool, reads)
+            answers = disk_batch.read_many(self._pool, reads, is_use=is_use)
         return [self._told("read", read.name, answer) for read, answer in zip(reads, answers, strict=True)]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
@@ -181,6 +188,12 @@ class DiskTier(StoreTier):
         """Every (name, frame bytes) held."""
         with self._operation("scan"):
             return iter([(ObjectName(name), size_bytes) for name, size_bytes in self._pool.everything()])
+
+    def newest(self, most: int, until_s: float) -> list[ObjectName]:
+        """See `Tier`. No system call."""
+        del until_s
+        with self._operation("list the newest"):
+            return [ObjectName(name) for name in self._pool.newest(most)]
 
     def sync(self) -> None:
         """Make all writes so far durable now."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from heapq import nlargest
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
-from kvtier.tier.base import About, OneByOneTier
+from kvtier.tier.base import About, OneByOneTier, within
 from kvtier.tier.loan import Loan
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.refusal_log import NO_ROOM
@@ -149,7 +150,12 @@ class S3Tier(OneByOneTier):
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) of this model and secret, in pages of a thousand."""
         with self._guard:
-            return self._scan(pages(self._store, self._root, 1000))
+            return ((name, row["size"]) for name, row in self._listed(pages(self._store, self._root, 1000)))
+
+    def newest(self, most: int, until_s: float) -> list[ObjectName]:
+        """See `Tier`. By the last modification, of what is listed in time."""
+        listed = within(until_s, self._listed(pages(self._store, self._root, 1000)))
+        return [name for name, _ in nlargest(most, listed, key=lambda found: found[1]["last_modified"])]
 
     def close(self) -> None:
         """Wait for running operations. Idempotent."""
@@ -236,7 +242,7 @@ class S3Tier(OneByOneTier):
         obstore.put(self._store, key, view, use_multipart=False)
         return True
 
-    def _scan(self, pages: Iterator[Sequence["ObjectMeta"]]) -> Iterator[tuple[ObjectName, int]]:
+    def _listed(self, pages: Iterator[Sequence["ObjectMeta"]]) -> Iterator[tuple[ObjectName, "ObjectMeta"]]:
         while True:
             with self._guard:
                 page = self._attempt("list", lambda: next(pages, None))
@@ -246,7 +252,7 @@ class S3Tier(OneByOneTier):
                 last = row["path"].rpartition("/")[2]
                 with suppress(ValueError):
                     if len(last) == 64:
-                        yield ObjectName(bytes.fromhex(last)), row["size"]
+                        yield ObjectName(bytes.fromhex(last)), row
 
     def _attempt(self, what: str, act: Callable[[], _T], deadline_s: float | None = None) -> _T:
         """`act`, as often as the deadline permits."""

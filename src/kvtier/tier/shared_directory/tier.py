@@ -17,9 +17,10 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from heapq import nlargest
 from pathlib import Path
 
-from kvtier.tier.base import About, Figures
+from kvtier.tier.base import About, Figures, within
 from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_marker import SHARED_VERSION
 from kvtier.tier.effective_cap import is_full_error
@@ -27,7 +28,7 @@ from kvtier.tier.file_tier import FileTier
 from kvtier.tier.safe_open import VANISHED, SuppressErrno, directory_at, open_file, rename_file
 from kvtier.tier.shared_directory.cap import TAKE_WAIT_S, SharedCap
 from kvtier.tier.shared_directory.sweep import ID
-from kvtier.tier.store_paths import charge_bytes, stat_in
+from kvtier.tier.store_paths import charge_bytes, stat_in, walk
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,19 @@ class SharedDirectoryTier(FileTier):
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         """Read the frame from `offset` into `into`; None when absent, also when it vanishes meanwhile."""
+        return self._read(name, into, offset, is_use=True)
+
+    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """See `Tier`."""
+        return self._read(name, into, offset, is_use=False)
+
+    def newest(self, most: int, until_s: float) -> list[ObjectName]:
+        """See `Tier`. By the files' mtimes, of those that a walk finds in time."""
+        with self._operation("list the newest"):
+            files = nlargest(most, within(until_s, walk(self._paths)), key=lambda file: file.mtime_ns)
+            return [ObjectName(file.name) for file in files]
+
+    def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
         with self._operation("read", name):
             view = into.cast("B")
             is_direct = self.direct_io and is_aligned(view, offset)
@@ -103,7 +117,7 @@ class SharedDirectoryTier(FileTier):
                 if fan is None:
                     return None
                 try:
-                    return self._read_in(fan, name, view, offset, is_direct=is_direct)
+                    return self._read_in(fan, name, view, offset, is_direct=is_direct, is_use=is_use)
                 except OSError as error:
                     if not self._is_gone(error, fan, name):
                         raise
@@ -143,7 +157,9 @@ class SharedDirectoryTier(FileTier):
     def _end(self) -> None:
         self._cap.close()
 
-    def _read_in(self, fan: int, name: ObjectName, view: memoryview, offset: int, *, is_direct: bool) -> int | None:
+    def _read_in(
+        self, fan: int, name: ObjectName, view: memoryview, offset: int, *, is_direct: bool, is_use: bool
+    ) -> int | None:
         descriptor, status = open_file(name.hex(), os.O_RDONLY | (os.O_DIRECT if is_direct else 0), fan)
         try:
             count = read_part(descriptor, view, offset)
@@ -155,7 +171,8 @@ class SharedDirectoryTier(FileTier):
             os.close(descriptor)
         if status.st_size == 0 and count == 0:
             return None  # its writer's machine failed before the bytes arrived
-        self._cap.used(name, status.st_mtime_ns)
+        if is_use:
+            self._cap.used(name, status.st_mtime_ns)
         return count
 
     def _is_gone(self, error: OSError, fan: int, name: ObjectName) -> bool:

@@ -102,6 +102,8 @@ class Part(Request):
         lifetime: milliseconds that a use gives to the value; empty: none.
     """
 
+    payload_bytes_max = PART_BYTES
+
     def __init__(self, slot: int, key: bytes, number: int, into: memoryview, offset: int, lifetime: bytes) -> None:
         name = part_key(key, number)
         super().__init__(slot, [command(b"GETEX", name, b"PX", lifetime) if lifetime else command(b"GET", name)])
@@ -121,7 +123,7 @@ class Part(Request):
         magic, stamp, length = HEADER.unpack(header)
         first = self.number * PART_BYTES
         payload = size - HEADER.size
-        if magic != MAGIC or length > FRAME_BYTES_MAX or payload != min(PART_BYTES, length - first):
+        if magic != MAGIC or length > FRAME_BYTES_MAX or payload != min(self.payload_bytes_max, length - first):
             return _skipped(reader, payload)
         self.header = (stamp, length)
         start = max(0, self._offset - first)
@@ -135,6 +137,25 @@ class Part(Request):
             reader.skip(payload)
         reader.end()
         return 1
+
+
+class Front(Part):
+    """Loads the front of an object's first value, and no more of it. Answers as `Part`, but b"torn" when absent.
+
+    Args:
+        slot: of the key.
+        key: of the object.
+        into: at most `PART_BYTES`.
+    """
+
+    def __init__(self, slot: int, key: bytes, into: memoryview) -> None:
+        super().__init__(slot, key, 0, into, 0, b"")
+        self.buffers = [command(b"GETRANGE", key, b"0", b"%d" % (HEADER.size + into.nbytes - 1))]
+        self.payload_bytes_max = into.nbytes
+
+    def byte_count(self) -> int | None:
+        """Bytes that are in memory; None when the object is absent or torn."""
+        return min(self.payload_bytes_max, self.header[1]) if self.answer == 1 else None
 
 
 class Loading:

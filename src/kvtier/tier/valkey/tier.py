@@ -15,7 +15,7 @@ from contextlib import suppress
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.valkey.parts import FRAME_BYTES_MAX, Loading, frame_bytes, look, removal, storing
+from kvtier.tier.valkey.parts import FRAME_BYTES_MAX, PART_BYTES, Front, Loading, frame_bytes, look, removal, storing
 from kvtier.tier.valkey.requests import MOVING, Request, Requests, Transaction
 from kvtier.tier.valkey.servers import ServerDownError, Servers, parse_addresses, slot_of
 from kvtier.tier.valkey.wire import Access, BrokenWireError, RefusedError, cause_of, command
@@ -126,6 +126,15 @@ class ValkeyTier(Tier):
                 if left:  # if it fails, the next reader tries again
                     self._requests.run(left, time.monotonic() + self._probe_deadline_s)
             return answers
+
+    def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """See `Tier`. Of the first part only what is asked for, in one round trip; no lifetime is renewed."""
+        if any(each.offset or not 0 < each.into.nbytes <= PART_BYTES for each in reads):
+            return self.read_many(reads)
+        with self._guard:
+            fronts = [Front(*self._key(each.name), each.into.cast("B")) for each in reads]
+            self._requests.run(fronts, self._end_s())
+            return [self._problem(each, "read") if each.has_failed else each.byte_count() for each in fronts]
 
     def _answer(self, loading: Loading) -> int | TierError | None:
         failed = next((part for part in loading.parts if part.has_failed), None)
