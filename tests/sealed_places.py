@@ -17,6 +17,8 @@ from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.tier.valkey.parts import HEADER
 
 KINDS = ("disk", "s3", "valkey")
+LISTED_KINDS = ("directory", "shared_directory", *KINDS)
+"""Kinds that list their objects."""
 
 
 @contextmanager
@@ -30,10 +32,11 @@ def sealed_place(kind: str, folder: Path) -> Iterator[tuple[dict[str, Any], Call
     secret.write_bytes(bytes(range(32)))
     secret.chmod(0o600)
     form = "codec=split&seal=on"
+    capacity = {"disk": "64MiB&reserve=0", "directory": "64MiB", "shared_directory": "1GiB"}
     with ExitStack() as stack:
         stack.enter_context(patch.object(CodecChoice, "codes", lambda *_: True))
-        if kind == "disk":
-            url, contents = f"disk:{folder}?capacity=64MiB&reserve=0&{form}", lambda: _files(folder)
+        if kind in capacity:
+            url, contents = f"{kind}:{folder}?capacity={capacity[kind]}&{form}", lambda: _files(folder)
         elif kind == "s3":
             s3 = stack.enter_context(SmallS3())
             access = "allow_http=true&access_key_id=id&secret_access_key=key"

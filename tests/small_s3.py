@@ -108,6 +108,8 @@ class Request(http.server.BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
         prefix, end = query.get("prefix", ""), query.get("delimiter")
         keys = sorted(key for key in self.server.objects if key.startswith(prefix))
+        written = {key: number for number, key in enumerate(self.server.objects)}
+        # A minute for each object, in the order of writing.
         folders: dict[str, None] = {}
         rows = []
         for key in keys:
@@ -116,8 +118,9 @@ class Request(http.server.BaseHTTPRequestHandler):
                 folders[f"{prefix}{first}/"] = None
             else:
                 size = len(self.server.objects[key])
+                hour, minute = divmod(written[key] % 1440, 60)
                 rows.append(
-                    f"<Contents><Key>{key}</Key><LastModified>2026-01-05T10:00:00.000Z</LastModified>"
+                    f"<Contents><Key>{key}</Key><LastModified>2026-01-05T{hour:02}:{minute:02}:00.000Z</LastModified>"
                     f"<ETag>1</ETag><Size>{size}</Size></Contents>"
                 )
         rows += [f"<CommonPrefixes><Prefix>{folder}</Prefix></CommonPrefixes>" for folder in folders]

@@ -140,6 +140,7 @@ class Transfer(NamedTuple):
     depth: int  # number of chunks before this one
     deadline_s: float  # on the session's clock; later completions do not count
     conversation: str | None  # the conversation, for eviction policies
+    text: bytes = b""  # of a demote, for a sealed frame: token ids of the chunk as u32, and extras after them
 
 
 class Probe(NamedTuple):
@@ -167,13 +168,49 @@ class Tell(NamedTuple):
     next_turn: NextTurn | None
 
 
+class Recall(NamedTuple):
+    """Asks one rank for chunks whose tokens are in heads of a lower tier's sealed objects.
+
+    The first one with a new `number` begins a recall, in a thread of its own. Each is completed at once with the
+    records that are known by then, see `RecallPage`.
+    """
+
+    tier: str
+    group: int
+    number: int  # of the recall, at least 1; another number begins another one
+    position: int  # records of this recall that were taken before
+
+
 class Cancel(NamedTuple):
     """Transfers without a waiting operation; those that have not started need not start."""
 
     ids: tuple[int, ...]
 
 
-Command = Transfer | Probe | Drop | Tell | Cancel
+Command = Transfer | Probe | Drop | Tell | Recall | Cancel
+
+
+class ChunkRecord(NamedTuple):
+    """A chunk that a lower tier holds, as its sealed head says."""
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    """Key of the chunk before it; None at the start of a prompt."""
+    depth: int
+    """Number of chunks before it."""
+    tokens: bytes
+    """Ids of its tokens, little-endian u32 each."""
+    extras: bytes
+    """As the engine adapter that stored the chunk gave them: at most 388 bytes."""
+
+
+class RecallPage(NamedTuple):
+    """Some records of a recall."""
+
+    records: tuple[ChunkRecord, ...]
+    """Each after its parent, which may be in an earlier page; chains of newer objects first."""
+    is_last: bool
+    """Whether no more will follow. False without records: they are still being read."""
 
 
 class LoadOption(NamedTuple):

@@ -26,12 +26,15 @@ from kvtier.types import (
     WRITE_KINDS,
     Cancel,
     ChunkKey,
+    ChunkRecord,
     Direction,
     Drop,
     Figures,
     NextTurn,
     Outcome,
     Probe,
+    Recall,
+    RecallPage,
     RequestId,
     Tell,
     Transfer,
@@ -56,11 +59,15 @@ transfers = st.builds(
     small,
     seconds,
     st.none() | words,
+    st.binary(max_size=40),
 )
 probes = st.builds(Probe, integers, words, st.lists(st.tuples(keys, small), max_size=40).map(tuple), seconds)
 drops = st.builds(Drop, words, keys, small)
 tells = st.builds(Tell, words, words, st.none() | st.sampled_from(NextTurn))
-orders = st.builds(CommandMessage, integers, transfers | probes | drops | tells)
+recalls = st.builds(Recall, words, integers, integers, integers)
+orders = st.builds(CommandMessage, integers, transfers | probes | drops | tells | recalls)
+records = st.builds(ChunkRecord, keys, st.none() | keys, integers, st.binary(max_size=40), st.binary(max_size=40))
+pages = st.builds(RecallPage, st.lists(records, max_size=3).map(tuple), st.booleans())
 answers = st.builds(
     CompletionMessage,
     integers,
@@ -72,6 +79,7 @@ answers = st.builds(
     words,
     st.booleans(),
     words,
+    st.none() | pages,
 )
 notes = st.builds(Note, words, words.map(RequestId), st.lists(integers, max_size=40).map(tuple), st.booleans())
 cancels = st.lists(integers, max_size=40).map(lambda ids: Cancel(tuple(ids)))
@@ -110,12 +118,15 @@ plain = st.recursive(
 )
 word, number, count = (str, type(None)), (int, float), (int, type(None))
 FIELDS = {
-    CommandMessage: (int, (Transfer, Probe, Drop, Tell)),
-    Transfer: (int, Direction, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word),
+    CommandMessage: (int, (Transfer, Probe, Drop, Tell, Recall)),
+    Transfer: (int, Direction, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word, bytes),
     Probe: (int, str, tuple, number),
     Drop: (str, bytes, int),
     Tell: (str, str, (NextTurn, type(None))),
-    CompletionMessage: (int, Outcome, tuple, int, number, number, str, bool, str),
+    Recall: (str, int, int, int),
+    CompletionMessage: (int, Outcome, tuple, int, number, number, str, bool, str, (RecallPage, type(None))),
+    RecallPage: (tuple, bool),
+    ChunkRecord: (bytes, (bytes, type(None)), int, bytes, bytes),
     Note: (str, str, tuple, bool),
     Cancel: (tuple,),
     TierReport: (str, Figures, int),
@@ -137,6 +148,10 @@ def check_fields(value):
         assert isinstance(field, kind), value
         if type(field) in FIELDS:
             check_fields(field)
+        elif isinstance(value, RecallPage) and isinstance(field, tuple):
+            assert all(type(record) is ChunkRecord for record in field)
+            for record in field:
+                check_fields(record)
         elif isinstance(field, tuple):
             assert all(type(item) in (int, bool) or (type(item[0]), type(item[1])) == (bytes, int) for item in field)
 

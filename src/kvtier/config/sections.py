@@ -194,6 +194,11 @@ class EventsConfig(SettingsSection):
     repeat_s: float = setting(
         300.0, Seconds(0, 86400), "Time after which all that is held is published again, for new routers; 0: never."
     )
+    token_ids: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Write the chunks' token ids into sealed objects, and publish events of what tiers hold after a start.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +243,8 @@ class Config:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     sglang: SglangConfig = field(default_factory=SglangConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -266,6 +271,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
         PlannerConfig,
         TraceConfig,
         JournalConfig,
+        EventsConfig,
         VllmConfig,
         EventsConfig,
         SglangConfig,

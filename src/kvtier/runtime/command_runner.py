@@ -6,6 +6,7 @@ an exception the bytes in the target slot are undefined. Tiers get slots as loan
 
 import hmac
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -19,12 +20,13 @@ from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import name_head, names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.executor import Job, Work
+from kvtier.runtime.executor import Completion, Job, Work
+from kvtier.runtime.recall import TierRecall
 from kvtier.runtime.stored_forms import RAW, StoredForm
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write
 from kvtier.tier.loan import Loan, clear_frames
-from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, RequestId, Tell, Transfer
+from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, Recall, RequestId, Tell, Transfer
 
 BATCH_BYTES = 2 << 20
 """Approximate size of a batch of small objects. Larger batches are not faster and delay their first object."""
@@ -116,6 +118,9 @@ class CommandRunner:
         self._checksums: dict[tuple[int, int], list[int]] = {}
         """Those of the payload in a (group, slot), until another payload comes there. Threads share it as they do the
         slots."""
+        self._recalls: dict[str, TierRecall] = {}
+        self.closing = threading.Event()
+        """Set when no command comes any more: recalls end."""
         self._unreadable: dict[tuple[str, ObjectName], float] = {}
         """(tier, name), and until when it is left alone. Threads share it without a lock: each use is one operation."""
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
@@ -147,6 +152,21 @@ class CommandRunner:
         if self._kept_elsewhere and self._is_elsewhere(command):
             return [_ELSEWHERE]
         return self._demote(jobs, scratch)
+
+    def recall(self, command: Recall) -> Completion:
+        """Complete a recall at once. For one thread at a time.
+
+        Raises:
+            ValueError: the tier or the group is unknown.
+        """
+        tier = self._tiers.get(command.tier)
+        if tier is None or not 0 <= command.group < len(self._layout.groups):
+            raise ValueError(f"no tier {command.tier!r} with group {command.group}")
+        if command.tier not in self._recalls:
+            self._recalls[command.tier] = TierRecall(
+                *(tier, self._forms[command.tier], self._layout, self._model, self._name_heads, self.closing)
+            )
+        return self._recalls[command.tier].page(command)
 
     def _ask(self, job: Job, command: Probe | Drop | Tell) -> Result:
         """Do a command that moves no bytes."""
@@ -319,6 +339,8 @@ class CommandRunner:
                 self._layout.chunk_tokens,
                 transfer.group,
                 self._parts[transfer.group],
+                transfer.key,
+                transfer.text,
             )
             for transfer, name in zip(transfers, names, strict=True)
         ]

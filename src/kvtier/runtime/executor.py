@@ -2,17 +2,32 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtier.types import Command, Drop, Figures, Outcome, Probe, Tell, Transfer
+from kvtier.types import (
+    ChunkKey,
+    ChunkRecord,
+    Command,
+    Drop,
+    Figures,
+    Outcome,
+    Probe,
+    Recall,
+    RecallPage,
+    Tell,
+    Transfer,
+)
 
 COUNT_MAX = 1 << 62
 """Largest figure of a tier that is taken as it is."""
 
-Work = Transfer | Probe | Drop | Tell
+Work = Transfer | Probe | Drop | Tell | Recall
 """Commands that are completed. A `Cancel` is not; the commands that it names are."""
+
+QueuedWork = Transfer | Probe | Drop | Tell
+"""Commands that wait in worker queues."""
 
 
 class Completion(NamedTuple):
@@ -20,7 +35,7 @@ class Completion(NamedTuple):
 
     command: Work
     outcome: Outcome
-    """Outcome of the command; DONE, FAILED or CANCELLED for a probe, drop or tell."""
+    """Outcome of the command; DONE, FAILED or CANCELLED for all but transfers."""
     present: tuple[bool, ...] = ()
     """Whether the tier holds each object of a probe that is DONE."""
     size_bytes: int = 0
@@ -35,6 +50,8 @@ class Completion(NamedTuple):
     """The tier failed or missed the deadline. Circuit breakers count faults; a refused write is not a fault."""
     reason: str = ""
     """Why a read refused the object, see `CorruptChunkError` and `UnreadableChunkError`; otherwise empty."""
+    page: RecallPage | None = None
+    """Records of a recall that is DONE."""
 
 
 class Executor(Protocol):
@@ -82,6 +99,27 @@ class Observer(Protocol):
         ...
 
 
+class ChunkTexts(Protocol):
+    """An engine adapter that knows the tokens of chunks. Called under the session's lock, in any thread.
+
+    Both methods must be quick and must not raise.
+    """
+
+    text_group: int
+    """Number of the KV group whose objects get texts: one whose objects are whole chunks of a history."""
+
+    def text_of(self, key: ChunkKey) -> bytes:
+        """Token ids of the chunk `key` as little-endian u32, and at most 388 bytes of extras; empty: not known."""
+        ...
+
+    def recalled(self, records: Sequence[ChunkRecord], tier: str) -> None:
+        """The tier holds these chunks, or held them a moment ago. Parents come first, perhaps in an earlier call.
+
+        A chunk may come twice, and it may be one that this engine has stored itself.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
     """Threads of each worker queue. The device has one queue, each tier has three of its own."""
@@ -121,7 +159,7 @@ class Job:
 
     __slots__ = ("after", "command", "deadline_s", "is_answered", "is_in_tier", "over", "submitted_s", "together")
 
-    def __init__(self, command: Work, submitted_s: float, together: int = 1) -> None:
+    def __init__(self, command: QueuedWork, submitted_s: float, together: int = 1) -> None:
         self.command = command
         self.submitted_s = submitted_s
         self.together = together

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from threading import get_ident
@@ -30,7 +30,20 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.session_events import LogLine
-from kvtier.types import Cancel, ChunkKey, Command, Drop, Event, Outcome, Probe, RequestId, TierNotice, Transfer
+from kvtier.types import (
+    Cancel,
+    ChunkKey,
+    Command,
+    Direction,
+    Drop,
+    Event,
+    Outcome,
+    Probe,
+    Recall,
+    RequestId,
+    TierNotice,
+    Transfer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +106,7 @@ class LockedCore:
         observer: receives every command and every completion, under the lock.
         lines: lines for the log, written once the lock is free.
         clock: monotonic seconds; the executor's clock.
+        annotate: adds the text of its chunk to a demote, under the lock; None: demotes have none.
     """
 
     THREAD_NAME: ClassVar[str]
@@ -112,6 +126,7 @@ class LockedCore:
         observer: Observer | None,
         lines: deque[LogLine],
         clock: Callable[[], float],
+        annotate: Callable[[Transfer], Transfer] | None = None,
     ) -> None:
         self.metrics = metrics
         self._cache = cache
@@ -121,6 +136,7 @@ class LockedCore:
         self._observer = observer
         self._watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] = lambda _tier: ()
         self._each_second: Callable[[], None] = lambda: None
+        self._annotate = annotate
         self._on_close = on_close
         self._on_second = on_second
         self._clock = clock
@@ -375,6 +391,8 @@ class LockedCore:
                 self._cache.probed(command.id, present, now_s)
             elif isinstance(command, Drop):
                 self._cache.dropped(command, completion.outcome)
+            elif isinstance(command, Recall):
+                self._recalled(command, completion, now_s)
         for _ in range(len(self._wishes)):
             self._wishes.popleft()(now_s)
         self._cache.advance(now_s)
@@ -395,9 +413,16 @@ class LockedCore:
             self._copies.pop(ended, None)
         self._fail(set(self._copies.values()))
 
-    def _send(self, commands: list[Command]) -> None:
+    def _recalled(self, command: Recall, completion: Completion, now_s: float) -> None:
+        """A recall is completed. A subclass that sends recalls overrides this."""
+
+    def _send(self, commands: Sequence[Command]) -> None:
         """Queue the core's commands in the executor."""
         due_s = self._due_s
+        if (annotate := self._annotate) is not None:
+            commands = [
+                annotate(it) if isinstance(it, Transfer) and it.direction is Direction.DEMOTE else it for it in commands
+            ]
         for command in commands:
             if isinstance(command, Cancel):
                 continue

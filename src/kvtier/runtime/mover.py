@@ -4,6 +4,7 @@ r"""The mover: executes commands in worker queues and completes each exactly onc
     read queue       promote             \
     write queue      demote, drop, tell   } one of each per tier, so that a slow write or a tier that
     probe queue      probe               /  hangs delays no other work
+    no queue         recall               completed at once; a thread of its own per tier reads
 
 From a command to its completion the mover owns the slot that the command names. So a command is completed only when no
 thread uses the slot any more, even if its deadline passed long before; no thread of a tier either (`tier/loan.py`).
@@ -33,7 +34,7 @@ from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, Tier
 from kvtier.tier.effective_cap import FULL
 from kvtier.tier.refusal_log import NO_ROOM
-from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Tell, Transfer
+from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Recall, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
 """Most jobs that may wait in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
@@ -243,6 +244,9 @@ class Mover:
                 if isinstance(command, Cancel):
                     self._cancel(frozenset(command.ids))
                     continue
+                if isinstance(command, Recall):
+                    self._recall(command)
+                    continue
                 job = Job(command, now_s)
                 if isinstance(command, Drop):
                     job.over = threading.Event()
@@ -294,6 +298,7 @@ class Mover:
         if self._process != os.getpid():  # before any lock
             return True
         until_s = time.monotonic() + deadline_s
+        self._transfers.closing.set()
         try:
             for queue in self._queues:
                 for job in queue.close():
@@ -302,6 +307,12 @@ class Mover:
             return all(ended)
         finally:
             self._closed.set()
+
+    def _recall(self, command: Recall) -> None:
+        is_closed = self._transfers.closing.is_set()
+        closed = Completion(command, Outcome.CANCELLED, detail=CLOSED)
+        self._put(closed if is_closed else self._transfers.recall(command))
+        self._ready()
 
     def _cancel(self, ids: frozenset[int]) -> None:
         for queue in self._queues:

@@ -6,14 +6,16 @@ An engine that keeps host memory itself has no session; it uses `kvtier.runtime.
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
+from kvtier.codec.head import EXTRAS_BYTES_MAX
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules, WritePolicy
+from kvtier.core.recalls import Recalls
 from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
@@ -24,7 +26,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
-from kvtier.runtime.executor import Observer
+from kvtier.runtime.executor import ChunkTexts, Observer
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
@@ -32,8 +34,8 @@ from kvtier.runtime.secret import configured_secret, store_secret
 from kvtier.runtime.session import Session
 from kvtier.runtime.stored_forms import closing_keys, is_locked, open_key_source
 from kvtier.runtime.trace_recorder import Recorder
-from kvtier.tier.registry import TierSettings, kind_of
-from kvtier.types import Way
+from kvtier.tier.registry import TierSettings, is_sealed, kind_of
+from kvtier.types import Transfer, Way
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ CHUNK_TOKENS_MIN = 256
 
 RETRY_JITTER = 0.25
 """Share by which a node's pause before a trial of a shared tier differs at random."""
+
+TEXT_TOKENS_MAX = 4096
+"""Most tokens of a chunk whose ids are written. They travel with each write to every rank."""
 
 LINES_DEADLINE_S = 2.0
 """How long closing a session waits for its recording, and for its journal."""
@@ -88,6 +93,7 @@ def open_session(
     *,
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
+    texts: ChunkTexts | None = None,
 ) -> OpenedSession:
     """Open a session with one rank, in this process, and start its threads.
 
@@ -98,6 +104,7 @@ def open_session(
         copier: copies between the engine's blocks and host slots.
         page_lock: page-locks host memory for a device.
         copy_threads: threads for gather and scatter.
+        texts: as of `open_core`.
 
     Raises:
         ConfigError: a setting is wrong, or a recording's path cannot be used. Nothing stays open.
@@ -107,7 +114,7 @@ def open_session(
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
         ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), [rank.mover.views])
-        return open_core(config, layout, fingerprint_digest, ranks, on_close=rank.close, keys=rank.keys)
+        return open_core(config, layout, fingerprint_digest, ranks, on_close=rank.close, keys=rank.keys, texts=texts)
     except BaseException:
         rank.close(5.0)
         raise
@@ -123,6 +130,7 @@ def open_core(
     observer: Observer | None = None,
     publishes: bool = False,
     keys: KeySource | None = None,
+    texts: ChunkTexts | None = None,
 ) -> OpenedSession:
     """Open a session over open ranks, in this or other processes, and start its thread.
 
@@ -135,6 +143,8 @@ def open_core(
         observer: receives every command and every completion, under the session's lock.
         publishes: other engines wait for what this one stores, see `Limits.publishes`.
         keys: of a rank in this process; None: they are read here, too, if a tier seals.
+        texts: with the setting `events.token_ids` it gives the tokens of chunks for sealed objects. It gets the chunks
+            that tiers which seal hold: once after each tier has opened, and after each `Session.recall`.
 
     Raises:
         ConfigError: a setting is wrong, or the secret or the recording's path cannot be used.
@@ -161,6 +171,8 @@ def open_core(
     journal = open_journal(config, layout, root, metrics, ranks.rank_count)
     counters = CommandCounters(metrics, *(it for it in (journal, observer) if it is not None))
     own = open_key_source(config, configured_secret(config)) if keys is None and config.tiers else None
+    sealing = {tier.name for tier in config.tiers if is_sealed(tier)}
+    known = texts if config.events.token_ids and sealing else None
     session = Session(
         cache,
         ranks.executor,
@@ -169,8 +181,23 @@ def open_core(
         metrics=metrics,
         observer=counters,
         is_locked=partial(is_locked, config, keys or own),
+        annotate=None if known is None else partial(_with_text, known, sealing, 4 * layout.chunk_tokens),
+        recalls=None if known is None else Recalls(sealing, known.text_group),
+        recalled=_ignore if known is None else known.recalled,
     )
     return OpenedSession(session, root, metrics, recorder, journal)
+
+
+def _with_text(texts: ChunkTexts, sealing: Collection[str], ids_bytes: int, demote: Transfer) -> Transfer:
+    """`demote` with the text of its chunk, if that is known, fits into a head and goes to a tier that seals."""
+    if demote.group != texts.text_group or demote.tier not in sealing or ids_bytes > 4 * TEXT_TOKENS_MAX:
+        return demote
+    text = texts.text_of(demote.key)
+    return demote._replace(text=text) if 0 <= len(text) - ids_bytes <= EXTRAS_BYTES_MAX else demote
+
+
+def _ignore(_records: object, _tier: str) -> None:
+    """Take no records."""
 
 
 def open_journal(config: Config, layout: KvLayout, root: bytes, metrics: Metrics, ranks: int = 1) -> Journal | None:

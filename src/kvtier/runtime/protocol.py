@@ -24,12 +24,15 @@ from kvtier.types import (
     WRITE_KINDS,
     Cancel,
     ChunkKey,
+    ChunkRecord,
     Direction,
     Drop,
     Figures,
     NextTurn,
     Outcome,
     Probe,
+    Recall,
+    RecallPage,
     RequestId,
     Tell,
     Transfer,
@@ -69,6 +72,7 @@ class CompletionMessage(NamedTuple):
     detail: str = ""
     is_tier_fault: bool = False
     reason: str = ""
+    page: RecallPage | None = None
 
 
 class Note(NamedTuple):
@@ -205,6 +209,16 @@ def _object(value: list[Any]) -> tuple[ChunkKey, int]:
     return _key(key), _whole(group)
 
 
+def _record(values: list[Any]) -> ChunkRecord:
+    key, parent, depth, tokens, extras = values
+    return ChunkRecord(_key(key), _maybe(_key)(parent), _whole(depth), bytes.fromhex(tokens), bytes.fromhex(extras))
+
+
+def _page(values: list[Any]) -> RecallPage:
+    records, is_last = values
+    return RecallPage(_many(_record)(records), _flag(is_last))
+
+
 def _count(value: int) -> int:
     if not 0 <= _whole(value) <= COUNT_MAX:
         raise ValueError("not a tier's figure")
@@ -223,13 +237,14 @@ def _figures(values: list[Any]) -> Figures:
 _FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     Transfer: (
         *(_whole, Direction, _key, _whole, _whole, _word, _maybe(_word), _wholes),
-        *(_maybe(_key), _whole, _number, _maybe(_word)),
+        *(_maybe(_key), _whole, _number, _maybe(_word), bytes.fromhex),
     ),
     Probe: (_whole, _word, _many(_object), _number),
     Drop: (_word, _key, _whole),
     Tell: (_word, _word, _maybe(NextTurn)),
+    Recall: (_word, _whole, _whole, _whole),
     Cancel: (_wholes,),
-    CompletionMessage: (_whole, Outcome, _many(_flag), _whole, _number, _number, _word, _flag, _word),
+    CompletionMessage: (_whole, Outcome, _many(_flag), _whole, _number, _number, _word, _flag, _word, _maybe(_page)),
     Note: (_word, _word, _wholes, _flag),
     Ping: (),
     Leave: (),

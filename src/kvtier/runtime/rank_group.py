@@ -10,14 +10,15 @@ from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.remote_rank import RemoteRank
-from kvtier.types import SEVERITY, Cancel, Command, Outcome, Probe
+from kvtier.types import SEVERITY, Cancel, Command, Outcome, Probe, Recall
 
 
 class RankGroup:
     """An `Executor` over all ranks of one engine. The worst outcome of a rank is the outcome of the command.
 
     In a remote tier one rank probes for all, by its own names, because the ranks wrote theirs together. The answer is a
-    hint: where another rank lacks an object, its promotion finds that out and the load is shorter.
+    hint: where another rank lacks an object, its promotion finds that out and the load is shorter. A recall is of rank
+    0.
 
     Args:
         ranks: at least one; their completions go to the group from now on.
@@ -53,10 +54,11 @@ class RankGroup:
             for command in commands:
                 if isinstance(command, Cancel):
                     continue
-                is_of_one = isinstance(command, Probe) and command.tier in self._asked
-                if is_of_one:
+                if isinstance(command, Probe) and command.tier in self._asked:
                     asked[id(command)] = self._asked[command.tier]
-                self._open[id(command)] = _PendingCommand(command, 1 if is_of_one else len(self._ranks))
+                elif isinstance(command, Recall):
+                    asked[id(command)] = 0
+                self._open[id(command)] = _PendingCommand(command, 1 if id(command) in asked else len(self._ranks))
         for position, rank in enumerate(self._ranks):
             mine = [each for each in commands if asked.get(id(each), position) == position] if asked else commands
             if mine:

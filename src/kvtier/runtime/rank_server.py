@@ -450,7 +450,7 @@ def _answer(peer: socket.socket, key: bytes) -> bytes:
 
 def _proof(key: bytes, role: bytes, nonce: bytes) -> bytes:
     # The role prevents that one side's proof is replayed to it. The number is the protocol's version.
-    return hmac.digest(key, b"kvtier 3 " + role + nonce, "sha256")
+    return hmac.digest(key, b"kvtier 4 " + role + nonce, "sha256")
 
 
 def _shut(connection: socket.socket, how: int) -> None:

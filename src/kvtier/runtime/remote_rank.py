@@ -36,7 +36,7 @@ from kvtier.runtime.protocol import (
     decode,
     encode,
 )
-from kvtier.types import Cancel, Command, Direction, Outcome, Probe, Transfer
+from kvtier.types import Cancel, Command, Direction, Outcome, Probe, Recall, Transfer
 
 SILENCE_S = 1.0
 """Time without a message after which the rank is checked."""
@@ -233,6 +233,8 @@ class RemoteRank:
             wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
             if len(message.present) != wanted:
                 raise ProtocolError(f"a probe of {wanted} objects has {len(message.present)} results")
+            if (message.page is not None) != (isinstance(command, Recall) and message.outcome is Outcome.DONE):
+                raise ProtocolError("a page of records belongs to a recall that is done, and to nothing else")
             completion = Completion(command, *message[1:])
             del self._open[message.number]
         self._give(completion)

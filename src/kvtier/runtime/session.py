@@ -1,5 +1,6 @@
 """The session: all that an engine adapter uses. The core behind one lock (`locked_core`), for loads and stores."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,12 +8,26 @@ from collections.abc import Callable, Sequence
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.probes import ASK_AGAIN_S_MAX
+from kvtier.core.recalls import Recalls
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.executor import Executor, Observer
+from kvtier.runtime.executor import Completion, Executor, Observer
 from kvtier.runtime.locked_core import FLUSH_STEP_S, TICK_S, Closed, LockedCore, SessionError
 from kvtier.runtime.session_events import LogLine, OpenCall, SessionEvents
-from kvtier.types import ChunkKey, Event, Lookup, NextTurn, Place, Prefix, Presence, RequestId
+from kvtier.types import (
+    ChunkKey,
+    ChunkRecord,
+    Event,
+    Lookup,
+    NextTurn,
+    Outcome,
+    Place,
+    Prefix,
+    Presence,
+    Recall,
+    RequestId,
+    Transfer,
+)
 
 __all__ = ["Closed", "Session", "SessionError"]
 
@@ -38,6 +53,9 @@ class Session(LockedCore):
         clock: monotonic seconds; the executor's clock.
         is_locked: whether the tenant has no key: then nothing is found or stored. Called for each lookup and store.
         has_thread: False: `tick` is called instead, by the owner.
+        annotate: adds the text of its chunk to a demote; see `LockedCore`.
+        recalls: of tiers that may hold texts; None: none is recalled.
+        recalled: receives the records that tiers hold, and the tier's name; under the lock, in any thread.
 
     Raises:
         RuntimeError: the system cannot start a thread.
@@ -58,6 +76,9 @@ class Session(LockedCore):
         clock: Callable[[], float] = time.monotonic,
         is_locked: Callable[[], bool] = lambda: False,
         has_thread: bool = True,
+        annotate: Callable[[Transfer], Transfer] | None = None,
+        recalls: Recalls | None = None,
+        recalled: Callable[[Sequence[ChunkRecord], str], None] = lambda _records, _tier: None,
     ) -> None:
         self._is_locked = is_locked
         metrics, lines = metrics or Metrics(), deque[LogLine]()
@@ -73,7 +94,9 @@ class Session(LockedCore):
             observer=observer,
             lines=lines,
             clock=clock,
+            annotate=annotate,
         )
+        self._recalls, self._on_recalled = recalls, recalled
         self._counted: dict[RequestId, None] = {}
         """Requests whose tokens are counted, so that repeated lookups of a request count once."""
         if has_thread:
@@ -215,6 +238,12 @@ class Session(LockedCore):
         """
         self._watched, self._each_second = watched, each_second
 
+    def recall(self, tier: str) -> None:
+        """Ask once more for the chunks whose tokens `tier` holds, see `open.open_core`. Other tiers hold none."""
+        recalls = self._recalls
+        if recalls is not None:
+            self._wish(lambda _now_s: recalls.again(tier))
+
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""
         return self._events.poll(wait_s)
@@ -222,6 +251,22 @@ class Session(LockedCore):
     def end_poll(self) -> None:
         """Let a `poll` that waits, or the next one, return without an event. Any thread."""
         self._events.end_poll()
+
+    def _check(self, now_s: float) -> None:
+        super()._check(now_s)
+        if self._recalls is not None and (due := self._recalls.due(self._cache.is_up, now_s)):
+            self._send(due)
+
+    def _recalled(self, command: Recall, completion: Completion, now_s: float) -> None:
+        if self._recalls is None:
+            return
+        records, is_last = completion.page or ((), False)
+        if records:
+            self._on_recalled(records, command.tier)
+        elif completion.outcome is Outcome.FAILED:
+            self._lines.append(LogLine(logging.DEBUG, "no recall of tier %s: %s", (command.tier, completion.detail)))
+        if following := self._recalls.answered(command, completion.outcome, len(records), now_s, is_last=is_last):
+            self._send(following)
 
     def _begin(self, act: Callable[[float], None], register: Callable[..., OpenCall], *what: object) -> None:
         """`_call` for a load or store, which is registered before it begins."""

@@ -56,6 +56,8 @@ from kvtier.types import (
     Figures,
     Outcome,
     Probe,
+    Recall,
+    RecallPage,
     Transfer,
 )
 
@@ -303,6 +305,17 @@ def test_in_a_remote_tier_one_rank_probes_for_all(ranks):
     assert ranks[1].commands == commands[1:4]
     ranks[0].answer(present=(True, False))
     assert [(it.command.id, it.present) for it in group.take()] == [(1, (True, False))]
+
+
+def test_rank_0_recalls_for_all(ranks):
+    group = taking(RankGroup(ranks))
+    commands = [Recall("below", 0, 1, 0), a_transfer(2)]
+    group.submit(*commands)
+    assert ranks[0].commands == commands
+    assert ranks[1].commands == commands[1:]
+    page = RecallPage((), is_last=True)
+    ranks[0].answer(page=page)
+    assert [it.page for it in group.take()] == [page]
 
 
 def test_a_remote_tier_is_probed_by_the_rank_that_failed_last(ranks):

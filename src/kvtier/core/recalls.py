@@ -1,0 +1,85 @@
+"""When a rank is asked for the chunks that tiers hold: once when a tier is up, and again on request. Pure."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvtier.types import Outcome, Recall
+
+POLL_S = 0.5
+"""Interval of questions while the rank is still reading."""
+
+RETRY_S = 30.0
+"""Time after a failure, doubled with each further one."""
+
+ATTEMPTS_MAX = 4
+"""Failures in a row after which a tier is not asked until the next request."""
+
+
+@dataclass(slots=True)
+class _TierRecall:
+    """The present recall of one tier."""
+
+    number: int = 1
+    position: int = 0
+    """Records that were taken."""
+    failures: int = 0
+    next_s: float = 0.0
+    is_wanted: bool = True
+    is_asked: bool = False
+    """Whether a command is not completed."""
+
+
+class Recalls:
+    """Recalls of all tiers that may hold texts of chunks.
+
+    Args:
+        tiers: their names.
+        group: number of the KV group.
+    """
+
+    def __init__(self, tiers: Iterable[str], group: int) -> None:
+        self._group = group
+        self._tiers = {name: _TierRecall() for name in tiers}
+
+    def due(self, is_up: Callable[[str], bool], now_s: float) -> list[Recall]:
+        """Commands to send now. A tier that is not up, or not open yet, is not asked."""
+        return [
+            self._ask(name)
+            for name, it in self._tiers.items()
+            if it.is_wanted and not it.is_asked and now_s >= it.next_s and is_up(name)
+        ]
+
+    def answered(self, command: Recall, outcome: Outcome, taken: int, now_s: float, *, is_last: bool) -> list[Recall]:
+        """A command is completed with `taken` records; the commands to send next.
+
+        Args:
+            command: of `due`, or of an earlier call of this.
+            outcome: its outcome.
+            taken: number of its records.
+            now_s: the time.
+            is_last: no records follow.
+        """
+        it = self._tiers[command.tier]
+        it.is_asked = False
+        if command.number != it.number:
+            return []  # another recall was requested meanwhile
+        if outcome is not Outcome.DONE:
+            it.failures += 1
+            it.next_s = now_s + RETRY_S * 2 ** (it.failures - 1)
+            it.is_wanted = outcome is Outcome.FAILED and it.failures < ATTEMPTS_MAX
+            it.number, it.position = it.number + 1, 0
+            return []
+        it.position += taken
+        it.is_wanted = not is_last
+        it.next_s = now_s if taken else now_s + POLL_S
+        return [self._ask(command.tier)] if taken and not is_last else []
+
+    def again(self, tier: str) -> None:
+        """Recall the tier once more, from the start. Unknown tiers hold no texts."""
+        if (it := self._tiers.get(tier)) is not None:
+            it.number, it.position, it.failures, it.next_s, it.is_wanted = it.number + 1, 0, 0, 0.0, True
+
+    def _ask(self, tier: str) -> Recall:
+        it = self._tiers[tier]
+        it.is_asked = True
+        return Recall(tier, self._group, it.number, it.position)

@@ -1,0 +1,197 @@
+"""Recalls chunks from the sealed heads of a tier's newest objects, so that routers learn after a start what it holds.
+
+A thread of its own lists and reads, in small batches with pauses, so that loads are not delayed. What hangs holds up
+nothing else: no command waits for it. An object that cannot be opened here is skipped and stays as it is.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Final
+
+from kvtier.codec.frame import Seals, open_seal
+from kvtier.codec.head import Identity, expect, frame_layout, opened_identity, read_head
+from kvtier.errors import CorruptChunkError, TierError, UnreadableChunkError
+from kvtier.keys.object_names import names_of
+from kvtier.layout import KvLayout
+from kvtier.runtime.arena import page_aligned
+from kvtier.runtime.executor import Completion
+from kvtier.runtime.stored_forms import StoredForm
+from kvtier.tier.base import Read, Tier
+from kvtier.tier.loan import Loan
+from kvtier.types import ChunkKey, ChunkRecord, ObjectName, Outcome, Recall, RecallPage
+
+CHUNKS_MAX: Final = 16_384
+"""Most objects whose heads one recall reads."""
+
+HEADS_BYTES_MAX: Final = 64 << 20
+"""Most bytes of heads that one recall reads."""
+
+SECONDS_MAX: Final = 60.0
+"""After this time a recall ends with what it has found."""
+
+BATCH: Final = 16
+"""Heads that one call of the tier reads. The thread then pauses for as long as the call took."""
+
+PAGE_BYTES: Final = 256 << 10
+"""Approximate size of the records in a page. A message has twice as many bytes."""
+
+
+class TierRecall:
+    """The recalls of one tier, on one rank. `page` is for one thread at a time.
+
+    Args:
+        tier: read by a thread of this object.
+        form: has the keys of its seals.
+        layout: the KV groups, with the part of each that this rank holds.
+        model: 16 bytes, `keys.secret.model_id`; other models' objects are skipped.
+        name_heads: `keys.object_names.name_head` of each group.
+        closing: set when the mover closes; the thread then ends after its batch.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        form: StoredForm,
+        layout: KvLayout,
+        model: bytes,
+        name_heads: Sequence[bytes],
+        closing: threading.Event,
+    ) -> None:
+        self._tier = tier
+        self._form = form
+        self._layout = layout
+        self._model = model
+        self._name_heads = name_heads
+        self._closing = closing
+        self._number = 0
+        self._records: list[ChunkRecord] | None = None
+        """None: they are still being read."""
+        self._error = ""
+        self._thread: threading.Thread | None = None
+
+    def page(self, command: Recall) -> Completion:
+        """The completion of `command`, at once. A new number starts the thread."""
+        if command.number != self._number:
+            if self._thread is not None and self._thread.is_alive():
+                return Completion(command, Outcome.FAILED, detail="an earlier recall has not ended")
+            self._number, self._records, self._error = command.number, None, ""
+            self._thread = threading.Thread(
+                target=self._run, args=(command.group,), name=f"kvtier {self._tier.name} recall", daemon=True
+            )
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system gives no more threads
+                self._thread, self._error = None, str(error)
+        if self._error:
+            return Completion(command, Outcome.FAILED, detail=self._error)
+        records = self._records
+        if records is None:
+            return Completion(command, Outcome.DONE, page=RecallPage((), is_last=False))
+        page = tuple(_front(islice(records, command.position, None)))
+        is_last = command.position + len(page) >= len(records)
+        if is_last:
+            self._records = []
+        return Completion(command, Outcome.DONE, page=RecallPage(page, is_last))
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self, group: int) -> None:
+        try:
+            self._records = records_of(self._read(group))
+        except Exception as error:  # noqa: BLE001 - any error of a tier ends this recall and nothing else
+            self._error = str(error) or type(error).__name__
+
+    def _read(self, group: int) -> dict[ObjectName, Identity]:
+        """Identities with a text, in the order in which they were read: newest first, and parents soon after."""
+        found: dict[ObjectName, Identity] = {}
+        seals, until_s = self._form.seals, time.monotonic() + SECONDS_MAX
+        if seals is None or self._form.is_locked:
+            return found
+        header_bytes = frame_layout(self._layout.groups[group]).header_bytes
+        left = min(CHUNKS_MAX, HEADS_BYTES_MAX // header_bytes)
+        buffer = page_aligned(BATCH * header_bytes).data
+        seen: set[ObjectName] = set()
+        listed = (name for name in self._tier.newest(left, until_s) if name not in seen)
+        parents: dict[ObjectName, None] = {}
+        while left > 0 and time.monotonic() < until_s:
+            began_s = time.monotonic()
+            # Parents at once: below the bounds whole chains count.
+            names = list(islice(parents, min(BATCH, left)))
+            seen.update(names)
+            names += islice(listed, min(BATCH, left) - len(names))
+            if not names:
+                break
+            seen.update(names)
+            for name in names:
+                parents.pop(name, None)
+            left -= len(names)
+            for name, identity in self._opened(names, buffer, group, seals):
+                found[name] = identity
+                if identity.parent is not None and identity.parent not in seen:
+                    parents[identity.parent] = None
+            if self._closing.wait(time.monotonic() - began_s):
+                break
+        return found
+
+    def _opened(
+        self, names: Sequence[ObjectName], buffer: memoryview, group: int, seals: Seals
+    ) -> Iterator[tuple[ObjectName, Identity]]:
+        size = len(buffer) // BATCH
+        heads = [buffer[at * size : (at + 1) * size] for at in range(len(names))]
+        with Loan(heads, self._tier.name) as views:
+            answers = self._tier.peek_many(list(map(Read, names, views)))
+        if len(answers) != len(names):
+            raise TierError(self._tier.name, f"a batch of {len(names)} heads returned {len(answers)} results")
+        for name, head, answer in zip(names, heads, answers, strict=True):
+            if isinstance(answer, int):
+                identity = self._identity(name, head[:answer], group, seals)
+                if identity is not None:
+                    yield name, identity
+
+    def _identity(self, name: ObjectName, front: memoryview, group: int, seals: Seals) -> Identity | None:
+        """What the sealed head of `name` says; None if it has no text, is not of this engine or cannot be opened."""
+        try:
+            head = read_head(front)
+            expect(head, self._layout.groups[group], Identity(name))
+            if not head.seal or head.identity.model != self._model:
+                return None
+            identity = opened_identity(head, open_seal(head, seals)[1])
+        except (CorruptChunkError, UnreadableChunkError):
+            return None
+        # A key that names another object is not this chunk's, though its writer had the key of the seal.
+        is_whole = bool(identity.text) and identity.tokens == self._layout.chunk_tokens
+        is_own = is_whole and names_of([(ChunkKey(identity.key), group)], self._name_heads) == [name]
+        return identity if is_own else None
+
+
+def records_of(found: Mapping[ObjectName, Identity]) -> list[ChunkRecord]:
+    """The chunks of `found` whose chain is whole down to depth 0, each after its parent, chains in the given order."""
+    records: list[ChunkRecord] = []
+    whole: dict[ObjectName, bool] = {}
+    for first in found:
+        chain: list[Identity] = []
+        name, depth = first, found[first].depth
+        while name is not None and name not in whole and name in found and found[name].depth == depth:
+            chain.append(found[name])
+            name, depth = found[name].parent, depth - 1
+        is_whole = depth == -1 if name is None else whole.get(name, False) and found[name].depth == depth
+        parent = None if name is None or not is_whole else ChunkKey(found[name].key)
+        for identity in reversed(chain):
+            whole[identity.name] = is_whole
+            if is_whole:
+                at, key = 4 * identity.tokens, ChunkKey(identity.key)
+                records.append(ChunkRecord(key, parent, identity.depth, identity.text[:at], identity.text[at:]))
+                parent = key
+    return records
+
+
+def _front(records: Iterable[ChunkRecord]) -> Iterator[ChunkRecord]:
+    """The first of `records`, and more until `PAGE_BYTES` are full."""
+    size_bytes = 0
+    for record in records:
+        yield record
+        size_bytes += len(record.tokens) + len(record.extras) + 2 * len(record.key)
+        if size_bytes >= PAGE_BYTES:
+            return
