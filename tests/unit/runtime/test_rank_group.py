@@ -366,6 +366,7 @@ settled_ = st.builds(
     st.floats(0, 10),
     st.text(max_size=3),
     st.booleans(),
+    page=st.none(),
 )
 
 
