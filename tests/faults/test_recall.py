@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.faults.mover_world import HangingTier
 from tests.memory_tier import MemoryTier
 from tests.rig import (
@@ -25,6 +27,7 @@ from tests.sealed_places import LISTED_KINDS, sealed_place
 from tests.waiting import wait_until
 
 from kvtier.codec import frame as frame_module
+from kvtier.codec.head import Identity
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config, EventsConfig, HostConfig
 from kvtier.config.value_types import PrivateText
@@ -38,6 +41,7 @@ from kvtier.keys.object_names import object_names
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime import recall
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core, open_session
@@ -85,8 +89,8 @@ class Texts:
         return [record for _, record in self.got]
 
 
-def configured(settings, *, token_ids=True, **store) -> Config:
-    base = override(Config(), flat(settings, "test"), "test")
+def configured(place, *, token_ids=True, **store) -> Config:
+    base = override(Config(), flat(place, "test"), "test")
     tiers = tuple(replace(tier, retry_s=0.2) for tier in base.tiers)
     store = replace(base.store, **store)
     host = HostConfig(capacity_bytes=1 << 20)
@@ -142,8 +146,8 @@ def check_parents_first(records):
 
 @pytest.mark.parametrize("kind", LISTED_KINDS)
 def test_a_fresh_session_learns_what_another_has_written(kind, tmp_path):
-    with sealed_place(kind, tmp_path / "place") as (settings, _):
-        config, texts = configured(settings), Texts()
+    with sealed_place(kind, tmp_path / "place") as (place, _):
+        config, texts = configured(place), Texts()
         prefixes = write(config, texts, seeds=(1, 2))
         got = learned(config, 2 * CHUNKS)
         check_parents_first(got.records)
@@ -158,8 +162,8 @@ def test_a_fresh_session_learns_what_another_has_written(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind in LISTED_KINDS if kind != "valkey"])
 def test_below_the_bound_the_newest_chains_come_whole(kind, tmp_path, monkeypatch):
-    with sealed_place(kind, tmp_path / "place") as (settings, _):
-        config, texts = configured(settings), Texts()
+    with sealed_place(kind, tmp_path / "place") as (place, _):
+        config, texts = configured(place), Texts()
         prefixes = []
         for seed in range(1, 5):
             prefixes += write(config, texts, seeds=(seed,))
@@ -179,8 +183,8 @@ def test_ids_lie_in_no_object_in_plain(kind, seal, tmp_path, monkeypatch):
     """A byte search for the ids; the control is a frame in which the seal does nothing."""
 
     def holds(folder):
-        with sealed_place(kind, folder) as (settings, heads):
-            config = configured(settings)
+        with sealed_place(kind, folder) as (place, heads):
+            config = configured(place)
             config = replace(config, tiers=tuple(replace(tier, seal=seal) for tier in config.tiers))
             texts = Texts()
             write(config, texts)
@@ -202,18 +206,18 @@ class Clear:
 
 
 def test_without_the_setting_nothing_is_written_and_nothing_recalled(tmp_path):
-    with sealed_place("disk", tmp_path / "place") as (settings, _):
+    with sealed_place("disk", tmp_path / "place") as (place, _):
         texts = Texts()
-        write(configured(settings, token_ids=False), texts)
-        assert learned(configured(settings), 0).got == []
-        write(configured(settings), texts, seeds=(2,))
-        learned(configured(settings), CHUNKS)
-        assert learned(configured(settings, token_ids=False), 0).got == []
+        write(configured(place, token_ids=False), texts)
+        assert learned(configured(place), 0).got == []
+        write(configured(place), texts, seeds=(2,))
+        learned(configured(place), CHUNKS)
+        assert learned(configured(place, token_ids=False), 0).got == []
 
 
 def test_a_text_that_does_not_fit_is_not_written_and_its_descendants_are_useless(tmp_path):
-    with sealed_place("disk", tmp_path / "place") as (settings, _):
-        config, texts = configured(settings), Texts()
+    with sealed_place("disk", tmp_path / "place") as (place, _):
+        config, texts = configured(place), Texts()
         with session_of(config, texts) as opened:
             prefix = texts.prompt(opened.root, 1, 4)
             texts.known[prefix.keys[1]] += bytes(389)
@@ -227,8 +231,8 @@ def test_a_text_that_does_not_fit_is_not_written_and_its_descendants_are_useless
 
 @pytest.mark.parametrize("kind", ["directory", "shared_directory"])
 def test_what_is_damaged_foreign_or_swapped_is_skipped_and_kept(kind, tmp_path):
-    with sealed_place(kind, tmp_path / "place") as (settings, _):
-        config, texts = configured(settings), Texts()
+    with sealed_place(kind, tmp_path / "place") as (place, _):
+        config, texts = configured(place), Texts()
         (good, bad) = write(config, texts, seeds=(1, 2))
         write(config, Texts(), seeds=(3,), fingerprint=bytes(32))  # another model
         files = [it for it in (tmp_path / "place").rglob("*") if len(it.name) == 64]
@@ -252,23 +256,62 @@ def names_in_group_0(keys):
     return [name.hex() for name in object_names(keys, 0, LAYOUT.part(0), LAYOUT.digest(0))]
 
 
+def test_a_head_whose_key_names_another_chunk_is_skipped_though_its_seal_is_right(tmp_path, monkeypatch):
+    """A holder of the key of the seal cannot pass off one chunk's tokens as another's."""
+    honest = CommandRunner._identities
+
+    def lying(self, transfers):
+        return [it._replace(key=bytes(32)) if it.depth == 1 else it for it in honest(self, transfers)]
+
+    with sealed_place("disk", tmp_path / "place") as (place, _):
+        config, texts = configured(place), Texts()
+        monkeypatch.setattr(CommandRunner, "_identities", lying)
+        (prefix,) = write(config, texts)
+        assert [it.key for it in learned(config, 1).records] == [prefix.keys[0]]
+
+
+names = st.integers(0, 7).map(lambda number: bytes([number]) * 32)
+identities = st.builds(
+    lambda name, parent, depth: Identity(name, parent=parent, depth=depth, tokens=1, key=name, text=b"1234x"),
+    names,
+    st.none() | names,
+    st.integers(0, 6),
+)
+
+
+@settings(max_examples=500)
+@given(st.lists(identities, max_size=8, unique_by=lambda it: it.name))
+def test_whatever_heads_say_of_parents_only_whole_chains_come_parents_first(found):
+    by_name = {it.name: it for it in found}
+
+    def is_whole(identity, depth):
+        if identity is None or identity.depth != depth:
+            return False
+        return depth == 0 if identity.parent is None else is_whole(by_name.get(identity.parent), depth - 1)
+
+    records = recall.records_of(by_name)
+    check_parents_first(records)
+    assert {it.key for it in records} == {it.name for it in found if is_whole(it, it.depth)}
+    assert all((it.tokens, it.extras, it.parent) == (b"1234", b"x", by_name[it.key].parent) for it in records)
+
+
 def line(epoch, tenant, digit):
     return f"{epoch} {tenant} {digit * 64}\n"
 
 
 def test_a_tenant_learns_nothing_of_another_and_nothing_without_its_key(tmp_path):
     both = line(1, "one", "1") + line(1, "two", "2")
-    with sealed_place("directory", tmp_path / "place") as (settings, _):
+    with sealed_place("directory", tmp_path / "place") as (place, _):
         texts = Texts()
-        write(configured(settings, keys=PrivateText(both), tenant="one"), texts)
-        assert learned(configured(settings, keys=PrivateText(both), tenant="two"), 0).got == []
-        assert learned(configured(settings, keys=PrivateText(line(1, "two", "2")), tenant="one"), 0).got == []
-        learned(configured(settings, keys=PrivateText(both), tenant="one"), CHUNKS)
+        write(configured(place, keys=PrivateText(both), tenant="one"), texts)
+        assert learned(configured(place, keys=PrivateText(both), tenant="two"), 0).got == []
+        assert learned(configured(place, keys=PrivateText(line(1, "two", "2")), tenant="one"), 0).got == []
+        learned(configured(place, keys=PrivateText(both), tenant="one"), CHUNKS)
 
 
 def test_a_recall_counts_as_no_use(tmp_path):
-    with sealed_place("directory", tmp_path / "place") as (settings, _):
-        config, texts = configured(settings), Texts()
+    with sealed_place("directory", tmp_path / "place") as (place, _):
+        config, texts = configured(place), Texts()
         write(config, texts, seeds=(1, 2))
         files = [it for it in (tmp_path / "place" / "objects").rglob("*") if it.is_file()]
         hour_ago = time.time_ns() - 3600 * 10**9
@@ -408,8 +451,8 @@ def test_pages_are_small_and_in_order(monkeypatch):
 
 def test_ranks_in_other_processes_get_texts_and_rank_0_recalls(tmp_path):
     """Over sockets: the pid of a handshake that is not this process's keeps `connect` from a short cut."""
-    with sealed_place("directory", tmp_path / "place") as (settings, _):
-        config = configured(settings)
+    with sealed_place("directory", tmp_path / "place") as (place, _):
+        config = configured(place)
 
         @contextmanager
         def session(texts):

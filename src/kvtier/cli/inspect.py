@@ -482,6 +482,8 @@ def _draw_verification(result: Verification, *, is_repair: bool) -> None:
     counts = f"{result.bad} bad{dropped}, {result.unreadable} unreadable here and kept"
     if sealed := result.outcomes.get("sealed"):
         counts += f", {sealed} sealed with keys that are not known here: only their checksums were verified"
+    if result.with_token_ids:
+        counts += f", {result.with_token_ids} with token ids of their chunk"
     click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {counts}")
 
 

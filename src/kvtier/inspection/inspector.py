@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvtier.codec import registry
 from kvtier.codec.frame import EXTENT_BYTES_MAX, Seals, codecs_of, open_seal, open_section, reseal, verify_section
-from kvtier.codec.head import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, read_head
+from kvtier.codec.head import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, opened_identity, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, TierError, UnreadableChunkError
 from kvtier.inspection.results import (
     Count,
@@ -188,6 +188,7 @@ class StoreInspector:
             advance(stored.size_bytes)
             if finding is not None:
                 result.checked += 1
+                result.with_token_ids += finding.has_token_ids
                 result.bytes += stored.size_bytes
                 is_bad = finding.outcome in _BAD
                 result.add(stored, finding, result.bad_objects if is_bad else result.unreadable_objects)
@@ -255,7 +256,7 @@ class StoreInspector:
         def verified(reader: ObjectReader, head: Head) -> Finding:
             outcome = self._verify_sections(reader, head, seals)
             codecs_of(head)
-            return Finding(outcome)
+            return Finding(outcome, has_token_ids=_has_token_ids(head, seals))
 
         return self._found(stored, verified)
 
@@ -498,3 +499,11 @@ def _codec_name(number: int) -> str:
         return registry.by_id(number).name
     except ConfigError:
         return f"unknown ({number})"
+
+
+def _has_token_ids(head: Head, seals: Seals | None) -> bool:
+    """Whether the sealed head of a verified frame holds token ids, as far as it can be opened here."""
+    try:
+        return bool(head.seal) and bool(opened_identity(head, open_seal(head, seals)[1]).text)
+    except (CorruptChunkError, UnreadableChunkError):
+        return False

@@ -107,6 +107,8 @@ class Finding(NamedTuple):
     outcome: str
     """`good`, `sealed` (intact, and nothing here tells whether it is forged), or as of `BadObject`."""
     reason: str = ""
+    has_token_ids: bool = False
+    """Whether its sealed head holds the token ids of its chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,11 @@ class Outcomes:
         """Count what was found in an object, and add the object to the list `to` if there is a reason to name it."""
         self.outcomes[finding.outcome] = self.outcomes.get(finding.outcome, 0) + 1
         if finding.reason:
-            to.append(BadObject(name=stored.name.hex(), size_bytes=stored.size_bytes, **finding._asdict()))
+            to.append(
+                BadObject(
+                    name=stored.name.hex(), size_bytes=stored.size_bytes, outcome=finding.outcome, reason=finding.reason
+                )
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +149,8 @@ class Verification(Outcomes):
     """Result of verifying all objects. Reading one of `bad_objects`, here or anywhere, is a miss and drops it."""
 
     checked: int = 0
+    with_token_ids: int = 0
+    """Objects whose head was opened with a key and holds the token ids of its chunk."""
     bad: int = 0
     dropped: int = 0
     """Bad objects removed by a repair."""

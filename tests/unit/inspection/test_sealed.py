@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,28 @@ def test_with_keys_tags_are_verified_and_a_repair_drops_what_is_forged(store, in
     code, told = inspect("verify", store, "--keys", keys(*MATERIAL), "--repair")
     assert (told["bad"], told["dropped"]) == (2, 2)
     assert [path_of(store, number).exists() for number in range(5)] == [False, True, False, True, True]
+
+
+def test_objects_with_token_ids_are_counted_where_their_key_is_known_and_no_token_is_shown(store, keys, capsys):
+    group, text = replace(GROUP, chunk_tokens=8), struct.pack("<8I", *range(70_000, 70_008)) + b"extras"
+    tier = DirectoryTier(store, capacity_bytes=1 << 30, direct_io="off")
+    for number in (10, 11):
+        slot = empty_frame(frame_bytes(group))
+        scratch = empty_frame(seal_scratch_bytes(group, registry.by_name("raw"), is_sealed=True))
+        identity = identity_of(number)._replace(key=bytes(32), text=text)
+        assert tier.write(
+            identity.name, seal(slot, group, identity, registry.by_name("raw"), scratch, key=KEYS["a", 2])
+        )
+    tier.close()
+    assert run(["inspect", "verify", str(store), "--keys", keys(*MATERIAL)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 with token ids of their chunk" in shown
+    assert run(["inspect", "verify", str(store), "--keys", keys(*MATERIAL), "--json"]) == 0
+    told = capsys.readouterr().out
+    assert json.loads(told)["with_token_ids"] == 2
+    assert "70000" not in shown + told
+    assert run(["inspect", "verify", str(store), "--keys", keys(("b", 1)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["with_token_ids"] == 0
 
 
 def test_in_a_tier_that_seals_a_frame_without_a_seal_is_bad(store, inspect, keys):
