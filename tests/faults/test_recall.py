@@ -44,12 +44,14 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.open import open_core, open_session
+from kvtier.runtime.open import TEXT_TOKENS_MAX, _with_text, open_core, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.runtime.session import Session
 from kvtier.runtime.stored_forms import StoredForm
-from kvtier.types import ChunkRecord, Direction
+from kvtier.testing.tier import frame_of, object_name
+from kvtier.tier.disk.tier import DiskTier
+from kvtier.types import ChunkRecord, Direction, Transfer
 
 pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
 
@@ -295,6 +297,32 @@ def test_whatever_heads_say_of_parents_only_whole_chains_come_parents_first(foun
     assert all((it.tokens, it.extras, it.parent) == (b"1234", b"x", by_name[it.key].parent) for it in records)
 
 
+def test_a_disk_lists_its_newest_segments_first_also_after_a_start(tmp_path):
+    sizes = {"capacity_bytes": 8 * 16 * 4096, "segment_bytes": 16 * 4096}
+    for _ in range(2):
+        tier = DiskTier(tmp_path / "disk", **sizes)
+        for number in range(60):
+            assert tier.write(object_name(number), frame_of(number, 4096))
+        held = [object_name(number) for number in range(60)][-40:]
+        assert list(tier.newest(40, 0.0)) == held[::-1]
+        tier.close()
+
+
+def test_only_demotes_to_tiers_that_seal_get_a_text_and_only_one_that_fits():
+    texts, ids_bytes = Texts(), 4 * CHUNK_TOKENS
+    prefix = texts.prompt(bytes(32), 1)
+    demote = Transfer(1, Direction.DEMOTE, prefix.keys[0], 0, 0, "sealed", None, (), None, 0, 1.0, None)
+    text = texts.known[demote.key]
+    assert _with_text(texts, {"sealed"}, ids_bytes, demote) == demote._replace(text=text)
+    for other in (demote._replace(tier="plain"), demote._replace(group=1), demote._replace(key=bytes(32))):
+        assert _with_text(texts, {"sealed"}, ids_bytes, other) is other
+    for known in (text[: ids_bytes - 1], text[:ids_bytes] + bytes(389)):
+        texts.known[demote.key] = known
+        assert _with_text(texts, {"sealed"}, ids_bytes, demote) is demote
+    texts.known[demote.key] = bytes(4 * (TEXT_TOKENS_MAX + 1))
+    assert _with_text(texts, {"sealed"}, 4 * (TEXT_TOKENS_MAX + 1), demote) is demote
+
+
 def line(epoch, tenant, digit):
     return f"{epoch} {tenant} {digit * 64}\n"
 
@@ -317,6 +345,7 @@ def test_a_recall_counts_as_no_use(tmp_path):
         hour_ago = time.time_ns() - 3600 * 10**9
         for at, path in enumerate(sorted(files)):
             os.utime(path, ns=(hour_ago + at, hour_ago + at))
+        (tmp_path / "place" / "index").unlink()  # which has later uses than the files
         before = {it: it.stat().st_mtime_ns for it in files}
         learned(config, 2 * CHUNKS)
         assert {it: it.stat().st_mtime_ns for it in files} == before
