@@ -170,12 +170,13 @@ class OneByOneTier(Tier):
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         """One object of `write_many`."""
 
-    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read_one` for each of `reads`."""
+    def read_many(self, reads: Sequence[Read], *, is_use: bool = True) -> list[int | TierError | None]:
+        """`read_one` for each of `reads`, or `peek_one`."""
+        read_one = self.read_one if is_use else self.peek_one
         answers: list[int | TierError | None] = []
         for each in reads:
             try:
-                answers.append(self.read_one(*each))
+                answers.append(read_one(*each))
             except TierError as error:
                 clear_frames(error)  # they refer to the buffers
                 answers.append(error.with_traceback(None))  # the frame of this method refers to `answers`
@@ -187,14 +188,7 @@ class OneByOneTier(Tier):
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """`peek_one` for each of `reads`."""
-        answers: list[int | TierError | None] = []
-        for each in reads:
-            try:
-                answers.append(self.peek_one(*each))
-            except TierError as error:
-                clear_frames(error)  # as in `read_many`
-                answers.append(error.with_traceback(None))
-        return answers
+        return OneByOneTier.read_many(self, reads, is_use=False)  # a subclass may have a `read_many` of its own
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """`write_one` for each of `writes`."""

@@ -31,6 +31,18 @@ class FileTier(StoreTier, OneByOneTier):
         super().__init__(root, name, capacity_bytes)
         self._paths = Paths(str(self.root), objects)
 
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Read the frame from `offset` into `into`; None when absent, also when it vanishes meanwhile."""
+        return self._read(name, into, offset, is_use=True)
+
+    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """See `Tier`."""
+        return self._read(name, into, offset, is_use=False)
+
+    def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
+        """`read_one` or `peek_one`."""
+        raise NotImplementedError
+
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) in the objects' directory, of all processes and nodes."""
         with self._operation("scan"):

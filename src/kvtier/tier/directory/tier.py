@@ -158,14 +158,6 @@ class DirectoryTier(FileTier):
                 answers = [is_known or name in there for name, is_known in zip(names, answers, strict=True)]
             return answers
 
-    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Read the frame from `offset` into `into`; None when absent."""
-        return self._read(name, into, offset, is_use=True)
-
-    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """See `Tier`."""
-        return self._read(name, into, offset, is_use=False)
-
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
         """See `Tier`. What this process has in its index, last used first; no system call."""
         del until_s

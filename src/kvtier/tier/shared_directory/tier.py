@@ -95,14 +95,6 @@ class SharedDirectoryTier(FileTier):
             there = {name for name, status in self._paths.stat_objects(names) if status.st_size > 0}
             return [name in there for name in names]
 
-    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Read the frame from `offset` into `into`; None when absent, also when it vanishes meanwhile."""
-        return self._read(name, into, offset, is_use=True)
-
-    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """See `Tier`."""
-        return self._read(name, into, offset, is_use=False)
-
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
         """See `Tier`. By the files' mtimes, of those that a walk finds in time."""
         with self._operation("list the newest"):
