@@ -273,7 +273,6 @@ SECTIONS: dict[str, type[SettingsSection]] = {
         JournalConfig,
         EventsConfig,
         VllmConfig,
-        EventsConfig,
         SglangConfig,
         LogConfig,
     )
