@@ -21,6 +21,7 @@ SKIPPED_FOLDERS = {
     ".venv-vllm",
     ".venv-sglang",
     ".venv-aiperf",
+    ".venv-routers",
     ".lmcache",
     ".ruff_cache",
     ".pytest_cache",

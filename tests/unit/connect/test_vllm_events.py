@@ -1,5 +1,6 @@
 """KV events: what routers get of each movement, of what a tier has lost, and again after a while."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from kvtier.connect.vllm import events as events_module
 from kvtier.connect.vllm.events import CHECKED_REMOTE, CPU, STORAGE, Events, Source
 from kvtier.keys.chain import Chain
 from kvtier.runtime.executor import Completion
-from kvtier.types import ChunkKey, Direction, Drop, Outcome, Prefix, Probe, Transfer
+from kvtier.types import ChunkKey, ChunkRecord, Direction, Drop, Outcome, Prefix, Probe, Transfer
 
 GATHER, DEMOTE, PROMOTE = Direction.GATHER, Direction.DEMOTE, Direction.PROMOTE
 CHUNK = 256
@@ -17,6 +18,8 @@ TIERS = {"disk": Source(STORAGE, is_remote=False), "s3": Source("object_store", 
 
 class World:
     """Events of group 0 of an engine with blocks of 64 tokens, hashed every 32; a clock; and a request."""
+
+    STEP = 32
 
     def __init__(self, chunks: int = 2, repeat_s: float = 0, lora=None, salt=None) -> None:
         self.now_s = 0.0
@@ -31,8 +34,17 @@ class World:
         chain.extend(tokens)
         self.prefix = chain.prefix()
         self.events = Events(
-            *(0, 64, 32), tiers=TIERS, extras_of=self.extras, repeat_s=repeat_s, clock=lambda: self.now_s
+            *(0, 64, self.STEP),
+            tiers=TIERS,
+            extras_of=self.extras,
+            hash_of=self.hash_of,
+            repeat_s=repeat_s,
+            clock=lambda: self.now_s,
         )
+
+    @staticmethod
+    def hash_of(parent, tokens, extras):
+        raise AssertionError
 
     @staticmethod
     def extras(request, start: int, stop: int):
@@ -201,3 +213,92 @@ def test_after_a_reset_all_is_withdrawn_and_nothing_comes_again():
     assert world.taken() == [(False, CPU, 0)]
     world.now_s = 61.0
     assert world.taken() == []
+
+
+# ---- what a tier holds after a start ------------------------------------------------------------------------------
+
+
+class Restarted(World):
+    """Another engine, with vLLM's hashes of every 64 tokens, that has seen no request."""
+
+    STEP = 64
+
+    def __init__(self, **fields) -> None:
+        super().__init__(**fields)
+        hashes, last = [], None
+        for number in range(len(self.request.all_token_ids) // 64):
+            tokens = tuple(self.request.all_token_ids[number * 64 : (number + 1) * 64])
+            last = self.hash_of(last, tokens, self.extras(self.request, number * 64, number * 64 + 64))
+            hashes.append(last)
+        self.request.block_hashes = hashes
+
+    @staticmethod
+    def hash_of(parent, tokens, extras):
+        return hashlib.sha256(repr((parent, tokens, extras)).encode()).digest()
+
+    @staticmethod
+    def extras(request, start: int, stop: int):
+        name = (("lora", request.lora_request.lora_name, "/path"),) if request.lora_request else ()
+        salt = (("cache_salt", request.cache_salt),) if request.cache_salt and start == 0 else ()
+        return (*name, *salt) or None
+
+    def record(self, number: int, text: bytes | None = None) -> ChunkRecord:
+        text = self.events.text_of(self.keys[number]) if text is None else text
+        ids = 4 * CHUNK
+        return ChunkRecord(self.keys[number], self.keys[number - 1] if number else None, number, text[:ids], text[ids:])
+
+
+@pytest.mark.parametrize("lora", [None, SimpleNamespace(lora_int_id=3, lora_name="lora")])
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_a_recalled_chunk_is_published_as_a_request_would_publish_it(lora, salt):
+    before = Restarted(chunks=3, lora=lora, salt=salt).learn()
+    for key in before.keys:
+        before.moves(DEMOTE, key, tier="disk")
+    wanted = [event.blocks for event in before.events.take()]
+    after = Restarted(chunks=3)
+    after.events.recalled([before.record(number) for number in range(3)], "disk")
+    assert after.events.has_news
+    found = after.events.take()
+    assert [(event.is_there, event.medium) for event in found] == [(True, STORAGE)] * 3
+    adapter = (None, "lora") if lora else None
+    assert [event.blocks for event in found] == [blocks._replace(adapter=adapter) for blocks in wanted]
+    after.probed("disk", (before.keys[1], False))
+    assert after.taken() == [(False, STORAGE, 1)]
+
+
+def test_a_chunk_whose_parent_is_unknown_or_whose_extras_are_strange_is_left_out():
+    before = Restarted(chunks=2).learn()
+    after = Restarted(chunks=2)
+    after.events.recalled([before.record(1)], "disk")
+    ids = before.events.text_of(before.keys[0])
+    for extras in (b"{", b"3", b'[[],{"0":5}]', b"[1,2]", b"[" * 388, b"[[[]],[]]"):
+        after.events.recalled([before.record(0, ids + extras)], "disk")
+    assert after.taken() == []
+    after.events.recalled([before.record(0), before.record(1)], "disk")
+    assert after.taken() == [(True, STORAGE, 0), (True, STORAGE, 1)]
+
+
+def test_after_a_reset_a_recall_is_of_chunks_that_no_request_finds():
+    before, after = Restarted().learn(), Restarted()
+    after.events.recalled([before.record(0)], "disk")
+    after.events.reset()
+    after.events.recalled([before.record(0)], "disk")
+    assert after.taken() == []
+
+
+def test_extras_that_are_too_long_or_of_finer_hashes_give_no_text():
+    assert Restarted(salt="s" * 200).learn().events.text_of(Restarted().keys[0])
+    assert not Restarted(salt="s" * 400).learn().events.text_of(Restarted().keys[0])
+    assert not Restarted().events.text_of(b"unknown")
+    finer = World().learn()
+    assert not finer.events.text_of(finer.keys[0])
+
+
+def test_recalled_chunks_take_their_turn_and_too_many_are_dropped(monkeypatch):
+    monkeypatch.setattr(events_module, "RECALLED_MAX", 2)
+    monkeypatch.setattr(events_module, "RECORDS_MAX", 3)
+    before, after = Restarted(chunks=5).learn(), Restarted()
+    after.events.recalled([before.record(number) for number in range(5)], "disk")
+    assert [number for _, _, number in after.taken()] == [0, 1]
+    assert [number for _, _, number in after.taken()] == [2]
+    assert not after.events.has_news

@@ -593,7 +593,8 @@ def connector_class():
     before = {name: sys.modules.pop(name, None) for name in names}
     sys.modules[names[0]] = SimpleNamespace(
         **dict.fromkeys(("BlockRemoved", "BlockStored", "ConnectorRole", "TransferResults", "external_hash")),
-        **dict.fromkeys(("extra_keys", "published_keys", "spec_kind", "wake_up")),
+        **dict.fromkeys(("extra_keys", "hash_block", "published_keys", "spec_kind", "wake_up")),
+        hash_function=lambda _: None,
         ConnectorBase=type("Base", (), {}),
         SupportsHMA=type("HMA", (), {}),
     )

@@ -7,6 +7,7 @@ make the engine fail.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.connect.vllm.events import BlockEvent
@@ -22,6 +23,8 @@ from kvtier.connect.vllm.vllm_imports import (
     TransferResults,
     external_hash,
     extra_keys,
+    hash_block,
+    hash_function,
     published_keys,
     spec_kind,
     wake_up,
@@ -91,6 +94,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._upper = side = SchedulerSide(
             *(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
+            hash_of=partial(hash_block, hash_function(self._setup.vllm_config.cache_config.prefix_caching_hash_algo)),
             wake=_waking(),
         )
         watch_calls(on_stack("model_executor"), self._guard(side.called))

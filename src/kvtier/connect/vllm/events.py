@@ -3,8 +3,13 @@
 The session's transfers and probes show which chunks enter and leave each place. Requests map chunks to vLLM's block
 hashes. A tier evicts by itself, and other engines evict from a shared one, so health checks ask for published chunks
 again. What routers read of an event is in `docs/guides/routing.md`.
+
+With the setting `events.token_ids` sealed objects hold the tokens of their chunk, and what enters its blocks' hashes
+besides them. After a start a tier's newest objects are recalled, and published under the hashes that
+vLLM would compute.
 """
 
+import json
 import time
 from array import array
 from collections import deque
@@ -15,7 +20,7 @@ from typing import Any, NamedTuple
 from kvtier.connect.vllm.vllm_types import Request
 from kvtier.core.host_memory import HOST
 from kvtier.runtime.executor import Completion, Work
-from kvtier.types import ChunkKey, Direction, Drop, Outcome, Prefix, Probe, Transfer
+from kvtier.types import ChunkKey, ChunkRecord, Direction, Drop, Outcome, Prefix, Probe, Transfer
 
 CPU, STORAGE = "CPU", "STORAGE"
 """Media as vLLM names them (`vllm.distributed.kv_events`, 0.32)."""
@@ -28,6 +33,15 @@ MOVES_MAX = 65_536
 
 REPEATED_MAX = 64
 """Chunks repeated in one step."""
+
+RECALLED_MAX = 64
+"""Recalled chunks whose hashes are computed in one step."""
+
+RECORDS_MAX = 16_384
+"""Recalled chunks that wait. Further ones are dropped."""
+
+EXTRAS_BYTES_MAX = 388
+"""Of a chunk's text; see `ChunkTexts`."""
 
 CHECKED, CHECKED_REMOTE = 256, 4
 """Chunks that one health check asks for, in a tier of this machine and in one where each name may cost a request."""
@@ -53,8 +67,8 @@ class ChunkBlocks(NamedTuple):
     """Tokens of the chunk. Routers compute hashes of their own from them."""
     extras: Sequence[Extras]
     """Of each block."""
-    adapter: tuple[int, str] | None
-    """Number and name."""
+    adapter: tuple[int | None, str] | None
+    """Number in this engine, if it has been used here, and name."""
     number: int
     """Number of the chunk in its prompt."""
 
@@ -76,7 +90,7 @@ class _Chunk:
 
 
 class Events:
-    """Events of one group. An `Observer`; its two methods and `watched` are for any thread, the others for one.
+    """Events of one group: an `Observer` and `ChunkTexts`, whose methods any thread may call.
 
     Args:
         group: number of a group whose objects are whole chunks.
@@ -84,6 +98,7 @@ class Events:
         hash_tokens: tokens per block hash of vLLM; divides `block_tokens`.
         tiers: the tiers that are published.
         extras_of: what enters the hash of the block (first token, end) of a request besides tokens.
+        hash_of: vLLM's hash of a block from its parent's (None: none), its tokens and its extras.
         repeat_s: seconds after which everything is published again, for routers that came later; 0: never.
         clock: monotonic seconds.
     """
@@ -96,20 +111,25 @@ class Events:
         *,
         tiers: Mapping[str, Source],
         extras_of: Callable[[Request, int, int], Extras],
+        hash_of: Callable[[Any, tuple[int, ...], Extras], Any],
         repeat_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.text_group = group
         self._group = group
         self._block_tokens = block_tokens
         self._step = block_tokens // hash_tokens
         self._tiers = {HOST: Source(CPU, is_remote=False), **tiers}
         self._extras_of = extras_of
+        self._hash_of = hash_of
         self._repeat_s = repeat_s or float("inf")
         self._clock = clock
         self._slots: dict[int, ChunkKey] = {}
         self._moved: deque[tuple[ChunkKey, str, bool]] = deque(maxlen=MOVES_MAX)
         self._chunks: dict[ChunkKey, _Chunk] = {}
         """In the order of their use. `watched` reads it in other threads."""
+        self._recalled: deque[tuple[ChunkRecord, str]] = deque()
+        self._is_reset = False
         self._events: list[BlockEvent] = []
         self._repeats: list[ChunkKey] = []
         """Chunks still to be repeated, the last first."""
@@ -162,6 +182,30 @@ class Events:
         self._checked[tier] = stop
         return tuple((key, self._group) for key, chunk in chunks[start:stop] if tier in chunk.places)
 
+    def text_of(self, key: ChunkKey) -> bytes:
+        """Token ids and extras of a chunk, for sealed objects; see `ChunkTexts`.
+
+        Extras: JSON of those with which every block begins, and of further ones by block. Empty if there are none.
+        """
+        chunk = self._chunks.get(key)
+        if chunk is None or chunk.blocks is None or self._step > 1:  # else extras are not those of single hashes
+            return b""
+        extras = b""
+        if any(chunk.blocks.extras):
+            every = [each or () for each in chunk.blocks.extras]
+            common = every[0][:1] if len({each[:1] for each in every}) == 1 else ()  # an adapter
+            further = {number: each[len(common) :] for number, each in enumerate(every) if len(each) > len(common)}
+            try:
+                extras = json.dumps([common, further], separators=(",", ":")).encode()
+            except TypeError:
+                return b""
+        return chunk.blocks.tokens.tobytes() + extras if len(extras) <= EXTRAS_BYTES_MAX else b""
+
+    def recalled(self, records: Sequence[ChunkRecord], tier: str) -> None:
+        """Chunks that a tier holds, parents first; see `ChunkTexts`."""
+        for record in records[: RECORDS_MAX - len(self._recalled)]:
+            self._recalled.append((record, tier))
+
     # ---- the scheduler's thread ------------------------------------------------------------------------------------
 
     def learn(self, request: Request, prefix: Prefix, first: int = 0) -> None:
@@ -190,6 +234,8 @@ class Events:
         """Events since the last call, and some of those that are due again."""
         for _ in range(len(self._moved)):
             self._move(*self._moved.popleft())
+        for _ in range(min(RECALLED_MAX, len(self._recalled))):
+            self._recall(*self._recalled.popleft())
         if self._clock() >= self._repeat_at_s:
             self._repeat_at_s = self._clock() + self._repeat_s
             known = [(chunk.blocks.number, key) for key, chunk in self._chunks.items() if chunk.blocks and chunk.places]
@@ -204,6 +250,8 @@ class Events:
     def reset(self) -> None:
         """Withdraw everything: no request finds it any more."""
         self._moved.clear()
+        self._recalled.clear()
+        self._is_reset = True
         while self._chunks:
             self._forget(next(iter(self._chunks)))
 
@@ -211,7 +259,41 @@ class Events:
     def has_news(self) -> bool:
         """Whether `take` may return anything."""
         is_due = bool(self._chunks) and self._clock() >= self._repeat_at_s
-        return bool(self._moved or self._events or self._repeats or is_due)
+        return bool(self._moved or self._recalled or self._events or self._repeats or is_due)
+
+    def _recall(self, record: ChunkRecord, tier: str) -> None:
+        """Publish a chunk whose parent is known. After a reset no request finds what was stored before it."""
+        known = self._chunks.get(record.key)
+        if not self._is_reset and (known is None or known.blocks is None):
+            parent = None if record.parent is None else self._chunks.get(record.parent)
+            blocks = None if record.parent is not None and parent is None else self._blocks_of(record, parent)
+            chunk = None if blocks is None else self._use(record.key, is_new=True)
+            if chunk is not None:
+                chunk.blocks = blocks
+        if record.key in self._chunks:
+            self._move(record.key, tier, is_there=True)
+
+    def _blocks_of(self, record: ChunkRecord, parent: "_Chunk | None") -> ChunkBlocks | None:
+        """The blocks of a recalled chunk; None if its parent's hash is not known, or its extras are of another form."""
+        if parent is not None and parent.blocks is None:
+            return None
+        tokens, size = array("I", record.tokens), self._block_tokens
+        try:
+            found: tuple[Any, Any] = json.loads(record.extras) if record.extras else ((), {})
+            common, further = found
+            extras: list[Extras] = [
+                tuple(map(tuple, (*common, *further.get(str(number), ())))) or None
+                for number in range(len(tokens) // size)
+            ]
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return None
+        first = last = None if parent is None or parent.blocks is None else parent.blocks.hashes[-1]
+        hashes: list[Any] = []
+        for number, each in enumerate(extras):
+            last = self._hash_of(last, tuple(tokens[number * size : (number + 1) * size]), each)
+            hashes.append(last)
+        name = next((str(key[1]) for key in extras[0] or () if key[0] == "lora"), None)
+        return ChunkBlocks(hashes, first, tokens, extras, None if name is None else (None, name), record.depth)
 
     def _move(self, key: ChunkKey, place: str, is_there: bool) -> None:  # noqa: FBT001 - as it was noted
         if place not in self._tiers:

@@ -114,7 +114,7 @@ class SchedulerSide:
         handshakes: of the workers.
         manager: vLLM's `KVCacheManager`.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
-        extras_of: see `Events`.
+        extras_of, hash_of: see `Events`.
         wake: lets an idle engine take a step. Any thread.
 
     Raises:
@@ -129,6 +129,7 @@ class SchedulerSide:
         manager: KvCacheManager,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
         extras_of: Callable[[Request, int, int], Extras],
+        hash_of: Callable[[Any, tuple[int, ...], Extras], Any],
         wake: Callable[[], None],
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
@@ -139,10 +140,10 @@ class SchedulerSide:
             logger.warning("KV is kept in host memory only: %s", setup.identity.detail)
         self._close_deadline_s = config.limits.close_deadline_s
         ranks = connect(handshakes)
-        self.events_table, events = _events(setup, extras_of)
+        self.events_table, events = _events(setup, extras_of, hash_of)
         digest = setup.identity.fingerprint.digest
         is_producer = setup.role == "kv_producer"
-        opened = open_core(config, geometry.layout, digest, ranks, observer=events, publishes=is_producer)
+        opened = open_core(config, geometry.layout, digest, ranks, observer=events, publishes=is_producer, texts=events)
         self._session = opened.session
         if events is not None:
             self._session.watch(events.watched, lambda: wake() if events.has_news else None)
@@ -216,7 +217,9 @@ def _resident(manager: KvCacheManager, request: Request) -> BlockTables:
 
 
 def _events(
-    setup: EngineSetup, extras_of: Callable[[Request, int, int], Extras]
+    setup: EngineSetup,
+    extras_of: Callable[[Request, int, int], Extras],
+    hash_of: Callable[[Any, tuple[int, ...], Extras], Any],
 ) -> tuple[TableLayout | None, Events | None]:
     """KV events of the first history group and its vLLM group, if vLLM's configuration enables them."""
     wanted, config = setup.vllm_config.kv_events_config, setup.config
@@ -227,9 +230,12 @@ def _events(
     for number, group in enumerate(setup.geometry.groups):
         if isinstance(group.validity, History):
             table, hash_tokens = group.tables[0], setup.kv_cache_config.hash_block_size
-            repeat_s = config.events.repeat_s
             return table, Events(
-                *(number, table.block_tokens, hash_tokens), tiers=tiers, extras_of=extras_of, repeat_s=repeat_s
+                *(number, table.block_tokens, hash_tokens),
+                tiers=tiers,
+                extras_of=extras_of,
+                hash_of=hash_of,
+                repeat_s=config.events.repeat_s,
             )
     return None, None
 

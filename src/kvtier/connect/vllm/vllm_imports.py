@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.utils import hashing
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreRequestType
@@ -19,4 +20,6 @@ external_hash: Any = kv_cache_utils.maybe_convert_block_hash
 extra_keys: Any = kv_cache_utils.generate_block_hash_extra_keys
 published_keys: Any = kv_cache_utils.to_event_extra_keys
 wake_up: Any = EngineCoreRequestType.WAKEUP
+hash_block: Any = kv_cache_utils.hash_block_tokens
+hash_function: Any = hashing.get_hash_fn_by_name
 spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
