@@ -81,7 +81,7 @@ def engine_pages(
     device = next(iter(found.values())).view.device
     if len({(pages.view.device, pages.shift) for pages in found.values()}) > 1:
         raise UnsupportedModelError("vLLM's KV tensors are not in one allocation, against its configuration")
-    details = {name: f"{_backend(layers.get(name), device)} {pages.cut}".rstrip() for name, pages in found.items()}
+    details = {name: f"{backend_name(layers.get(name), device)} {pages.cut}".rstrip() for name, pages in found.items()}
     layout = geometry.layout_with(details)
     groups: list[tuple[TablePages, ...]] = []
     for group, group_layout in zip(geometry.groups, layout.groups, strict=True):
@@ -171,7 +171,7 @@ def _merged(sizes: list[int], strides: list[int]) -> list[tuple[int, int]]:
     return merged
 
 
-def _backend(layer: Layer, device: torch.device) -> str:
+def backend_name(layer: Layer, device: torch.device) -> str:
     """Name of the attention backend, which decides the bytes. On a CPU they also depend on the vector instructions."""
     backend = getattr(layer, "attn_backend", None)
     if backend is None and hasattr(layer, "get_attn_backend"):

@@ -59,14 +59,18 @@ class KeyMaker:
 
     def begin(self, request: Request) -> Chain | None:
         """The key chain of a request, still without tokens; None if it cannot be cached. Logs each reason once."""
+        extras = self.extras(request)
+        return None if extras is None else Chain(self._root, self._chunk_tokens, extras)
+
+    def extras(self, request: Request) -> list[Extra] | None:
+        """What determines a request's KV besides its tokens; None if it cannot be cached. Logs each reason once."""
         try:
-            extras = self._extras(request)
+            return self._extras(request)
         except NotCacheableError as error:
             if str(error) not in self._logged and len(self._logged) < REASONS_MAX:
                 self._logged.add(str(error))
                 logger.warning("request %s is not cached: %s (logged once)", request.request_id, error)
             return None
-        return Chain(self._root, self._chunk_tokens, extras)
 
     def loaded(self, adapter: LoraRequest) -> None:
         """Identify an adapter that vLLM is about to load: its files may be others when a request comes."""

@@ -1,0 +1,327 @@
+"""`KvtierSecondaryTier`: kvtier's tiers below the host memory of vLLM's own tiering manager.
+
+    "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368,
+        "secondary_tiers": [{"type": "KvtierSecondaryTier", "module_path": "kvtier.connect.vllm.secondary_tier",
+                             "tiers": ["disk:/path/to/kv"]}]}
+
+vLLM calls all methods in its scheduler's process. None waits for a tier, except `drain_jobs` and `shutdown`, which end
+all transfers. After an internal error everything is a miss.
+"""
+
+import hashlib
+import inspect
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from traceback import walk_stack
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.vllm.log import follow_engine
+from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
+from kvtier.connect.vllm.tiering_imports import (
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+    hash_seed,
+)
+from kvtier.connect.vllm.tiering_jobs import Job, Jobs
+from kvtier.connect.vllm.tiering_lookups import Lookups
+from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, page_details, setup_of
+from kvtier.connect.vllm.vllm_types import LoraRequest, Request
+from kvtier.connect.vllm.weights import on_stack, watch_calls
+from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
+from kvtier.runtime.open_objects import open_object_store
+from kvtier.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 2.0
+"""How long `drain_jobs` lets transfers end by themselves. The engine waits meanwhile."""
+
+EVENTS_MAX = 1 << 14
+"""Most events kept; vLLM takes them in each step."""
+
+FRAMES_MAX = 16
+
+_KEY_DOMAIN = b"kvtier.vllm.tiering\0"
+
+T = TypeVar("T")
+
+
+class _Named:
+    """What the names of a request's objects depend on besides vLLM's keys."""
+
+    def __init__(self, adapter: bytes) -> None:
+        self.adapter = adapter
+        """32 bytes that identify the contents of the adapter; or none."""
+        self.ends: dict[tuple[int, int], ChunkKey] = {}
+        """Keys of objects that were stored or loaded, by group and number of tokens up to their end."""
+
+
+class KvtierSecondaryTier(SecondaryTierManager):
+    """A secondary tier for vLLM's `TieringOffloadingManager` (vLLM 0.32 and 0.33), which documents each method.
+
+    Args:
+        offloading_spec: vLLM's, with the division into chunks.
+        primary_kv_view: vLLM's host memory, [chunks, bytes of a chunk].
+        tier_type: label of this tier in vLLM's metrics.
+        backpressure_detector: vLLM's.
+        locality: ``LOCAL`` or ``REMOTE``, for events and `kv_load_tiers` of requests.
+        enable_kv_events: whether stored blocks are announced, if vLLM's KV events are on.
+        settings: kvtier's, by section or flat.
+
+    Raises:
+        ConfigError: a setting is wrong, or this release of vLLM is not supported.
+        UnsupportedModelError: the engine cannot be served correctly.
+        TierError: a required tier cannot be opened.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,  # noqa: ANN401
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,  # noqa: ANN401
+        *,
+        locality: str | None = None,
+        enable_kv_events: bool = False,
+        **settings: object,
+    ) -> None:
+        SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        self._events: list[Any] = []
+        self._has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        # vLLM passes neither its configuration nor its workers.
+        vllm_config, workers = on_stack("_vllm_config"), on_stack("model_executor")
+        setup = setup_of(
+            settings,
+            offloading_spec,
+            vllm_config,
+            on_stack("_kv_cache_config"),
+            self.block_size_bytes,
+            hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
+            workers.collective_rpc(page_details, timeout=ASK_WORKERS_S),
+        )
+        self._config = setup.config
+        follow_engine(self._config.log.level)
+        self._prefix_groups = setup.prefix_groups
+        self._keys = KeyMaker(
+            b"", setup.layout.chunk_tokens, vllm_config, lambda name: self._weights_change(f"adapter {name!r}")
+        )
+        self._epoch = b""
+        """Random after a reset, and part of every name since."""
+        self._is_off = setup.identity.is_private
+        self._pages = np.asarray(primary_kv_view)
+        self._store: ObjectStore | None = None
+        if self._is_off:
+            logger.warning("kvtier stores and finds nothing in this engine: %s", setup.identity.detail)
+        else:
+            replica = int(vllm_config.parallel_config.data_parallel_index)
+            self._store = open_object_store(
+                self._config,
+                setup.layout,
+                setup.identity.fingerprint.digest,
+                rank=replica,
+                ranks=max(int(vllm_config.parallel_config.data_parallel_size), replica + 1),
+            )
+            note_fingerprint(self._config, setup.identity.fingerprint)
+            logger.info(
+                "kvtier is ready: chunks of %d tokens and %d bytes, %s",
+                *(setup.layout.chunk_tokens, self.block_size_bytes),
+                ", ".join(tier.label for tier in self._config.tiers),
+            )
+        self._jobs = Jobs(self._store, self._fail)
+        probe_s = sum(tier.probe_deadline_s for tier in self._config.tiers)
+        self._lookups = None if self._store is None else Lookups(self._store, probe_s, self._fail)
+        watch_calls(workers, self._called)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> Any:  # noqa: ANN401
+        """Identify what vLLM's keys do not cover."""
+        self._guarded(lambda: self._name(req_context), None)
+        return RequestOffloadingContext()
+
+    def _name(self, context: Any) -> None:  # noqa: ANN401
+        request = _request_on_stack(context.req_id)
+        extras = None if request is None else self._keys.extras(request)
+        if extras is not None:
+            # Salt and images are in vLLM's hashes; of an adapter only its name and path.
+            adapter = b"".join(extra.value for extra in extras if extra.kind == "adapter")
+            context.set_state(_Named(hashlib.sha256(adapter).digest() if adapter else b""))
+
+    def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401
+        """Forget the request's answers."""
+        if self._lookups is not None:
+            self._lookups.forget(req_context.req_id)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:  # noqa: ANN401
+        """HIT, MISS, or RETRY while a thread asks the tiers, for at most the sum of their `probe_deadline_s`."""
+        found = self._guarded(lambda: self._found(key, req_context), otherwise=False)
+        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+
+    def _found(self, key: bytes, context: Any) -> bool | None:  # noqa: ANN401
+        named = context.get_state(_Named)
+        if self._lookups is None or named is None:
+            return False
+        is_prefix = _group_of(key) in self._prefix_groups
+        return self._lookups.ask(context.req_id, key, lambda: self._object(key, named), is_prefix=is_prefix)
+
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ANN401, ARG002
+        """Pass the questions of this step to the threads."""
+        if self._lookups is not None:
+            self._guarded(self._lookups.flush, None)
+
+    # ---- jobs ------------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:  # noqa: ANN401
+        """Begin to store chunks."""
+        self._submit(job_metadata, is_load=False)
+
+    def submit_load(self, job_metadata: Any) -> None:  # noqa: ANN401
+        """Begin to load chunks."""
+        self._submit(job_metadata, is_load=True)
+
+    def _submit(self, job: Any, *, is_load: bool) -> None:  # noqa: ANN401
+        keys, limits, context = tuple(job.keys), self._config.limits, job.req_context
+        items = self._guarded(lambda: self._items(keys, job.chunk_ids, context), [])
+        until_s = time.monotonic() + (limits.load_deadline_s if is_load else limits.store_deadline_s)
+        self._jobs.submit(Job(job.job_id, context.req_id, keys, items, is_load, until_s))
+
+    def _items(self, keys: Sequence[bytes], chunks: Iterable[int], context: Any) -> list[ObjectBytes]:  # noqa: ANN401
+        """The objects, and their memory; none if the request's objects have no names."""
+        named: _Named | None = context.get_state(_Named)
+        if named is None:
+            return []
+        objects = [self._object(key, named) for key in keys]
+        ends = [(_group_of(key), context.get_offload_key_position(key) or 0) for key in keys]
+        named.ends.update((end, item.key) for end, item in zip(ends, objects, strict=True))
+        rows = [self._pages[chunk] for chunk in chunks]
+        return [
+            ObjectBytes(item, (row,), self._origin(end, named))
+            for item, row, end in zip(objects, rows, ends, strict=True)
+        ]
+
+    def _origin(self, end: tuple[int, int], named: _Named) -> Origin:
+        group, tokens = end
+        chunk = self._prefix_groups.get(group)
+        if chunk is None:
+            return Origin()
+        return Origin(named.ends.get((group, tokens - chunk)), max(tokens // chunk - 1, 0))
+
+    def _object(self, key: bytes, named: _Named) -> ObjectId:
+        # vLLM's key has one length, and the other parts have 0 or 16, and 0 or 32 bytes: no two inputs are equal.
+        digest = hashlib.sha256(_KEY_DOMAIN + self._epoch + named.adapter + key).digest()
+        return ObjectId(ChunkKey(digest))
+
+    def get_finished_jobs(self) -> list[Any]:
+        """Results of the jobs that have ended since the last call."""
+        return [self._result(*done) for done in ((it.job, it.keys, it.seconds) for it in self._jobs.finished())]
+
+    def _result(self, job: Job, keys: list[bytes], seconds: float) -> Any:  # noqa: ANN401
+        if job.is_load and self._is_off:
+            keys = []  # perhaps KV of other weights
+        if job.is_load and self._lookups is not None and len(keys) < len(job.keys):
+            self._lookups.miss(job.request, frozenset(job.keys).difference(keys))
+        if not job.is_load and self._has_events and keys and len(self._events) < EVENTS_MAX:
+            self._events.append(OffloadingEvent(keys, self.medium, removed=False, locality=self.locality))
+        return JobResult(
+            job_id=job.number,
+            success=len(keys) == len(job.keys),
+            successful_keys=keys if job.is_load else None,
+            transfer_time=seconds,
+            transfer_bytes=len(keys) * self.block_size_bytes,
+        )
+
+    def take_events(self) -> list[Any]:
+        """Announcements of stored blocks. Evictions are not announced."""
+        events, self._events = self._events, []
+        return events
+
+    def drain_jobs(self) -> None:
+        """End all transfers: vLLM resets its host memory. What was stored before is not found by this engine any more.
+
+        Raises:
+            TimeoutError: a copy still accesses vLLM's memory, which must not be used for anything else.
+        """
+        self._jobs.drain(DRAIN_S)
+        self._epoch = secrets.token_bytes(EPOCH_BYTES)
+        if self._lookups is not None:
+            self._lookups.clear()
+        logger.info(
+            "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
+            "and not the KV stored since the reset"
+        )
+
+    def shutdown(self) -> None:
+        """Finish the stores within `limits.close_deadline_s`, and end all threads. Idempotent.
+
+        Raises:
+            TimeoutError: a copy still accesses vLLM's memory.
+        """
+        until_s = time.monotonic() + self._config.limits.close_deadline_s
+        if self._lookups is not None:
+            self._lookups.close()
+        self._jobs.close(self._config.limits.close_deadline_s)
+        if self._store is not None:
+            self._store.close(max(0.0, until_s - time.monotonic()))
+        self._pages = np.empty((0, 0), np.int8)  # vLLM unmaps the memory only without references to it
+
+    # ---- what ends the cache ---------------------------------------------------------------------------------------
+
+    def _called(self, method: str, adapter: LoraRequest | None) -> None:
+        """Take a call of vLLM to its workers, before it is made; see `weights.watch_calls`."""
+        if adapter is None:
+            self._weights_change(f"{method}()")
+        else:
+            self._guarded(lambda: self._keys.loaded(adapter), None)
+
+    def _weights_change(self, what: str) -> None:
+        if not self._is_off:
+            self._is_off = True
+            logger.error(
+                "the weights have changed, or may have (%s): kvtier stores and finds nothing until the engine is "
+                "restarted, because new KV would have the old weights' name",
+                what,
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._is_off:
+            self._is_off = True
+            logger.error(
+                "kvtier has failed and is off until a restart; requests are computed without it", exc_info=error
+            )
+
+    def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
+        """The result of `act`; `otherwise` after an error, and when kvtier is off."""
+        if not self._is_off:
+            try:
+                return act()
+            except Exception as error:  # noqa: BLE001 - a cache must not end the engine
+                self._fail(error)
+        return otherwise
+
+
+def _group_of(key: bytes) -> int:
+    return int.from_bytes(key[-4:], "big")
+
+
+def _request_on_stack(number: str) -> Request | None:
+    """The request whose scheduler is calling; vLLM passes a tier only its id. None for a remote engine's request."""
+    for frame, _ in islice(walk_stack(inspect.currentframe()), FRAMES_MAX):
+        found: Any = frame.f_locals.get("request")
+        if getattr(found, "request_id", None) == number and hasattr(found, "lora_request"):
+            return found
+    return None

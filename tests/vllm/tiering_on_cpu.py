@@ -1,0 +1,83 @@
+"""vLLM's tiering manager on a CPU: copies between its KV memory and its host memory by `memcpy`.
+
+vLLM's own worker for them needs a GPU's streams (`CPUOffloadingSpec.get_worker` refuses a CPU). Everything else is
+vLLM's: connector, scheduler, manager, host memory, and where a page lies in it.
+"""
+
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+
+class CpuTieringSpec(TieringOffloadingSpec):
+    """`TieringOffloadingSpec` with the stand-in for the worker's copies."""
+
+    def get_worker(self, kv_caches: Any) -> "CpuWorker":
+        if not self._worker:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = CpuWorker(kv_caches, self.blocks_per_chunk, region)
+        return self._worker
+
+
+class CpuWorker(OffloadingWorker):
+    """Copies whole blocks, and has done so when it returns."""
+
+    def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+        self._refs = kv_caches.group_data_refs
+        self._width = blocks_per_chunk
+        self._region = region
+        self._blocks = [it.tensor for it in kv_caches.tensors]
+        self._chunks = [
+            region.create_next_worker_view(it.page_size_bytes * blocks_per_chunk) for it in kv_caches.tensors
+        ]
+        self._ended: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, src_spec, dst_spec, is_store=True)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, dst_spec, src_spec, is_store=False)
+
+    def _copy(self, job_id: int, blocks: Any, chunks: Any, *, is_store: bool) -> bool:
+        block_ids, chunk_ids = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist())
+        for refs, count, first in zip(self._refs, blocks.group_sizes, blocks.block_indices, strict=True):
+            if not count:
+                continue
+            skipped = first % self._width
+            rows = [next(chunk_ids) for _ in range(-(-(skipped + count) // self._width))]
+            for at in range(skipped, skipped + count):
+                block, row, place = next(block_ids), rows[at // self._width], at % self._width
+                for ref in refs:
+                    page = self._blocks[ref.tensor_idx].shape[1]
+                    kept = self._chunks[ref.tensor_idx][row, place * page : place * page + ref.page_size_bytes]
+                    own = self._blocks[ref.tensor_idx][block, : ref.page_size_bytes]
+                    (kept if is_store else own).copy_(own if is_store else kept)
+        assert next(block_ids, None) is None
+        assert next(chunk_ids, None) is None
+        self._ended.append(TransferResult(job_id, True, 0, 0.0))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Everything has ended."""
+
+    def shutdown(self) -> None:
+        self._blocks.clear()
+        self._chunks.clear()
+        self._region.cleanup()
+
+
+def host_memory_is_free(engine: Any) -> bool:
+    """Whether no job of vLLM's tiering manager is under way."""
+    return not engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager._jobs
