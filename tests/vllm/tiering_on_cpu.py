@@ -78,6 +78,48 @@ class CpuWorker(OffloadingWorker):
         self._region.cleanup()
 
 
-def host_memory_is_free(engine: Any) -> bool:
-    """Whether no job of vLLM's tiering manager is under way."""
-    return not engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager._jobs
+def reset(engine: Any) -> bool:
+    """Reset vLLM's own cache and its host memory, as after a change of weights."""
+    return engine.reset_prefix_cache(reset_connector=True)
+
+
+def empty_host_memory(engine: Any) -> None:
+    """As if other requests had evicted everything from vLLM's own cache and from its host memory."""
+    assert engine.reset_prefix_cache()
+    engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager.primary_tier.reset_cache()
+
+
+def fail() -> None:
+    """A bug in kvtier where a key is looked up."""
+    from kvtier.connect.vllm.tiering_lookups import Lookups
+
+    def ask(*arguments: Any, **fields: Any) -> Any:
+        raise RuntimeError("a mistake of ours")
+
+    Lookups.ask = ask  # type: ignore[method-assign]
+
+
+_EVENTS: list[Any] = []
+
+
+def keep_events() -> None:
+    """What vLLM takes from the secondary tier is kept for `stored_keys`."""
+    from kvtier.connect.vllm.secondary_tier import KvtierSecondaryTier
+
+    inner = KvtierSecondaryTier.take_events
+
+    def take(self: KvtierSecondaryTier) -> list[Any]:
+        events = inner(self)
+        _EVENTS.extend(events)
+        return events
+
+    KvtierSecondaryTier.take_events = take  # type: ignore[method-assign]
+
+
+def stored_keys() -> int:
+    """How many different keys were announced as stored."""
+    from vllm.v1.kv_offload.base import Locality, Medium
+
+    assert all((it.medium, it.removed, it.ownership) == (Medium.STORAGE, False, None) for it in _EVENTS)
+    assert all(it.locality is Locality.LOCAL for it in _EVENTS)
+    return len({key for it in _EVENTS for key in it.keys})
