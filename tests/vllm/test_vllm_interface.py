@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from harness import in_process
@@ -96,6 +97,41 @@ def check_calls() -> None:
         assert name not in HARMLESS
 
 
-@pytest.mark.parametrize("one", [check, check_role, check_pool, check_calls])
+def check_tiering() -> None:
+    """Runs where vLLM is imported: the secondary tier has vLLM's methods, and gets what it looks for."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    from kvtier.connect.vllm.tiering_imports import hash_seed
+    from kvtier.connect.vllm.tiering_setup import HASHES
+
+    entry = {"type": "KvtierSecondaryTier", "module_path": "kvtier.connect.vllm.secondary_tier"}
+    ours: Any = SecondaryTierFactory.get_tier_class(entry)
+    assert issubclass(ours, SecondaryTierManager)
+    assert not inspect.isabstract(ours)
+    for name in [it for it, value in vars(ours).items() if inspect.isfunction(value) and not it.startswith("_")]:
+        taken, given = (inspect.signature(getattr(it, name)).parameters for it in (ours, SecondaryTierManager))
+        assert list(taken) == list(given), f"{name} takes {list(taken)}, vLLM gives {list(given)}"
+    assert ours.cache_hit_source.name == "DISK"
+    assert list(inspect.signature(ours.__init__).parameters)[:5] == list(
+        inspect.signature(SecondaryTierManager.__init__).parameters
+    )
+    assert {"job_id", "keys", "chunk_ids", "req_context"} <= set(inspect.signature(TransferJob).parameters)
+    assert {"successful_keys", "transfer_time", "transfer_bytes"} <= set(inspect.signature(JobResult).parameters)
+    assert make_offload_key(bytes(32), 7) == bytes(32) + (7).to_bytes(4, "big")
+    assert ReqContext("r").get_offload_key_position(b"") is None
+    assert [hash_seed(it) for it in HASHES] == ["vllm-none-hash"] * len(HASHES)
+    # What is looked for on the stack.
+    assert "request" in inspect.signature(OffloadingConnectorScheduler.on_new_request).parameters
+    assert "super().__init__(vllm_config, role, kv_cache_config)" in inspect.getsource(OffloadingConnector.__init__)
+    text = inspect.getsource(EngineCore.__init__)
+    assert text.index("self.model_executor =") < text.index("self.scheduler: SchedulerInterface = Scheduler(")
+
+
+@pytest.mark.parametrize("one", [check, check_role, check_pool, check_calls, check_tiering])
 def test_the_connector_fits_vllm(one: Callable[[], None]) -> None:
     in_process(one)
