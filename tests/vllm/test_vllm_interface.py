@@ -101,12 +101,13 @@ def check_tiering() -> None:
     """Runs where vLLM is imported: the secondary tier has vLLM's methods, and gets what it looks for."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    from kvtier.connect.vllm.tiering_imports import hash_seed
     from kvtier.connect.vllm.tiering_setup import HASHES
 
     entry = {"type": "KvtierSecondaryTier", "module_path": "kvtier.connect.vllm.secondary_tier"}
@@ -124,7 +125,9 @@ def check_tiering() -> None:
     assert {"successful_keys", "transfer_time", "transfer_bytes"} <= set(inspect.signature(JobResult).parameters)
     assert make_offload_key(bytes(32), 7) == bytes(32) + (7).to_bytes(4, "big")
     assert ReqContext("r").get_offload_key_position(b"") is None
-    assert [hash_seed(it) for it in HASHES] == ["vllm-none-hash"] * len(HASHES)
+    hashes = [get_hash_fn_by_name(it) for it in HASHES]
+    assert [resolve_none_hash_seed(it) for it in hashes] == ["vllm-none-hash"] * len(HASHES)
+    assert [len(it(("a", 1))) for it in hashes] == [32] * len(HASHES)
     # What is looked for on the stack.
     assert "request" in inspect.signature(OffloadingConnectorScheduler.on_new_request).parameters
     assert "super().__init__(vllm_config, role, kv_cache_config)" in inspect.getsource(OffloadingConnector.__init__)

@@ -59,7 +59,7 @@ def whole(tokens: int, chunk: int = BLOCK) -> int:
     ("model", "chunk"),
     [
         pytest.param("llama", 1, marks=pytest.mark.vllm_core),
-        pytest.param("gemma3", 1, marks=pytest.mark.vllm_core),
+        ("gemma3", 1),
         ("llama", 2),
         ("qwen3-next", 1),
         ("deepseek", 8),
@@ -194,7 +194,6 @@ def test_other_weights_at_the_same_path_are_another_model(start: Start, tmp_path
     [
         (2, {}, {}),
         (1, {"PYTHONHASHSEED": "7"}, {}),
-        (1, {}, {"prefix_caching_hash_algo": "sha256_cbor"}),
         (1, {}, {"block_size": 64}),
     ],
 )

@@ -91,12 +91,12 @@ def empty_host_memory(engine: Any) -> None:
 
 def fail() -> None:
     """A bug in kvtier where a key is looked up."""
-    from kvtier.connect.vllm.tiering_lookups import Lookups
+    from kvtier.connect.vllm.tiering_calls import Calls
 
     def ask(*arguments: Any, **fields: Any) -> Any:
         raise RuntimeError("a mistake of ours")
 
-    Lookups.ask = ask  # type: ignore[method-assign]
+    Calls.ask = ask  # type: ignore[method-assign]
 
 
 _EVENTS: list[Any] = []

@@ -24,20 +24,10 @@ import numpy as np
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
-from kvtier.connect.vllm.tiering_imports import (
-    JobResult,
-    Locality,
-    LookupResult,
-    Medium,
-    OffloadingEvent,
-    RequestOffloadingContext,
-    SecondaryTierManager,
-    hash_seed,
-)
-from kvtier.connect.vllm.tiering_jobs import Job, Jobs
-from kvtier.connect.vllm.tiering_lookups import Lookups
+from kvtier.connect.vllm.tiering_calls import Calls
+from kvtier.connect.vllm.tiering_imports import offload, tiering
 from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, page_details, setup_of
-from kvtier.connect.vllm.vllm_types import LoraRequest, Request
+from kvtier.connect.vllm.vllm_types import LoraRequest, Request, TransferJob
 from kvtier.connect.vllm.weights import on_stack, watch_calls
 from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.runtime.open_objects import open_object_store
@@ -68,7 +58,7 @@ class _Named:
         """Keys of objects that were stored or loaded, by group and number of tokens up to their end."""
 
 
-class KvtierSecondaryTier(SecondaryTierManager):
+class KvtierSecondaryTier(tiering.SecondaryTierManager):
     """A secondary tier for vLLM's `TieringOffloadingManager` (vLLM 0.32 and 0.33), which documents each method.
 
     Args:
@@ -86,7 +76,7 @@ class KvtierSecondaryTier(SecondaryTierManager):
         TierError: a required tier cannot be opened.
     """
 
-    medium = Medium.STORAGE
+    medium = offload.Medium.STORAGE
 
     def __init__(
         self,
@@ -99,8 +89,8 @@ class KvtierSecondaryTier(SecondaryTierManager):
         enable_kv_events: bool = False,
         **settings: object,
     ) -> None:
-        SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.locality = None if locality is None else Locality(locality)
+        tiering.SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else offload.Locality(locality)
         self._events: list[Any] = []
         self._has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         # vLLM passes neither its configuration nor its workers.
@@ -111,7 +101,6 @@ class KvtierSecondaryTier(SecondaryTierManager):
             vllm_config,
             on_stack("_kv_cache_config"),
             self.block_size_bytes,
-            hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
             workers.collective_rpc(page_details, timeout=ASK_WORKERS_S),
         )
         self._config = setup.config
@@ -142,9 +131,8 @@ class KvtierSecondaryTier(SecondaryTierManager):
                 *(setup.layout.chunk_tokens, self.block_size_bytes),
                 ", ".join(tier.label for tier in self._config.tiers),
             )
-        self._jobs = Jobs(self._store, self._fail)
         probe_s = sum(tier.probe_deadline_s for tier in self._config.tiers)
-        self._lookups = None if self._store is None else Lookups(self._store, probe_s, self._fail)
+        self._calls = Calls(self._store, probe_s, self._guarded)
         watch_calls(workers, self._called)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -152,7 +140,7 @@ class KvtierSecondaryTier(SecondaryTierManager):
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ANN401
         """Identify what vLLM's keys do not cover."""
         self._guarded(lambda: self._name(req_context), None)
-        return RequestOffloadingContext()
+        return offload.RequestOffloadingContext()
 
     def _name(self, context: Any) -> None:  # noqa: ANN401
         request = _request_on_stack(context.req_id)
@@ -164,41 +152,38 @@ class KvtierSecondaryTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401
         """Forget the request's answers."""
-        if self._lookups is not None:
-            self._lookups.forget(req_context.req_id)
+        self._calls.forget(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:  # noqa: ANN401
         """HIT, MISS, or RETRY while a thread asks the tiers, for at most the sum of their `probe_deadline_s`."""
         found = self._guarded(lambda: self._found(key, req_context), otherwise=False)
-        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+        result = offload.LookupResult
+        return result.RETRY if found is None else result.HIT if found else result.MISS
 
     def _found(self, key: bytes, context: Any) -> bool | None:  # noqa: ANN401
         named = context.get_state(_Named)
-        if self._lookups is None or named is None:
+        if named is None:
             return False
         is_prefix = _group_of(key) in self._prefix_groups
-        return self._lookups.ask(context.req_id, key, lambda: self._object(key, named), is_prefix=is_prefix)
+        return self._calls.ask(context.req_id, key, lambda: self._object(key, named), is_prefix=is_prefix)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ANN401, ARG002
-        """Pass the questions of this step to the threads."""
-        if self._lookups is not None:
-            self._guarded(self._lookups.flush, None)
+        """Pass the questions of this step to a thread."""
+        self._guarded(self._calls.flush, None)
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
-    def submit_store(self, job_metadata: Any) -> None:  # noqa: ANN401
+    def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store chunks."""
-        self._submit(job_metadata, is_load=False)
+        self._submit(job_metadata, self._config.limits.store_deadline_s)
 
-    def submit_load(self, job_metadata: Any) -> None:  # noqa: ANN401
+    def submit_load(self, job_metadata: TransferJob) -> None:
         """Begin to load chunks."""
-        self._submit(job_metadata, is_load=True)
+        self._submit(job_metadata, self._config.limits.load_deadline_s)
 
-    def _submit(self, job: Any, *, is_load: bool) -> None:  # noqa: ANN401
-        keys, limits, context = tuple(job.keys), self._config.limits, job.req_context
-        items = self._guarded(lambda: self._items(keys, job.chunk_ids, context), [])
-        until_s = time.monotonic() + (limits.load_deadline_s if is_load else limits.store_deadline_s)
-        self._jobs.submit(Job(job.job_id, context.req_id, keys, items, is_load, until_s))
+    def _submit(self, job: TransferJob, limit_s: float) -> None:
+        items = self._guarded(lambda: self._items([*job.keys], job.chunk_ids, job.req_context), [])
+        self._calls.submit(job, items, time.monotonic() + limit_s)
 
     def _items(self, keys: Sequence[bytes], chunks: Iterable[int], context: Any) -> list[ObjectBytes]:  # noqa: ANN401
         """The objects, and their memory; none if the request's objects have no names."""
@@ -208,39 +193,32 @@ class KvtierSecondaryTier(SecondaryTierManager):
         objects = [self._object(key, named) for key in keys]
         ends = [(_group_of(key), context.get_offload_key_position(key) or 0) for key in keys]
         named.ends.update((end, item.key) for end, item in zip(ends, objects, strict=True))
-        rows = [self._pages[chunk] for chunk in chunks]
-        return [
-            ObjectBytes(item, (row,), self._origin(end, named))
-            for item, row, end in zip(objects, rows, ends, strict=True)
-        ]
+        origins = [self._origin(*end, named) for end in ends]
+        rows = [(self._pages[chunk],) for chunk in chunks]
+        return [ObjectBytes(*it) for it in zip(objects, rows, origins, strict=True)]
 
-    def _origin(self, end: tuple[int, int], named: _Named) -> Origin:
-        group, tokens = end
-        chunk = self._prefix_groups.get(group)
-        if chunk is None:
-            return Origin()
-        return Origin(named.ends.get((group, tokens - chunk)), max(tokens // chunk - 1, 0))
+    def _origin(self, group: int, end: int, named: _Named) -> Origin:
+        chunk = self._prefix_groups.get(group, 0)
+        return Origin(named.ends.get((group, end - chunk)), max(end // chunk - 1, 0)) if chunk else Origin()
 
     def _object(self, key: bytes, named: _Named) -> ObjectId:
         # vLLM's key has one length, and the other parts have 0 or 16, and 0 or 32 bytes: no two inputs are equal.
-        digest = hashlib.sha256(_KEY_DOMAIN + self._epoch + named.adapter + key).digest()
-        return ObjectId(ChunkKey(digest))
+        return ObjectId(ChunkKey(hashlib.sha256(_KEY_DOMAIN + self._epoch + named.adapter + key).digest()))
 
     def get_finished_jobs(self) -> list[Any]:
         """Results of the jobs that have ended since the last call."""
-        return [self._result(*done) for done in ((it.job, it.keys, it.seconds) for it in self._jobs.finished())]
+        return [self._result(*done) for done in self._calls.finished()]
 
-    def _result(self, job: Job, keys: list[bytes], seconds: float) -> Any:  # noqa: ANN401
-        if job.is_load and self._is_off:
-            keys = []  # perhaps KV of other weights
-        if job.is_load and self._lookups is not None and len(keys) < len(job.keys):
-            self._lookups.miss(job.request, frozenset(job.keys).difference(keys))
-        if not job.is_load and self._has_events and keys and len(self._events) < EVENTS_MAX:
-            self._events.append(OffloadingEvent(keys, self.medium, removed=False, locality=self.locality))
-        return JobResult(
-            job_id=job.number,
+    def _result(self, job: TransferJob, keys: Sequence[bytes], seconds: float) -> Any:  # noqa: ANN401
+        if job.is_promotion:
+            keys = () if self._is_off else keys  # after a change of weights it may be KV of before
+            self._calls.miss(job.req_context.req_id, frozenset(job.keys).difference(keys))
+        elif self._has_events and keys and len(self._events) < EVENTS_MAX:
+            self._events.append(offload.OffloadingEvent([*keys], self.medium, removed=False, locality=self.locality))
+        return tiering.JobResult(
+            job_id=job.job_id,
             success=len(keys) == len(job.keys),
-            successful_keys=keys if job.is_load else None,
+            successful_keys=keys if job.is_promotion else None,
             transfer_time=seconds,
             transfer_bytes=len(keys) * self.block_size_bytes,
         )
@@ -256,10 +234,8 @@ class KvtierSecondaryTier(SecondaryTierManager):
         Raises:
             TimeoutError: a copy still accesses vLLM's memory, which must not be used for anything else.
         """
-        self._jobs.drain(DRAIN_S)
+        self._calls.drain(DRAIN_S)
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
-        if self._lookups is not None:
-            self._lookups.clear()
         logger.info(
             "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
             "and not the KV stored since the reset"
@@ -272,9 +248,7 @@ class KvtierSecondaryTier(SecondaryTierManager):
             TimeoutError: a copy still accesses vLLM's memory.
         """
         until_s = time.monotonic() + self._config.limits.close_deadline_s
-        if self._lookups is not None:
-            self._lookups.close()
-        self._jobs.close(self._config.limits.close_deadline_s)
+        self._calls.close(self._config.limits.close_deadline_s)
         if self._store is not None:
             self._store.close(max(0.0, until_s - time.monotonic()))
         self._pages = np.empty((0, 0), np.int8)  # vLLM unmaps the memory only without references to it
@@ -297,20 +271,14 @@ class KvtierSecondaryTier(SecondaryTierManager):
                 what,
             )
 
-    def _fail(self, error: BaseException) -> None:
-        if not self._is_off:
-            self._is_off = True
-            logger.error(
-                "kvtier has failed and is off until a restart; requests are computed without it", exc_info=error
-            )
-
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
-        """The result of `act`; `otherwise` after an error, and when kvtier is off."""
+        """The result of `act`; `otherwise` after an error, and when kvtier is off. Any thread."""
         if not self._is_off:
             try:
                 return act()
-            except Exception as error:  # noqa: BLE001 - a cache must not end the engine
-                self._fail(error)
+            except Exception:
+                self._is_off = True
+                logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
         return otherwise
 
 

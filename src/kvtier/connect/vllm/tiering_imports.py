@@ -3,22 +3,8 @@
 
 from typing import Any
 
-from vllm.utils import hashing
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_offload import base as offload
-from vllm.v1.kv_offload.tiering import base
+from vllm.v1.kv_offload import base as offload_base
+from vllm.v1.kv_offload.tiering import base as tiering_base
 
-SecondaryTierManager: Any = base.SecondaryTierManager
-JobResult: Any = base.JobResult
-Locality: Any = offload.Locality
-LookupResult: Any = offload.LookupResult
-Medium: Any = offload.Medium
-OffloadingEvent: Any = offload.OffloadingEvent
-RequestOffloadingContext: Any = offload.RequestOffloadingContext
-
-
-def hash_seed(algorithm: str) -> str:
-    """The seed of the hash with which every chain of block hashes begins in this process."""
-    find: Any = hashing.get_hash_fn_by_name
-    resolve: Any = kv_cache_utils.resolve_none_hash_seed
-    return resolve(find(algorithm))
+offload: Any = offload_base
+tiering: Any = tiering_base

@@ -20,7 +20,8 @@ from kvtier.layout import ELEMENT_BYTES, GroupLayout, History, KvLayout, Part, R
 ORIGIN = "secondary_tiers of kv_connector_extra_config"
 
 HASHES = ("sha256", "sha256_cbor")
-"""vLLM's block hashes under which no two prompts have one name. They have the same seed in every engine, too."""
+"""vLLM's block hashes under which no two prompts have one name. Their chains begin with a fixed seed, or with
+`PYTHONHASHSEED`; so a prompt has the same hashes after a restart, and chains with other seeds have none in common."""
 
 ASK_WORKERS_S = 60.0
 
@@ -42,7 +43,6 @@ def setup_of(
     vllm_config: VllmConfig,
     kv_cache_config: KvCacheConfig,
     row_bytes: int,
-    hash_seed: str,
     workers: list[Mapping[str, str]],
 ) -> TieringSetup:
     """Check and identify an engine.
@@ -54,7 +54,6 @@ def setup_of(
         vllm_config: the engine's.
         kv_cache_config: the engine's.
         row_bytes: bytes of a chunk in vLLM's host memory.
-        hash_seed: with which all chains of block hashes begin.
         workers: `page_details` of each worker.
 
     Raises:
@@ -84,7 +83,7 @@ def setup_of(
         "pages": sorted({group.pages for it in workers for group in geometry.layout_with(it).groups}),
         "layout": [about.kv_cache_layout, about.replicated_layout, about.canonical_layout, chunk],
         "ranks": [getattr(about.parallel, f"{it}_size") for it in ("world", "tp", "pp", "pcp", "dcp")],
-        "hashes": [algorithm, hash_seed, about.cache.tokens_per_hash],
+        "hashes": [algorithm, about.cache.tokens_per_hash],
     }
     runs = {
         run._replace(size_bytes=row_bytes) for group in geometry.groups for table in group.tables for run in table.runs

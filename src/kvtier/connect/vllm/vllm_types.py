@@ -33,6 +33,9 @@ KvCacheManager: TypeAlias = Any
 SchedulerOutput: TypeAlias = Any
 """`vllm.v1.core.sched.output.SchedulerOutput`: one scheduled step."""
 
+TransferJob: TypeAlias = Any
+"""`vllm.v1.kv_offload.tiering.base.TransferJob`: chunks that a secondary tier stores or loads."""
+
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 """Block ids of one request for each vLLM group, in token order."""
 
