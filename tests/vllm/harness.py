@@ -206,9 +206,15 @@ class Engine:
         """What ``module:function`` says in the engine's process."""
         return self._call("told_by", ANSWER_S, place=place)
 
-    def do(self, place: str, *given: Any) -> Any:
-        """What ``module:function`` returns in the engine's process, given vLLM's engine and `given`."""
-        return self._call("do", ANSWER_S, place=place, given=given)
+    def do(self, place: str, *given: Any, drains: bool = True) -> Any:
+        """What ``module:function`` returns in the engine's process, given vLLM's engine and `given`.
+
+        Args:
+            place: of the function.
+            given: further arguments.
+            drains: the engine first comes to rest.
+        """
+        return self._call("do", ANSWER_S, place=place, given=given, drains=drains)
 
     @property
     def chunk_tokens(self) -> int:

@@ -206,9 +206,10 @@ class Served:
         """What ``module:function`` says here."""
         return _called(place)
 
-    def do(self, place: str, given: tuple[Any, ...]) -> Any:
+    def do(self, place: str, given: tuple[Any, ...], *, drains: bool) -> Any:
         """What ``module:function`` returns, given the engine and `given`."""
-        self.drain()
+        if drains:
+            self.drain()
         return _called(place, self._engine, *given)
 
     def close(self) -> None:

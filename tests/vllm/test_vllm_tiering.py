@@ -140,10 +140,15 @@ def test_a_tier_that_hangs_keeps_no_request_and_no_reset_waiting(
     if method != "writes":
         start("llama", tiering(f"directory:{tmp_path / 'kv'}")).ask_and_close(LONG, SHORT)
     patience_s = 1.0
-    deadlines = {"tiers__directory__probe_deadline_s": patience_s, "limits__load_deadline_s": patience_s}
+    deadlines = {
+        "tiers__directory__probe_deadline_s": patience_s,
+        "tiers__directory__transfer_deadline_s": 60.0,
+        "limits__load_deadline_s": patience_s,
+        "limits__store_deadline_s": 60.0,
+    }
     engine = start(
         "llama",
-        tiering(f"directory:{tmp_path / 'kv'}", limits__store_deadline_s=30.0, **deadlines),
+        tiering(f"directory:{tmp_path / 'kv'}", **deadlines),
         sabotage=f"sabotage:hang_{method}",
         environment={sabotage.FLAG: str(hangs)},
     )
@@ -152,8 +157,8 @@ def test_a_tier_that_hangs_keeps_no_request_and_no_reset_waiting(
     # The deadline, what the engine takes, and much for a machine that others use.
     assert time.monotonic() - began < 2 * patience_s + 8
     began = time.monotonic()
-    assert engine.do("tiering_on_cpu:reset")
-    assert time.monotonic() - began < 2 * patience_s + 8
+    assert engine.do("tiering_on_cpu:reset", drains=False)
+    assert time.monotonic() - began < 7, "two seconds, and what a busy machine takes"
     hangs.unlink()
     for _ in range(2):
         assert is_same("llama", engine.ask(SHORT)[0], expected("llama")["short"])

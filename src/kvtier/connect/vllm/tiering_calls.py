@@ -162,7 +162,7 @@ class Calls:
         ended = [(future, job) for future, job in self._jobs.items() if future.done()]
         for future, _ in ended:
             del self._jobs[future]
-        return [Done(job) if future.cancelled() else future.result() for future, job in ended]
+        return [Done(job) if future.cancelled() else future.result(0.0) for future, job in ended]
 
     def _run(self, job: TransferJob, call: Callable[[float], list[Outcome]], until_s: float) -> Done:
         began_s = time.monotonic()
