@@ -257,11 +257,13 @@ def test_after_a_change_of_weights_nothing_is_loaded_or_stored(
     engine = start("llama", given)
     assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
     engine.do("changes:reload", str(other))
-    assert engine.forget(everywhere=True)
     for _ in range(2):
+        # Without a reset of the connector, after which KV of before has other names.
+        engine.do("tiering_on_cpu:empty_host_memory")
         assert is_same("llama", engine.ask(LONG)[0], changed[0])
         assert is_same("llama", engine.ask(SHORT)[0], changed[1])
-        assert engine.forget(everywhere=True)
+    assert engine.forget(everywhere=True)
+    assert is_same("llama", engine.ask(LONG)[0], changed[0])
     assert engine.external_hits() == 0
     assert engine.printed().count("the weights have changed, or may have (reload_weights())") == 1
     engine.close()

@@ -5,7 +5,7 @@ lookups  The scheduler asks for each key of a waiting request in each step, unti
          becomes a miss: otherwise the scheduler would load it again and again.
 jobs     The scheduler reuses a job's memory as soon as it has the job's result. `ObjectStore` copies in the thread that
          calls it and never after the call, so a result is there only after the last access. Every job ends by its
-         deadline, because every job before it does.
+         deadline, because every job before it does; so does every lookup.
 """
 
 import time
@@ -39,7 +39,7 @@ COPIES_S = 30.0
 class _Batch(NamedTuple):
     """Keys of a request in one KV group, in the order of the questions."""
 
-    answers: dict[bytes, bool | float]
+    answers: dict[bytes, bool | None]
     """The request's."""
     keys: list[bytes]
     objects: list[ObjectId]
@@ -71,8 +71,8 @@ class Calls:
         self._store = store
         self._answer_s = answer_s
         self._guarded = guarded
-        self._answers: dict[str, dict[bytes, bool | float]] = {}
-        """By request: whether a key is there, or the deadline of the answer. Threads replace deadlines."""
+        self._answers: dict[str, dict[bytes, bool | None]] = {}
+        """By request: whether a key is there. Threads replace None."""
         self._batches: dict[tuple[str, bytes], _Batch] = {}
         """Of this step, by request and group."""
         self._finds: list[Future[None]] = []
@@ -92,18 +92,15 @@ class Calls:
             is_prefix: the keys of this group are asked in the order of the prefix, and count up to the first miss.
         """
         answers = self._answers.setdefault(request, {})
-        found = answers.get(key)
-        if found is None:
-            if self._store is None or len(answers) >= KEYS_MAX:
-                return False
-            answers[key] = until_s = time.monotonic() + self._answer_s
-            batch = self._batches.setdefault((request, key[-4:]), _Batch(answers, [], [], is_prefix, until_s))
-            batch.keys.append(key)
-            batch.objects.append(name())
-        elif isinstance(found, bool):
-            return found
-        elif time.monotonic() > found:
-            answers[key] = False
+        if key in answers:
+            return answers[key]
+        if self._store is None or len(answers) >= KEYS_MAX:
+            return False
+        until_s = time.monotonic() + self._answer_s
+        batch = self._batches.setdefault((request, key[-4:]), _Batch(answers, [], [], is_prefix, until_s))
+        batch.keys.append(key)
+        batch.objects.append(name())
+        answers[key] = None
         return None
 
     def flush(self) -> None:
