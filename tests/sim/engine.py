@@ -79,6 +79,8 @@ class SimEngine:
         # A generator of its own: hints change nothing else in a seed.
         self._session_dice = Random(f"sessions {world.scenario.seed}")
         self._announce_dice = Random(f"announced {world.scenario.seed}")
+        self._hint_dice = Random(f"hints {world.scenario.seed}")
+        self._hints = 0
         self._settle = settle
         self._world = world
         self._dice = world.dice
@@ -264,6 +266,7 @@ class SimEngine:
         self._settle()
         self._observer.released(job)
         self._expect(job)
+        self._hint(job)
         self._forget_if_over(job)
 
     def _expect(self, job: SimJob) -> None:
@@ -274,6 +277,31 @@ class SimEngine:
             self._expected(job.conversation, next_turn)
             self._cache.expects(job.conversation, next_turn)
             self._settle()
+
+    def _hint(self, job: SimJob) -> None:
+        """Sometimes retain, lower or prefetch a prefix, that of the request or another."""
+        dice, now_s = self._hint_dice, self._world.now_s
+        if dice.random() >= self._scenario.hinted:
+            return
+        prefix = (
+            job.prefix if dice.random() < 0.7 else Prefix(dice.choice(self._conversations), job.prefix.chunk_tokens)
+        )
+        what, seconds = dice.randrange(20), dice.choice((0.0, 0.05, 0.3, 2.0))
+        self._world.note(RecordKind.HINT, what, seconds, len(prefix.keys))
+        self._hints += 1
+        if what < 8:
+            self._cache.retain(prefix, now_s + seconds, now_s, is_high=what < 3)
+        elif what < 12:
+            self._cache.lower(prefix, job.conversation)
+        elif what < 18:
+            name = RequestId(f"p{self._hints}")
+            self._observer.prefetched(name, prefix)
+            self._cache.prefetch(name, prefix, now_s + seconds, now_s, job.conversation)
+        elif what < 19:
+            self._cache.release(RequestId(f"p{self._hints - 1}"), now_s)
+        else:
+            self._cache.forget_hints()
+        self._settle()
 
     def _forget_if_over(self, job: SimJob) -> None:
         is_known = self.jobs.get(job.request) is job

@@ -22,6 +22,7 @@ from kvtier.types import (
     LoadDone,
     NextTurn,
     Outcome,
+    Prefix,
     Probe,
     RequestId,
     Tell,
@@ -99,6 +100,8 @@ class EventLog:
         self.probes: dict[int, OpenProbe] = {}
         self._answers: dict[RequestId, TierAnswers] = {}
         self._wanted: dict[Operation, OpenLoad] = {}
+        self._prefetched: dict[RequestId, set[Item]] = {}
+        """Objects of each prefetch that the engine has asked for."""
         self._refused: set[tuple[Operation, str, Item]] = set()
         self.arrivals: dict[Operation, list[tuple[float, Item]]] = {}
         """Open load -> arrival times of its objects."""
@@ -177,6 +180,11 @@ class EventLog:
             if _demoted(sent.transfer) == which:
                 sent.replaces_since_s = None
 
+    def prefetched(self, request: RequestId, prefix: Prefix) -> None:
+        """The engine asks for a prefetch. It may begin later, and says nothing at its end."""
+        groups = range(len(self._scenario.slots))
+        self._prefetched[request] = {(key, group) for key in prefix.keys for group in groups}
+
     def expected(self, conversation: str, next_turn: NextTurn | None) -> None:
         """The engine gives a next-turn hint for a conversation."""
         for place in (_HOST, *self._scenario.tiers):
@@ -216,6 +224,8 @@ class EventLog:
                 self._check_relay(transfer)
                 return
             wanting = [wanted.operation for wanted in self._wanted.values() if item in wanted.present]
+            if any(item in items for items in self._prefetched.values()):
+                return
             if not wanting:
                 raise Violation(f"promote {transfer.id} that no load needs")
             if len(wanting) == 1:
@@ -243,7 +253,8 @@ class EventLog:
         if outcome is Outcome.CORRUPT and transfer.direction is Direction.PROMOTE:
             self._drops_due.append((transfer.tier, item))
             wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
-            self._doubted.update((transfer.tier, other) for present in wanting for other in present)
+            fetching = [items for items in self._prefetched.values() if item in items]
+            self._doubted.update((transfer.tier, other) for items in (*wanting, *fetching) for other in items)
         elif transfer.direction is Direction.PROMOTE and outcome is not Outcome.DONE and is_fault:
             self._doubted.add((transfer.tier, item))
         if sent.replaces_since_s is not None and outcome is Outcome.DONE:
@@ -430,8 +441,9 @@ class EventLog:
             }[direction]
             if count > most:
                 raise Violation(f"{count} {direction.value}s {tier} in flight, {most} allowed")
-        if len(self._answers) > self._scenario.requests:
-            raise Violation(f"the answers of {len(self._answers)} requests are kept, {self._scenario.requests} allowed")
+        kept = len(self._answers.keys() - self._prefetched.keys())
+        if kept > self._scenario.requests:
+            raise Violation(f"the answers of {kept} requests are kept, {self._scenario.requests} allowed")
         if self._back_due:
             raise Violation(f"{self._back_due} have succeeded and still count as down")
         if self._drops_due:

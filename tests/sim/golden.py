@@ -7,7 +7,8 @@ demand, and relays without a staging area were dropped. Announced chunks came la
 were recorded again when their searches no longer changed a tier's hit rate. All were recorded again when links had an
 estimate of their pauses, when loads no longer waited for a tier whose reads have stopped, and when seeds no longer drew
 a number of ranks, which the core does not see. Object stores came last. All but these were recorded again when a
-waiting request asked for what has left host memory since its first lookup.
+waiting request asked for what has left host memory since its first lookup. Hints that retain, lower and prefetch came
+later, in runs of their own.
 
 A change of the core that is meant to change no decision leaves every digest as it is.
 """
@@ -33,6 +34,7 @@ class Kind(NamedTuple):
     """Seeds with several lower tiers, rather than one at most."""
     announced: float = 0.0
     """See `Scenario`."""
+    hinted: float = 0.0
     blocks: int = BLOCKS
     has_objects: bool = False
     """Calls of an object store, in seeds with any number of tiers."""
@@ -42,6 +44,7 @@ KINDS = {
     "one tier": Kind(has_several=False),
     "several tiers": Kind(has_several=True),
     "announced": Kind(has_several=True, announced=0.5, blocks=1),
+    "hints": Kind(has_several=True, hinted=0.7, blocks=1),
     "objects": Kind(has_several=True, blocks=1, has_objects=True),
 }
 
@@ -57,7 +60,7 @@ def digest(seeds: Iterable[int], kind: Kind) -> str:
         if kind.has_objects:
             report = objects.run(seed, has_digest=True)
         elif (len(draw(seed).tiers) > 1) is kind.has_several:
-            report = run(seed, has_digest=True, announced=kind.announced)
+            report = run(seed, has_digest=True, announced=kind.announced, hinted=kind.hinted)
         else:
             continue
         assert report.is_good, f"seed {seed}: {report.failure}\n{report.where}"

@@ -12,7 +12,7 @@ from tests.sim.world import Item, Violation, World
 from kvtier.core.cache import Cache
 from kvtier.core.host_memory import READABLE, Residency
 from kvtier.core.limits import WritePolicy
-from kvtier.types import ChunkKey, LoadDone, Lookup, Presence, StoreDone
+from kvtier.types import ChunkKey, LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 
 SLACK_S = 0.05
 """Virtual time that an answer may take besides the copies in flight; covers late ticks."""
@@ -31,6 +31,7 @@ class Counts:
     loads_short: int = 0
     loads_cut: int = 0
     stores: int = 0
+    prefetches: int = 0
     tokens_loaded: int = 0
     held: int = 0
     dropped: int = 0
@@ -52,6 +53,11 @@ class Invariants:
     def begin(self) -> None:
         """Count everything in the tiers as stored."""
         self._acknowledged.update(item for tier in self._world.tiers.values() for item in tier.copies)
+
+    def prefetched(self, request: RequestId, prefix: Prefix) -> None:
+        """The engine asks for a prefetch."""
+        self.counts.prefetches += 1
+        self._log.prefetched(request, prefix)
 
     def released(self, job: SimJob) -> None:
         """Forget the probe answers of the request."""

@@ -90,6 +90,8 @@ class Scenario:
     faults: Faults
     announced: float = 0.0
     """Share of the requests for which another engine announces chunks, true or not."""
+    hinted: float = 0.0
+    """Share of the released requests after which the engine retains, lowers or prefetches a prefix."""
     waits: float | None = None
     """Seconds that computing a prompt takes, as the engine says at each lookup."""
 

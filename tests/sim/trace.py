@@ -56,6 +56,7 @@ class RecordKind(IntEnum):
     TELL = 18
     EVICTED = 19
     OBJECTS_DONE = 20
+    HINT = 21
 
 
 MEMBERS: dict[Enum, int] = {

@@ -128,6 +128,10 @@ class LimitsConfig(SettingsSection):
         Seconds(0, 3600),
         "Longest wait of a request for chunks that another engine has announced; never longer than computing them.",
     )
+    retained_percent: int = setting(
+        50, Count(0, 90), "Most of host memory that requests may retain by hints, in percent; 0: hints retain nothing."
+    )
+    retain_s: float = setting(3600.0, Seconds(0, 86400), "Longest time that a hint retains KV in host memory.")
     open_deadline_s: float = setting(
         30.0, Seconds(1e-2, 3600), "How long the start waits for a tier; the tier can open later."
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from operator import itemgetter
 
+from kvtier.core.hints import Hints
 from kvtier.core.host_memory import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory, Item
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator
@@ -117,6 +118,16 @@ class Cache:
             pending_writes=self._pending_writes,
             operations=self._operations,
             estimators=self._estimators,
+        )
+        self._hints = Hints(
+            layout=layout,
+            limits=self._limits,
+            host=self.host,
+            probes=self._probes,
+            pending_writes=self._pending_writes,
+            operations=self._operations,
+            estimators=self._estimators,
+            source_of=self._source_of,
         )
         self._cost_model = CostModel(
             layout=layout,
@@ -248,6 +259,8 @@ class Cache:
     def next_deadline(self) -> float | None:
         """The time at which `tick` has work to do if no other call is made."""
         ends = [self._transfers.next_deadline(), self._probes.next_deadline()]
+        if self._hints.are_given:
+            ends.append(self._hints.next_deadline())
         return min((end for end in ends if end is not None), default=None)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -315,8 +328,38 @@ class Cache:
         self._next_turns.pop(conversation, None)
         self._next_turns[conversation] = next_turn
 
+    def retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool = False) -> None:
+        """Keep what host memory has of `prefix` there until `until_s`, within `Limits.retained_share` and `retain_s`.
+
+        Beyond the share the oldest retention ends, that of a high priority last. Lower tiers get the objects, too. This
+        and other hints begin with `advance`, after the open stores of the prefix.
+        """
+        self._hints.retain(prefix, until_s, now_s, is_high=is_high)
+
+    def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
+        """Evict what only `conversation` has used of `prefix` before all others, unless it is used again."""
+        self._hints.lower(prefix, conversation)
+
+    def prefetch(
+        self, request: RequestId, prefix: Prefix, at_s: float, now_s: float, conversation: str | None = None
+    ) -> None:
+        """Have what lower tiers hold of `prefix` in host memory at `at_s`, and retain it there for a while.
+
+        Until then what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
+        without an event, after `release` of its `request` at the latest.
+        """
+        self._hints.prefetch(request, prefix, at_s, now_s, conversation)
+
+    def forget_hints(self) -> None:
+        """End every retention and prefetch."""
+        self._hints.forget_all()
+        for prefetch in list(self._operations.prefetches.values()):
+            self._transfers.stop(prefetch)
+        self._may_move = True
+
     def stop(self, now_s: float) -> None:
-        """Release every request with an open load or store."""
+        """Release every request with an open load or store, and forget every hint."""
+        self.forget_hints()
         for request in dict.fromkeys([*self._operations.loads, *(store.request for store in self._operations.stores)]):
             self._stop(request)
         self._transfers.advance(now_s)
@@ -350,6 +393,8 @@ class Cache:
         if self._may_move:
             self._may_move = False
             self._transfers.advance(now_s)
+        while self._hints.are_given and self._hints.advance(now_s):
+            self._transfers.advance(now_s)
         if self._next_turns:
             self._pass_next_turns()
 
@@ -360,6 +405,8 @@ class Cache:
 
     def _expire(self, now_s: float) -> None:
         self._may_move |= self._probes.expire(now_s) | self._transfers.expire(now_s)
+        if self._hints.are_given:
+            self._may_move |= self._hints.expire(now_s)
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
@@ -383,6 +430,7 @@ class Cache:
         """
         self.host.check()
         self._transfers.check()
+        self._hints.check()
 
     def _pass_next_turns(self) -> None:
         storing = {store.conversation for store in self._operations.stores}
@@ -392,8 +440,10 @@ class Cache:
             self._output.commands += [Tell(tier_state.name, conversation, next_turn) for tier_state in self._tiers.all]
 
     def _stop(self, request: RequestId) -> None:
+        self._hints.forget(request)
         self._probes.forget(request)
-        for work in [*self._operations.loads.values(), *self._operations.stores]:
+        operations = self._operations
+        for work in [*operations.loads.values(), *operations.prefetches.values(), *operations.stores]:
             if work.request == request:
                 self._transfers.stop(work)
 

@@ -33,6 +33,7 @@ from itertools import islice
 
 from kvtier.layout import History, KvLayout
 from kvtier.policy.base import Evictor, Held, Hinted
+from kvtier.policy.lru import Lru
 from kvtier.types import ChunkKey, NextTurn, Presence
 
 HOST = "host"
@@ -202,6 +203,12 @@ class HostEntry:
     """How many of them are UNWRITTEN."""
     uses: int = 1
     """Number of uses, including the operation that brought the object."""
+    is_shared: bool = False
+    """Another conversation than the first has used it."""
+    is_retained: bool = False
+    """A hint keeps it in host memory, see `retention`."""
+    is_low: bool = False
+    """A hint has it evicted before others, until its next use."""
     is_read: bool = False
     """Its slot counts as one of a read. This and the following are for objects that pass through only."""
     is_held: bool = False
@@ -262,6 +269,8 @@ class HostMemory:
         self._left: deque[Item] = deque(maxlen=LEFT_MAX)
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
+        self._low = [Lru() for _ in slots]
+        """Objects that are evicted first; the evictors do not have them."""
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
         self.is_history = tuple(isinstance(group.validity, History) and not stages_only for group in layout.groups)
         """Groups in which every chunk needs all chunks before it."""
@@ -339,13 +348,38 @@ class HostMemory:
         entry.uses += 1
         if self.stages_only:
             return
+        if conversation != entry.conversation:
+            entry.is_shared = True
         if entry.residency is LEAVING:
-            entry.residency = after(entry.residency, Change.WANTED)
-            self.leaving[entry.group] -= 1
-            self._count(entry, 1)
+            self._stay(entry, conversation)
+        elif entry.is_low:
+            self._leave_evictor(entry)
             self._add_candidate(entry, conversation)
         elif entry.residency is READY:
             self._evictors[entry.group].touched(Held(entry.key, entry.parent, conversation))
+
+    def hold(self, entry: HostEntry) -> None:
+        """Keep a readable object until `let_go`. Its evictor does not have it, and need not protect its parents."""
+        if entry.residency is LEAVING:
+            self._stay(entry, entry.conversation)
+        self._is_searched[entry.group] = False
+        self._leave_evictor(entry)
+        self._count(entry, -1)
+        entry.is_retained = True
+
+    def let_go(self, entry: HostEntry) -> None:
+        """The object may be a victim again, as if it had been used now."""
+        entry.is_retained = False
+        self._count(entry, 1)
+        self._add_candidate(entry, entry.conversation)
+
+    def lower(self, entry: HostEntry) -> None:
+        """Evict the object before others, unless it is used again."""
+        if entry.residency is READY and not (entry.is_low or entry.is_retained or entry.stuck):
+            self._leave_evictor(entry)
+            entry.is_low = True
+            self._is_searched[entry.group] = False
+            self._low[entry.group].added(Held(entry.key, entry.parent, entry.conversation))
 
     def pin(self, entry: HostEntry) -> None:
         """Add a pin, which prevents eviction."""
@@ -446,7 +480,7 @@ class HostMemory:
         entry.residency = after(entry.residency, Change.LEAVE)
         self.leaving[entry.group] += 1
         self._is_searched[entry.group] = False
-        self._evictors[entry.group].removed(entry.key)
+        self._leave_evictor(entry)
 
     def stuck(self, entry: HostEntry) -> None:
         """A demotion of the object is overdue and may last long; meanwhile the evictor need not protect its parents."""
@@ -454,12 +488,12 @@ class HostMemory:
         if entry.awaited:
             self.unkept.append(entry)
         self._is_searched[entry.group] = False
-        self._evictors[entry.group].removed(entry.key)
+        self._leave_evictor(entry)
 
     def unstuck(self, entry: HostEntry) -> None:
         """The thread of an overdue demotion has ended."""
         entry.stuck -= 1
-        if entry.residency is READY:
+        if entry.residency is READY and not entry.is_retained:
             self._add_candidate(entry, entry.conversation)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
@@ -496,8 +530,10 @@ class HostMemory:
                 if state in READABLE:
                     readable += 1
                     assert key in self.readable[group], "a readable key is missing from the set"
-                    clean += state is READY and not entry.pins and not entry.pending
-                    pending += state is READY and not entry.pins and bool(entry.pending)
+                    clean += _is_idle(entry, may_be_pending=False)
+                    pending += _is_idle(entry, may_be_pending=True) and bool(entry.pending)
+                    assert state is READY or not (entry.is_retained or entry.is_low), "a leaving object has a hint"
+                    assert not (entry.is_retained and entry.is_low), "a retained object is evicted first"
                     leaving += state is LEAVING
                     assert state is READY or entry.pins or entry.pending, (
                         "a leaving object has neither pins nor pending writes"
@@ -529,7 +565,9 @@ class HostMemory:
         return lambda name: not _is_idle(entries[ChunkKey(name)], may_be_pending=False)
 
     def _victim(self, group: int, is_protected: Callable[[bytes], bool]) -> HostEntry | None:
-        name = self._evictors[group].victim(is_protected)
+        name = self._low[group].victim(is_protected) if len(self._low[group]) else None
+        if name is None:
+            name = self._evictors[group].victim(is_protected)
         return None if name is None else self.entries[group][ChunkKey(name)]
 
     def _evict(self, entry: HostEntry) -> None:
@@ -538,9 +576,21 @@ class HostMemory:
         entry.residency = after(entry.residency, Change.EVICTED)
         self._remove(entry)
         self.readable[entry.group].discard(entry.key)
-        self._evictors[entry.group].removed(entry.key)
+        self._leave_evictor(entry)
         self._give_back(entry)
         self.evictions += not self.stages_only
+
+    def _stay(self, entry: HostEntry, conversation: str | None) -> None:
+        """A LEAVING object is wanted again."""
+        entry.residency = after(entry.residency, Change.WANTED)
+        self.leaving[entry.group] -= 1
+        self._count(entry, 1)
+        self._add_candidate(entry, conversation)
+
+    def _leave_evictor(self, entry: HostEntry) -> None:
+        """The evictor that has the object has it no longer."""
+        (self._low if entry.is_low else self._evictors)[entry.group].removed(entry.key)
+        entry.is_low = False
 
     def _add_candidate(self, entry: HostEntry, conversation: str | None) -> None:
         """Make `entry` a candidate for eviction."""
@@ -569,7 +619,7 @@ class HostMemory:
             self._evict(entry)
 
     def _count(self, entry: HostEntry, step: int) -> None:
-        if entry.residency is not READY or entry.pins:
+        if entry.residency is not READY or entry.pins or entry.is_retained:
             return
         if entry.pending:
             self._idle_pending[entry.group] += step
@@ -579,4 +629,5 @@ class HostMemory:
 
 
 def _is_idle(entry: HostEntry, *, may_be_pending: bool) -> bool:
-    return entry.residency is READY and not entry.pins and (may_be_pending or not entry.pending)
+    is_free = entry.residency is READY and not entry.pins and not entry.is_retained
+    return is_free and (may_be_pending or not entry.pending)

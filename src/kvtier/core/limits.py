@@ -54,6 +54,10 @@ class Limits:
     store_deadline_s: float = 10.0
     announced_wait_s: float = 5.0
     """How long a request waits at most for chunks that another engine has announced."""
+    retained_share: float = 0.5
+    """Share of each group's host slots that hints may retain."""
+    retain_s: float = 3600.0
+    """How long a hint retains objects at most."""
     publishes: bool = False
     """Other engines wait for what this one stores: remote tiers get objects in the order of the stores."""
     write_policy: WritePolicy = WritePolicy.THROUGH
@@ -63,3 +67,5 @@ class Limits:
         for name in ("gathers", "scatters", "selective_uses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.retained_share < 1:
+            raise ValueError(f"limits.retained_share must be at least 0 and less than 1, got {self.retained_share}")

@@ -7,6 +7,8 @@ starts no transfers; it fills the queues that `transfer_scheduler` takes from.
     store:  WANTED --gather begins--> COPYING --> HELD            WANTED --another transfer--> WAITING --> HELD
     both:   WAITING --transfer failed--> WANTED                   each of these --> FAILED (load), DROPPED (store)
 
+A prefetch is a load without places: its object is DELIVERED as soon as it is readable. It ends without an event.
+
 Where objects pass through host memory only (`object_cache`), a store's object is HELD when a tier has it; until then it
 is KEEPING.
 """
@@ -77,6 +79,12 @@ LOAD_STEPS: Steps = {
     WAITING: (QUEUED, WANTED, FAILED),
     QUEUED: (COPYING, FAILED),
     COPYING: (DELIVERED, FAILED),
+    DELIVERED: (),
+    FAILED: (),
+}
+PREFETCH_STEPS: Steps = {
+    WANTED: (WAITING, DELIVERED, FAILED),
+    WAITING: (DELIVERED, WANTED, FAILED),
     DELIVERED: (),
     FAILED: (),
 }
@@ -193,6 +201,13 @@ class LoadOperation(Operation):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class PrefetchOperation(LoadOperation):
+    """One prefetch: it brings objects into host memory only."""
+
+    STEPS: ClassVar[Steps] = PREFETCH_STEPS
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class StoreOperation(Operation):
     """One store, until its StoreDone."""
 
@@ -216,6 +231,9 @@ class OpenOperations:
         output: Output,
     ) -> None:
         self.loads: dict[RequestId, LoadOperation] = {}
+        self.prefetches: dict[RequestId, PrefetchOperation] = {}
+        self.prefetched: list[PrefetchOperation] = []
+        """Prefetches that have ended, until `hints` takes them."""
         self.stores: dict[StoreOperation, None] = {}
         """Ordered by start, and so by deadline."""
         self.wanted = 0
@@ -243,6 +261,12 @@ class OpenOperations:
         self._begin(load, places, now_s)
         if not load.unsettled:
             self.end_if_settled(load)
+
+    def begin_prefetch(self, prefetch: PrefetchOperation, places: Sequence[Place], now_s: float) -> None:
+        """Wait for objects in transfer, and want those that host memory lacks."""
+        self.prefetches[prefetch.request] = prefetch
+        self._begin(prefetch, places, now_s)
+        self.end_if_settled(prefetch)
 
     def begin_store(self, store: StoreOperation, places: Sequence[Place], now_s: float) -> None:
         """Want the objects that host memory lacks, while fewer than `WAITING_MAX` wait."""
@@ -283,6 +307,8 @@ class OpenOperations:
         if entry.residency not in READABLE:
             item.become(WAITING)
             self.waiters.setdefault(entry, []).append(item)
+        elif isinstance(item.work, PrefetchOperation):
+            self._settle(item, DELIVERED)
         elif isinstance(item.work, LoadOperation):
             item.become(QUEUED)
             self._host.pin(entry)
@@ -429,7 +455,11 @@ class OpenOperations:
         """Report the end of `work` when all its items have a result."""
         if work.unsettled:
             return
-        if isinstance(work, LoadOperation):
+        if isinstance(work, PrefetchOperation):
+            if self.prefetches.pop(work.request, None) is not None:
+                self.prefetched.append(work)
+                work.items.clear()
+        elif isinstance(work, LoadOperation):
             del self.loads[work.request]
             stages_only = self._host.stages_only
             self._output.events.append(self._objects_done(work) if stages_only else self._load_done(work))
@@ -469,7 +499,7 @@ class OpenOperations:
     def overdue(self, now_s: float) -> list[LoadOperation | StoreOperation]:
         """Loads past their deadline or budget, and stores past their deadline."""
         overdue: list[LoadOperation | StoreOperation] = []
-        for load in self.loads.values():
+        for load in (*self.loads.values(), *self.prefetches.values()):
             overdue += [] if load.is_over or load.end_s > now_s else [load]
         for store in self.stores:  # in the order of their deadlines
             if store.deadline_s > now_s:
@@ -479,7 +509,7 @@ class OpenOperations:
 
     def deadlines(self) -> list[float]:
         """Deadlines of open operations."""
-        ends = [load.end_s for load in self.loads.values() if not load.is_over]
+        ends = [load.end_s for load in (*self.loads.values(), *self.prefetches.values()) if not load.is_over]
         return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
     def check(self, copying: set[WorkItem]) -> None:
@@ -491,7 +521,7 @@ class OpenOperations:
         by_state: dict[ItemState, set[WorkItem]] = {
             state: set() for state in (WANTED, WAITING, QUEUED, COPYING, KEEPING)
         }
-        for work in (*self.loads.values(), *self.stores):
+        for work in (*self.loads.values(), *self.prefetches.values(), *self.stores):
             assert work.unsettled > 0, "a load or store ended without an event"
             open_items = [item for item in work.items if item.state in by_state]
             assert len(open_items) == work.unsettled, "items without a result miscounted"

@@ -122,6 +122,13 @@ class PendingWrites:
                 queue.queued[entry] = None
             self._host.write_becomes(entry, tier_state.name, state)
 
+    def keep(self, entry: HostEntry, now_s: float) -> None:
+        """Queue the writes of an object whatever the write policy: a hint says that it is needed again."""
+        entry.uses = max(entry.uses, self._first_uses)
+        if entry.residency is READY:
+            self.mark_pending(entry, now_s)
+        self._queue(entry)
+
     def put_again(self, entry: HostEntry, now_s: float) -> None:
         """Tiers that had an object that passes through may have lost it: writes that have ended begin anew."""
         if entry.residency in READABLE and not entry.is_read:

@@ -292,6 +292,8 @@ class TransferScheduler:
             is_again = self._host.stages_only and (has_promoted or has_relayed)
             is_again |= has_dropped or (has_promoted and len(loads) > 1)
             may_start_more = is_again or (has_gathered and bool(loads))
+        while self._operations.prefetches and self._advance_prefetches(now_s):
+            pass
         if self._operations.scatters:
             self._advance_scatters(now_s)
 
@@ -340,6 +342,35 @@ class TransferScheduler:
                 else:
                     self._operations.found(item, entry)
         return is_starving, has_promoted
+
+    def _advance_prefetches(self, now_s: float) -> bool:
+        """Promote objects of prefetches while no load wants promotions. Returns whether a promotion started.
+
+        They take half of what a tier may have in flight, and slots without pending writes.
+        """
+        if any(load.todo for load in self._operations.loads.values()):
+            return False
+        has_promoted = False
+        for prefetch in list(self._operations.prefetches.values()):
+            while prefetch.todo:
+                item, group = prefetch.todo[0], prefetch.todo[0].place.group
+                entry = self._host.find(item.key, group)
+                tier_state = self._next_tier(item) if entry is None else None
+                if tier_state is not None:
+                    is_idle = 2 * tier_state.out[PROMOTE] < tier_state.limit[PROMOTE]
+                    can_read = is_idle and tier_state.has_room(PROMOTE, self._host.object_bytes[group])
+                    slot = self._host.take_slot(group) if can_read else None
+                    if slot is None:
+                        break
+                    entry = self._promote(item, slot, tier_state, now_s)
+                    has_promoted = True
+                prefetch.todo.popleft()
+                if entry is None:
+                    self._operations.fail(item)
+                else:
+                    self._operations.found(item, entry)
+            self._operations.end_if_settled(prefetch)
+        return has_promoted
 
     def _advance_gets(self, now_s: float) -> bool:
         """As `_advance_loads`, for gets: they take turns. Returns whether a promotion started."""

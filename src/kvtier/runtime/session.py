@@ -40,8 +40,9 @@ class Session(LockedCore):
     """A session that any thread may call. It takes and returns plain values.
 
     `lookup`, `load` and `store` raise `SessionError` if the session is closed, in a forked child, or called from a
-    finalizer or signal handler in the middle of another call of the same thread. `release`, `expects` and `poll` may be
-    called anywhere. Only calls with a `wait_s` or `deadline_s` block for long.
+    finalizer or signal handler in the middle of another call of the same thread. `release`, `poll` and hints
+    (`expects`, `retain`, `lower`, `prefetch`, `forget_hints`) may be called anywhere. Only calls with a `wait_s` or
+    `deadline_s` block for long.
 
     Args:
         cache: the core; owned by the session from now on.
@@ -243,6 +244,40 @@ class Session(LockedCore):
         recalls = self._recalls
         if recalls is not None:
             self._wish(lambda _now_s: recalls.again(tier))
+
+    def retain(self, prefix: Prefix, seconds: float, *, is_high: bool = False) -> None:
+        """Keep what host memory has of `prefix` there for `seconds`, at most `limits.retain_s`.
+
+        All retained objects have at most `limits.retained_percent` of host memory. Beyond it the oldest retention ends,
+        the deepest chunk first; those of a high priority end last. Lower tiers get the objects, too. The call counts
+        for stores of the prefix that began before it.
+        """
+        self._wish(lambda now_s: self._cache.retain(prefix, now_s + seconds, now_s, is_high=is_high))
+
+    def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
+        """Evict what only `conversation` has used of `prefix` from host memory before all else, until its next use.
+
+        Without a conversation: what one load or store only has used.
+        """
+        self._wish(lambda _now_s: self._cache.lower(prefix, conversation))
+
+    def prefetch(self, request: RequestId, prefix: Prefix, in_s: float = 0.0, conversation: str | None = None) -> None:
+        """Have what lower tiers hold of `prefix` in host memory in `in_s` seconds, and keep it there as `retain` does.
+
+        It needs no blocks of the engine, yields to loads, and ends without an event. Until it begins, what only
+        `conversation` has used of the prefix is written to lower tiers and may leave host memory.
+
+        Args:
+            request: a name of its own; `release` ends the prefetch.
+            prefix: of the prompt; its leading chunks within `limits.retained_percent` are fetched.
+            in_s: seconds until it is needed, at most `limits.retain_s`.
+            conversation: name of the conversation.
+        """
+        self._wish(lambda now_s: self._cache.prefetch(request, prefix, now_s + in_s, now_s, conversation))
+
+    def forget_hints(self) -> None:
+        """End every retention and prefetch."""
+        self._wish(lambda _now_s: self._cache.forget_hints())
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""

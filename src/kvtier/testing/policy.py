@@ -71,6 +71,20 @@ class EvictorContract:
             assert (victim in present) if present else victim is None
         assert _drain(evictor) == present
 
+    def test_a_retained_object_is_no_candidate_until_it_comes_back(self) -> None:
+        """A hint takes objects out of the middle and the end of a prefix. Their parents need not stay."""
+        evictor = self.make()
+        for number in range(10):
+            evictor.added(held(number, number - 1 if number else None))
+        retained = {4, 9}
+        for number in retained:
+            evictor.removed(name_of(number))
+            evictor.touched(held(number, number - 1))
+        assert _drain(evictor) == {name_of(number) for number in range(10) if number not in retained}
+        for number in retained:
+            evictor.added(held(number, number - 1))
+        assert _drain(evictor) == {name_of(number) for number in retained}
+
     def test_a_cycle_of_parents_is_evicted(self) -> None:
         """Parents may come from a damaged index."""
         evictor = self.make()

@@ -7,10 +7,12 @@ from tests.sim import objects
 
 from kvtier.core.operations import (
     LOAD_STEPS,
+    PREFETCH_STEPS,
     STORE_STEPS,
     ItemState,
     LoadOperation,
     OpenOperations,
+    PrefetchOperation,
     StoreOperation,
     WorkItem,
 )
@@ -23,11 +25,16 @@ SEEDS = 60
 LOAD = LoadOperation(
     request=RequestId("r"), prefix=PREFIX, conversation=None, deadline_s=1.0, tokens=2, resident_tokens=0
 )
+PREFETCH = PrefetchOperation(
+    request=RequestId("r"), prefix=PREFIX, conversation=None, deadline_s=1.0, tokens=2, resident_tokens=0
+)
 STORE = StoreOperation(request=RequestId("r"), prefix=PREFIX, conversation=None, deadline_s=1.0)
 
 
 @pytest.mark.parametrize("after", ItemState)
-@pytest.mark.parametrize(("work", "before"), [(work, before) for work in (LOAD, STORE) for before in work.STEPS])
+@pytest.mark.parametrize(
+    ("work", "before"), [(work, before) for work in (LOAD, PREFETCH, STORE) for before in work.STEPS]
+)
 def test_a_step_is_in_the_table_or_raises(work: LoadOperation | StoreOperation, before: ItemState, after: ItemState):
     item = WorkItem(work, Place(0, 0, ()), ChunkKey(b"a"), before)
     if after in work.STEPS[before]:
@@ -49,9 +56,9 @@ def test_the_simulator_takes_every_step_of_the_tables(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(WorkItem, "become", become)
     for seed in range(SEEDS):
-        assert sim.run(seed).is_good
+        assert sim.run(seed, hinted=0.3).is_good
         assert objects.run(seed).is_good
-    tables = {LoadOperation: LOAD_STEPS, StoreOperation: STORE_STEPS}
+    tables = {LoadOperation: LOAD_STEPS, PrefetchOperation: PREFETCH_STEPS, StoreOperation: STORE_STEPS}
     assert taken == {
         (kind, a, b) for kind, steps in tables.items() for a, following in steps.items() for b in following
     }

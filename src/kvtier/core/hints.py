@@ -1,0 +1,253 @@
+"""Hints about a prefix: retain it, evict it first, or bring it back by a time. They change speed only.
+
+    retain     what host memory has of the prefix stays there until a time (`retention`)
+    lower      what only one conversation has used of it is evicted first
+    prefetch   what lower tiers have of it is in host memory by a time
+
+A hint waits for the open stores of its prefix. Objects that are retained, or that leave for a prefetch, are written to
+the lower tiers whatever the write policy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier.core.host_memory import READABLE, HostEntry, HostMemory
+from kvtier.core.limits import Limits
+from kvtier.core.link_estimates import LinkEstimator
+from kvtier.core.operations import OpenOperations, PrefetchOperation, StoreOperation
+from kvtier.core.pending_writes import PendingWrites
+from kvtier.core.prefix import longest_boundary, needed_chunks
+from kvtier.core.probes import ProbeAnswers, Probes
+from kvtier.core.retention import Retention
+from kvtier.layout import KvLayout
+from kvtier.types import ChunkKey, Place, Prefix, RequestId
+
+WAITING_HINTS_MAX = 256
+"""Hints that wait for stores; of more, the oldest are forgotten."""
+
+PREFETCHES_MAX = 256
+"""Prefetches that are open or due later; further ones are ignored."""
+
+LEAD_S = 1.0
+"""A prefetch begins this long before its time, and twice the expected time of its transfers."""
+
+KEEP_S = 5.0
+"""Prefetched objects are retained this long after their time, and as long again as the prefetch was given before."""
+
+SourceOf = Callable[[ProbeAnswers | None, ChunkKey, int], str | None]
+
+
+class Wish(NamedTuple):
+    """A hint that waits for the open stores of its prefix."""
+
+    stores: list[StoreOperation]
+    apply: Callable[[float], None]
+    """Called with the time."""
+
+
+@dataclass(slots=True, eq=False)
+class DuePrefetch:
+    """A prefetch that has not begun, because it is due later or its probes are open."""
+
+    request: RequestId
+    prefix: Prefix
+    conversation: str | None
+    start_s: float
+    until_s: float
+    has_started: bool = field(default=False, init=False)
+
+
+class Hints:
+    """The hints that wait, the prefetches that are due, and the objects that are retained.
+
+    Args:
+        source_of: the source of an object, from the answers to a request's probes; None: none is known.
+        estimators: of each tier's link, and of host memory's.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        limits: Limits,
+        host: HostMemory,
+        probes: Probes,
+        pending_writes: PendingWrites,
+        operations: OpenOperations,
+        estimators: dict[str, LinkEstimator],
+        source_of: SourceOf,
+    ) -> None:
+        self._layout = layout
+        self._limits = limits
+        self._host = host
+        self._probes = probes
+        self._pending_writes = pending_writes
+        self._operations = operations
+        self._estimators = estimators
+        self._source_of = source_of
+        self.retention = Retention(host, limits.retained_share)
+        self._wishes: list[Wish] = []
+        self._due: dict[RequestId, DuePrefetch] = {}
+        self.are_given = False
+        """A hint has been given; until then no call is needed."""
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    def retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool) -> None:
+        """Retain what host memory has of `prefix`, until `until_s` and `Limits.retain_s` at most."""
+        until_s = min(until_s, now_s + self._limits.retain_s)
+        self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, is_high=is_high))
+
+    def lower(self, prefix: Prefix, conversation: str | None) -> None:
+        """Evict first what only `conversation` has used of `prefix`; without one, what one operation only has used."""
+        self._wish(prefix, lambda _at_s: self._lower(prefix, conversation))
+
+    def prefetch(
+        self, request: RequestId, prefix: Prefix, at_s: float, now_s: float, conversation: str | None = None
+    ) -> None:
+        """Have `prefix` in host memory at `at_s`. Until then what only `conversation` has used of it may leave."""
+        prefix = self._bounded(prefix)
+        if not prefix.keys or request in self._due or request in self._operations.prefetches:
+            return
+        if len(self._due) + len(self._operations.prefetches) >= PREFETCHES_MAX:
+            return
+        at_s = min(at_s, now_s + self._limits.retain_s)
+        until_s = min(at_s + max(0.0, at_s - now_s) + KEEP_S, now_s + self._limits.retain_s)
+        start_s = max(now_s, at_s - self._lead_s(prefix, now_s))
+        self.are_given = True
+        self._due[request] = DuePrefetch(request, prefix, conversation, start_s, until_s)
+        if start_s > now_s and len(self._estimators) > 1:
+            self._wish(prefix, lambda at_s: self._demote(prefix, conversation, at_s))
+
+    def forget(self, request: RequestId) -> None:
+        """Forget a prefetch that has not begun."""
+        self._due.pop(request, None)
+
+    def forget_all(self) -> None:
+        """Forget every hint, and end every retention."""
+        self._wishes.clear()
+        for request in list(self._due):
+            self._probes.forget(request)
+        self._due.clear()
+        self.retention.end_all()
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float) -> bool:
+        """Apply hints whose stores have ended, and begin prefetches; whether transfers may start."""
+        stores, waiting = self._operations.stores, list[Wish]()
+        may_move = False
+        for wish in self._wishes:
+            if any(store in stores for store in wish.stores):
+                waiting.append(wish)
+            else:
+                wish.apply(now_s)
+                may_move = True
+        self._wishes = waiting
+        for due in [due for due in self._due.values() if due.start_s <= now_s]:
+            may_move |= self._begin(due, now_s)
+        while self._operations.prefetched:
+            self._end(self._operations.prefetched.pop(), now_s)
+            may_move = True
+        return may_move
+
+    def expire(self, now_s: float) -> bool:
+        """End retentions whose time has come; whether transfers may start."""
+        return self.retention.expire(now_s)
+
+    def next_deadline(self) -> float | None:
+        """The time at which `advance` or `expire` has work to do."""
+        ends = [due.until_s if due.has_started else due.start_s for due in self._due.values()]
+        end = self.retention.next_deadline()
+        return min(ends if end is None else [*ends, end], default=None)
+
+    def check(self) -> None:
+        """Assert that the objects held are those retained.
+
+        Raises:
+            AssertionError: they are not, which is a bug in the core.
+        """
+        self.retention.check()
+        assert len(self._wishes) <= WAITING_HINTS_MAX, "too many hints wait"
+        assert not self._due.keys() & self._operations.prefetches.keys(), "a prefetch has begun twice"
+
+    # ---- what they do ----------------------------------------------------------------------------------------------
+
+    def _wish(self, prefix: Prefix, apply: Callable[[float], None]) -> None:
+        self.are_given = True
+        keys = set(prefix.keys)
+        stores = [store for store in self._operations.stores if store.prefix.keys and store.prefix.keys[-1] in keys]
+        self._wishes = [*self._wishes[1 - WAITING_HINTS_MAX :], Wish(stores, apply)]
+
+    def _retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool) -> None:
+        if until_s > now_s:
+            for entry in self.retention.retain(prefix, until_s, is_high=is_high):
+                self._pending_writes.keep(entry, now_s)
+
+    def _lower(self, prefix: Prefix, conversation: str | None) -> None:
+        for entry in self._own(prefix, conversation):
+            self._host.lower(entry)
+
+    def _demote(self, prefix: Prefix, conversation: str | None, now_s: float) -> None:
+        for entry in self._own(prefix, conversation):
+            self._pending_writes.keep(entry, now_s)
+            self._host.lower(entry)
+
+    def _own(self, prefix: Prefix, conversation: str | None) -> list[HostEntry]:
+        """The readable objects of `prefix` that no other conversation has used."""
+        found = [entries.get(key) for entries in self._host.entries for key in reversed(prefix.keys)]
+        return [
+            entry
+            for entry in found
+            if entry is not None
+            and entry.residency in READABLE
+            and entry.conversation == conversation
+            and not entry.is_shared
+            and (conversation is not None or entry.uses == 1)
+        ]
+
+    def _lead_s(self, prefix: Prefix, now_s: float) -> float:
+        """How long before its time a prefetch begins."""
+        size_bytes = len(prefix.keys) * sum(self._host.object_bytes)
+        links = list(self._estimators.values())[1:]
+        return LEAD_S + 2 * max((it.seconds(size_bytes, 0, now_s)[1] for it in links if it.is_known), default=0.0)
+
+    def _begin(self, due: DuePrefetch, now_s: float) -> bool:
+        """Ask the tiers, or begin once they have answered; whether it has begun or is over."""
+        due.has_started = True
+        prefix = due.prefix
+        known = self._probes.send(due.request, prefix, None, now_s) if now_s < due.until_s else None
+        if known is not None and self._probes.is_waiting(known, now_s):
+            return False
+        del self._due[due.request]
+        groups = self._layout.groups
+        tokens = longest_boundary(
+            groups, prefix, lambda group, chunk: self._source_of(known, prefix.keys[chunk], group) is not None
+        )
+        prefetch = PrefetchOperation(
+            request=due.request,
+            prefix=prefix,
+            conversation=due.conversation,
+            deadline_s=due.until_s,
+            tokens=tokens,
+            resident_tokens=0,
+        )
+        places = [
+            Place(group, chunk, ())
+            for group in range(len(groups))
+            for chunk in needed_chunks(groups[group], prefix, tokens)
+        ]
+        self._operations.begin_prefetch(prefetch, places if now_s < due.until_s else [], now_s)
+        return True
+
+    def _bounded(self, prefix: Prefix) -> Prefix:
+        """The leading chunks that may be retained."""
+        limits = zip(self.retention.most, self._host.is_history, strict=True)
+        most = min([most for most, is_history in limits if is_history], default=len(prefix.keys))
+        return prefix if len(prefix.keys) <= most else Prefix(prefix.keys[:most], prefix.chunk_tokens)
+
+    def _end(self, prefetch: PrefetchOperation, now_s: float) -> None:
+        self._probes.forget(prefetch.request)
+        if not prefetch.is_over:
+            self._retain(prefetch.prefix, prefetch.deadline_s, now_s, is_high=False)

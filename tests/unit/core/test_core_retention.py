@@ -1,0 +1,348 @@
+"""Hints about a prefix: what is retained stays, what is lowered goes first, a prefetch brings objects back by a time.
+
+Each of them is bounded, and none changes what a load delivers.
+"""
+
+import pytest
+from tests.core_driver import LONG_S, Driver, key, prefix_of
+
+from kvtier.core import hints
+from kvtier.core.limits import Limits, WritePolicy
+from kvtier.layout import History, State
+from kvtier.policy.registry import EVICTORS
+from kvtier.types import Direction, Outcome
+
+DOCUMENT, OTHER = prefix_of("abc"), prefix_of("xyz")
+
+
+def scan(core: Driver, count: int = 30) -> None:
+    """Store many other prompts."""
+    for number in range(count):
+        core.store_and_run(f"scan {number}", prefix_of(chr(1000 + number)))
+        core.release(f"scan {number}")
+
+
+def stored(**options) -> Driver:
+    core = Driver(**options)
+    core.store_and_run("r", DOCUMENT)
+    return core
+
+
+# ---- retain ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evictor", EVICTORS.values(), ids=EVICTORS)
+@pytest.mark.parametrize("is_retained", [True, False])
+def test_a_retained_prefix_survives_a_scan_until_its_time(evictor, is_retained):
+    core = stored(evictor=evictor, tiers=())
+    if is_retained:
+        core.retain(DOCUMENT, 10.0)
+    scan(core)
+    assert ({"a", "ab", "abc"} <= core.present()) is is_retained
+    core.wait(10.0)
+    scan(core)
+    assert not {"a", "ab", "abc"} & core.present()
+
+
+def test_at_most_a_share_is_retained_the_start_of_a_prefix_first_and_the_oldest_ends():
+    core = stored(slots=8, retained_share=0.5, tiers=())
+    core.store_and_run("long", prefix_of("123456"))
+    core.retain(DOCUMENT, 10.0)
+    core.retain(prefix_of("123456"), 5.0)
+    scan(core)
+    assert core.present() >= {"1", "12", "123", "1234"}, "the new one has the whole share"
+    assert not {"a", "12345"} & core.present()
+
+
+def test_a_longer_retention_of_the_same_objects_counts():
+    core = stored(tiers=())
+    core.retain(DOCUMENT, 2.0)
+    core.retain(prefix_of("ab"), 10.0)
+    core.retain(DOCUMENT, 1.0)
+    core.wait(5.0)
+    scan(core)
+    assert {"a", "ab"} <= core.present()
+    assert "abc" not in core.present()
+
+
+def test_high_priority_outlasts_the_others():
+    core = stored(slots=8, tiers=())
+    core.store_and_run("other", OTHER)
+    core.retain(DOCUMENT, 10.0, is_high=True)
+    core.retain(OTHER, 10.0)
+    scan(core)
+    assert core.present() >= {"a", "ab", "abc", "x"}, "four slots are retained"
+    assert "xy" not in core.present()
+    core.store_and_run("more", prefix_of("pqrs"))
+    core.retain(prefix_of("pqrs"), 9.0, is_high=True)
+    scan(core)
+    assert core.present() >= {"p", "pq", "pqr", "pqrs"}
+    assert not {"a", "x"} & core.present()
+
+
+def test_a_retention_is_no_longer_than_the_limit():
+    core = stored(retain_s=3.0, tiers=())
+    core.retain(DOCUMENT, 1e9)
+    core.wait(3.0)
+    scan(core)
+    assert not {"a", "ab", "abc"} & core.present()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, 2.0])
+def test_a_share_of_everything_is_refused(share):
+    with pytest.raises(ValueError, match="retained_share must be at least 0 and less than 1"):
+        Limits(retained_share=share)
+
+
+def test_nothing_is_retained_without_a_share():
+    core = stored(retained_share=0.0, tiers=())
+    core.retain(DOCUMENT, 10.0)
+    scan(core)
+    assert "a" not in core.present()
+
+
+def test_a_store_and_a_load_find_room_while_half_of_a_small_host_memory_is_retained():
+    core = stored(slots=2)
+    core.retain(DOCUMENT, LONG_S)
+    core.fill("disk", OTHER)
+    core.lookup_and_run("l", OTHER)
+    core.load_and_run("l", OTHER)
+    assert [done.tokens for done in core.loaded()] == [OTHER.tokens]
+    core.stored()
+    core.store_and_run("s", prefix_of("pq"))
+    assert [done.held for done in core.stored()] == [2]
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.BACK, WritePolicy.SELECTIVE])
+def test_retained_objects_are_written_whatever_the_write_policy(policy):
+    core = stored(write_policy=policy)
+    assert not core.held["disk"]
+    core.retain(DOCUMENT, 10.0)
+    core.run()
+    assert core.held["disk"] == {(name, 0) for name in DOCUMENT.keys}
+
+
+def test_a_hint_waits_for_the_open_stores_of_its_prefix():
+    core = Driver(tiers=())
+    core.store("r", DOCUMENT)
+    core.retain(prefix_of("abcd"), 10.0)
+    core.run()
+    scan(core)
+    assert {"a", "ab", "abc"} <= core.present()
+
+
+def test_hints_that_wait_are_bounded(monkeypatch):
+    monkeypatch.setattr(hints, "WAITING_HINTS_MAX", 2)
+    core = Driver(tiers=(), slots=12)
+    prompts = [prefix_of(letter) for letter in "abc"]
+    for number, prompt in enumerate(prompts):
+        core.store(f"r{number}", prompt)
+        core.retain(prompt, 10.0)
+    core.run()
+    scan(core)
+    assert {"b", "c"} <= core.present()
+    assert "a" not in core.present()
+
+
+def test_an_object_that_leaves_is_wanted_again_when_it_is_retained():
+    core = Driver(write_policy=WritePolicy.BACK, slots=2)
+    core.store_and_run("r", prefix_of("ab"))
+    core.store("other", prefix_of("x"))
+    assert core.going(Direction.DEMOTE), "the victim is written"
+    core.retain(prefix_of("ab"), 10.0)
+    core.run()
+    assert {"a"} <= core.present()
+
+
+def test_all_hints_end_at_once():
+    core = stored()
+    core.retain(DOCUMENT, 10.0)
+    core.prefetch("p", OTHER, 100.0)
+    core.cache.forget_hints()
+    core.wait(0)
+    scan(core)
+    assert not {"a", "ab", "abc"} & core.present()
+    core.wait(200.0)
+    assert not core.going(Direction.PROMOTE)
+    assert core.cache.next_deadline() is None
+
+
+# ---- lower -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evictor", EVICTORS.values(), ids=EVICTORS)
+@pytest.mark.parametrize("is_over", [True, False])
+def test_what_an_ended_conversation_used_alone_goes_first(evictor, is_over):
+    core = Driver(slots=8, tiers=(), evictor=evictor)
+    core.store_and_run("main", prefix_of("ab"), conversation="main")
+    core.store_and_run("other", OTHER, conversation="other")
+    core.store_and_run("sub", prefix_of("abcd"), conversation="sub")  # uses the other's start
+    if is_over:
+        core.lower(prefix_of("abcd"), "sub")
+    core.store_and_run("next", prefix_of("pqr"))
+    gone = {"a", "ab", "abc", "abcd", "x", "xy", "xyz"} - core.present()
+    assert (gone == {"abc", "abcd"}) is is_over
+
+
+def test_without_a_conversation_only_what_was_used_once_goes_first():
+    core = Driver(slots=6, tiers=())
+    core.store_and_run("first", prefix_of("ab"))
+    core.store_and_run("second", prefix_of("abcd"))
+    core.store_and_run("other", prefix_of("xy"))
+    core.lower(prefix_of("abcd"))
+    core.store_and_run("next", prefix_of("pq"))
+    assert core.present() == {"a", "ab", "x", "xy", "p", "pq"}
+
+
+def test_the_next_use_takes_the_hint_back():
+    core = Driver(slots=5, tiers=())
+    core.store_and_run("sub", prefix_of("ab"), conversation="sub")
+    core.store_and_run("other", OTHER)
+    core.lower(prefix_of("ab"), "sub")
+    core.load_and_run("again", prefix_of("ab"), conversation="sub")
+    core.store_and_run("next", prefix_of("p"))
+    assert core.present() == {"a", "ab", "x", "xy", "p"}
+
+
+def test_what_is_lowered_can_be_retained_and_the_other_way_round():
+    core = stored(tiers=())
+    core.lower(DOCUMENT)
+    core.retain(DOCUMENT, 10.0)
+    core.lower(DOCUMENT)
+    scan(core)
+    assert {"a", "ab", "abc"} <= core.present()
+
+
+# ---- prefetch ----------------------------------------------------------------------------------------------------
+
+
+def test_a_prefetch_brings_the_leading_chunks_from_a_tier_and_says_nothing():
+    core = Driver(groups=(History(), State()))
+    core.fill("disk", prefix_of("abc"))
+    core.prefetch("p", prefix_of("abcd"))
+    core.run()
+    assert core.present() == {"a", "ab", "abc"}
+    assert core.cache.host.readable[1] == {key("abc")}, "of states the last"
+    assert core.events == []
+    assert not core.cache._probes._answers
+    assert core.lookup("r", prefix_of("abcd")).ready_tokens == prefix_of("abc").tokens
+
+
+def test_prefetched_objects_stay_for_a_while():
+    core = Driver()
+    core.fill("disk", DOCUMENT)
+    core.prefetch("p", DOCUMENT)
+    core.run()
+    scan(core)
+    assert {"a", "ab", "abc"} <= core.present()
+    core.wait(hints.KEEP_S)
+    scan(core)
+    assert not {"a", "ab", "abc"} & core.present()
+
+
+def test_a_conversation_that_waits_leaves_and_is_back_at_its_time():
+    core = Driver(slots=8)
+    core.store_and_run("turn", DOCUMENT, conversation="c")
+    core.store_and_run("other", OTHER, conversation="other")
+    core.prefetch("p", DOCUMENT, 20.0, "c")
+    core.store_and_run("more", prefix_of("pqrs"))
+    assert core.present() >= {"x", "xy", "xyz"}, "the waiting conversation goes first"
+    assert "abc" not in core.present()
+    core.wait(18.0)
+    assert not core.going(Direction.PROMOTE)
+    core.wait(1.5)
+    core.run()
+    assert {"a", "ab", "abc"} <= core.present()
+
+
+def test_a_prefetch_yields_to_loads():
+    core = Driver(promotes=1, slots=24)
+    core.fill("disk", DOCUMENT)
+    core.fill("disk", OTHER)
+    core.prefetch("p", DOCUMENT)
+    core.lookup("l", OTHER)
+    core.run(directions=[])
+    core.load("l", OTHER)
+    while not core.loaded():
+        core.run(directions=[Direction.SCATTER])
+        for promote in core.going(Direction.PROMOTE):
+            core.answer(promote)
+    order = [one.key.decode() for one in core.sent if one.direction is Direction.PROMOTE]
+    assert order == ["a", "x", "xy", "xyz", "ab", "abc"]
+
+
+def test_a_load_uses_what_a_prefetch_is_bringing():
+    core = Driver(slots=40)
+    core.fill("disk", DOCUMENT)
+    core.prefetch("p", DOCUMENT)
+    core.run(directions=[])
+    assert len(core.going(Direction.PROMOTE)) == len(DOCUMENT.keys)
+    core.lookup("l", DOCUMENT)
+    core.load_and_run("l", DOCUMENT)
+    assert [done.tokens for done in core.loaded()] == [DOCUMENT.tokens]
+    assert len([one for one in core.sent if one.direction is Direction.PROMOTE]) == len(DOCUMENT.keys)
+
+
+def test_a_prefetch_takes_half_of_what_a_tier_may_have_in_flight():
+    core = Driver(promotes=4, slots=40)
+    core.fill("disk", prefix_of("abcdefgh"))
+    core.prefetch("p", prefix_of("abcdefgh"))
+    core.run(directions=[])
+    assert len(core.going(Direction.PROMOTE)) == 2
+
+
+def test_a_prefetch_is_no_longer_than_the_retained_share():
+    core = Driver(slots=8)
+    core.fill("disk", prefix_of("abcdefgh"))
+    core.prefetch("p", prefix_of("abcdefgh"))
+    core.run()
+    assert core.present() == {"a", "ab", "abc", "abcd"}
+
+
+@pytest.mark.parametrize("how", ["release", "deadline"])
+def test_a_prefetch_that_hangs_is_cancelled(how):
+    core = Driver(promotes=2)
+    core.fill("disk", DOCUMENT)
+    core.prefetch("p", DOCUMENT)
+    core.run(directions=[])
+    (promote,) = core.going(Direction.PROMOTE)
+    if how == "release":
+        core.release("p")
+    else:
+        core.wait(hints.KEEP_S)
+    assert core.cancelled == [promote.id]
+    core.answer(promote, Outcome.CANCELLED)
+    assert core.cache.next_deadline() is None
+    assert core.events == []
+
+
+def test_a_prefetch_brings_what_is_before_a_hole():
+    core = Driver()
+    core.fill("disk", prefix_of("abcd"))
+    core.held["disk"].discard((key("abc"), 0))
+    core.prefetch("p", prefix_of("abcd"))
+    core.run()
+    assert core.present() == {"a", "ab"}
+
+
+def test_a_prefetch_of_what_has_gone_since_the_answer_ends():
+    core = Driver()
+    core.fill("disk", DOCUMENT)
+    core.prefetch("p", DOCUMENT)
+    core.run(directions=[])
+    core.held["disk"].discard((key("ab"), 0))
+    core.run()
+    assert core.present() == {"a"}
+    assert not core.cache._operations.prefetches
+    assert core.events == []
+
+
+def test_prefetches_are_bounded(monkeypatch):
+    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    core = Driver()
+    core.fill("disk", DOCUMENT)
+    core.fill("disk", OTHER)
+    core.prefetch("p", OTHER)
+    core.prefetch("q", DOCUMENT)
+    core.run()
+    assert core.present() == {"x", "xy", "xyz"}
