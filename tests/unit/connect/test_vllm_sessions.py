@@ -1,13 +1,21 @@
-"""Session hints of requests: invalid ones are ignored, names are scoped by tenant, the session gets them at the end."""
+"""Hints of requests: invalid ones are ignored, names are scoped by tenant, the session gets them at the end."""
 
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import ClassVar, cast
 
 import pytest
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Request
 
 from kvtier.config.sections import Config, HostConfig
-from kvtier.connect.vllm.requests import ConversationHint, conversation_hint
+from kvtier.connect.vllm.request_hints import (
+    NO_HINTS,
+    ConversationHint,
+    RequestHints,
+    conversation_hint,
+    request_hints,
+    unknown_hints,
+)
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS
@@ -91,6 +99,163 @@ def test_a_value_that_cannot_be_printed_is_ignored_with_a_short_message(field, m
 @pytest.mark.parametrize("params", [[], "user", 5, {"do_remote_prefill": True}])
 def test_parameters_of_other_connectors_are_ignored(params):
     assert conversation_hint(request(params)) == (ConversationHint(), "")
+
+
+def envelope(payload: object, kind: object = "kvtier.hints", version: object = "1.0") -> dict[str, object]:
+    """An envelope of `kv_hints`, as vLLM's struct looks as JSON."""
+    action = {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload}
+    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+
+
+def as_struct(made: dict[str, object]) -> SimpleNamespace:
+    actions = [SimpleNamespace(**each) for each in cast("list[dict[str, object]]", made["actions"])]
+    return SimpleNamespace(protocol_version="0.1", message_id="m", actions=actions)
+
+
+FIELDS = {"priority": "high", "retain_s": 60, "prefetch_in_s": 18.5, "store": False, "load": False}
+READ = RequestHints("high", 60.0, 18.5, 0, 0)
+
+
+def test_hints_mean_the_same_in_every_place():
+    assert request_hints(request()) == request_hints(request({})) == (NO_HINTS, [])
+    assert request_hints(request(FIELDS)) == (READ, [])
+    assert request_hints(request({"kv_hint": envelope(FIELDS)})) == (READ, [])
+    made = request()
+    made.kv_hints = as_struct(envelope(FIELDS))  # type: ignore[attr-defined]
+    assert request_hints(made) == (READ, [])
+    made.kv_hints = as_struct(envelope({"session": "chat", "next_turn": "user"}))  # type: ignore[attr-defined]
+    assert conversation_hint(made)[0] == hint_of({"session": "chat", "next_turn": "user"})
+
+
+def test_a_field_of_the_request_counts_more_than_one_of_an_envelope():
+    params = {"retain_s": 5, "priority": None, "kv_hint": envelope({"retain_s": 9, "priority": "low", "load": True})}
+    assert request_hints(request(params)) == (RequestHints("low", 5.0), [])
+
+
+def test_vllms_own_limits_are_read():
+    limits = {"max_load_tokens": 512, "max_offload_tokens": 0}
+    assert request_hints(request(limits)) == (RequestHints(max_load_tokens=512, max_offload_tokens=0), [])
+    assert request_hints(request({**limits, "load": False, "store": True}))[0].max_load_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("priority", "urgent", "priority = 'urgent'; allowed: 'low', 'normal', 'high'"),
+        ("priority", 5, "priority = 5; allowed"),
+        ("retain_s", -1, "retain_s = -1; allowed: seconds, 0 to 1e9"),
+        ("retain_s", True, "retain_s = True; allowed"),
+        ("retain_s", float("nan"), "retain_s = nan; allowed"),
+        ("retain_s", float("inf"), "retain_s = inf; allowed"),
+        pytest.param("retain_s", 10**10_000, "retain_s = a value of type int; allowed", id="long"),
+        ("prefetch_in_s", "18", "prefetch_in_s = '18'; allowed"),
+        ("store", 0, "store = 0; allowed: true, false"),
+        ("load", "no", "load = 'no'; allowed"),
+        ("max_load_tokens", -5, "max_load_tokens = -5; allowed: a number of tokens, 0 or more"),
+        ("max_offload_tokens", 1.5, "max_offload_tokens = 1.5; allowed"),
+    ],
+)
+@pytest.mark.parametrize("is_in_an_envelope", [False, True])
+def test_an_invalid_hint_is_ignored_and_the_others_count(field, value, what, is_in_an_envelope):
+    fields = {"retain_s": 3, "max_load_tokens": 7, field: value}
+    hints, problems = request_hints(request({"kv_hint": envelope(fields)} if is_in_an_envelope else fields))
+    assert hints == RequestHints(
+        retain_s=None if field == "retain_s" else 3.0, max_load_tokens=None if field == "max_load_tokens" else 7
+    )
+    assert [problem.field for problem in problems] == [field]
+    assert what in problems[0].text
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        envelope({"source": "tcp://x"}, "kv.fetch", "1.0"),
+        envelope({"retain_s": 5}, version="2.0"),
+        envelope({"retain_s": 5}, version=1),
+        envelope([1]),
+        envelope({"retain_s": 5}, kind=10**4_000),
+    ],
+)
+def test_an_action_that_is_not_for_kvtier_is_named_and_not_used(made):
+    asked = request({"kv_hint": made})
+    assert request_hints(asked) == (NO_HINTS, [])
+    assert "kv_hint has the action" in unknown_hints(asked)
+    assert len(unknown_hints(asked)) < 1000
+
+
+@pytest.mark.parametrize("made", [5, "x", [], {}, {"actions": 5}, {"actions": [None, 3]}])
+def test_what_is_no_envelope_is_not_used(made):
+    asked = request({"kv_hint": made})
+    assert request_hints(asked) == (NO_HINTS, [])
+    assert conversation_hint(asked) == (ConversationHint(), "")
+
+
+def test_only_the_first_actions_of_an_envelope_are_read():
+    actions = cast("list[object]", envelope({}, "other")["actions"]) * 64
+    late = [*actions, *cast("list[object]", envelope({"retain_s": 5})["actions"])]
+    assert request_hints(request({"kv_hint": {"actions": late}})) == (NO_HINTS, [])
+    assert request_hints(request({"kv_hint": {"actions": late[1:]}})) == (RequestHints(retain_s=5.0), [])
+
+
+def asked_twice(engine: SmallEngine, tokens: int = 1000, **params: object) -> int:
+    """Ask for a prompt, with `params` both times; returns the tokens that the second request loaded."""
+    prompt = [engine.draw.randrange(1000) for _ in range(tokens)]
+    for _ in range(2):
+        engine.ask(prompt, 1, kv_transfer_params=params)
+        engine.settle()
+        engine.forget()
+    return engine.loaded_tokens
+
+
+@pytest.mark.parametrize(
+    ("params", "loaded"),
+    [
+        ({}, 768),
+        ({"store": False}, 0),
+        ({"load": False}, 0),
+        ({"max_offload_tokens": 600}, 512),
+        ({"max_load_tokens": 300}, 256),
+        ({"store": True, "load": True}, 768),
+        ({"store": "no", "load": 0}, 768),
+    ],
+)
+def test_a_request_limits_what_is_stored_and_loaded(start, params, loaded):
+    assert asked_twice(start(), **params) == loaded
+
+
+def test_what_may_not_be_loaded_may_be_stored(start):
+    engine = start()
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    for params, loaded in (({"load": False}, 0), ({"load": False}, 0), ({}, 768)):
+        engine.ask(prompt, 1, kv_transfer_params=params)
+        engine.settle()
+        engine.forget()
+        assert engine.loaded_tokens == loaded
+
+
+@pytest.mark.parametrize("retain_s", [None, 600])
+def test_a_retained_prompt_survives_others(start, retain_s):
+    engine = start(config=Config(host=HostConfig(capacity_bytes="4MiB", evictor="lru")))
+    prompt = [engine.draw.randrange(1000) for _ in range(600)]
+    engine.ask(prompt, 1, kv_transfer_params={"retain_s": retain_s})
+    for _ in range(40):
+        engine.settle()
+        engine.forget()
+        engine.ask([engine.draw.randrange(1000) for _ in range(600)], 1)
+    engine.settle()
+    engine.forget()
+    before = engine.loaded_tokens
+    engine.ask(prompt, 1)
+    assert engine.loaded_tokens - before == (0 if retain_s is None else 512)
+
+
+def test_a_reset_ends_all_hints(start, monkeypatch):
+    engine = start()
+    ended: list[bool] = []
+    monkeypatch.setattr(engine.scheduler._session, "forget_hints", lambda: ended.append(True))
+    engine.ask([1] * 600, 1, kv_transfer_params={"retain_s": 600})
+    assert engine.scheduler.reset()
+    assert ended == [True]
 
 
 class Heard(Lru):

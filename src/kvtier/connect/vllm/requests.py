@@ -1,26 +1,34 @@
 """State of one vLLM request on the scheduler side, and what a request carries for kvtier in `kv_transfer_params`.
 
-    session, next_turn   the name of the conversation, and the hint at its next turn. The name is scoped to its
-                         `cache_salt`, so one tenant cannot name another tenant's conversation
     do_remote_decode     a prefill engine shall announce what it has stored, in the response
     kvtier.tokens        the announcement, in the request to the decode engine: leading tokens that another engine has
                          stored, or is storing
+    (hints)              see `request_hints`
 
 Hints and announcements never affect correctness: loads are of the request's own keys. An invalid one is ignored.
 """
 
 import time
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
+from kvtier.connect.vllm.request_hints import (
+    ENVELOPE,
+    HINTS,
+    NO_HINTS,
+    ConversationHint,
+    RequestHints,
+    params_of,
+    problem,
+    unknown_hints,
+)
 from kvtier.connect.vllm.request_journal import RequestAccount
 from kvtier.connect.vllm.vllm_types import Request, StateOffer
 from kvtier.core.planner import LoadPlan
 from kvtier.keys.chain import Chain
 from kvtier.runtime.trace_recorder import Served
-from kvtier.types import Lookup, NextTurn, Prefix, RequestId
+from kvtier.types import Lookup, Prefix, RequestId
 
 _ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Statuses that the output of a step sets, which proves that the step has run."""
@@ -28,85 +36,36 @@ _ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FIN
 ANNOUNCEMENT = "kvtier"
 """Field of `kv_transfer_params`."""
 
-_FIELDS = frozenset({"session", "next_turn", "do_remote_decode", "do_remote_prefill", ANNOUNCEMENT})
-
-_CONVERSATION_BYTES = 16
-_NEXT_TURNS = {turn.value: turn for turn in NextTurn}
-
-
-class ConversationHint(NamedTuple):
-    """A request's conversation, and the expected source of its next turn."""
-
-    conversation: str | None = None
-    """Digest of `cache_salt` and the client's name."""
-    next_turn: NextTurn | None = None
-    """Always None without a conversation."""
-
-
-def conversation_hint(request: Request) -> tuple[ConversationHint, str]:
-    """Read `session_id`, or `session` and `next_turn` in `kv_transfer_params`; also what is invalid, or ``""``."""
-    fields = _params(request)
-    next_turn, given = fields.get("next_turn"), fields.get("session")
-    if given is None:
-        given = cast("object", getattr(request, "session_id", None))
-    if given is None:
-        allowed = "only together with session or session_id"
-        return ConversationHint(), "" if next_turn is None else _problem("next_turn", next_turn, allowed)
-    if not isinstance(given, str) or not given:
-        return ConversationHint(), _problem("session", given, "a non-empty string")
-    name = _scoped_name(request.cache_salt or "", given)
-    known = _NEXT_TURNS.get(next_turn) if isinstance(next_turn, str) else None
-    if known is None and next_turn is not None:
-        return ConversationHint(name), _problem("next_turn", next_turn, ", ".join(map(repr, _NEXT_TURNS)))
-    return ConversationHint(name, known), ""
+_FIELDS = frozenset({*HINTS, "do_remote_decode", "do_remote_prefill", ANNOUNCEMENT, ENVELOPE})
 
 
 def announced_tokens(request: Request) -> tuple[int, str]:
     """Leading tokens of the request that another engine has announced; also what is invalid, or ``""``."""
-    announcement = _params(request).get(ANNOUNCEMENT)
+    announcement = params_of(request).get(ANNOUNCEMENT)
     if announcement is None:
         return 0, ""
     tokens = cast("dict[str, object]", announcement).get("tokens") if isinstance(announcement, dict) else announcement
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-        return 0, _problem(f"{ANNOUNCEMENT}.tokens", tokens, "a number of tokens, as the prefill engine announced it")
+        return 0, problem(f"{ANNOUNCEMENT}.tokens", tokens, "a number of tokens, as the prefill engine announced it")
     return min(tokens, request.num_tokens), ""
 
 
 def unknown_fields(request: Request) -> str:
-    """The fields of `kv_transfer_params` that kvtier does not know, in a sentence; or ``""``."""
-    found = sorted(str(name) for name, value in _params(request).items() if name not in _FIELDS and value is not None)
-    return f"kv_transfer_params has {short(found)}; known: {', '.join(sorted(_FIELDS))}" if found else ""
+    """Fields of `kv_transfer_params`, or actions of `kv_hints`, that kvtier does not know, in a sentence; or ``""``."""
+    found = sorted(str(name) for name, value in params_of(request).items() if name not in _FIELDS and value is not None)
+    if found:
+        return f"kv_transfer_params has {short(found)}; known: {', '.join(sorted(_FIELDS))}"
+    return unknown_hints(request)
 
 
 def wants_announcement(request: Request) -> bool:
     """Whether another engine goes on with the request, by the convention of vLLM's proxies."""
-    return _params(request).get("do_remote_decode") is True
+    return params_of(request).get("do_remote_decode") is True
 
 
 def announcement_of(tokens: int) -> dict[str, Any]:
     """`kv_transfer_params` of a response, which a proxy passes on to the decode engine as they are."""
     return {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCEMENT: {"tokens": tokens}}
-
-
-def _params(request: Request) -> dict[str, object]:
-    params: Any = request.kv_transfer_params
-    return cast("dict[str, object]", params) if isinstance(params, dict) else {}
-
-
-def _problem(field_name: str, value: object, allowed: str) -> str:
-    try:
-        shown = short(value)
-    except (ValueError, RecursionError):  # an integer with too many digits, or lists nested too deeply
-        shown = f"a value of type {type(value).__name__}"
-    return f"{field_name} = {shown}; allowed: {allowed}"
-
-
-def _scoped_name(salt: str, conversation: str) -> str:
-    digest = blake2b(digest_size=_CONVERSATION_BYTES)
-    for text in (salt, conversation):
-        encoded = text.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.hexdigest()
 
 
 class LookupAnswer(NamedTuple):
@@ -141,6 +100,7 @@ class TrackedRequest:
     keys: Chain | None
     """None: the request is neither looked up nor stored."""
     hint: ConversationHint = ConversationHint()  # noqa: RUF009  immutable
+    hints: RequestHints = NO_HINTS
     began_step: int | None = None
     """First step that computed into the request's current blocks."""
     handed_tokens: int = 0
@@ -203,6 +163,11 @@ class TrackedRequest:
             self.keys.extend(list(known[self.keys.tokens :]))
             self._prefix = (tokens, self.keys.prefix(tokens))
         return self._prefix[1]
+
+    def stores_up_to(self, tokens: int) -> int:
+        """How many of the leading `tokens` may be stored."""
+        most = self.hints.max_offload_tokens
+        return tokens if most is None else min(tokens, most)
 
     def served(self) -> Served:
         """Trace entry of the finished request."""

@@ -14,6 +14,7 @@ it, and no store delays a step. All methods run in the scheduler's thread.
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,13 @@ from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
+from kvtier.connect.vllm.request_hints import NO_HINTS, Problem, conversation_hint, request_hints
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
     PrefixMatch,
     TrackedRequest,
     announced_tokens,
     announcement_of,
-    conversation_hint,
     unknown_fields,
     wants_announcement,
 )
@@ -129,6 +130,8 @@ class Scheduler:
         self._protection = PrefixProtection(geometry, self._stores.pins, resident)
         self._step = 0
         self._confirmed_step = 0
+        self._hinted: list[TrackedRequest] = []
+        """Requests that have ended and whose hints the session does not know yet."""
         self._due: dict[str, TrackedRequest] = {}
         """Requests that may have a full chunk to store when their step returns."""
         self._revoked: list[RequestId] = []
@@ -140,13 +143,15 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """Track a new request."""
-        hint, problem = conversation_hint(request)
+        hint, wrong = conversation_hint(request)
+        hints, problems = request_hints(request)
         announced, lie = announced_tokens(request)
-        for kind, text in (("invalid", problem or lie), ("unknown", unknown_fields(request))):
-            if text and kind not in self._warned:
-                self._warned.add(kind)
+        problems += [Problem("session", wrong), Problem("tokens", lie), Problem("unknown", unknown_fields(request))]
+        for field, text in problems:
+            if text and field not in self._warned:
+                self._warned.add(field)
                 logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
-        tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint)
+        tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint, hints)
         tracked.announced_tokens = 0 if self._is_reset else announced
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
@@ -177,6 +182,8 @@ class Scheduler:
         conversation, next_turn = tracked.hint
         if conversation is not None and next_turn is not None:
             self._session.expects(conversation, next_turn)
+        if tracked.keys is not None and tracked.hints != NO_HINTS:
+            self._hinted.append(tracked)
         self._forget_offers(tracked)
         if tracked.answer is not None:
             self._session.release(tracked.question)
@@ -209,6 +216,8 @@ class Scheduler:
         most = self._geometry.hit_tokens(request.num_tokens)
         if tracked.cap_tokens is not None:
             most = min(most, tracked.cap_tokens)
+        if tracked.hints.max_load_tokens is not None:
+            most = min(most, resident_tokens + tracked.hints.max_load_tokens)
         if most > resident_tokens and tracked.keys is not None and not request.skip_reading_prefix_cache:
             prefix = tracked.prefix(most)
             if self._is_being_loaded(prefix, resident_tokens):
@@ -373,7 +382,7 @@ class Scheduler:
             return
         for name, offers in output.kv_connector_block_state.boundary_state_offloads.items():
             tracked = self._requests.get(name)
-            if tracked is not None and tracked.keys is not None and self._is_storing:
+            if tracked is not None and tracked.keys is not None and self._is_storing and tracked.stores_up_to(1):
                 usable = self._selection.usable(offers, tracked)
                 # This step fills them, and they must not be freed before it has returned.
                 self._stores.pins.pin([block for _, block, _ in usable])
@@ -404,11 +413,28 @@ class Scheduler:
                 if was_stored or not tracked.request.num_in_flight_tokens:
                     del self._due[name]
         self._stores.send()
+        self._give_hints()
+
+    def _give_hints(self) -> None:
+        """Pass on the hints of requests that have ended: the session knows their last stores now."""
+        for tracked in self._hinted:
+            session, hints, conversation = self._session, tracked.hints, tracked.hint.conversation
+            prefix = tracked.prefix(tracked.request.num_tokens)
+            is_high = hints.priority == "high"
+            if is_high or hints.retain_s is not None:
+                session.retain(prefix, math.inf if hints.retain_s is None else hints.retain_s, is_high=is_high)
+            elif hints.priority == "low":
+                session.lower(prefix, conversation)
+            if hints.prefetch_in_s is not None:
+                name = RequestId(f"P{tracked.number}/{tracked.id}")
+                session.prefetch(name, prefix, hints.prefetch_in_s, conversation)
+        self._hinted.clear()
 
     def _store_full_chunks(self, tracked: TrackedRequest, tables: BlockTables) -> bool:
         """Store the chunks that have become full since the last call; whether there were any."""
         computed = tracked.computed_tokens(self._confirmed_step)
-        end = computed - computed % self._geometry.chunk_tokens
+        end = tracked.stores_up_to(computed)
+        end -= end % self._geometry.chunk_tokens
         if tracked.keys is None or end <= tracked.handed_tokens or not self._is_storing:
             return False
         first = tracked.handed_tokens // self._geometry.chunk_tokens
@@ -499,6 +525,8 @@ class Scheduler:
 
     def _renew(self) -> None:
         self._loads.forget_all_landed()
+        self._hinted.clear()
+        self._session.forget_hints()
         self._is_reset = True
         if self._events is not None:
             self._events.reset()
