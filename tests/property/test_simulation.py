@@ -62,6 +62,16 @@ def test_requests_wait_for_announced_chunks_for_a_bounded_time() -> None:
     assert waits > len(seeds)
 
 
+@pytest.mark.parametrize("mode", [Mode.QUIET, Mode.CALM, Mode.STORM])
+def test_hints_break_no_promise(mode: Mode) -> None:
+    prefetches = 0
+    for seed in range(60_000, 60_080):
+        report = sim.run(seed, hinted=0.7, mode=mode)
+        assert report.is_good, f"seed {seed} step {report.steps}: {report.failure}\n{report.where}"
+        prefetches += report.counts.prefetches
+    assert prefetches > 80
+
+
 def test_the_seeds_reach_every_kind_of_fault() -> None:
     seen = run_seeds(40_000, 50, mode=Mode.STORM, steps=400)
     faults = ["absent", "cancelled", "corrupt", "damaged", "evicted", "failed", "flipped", "hangs", "late", "removed"]

@@ -308,6 +308,7 @@ class OpenOperations:
             item.become(WAITING)
             self.waiters.setdefault(entry, []).append(item)
         elif isinstance(item.work, PrefetchOperation):
+            entry.source = HOST  # later uses find it in host memory
             self._settle(item, DELIVERED)
         elif isinstance(item.work, LoadOperation):
             item.become(QUEUED)

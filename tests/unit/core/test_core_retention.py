@@ -226,6 +226,8 @@ def test_a_prefetch_brings_the_leading_chunks_from_a_tier_and_says_nothing():
     assert core.events == []
     assert not core.cache._probes._answers
     assert core.lookup("r", prefix_of("abcd")).ready_tokens == prefix_of("abc").tokens
+    core.load_and_run("r", prefix_of("abc"))
+    assert [done.sources for done in core.loaded()] == [(("host", prefix_of("abc").tokens),)]
 
 
 def test_prefetched_objects_stay_for_a_while():
