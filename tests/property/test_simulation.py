@@ -72,6 +72,10 @@ def test_hints_break_no_promise(mode: Mode) -> None:
     assert prefetches > 80
 
 
+def test_places_may_be_asked_for_and_host_memory_cleared_at_any_moment() -> None:
+    assert run_seeds(60_000, 80, operators=0.05)["evicted"]
+
+
 def test_the_seeds_reach_every_kind_of_fault() -> None:
     seen = run_seeds(40_000, 50, mode=Mode.STORM, steps=400)
     faults = ["absent", "cancelled", "corrupt", "damaged", "evicted", "failed", "flipped", "hangs", "late", "removed"]

@@ -313,6 +313,9 @@ class EventLog:
     def _asked(self, probe: Probe) -> None:
         # The core asks the next tier when the one before has answered, so no call shows the request.
         pending = self.cache._probes._open.get(probe.id)
+        if pending is not None and pending.survey is not None:
+            self.probes[probe.id] = OpenProbe(probe, RequestId("survey"))
+            return
         asker = pending.search.request if pending is not None and pending.search is not None else RequestId("none")
         answers = self._answers.setdefault(asker, TierAnswers())
         answers.open += 1

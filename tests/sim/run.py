@@ -19,6 +19,7 @@ from tests.sim.world import Violation, World
 from kvtier.core import operations, probes
 from kvtier.core.cache import Cache
 from kvtier.core.object_cache import ObjectCache
+from kvtier.core.survey import Survey
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.policy.registry import make_evictor
 from kvtier.types import Command, Event, LoadDone, NextTurn, Outcome, Probe, TierNotice, Transfer
@@ -226,6 +227,8 @@ class _Simulation(Simulation):
         self.others = OtherWriters(self.world, self.executor)
         self._polls = Random(f"polls {scenario.seed}")
         self._late_share = self._polls.choice((0.0, 0.0, 0.5, 0.9))
+        self._operators = Random(f"operators {scenario.seed}")
+        self._surveys = list[Survey]()
         self._is_answer = False
         self._tick_lateness_s = (
             0.0 if self.world.dice.random() < 0.5 else self.world.dice.uniform(0, TICK_LATENESS_S_MAX)
@@ -316,7 +319,26 @@ class _Simulation(Simulation):
             self.engine.abort_some()
         if faults.other_writers and dice.random() < faults.other_writers:
             self.others.act()
+        if self._operators.random() < self.scenario.operators:
+            self._operate()
         self._settle()
+
+    def _operate(self) -> None:
+        """Survey a prompt, or clear host memory, and check a survey that is complete."""
+        dice, now_s = self._operators, self.world.now_s
+        for survey in [it for it in self._surveys if not it.unasked]:
+            self._surveys.remove(survey)
+            if survey.tokens % survey.prefix.chunk_tokens or set(survey.held) != set(self.scenario.tiers):
+                raise Violation(f"a survey found {survey.tokens} tokens in {sorted(survey.held)}")
+        if dice.random() < 0.3:
+            removed, kept = self.cache.clear(now_s)
+            if kept != sum(map(len, self.cache.host.entries)):
+                raise Violation(f"clearing removed {removed} and says that {kept} are left")
+        elif self.engine.jobs:
+            job = dice.choice(list(self.engine.jobs.values()))
+            self._surveys.append(self.cache.survey(job.prefix, now_s))
+            if dice.random() < 0.3:
+                self._surveys.pop().stop()
 
     def _complete(self, transfer: Transfer, outcome: Outcome, is_fault: bool) -> None:
         self._is_answer = True

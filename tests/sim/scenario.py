@@ -95,6 +95,9 @@ class Scenario:
     waits: float | None = None
     """Seconds that computing a prompt takes, as the engine says at each lookup."""
 
+    operators: float = 0.0
+    """Per step: a person asks for all places of a prompt, or clears host memory."""
+
     @property
     def has_remote(self) -> bool:
         """Whether some tier is asked in rounds."""

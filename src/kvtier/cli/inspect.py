@@ -32,7 +32,7 @@ from kvtier.report.table import Table, print_table
 from kvtier.tier.disk.status import DiskStatus
 from kvtier.tier.disk.view import DiskView, StoreHealth
 from kvtier.tier.registry import NAME, TierSettings, kind_of
-from kvtier.tier.store_view import Purge
+from kvtier.tier.store_view import ObjectFile, Purge
 
 NAME_DIGITS = 16
 """Digits of a name in tables; `show` takes any unique prefix."""
@@ -235,29 +235,56 @@ def repair(where: Store, as_json: bool) -> int:
 
 @inspect.command()
 @store_argument
+@click.option("--model", default="", metavar="ID", help="Objects of this model instead: first digits of its id.")
+@click.option(
+    "--age", "age_s", type=click.FloatRange(0), metavar="SECONDS", help="Objects unused for this long instead."
+)
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Only count what would be removed.")
 @json_option
-def free(where: Store, yes: bool, is_dry_run: bool, as_json: bool) -> int:
+def free(where: Store, model: str, age_s: float | None, yes: bool, is_dry_run: bool, as_json: bool) -> int:
     """Remove objects whose frames are of an earlier format than that of this release.
 
     This release never reads them. An engine of an earlier release that still uses the store misses them. Frames of a
     later format are kept, and so are damaged ones, which `verify --repair` removes.
+
+    With --model or --age: remove the objects of a model, or those that were not used for a time, of any format; with
+    both, those of which both is true. Running engines miss them. A disk store that is open is refused.
     """
     store = where.open()
     with progress("listing", None) as advance:
         found = store.objects(advance)
+    is_wanted, what = store.is_old, "of earlier formats"
+    if model or age_s is not None:
+        is_wanted, what = _wanted(store, found, model, age_s), "that match"
     with progress("reading heads", len(found)) as advance:
-        old = store.old(found, advance)
-    result = Count(objects=len(old), bytes=sum(stored.size_bytes for stored in old))
-    if old and not is_dry_run:
-        if not yes and not _confirmed(f"Remove from {store.place} {_freed(result)}?"):
+        wanted = store.selected(found, is_wanted, advance)
+    result = Count(objects=len(wanted), bytes=sum(stored.size_bytes for stored in wanted))
+    if wanted and not is_dry_run:
+        if not yes and not _confirmed(f"Remove from {store.place} {_freed(result, what)}?"):
             return 2
-        with progress("removing", len(old)) as advance:
-            result = store.free(old, advance)
+        with progress("removing", len(wanted)) as advance:
+            result = store.free(wanted, is_wanted, advance)
     done = "would be removed" if is_dry_run else "removed"
-    print_result(result, lambda result: click.echo(f"{store.place}: {_freed(result)}, {done}"), as_json=as_json)
+    print_result(result, lambda result: click.echo(f"{store.place}: {_freed(result, what)}, {done}"), as_json=as_json)
     return 0
+
+
+def _wanted(
+    store: StoreInspector, found: Sequence[ObjectFile], model: str, age_s: float | None
+) -> Callable[[ObjectFile], bool]:
+    """Whether to remove an object, by model and age.
+
+    Raises:
+        ConfigError: the digits are not those of a model id, or the store records no use.
+    """
+    if not set(model.lower()) <= set("0123456789abcdef"):
+        raise ConfigError(
+            f"--model {model!r}: allowed are the first hexadecimal digits of an id, see kvtier inspect stat"
+        )
+    if age_s is not None and found and all(stored.used_s is None for stored in found):
+        raise ConfigError(f"--age: {store.place} does not record when an object was used; allowed here: --model")
+    return partial(store.is_of, model, age_s)
 
 
 @inspect.command(name="purge")
@@ -499,8 +526,8 @@ def _draw_resealed(result: Outcomes) -> None:
     click.echo(f"{result.directory}: {counts}; {size_text(result.bytes)} sealed anew")
 
 
-def _freed(result: Count) -> str:
-    return f"{result.objects} objects of earlier formats, {size_text(result.bytes)}"
+def _freed(result: Count, what: str) -> str:
+    return f"{result.objects} objects {what}, {size_text(result.bytes)}"
 
 
 def _draw_purge(result: Purge) -> None:

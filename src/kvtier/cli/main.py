@@ -18,6 +18,7 @@ from kvtier.errors import KvError
 
 COMMANDS = {
     "bench": ("kvtier.cli.bench:bench", "Measure the core and the I/O path, compared with the hardware's limits."),
+    "cache": ("kvtier.cli.cache:cache", "Ask a running engine: where a prompt is, why it missed, clear, health."),
     "characterize": (
         "kvtier.cli.characterize:characterize",
         "Measure what storage sees: sizes, mix, depth, latency of requests.",

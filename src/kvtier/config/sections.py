@@ -172,6 +172,19 @@ class JournalConfig(SettingsSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig(SettingsSection):
+    """Questions and orders of `kvtier cache` to a running engine."""
+
+    section: ClassVar[str] = "control"
+
+    socket: Path | None = setting(
+        None,
+        Location(),
+        "Unix socket (mode 0600) on which the engine answers `kvtier cache`; {pid}: its process; none: no socket.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(SettingsSection):
     """Behaviour in vLLM."""
 
@@ -248,6 +261,7 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     sglang: SglangConfig = field(default_factory=SglangConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -276,6 +290,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
         TraceConfig,
         JournalConfig,
         EventsConfig,
+        ControlConfig,
         VllmConfig,
         SglangConfig,
         LogConfig,

@@ -24,6 +24,7 @@ from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import Present, history_run, longest_boundary, lookup_sources, needed_chunks
 from kvtier.core.probes import ProbeAnswers, Probes
+from kvtier.core.survey import Survey
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError
@@ -216,6 +217,21 @@ class Cache:
             tokens, ready, presence, sources, options, self._history_tokens(prefix, tokens, is_available, runs)
         )
 
+    def survey(self, prefix: Prefix, now_s: float) -> Survey:
+        """Begin to find every place of the objects of `prefix`. It is complete when nothing of it is `unasked`."""
+        self.tick(now_s)
+        return self._probes.survey(prefix, now_s)
+
+    def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
+        """Leading tokens that host memory alone can load; `is_retained`: only what hints keep there counts."""
+        entries = self.host.entries
+
+        def is_there(group: int, chunk: int) -> bool:
+            entry = entries[group].get(prefix.keys[chunk])
+            return entry is not None and entry.residency in READABLE and entry.is_retained >= is_retained
+
+        return longest_boundary(self._layout.groups, prefix, is_there)
+
     def presence(self, key: ChunkKey, group: int) -> Presence:
         """Whether host memory has, or will have, an object."""
         entry = self.host.find(key, group)
@@ -242,6 +258,11 @@ class Cache:
             for flight in self._transfers.flights.values()
             if flight.transfer.request is not None
         }
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The lower tiers, fastest first."""
+        return tuple(self._tiers.by_name)
 
     def is_up(self, tier: str, direction: Direction = Direction.PROMOTE) -> bool:
         """Whether reads of `tier` (writes, if `direction` is DEMOTE) are allowed, not stopped after failures."""
@@ -336,6 +357,10 @@ class Cache:
         """
         self._hints.retain(prefix, until_s, now_s, is_high=is_high)
 
+    def end_retention(self, prefix: Prefix) -> None:
+        """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
+        self._hints.end(prefix)
+
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         """Evict what only `conversation` has used of `prefix` before all others, unless it is used again."""
         self._hints.lower(prefix, conversation)
@@ -368,6 +393,19 @@ class Cache:
         """Queue every pending write, whatever the write policy, and those that tiers missed while they were away."""
         self._pending_writes.flush(now_s)
         self._transfers.advance(now_s)
+
+    def clear(self, now_s: float) -> tuple[int, int]:
+        """End every hint, and free the slots of all objects in host memory without a pin or a pending write.
+
+        Returns:
+            Objects that have left host memory, and objects that stay until their transfers end and space is needed.
+        """
+        self.tick(now_s)
+        self.forget_hints()
+        removed = self.host.clear()
+        self._may_move = True
+        self.advance(now_s)
+        return removed, sum(map(len, self.host.entries))
 
     # ---- completions -----------------------------------------------------------------------------------------------
 

@@ -99,6 +99,10 @@ class Hints:
         until_s = min(until_s, now_s + self._limits.retain_s)
         self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, is_high=is_high))
 
+    def end(self, prefix: Prefix) -> None:
+        """End the retention of `prefix`, after hints that wait for its stores."""
+        self._wish(prefix, lambda _at_s: self.retention.end(prefix))
+
     def lower(self, prefix: Prefix, conversation: str | None) -> None:
         """Evict first what only `conversation` has used of `prefix`; without one, what one operation only has used."""
         self._wish(prefix, lambda _at_s: self._lower(prefix, conversation))

@@ -462,6 +462,13 @@ class HostMemory:
         """A slot as from `take_slot`, for `stage`; None also when the staging area has its most."""
         return self.take_slot(group) if self.staging[group] else None
 
+    def clear(self) -> int:
+        """Evict every object without pins and pending writes, whatever the policy; how many there were."""
+        victims = [it for entries in self.entries for it in entries.values() if _is_idle(it, may_be_pending=False)]
+        for victim in victims:
+            self._evict(victim)
+        return len(victims)
+
     def oldest_pending(self, group: int) -> HostEntry | None:
         """The next victim among the objects that only pending writes protect."""
         if not self._idle_pending[group]:

@@ -27,6 +27,7 @@ from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.output import Output
 from kvtier.core.prefix import longest_boundary, needed_chunks
+from kvtier.core.survey import REMOTE_NAMES, Survey
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.layout import KvLayout
 from kvtier.types import ChunkKey, Direction, ObjectsDone, Outcome, Prefix, Probe, RequestId
@@ -103,9 +104,10 @@ class OpenProbe:
 
     tier: str
     search: Search | None
-    """None for a health check."""
+    """None for a health check and for a survey."""
     objects: tuple[Item, ...]
     deadline_s: float
+    survey: Survey | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -258,6 +260,24 @@ class Probes:
         search = Search(request, answers, NO_PREFIX, asked, objects=objects, is_for_put=is_for_put, asks_all=not is_run)
         answers.searches.add(search)
         self._ask_next_tier(search, now_s)
+
+    def survey(self, prefix: Prefix, now_s: float) -> Survey:
+        """Ask every tier that can be read for all objects of `prefix`, a remote one in several probes."""
+        survey = Survey.of(prefix, self._layout.groups, self._host)
+        for tier_state in self._tiers.all:
+            survey.held[tier_state.name] = set()
+            if not tier_state.can_read(now_s):
+                survey.silent[tier_state.name] = "is down"
+            elif items := survey.items:
+                survey.unasked[tier_state.name] = items
+                self._ask_survey(survey, tier_state, now_s)
+        return survey
+
+    def _ask_survey(self, survey: Survey, tier_state: TierState, now_s: float) -> None:
+        items = survey.unasked.get(tier_state.name)
+        if items and survey.is_wanted:
+            count = REMOTE_NAMES if tier_state.rules.is_remote else len(items)
+            self._send(tier_state, None, tuple(items[:count]), now_s, survey)
 
     def is_waiting(self, answers: ProbeAnswers, now_s: float) -> bool:
         """Whether an answer may still come that the request waits for."""
@@ -559,10 +579,17 @@ class Probes:
         found = set(items) if len(items) < len(search.missing) else None
         search.missing = [] if found is None else [item for item in search.missing if item not in found]
 
-    def _send(self, tier_state: TierState, search: Search | None, objects: tuple[Item, ...], now_s: float) -> None:
+    def _send(
+        self,
+        tier_state: TierState,
+        search: Search | None,
+        objects: tuple[Item, ...],
+        now_s: float,
+        survey: Survey | None = None,
+    ) -> None:
         probe = Probe(self._output.new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
         tier_state.breakers[Direction.PROMOTE].attempted(probe.id)
-        self._open[probe.id] = OpenProbe(tier_state.name, search, objects, probe.deadline_s)
+        self._open[probe.id] = OpenProbe(tier_state.name, search, objects, probe.deadline_s, survey)
         heappush(self._deadlines, (probe.deadline_s, probe.id))
         until_s = search.answers.waits_until_s if search is not None and tier_state.rules.is_remote else None
         if until_s is not None and now_s < until_s < probe.deadline_s:
@@ -575,6 +602,9 @@ class Probes:
         if present is not None and tier_state.rules.is_remote:
             for item, is_there in zip(objects, present, strict=True):
                 tier_state.remember(item, now_s, is_present=is_there)
+        if open_probe.survey is not None:
+            open_probe.survey.answered(tier_state.name, objects, present)
+            self._ask_survey(open_probe.survey, tier_state, now_s)
         if search is None:
             return
         took_s = now_s - (open_probe.deadline_s - tier_state.rules.probe_deadline_s)

@@ -71,6 +71,14 @@ class Retention:
         retained.setdefault(end[1], {})[entry] = None
         return True
 
+    def end(self, prefix: Prefix) -> None:
+        """End the retention of what host memory has of `prefix`."""
+        for entries in self._host.entries:
+            for entry in [entries[key] for key in prefix.keys if key in entries]:
+                if known := self._ends.get(entry):
+                    self._take_out(entry, known)
+                    self._end(entry)
+
     def expire(self, now_s: float) -> bool:
         """End the retentions whose time has come; whether there were any."""
         has_ended = False

@@ -211,17 +211,40 @@ class StoreInspector:
 
         result.dropped = len(self._removed(suspects, is_bad))
 
-    def old(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> list[ObjectFile]:
-        """Those of `found` with a frame of an earlier format; reads heads, and calls `advance` with 1 after each.
+    def selected(
+        self, found: Sequence[ObjectFile], is_wanted: Callable[[ObjectFile], bool], advance: Callable[[float], None]
+    ) -> list[ObjectFile]:
+        """Those of `found` of which `is_wanted` is true; calls `advance` with 1 after each."""
+        return [stored for stored, is_one in self._each(is_wanted, found, advance) if is_one]
+
+    def free(
+        self, wanted: Sequence[ObjectFile], is_wanted: Callable[[ObjectFile], bool], advance: Callable[[float], None]
+    ) -> Count:
+        """Remove the objects that `selected` found; calls `advance` with 1 after each. Errors as of `repair`."""
+        removed = self._removed(wanted, is_wanted, advance)
+        return Count(objects=len(removed), bytes=sum(stored.size_bytes for stored in removed))
+
+    def is_old(self, stored: ObjectFile) -> bool:
+        """Whether an object has a frame of an earlier format; reads its head.
 
         A frame of the present format whose version is damaged is none of them.
         """
-        return [stored for stored, is_old in self._each(self._is_old, found, advance) if is_old]
+        row = self.row(stored)
+        return row is not None and row.version is not None and row.version < VERSION
 
-    def free(self, old: Sequence[ObjectFile], advance: Callable[[float], None]) -> Count:
-        """Remove the objects that `old` found; calls `advance` with 1 after each. Errors as of `repair`."""
-        removed = self._removed(old, self._is_old, advance)
-        return Count(objects=len(removed), bytes=sum(stored.size_bytes for stored in removed))
+    def is_of(self, model: str, age_s: float | None, stored: ObjectFile) -> bool:
+        """Whether an object is of a model, and was not used for `age_s` seconds.
+
+        Args:
+            model: first hexadecimal digits of the model id; empty: any. Reads the head where the place has no model.
+            age_s: None: whatever its age. An object without a known use is never old enough.
+            stored: the object.
+        """
+        bare = _bare(stored)
+        if age_s is not None and (bare.age_s is None or bare.age_s < age_s):
+            return False
+        known = bare if bare.model or not model else self.row(stored)
+        return known is not None and (known.model or "").startswith(model.lower())
 
     def row(self, stored: ObjectFile) -> ObjectRow | None:
         """The row of one object; None when it disappeared."""
@@ -310,10 +333,6 @@ class StoreInspector:
                 result.bytes += stored.size_bytes * (finding.outcome == "resealed")
                 result.add(stored, finding, result.bad_objects)
         return result
-
-    def _is_old(self, stored: ObjectFile) -> bool:
-        row = self.row(stored)
-        return row is not None and row.version is not None and row.version < VERSION
 
     def _removed(
         self,

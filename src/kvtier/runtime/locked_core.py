@@ -28,6 +28,7 @@ from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
+from kvtier.runtime.health import Health, TierHealth
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.session_events import LogLine
 from kvtier.types import (
@@ -67,6 +68,9 @@ READY_ROUNDS = 4
 """How often one call of `ready` settles what has come meanwhile."""
 
 FLUSH_STEP_S = 0.1
+
+ALIVE_S = 10.0
+"""A session whose thread has made no health check for this long is not alive."""
 
 MOVER_DEADLINE_S = 5.0
 """How long the executor may take to end after an internal error. Then loads and stores without a running copy fail."""
@@ -129,10 +133,9 @@ class LockedCore:
         annotate: Callable[[Transfer], Transfer] | None = None,
     ) -> None:
         self.metrics = metrics
-        self._cache = cache
-        self._executor = executor
-        self._publish = publish
-        self._fail = fail
+        self.health = Health()
+        self._cache, self._executor = cache, executor
+        self._publish, self._fail = publish, fail
         self._observer = observer
         self._watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] = lambda _tier: ()
         self._each_second: Callable[[], None] = lambda: None
@@ -211,6 +214,18 @@ class LockedCore:
                 raise SessionError(f"the session did not close within {deadline_s:g} s")
             self._thread.join(CALL_DEADLINE_S)
         return self._closed or Closed(flushed=False, lost=0)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the session's thread does its work. Takes no lock, so that a health check never waits.
+
+        After an internal error it is true: the engine goes on without kvtier, and `health` has the error.
+        """
+        return not self._is_over and (self._is_broken or self._clock() < self._next_second_s + ALIVE_S)
+
+    def tiers(self) -> dict[str, TierHealth]:
+        """The state of each tier, fastest first. Takes no lock."""
+        return self.health.tiers(self._cache)
 
     def ready(self) -> None:
         """Settle the completions that wait, unless another thread holds the lock. Whoever has let go of it calls this.
@@ -373,6 +388,7 @@ class LockedCore:
         for event in self._cache.take_events() if self._cache.events else ():
             if isinstance(event, TierNotice):
                 self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
+                self.health.changed(event)
                 level = logging.INFO if event.is_up else logging.WARNING
                 self._lines.append(LogLine(level, "tier %s %s", (event.tier, event.detail)))
             self._publish(event)
@@ -384,6 +400,8 @@ class LockedCore:
             command = completion.command
             if self._observer is not None:
                 self._observer.completed(completion)
+            if completion.is_tier_fault:
+                self.health.faulted(completion)
             if isinstance(command, Transfer):
                 self._cache.complete(command.id, completion.outcome, now_s, is_fault=completion.is_tier_fault)
             elif isinstance(command, Probe):
@@ -540,6 +558,7 @@ class LockedCore:
         level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
         if not self._is_broken:
             self._is_broken = True
+            self.health.failed(error)
             level = logging.ERROR
             text = self.SHUT_TEXT
         self._lines.append(LogLine(level, text, (), error))

@@ -9,6 +9,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.probes import ASK_AGAIN_S_MAX
 from kvtier.core.recalls import Recalls
+from kvtier.core.survey import Survey
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
@@ -245,6 +246,47 @@ class Session(LockedCore):
         if recalls is not None:
             self._wish(lambda _now_s: recalls.again(tier))
 
+    def survey(self, prefix: Prefix, wait_s: float) -> Survey | None:
+        """Every place of the objects of `prefix`, as far as tiers answer within `wait_s` seconds.
+
+        None after an internal error, and while the tenant has no key.
+        """
+        found: list[Survey] = []
+        seen, until_s = 0, self._clock() + wait_s
+
+        def look(now_s: float) -> None:
+            nonlocal seen
+            found[:] = found or [self._cache.survey(prefix, now_s)]
+            seen = self._settles
+            if now_s >= until_s:
+                found[0].stop()
+
+        while not self._is_locked():
+            self._uninterrupted(self._call, look)
+            if self._is_broken or not found:
+                return None
+            if not found[0].unasked or not found[0].is_wanted:
+                return found[0]
+            self._wait(seen, max(0.0, until_s - self._clock()))
+        return None
+
+    def clear(self) -> tuple[int, int]:
+        """Free host memory, see `Cache.clear`. Lower tiers keep their objects, and those of open requests stay."""
+        counts = [(0, 0)]
+
+        def clear(now_s: float) -> None:
+            counts[0] = self._cache.clear(now_s)
+
+        self._uninterrupted(self._call, clear)
+        return counts[0]
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing is found or stored now; empty in normal operation."""
+        if self.health.failure:
+            return f"an internal error has switched kvtier off: {self.health.failure}"
+        return "the tenant has no key (store.keys_file, store.tenant)" if self._is_locked() else ""
+
     def retain(self, prefix: Prefix, seconds: float, *, is_high: bool = False) -> None:
         """Keep what host memory has of `prefix` there for `seconds`, at most `limits.retain_s`.
 
@@ -253,6 +295,20 @@ class Session(LockedCore):
         for stores of the prefix that began before it.
         """
         self._wish(lambda now_s: self._cache.retain(prefix, now_s + seconds, now_s, is_high=is_high))
+
+    def end_retention(self, prefix: Prefix) -> None:
+        """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
+        self._wish(lambda _now_s: self._cache.end_retention(prefix))
+
+    def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
+        """Leading tokens that host memory alone can load, after all calls before; see `Cache.host_tokens`."""
+        counts = [0]
+
+        def count(_now_s: float) -> None:
+            counts[0] = self._cache.host_tokens(prefix, is_retained=is_retained)
+
+        self._uninterrupted(self._call, count)
+        return counts[0]
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         """Evict what only `conversation` has used of `prefix` from host memory before all else, until its next use.

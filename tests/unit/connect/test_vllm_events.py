@@ -286,6 +286,19 @@ def test_after_a_reset_a_recall_is_of_chunks_that_no_request_finds():
     assert after.taken() == []
 
 
+def test_a_cleared_salt_withdraws_the_first_chunks_of_its_prompts():
+    salted, plain = Restarted(salt="tenant").learn(), Restarted().learn()
+    for world in (salted, plain):
+        for key in world.keys:
+            world.moves(DEMOTE, key, tier="disk")
+        world.events.take()
+        world.events.clear("tenant")
+    assert salted.taken() == [(False, STORAGE, 0)]
+    assert plain.taken() == []
+    plain.events.clear("")
+    assert plain.taken() == [(False, STORAGE, 0)]
+
+
 def test_extras_that_are_too_long_or_of_finer_hashes_give_no_text():
     assert Restarted(salt="s" * 200).learn().events.text_of(Restarted().keys[0])
     assert not Restarted(salt="s" * 400).learn().events.text_of(Restarted().keys[0])

@@ -14,7 +14,7 @@ from kvtier.config import sections
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.connect.vllm import sides
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.loads import Loads, _shared
+from kvtier.connect.vllm.loads import Loads, shared_chunks
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.sides import settings_of
 from kvtier.connect.vllm.step_timer import StepTimer
@@ -138,7 +138,7 @@ def test_how_much_two_texts_share(seed):
     same = draw.randrange(len(one) + 1)
     other = one[:same] + [9 for _ in range(draw.randrange(10))]
     keys = [prefix_of(tokens, 2).keys for tokens in (one, other)]
-    assert _shared(*keys) == same // 2
+    assert shared_chunks(*keys) == same // 2
 
 
 class Talking:
@@ -382,6 +382,6 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
     setup = MagicMock(config=settings_of(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()))
     setup.identity.is_private = False
     with caplog.at_level(logging.INFO, logger="kvtier"):
-        sides.SchedulerSide(setup, [], *(MagicMock() for _ in range(5)))
+        sides.SchedulerSide(setup, [], *(MagicMock() for _ in range(6)))
     (line,) = caplog.messages
     assert line.endswith(end)

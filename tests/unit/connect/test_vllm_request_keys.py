@@ -1,6 +1,7 @@
 """Two requests share a chunk exactly when everything that determines its numbers is equal, from the first token on."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -295,3 +296,58 @@ def _rewrite(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     later = time.time() + 5
     os.utime(file, (later, later))
+
+
+# ---- control calls -------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_by_salt_and_adapter_is_that_of_a_request():
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    for salt in ("", "one"):
+        chain = requests.chain_of(salt, "")
+        chain.extend(TOKENS)
+        assert chain.prefix().keys == keys(request(TOKENS, cache_salt=salt or None), requests)
+    with pytest.raises(module.NotCacheableError, match="no request has used an adapter of the name 'poet'"):
+        requests.chain_of("", "poet")
+
+
+def test_clearing_a_salt_separates_its_later_requests_and_no_others():
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    asked = {salt: request(TOKENS, cache_salt=salt) for salt in ("one", "two", None)}
+    before = {salt: keys(it, requests) for salt, it in asked.items()}
+    assert requests.clear_salt("one")
+    after = {salt: keys(it, requests) for salt, it in asked.items()}
+    assert [salt for salt in asked if set(before[salt]) & set(after[salt])] == ["two", None]
+    assert requests.clear_salt("")
+    again = {salt: keys(it, requests) for salt, it in asked.items()}
+    assert [salt for salt in asked if again[salt] == after[salt]] == ["one", "two"]
+    requests.new_epoch()
+    new = {salt: keys(it, requests) for salt, it in asked.items()}
+    seen = [*before.values(), *after.values(), *again.values()]
+    assert not [salt for salt in asked if any(set(new[salt]) & set(it) for it in seen)]
+
+
+def test_salts_that_were_cleared_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "CLEARED_SALTS_MAX", 2)
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    assert [requests.clear_salt(salt) for salt in "abcab"] == [True, True, False, True, True]
+    requests.new_epoch()
+    assert requests.clear_salt("c")
+
+
+def test_a_reset_is_never_undone_by_clearing_at_the_same_moment(monkeypatch):
+    """A lost reset would find KV of earlier weights."""
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    before = keys(request(TOKENS), requests)
+    inner, thread = module.secrets.token_bytes, threading.Thread(target=requests.new_epoch)
+
+    def slowly(size: int) -> bytes:
+        if threading.current_thread() is not thread:
+            thread.start()
+            thread.join(0.2)
+        return inner(size)
+
+    monkeypatch.setattr(module.secrets, "token_bytes", slowly)
+    requests.clear_salt("one")
+    thread.join()
+    assert not set(before) & set(keys(request(TOKENS), requests))

@@ -1,4 +1,4 @@
-"""`kvtier inspect free` removes frames of earlier formats from every kind of store, and nothing else."""
+"""`kvtier inspect free` removes frames of earlier formats, or those of a model or an age, and nothing else."""
 
 import io
 import json
@@ -64,4 +64,25 @@ def test_it_asks(tmp_path, capsys, monkeypatch):
         error = capsys.readouterr().err
         assert f" {OBJECTS} objects of earlier formats" in error
         assert "give --yes" in error
+        assert told(capsys, "stat", str(tier.path))["objects"] == OBJECTS
+
+
+def test_objects_of_a_model_or_an_age_are_removed_and_no_others(kind, tmp_path, capsys):
+    with placed(kind, tmp_path / "store") as tier:
+        text = text_of(tier)
+        (model,) = told(capsys, "stat", text)["models"]
+        assert told(capsys, "free", text, "--model", "0" if model[0] != "0" else "1", "--yes")["objects"] == 0
+        assert told(capsys, "free", text, "--age", "1e9", "--yes")["objects"] == 0
+        assert told(capsys, "free", text, "--model", model[:6], "--age", "1e9", "--yes")["objects"] == 0
+        assert told(capsys, "stat", text)["objects"] == OBJECTS
+        assert told(capsys, "free", text, "--model", model[:6].upper(), "--dry-run")["objects"] == OBJECTS
+        assert told(capsys, "free", text, "--model", model[:6], "--age", "0", "--yes")["objects"] == OBJECTS
+        assert told(capsys, "stat", text)["objects"] == 0
+
+
+def test_digits_of_a_model_and_an_age_must_make_sense(tmp_path, capsys):
+    with placed("directory", tmp_path / "store") as tier:
+        for words, error in ((["--model", "xyz"], "allowed: the first hexadecimal digits"), (["--age", "-1"], "--age")):
+            assert run(["inspect", "free", str(tier.path), *words, "--yes"]) == 2
+            assert error in capsys.readouterr().err
         assert told(capsys, "stat", str(tier.path))["objects"] == OBJECTS

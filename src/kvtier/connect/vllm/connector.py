@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FAILURE_CHARACTERS = 500
+"""A longer text of an internal error is cut where it is kept."""
+
 
 def _waking() -> Callable[[], None]:
     """Wakes the loop of the engine whose method is running; without effect in an engine that its owner steps."""
@@ -53,6 +56,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KvCacheConfig) -> None:  # noqa: ANN401
         ConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._is_broken = False
+        self._failure = ""
+        """The first internal error; empty without one."""
         self._setup = EngineSetup.of(vllm_config, kv_cache_config)
         self._upper: SchedulerSide | None = None
         """None in a worker, and until all workers are up; until then every lookup is a miss."""
@@ -68,8 +73,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         if not self._is_broken:
             try:
                 return act()
-            except Exception:
+            except Exception as error:
                 self._is_broken = True
+                self._failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
                 logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
         return otherwise
 
@@ -92,7 +98,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """All workers are up."""
         self._upper = side = SchedulerSide(
-            *(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard),
+            *(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard, lambda: self._failure),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
             hash_of=partial(hash_block, hash_function(self._setup.vllm_config.cache_config.prefix_caching_hash_algo)),
             wake=_waking(),

@@ -255,6 +255,13 @@ class Events:
         while self._chunks:
             self._forget(next(iter(self._chunks)))
 
+    def clear(self, salt: str) -> None:
+        """Withdraw the first chunks of all prompts with this `cache_salt` (empty: without one)."""
+        known = [(key, chunk.blocks) for key, chunk in self._chunks.items() if chunk.blocks is not None]
+        for key, blocks in [each for each in known if not each[1].number]:
+            if salt == next((each[1] for each in blocks.extras[0] or () if each[0] == "cache_salt"), ""):
+                self._forget(key)
+
     @property
     def has_news(self) -> bool:
         """Whether `take` may return anything."""

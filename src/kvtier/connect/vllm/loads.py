@@ -151,7 +151,7 @@ class Loads:
         best = 0
         for load in itertools.chain(self._open.values(), self._landed.values()):
             if not load.is_void and load.leading_keys[first : first + 1] == prefix.keys[first : first + 1]:
-                best = max(best, _shared(load.leading_keys, prefix.keys))
+                best = max(best, shared_chunks(load.leading_keys, prefix.keys))
         return best * prefix.chunk_tokens
 
     # ---- from the session to vLLM ----------------------------------------------------------------------------------
@@ -245,6 +245,6 @@ class Loads:
         return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed)
 
 
-def _shared(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:
+def shared_chunks(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:
     """Number of leading chunks that two prefixes share, by bisection: equal keys imply equal keys before them."""
     return bisect_left(range(min(len(one), len(other))), 1, key=lambda chunk: one[chunk] != other[chunk])

@@ -48,6 +48,14 @@ class RequestAccount:
     load_s: float = 0.0
     loads: int = 0
     stored_tokens: int = 0
+    announced_tokens: int = 0
+    """The rest is for the history only: leading tokens that another engine had announced."""
+    refusal: str = ""
+    """Why the request has no keys."""
+    obstacles: tuple[str, ...] = ()
+    """What kept its look-up from finding more."""
+    shortfall: tuple[str, str] | None = None
+    """Code and text of why its last load delivered less than planned."""
 
     def resident(self, tokens: int) -> None:
         """The engine's own cache holds this many leading tokens."""
@@ -79,6 +87,13 @@ class RequestAccount:
     def load_ended(self, done: LoadDone, seconds: float, places: Sequence[Place], layout: KvLayout, ranks: int) -> None:
         """A load into `places` has ended after `seconds`."""
         self.load_s += seconds
+        if done.was_cut:
+            self.shortfall = ("cut", f"the load was cut after {seconds:.3g} s: computing was faster by then")
+        elif done.tokens < done.wanted_tokens:
+            self.shortfall = (
+                "failed",
+                f"{len(done.failed)} objects of the load did not arrive",
+            )
         for place, tokens in done.sources:
             self.loaded[place] += tokens
         if done.sources:  # otherwise the load was void, or nothing came

@@ -3,12 +3,13 @@
 salt     from the first token: tenants with different `cache_salt` share nothing
 adapter  from the first token: its name, and a digest of its files at first use
 item     an image or other item: vLLM's identifier of its content, at its position
-epoch    from the first token, after a cache reset: KV from before is not found
+epoch    from the first token, after a cache reset, or after clearing a salt: KV from before is not found
 """
 
 import json
 import logging
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,9 @@ ADAPTERS_MAX = 4096
 
 EPOCH_BYTES = 16
 
+CLEARED_SALTS_MAX = 4096
+"""Salts that may be cleared one by one until everything is."""
+
 REASONS_MAX = 100
 """Different reasons logged. Reasons may name adapters, whose number is unbounded."""
 
@@ -38,7 +42,7 @@ class NotCacheableError(KvError):
 
 
 class KeyMaker:
-    """Makes the keys of an engine's requests. Not thread-safe.
+    """Makes the keys of an engine's requests. One thread makes keys; one other may ask for chains, and change epochs.
 
     Args:
         root: 32-byte keyed root of the engine (`kvtier.keys.fingerprint.root_key`).
@@ -54,8 +58,13 @@ class KeyMaker:
         self._chunk_tokens = chunk_tokens
         self._config = config
         self._adapters = Adapters(config.lora_config, replaced)
-        self._epoch = b""
+        self._epochs: tuple[bytes, dict[str, bytes]] = (b"", {})
+        """Of all requests, and of those with cleared salts. Replaced as a whole, because other threads read it."""
+        self._epochs_lock = threading.Lock()
+        """Held for a change: one of two at once must not undo the other."""
         self._logged: set[str] = set()
+        self.refusal = ""
+        """Why the last request without keys cannot be cached."""
 
     def begin(self, request: Request) -> Chain | None:
         """The key chain of a request, still without tokens; None if it cannot be cached. Logs each reason once."""
@@ -67,6 +76,7 @@ class KeyMaker:
         try:
             return self._extras(request)
         except NotCacheableError as error:
+            self.refusal = str(error)
             if str(error) not in self._logged and len(self._logged) < REASONS_MAX:
                 self._logged.add(str(error))
                 logger.warning("request %s is not cached: %s (logged once)", request.request_id, error)
@@ -77,24 +87,52 @@ class KeyMaker:
         with suppress(NotCacheableError):
             self._adapters.identify(adapter)
 
+    def chain_of(self, salt: str, adapter: str) -> Chain:
+        """The key chain of a request of text, still without tokens.
+
+        Args:
+            salt: its `cache_salt`; empty: none.
+            adapter: name of its adapter, which a request has used before; empty: none.
+
+        Raises:
+            NotCacheableError: no request has used an adapter of this name.
+        """
+        return Chain(self._root, self._chunk_tokens, self._common(salt, self._adapters.known(adapter)))
+
     def new_epoch(self) -> None:
         """Separate all later requests from all earlier ones."""
-        self._epoch = secrets.token_bytes(EPOCH_BYTES)
+        with self._epochs_lock:
+            self._epochs = (secrets.token_bytes(EPOCH_BYTES), {})
+
+    def clear_salt(self, salt: str) -> bool:
+        """Separate later requests of `salt` (empty: those without one) from earlier ones; False if that many are."""
+        with self._epochs_lock:
+            epoch, known = self._epochs
+            if salt not in known and len(known) >= CLEARED_SALTS_MAX:
+                return False
+            self._epochs = (epoch, {**known, salt: secrets.token_bytes(EPOCH_BYTES)})
+        return True
 
     def _extras(self, request: Request) -> list[Extra]:
         reason = reason_against(request, self._config)
         if reason:
             raise NotCacheableError(reason)
-        extras: list[Extra] = []
-        if request.lora_request is not None:
-            extras.append(Extra("adapter", self._adapters.identify(request.lora_request)))
-        if request.cache_salt:
-            extras.append(Extra("salt", request.cache_salt.encode()))
-        if self._epoch:
-            extras.append(Extra("epoch", self._epoch))
+        adapter = None if request.lora_request is None else self._adapters.identify(request.lora_request)
+        extras = self._common(request.cache_salt or "", adapter)
         for item in request.mm_features:
             identified = [item.modality, item.identifier, item.mm_position.length]
             extras.append(Extra("item", json.dumps(identified).encode(), item.mm_position.offset))
+        return extras
+
+    def _common(self, salt: str, adapter: bytes | None) -> list[Extra]:
+        """Everything that counts from the first token on."""
+        extras: list[Extra] = []
+        if adapter is not None:
+            extras.append(Extra("adapter", adapter))
+        if salt:
+            extras.append(Extra("salt", salt.encode()))
+        epoch, of_salts = self._epochs
+        extras += [Extra("epoch", it) for it in (epoch, of_salts.get(salt)) if it]
         return extras
 
 
@@ -126,6 +164,17 @@ class Adapters:
         self._settings = settings
         self._replaced = replaced
         self._known: OrderedDict[int, _Adapter] = OrderedDict()
+
+    def known(self, name: str) -> bytes | None:
+        """The identity of the newest adapter of this name; None for no name. Any thread.
+
+        Raises:
+            NotCacheableError: no request has used it.
+        """
+        found = [it.identity for it in list(self._known.values()) if it.name == name]
+        if name and not found:
+            raise NotCacheableError(f"no request has used an adapter of the name {name[:40]!r}")
+        return found[-1] if name else None
 
     def identify(self, adapter: LoraRequest) -> bytes:
         """Everything that determines an adapter's effect on KV.

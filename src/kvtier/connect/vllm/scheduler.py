@@ -16,7 +16,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -25,6 +26,7 @@ from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.request_hints import NO_HINTS, Problem, conversation_hint, request_hints
+from kvtier.connect.vllm.request_history import WEIGHTS_CHANGED, RequestHistory
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
     PrefixMatch,
@@ -80,6 +82,7 @@ class Scheduler:
         events: KV events for routers, if enabled.
         recorder: records finished requests, if enabled.
         journal: gets a line for each request that has ended, if enabled.
+        history: remembers the last requests, if enabled.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Scheduler:
         events: Events | None = None,
         recorder: Recorder | None = None,
         journal: Journal | None = None,
+        history: RequestHistory | None = None,
     ) -> None:
         self._session = session
         self._ranks = ranks
@@ -120,6 +124,11 @@ class Scheduler:
         self._events = events
         self._recorder = recorder
         self._journal = journal
+        self._history = history
+        self._cleared_salts: set[str] = set()
+        """Other engines have other keys for their requests, as for all since a cache reset."""
+        self._wishes: deque[str | None] = deque()
+        """Salts to clear, None for all: from other threads, for the next call of this one."""
         self._numbers = itertools.count()
         self._warned: set[str] = set()
         self._requests: dict[str, TrackedRequest] = {}
@@ -151,9 +160,12 @@ class Scheduler:
             if text and field not in self._warned:
                 self._warned.add(field)
                 logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
+        self._clear_wished()
         tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint, hints)
-        tracked.announced_tokens = 0 if self._is_reset else announced
+        tracked.announced_tokens = 0 if self._has_own_keys(request) else announced
         self._requests[request.request_id] = tracked
+        if self._history is not None:
+            self._history.arrived(tracked, is_off=self._is_off)
         self._protection.joined(tracked)
 
     def _keys_of(self, request: Request) -> Chain | None:
@@ -187,16 +199,22 @@ class Scheduler:
         self._forget_offers(tracked)
         if tracked.answer is not None:
             self._session.release(tracked.question)
-        if self._recorder is not None:
-            earliest = next(iter(self._requests.values()), None)
-            self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
-        if self._journal is not None:
-            self._journal.ended(tracked.account.line(request, tracked.arrived_s))
-        if not self._is_storing or tracked.keys is None or self._announces is None or self._is_reset:
+        self._note_end(tracked)
+        if not self._is_storing or tracked.keys is None or self._announces is None or self._has_own_keys(request):
             return None
         if not self._announces and not wants_announcement(request):
             return None
         return announcement_of(min(tracked.published_tokens, request.num_prompt_tokens))
+
+    def _note_end(self, tracked: TrackedRequest) -> None:
+        """Pass an ended request on to the recording, the journal and the history."""
+        if self._recorder is not None:
+            earliest = next(iter(self._requests.values()), None)
+            self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
+        if self._journal is not None:
+            self._journal.ended(tracked.account.line(tracked.request, tracked.arrived_s))
+        if self._history is not None:
+            self._history.ended(tracked)
 
     # ---- what can be loaded ----------------------------------------------------------------------------------------
 
@@ -205,6 +223,7 @@ class Scheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
+        self._clear_wished()
         # The request has no blocks, or was preempted.
         if tracked.began_step is not None:
             self._protection.rejoined(tracked)
@@ -269,6 +288,8 @@ class Scheduler:
         # Cached tokens need not be stored. Tokens that vLLM has and the cache has lost are stored again.
         self._selection.mark_cached(tracked, lookup.tokens)
         tracked.junction_tokens = lookup.history_tokens
+        if self._history is not None and lookup.tokens < prefix.tokens:
+            self._history.missed(tracked, self._ranks.lost)
         if self._ranks.lost:
             return None
         plan = self._planner.plan(
@@ -451,6 +472,7 @@ class Scheduler:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
+        self._clear_wished()
         for event in self._loads.take_events():
             if isinstance(event, LoadDone):
                 self._load_ended(event)
@@ -523,14 +545,40 @@ class Scheduler:
         self._renew()
         return True
 
+    def clear(self, salt: str | None) -> None:
+        """Renew the keys of open requests with this salt (``""``: without one; None: of all). Any thread.
+
+        Later requests have new keys already. Those that are open get theirs before they are looked up again.
+        """
+        self._wishes.append(salt)
+
+    def _clear_wished(self) -> None:
+        while self._wishes:
+            salt = self._wishes.popleft()
+            if salt is None:
+                self._cleared_salts.clear()
+                self._renew()
+            else:
+                self._cleared_salts.add(salt)
+                if self._events is not None:
+                    self._events.clear(salt)
+                self._renew_keys([it for it in self._requests.values() if (it.request.cache_salt or "") == salt])
+
+    def _has_own_keys(self, request: Request) -> bool:
+        """Whether other engines have other keys for the request."""
+        return self._is_reset or (request.cache_salt or "") in self._cleared_salts
+
     def _renew(self) -> None:
-        self._loads.forget_all_landed()
         self._hinted.clear()
         self._session.forget_hints()
         self._is_reset = True
         if self._events is not None:
             self._events.reset()
-        for tracked in self._requests.values():
+        self._renew_keys(self._requests.values())
+
+    def _renew_keys(self, requests: Iterable[TrackedRequest]) -> None:
+        self._loads.forget_all_landed()
+        for tracked in requests:
             tracked.announced_tokens = 0
             # Blocks that a running request has computed belong to the time before the reset.
             has_old_blocks = tracked.request.num_computed_tokens > 0
@@ -542,6 +590,11 @@ class Scheduler:
             if tracked.answer is not None:
                 self._session.release(tracked.question)
             tracked.renew(None if has_old_blocks else self._keys_of(tracked.request))
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is loaded or stored; empty in normal operation. Any thread."""
+        return self._ranks.lost or (WEIGHTS_CHANGED if self._is_off else "")
 
     @property
     def has_news(self) -> bool:

@@ -16,6 +16,7 @@ from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
 from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.held_parts import held_parts
 from kvtier.connect.vllm.log import follow_engine
+from kvtier.connect.vllm.request_history import RequestHistory
 from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.stats import StatsReader
@@ -30,6 +31,8 @@ from kvtier.connect.vllm.vllm_types import (
 from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
 from kvtier.layout import History
+from kvtier.runtime.control import Control, EngineCalls
+from kvtier.runtime.control_socket import ControlError, ControlSocket
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
@@ -114,12 +117,13 @@ class SchedulerSide:
         handshakes: of the workers.
         manager: vLLM's `KVCacheManager`.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
+        failure: the internal error that has switched the connector off; empty without one.
         extras_of, hash_of: see `Events`.
         wake: lets an idle engine take a step. Any thread.
 
     Raises:
         ProtocolError: a worker cannot be reached.
-        ConfigError: the store's secret cannot be read.
+        ConfigError: the store's secret cannot be read, or the control socket cannot be used.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class SchedulerSide:
         handshakes: Sequence[Mapping[str, Any]],
         manager: KvCacheManager,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
+        failure: Callable[[], str],
         extras_of: Callable[[Request, int, int], Extras],
         hash_of: Callable[[Any, tuple[int, ...], Extras], Any],
         wake: Callable[[], None],
@@ -151,6 +156,7 @@ class SchedulerSide:
             *(opened.root, geometry.chunk_tokens, vllm_config),
             lambda name: self.scheduler.weights_change(f"adapter {name!r}"),
         )
+        history = RequestHistory(opened.session, geometry, lambda: self._keys.refusal)
         self.stats = StatsReader(opened.metrics)
         self.scheduler = Scheduler(
             session=opened.session,
@@ -170,7 +176,14 @@ class SchedulerSide:
             events=events,
             recorder=opened.recorder,
             journal=opened.journal,
+            history=None if config.control.socket is None else history,
         )
+        self._control: ControlSocket | None = None
+        try:
+            self._control = self._open_control(config, geometry, history, failure)
+        except BaseException:
+            self.close()
+            raise
         ranks.executor.when_leaving(self._leave)
         logger.info(
             "kvtier is ready: chunks of %d tokens, %d KV groups, %d ranks, %s",
@@ -201,8 +214,35 @@ class SchedulerSide:
         )
         return True
 
+    def _open_control(
+        self, config: Config, geometry: Geometry, history: RequestHistory, failure: Callable[[], str]
+    ) -> ControlSocket | None:
+        if config.control.socket is None:
+            return None
+        off = "an internal error has switched kvtier off: "
+        engine = EngineCalls(
+            chain=self._keys.chain_of,
+            hit_tokens=geometry.hit_tokens,
+            clear=self._clear,
+            problem=lambda: off + failure() if failure() else self.scheduler.problem,
+            why=history.why,
+            note="vLLM's own prefix cache is kept: POST /reset_prefix_cache empties it",
+        )
+        return ControlSocket(config.control.socket, Control(self._session, engine, config.limits.retain_s).answer)
+
+    def _clear(self, salt: str | None) -> None:
+        """Make what is cached now unreachable: of requests with this salt (``""``: without one), or everything."""
+        if salt is None:
+            self._keys.new_epoch()
+        elif not self._keys.clear_salt(salt):
+            raise ControlError("too many salts were cleared one by one; clear all")
+        self.scheduler.clear(salt)
+        logger.info("the cache was cleared%s by a control call", "" if salt is None else " for one salt")
+
     def close(self) -> None:
         """Write stored chunks to the lower tiers, within `limits.close_deadline_s`. Idempotent; any thread."""
+        if self._control is not None:
+            self._control.close()
         self._session.close(self._close_deadline_s)
         self.scheduler.close()
 

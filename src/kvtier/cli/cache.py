@@ -1,0 +1,284 @@
+"""`kvtier cache`: questions and orders to a running engine, through its control socket."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import click
+
+from kvtier.cli.config import file_option, set_option
+from kvtier.config.loader import load
+from kvtier.errors import ConfigError
+from kvtier.report.output import print_result
+from kvtier.report.table import Table, print_table
+from kvtier.runtime.control_socket import DEADLINE_S, DEADLINE_S_MAX, PID, SETTING, ControlError, ask
+
+Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+salt_option = click.option(
+    "--salt", envvar="KVTIER_CACHE_SALT", help="`cache_salt` of the request. A list of processes shows flags."
+)
+
+
+def engine_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the options that name an engine to a command, which gets a call of that engine."""
+
+    @wraps(command)
+    def with_engine(
+        socket: Path | None, deadline_s: float, file: Path | None, flags: tuple[str, ...], **given: object
+    ) -> int:
+        def call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+            return ask(_socket(socket, file, flags), name, arguments, deadline_s)
+
+        return command(call, **given)
+
+    for option in (
+        json_option,
+        set_option,
+        file_option,
+        click.option(
+            "--deadline",
+            "deadline_s",
+            type=click.FloatRange(0.1, DEADLINE_S_MAX),
+            default=DEADLINE_S,
+            metavar="SECONDS",
+            show_default=True,
+            help="Time for the answer.",
+        ),
+        click.option(
+            "--socket",
+            type=click.Path(path_type=Path),
+            metavar="PATH",
+            help=f"Control socket of the engine.  [default: the setting {SETTING}]",
+        ),
+    ):
+        with_engine = option(with_engine)
+    return with_engine
+
+
+def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Path:
+    """The socket of the only engine that is meant.
+
+    Raises:
+        ConfigError: none is named, or several exist.
+    """
+    path = given or load(file, flags=flags).config.control.socket
+    if path is None:
+        raise ConfigError(f"no engine is named; set {SETTING} = PATH for the engine and here, or give --socket PATH")
+    if PID not in str(path):
+        return path
+    before, _, after = path.name.partition(PID)
+    found = sorted(it for it in path.parent.glob("*") if it.name.startswith(before) and it.name.endswith(after))
+    if len(found) != 1:
+        names = ", ".join(map(str, found)) or "none"
+        raise ConfigError(f"{SETTING} = {str(path)!r} stands for {len(found)} sockets: {names}; give --socket PATH")
+    return found[0]
+
+
+@click.group()
+def cache() -> None:
+    """Ask a running engine about its cache, or give it an order.
+
+    The engine listens on a Unix socket if the setting control.socket names one. Only its user and root may connect.
+
+    Exit codes: 0 success, 1 not found, not ready or no full hit, 2 usage error or no answer.
+    """
+
+
+def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the argument and the options that name a prompt to a command, which gets them as arguments of a call."""
+
+    @wraps(command)
+    def with_prompt(*given: object, tokens: TextIO, salt: str | None, adapter: str, **more: object) -> int:
+        return command(*given, {"tokens": read_tokens(tokens.read()), "salt": salt or "", "adapter": adapter}, **more)
+
+    for option in (
+        click.option(
+            "--adapter", default="", metavar="NAME", help="Adapter of the request, by its name in the engine."
+        ),
+        salt_option,
+        click.argument("tokens", type=click.File(), metavar="FILE", default="-"),
+    ):
+        with_prompt = option(with_prompt)
+    return with_prompt
+
+
+@cache.command()
+@engine_options
+@prompt_options
+def find(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
+    """Show where the chunks of a prompt are, and how many tokens a request for it would load.
+
+    FILE (-: stdin) has the token ids as a JSON list, or the answer of vLLM's /tokenize. Exit code 1 without a hit.
+    """
+    result = call("find", prompt)
+    print_result(result, _draw_found, as_json=as_json)
+    return 0 if result["hit_tokens"] else 1
+
+
+@cache.command()
+@engine_options
+@prompt_options
+def prefetch(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
+    """Bring what lower tiers have of a prompt to host memory, and wait for it until the deadline.
+
+    FILE is that of `find`. It stays for some seconds only; `pin` keeps it. Exit code 1 if not all that is stored is in
+    host memory then: it exceeds what hints may retain (limits.retained_percent), or is still on its way.
+    """
+    result = call("prefetch", prompt)
+    print_result(result, _draw_prefetched, as_json=as_json)
+    return 0 if 0 < result["host_tokens"] >= result["stored_tokens"] else 1
+
+
+@cache.command()
+@click.option("--for", "seconds", type=float, default=600.0, metavar="SECONDS", show_default=True, help="How long.")
+@engine_options
+@prompt_options
+def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> int:
+    """Prefetch a prompt, and keep it in host memory for a time, at most limits.retain_s.
+
+    FILE is that of `find`. All pins and hints together keep at most limits.retained_percent of host memory; beyond it
+    the oldest end. Exit code 1 if not all that is stored was pinned.
+    """
+    result = call("pin", {**prompt, "seconds": seconds})
+    print_result(result, _draw_pinned, as_json=as_json)
+    return 0 if 0 < result["pinned_tokens"] >= result["stored_tokens"] else 1
+
+
+@cache.command()
+@engine_options
+@prompt_options
+def unpin(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
+    """Let a prompt be evicted from host memory again, whatever keeps it there: a pin, or a hint of a request."""
+    result = call("unpin", prompt)
+    print_result(result, lambda it: click.echo(f"{it['unpinned_tokens']} tokens were kept"), as_json=as_json)
+    return 0
+
+
+@cache.command()
+@click.argument("request", metavar="REQUEST_ID")
+@engine_options
+def why(call: Ask, request: str, as_json: bool) -> int:
+    """Explain why a request loaded nothing or little.
+
+    REQUEST_ID is the client's (X-Request-ID) or the engine's. The engine remembers open requests and the last 256.
+    """
+    print_result(call("why", {"request": request}), _draw_why, as_json=as_json)
+    return 0
+
+
+@cache.command()
+@click.option("--all", "is_all", is_flag=True, help="Everything.")
+@salt_option
+@click.option("--model", metavar="ID", help="Not for an engine: the answer names the command for a store.")
+@click.option("--age", type=float, metavar="SECONDS", help="As --model.")
+@engine_options
+def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
+    """Make what is cached unreachable for this engine: --all, or what requests of a --salt have stored.
+
+    --all also frees host memory. Lower tiers keep their objects, which this engine does not find again until its
+    restart; other engines find them. To delete objects for good: `kvtier inspect purge` and `kvtier inspect free`.
+    """
+    named = {name: value for name, value in given.items() if value is not None}
+    result = call("clear", named | ({"all": True} if is_all else {}))
+    print_result(result, _draw_cleared, as_json=as_json)
+    return 0
+
+
+@cache.command()
+@click.option("--live", "is_live_enough", is_flag=True, help="Exit code 0 as long as the engine answers and works.")
+@click.option("--ready", "_is_ready", is_flag=True, help="Exit code 0 only if kvtier loads and stores (the default).")
+@engine_options
+def health(call: Ask, is_live_enough: bool, _is_ready: bool, as_json: bool) -> int:
+    """Show whether kvtier works in the engine, and its tiers.
+
+    Exit code 1 when it is not ready (with --live: not alive), or when no engine answers. A tier that is down does not
+    change the exit code: requests are served without it.
+    """
+    result: dict[str, Any]
+    try:
+        result = call("health", {})
+    except ControlError as error:
+        result = {"live": False, "ready": False, "problem": str(error), "up_s": 0.0, "tiers": {}}
+    print_result(result, _draw_health, as_json=as_json)
+    return 0 if result["live" if is_live_enough else "ready"] else 1
+
+
+def read_tokens(text: str) -> list[int]:
+    """Token ids: a JSON list, or an object with the list `tokens`.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        found = cast("dict[str, Any]", found).get("tokens")
+    if not isinstance(found, list) or not all(type(it) is int for it in cast("list[Any]", found)):
+        raise ConfigError('the input is no JSON list of token ids, and no object with "tokens", as of /tokenize')
+    return cast("list[int]", found)
+
+
+def _draw_found(result: Mapping[str, Any]) -> None:
+    click.echo(f"{result['hit_tokens']} of {result['tokens']} tokens would be loaded. End of the run: {result['end']}")
+    rows = [
+        (f"{it['from']}", f"{it['to']}", ", ".join(map(_place, it["places"].items())) or "absent")
+        for it in result["ranges"]
+    ]
+    if rows:
+        print_table(Table(("from token", "to", "in"), rows))
+    for tier, reason in result["silent"].items():
+        click.echo(f"tier {tier} {reason}", err=True)
+
+
+def _draw_prefetched(result: Mapping[str, Any]) -> None:
+    click.echo(
+        f"{result['host_tokens']} of {result['tokens']} tokens are in host memory; {result['stored_tokens']} are stored"
+    )
+
+
+def _draw_pinned(result: Mapping[str, Any]) -> None:
+    click.echo(
+        f"{result['pinned_tokens']} of {result['tokens']} tokens stay in host memory for {result['seconds']:g} s"
+    )
+    _draw_prefetched(result)
+
+
+def _place(found: tuple[str, str]) -> str:
+    return found[0] if found[1] == "all" else f"{found[0]} ({found[1]})"
+
+
+def _draw_why(result: Mapping[str, Any]) -> None:
+    ended = result["ended_ago_s"]
+    loaded = ", ".join(f"{tokens} from {place}" for place, tokens in result["loaded_tokens"].items()) or "none"
+    click.echo(
+        f"{result['request']}: of {result['prompt_tokens']} tokens {result['computed_tokens']} were computed; "
+        f"loaded: {loaded}; ended: {'not yet' if ended is None else f'{ended:.0f} s ago'}"
+    )
+    print_table(Table(("reason", "detail"), [(it["code"], it["text"]) for it in result["reasons"]]))
+    if result["missing_chunk_now"] is not None:
+        click.echo(f"the missing chunk is now in: {', '.join(result['missing_chunk_now']) or 'no place'}")
+
+
+def _draw_cleared(result: Mapping[str, Any]) -> None:
+    kept = f", {result['kept_objects']} stay until their transfers have ended" if result["kept_objects"] else ""
+    click.echo(f"cleared: {result['freed_objects']} objects left host memory{kept}")
+    for note in result["notes"]:
+        click.echo(note, err=True)
+
+
+def _draw_health(result: Mapping[str, Any]) -> None:
+    state = "ready" if result["ready"] else "alive, but not ready" if result["live"] else "not alive"
+    click.echo(f"{state}{': ' if result['problem'] else ''}{result['problem']}")
+    rows = [(name, _up(tier["reads"]), _up(tier["writes"]), tier["detail"]) for name, tier in result["tiers"].items()]
+    if rows:
+        print_table(Table(("tier", "reads", "writes", "why"), rows))
+
+
+def _up(is_up: bool) -> str:
+    return "up" if is_up else "down"

@@ -1,0 +1,96 @@
+"""Where the objects of a prompt are: host memory is read, and every tier is asked for every chunk.
+
+A lookup asks a tier only for what faster ones lack, and a remote tier for few names. A survey is for people: it names
+every place. `probes` sends its probes. A survey changes no decision; a tier that fails it has failed a probe.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.core.host_memory import COMING, HOST, READABLE, HostMemory, Item
+from kvtier.core.prefix import history_run, longest_boundary
+from kvtier.layout import GroupLayout, History
+from kvtier.types import Prefix
+
+CHUNKS_MAX = 1024
+"""Most chunks of a survey: 262,144 tokens with chunks of 256."""
+
+REMOTE_NAMES = 24
+"""Most names in one probe of a remote tier, about as many as in a round of a lookup."""
+
+
+@dataclass(slots=True, eq=False)
+class Survey:
+    """The places of a prompt's objects, so far."""
+
+    prefix: Prefix
+    groups: Sequence[GroupLayout]
+    host: frozenset[Item]
+    """Objects in host memory, or in transfer to it."""
+    left: frozenset[Item]
+    """Objects that have left host memory recently."""
+    held: dict[str, set[Item]] = field(default_factory=dict[str, set[Item]])
+    """Objects that each tier reported."""
+    silent: dict[str, str] = field(default_factory=dict[str, str])
+    """Why a tier was not asked, or not for everything."""
+    unasked: dict[str, list[Item]] = field(default_factory=dict[str, list[Item]])
+    """Objects that an open or following probe of each tier asks for."""
+    is_wanted: bool = True
+    """Answers are still taken."""
+
+    @classmethod
+    def of(cls, prefix: Prefix, groups: Sequence[GroupLayout], host: HostMemory) -> "Survey":
+        """A survey of the leading `CHUNKS_MAX` chunks that has asked no tier."""
+        prefix = Prefix(prefix.keys[:CHUNKS_MAX], prefix.chunk_tokens)
+        items = [(key, group) for key in prefix.keys for group in range(len(groups))]
+        found = ((item, host.find(*item)) for item in items)
+        there = (item for item, entry in found if entry is not None and entry.residency in READABLE + COMING)
+        return cls(prefix, groups, frozenset(there), frozenset(host.left_since(0)))
+
+    @property
+    def items(self) -> list[Item]:
+        """All objects, chunk by chunk."""
+        return [(key, group) for key in self.prefix.keys for group in range(len(self.groups))]
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that can be loaded."""
+        return longest_boundary(self.groups, self.prefix, self._is_somewhere)
+
+    @property
+    def history_chunks(self) -> int:
+        """Leading chunks that every history group has. Windows and states may end a hit before."""
+        return history_run(self.groups, self.prefix, self._is_somewhere)
+
+    def places(self, chunk: int) -> dict[str, str]:
+        """Host memory and the tiers that hold a chunk: ``all`` of its history groups, or a ``part`` of them."""
+        history = [number for number, group in enumerate(self.groups) if isinstance(group.validity, History)]
+        items = {(self.prefix.keys[chunk], group) for group in history or range(len(self.groups))}
+        found = {place: len(items & held) for place, held in ((HOST, self.host), *self.held.items())}
+        return {place: "all" if count == len(items) else "part" for place, count in found.items() if count}
+
+    def has_left(self, chunk: int) -> bool:
+        """Whether objects of a chunk have left host memory recently."""
+        return any((self.prefix.keys[chunk], group) in self.left for group in range(len(self.groups)))
+
+    def answered(self, tier: str, objects: Sequence[Item], present: Sequence[bool] | None) -> None:
+        """The answer of a probe; None: the tier failed."""
+        if not self.is_wanted:
+            return
+        if present is None:
+            self.silent[tier] = "did not answer"
+            del self.unasked[tier]
+            return
+        self.held[tier].update(item for item, is_there in zip(objects, present, strict=True) if is_there)
+        del self.unasked[tier][: len(objects)]
+        if not self.unasked[tier]:
+            del self.unasked[tier]
+
+    def stop(self) -> None:
+        """Take no further answers."""
+        self.is_wanted = False
+        self.silent |= dict.fromkeys(self.unasked, "did not answer in time")
+
+    def _is_somewhere(self, group: int, chunk: int) -> bool:
+        item = (self.prefix.keys[chunk], group)
+        return item in self.host or any(item in held for held in self.held.values())

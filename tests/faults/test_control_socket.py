@@ -1,0 +1,333 @@
+"""The control socket answers whatever comes, bounded in time and number, and only to this user and root."""
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.system import until
+
+from kvtier.errors import ConfigError
+from kvtier.runtime import control_socket as module
+from kvtier.runtime.control_socket import ControlError, ControlSocket, ask
+
+IS_ROOT = os.geteuid() == 0
+
+
+class Calls:
+    """What the server was asked; `hang` waits for `go`."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, dict]] = []
+        self.go = threading.Event()
+
+    def answer(self, command: str, arguments: dict, until_s: float) -> dict:
+        self.made.append((command, arguments))
+        if command == "hang":
+            self.go.wait(min(30.0, until_s - time.monotonic()))
+        if command == "wrong":
+            raise ControlError("wrong is not allowed")
+        if command == "bug":
+            raise RuntimeError("token 4711")
+        return {"large": "x" * int(arguments.get("size", 0)), "command": command}
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+@pytest.fixture
+def path(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    return folder / "s"
+
+
+@pytest.fixture
+def served(path, calls):
+    server = ControlSocket(path, calls.answer)
+    yield server
+    calls.go.set()
+    server.close()
+
+
+def raw(path: Path, data: bytes, *, is_half: bool = False) -> bytes:
+    """Everything that comes back for `data`."""
+    with connected(path) as connection:
+        connection.sendall(data)
+        if is_half:
+            connection.shutdown(socket.SHUT_WR)
+        return received(connection)
+
+
+def connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(20.0)
+    module._connect(connection, path, time.monotonic() + 20.0)
+    return connection
+
+
+def received(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def error_of(line: bytes) -> str:
+    return json.loads(line)["error"]
+
+
+def line(**fields) -> bytes:
+    return json.dumps({"version": 1, "command": "find", **fields}).encode() + b"\n"
+
+
+def test_a_call_is_answered_and_its_file_goes_with_the_server(path, calls):
+    server = ControlSocket(path, calls.answer)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert ask(path, "find", {"tokens": [1]}) == {"large": "", "command": "find"}
+    assert ask(path, "find", {"size": 8 << 20})["large"] == "x" * (8 << 20)
+    assert calls.made[0] == ("find", {"tokens": [1]})
+    server.close()
+    server.close()
+    assert not path.exists()
+    with pytest.raises(ControlError, match=f"no engine listens at {path} .control.socket.: No such file"):
+        ask(path, "find", {})
+
+
+@pytest.mark.parametrize(
+    ("request_line", "error"),
+    [
+        (b"\n", "is not a JSON object in one line"),
+        (b"GET / HTTP/1.1\r\n\r\n", "is not a JSON object"),
+        (b"[1]\n", "is not a JSON object"),
+        (b"\xff\xfe\n", "is not a JSON object"),
+        (b"[" * 100_000 + b"\n", "is not a JSON object"),
+        (b"\x80\x04\x95\n", "is not a JSON object"),
+        (b'{"version": 2}\n', "has version 2; allowed: 1"),
+        (b'{"version": 1}\n', "command must be a text"),
+        (line(arguments=[]), "arguments an object"),
+        (line(more=1), "has ['more']; allowed: version, command"),
+        (line(deadline_s=0), "deadline_s = 0; allowed: above 0, up to 60"),
+        (line(deadline_s=1e9), "deadline_s = 1000000000.0"),
+        (line(deadline_s="1"), "deadline_s = 1"),
+        (line(deadline_s=True), "deadline_s = True"),
+        (b'{"version": 1, "command": "find", "deadline_s": NaN}\n', "deadline_s = nan"),
+        (line(command="wrong"), "wrong is not allowed"),
+        (b"x" * (module.REQUEST_BYTES_MAX + 1), "longer than 1048576 bytes"),
+    ],
+)
+def test_bad_requests_get_a_clear_error(served, calls, request_line, error):
+    assert error in error_of(raw(served.path, request_line))
+    assert ask(served.path, "find", {})["command"] == "find"
+
+
+def test_an_internal_error_is_logged_and_its_text_stays_here(served, caplog):
+    assert error_of(raw(served.path, line(command="bug"))) == "internal error: RuntimeError; the engine's log has more"
+    assert "token 4711" in caplog.text
+
+
+def test_half_a_line_makes_no_call_and_a_half_closed_connection_gets_its_answer(served, calls):
+    assert raw(served.path, line()[:-1], is_half=True) == b""
+    assert calls.made == []
+    assert json.loads(raw(served.path, line(), is_half=True))["result"]["command"] == "find"
+
+
+def test_a_client_that_sends_or_reads_nothing_is_dropped_and_holds_nobody_up(served, monkeypatch):
+    monkeypatch.setattr(module, "EXCHANGE_S", 0.3)
+    with connected(served.path) as silent, connected(served.path) as deaf:
+        deaf.sendall(line(arguments={"size": 8 << 20}))
+        silent.sendall(b"{")
+        began_s = time.monotonic()
+        assert ask(served.path, "find", {})["command"] == "find"
+        assert time.monotonic() - began_s < 5.0
+        assert received(silent) == b""
+        until(lambda: not served._clients)
+        assert len(received(deaf)) < 8 << 20
+
+
+def test_a_request_in_pieces_is_one_request(served):
+    with connected(served.path) as connection:
+        for byte in line():
+            connection.sendall(bytes([byte]))
+        assert json.loads(received(connection))["result"]["command"] == "find"
+
+
+@pytest.mark.parametrize("count", [module.CONNECTIONS_MAX, 200])
+def test_many_silent_connections_do_not_keep_others_out(served, count):
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(connected(served.path))
+        assert ask(served.path, "find", {})["command"] == "find"
+        assert len(served._clients) <= module.CONNECTIONS_MAX
+
+
+def test_health_is_answered_while_another_call_hangs_and_a_call_that_waits_keeps_its_deadline(served, calls):
+    with connected(served.path) as hanging, connected(served.path) as late:
+        hanging.sendall(line(command="hang", deadline_s=30))
+        until(lambda: calls.made)
+        late.sendall(line(deadline_s=0.05))
+        began_s = time.monotonic()
+        assert ask(served.path, module.HEALTH, {})["command"] == module.HEALTH
+        assert time.monotonic() - began_s < 5.0
+        time.sleep(0.1)
+        calls.go.set()
+        assert "busy with other calls" in error_of(received(late))
+        assert json.loads(received(hanging))["result"]["command"] == "hang"
+    assert ("find", {}) not in calls.made
+
+
+def test_a_server_that_accepts_nothing_costs_a_client_its_deadline(path):
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
+        listener.bind(str(path))
+        listener.listen(0)
+        stack.enter_context(connected(path))
+        began_s = time.monotonic()
+        with pytest.raises(ControlError, match=r"has not answered within 0\.3 s"):
+            ask(path, "find", {}, 0.3)
+        assert time.monotonic() - began_s < 5.0
+
+
+def test_a_client_waits_no_longer_than_its_deadline(served):
+    began_s = time.monotonic()
+    with pytest.raises(ControlError, match=r"has not answered within 0\.2 s"):
+        ask(served.path, "hang", {}, 0.2)
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_a_request_that_no_server_would_take_is_not_sent(served, calls):
+    with pytest.raises(ControlError, match="allowed: 1048576"):
+        ask(served.path, "find", {"tokens": [100_000] * 200_000})
+    assert calls.made == []
+
+
+def test_processes_of_other_users_are_refused(served, calls, monkeypatch, caplog):
+    monkeypatch.setattr(module, "peer_of", lambda _peer: (1, os.geteuid() + 1))
+    with connected(served.path) as connection:
+        assert received(connection) == b""
+    until(lambda: "a process of user" in caplog.text)
+    monkeypatch.undo()
+    assert ask(served.path, "find", {})["command"] == "find"
+    assert calls.made == [("find", {})]
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
+def test_another_user_can_neither_connect_nor_is_believed_when_the_mode_is_wrong(tmp_path, calls):
+    """The mode keeps others out; where it does not, as after a chmod, the user of the process counts."""
+    folder = Path("/tmp") / f"kvtier-test-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    try:
+        server = ControlSocket(folder / "s", calls.answer)
+        assert _tried_as(65534, folder / "s") == "PermissionError"
+        (folder / "s").chmod(0o666)
+        assert _tried_as(65534, folder / "s") == "b''"
+        server.close()
+    finally:
+        folder.rmdir()
+    assert calls.made == []
+
+
+def _tried_as(user: int, path: Path) -> str:
+    """What a process of `user` gets for a request."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(user)
+        try:
+            answer = repr(raw(path, line()))
+        except OSError as error:
+            answer = "b''" if isinstance(error, BrokenPipeError | ConnectionResetError) else type(error).__name__
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        return file.read()
+
+
+def test_the_socket_of_a_dead_process_is_replaced_and_one_of_a_living_is_not(path, calls):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    server = ControlSocket(path, calls.answer)
+    with pytest.raises(ConfigError, match=r"another engine listens there; allowed: .* with \{pid\}"):
+        ControlSocket(path, calls.answer)
+    assert ask(path, "find", {})["command"] == "find"
+    server.close()
+
+
+def test_two_starts_at_once_give_one_server(path, calls):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    servers, errors = [], []
+
+    def start() -> None:
+        try:
+            servers.append(ControlSocket(path, calls.answer))
+        except ConfigError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(servers), len(errors)) == (1, 7)
+    assert ask(path, "find", {})["command"] == "find"
+    servers[0].close()
+
+
+def test_a_server_does_not_remove_the_socket_of_another(path, calls):
+    first = ControlSocket(path, calls.answer)
+    path.unlink()
+    second = ControlSocket(path, calls.answer)
+    first.close()
+    assert ask(path, "find", {})["command"] == "find"
+    second.close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_directory_in_which_others_can_write_is_refused(path, calls, mode):
+    path.parent.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:o} and belongs to user .*; allowed: one of this user or root"):
+        ControlSocket(path, calls.answer)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "directory"])
+def test_what_is_no_socket_is_refused_and_kept(path, calls, kind):
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "link":
+        path.symlink_to(path.parent / "other")
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match="is not a socket; allowed: a path without a file"):
+        ControlSocket(path, calls.answer)
+    assert path.is_symlink() or path.exists()
+    assert not (path.parent / "other").exists()
+
+
+def test_a_path_may_name_the_process_and_is_not_too_long(path, calls):
+    server = ControlSocket(path.with_name("kv-{pid}.sock"), calls.answer)
+    assert server.path == path.with_name(f"kv-{os.getpid()}.sock")
+    server.close()
+    with pytest.raises(ConfigError, match="more than 107 bytes"):
+        ControlSocket(path.with_name("x" * 120), calls.answer)
+
+
+@pytest.mark.parametrize("umask", [0, 0o22, 0o77])
+def test_whatever_the_umask_no_other_user_may_connect(path, calls, umask):
+    before = os.umask(umask)
+    try:
+        server = ControlSocket(path.parent / "new" / "s", calls.answer)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(server.path.parent.stat().st_mode) == 0o700
+    server.close()
