@@ -279,9 +279,7 @@ def _wanted(
         ConfigError: the digits are not those of a model id, or the store records no use.
     """
     if not set(model.lower()) <= set("0123456789abcdef"):
-        raise ConfigError(
-            f"--model {model!r}: allowed are the first hexadecimal digits of an id, see kvtier inspect stat"
-        )
+        raise ConfigError(f"--model {model!r}; allowed: the first hexadecimal digits of an id of kvtier inspect stat")
     if age_s is not None and found and all(stored.used_s is None for stored in found):
         raise ConfigError(f"--age: {store.place} does not record when an object was used; allowed here: --model")
     return partial(store.is_of, model, age_s)

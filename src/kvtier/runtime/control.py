@@ -181,7 +181,7 @@ class Control:
         salt = None if is_all else _text(arguments, "salt")
         self._engine.clear(salt)
         freed, kept = self._session.clear() if is_all else (0, 0)
-        tiers = ", ".join(self._session.tiers())
+        tiers = ", ".join(self._session.tier_faults())
         notes = [f"objects in {tiers} are kept and no longer found by this engine until its restart"] if tiers else []
         return {"freed_objects": freed, "kept_objects": kept, "notes": [*notes, *filter(None, [self._engine.note])]}
 
@@ -194,7 +194,7 @@ class Control:
             "ready": is_live and not problem,
             "problem": problem or ("" if is_live else "the session's thread does not run"),
             "up_s": round(time.monotonic() - self._began_s, 3),
-            "tiers": {name: tier._asdict() for name, tier in self._session.tiers().items()},
+            "tiers": {name: tier._asdict() for name, tier in self._session.tier_faults().items()},
         }
 
 

@@ -28,7 +28,7 @@ from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
-from kvtier.runtime.health import Health, TierHealth
+from kvtier.runtime.fault_record import FaultRecord, TierFaults
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.session_events import LogLine
 from kvtier.types import (
@@ -133,7 +133,7 @@ class LockedCore:
         annotate: Callable[[Transfer], Transfer] | None = None,
     ) -> None:
         self.metrics = metrics
-        self.health = Health()
+        self.fault_record = FaultRecord()
         self._cache, self._executor = cache, executor
         self._publish, self._fail = publish, fail
         self._observer = observer
@@ -219,13 +219,13 @@ class LockedCore:
     def is_alive(self) -> bool:
         """Whether the session's thread does its work. Takes no lock, so that a health check never waits.
 
-        After an internal error it is true: the engine goes on without kvtier, and `health` has the error.
+        After an internal error it is true: the engine goes on without kvtier, and `fault_record` has the error.
         """
         return not self._is_over and (self._is_broken or self._clock() < self._next_second_s + ALIVE_S)
 
-    def tiers(self) -> dict[str, TierHealth]:
+    def tier_faults(self) -> dict[str, TierFaults]:
         """The state of each tier, fastest first. Takes no lock."""
-        return self.health.tiers(self._cache)
+        return self.fault_record.tiers(self._cache)
 
     def ready(self) -> None:
         """Settle the completions that wait, unless another thread holds the lock. Whoever has let go of it calls this.
@@ -388,7 +388,7 @@ class LockedCore:
         for event in self._cache.take_events() if self._cache.events else ():
             if isinstance(event, TierNotice):
                 self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
-                self.health.changed(event)
+                self.fault_record.changed(event)
                 level = logging.INFO if event.is_up else logging.WARNING
                 self._lines.append(LogLine(level, "tier %s %s", (event.tier, event.detail)))
             self._publish(event)
@@ -401,7 +401,7 @@ class LockedCore:
             if self._observer is not None:
                 self._observer.completed(completion)
             if completion.is_tier_fault:
-                self.health.faulted(completion)
+                self.fault_record.faulted(completion)
             if isinstance(command, Transfer):
                 self._cache.complete(command.id, completion.outcome, now_s, is_fault=completion.is_tier_fault)
             elif isinstance(command, Probe):
@@ -558,7 +558,7 @@ class LockedCore:
         level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
         if not self._is_broken:
             self._is_broken = True
-            self.health.failed(error)
+            self.fault_record.failed(error)
             level = logging.ERROR
             text = self.SHUT_TEXT
         self._lines.append(LogLine(level, text, (), error))

@@ -283,8 +283,8 @@ class Session(LockedCore):
     @property
     def obstacle(self) -> str:
         """Why nothing is found or stored now; empty in normal operation."""
-        if self.health.failure:
-            return f"an internal error has switched kvtier off: {self.health.failure}"
+        if self.fault_record.failure:
+            return f"an internal error has switched kvtier off: {self.fault_record.failure}"
         return "the tenant has no key (store.keys_file, store.tenant)" if self._is_locked() else ""
 
     def retain(self, prefix: Prefix, seconds: float, *, is_high: bool = False) -> None:

@@ -87,7 +87,7 @@ def test_a_load_that_was_cut_or_failed_is_named():
 
 
 def test_the_history_is_bounded_and_takes_both_ids():
-    session = SimpleNamespace(obstacle="", tiers=dict, survey=lambda *_: None)
+    session = SimpleNamespace(obstacle="", tier_faults=dict, survey=lambda *_: None)
     history = RequestHistory(
         session, SimpleNamespace(chunk_tokens=SIZE, hit_tokens=lambda tokens: tokens), lambda: "no"
     )

@@ -103,7 +103,7 @@ class RequestHistory:
 
     def missed(self, tracked: TrackedRequest, lost: str) -> None:
         """A look-up has not found everything; `lost` says why no worker can load."""
-        tiers = [f"tier {name}: {tier.detail}" for name, tier in self._session.tiers().items() if tier.detail]
+        tiers = [f"tier {name}: {tier.detail}" for name, tier in self._session.tier_faults().items() if tier.detail]
         tracked.account.obstacles = tuple(filter(None, [self._session.obstacle, lost, *tiers]))
 
     def ended(self, tracked: TrackedRequest) -> None:

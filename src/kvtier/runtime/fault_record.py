@@ -14,7 +14,7 @@ DETAIL_CHARACTERS = 500
 """A longer text of an error is cut."""
 
 
-class TierHealth(NamedTuple):
+class TierFaults(NamedTuple):
     """Whether reads and writes of a tier are allowed."""
 
     reads: bool
@@ -23,7 +23,7 @@ class TierHealth(NamedTuple):
     """Why not, and the tier's last fault; empty when both are allowed."""
 
 
-class Health:
+class FaultRecord:
     """The internal error of a session, and the last faults of its tiers."""
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Health:
         if isinstance(completion.command, Transfer | Probe):
             self._faults[completion.command.tier] = completion.detail[:DETAIL_CHARACTERS]
 
-    def tiers(self, cache: Cache) -> dict[str, TierHealth]:
+    def tiers(self, cache: Cache) -> dict[str, TierFaults]:
         """The state of each tier, fastest first."""
         return {name: self._of(cache, name) for name in cache.tier_names}
 
-    def _of(self, cache: Cache, name: str) -> TierHealth:
+    def _of(self, cache: Cache, name: str) -> TierFaults:
         ways: dict[Way, bool] = {"read": cache.is_up(name), "write": cache.is_up(name, Direction.DEMOTE)}
         reasons = [self._notices.get((name, way), "it has not opened yet") for way, is_up in ways.items() if not is_up]
         if reasons and (fault := self._faults.get(name)):
             reasons.append(fault)
-        return TierHealth(ways["read"], ways["write"], "; ".join(dict.fromkeys(reasons)))
+        return TierFaults(ways["read"], ways["write"], "; ".join(dict.fromkeys(reasons)))
