@@ -261,7 +261,15 @@ def test_the_socket_of_a_dead_process_is_replaced_and_one_of_a_living_is_not(pat
     server.close()
 
 
-def test_two_starts_at_once_give_one_server(path, calls):
+def test_two_starts_at_once_give_one_server(path, calls, monkeypatch):
+    """A socket that does not listen yet looks like that of a dead process."""
+
+    class Slow(socket.socket):
+        def listen(self, *given: int) -> None:
+            time.sleep(0.1)
+            super().listen(*given)
+
+    monkeypatch.setattr(module.socket, "socket", Slow)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     servers, errors = [], []
