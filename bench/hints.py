@@ -9,7 +9,7 @@
     subagent   conversations wait while a sub-agent works and ends: without a hint, with `next_turn` nobody, and with
                `priority` low. Then other work comes. Measured: tokens of the conversations that are still there
 
-All arms of a case have the same engine and host memory, and prompts of their own. The order changes with each
+All arms of a case have one engine and host memory, and prompts of their own. The order of the arms changes with each
 round. The engine's own cache is emptied before what is measured. The planner is off: what is there is loaded.
 """
 

@@ -242,6 +242,10 @@ class Cache:
         """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
         return self._pending_writes.count
 
+    def retained(self) -> list[int]:
+        """Objects that hints retain in host memory, of each group."""
+        return self._hints.retention.counts
+
     def relays_waiting(self) -> dict[str, int]:
         """Objects that wait to be relayed, by tier."""
         return self._pending_writes.relays_waiting()

@@ -167,6 +167,9 @@ CAPACITY_BYTES = Metric(
     "Current capacity, by place, on all ranks: below the setting while a tier's file system is full. A store that all "
     "ranks use counts once. Host memory is per engine.",
 )
+RETAINED_BYTES = Metric(
+    "kvtier_retained_bytes", MetricKind.GAUGE, "bytes", (), "Bytes of host memory that hints retain, on all ranks."
+)
 EVICTIONS = Metric("kvtier_evictions_total", MetricKind.COUNTER, "", (_PLACE,), "Good copies removed to make room.")
 WRITE_BYTES = Metric(
     "kvtier_tier_write_bytes_total",
@@ -254,6 +257,7 @@ METRICS: tuple[Metric, ...] = (
     PROBE_SECONDS,
     HELD_BYTES,
     CAPACITY_BYTES,
+    RETAINED_BYTES,
     EVICTIONS,
     WRITE_BYTES,
     DROPS,

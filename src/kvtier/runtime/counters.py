@@ -191,6 +191,8 @@ class Gauges:
         held = sum(host.used(group) * size for group, size in sizes)
         capacity = sum(host.slots[group] * size for group, size in sizes)
         self._tiers.set_fill(HOST, held, capacity)
+        retained = self._cache.retained()
+        self._metrics.set(table.RETAINED_BYTES, sum(retained[group] * size for group, size in sizes))
         self._metrics.add(table.EVICTIONS, host.evictions - self._evictions, place=HOST)
         self._evictions = host.evictions
         self._metrics.add(table.RELAYS_DROPPED, self._cache.counters.relays_dropped - self._relays_dropped)

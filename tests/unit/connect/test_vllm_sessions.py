@@ -6,7 +6,9 @@ from typing import ClassVar, cast
 import pytest
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Request
+from tests.waiting import wait_until
 
+from kvtier.codec.frame import frame_bytes
 from kvtier.config.sections import Config, HostConfig
 from kvtier.connect.vllm.request_hints import (
     NO_HINTS,
@@ -16,6 +18,7 @@ from kvtier.connect.vllm.request_hints import (
     request_hints,
     unknown_hints,
 )
+from kvtier.observe.metric_definitions import RETAINED_BYTES
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS
@@ -238,6 +241,10 @@ def test_a_retained_prompt_survives_others(start, retain_s):
     engine = start(config=Config(host=HostConfig(capacity_bytes="4MiB", evictor="lru")))
     prompt = [engine.draw.randrange(1000) for _ in range(600)]
     engine.ask(prompt, 1, kv_transfer_params={"retain_s": retain_s})
+    engine.settle()
+    if retain_s is not None:  # two chunks
+        chunk_bytes = frame_bytes(engine.geometry.layout.groups[0])
+        wait_until(lambda: engine.opened.metrics.get(RETAINED_BYTES) == 2 * chunk_bytes, "the gauge")
     for _ in range(40):
         engine.settle()
         engine.forget()
