@@ -186,12 +186,22 @@ def test_what_an_ended_conversation_used_alone_goes_first(evictor, is_over):
 
 def test_without_a_conversation_only_what_was_used_once_goes_first():
     core = Driver(slots=6, tiers=())
+    core.store_and_run("other", prefix_of("xy"))
     core.store_and_run("first", prefix_of("ab"))
     core.store_and_run("second", prefix_of("abcd"))
-    core.store_and_run("other", prefix_of("xy"))
     core.lower(prefix_of("abcd"))
-    core.store_and_run("next", prefix_of("pq"))
-    assert core.present() == {"a", "ab", "x", "xy", "p", "pq"}
+    core.store_and_run("next", prefix_of("pqrs"))
+    assert core.present() == {"a", "ab", "p", "pq", "pqr", "pqrs"}
+
+
+def test_what_another_conversation_has_used_since_is_not_lowered():
+    core = Driver(slots=6, tiers=())
+    core.store_and_run("other", prefix_of("xy"), conversation="other")
+    core.store_and_run("first", prefix_of("abcd"), conversation="first")
+    core.load_and_run("second", prefix_of("ab"), conversation="second")
+    core.lower(prefix_of("abcd"), "first")
+    core.store_and_run("next", prefix_of("pqrs"))
+    assert core.present() == {"a", "ab", "p", "pq", "pqr", "pqrs"}
 
 
 def test_the_next_use_takes_the_hint_back():
@@ -271,6 +281,23 @@ def test_a_prefetch_yields_to_loads():
             core.answer(promote)
     order = [one.key.decode() for one in core.sent if one.direction is Direction.PROMOTE]
     assert order == ["a", "x", "xy", "xyz", "ab", "abc"]
+
+
+def test_a_prefetch_from_another_tier_yields_to_loads_as_well():
+    core = Driver(tiers=("disk", "far"), promotes=1, slots=24)
+    core.fill("disk", OTHER)
+    core.fill("far", DOCUMENT)
+    core.lookup_and_run("l", OTHER)
+    core.load("l", OTHER)
+    core.prefetch("p", DOCUMENT)
+    core.run(directions=[])
+    assert [one.key for one in core.going(Direction.PROMOTE)] == [key("x")]
+    while not core.loaded():
+        core.run(directions=[Direction.SCATTER])
+        for promote in core.going(Direction.PROMOTE, "disk"):
+            core.answer(promote)
+    core.run()
+    assert {"a", "ab", "abc"} <= core.present()
 
 
 def test_a_load_uses_what_a_prefetch_is_bringing():
