@@ -89,6 +89,7 @@ def vllm_config(model: str | Path = "/nowhere", **changes: Any) -> Any:
         weight_transfer_config=None,
         lora_config=None,
         instance_id="1700000000",
+        num_prefill_lookahead_tokens=0,
     )
     for name, value in changes.items():
         section, _, field = name.partition("__")
@@ -112,3 +113,17 @@ def request(tokens: list[int], **changes: Any) -> Any:
         "prompt_embeds": None,
     }
     return SimpleNamespace(**{**fields, **changes})
+
+
+def with_draft(config: Any, model: str | Path, **changes: Any) -> Any:
+    """`config` with an EAGLE head; `changes` are fields of its `ModelConfig`, or ``hf__`` of the head's own."""
+    draft = vllm_config(model, **{(name if "__" in name else f"model__{name}"): it for name, it in changes.items()})
+    config.speculative_config = SimpleNamespace(
+        method="eagle",
+        num_speculative_tokens=3,
+        draft_model_config=draft.model_config,
+        draft_load_config=None,
+        kv_cache_dtype=None,
+    )
+    config.num_prefill_lookahead_tokens, config.num_speculative_tokens = 1, 3
+    return config

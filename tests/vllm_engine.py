@@ -57,7 +57,7 @@ class SmallEngine:
         rest: share of steps before which all copies are made that were asked for; in between, none goes on. So the seed
             decides how late they are, and not the machine. None: they take the time that they take.
         is_protected: with the setting `vllm.prefix_protection`.
-        roles: `stores` and `announces` of the scheduler side.
+        roles: `stores`, `announces` and `drafted_tokens` of the scheduler side.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SmallEngine:
         failing: float = 0.0,
         rest: float | None = None,
         is_protected: bool = True,
-        **roles: bool,
+        **roles: Any,
     ) -> None:
         self.draw = random.Random(seed)
         self.dice = random.Random(seed)

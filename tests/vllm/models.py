@@ -28,10 +28,27 @@ COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 3,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # Full attention in every layer: one KV group, history.
     "llama": COMMON | {"model_type": "llama"},
+    # One layer, which a draft model can repeat: see `make_draft`.
+    "llama-shallow": COMMON | {"model_type": "llama", "num_hidden_layers": 1},
     # About 137 million parameters, for the benchmark: a prefill of 8,000 tokens takes seconds.
     "llama-137m": COMMON
     | {
@@ -87,24 +104,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
     },
     # Latent attention: one head of 576 elements for all.
-    "deepseek": COMMON
-    | {
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 64,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 2,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-    },
+    "deepseek": COMMON | DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "greedy"},
+    # One dense layer of this kind, which a draft model can repeat.
+    "deepseek-shallow": COMMON | DEEPSEEK | {"model_type": "deepseek_v3", "num_hidden_layers": 1},
 }
 """By name: the configuration of each checkpoint, as the Transformers library writes it."""
 
@@ -154,6 +156,50 @@ def make_adapter(checkpoint: Path, directory: Path, seed: int) -> None:
     save_file(weights, directory / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": sorted(shapes), "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def make_draft(method: str, checkpoint: Path, directory: Path, seed: int = 1) -> None:
+    """Write a draft model for a checkpoint: an ``eagle`` or ``eagle3`` head, or the checkpoint with an ``mtp`` layer.
+
+    Its layer repeats the model's first one, on the shifted tokens. A little of the model's hidden states is mixed in,
+    by `seed`. For a model of one layer many guesses of ``eagle`` and ``mtp`` are right; those of ``eagle3`` are wrong.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = load_file(checkpoint / "model.safetensors")
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    layer = {name.removeprefix("model.layers.0."): it for name, it in model.items() if ".layers.0." in name}
+    norm, head, embedding = (model[it] for it in ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"))
+    hidden, ones = len(norm), torch.ones_like(norm)
+    generator = torch.Generator().manual_seed(seed)
+
+    def little(rows: int) -> Any:
+        return (torch.randn(rows, hidden, generator=generator) * 0.1 / math.sqrt(hidden)).to(norm.dtype)
+
+    mixed = torch.cat([torch.eye(hidden, dtype=norm.dtype), little(hidden)], dim=1)
+    if method == "eagle":
+        weights = {f"layers.0.{name}": it for name, it in layer.items() if name != "input_layernorm.weight"}
+        weights["fc.weight"] = mixed
+    elif method == "eagle3":
+        wide = ("q_proj", "k_proj", "v_proj")  # they read the token and the hidden states side by side
+        weights = {
+            f"midlayer.{name}": torch.cat([it, little(len(it))], dim=1) if name.split(".")[1] in wide else it
+            for name, it in layer.items()
+        }
+        weights |= {"midlayer.hidden_norm.weight": ones, "norm.weight": norm, "lm_head.weight": head}
+        weights["fc.weight"] = torch.cat([little(hidden)] * 3, dim=1)
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCABULARY}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    else:
+        place = f"model.layers.{config['num_hidden_layers']}"
+        added = {"eh_proj": mixed, "enorm": ones, "hnorm": ones, "shared_head.norm": norm, "shared_head.head": head}
+        weights = model | {f"{place}.{name}": it for name, it in layer.items()}
+        weights |= {f"{place}.{name}.weight": it for name, it in (added | {"embed_tokens": embedding}).items()}
+        config["num_nextn_predict_layers"] = 1
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: it.clone() for name, it in weights.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def make_all(directory: Path) -> None:

@@ -5,6 +5,9 @@
 key[-1] is the keyed root (`kvtier.keys.fingerprint.root_key`), and all numbers are little-endian. A partial chunk has
 no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret, from the first
 token on.
+
+The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. A chain that looks ahead covers the
+token after each chunk: as an extra `NEXT`, and with the extras that start at it.
 """
 
 import hashlib
@@ -14,10 +17,14 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvtier.types import ChunkKey, Prefix
 
 TOKEN_BYTES = 4
+NEXT = "next"
+"""Kind of the extra that holds the token after a chunk, as u32."""
+
 TOKEN_MAX = (1 << 32) - 1
 """Largest token: tokens are four bytes."""
 
@@ -62,21 +69,28 @@ class Chain:
         root: 32-byte keyed root (`kvtier.keys.fingerprint.root_key`).
         chunk_tokens: tokens in a full chunk; those of the root.
         extras: in any order; an offset may lie beyond the tokens.
+        looks_ahead: each key covers the token after its chunk, too. A full chunk has no key before that token is known.
     """
 
-    def __init__(self, root: bytes, chunk_tokens: int, extras: Iterable[Extra] = ()) -> None:
+    def __init__(
+        self, root: bytes, chunk_tokens: int, extras: Iterable[Extra] = (), *, looks_ahead: bool = False
+    ) -> None:
         self._root = root
         self._chunk_tokens = chunk_tokens
+        self.looks_ahead = looks_ahead
         self._keys: list[ChunkKey] = []
         self._tail = b""
         self._extras: dict[int, list[Extra]] = {}
         """By chunk."""
         for extra in extras:
-            self._extras.setdefault(extra.offset // chunk_tokens, []).append(extra)
+            chunk, position = divmod(extra.offset, chunk_tokens)
+            self._extras.setdefault(chunk, []).append(extra)
+            if looks_ahead and not position:
+                self._extras.setdefault(chunk - 1, []).append(extra)
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The keys of all full chunks so far."""
+        """The keys so far, of all full chunks whose next token is known if it counts."""
         return tuple(self._keys)
 
     @property
@@ -96,7 +110,7 @@ class Chain:
         self._append(token_words(tokens))
 
     def prefix(self, tokens: int | None = None) -> Prefix:
-        """The full chunks within the leading `tokens`; all of them by default.
+        """The full chunks with a key within the leading `tokens`; all of them by default.
 
         Raises:
             ValueError: the chain has fewer tokens.
@@ -112,12 +126,15 @@ class Chain:
         width = self._chunk_tokens * TOKEN_BYTES
         count = _U32.pack(self._chunk_tokens)
         parent: bytes = self._keys[-1] if self._keys else self._root
-        whole = len(data) - len(data) % width
-        for start in range(0, whole, width):
+        whole = max(0, len(data) - TOKEN_BYTES * self.looks_ahead) // width * width
+        for start, stop in pairwise(range(0, whole + 1, width)):
             chunk = len(self._keys)
-            of_chunk = self._extras.get(chunk)
+            of_chunk = self._extras.get(chunk, [])
+            if self.looks_ahead:
+                after = Extra(NEXT, bytes(data[stop : stop + TOKEN_BYTES]), (chunk + 1) * self._chunk_tokens)
+                of_chunk = [*of_chunk, after]
             extras = canonical_extras(of_chunk, chunk * self._chunk_tokens) if of_chunk else _NO_EXTRAS
-            key = ChunkKey(hashlib.sha256(b"".join((parent, count, data[start : start + width], extras))).digest())
+            key = ChunkKey(hashlib.sha256(b"".join((parent, count, data[start:stop], extras))).digest())
             self._keys.append(key)
             parent = key
         self._tail = bytes(data[whole:])

@@ -233,6 +233,25 @@ def test_a_chunk_goes_to_a_gpu_and_back(case):
             assert back[offset : offset + size_bytes] == out[offset : offset + size_bytes]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copies_wait_for_a_noted_step():
+    """A draft model that still runs when the step's output has returned."""
+    engine = recorded("llama32", BLOCKS)
+    tensors = _on_gpu(engine)
+    opened = open_copier(Geometry.of(engine.config), engine.config, tensors, engine.layers)
+    layer, payload = "model.layers.3.self_attn.attn", payload_of(opened.pages.layout.groups[0].payload_bytes)
+    start = opened.pages.layout.groups[0].layer_offsets[3]
+    for number in (3.0, 4.0):  # the first copy allocates the stream
+        torch.cuda._sleep(200_000_000)
+        tensors[layer][5] = number
+        opened.note_step()
+        fence = opened.gather(REQUEST, 0, (5, 6, 7, 8, 9, 10, 11, 12), payload)
+        while fence is not None and not opened.done(fence):
+            time.sleep(1e-4)
+        assert torch.frombuffer(payload[start : start + 16384], dtype=torch.bfloat16).eq(number).all()
+
+
 def _on_gpu(engine: Recorded) -> dict[str, torch.Tensor]:
     memory = torch.ones(max(tensor.size for tensor in engine.config.kv_cache_tensors), dtype=torch.int8, device="cuda")
     return {

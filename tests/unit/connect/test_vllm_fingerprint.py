@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.vllm_config import vllm_config
+from tests.vllm_config import vllm_config, with_draft
 
 from kvtier.connect import local_files
 from kvtier.connect.local_files import local_folder
@@ -251,3 +251,41 @@ def test_the_installed_release_is_found_under_either_name(monkeypatch):
     installed["vllm"] = "0.31.0"
     with pytest.raises(ConfigError, match=r"vLLM 0\.31\.0"):
         check_engine()
+
+
+# ---- draft models ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def draft(tmp_path) -> Path:
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"head" * 1000)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_what_determines_the_kv_of_drafts_is_in_the_fingerprint(checkpoint, draft):
+    def drafting(**changes):
+        return with_draft(vllm_config(checkpoint), draft, **changes)
+
+    before = digest(drafting())
+    assert before != digest(vllm_config(checkpoint))
+    assert digest(drafting()) == before
+    config = drafting()
+    config.speculative_config.num_speculative_tokens = 5
+    assert digest(config) == before, "guesses are not in the KV of known tokens"
+    for changes in ({"dtype": "torch.float16"}, {"quantization": "fp8"}, {"hf__rms_norm_eps": 1e-3}):
+        assert digest(drafting(**changes)) != before, changes
+    for field, value in (("method", "eagle3"), ("kv_cache_dtype", "fp8")):
+        config = drafting()
+        setattr(config.speculative_config, field, value)
+        assert digest(config) != before, field
+    (draft / "model.safetensors").write_bytes(b"Head" * 1000)
+    assert digest(drafting()) != before
+
+
+def test_a_draft_model_that_cannot_be_identified_makes_the_engine_private(checkpoint, tmp_path):
+    found = identify(with_draft(vllm_config(checkpoint), tmp_path / "nowhere"), "0.32.0")
+    assert found.is_private
+    assert "nowhere" in found.detail

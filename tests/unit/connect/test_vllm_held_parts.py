@@ -1,7 +1,7 @@
 """The part of the KV that each of vLLM's ranks holds: divided heads, copies, and what is not known."""
 
 import pytest
-from tests.vllm_config import vllm_config
+from tests.vllm_config import vllm_config, with_draft
 from tests.vllm_recorded import recorded
 
 from kvtier.connect.vllm.geometry import Geometry
@@ -78,3 +78,13 @@ def test_what_vllm_would_not_divide_like_that_is_not_known(ranks, heads, here):
 
 def test_fields_that_agree_leave_no_doubt():
     assert held("llama32", 2, 2, 1, hf__text={"num_kv_heads": 2}, hf__kv_lora_rank=7)[1] == [(Part(0, 4, 1, 2), 0)]
+
+
+@pytest.mark.parametrize(("heads", "is_known"), [(2, True), (4, False)])
+def test_where_draft_layers_have_other_heads_no_ranks_share_a_part(heads, is_known):
+    """At four ranks a draft layer of four heads looks like one of two: one head on each rank."""
+    draft = with_draft(vllm_config(), "draft", hf__num_key_value_heads=heads)
+    fields = ("speculative_config", "num_prefill_lookahead_tokens")
+    found = held("llama32", 4, 2, 1, **{name: getattr(draft, name) for name in fields})
+    wanted = [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)] if is_known else []
+    assert found == ([[(Part(0, 4, first, end), copy)] for first, end, copy in wanted] or [[(None, 0)]] * 4)

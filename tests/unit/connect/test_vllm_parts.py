@@ -49,6 +49,20 @@ def tracked(name: str = "r0", tokens: int = 1000, **fields) -> TrackedRequest:
     return TrackedRequest(SimpleNamespace(**known | fields), 0, None)
 
 
+def test_with_draft_layers_the_last_token_counts_when_the_next_one_is_known():
+    request = tracked(num_tokens=513, num_computed_tokens=512)
+    request.began_step = 1
+    request.keys = Chain(bytes(32), 256, looks_ahead=True)
+    assert request.computed_tokens(1) == 512
+    # A stop has removed tokens that were accepted, and that the draft model has read.
+    request.request.num_tokens, request.request.num_computed_tokens = 512, 515
+    assert request.computed_tokens(1) == 511
+    request.keys = Chain(bytes(32), 256)
+    assert request.computed_tokens(1) == 512
+    request.drafted_tokens = 300
+    assert request.computed_tokens(1) == 300
+
+
 def prefix_of(tokens: list[int], chunk_tokens: int = 256) -> Prefix:
     chain = Chain(bytes(32), chunk_tokens)
     chain.extend(tokens)

@@ -51,6 +51,14 @@ def test_requests_share_up_to_the_first_other_token():
     assert shared(request(TOKENS), request(other)) == 2
 
 
+def test_with_draft_layers_requests_share_chunks_whose_next_token_is_the_same():
+    drafting = KeyMaker(ROOT, 256, vllm_config(num_prefill_lookahead_tokens=1))
+    for other, chunks in ((512, 1), (511, 1), (513, 2)):
+        changed = [*TOKENS[:other], 7, *TOKENS[other + 1 :]]
+        assert shared(request(TOKENS), request(changed), drafting) == chunks
+    assert shared(request(TOKENS), request([*TOKENS[:512], 7, *TOKENS[513:]])) == 2
+
+
 def growing(tokens: Any) -> TrackedRequest:
     """The scheduler's view of a request whose tokens are replaced as it grows."""
     made = request(tokens)

@@ -273,6 +273,17 @@ def test_after_a_reset_nothing_from_before_is_found(start):
     assert engine.loaded_tokens == 0
 
 
+def test_of_a_step_without_the_draft_model_nothing_is_stored(start):
+    """Not of its short requests either."""
+    engine = start(blocks=300, has_caching=False, step_tokens=2048, drafted_tokens=900)
+    long, short = list(range(1000)), list(range(5000, 5600))
+    for prompts, loaded in (([long, short], 0), ([short], 0), ([short], 512)):
+        for prompt in prompts:
+            engine.add(prompt, 1)
+        engine.run()
+        assert engine.loaded_tokens == loaded
+
+
 def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tmp_path, monkeypatch):
     """Each round is a request that is waiting when vLLM resets its caches: more of them than `REQUESTS_MAX`."""
     monkeypatch.setattr(probes, "REQUESTS_MAX", 100)

@@ -21,6 +21,10 @@ from kvtier.errors import ConfigError, UnsupportedModelError
             {"speculative_config": SimpleNamespace(method=method)}
             for method in ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
         ),
+        *(
+            {"speculative_config": SimpleNamespace(method=method), "num_prefill_lookahead_tokens": 1}
+            for method in ("eagle", "eagle3", "mtp")
+        ),
     ],
 )
 def test_engines_that_are_served(change):
@@ -43,8 +47,19 @@ def test_engines_that_are_served(change):
         ({"model__use_mla": True}, "MLA on a CPU .* --compilation-config .*-rotary_embedding"),
         ({"cache__use_replayssm": True}, "use_replayssm is not supported.* Turn it off"),
         *(
-            ({"speculative_config": SimpleNamespace(method=method)}, f"decoding with '{method}'.* Use one of medusa")
-            for method in ("eagle", "eagle3", "mtp", "draft_model", "dflash", "a_new_one")
+            ({"speculative_config": SimpleNamespace(method=method)}, f"decoding with '{method}'.* Use one of eagle")
+            for method in ("draft_model", "dflash", "dspark", "extract_hidden_states", "a_new_one")
+        ),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle3", parallel_drafting=True)},
+            "parallel_drafting is not supported.* Turn it off",
+        ),
+        (
+            {
+                "speculative_config": SimpleNamespace(method="mtp"),
+                "num_prefill_lookahead_tokens": 3,
+            },
+            "'mtp' with several draft modules is not supported.* read 3 tokens ahead.* Set num_speculative_tokens to 1",
         ),
     ],
 )
@@ -90,3 +105,13 @@ def test_items_have_identifiers_of_their_content_unless_both_caches_are_off():
     assert support.has_content_identifiers(vllm_config(model__multimodal_config=settings))
     both_off = vllm_config(model__multimodal_config=settings, cache__enable_prefix_caching=False)
     assert not support.has_content_identifiers(both_off)
+
+
+def test_the_length_at_which_vllm_stops_drafting_is_that_of_the_shorter_model():
+    assert support.drafted_tokens(vllm_config()) > 1 << 40
+    draft = SimpleNamespace(max_model_len=2048)
+    settings = SimpleNamespace(method="eagle", draft_model_config=draft)
+    config = vllm_config(speculative_config=settings, num_prefill_lookahead_tokens=1, num_speculative_tokens=3)
+    assert support.drafted_tokens(config) == 2045
+    draft.max_model_len = None
+    assert support.drafted_tokens(config) == 4093

@@ -180,6 +180,14 @@ def test_a_change_of_a_parameter_is_reported_until_the_reset(model, change, name
     assert sample.look() != "", "also the second time"
 
 
+def test_a_change_of_the_draft_model_is_reported(model):
+    draft = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
+    sample = WeightSample(model, draft)
+    assert sample.look() == ""
+    draft.weight.data.add_(1)
+    assert sample.look() == "parameters were written in place"
+
+
 def test_load_weights_of_the_model_is_reported(model):
     model.load_weights = lambda weights: {"read": weights}
     sample = WeightSample(model)

@@ -1,5 +1,6 @@
 """The token-hash chain: what enters a key, what does not, and which tokens are refused."""
 
+import hashlib
 from array import array
 
 import numpy as np
@@ -130,3 +131,51 @@ def test_a_prefix_holds_the_full_chunks():
 
 def range_of(start: int, stop: int) -> list[int]:
     return list(range(start, stop))
+
+
+# ---- keys that cover the next token ------------------------------------------------------------------------------
+
+
+def ahead(tokens: list[int], *extras: Extra) -> Chain:
+    chain = Chain(ROOT, 4, extras, looks_ahead=True)
+    chain.extend(tokens)
+    return chain
+
+
+def test_a_chain_that_looks_ahead_has_the_bytes_of_the_document():
+    chunk = b"".join(token.to_bytes(4, "little") for token in (4, 0, 1, 2, 3))
+    after = bytes.fromhex("01000000 04000000 04000000 6e657874 04000000 04000000")
+    assert ahead(range_of(0, 5)).keys == (hashlib.sha256(ROOT + chunk + after).digest(),)
+
+
+def test_a_full_chunk_has_no_key_before_the_next_token_is_known():
+    assert [len(ahead(range_of(0, count)).keys) for count in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
+    assert len(ahead(range_of(0, 9)).prefix(8).keys) == 2
+
+
+def test_a_key_that_looks_ahead_depends_on_one_more_token():
+    tokens = list(range(13))
+    keys = ahead(tokens).keys
+    for position in range(13):
+        changed = [*tokens]
+        changed[position] += 1
+        differs = [one != other for one, other in zip(keys, ahead(changed).keys, strict=True)]
+        assert differs == [chunk >= (position - 1) // 4 for chunk in range(3)]
+    assert not set(keys) & set(chunk_keys(ROOT, tokens, 4))
+
+
+def test_an_item_that_starts_after_a_chunk_enters_its_key():
+    plain = ahead(range_of(0, 13)).keys
+    for offset, first in ((0, 0), (3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)):
+        keys = ahead(range_of(0, 13), Extra("i", b"a", offset)).keys
+        differs = [one != other for one, other in zip(plain, keys, strict=True)]
+        assert differs == [chunk >= first for chunk in range(3)], offset
+
+
+def test_a_chain_that_looks_ahead_grows_in_any_steps():
+    extras = [Extra("i", b"a", 4), Extra("i", b"b", 7)]
+    whole = ahead(range_of(0, 14), *extras)
+    for cut in range(15):
+        chain = ahead(range_of(0, cut), *extras)
+        chain.extend(range_of(cut, 14))
+        assert (chain.keys, chain.tokens) == (whole.keys, 14)

@@ -229,7 +229,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """No-op: stores begin when the step has returned."""
 
     def wait_for_save(self) -> None:
-        """No-op: the engine never waits for a store."""
+        """A step has been launched. The engine never waits for a store."""
+        self._rank.launched()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
         """The ended loads."""

@@ -89,6 +89,11 @@ class BlockCopier:
         ids = self._checked(group, blocks, payload)
         return self._run(_Running(request, is_scatter=True), lambda: self._copy.scatter(group, ids, payload))
 
+    def note_step(self) -> None:
+        """Order all later copies after the step that the calling thread has launched. On a CPU it has ended."""
+        if isinstance(self._copy, CudaPageCopy):
+            self._copy.note_step()
+
     def done(self, fence: Fence) -> bool:
         """Whether the copy behind `fence` is complete. Never blocks.
 

@@ -7,8 +7,9 @@ gathered on the device into a buffer laid out like the payload, which crosses th
     scatter   payload --copy--> buffer --index_copy_--> blocks
 
 Each thread has its own stream and buffer. Chunks are ordered on the stream, so the buffer is free when the next chunk
-needs it. The fence is an event behind the last copy. Nothing waits for the engine's own stream: stores begin after a
-step's output has returned, and loads write to blocks that no step uses.
+needs it. The fence is an event behind the last copy. Without a draft model nothing waits for the engine's own stream:
+stores begin after a step's output has returned, and loads write to blocks that no step uses. A draft model may still
+run then, so copies wait for it (`note_step`).
 """
 
 import threading
@@ -56,6 +57,12 @@ class CudaPageCopy:
         # A payload has the same parts, with more padding.
         self._buffer_bytes = max(group.payload_bytes for group in pages.layout.groups)
         self._local = _ThreadState()
+        self._step: Any = None
+        """An event behind the last noted step."""
+
+    def note_step(self) -> None:
+        """Order all later copies after what the calling thread has launched: a step, with its draft model."""
+        self._step = torch.cuda.current_stream(self._device).record_event()
 
     def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
         """Begin to copy the pages of these blocks into `payload`."""
@@ -94,6 +101,8 @@ class CudaPageCopy:
             return
         if self._local.stream is None:
             self._local.stream = torch.cuda.Stream(self._device)
+        if self._step is not None:
+            self._local.stream.wait_event(self._step)
         with torch.cuda.stream(self._local.stream):
             try:
                 yield

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from kvtier.connect.vllm.geometry import Geometry, Group
-from kvtier.connect.vllm.support import specs_of
+from kvtier.connect.vllm.support import draft_model, specs_of
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, VllmConfig
 from kvtier.layout import Part
 
@@ -61,12 +61,14 @@ def _held(group: Group, kv_cache_config: KvCacheConfig, heads: int | None, rank:
 
 
 def _kv_heads(config: VllmConfig) -> int | None:
-    """KV heads of every attention layer; None if the configuration leaves a doubt."""
-    model = config.model_config
+    """KV heads of every attention layer, drafts included; None if the configurations leave a doubt."""
+    model, draft = config.model_config, draft_model(config)
     total = model.get_total_num_kv_heads()
     if model.using_transformers_backend() or type(total) is not int or total < 1:
         return None
     found = list(_named(model.hf_text_config.to_dict()))
+    if draft is not None:
+        found += [draft.get_total_num_kv_heads(), *_named(draft.hf_text_config.to_dict())]
     return total if found and all(type(value) is int and value == total for value in found) else None
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.local_files import checkpoint_digest, local_folder
 from kvtier.connect.vllm.installed import release_of
+from kvtier.connect.vllm.support import draft_model
 from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
@@ -47,7 +48,13 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
     Raises:
         ConfigError: a field of the model's configuration has no canonical form.
     """
-    weights, detail = _weights(config)
+    weights, detail = _weights(config.model_config, config.load_config)
+    draft = draft_model(config)
+    drafts: dict[str, object] = {}
+    if draft is not None and weights is not None:
+        own_draft, detail = _weights(draft, config.speculative_config.draft_load_config or config.load_config)
+        weights = None if own_draft is None else weights
+        drafts = {"drafts": None if own_draft is None else _drafts(config, own_draft)}
     # Without weights: 32 bytes that only the processes of this engine have in common.
     own = f"kvtier.own\0{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
     digest = hashlib.sha256(own).digest() if weights is None else weights.digest
@@ -70,9 +77,25 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
             "multimodal": _multimodal(model.multimodal_config),
             # The division of heads decides each rank's share.
             "ranks": config.parallel_config.tensor_parallel_size,
+            **drafts,
         },
     )
     return EngineIdentity(fingerprint, weights, weights is None, detail)
+
+
+def _drafts(config: VllmConfig, weights: WeightsDigest) -> dict[str, object]:
+    """What determines the KV of draft layers. The number of guesses does not."""
+    settings, draft = config.speculative_config, config.speculative_config.draft_model_config
+    return {
+        "method": settings.method,
+        "weights": weights.digest.hex(),
+        "dtype": plain_name(draft.dtype),
+        "architectures": plain(draft.architectures),
+        "config": plain(draft.hf_config.to_dict()),
+        "quantisation": [plain(_words(draft.quantization)), plain(_words(draft.quantization_config))],
+        "code": [plain_name(draft.model_impl), draft.code_revision],
+        "kv": plain_name(settings.kv_cache_dtype),
+    }
 
 
 def _multimodal(settings: VllmConfig) -> object:
@@ -98,16 +121,15 @@ def _depends_on_length(settings: Mapping[str, object]) -> bool:
     )
 
 
-def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
-    """The digest of the checkpoint; or None, and why."""
-    model = config.model_config
+def _weights(model: VllmConfig, load: VllmConfig) -> tuple[WeightsDigest | None, str]:
+    """The digest of a checkpoint, given vLLM's `ModelConfig` and `LoadConfig`; or None, and why."""
     name = str(model.model_weights or model.model)
-    load_format = plain_name(config.load_config.load_format)
+    load_format = plain_name(load.load_format)
     if load_format == "dummy":
         return None, "its weights are random (load_format dummy)"
     if load_format not in LOCAL_FORMATS:
         return None, f"load_format {load_format!r} does not read files of a folder"
-    folder = local_folder(name, model.revision, config.load_config.download_dir)
+    folder = local_folder(name, model.revision, load.download_dir)
     if folder is None:
         return None, f"the weights of {name} are in no local folder"
     try:

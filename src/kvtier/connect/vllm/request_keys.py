@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.connect.local_files import adapter_files, local_folder
-from kvtier.connect.vllm.support import reason_against
+from kvtier.connect.vllm.support import looks_ahead, reason_against
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, KvError
 from kvtier.keys.chain import Chain, Extra
@@ -69,7 +69,7 @@ class KeyMaker:
     def begin(self, request: Request) -> Chain | None:
         """The key chain of a request, still without tokens; None if it cannot be cached. Logs each reason once."""
         extras = self.extras(request)
-        return None if extras is None else Chain(self._root, self._chunk_tokens, extras)
+        return None if extras is None else self._chain(extras)
 
     def extras(self, request: Request) -> list[Extra] | None:
         """What determines a request's KV besides its tokens; None if it cannot be cached. Logs each reason once."""
@@ -97,7 +97,10 @@ class KeyMaker:
         Raises:
             NotCacheableError: no request has used an adapter of this name.
         """
-        return Chain(self._root, self._chunk_tokens, self._common(salt, self._adapters.known(adapter)))
+        return self._chain(self._common(salt, self._adapters.known(adapter)))
+
+    def _chain(self, extras: list[Extra]) -> Chain:
+        return Chain(self._root, self._chunk_tokens, extras, looks_ahead=looks_ahead(self._config))
 
     def new_epoch(self) -> None:
         """Separate all later requests from all earlier ones."""

@@ -8,6 +8,7 @@
 Hints and announcements never affect correctness: loads are of the request's own keys. An invalid one is ignored.
 """
 
+import sys
 import time
 from dataclasses import dataclass, field
 from reprlib import repr as short
@@ -117,6 +118,8 @@ class TrackedRequest:
     """States past `handed_tokens` that vLLM offers. Their blocks are pinned."""
     cap_tokens: int | None = None
     """A load found a hole behind these tokens. A tier may list a bad object for a while after it was read."""
+    drafted_tokens: int = sys.maxsize
+    """Leading tokens that no step has computed without the draft model."""
     attempts: int = 0
     """Loads that delivered less than planned."""
     answer: LookupAnswer | None = None
@@ -179,11 +182,13 @@ class TrackedRequest:
         """Leading tokens whose KV in the request's blocks is final: computed by steps whose output has returned.
 
         A request may share blocks that another request computes in a step still in flight. So nothing counts until the
-        request's own first step has returned.
+        request's own first step has returned. Where keys look ahead, a token counts once the next one is known. A stop
+        may remove tokens that the draft model has already read.
         """
         request = self.request
         if self.began_step is None:
             return 0
         if self.began_step > confirmed_step and str(request.status) not in _ENDED_BY_OUTPUT:
             return 0
-        return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        known = request.num_tokens - (self.keys is not None and self.keys.looks_ahead)
+        return min(request.num_computed_tokens - request.num_in_flight_tokens, known, self.drafted_tokens)

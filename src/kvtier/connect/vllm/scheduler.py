@@ -15,6 +15,7 @@ it, and no store delays a step. All methods run in the scheduler's thread.
 import itertools
 import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -83,6 +84,7 @@ class Scheduler:
         recorder: records finished requests, if enabled.
         journal: gets a line for each request that has ended, if enabled.
         history: remembers the last requests, if enabled.
+        drafted_tokens: a step with a longer request leaves draft KV unwritten; see `support.drafted_tokens`.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Scheduler:
         recorder: Recorder | None = None,
         journal: Journal | None = None,
         history: RequestHistory | None = None,
+        drafted_tokens: int = sys.maxsize,
     ) -> None:
         self._session = session
         self._ranks = ranks
@@ -129,6 +132,7 @@ class Scheduler:
         """Other engines have other keys for their requests, as for all since a cache reset."""
         self._wishes: deque[str | None] = deque()
         """Salts to clear, None for all: from other threads, for the next call of this one."""
+        self._drafted_tokens = drafted_tokens
         self._numbers = itertools.count()
         self._warned: set[str] = set()
         self._requests: dict[str, TrackedRequest] = {}
@@ -342,12 +346,15 @@ class Scheduler:
         self._protection.step_ends()
         self._note_beginnings(output)
         pieces: list[Piece] = []
-        for name, tokens in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(name)
-            if tracked is not None:
-                pieces.append(self._step_timer.scheduled(tracked, tokens))
-                if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
-                    self._due[name] = tracked
+        scheduled = {name: it for name in output.num_scheduled_tokens if (it := self._requests.get(name)) is not None}
+        for name, tracked in scheduled.items():
+            tokens = output.num_scheduled_tokens[name]
+            pieces.append(self._step_timer.scheduled(tracked, tokens))
+            if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
+                self._due[name] = tracked
+        if any(piece.context_tokens + piece.tokens > self._drafted_tokens for piece in pieces):
+            for tracked, piece in zip(scheduled.values(), pieces, strict=True):
+                tracked.drafted_tokens = min(tracked.drafted_tokens, piece.context_tokens)
         self._step_timer.step_began(self._step, pieces, time.monotonic())
         self._stores.yield_idle()
         self._revoked += self._stores.cancel_lost()

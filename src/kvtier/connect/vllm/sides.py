@@ -177,6 +177,7 @@ class SchedulerSide:
             recorder=opened.recorder,
             journal=opened.journal,
             history=None if config.control.socket is None else history,
+            drafted_tokens=support.drafted_tokens(vllm_config),
         )
         self._control: ControlSocket | None = None
         try:
@@ -300,6 +301,7 @@ class WorkerSide:
         self._close_deadline_s = config.limits.close_deadline_s
         layers = setup.vllm_config.compilation_config.static_forward_context
         copier = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
+        self._note_step = copier.note_step if support.looks_ahead(setup.vllm_config) else None
         number = setup.vllm_config.parallel_config.rank % setup.ranks
         held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, number)
         self._rank = open_rank(
@@ -318,6 +320,11 @@ class WorkerSide:
         )
         self.server = RankServer(self._rank, self.worker.receive)
 
+    def launched(self) -> None:
+        """A step and its draft model have been launched. On a GPU its output may return before the draft model ends."""
+        if self._note_step is not None:
+            self._note_step()
+
     def close(self) -> None:
         """Close the rank once the core no longer needs it."""
         is_here = self.server.is_here
@@ -327,10 +334,11 @@ class WorkerSide:
 
 
 def look_at_weights(*, has_moving_experts: bool) -> Callable[..., str]:
-    """`WeightSample.look` at the model of the worker whose method is running."""
+    """`WeightSample.look` at the model of the worker whose method is running, and at its draft model."""
     try:
-        model = weights.on_stack("get_model")()
-        return weights.WeightSample(model, has_moving_experts=has_moving_experts).look
+        model, draft = weights.on_stack("get_model")(), weights.on_stack("get_draft_model")()
+        models = [model] if draft is None else [model, draft]
+        return weights.WeightSample(*models, has_moving_experts=has_moving_experts).look
     except Exception as error:  # noqa: BLE001 - vLLM's models are many, and the engine must start
         logger.warning(
             "kvtier cannot look at the model's weights (%r): it notices only changes that vLLM is called for", error

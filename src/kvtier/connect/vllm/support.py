@@ -5,6 +5,7 @@ without the cache. Kinds of KV are identified by the exact names of vLLM's class
 meaning.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr as short
@@ -17,8 +18,11 @@ from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Methods of speculative decoding without KV of their own. The KV of the others depends on tokens after the chunk,
-which the chunk's key does not cover."""
+"""Methods of speculative decoding without KV of their own."""
+
+DRAFTS_WITH_KV = frozenset({"eagle", "eagle3", "mtp"})
+"""Methods whose draft KV at a position depends on the tokens up to the next one (`SpecDecodeBaseProposer`, vLLM 0.32
+and 0.33). Chunk keys cover that token; see `looks_ahead`."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Supported KV quantisations. Others store scales separately, and vLLM recomputes some at the first forward."""
@@ -81,12 +85,7 @@ def check_engine(config: VllmConfig) -> None:
         "the batch, so restored KV would change the tokens. Turn the kernel off: "
         """--compilation-config '{"custom_ops": ["-rotary_embedding"]}'""",
     )
-    method = getattr(config.speculative_config, "method", None)
-    _refuse_if(
-        config.speculative_config is not None and method not in DRAFTS_WITHOUT_KV,
-        f"speculative decoding with {method!r} is not supported: the draft layers' KV depends on tokens after its "
-        f"chunk. Use one of {', '.join(sorted(DRAFTS_WITHOUT_KV))}, or none",
-    )
+    _check_drafts(config)
     _refuse_if(
         getattr(config.cache_config, "use_replayssm", False),
         "use_replayssm is not supported: a page then holds only a part of a state. Turn it off",
@@ -95,6 +94,49 @@ def check_engine(config: VllmConfig) -> None:
         getattr(attention, "hisparse_config", None) is not None,
         "HiSparse is not supported: it moves KV to host memory itself. Turn it off",
     )
+
+
+def _check_drafts(config: VllmConfig) -> None:
+    drafts = config.speculative_config
+    if drafts is None:
+        return
+    known = DRAFTS_WITHOUT_KV | DRAFTS_WITH_KV
+    _refuse_if(
+        drafts.method not in known,
+        f"speculative decoding with {drafts.method!r} is not supported: its KV depends on more than a chunk and the "
+        f"token after it. Use one of {', '.join(sorted(known))}, or none",
+    )
+    _refuse_if(
+        getattr(drafts, "parallel_drafting", False),
+        "parallel_drafting is not supported: its draft layers read masks in place of tokens. Turn it off",
+    )
+    tokens = config.num_prefill_lookahead_tokens
+    _refuse_if(
+        tokens > 1,
+        f"{drafts.method!r} with several draft modules is not supported: they read {tokens} tokens ahead, and a "
+        "chunk's key covers one. Set num_speculative_tokens to 1",
+    )
+
+
+def looks_ahead(config: VllmConfig) -> bool:
+    """Whether the KV at a position depends on the next token: a draft model reads it."""
+    return config.num_prefill_lookahead_tokens == 1
+
+
+def draft_model(config: VllmConfig) -> VllmConfig | None:
+    """The `ModelConfig` of the draft layers with KV; None without any."""
+    return config.speculative_config.draft_model_config if looks_ahead(config) else None
+
+
+def drafted_tokens(config: VllmConfig) -> int:
+    """Longest request, in tokens, in a step of which vLLM still runs the draft model for all requests.
+
+    Beyond this length the step leaves the draft KV of all its tokens unwritten (`_input_fits_in_drafter`, vLLM 0.32).
+    """
+    model = draft_model(config)
+    if model is None:
+        return sys.maxsize
+    return (model.max_model_len or config.model_config.max_model_len) - config.num_speculative_tokens
 
 
 def check_settings(

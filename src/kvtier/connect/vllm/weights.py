@@ -72,22 +72,23 @@ def watch_calls(executor: Any, called: Callable[[str, Any], None]) -> None:  # n
 
 
 class WeightSample:
-    """Where each parameter of a model is, and some of its bytes. Used by one thread, apart from `load_weights`.
+    """Where each parameter of some models is, and some of its bytes. Used by one thread, apart from `load_weights`.
 
     Args:
-        model: `torch.nn.Module`.
+        models: each a `torch.nn.Module`.
         has_moving_experts: vLLM moves experts between places, which changes no number (expert parallel load balancing).
     """
 
-    def __init__(self, model: Any, *, has_moving_experts: bool = False) -> None:  # noqa: ANN401
-        self._model = model
+    def __init__(self, *models: Any, has_moving_experts: bool = False) -> None:  # noqa: ANN401
+        self._models = models
         self._has_moving_experts = has_moving_experts
         self._next_sample_s = 0.0
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._take()
-        inner = getattr(model, "load_weights", None)
-        if inner is not None:
-            model.load_weights = self._noticed(inner)
+        for model in models:
+            inner = getattr(model, "load_weights", None)
+            if inner is not None:
+                model.load_weights = self._noticed(inner)
 
     def look(self, *, is_reset: bool = False) -> str:
         """What has changed the weights since the start or the last reset; empty if nothing has.
@@ -110,7 +111,8 @@ class WeightSample:
         self._changed = ""
         self._places: list[tuple[dict[str, Any], str]] = [
             (module._parameters, name)  # noqa: SLF001 - what the module computes with
-            for path, module in self._model.named_modules()
+            for model in self._models
+            for path, module in model.named_modules()
             if not (self._has_moving_experts and "experts" in path and "shared" not in path)
             for name, parameter in module._parameters.items()  # noqa: SLF001
             if parameter is not None and parameter.numel()

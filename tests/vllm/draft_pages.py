@@ -1,0 +1,55 @@
+"""Pages of all layers in an engine's process, and what is broken on purpose in those of a draft model."""
+
+import hashlib
+from typing import Any
+
+_freed: list[tuple[list[int], ...]] = []
+
+
+def watch(engine: Any) -> None:
+    """Remember the blocks of each request that ends from now on. A freed block keeps its bytes until it is reused."""
+    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+    inner = manager.free
+
+    def free(request: Any) -> None:
+        _freed.append(manager.get_block_ids(request.request_id))
+        inner(request)
+
+    manager.free = free
+
+
+def last(engine: Any, tokens: int) -> dict[str, list[str]]:
+    """By layer: a digest of each block of the leading `tokens` of the last request that has ended.
+
+    On a CPU a block holds its keys in the order in which the kernel reads them, so a position is no slice of it.
+    """
+    core = engine.engine_core.engine_core
+    layers = core.model_executor.driver_worker.model_runner.compilation_config.static_forward_context
+    found: dict[str, list[str]] = {}
+    for table, group in zip(_freed[-1], core.scheduler.kv_cache_config.kv_cache_groups, strict=True):
+        blocks = table[: tokens // group.kv_cache_spec.block_size]
+        for name in group.layer_names:
+            pages = (layers[name].kv_cache[block].contiguous().numpy().tobytes() for block in blocks)
+            found[name] = [hashlib.sha256(page).hexdigest() for page in pages]
+    return found
+
+
+def look_at_no_next_token() -> None:
+    """Keys cover the chunk alone: the control of the tests."""
+    from kvtier.connect.vllm import request_keys
+
+    request_keys.looks_ahead = lambda config: False
+
+
+def restore_no_drafts() -> None:
+    """The second layer of two, a draft model's, is not restored: the control of the acceptance rate."""
+    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+
+    inner = CpuPageCopy.scatter
+
+    def scatter(self: CpuPageCopy, group: int, ids: Any, payload: memoryview) -> Any:
+        half = len(payload) // 2
+        payload[half:] = bytes(len(payload) - half)
+        return inner(self, group, ids, payload)
+
+    CpuPageCopy.scatter = scatter  # type: ignore[method-assign]
