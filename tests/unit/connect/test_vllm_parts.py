@@ -396,6 +396,8 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
     setup = MagicMock(config=settings_of(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()))
     setup.identity.is_private = False
     with caplog.at_level(logging.INFO, logger="kvtier"):
-        sides.SchedulerSide(setup, [], *(MagicMock() for _ in range(6)))
+        sides.SchedulerSide(
+            setup, [], *(MagicMock(),) * 3, extras_of=MagicMock(), hash_of=MagicMock(), wake=MagicMock()
+        )
     (line,) = caplog.messages
     assert line.endswith(end)

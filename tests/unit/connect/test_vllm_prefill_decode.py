@@ -71,6 +71,19 @@ def test_an_engine_whose_stores_no_other_engine_finds_announces_nothing(start):
     assert run(engine, kv_transfer_params={"do_remote_decode": True}) is None
 
 
+def test_beside_another_connector_requests_are_handed_over_by_the_other(start):
+    """vLLM's `MultiConnector` refuses responses in which two connectors name the same field."""
+    engine = start(announces=True, is_alone=False)
+    assert run(engine, kv_transfer_params={"do_remote_decode": True, "remote_port": 5}) is None
+    request = engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE))
+    assert engine.scheduler._requests[request.request_id].announced_tokens == 0
+    engine.run()
+    assert engine.loaded_tokens == 0, "the other loads"
+    engine.forget()
+    run(engine, kv_transfer_params={"do_remote_prefill": False})
+    assert engine.loaded_tokens == WHOLE, "the other has no more to load"
+
+
 def test_a_cache_reset_ends_announcements_because_other_engines_have_other_keys(start):
     engine = start(announces=True)
     assert run(engine) is not None

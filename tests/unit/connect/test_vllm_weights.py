@@ -90,7 +90,9 @@ def side(monkeypatch):
     monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
     setup = MagicMock(ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()), identity=MagicMock(is_private=False))
     setup.config.tiers = ()
-    return sides.SchedulerSide(setup, [], *(MagicMock() for _ in range(6)))
+    return sides.SchedulerSide(
+        setup, [], *(MagicMock(),) * 3, extras_of=MagicMock(), hash_of=MagicMock(), wake=MagicMock()
+    )
 
 
 def test_a_call_stops_everything_and_an_adapter_is_identified(side):

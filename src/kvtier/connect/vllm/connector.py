@@ -14,6 +14,7 @@ from kvtier.connect.vllm.events import BlockEvent
 from kvtier.connect.vllm.geometry import TableLayout
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
+from kvtier.connect.vllm.support import check_others
 from kvtier.connect.vllm.vllm_imports import (
     BlockRemoved,
     BlockStored,
@@ -27,6 +28,7 @@ from kvtier.connect.vllm.vllm_imports import (
     hash_function,
     published_keys,
     spec_kind,
+    transfer_group,
     wake_up,
 )
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
@@ -59,6 +61,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._failure = ""
         """The first internal error; empty without one."""
         self._setup = EngineSetup.of(vllm_config, kv_cache_config)
+        self._connectors = _connectors_around()
+        """All connectors of the `MultiConnector` that makes this one."""
         self._upper: SchedulerSide | None = None
         """None in a worker, and until all workers are up; until then every lookup is a miss."""
         self._lower: WorkerSide | None = None
@@ -89,6 +93,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return otherwise if side is None else self._guarded(lambda: act(side), otherwise)
 
     @property
+    def _others(self) -> list[Any]:
+        return [it for it in self._connectors if it is not self]
+
+    @property
     def _rank(self) -> WorkerSide:
         assert self._lower is not None, "vLLM called a worker's method of the scheduler's connector"
         return self._lower
@@ -97,13 +105,17 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """All workers are up."""
+        executor, handshakes = on_stack("model_executor"), list(metadata.values())
+        if self._others:
+            handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
         self._upper = side = SchedulerSide(
-            *(self._setup, list(metadata.values()), self._kv_cache_manager, self._guard, lambda: self._failure),
+            *(self._setup, handshakes, self._kv_cache_manager, self._guard, lambda: self._failure),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
             hash_of=partial(hash_block, hash_function(self._setup.vllm_config.cache_config.prefix_caching_hash_algo)),
             wake=_waking(),
+            is_alone=not self._others,
         )
-        watch_calls(on_stack("model_executor"), self._guard(side.called))
+        watch_calls(executor, self._guard(side.called))
 
     def on_new_request(self, request: Request) -> None:
         """Track a new request."""
@@ -209,11 +221,32 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the rank on the worker's KV memory."""
+        check_others(self._others)
         self._lower = WorkerSide(self._setup, kv_caches)
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
-        """The address at which the scheduler side reaches this rank."""
+        """The address at which the scheduler side reaches this rank.
+
+        A `MultiConnector` passes on the metadata of one connector, to all. Then it is another one's, if any has some,
+        and `_handshake_of_worker` finds this address.
+        """
+        theirs = (it.get_handshake_metadata() for it in self._others)
+        return next((it for it in theirs if it is not None), self._handshake)
+
+    @property
+    def _handshake(self) -> Any:  # noqa: ANN401
+        """Arguments of `rank_server.connect`; None before vLLM has registered its KV memory."""
         return None if self._lower is None else self._lower.server.handshake
+
+    @staticmethod
+    def _handshake_of_worker(worker: Any) -> Any:  # noqa: ANN401, ARG004 - vLLM's worker
+        """The handshake of kvtier's rank in this process, beside other connectors. vLLM calls it in each worker.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        connectors = transfer_group().sub_connectors
+        return next(it._handshake for it in connectors if isinstance(it, KvtierConnector))  # noqa: SLF001
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
         """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""
@@ -271,3 +304,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     ) -> PromMetrics:
         """Metrics for `/metrics`."""
         return PromMetrics(metric_types, labelnames, per_engine_labelvalues)
+
+
+def _connectors_around() -> list[Any]:
+    """The list that a `MultiConnector` fills while it makes its connectors; empty without one."""
+    try:
+        return on_stack("_connectors")
+    except LookupError:
+        return []

@@ -64,6 +64,11 @@ def wants_announcement(request: Request) -> bool:
     return params_of(request).get("do_remote_decode") is True
 
 
+def comes_from_another(request: Request) -> bool:
+    """Whether another engine has computed the prompt, by the convention of vLLM's proxies, and no load has begun."""
+    return params_of(request).get("do_remote_prefill") is True
+
+
 def announcement_of(tokens: int) -> dict[str, Any]:
     """`kv_transfer_params` of a response, which a proxy passes on to the decode engine as they are."""
     return {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCEMENT: {"tokens": tokens}}

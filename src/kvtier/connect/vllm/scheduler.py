@@ -34,6 +34,7 @@ from kvtier.connect.vllm.requests import (
     TrackedRequest,
     announced_tokens,
     announcement_of,
+    comes_from_another,
     unknown_fields,
     wants_announcement,
 )
@@ -85,6 +86,8 @@ class Scheduler:
         journal: gets a line for each request that has ended, if enabled.
         history: remembers the last requests, if enabled.
         drafted_tokens: a step with a longer request leaves draft KV unwritten; see `support.drafted_tokens`.
+        is_alone: False: beside another connector, which passes KV between engines. Requests that come with
+            `do_remote_prefill` are the other's to load, and nothing is announced or waited for.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Scheduler:
         journal: Journal | None = None,
         history: RequestHistory | None = None,
         drafted_tokens: int = sys.maxsize,
+        is_alone: bool = True,
     ) -> None:
         self._session = session
         self._ranks = ranks
@@ -117,7 +121,8 @@ class Scheduler:
         self._rank_count = rank_count
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
-        self._announces = announces
+        self._is_alone = is_alone
+        self._announces = announces if is_alone else None
         self._is_off = False
         """The weights have changed since the last cache reset: nothing is loaded or stored."""
         self._reset_step = 0
@@ -159,14 +164,15 @@ class Scheduler:
         hint, wrong = conversation_hint(request)
         hints, problems = request_hints(request)
         announced, lie = announced_tokens(request)
-        problems += [Problem("session", wrong), Problem("tokens", lie), Problem("unknown", unknown_fields(request))]
+        unknown = unknown_fields(request) if self._is_alone else ""
+        problems += [Problem("session", wrong), Problem("tokens", lie), Problem("unknown", unknown)]
         for field, text in problems:
             if text and field not in self._warned:
                 self._warned.add(field)
                 logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
         self._clear_wished()
         tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint, hints)
-        tracked.announced_tokens = 0 if self._has_own_keys(request) else announced
+        tracked.announced_tokens = 0 if self._has_own_keys(request) or not self._is_alone else announced
         self._requests[request.request_id] = tracked
         if self._history is not None:
             self._history.arrived(tracked, is_off=self._is_off)
@@ -241,7 +247,8 @@ class Scheduler:
             most = min(most, tracked.cap_tokens)
         if tracked.hints.max_load_tokens is not None:
             most = min(most, resident_tokens + tracked.hints.max_load_tokens)
-        if most > resident_tokens and tracked.keys is not None and not request.skip_reading_prefix_cache:
+        is_ours = self._is_alone or not comes_from_another(request)
+        if most > resident_tokens and tracked.keys is not None and is_ours and not request.skip_reading_prefix_cache:
             prefix = tracked.prefix(most)
             if self._is_being_loaded(prefix, resident_tokens):
                 return None

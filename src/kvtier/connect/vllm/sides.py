@@ -120,6 +120,7 @@ class SchedulerSide:
         failure: the internal error that has switched the connector off; empty without one.
         extras_of, hash_of: see `Events`.
         wake: lets an idle engine take a step. Any thread.
+        is_alone: no other connector passes KV between engines; see `Scheduler`.
 
     Raises:
         ProtocolError: a worker cannot be reached.
@@ -133,9 +134,11 @@ class SchedulerSide:
         manager: KvCacheManager,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
         failure: Callable[[], str],
+        *,
         extras_of: Callable[[Request, int, int], Extras],
         hash_of: Callable[[Any, tuple[int, ...], Extras], Any],
         wake: Callable[[], None],
+        is_alone: bool = True,
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
         has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
@@ -178,6 +181,7 @@ class SchedulerSide:
             journal=opened.journal,
             history=None if config.control.socket is None else history,
             drafted_tokens=support.drafted_tokens(vllm_config),
+            is_alone=is_alone,
         )
         self._control: ControlSocket | None = None
         try:

@@ -6,7 +6,7 @@ meaning.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as short
 
@@ -116,6 +116,20 @@ def _check_drafts(config: VllmConfig) -> None:
         f"{drafts.method!r} with several draft modules is not supported: they read {tokens} tokens ahead, and a "
         "chunk's key covers one. Set num_speculative_tokens to 1",
     )
+
+
+def check_others(others: Iterable[object]) -> None:
+    """Refuse other connectors of a `MultiConnector` whose KV would become wrong.
+
+    Raises:
+        UnsupportedModelError: the message names the connector.
+    """
+    for name in (type(it).__name__ for it in others):
+        _refuse_if(
+            name == "OffloadingConnector",
+            f"{name} beside kvtier in a MultiConnector is not supported: it reads blocks that vLLM has given to a load "
+            "of kvtier, and would store wrong KV (vllm#46951). Use one of the two",
+        )
 
 
 def looks_ahead(config: VllmConfig) -> bool:

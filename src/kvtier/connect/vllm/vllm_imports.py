@@ -4,6 +4,7 @@
 from typing import Any
 
 from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils import hashing
 from vllm.v1 import kv_cache_interface
@@ -16,6 +17,7 @@ ConnectorRole: Any = base.KVConnectorRole
 TransferResults: Any = base.KVConnectorTransferResults
 BlockStored: Any = kv_events.BlockStored
 BlockRemoved: Any = kv_events.BlockRemoved
+transfer_group: Any = kv_transfer_state.get_kv_transfer_group
 external_hash: Any = kv_cache_utils.maybe_convert_block_hash
 extra_keys: Any = kv_cache_utils.generate_block_hash_extra_keys
 published_keys: Any = kv_cache_utils.to_event_extra_keys
