@@ -7,6 +7,7 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 AIPERF_VENV := .venv-aiperf
 ROUTERS_VENV := .venv-routers
 LMCACHE := .lmcache
+NIXL := .nixl
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
@@ -67,7 +68,7 @@ test-cluster-core: setup
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own. A quarter of an hour: before a
 # release, and after changes of connect/vllm, core or runtime.
 test-vllm: $(VLLM_VENV)/.done $(AIPERF_VENV)/.done
-	$(VLLM_PYTHON) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
+	$(VLLM_PYTHON) -m pytest -m 'not fleet and not nightly' --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
 # The part that every change must pass: identity, equal answers after a restore, corruption, faults that stall or lie,
 # the server and its metrics, prefill and decode once.
@@ -98,11 +99,15 @@ $(ROUTERS_VENV)/.done: tests/vllm/routers.txt
 	$(ROUTERS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/routers.txt
 	touch $@
 
-# What joins engines to a fleet: routers, hints, the socket, vLLM's own tiering, draft models. Eight minutes.
-test-fleet: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done
-	$(VLLM_PYTHON) -m pytest -m 'fleet or fleet_core' --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
+$(NIXL)/.done: tests/vllm/nixl.txt $(VLLM_VENV)/.done
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NIXL) -r tests/vllm/nixl.txt
+	touch $@
 
-# The part that every change must pass, in three minutes.
+# What joins engines to a fleet: routers, hints, the control socket, vLLM's own tiering, draft models, NIXL.
+test-fleet: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done $(NIXL)/.done
+	PYTHONPATH=$(CURDIR)/$(NIXL) $(VLLM_PYTHON) -m pytest -m fleet --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
+
+# The part that every change must pass.
 test-fleet-core: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done
 	$(VLLM_PYTHON) -m pytest -m fleet_core --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
@@ -136,6 +141,7 @@ lint: setup
 simulate: setup
 	$(BIN)/python -m tests.sim --seeds 2000:7000
 	$(BIN)/python -m tests.sim --objects --seeds 2000:4000
+	$(BIN)/python -m tests.sim --hinted 0.7 --seeds 2000:3000
 
 # What takes too long for every change.
 nightly: setup

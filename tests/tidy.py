@@ -22,6 +22,7 @@ SKIPPED_FOLDERS = {
     ".venv-sglang",
     ".venv-aiperf",
     ".venv-routers",
+    ".nixl",
     ".lmcache",
     ".ruff_cache",
     ".pytest_cache",

@@ -13,7 +13,7 @@ from settings import CHUNK, connector, whole
 
 from kvtier.runtime.control_socket import ControlError, ask
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 
 SALT = "tenant-a"
 
@@ -52,7 +52,7 @@ def until_in(at: Path, tokens: list[int], place: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 def test_an_engine_explains_finds_and_clears(start: Start, expected: Expected, tmp_path: Path, at: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv", control__socket=str(at)), max_num_seqs=4)
     wanted, full = expected("llama")["long"], whole(len(LONG))
@@ -118,7 +118,7 @@ def test_an_engine_explains_finds_and_clears(start: Start, expected: Expected, t
         ask(at, "health", {})
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 def test_an_internal_error_shows_in_health_and_the_engine_goes_on(
     start: Start, expected: Expected, tmp_path: Path, at: Path
 ) -> None:

@@ -11,7 +11,7 @@ from judge import is_same, prompt
 from settings import connector, whole
 from storage import objects
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 
 SMALL = {"host__capacity_bytes": "8MiB"}
 OTHERS = [prompt(1400, 100 + number) for number in range(8)]
@@ -37,7 +37,7 @@ def hits(engine: Engine, ask: Ask) -> int:
     return found
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 @pytest.mark.parametrize(
     "hints", [{"store": False}, {"max_offload_tokens": 0}, envelope(store=False), {"store": True}, {}]
 )
@@ -49,7 +49,7 @@ def test_a_request_that_is_not_to_be_stored_is_not(hints: dict[str, Any], start:
     assert bool(objects(tmp_path / "kv")) is (hints in ({"store": True}, {}))
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 @pytest.mark.parametrize("hints", [{"load": False}, {"max_load_tokens": 0}, {"max_load_tokens": 300}, {}])
 def test_a_request_that_is_not_to_load_is_computed(
     hints: dict[str, Any], start: Start, expected: Expected, tmp_path: Path
@@ -61,7 +61,7 @@ def test_a_request_that_is_not_to_load_is_computed(
     assert is_same("llama", engine.ask(hinted(LONG, **hints))[0], expected("llama")["long"])
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 @pytest.mark.parametrize("hints", [{"retain_s": 600}, {"priority": "high"}, envelope(retain_s=600), {}])
 def test_what_is_retained_survives_others(hints: dict[str, Any], start: Start, expected: Expected) -> None:
     engine = start("llama", connector(None, **SMALL))
@@ -91,7 +91,7 @@ def loaded(engine: Any) -> dict[str, float]:
     return {place: side.stats._metrics.get(LOAD_TOKENS, place=place) for place in ("host", "directory")}
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 @pytest.mark.parametrize("in_s", [3.0, None])
 def test_a_prompt_is_back_in_host_memory_at_its_time(in_s: float | None, start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv", host__capacity_bytes="4MiB"))

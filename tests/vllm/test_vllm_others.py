@@ -11,7 +11,7 @@ from harness import Answer, Engine, EngineError
 from judge import TOLERANCE, apart
 from settings import connector, whole
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 PORTS = {"prefill": 5601, "decode": 5602}
@@ -33,7 +33,7 @@ def ours(directory: Path) -> dict[str, Any]:
     return connector(directory)
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 @pytest.mark.parametrize("is_first", [True, False])
 def test_beside_an_example_connector_both_store_and_one_loads(
     is_first: bool, start: Start, expected: Expected, tmp_path: Path
@@ -65,7 +65,7 @@ def test_an_offloading_connector_beside_kvtier_is_refused(start: Start, tmp_path
 
 # ---- NIXL --------------------------------------------------------------------------------------------------------
 
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl: pip install --no-deps nixl nixl-cu12")
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="no nixl: make test-fleet installs it")
 
 
 @pytest.fixture

@@ -11,9 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import msgspec
 import pytest
 import zmq
+from engines import Start
+from harness import Ask
 from judge import prompt
+from record_events import published, publisher
 from server import SIZES, Client, Server
 from settings import CHUNK, connector
 from tests.waiting import free_port
@@ -51,19 +55,25 @@ class Node(NamedTuple):
         return self.server.total("vllm:request_success_total")
 
 
-def node(checkpoints: Path, place: Path, repeat_s: float) -> Node:
-    """A node whose events go through a forwarder: vLLM itself listens on all addresses, or on none."""
-    place.mkdir()
+def node(checkpoints: Path, place: Path, tier: dict[str, Any] | None = None, **settings: Any) -> Node:
+    """A node whose events go through a forwarder: vLLM itself listens on all addresses, or on none.
+
+    Args:
+        checkpoints: of the test models.
+        place: for its log and its directory.
+        tier: settings; by default a directory of its own.
+        settings: of the connector.
+    """
+    place.mkdir(exist_ok=True)
     sent, endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
     forwarder = ThreadProxy(zmq.XSUB, zmq.XPUB)
     forwarder.bind_in(sent)
     forwarder.bind_out(endpoint)
     forwarder.start()
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": sent, "replay_endpoint": replay}
-    ours = connector(None, host__capacity_bytes="4MiB", events__repeat_s=repeat_s)
-    ours["kv_connector_extra_config"]["tiers"] = [
-        {"kind": "directory", "path": str(place / "kv"), "capacity_bytes": DISK_BYTES, "evictor": "lru"}
-    ]
+    own = {"kind": "directory", "path": str(place / "kv"), "capacity_bytes": DISK_BYTES, "evictor": "lru"}
+    ours = connector(None, host__capacity_bytes="4MiB", **settings)
+    ours["kv_connector_extra_config"]["tiers"] = [tier or own]
     server = Server(
         *(checkpoints / "llama", place / "log", json.dumps(ours), *SIZES),
         *("--max-model-len", "2048", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(GPU_BLOCKS)),
@@ -77,7 +87,10 @@ def nodes(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Two servers that share nothing. The first repeats its events."""
     place = tmp_path_factory.mktemp("nodes")
     with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
-        starting = [threads.submit(node, checkpoints, place / f"of{each:g}", each) for each in (REPEAT_S, 0.0)]
+        starting = [
+            threads.submit(node, checkpoints, place / f"of{repeat_s:g}", events__repeat_s=repeat_s)
+            for repeat_s in (REPEAT_S, 0.0)
+        ]
         found = [each.result() for each in starting]
         for each in found:
             stack.enter_context(each.server)
@@ -231,3 +244,66 @@ def test_vllms_router_sends_a_prompt_to_the_engine_that_has_it_on_disk(nodes: li
                 router.post("/v1/completions", {"prompt": as_text(wanted), "max_tokens": 1})
             answered = [each.asked - before for each, before in zip(nodes, asked, strict=True)]
             assert answered == ([3, 0], [0, 3])[number]
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+def test_after_a_restart_and_on_joining_a_shared_tier_routers_learn_what_is_held(
+    checkpoints: Path, tmp_path: Path, *, token_ids: bool
+) -> None:
+    """No engine that is asked here has seen the prompt. The objects are sealed."""
+    wanted = prompt(HELD + 20, 7)
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(32)))
+    secret.chmod(0o600)
+    shared = {"kind": "shared_directory", "path": str(tmp_path / "shared"), "capacity_bytes": 64 << 20}
+    given = {"store__secret_file": str(secret), "events__token_ids": token_ids, "tier": shared}
+    before = node(checkpoints, tmp_path / "node", **given)
+    with before.server:
+        before.ask(wanted)
+        stored = 'vllm:kvtier_transfers_total{engine="0",link="demote",model_name="m",outcome="done"}'
+        until(lambda: before.server.metrics().get(stored), HELD / CHUNK)
+    for place in ("node", "other"):
+        after = node(checkpoints, tmp_path / place, **given)
+        with after.server, Dynamo([after], tmp_path / f"{place}.log") as dynamo:
+            if token_ids:
+                until(lambda dynamo=dynamo: dynamo.held(wanted, 0), (0, 0, HELD))
+            else:
+                time.sleep(5.0)
+                assert dynamo.held(wanted, 0) == (0, 0, 0)
+
+
+LLMD_TIERS = {"gpu", "cpu", "shared_storage", "storage", "object_store"}
+"""Lowercased media with a weight by default in llm-d's router (`DefaultKVCacheBackendConfig`, November 2026)."""
+
+
+def test_events_are_what_llmds_router_reads_and_equal_vllms_own(start: Start, tmp_path: Path) -> None:
+    """By the rules of `VLLMAdapter` in its `pkg/kvevents/engineadapter`: it makes keys from tokens and extra keys."""
+    feed, port = publisher()
+    engine = start("llama", connector(tmp_path / "kv"), kv_events_config=feed)
+    asked = [Ask(prompt(2 * CHUNK + 9, seed), salt=salt) for seed, salt in ((1, ""), (2, "tenant"))]
+    for each in asked:
+        engine.ask(each)
+    until_s = time.monotonic() + END_S
+    while True:
+        engine.drain()
+        found = [event for batch in published(port) for event in msgspec.msgpack.decode(batch)[1]]
+        stored = [event for event in found if event["type"] == "BlockStored"]
+        if sum(event["medium"] == "STORAGE" for event in stored) == 4:
+            break
+        assert time.monotonic() < until_s
+        time.sleep(0.2)
+    own: dict[int, tuple[Any, ...]] = {}
+    for event in stored:
+        size, hashes = event["block_size"], event["block_hashes"]
+        assert event["medium"].lower() in LLMD_TIERS
+        assert len(event["token_ids"]) == size * len(hashes)
+        assert all(isinstance(each, int) for each in hashes)
+        assert not event.keys() & {"locality", "ownership"}
+        assert (event["group_idx"], event["kv_cache_spec_kind"]) == (0, "full_attention")
+        extras = event.get("extra_keys") or [None] * len(hashes)
+        assert len(extras) == len(hashes)
+        parents = [event["parent_block_hash"], *hashes]
+        for number, each in enumerate(hashes):
+            block = (parents[number], tuple(event["token_ids"][number * size : (number + 1) * size]), extras[number])
+            assert own.setdefault(each, block) == block
+    assert ["tenant"] in [extras for _, _, extras in own.values()]

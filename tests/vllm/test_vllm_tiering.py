@@ -19,7 +19,7 @@ from storage import corrupt, damage_behind, flip_a_bit, objects, truncate
 from test_vllm_ranks import TWO
 from tests.sealed_places import sealed_place
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and so of a chunk."""
@@ -58,7 +58,7 @@ def whole(tokens: int, chunk: int = BLOCK) -> int:
 @pytest.mark.parametrize(
     ("model", "chunk"),
     [
-        pytest.param("llama", 1, marks=pytest.mark.vllm_core),
+        pytest.param("llama", 1, marks=pytest.mark.fleet_core),
         ("gemma3", 1),
         ("llama", 2),
         ("qwen3-next", 1),
@@ -93,7 +93,7 @@ def test_an_engine_that_starts_again_answers_the_same(
     assert not is_same(model, wrong, wanted["long"])
 
 
-@pytest.mark.parametrize("kind", [pytest.param("s3", marks=pytest.mark.vllm_core), "disk", "valkey"])
+@pytest.mark.parametrize("kind", [pytest.param("s3", marks=pytest.mark.fleet_core), "disk", "valkey"])
 def test_kv_comes_back_from_each_kind_of_tier_coded_and_sealed(
     kind: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
@@ -108,7 +108,7 @@ def test_kv_comes_back_from_each_kind_of_tier_coded_and_sealed(
         second.close()
 
 
-@pytest.mark.parametrize("damage", [pytest.param(flip_a_bit, marks=pytest.mark.vllm_core), truncate])
+@pytest.mark.parametrize("damage", [pytest.param(flip_a_bit, marks=pytest.mark.fleet_core), truncate])
 def test_damaged_files_are_recomputed_and_heal(
     damage: Callable[[Path], int], start: Start, expected: Expected, tmp_path: Path
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_load_that_fails_in_the_middle_delivers_what_came_before(
     assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
 
 
-@pytest.mark.parametrize("method", [pytest.param("probes", marks=pytest.mark.vllm_core), "reads", "writes"])
+@pytest.mark.parametrize("method", [pytest.param("probes", marks=pytest.mark.fleet_core), "reads", "writes"])
 def test_a_tier_that_hangs_keeps_no_request_and_no_reset_waiting(
     method: str, start: Start, expected: Expected, hangs: Path, tmp_path: Path
 ) -> None:
@@ -247,7 +247,7 @@ def test_salts_share_nothing(start: Start, tmp_path: Path) -> None:
     assert [engine.hits_of(LONG, salt=it) for it in ("two", "", "one")] == [0, 0, whole(len(LONG))]
 
 
-@pytest.mark.vllm_core
+@pytest.mark.fleet_core
 def test_after_a_change_of_weights_nothing_is_loaded_or_stored(
     start: Start, expected: Expected, tmp_path: Path
 ) -> None:
