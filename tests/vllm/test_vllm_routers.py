@@ -258,10 +258,9 @@ def test_after_a_restart_and_on_joining_a_shared_tier_routers_learn_what_is_held
     shared = {"kind": "shared_directory", "path": str(tmp_path / "shared"), "capacity_bytes": 64 << 20}
     given = {"store__secret_file": str(secret), "events__token_ids": token_ids, "tier": shared}
     before = node(checkpoints, tmp_path / "node", **given)
-    with before.server:
+    with before.server, Dynamo([before], tmp_path / "before.log") as dynamo:
         before.ask(wanted)
-        stored = 'vllm:kvtier_transfers_total{engine="0",link="demote",model_name="m",outcome="done"}'
-        until(lambda: before.server.metrics().get(stored), HELD / CHUNK)
+        until(lambda: dynamo.held(wanted, 0), (HELD, HELD, HELD))
     for place in ("node", "other"):
         after = node(checkpoints, tmp_path / place, **given)
         with after.server, Dynamo([after], tmp_path / f"{place}.log") as dynamo:
