@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 from engines import Start
-from harness import Ask
+from harness import Ask, Engine
 from judge import prompt
 from record_events import published, publisher
 from server import SIZES, Client, Server
@@ -40,12 +40,18 @@ REPEAT_S = 2.0
 END_S = 60.0
 
 
+class Feed(NamedTuple):
+    """Where an engine's events come out."""
+
+    events: str
+    replay: str
+
+
 class Node(NamedTuple):
     """A server with kvtier, whose host memory holds little and whose disk is bounded."""
 
     server: Server
-    events: str
-    replay: str
+    feed: Feed
 
     def ask(self, tokens: Sequence[int]) -> None:
         self.server.complete(tokens, 1)
@@ -55,31 +61,35 @@ class Node(NamedTuple):
         return self.server.total("vllm:request_success_total")
 
 
-def node(checkpoints: Path, place: Path, tier: dict[str, Any] | None = None, **settings: Any) -> Node:
-    """A node whose events go through a forwarder: vLLM itself listens on all addresses, or on none.
-
-    Args:
-        checkpoints: of the test models.
-        place: for its log and its directory.
-        tier: settings; by default a directory of its own.
-        settings: of the connector.
-    """
-    place.mkdir(exist_ok=True)
+def forwarder() -> tuple[str, Feed]:
+    """Where vLLM sends its events to, and where they come out: vLLM itself listens on all addresses, or on none."""
     sent, endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
-    forwarder = ThreadProxy(zmq.XSUB, zmq.XPUB)
-    forwarder.bind_in(sent)
-    forwarder.bind_out(endpoint)
-    forwarder.start()
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": sent, "replay_endpoint": replay}
+    proxy = ThreadProxy(zmq.XSUB, zmq.XPUB)
+    proxy.bind_in(sent)
+    proxy.bind_out(endpoint)
+    proxy.start()
+    return sent, Feed(endpoint, replay)
+
+
+def events_of(sent: str, feed: Feed) -> dict[str, Any]:
+    """`--kv-events-config` of an engine that sends to a forwarder."""
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": sent, "replay_endpoint": feed.replay}
+
+
+def node(checkpoints: Path, place: Path, repeat_s: float) -> Node:
+    """A node with a directory of its own."""
+    place.mkdir()
+    sent, feed = forwarder()
     own = {"kind": "directory", "path": str(place / "kv"), "capacity_bytes": DISK_BYTES, "evictor": "lru"}
-    ours = connector(None, host__capacity_bytes="4MiB", **settings)
-    ours["kv_connector_extra_config"]["tiers"] = [tier or own]
+    ours = connector(None, host__capacity_bytes="4MiB", events__repeat_s=repeat_s)
+    ours["kv_connector_extra_config"]["tiers"] = [own]
     server = Server(
         *(checkpoints / "llama", place / "log", json.dumps(ours), *SIZES),
         *("--max-model-len", "2048", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(GPU_BLOCKS)),
-        *("--kv-events-config", json.dumps(events), "--enable-scale-out"),  # vLLM's router asks for a prompt's tokens
+        *("--kv-events-config", json.dumps(events_of(sent, feed))),
+        "--enable-scale-out",  # vLLM's router asks for a prompt's tokens
     )
-    return Node(server, endpoint, replay)
+    return Node(server, feed)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +98,7 @@ def nodes(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     place = tmp_path_factory.mktemp("nodes")
     with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
         starting = [
-            threads.submit(node, checkpoints, place / f"of{repeat_s:g}", events__repeat_s=repeat_s)
-            for repeat_s in (REPEAT_S, 0.0)
+            threads.submit(node, checkpoints, place / f"of{repeat_s:g}", repeat_s) for repeat_s in (REPEAT_S, 0.0)
         ]
         found = [each.result() for each in starting]
         for each in found:
@@ -98,16 +107,16 @@ def nodes(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class Dynamo:
-    """Dynamo's SelectionService over some nodes; a context manager."""
+    """Dynamo's SelectionService over some engines; a context manager."""
 
-    def __init__(self, nodes: Sequence[Node], log: Path, *, replays: bool = True) -> None:
+    def __init__(self, feeds: Sequence[Feed], log: Path, *, replays: bool = True) -> None:
         script = Path(__file__).with_name("dynamo_selection.py")
         self._log = log.open("wb")
         self._process = subprocess.Popen(
             [PYTHON, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
-        for number, each in enumerate(nodes):
-            worker = {"worker_id": number, "endpoint": each.server.url, "block_size": BLOCK}
+        for number, each in enumerate(feeds):
+            worker = {"worker_id": number, "endpoint": f"http://127.0.0.1:{number + 1}", "block_size": BLOCK}
             feed = {"kv_events_endpoint": each.events} | ({"replay_endpoint": each.replay} if replays else {})
             sizes = {"max_num_batched_tokens": 2048, "total_kv_blocks": GPU_BLOCKS}
             self.say({"add": worker | feed | sizes})
@@ -154,8 +163,8 @@ class VllmRouter(Client):
         command += ["--prometheus-port", str(free_port()), "--policy", "kv_aware", "--kv-event-model", "m"]
         command += ["--kv-event-block-size", str(BLOCK), "--worker-urls", *(each.server.url for each in nodes)]
         for each in nodes:
-            command += ["--kv-event-source", f"{each.server.url}={each.events}"]
-            command += ["--kv-event-replay-source", f"{each.server.url}={each.replay}"]
+            command += ["--kv-event-source", f"{each.server.url}={each.feed.events}"]
+            command += ["--kv-event-replay-source", f"{each.server.url}={each.feed.replay}"]
         self._log = log
         with log.open("wb") as printed:
             self._process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
@@ -203,7 +212,7 @@ def test_dynamo_selects_the_engine_that_has_the_prompt_on_disk_until_it_is_evict
     nodes: list[Node], tmp_path: Path
 ) -> None:
     wanted = prompt(HELD + 20, 1)
-    with Dynamo(nodes, tmp_path / "dynamo.log") as dynamo:
+    with Dynamo([each.feed for each in nodes], tmp_path / "dynamo.log") as dynamo:
         nodes[0].ask(wanted)
         until(lambda: dynamo.held(wanted, 0), (HELD, HELD, HELD))
         only_on_disk(dynamo, 0, nodes[0], wanted, 1)
@@ -225,7 +234,7 @@ def test_a_router_that_comes_late_gets_again_what_is_held(nodes: list[Node], tmp
     for each in nodes:
         each.ask(wanted)
         time.sleep(2 * REPEAT_S)
-    with Dynamo(nodes, tmp_path / "dynamo.log", replays=False) as dynamo:
+    with Dynamo([each.feed for each in nodes], tmp_path / "dynamo.log", replays=False) as dynamo:
         until(lambda: dynamo.held(wanted, 0)[1:], (HELD, HELD))
         time.sleep(REPEAT_S)
         assert dynamo.held(wanted, 1) == (0, 0, 0)
@@ -234,7 +243,10 @@ def test_a_router_that_comes_late_gets_again_what_is_held(nodes: list[Node], tmp
 @pytest.mark.fleet_core
 def test_vllms_router_sends_a_prompt_to_the_engine_that_has_it_on_disk(nodes: list[Node], tmp_path: Path) -> None:
     """Whichever of the two that is. Dynamo shows when the prompt is nowhere else."""
-    with Dynamo(nodes, tmp_path / "dynamo.log") as dynamo, VllmRouter(nodes, tmp_path / "router.log") as router:
+    with (
+        Dynamo([each.feed for each in nodes], tmp_path / "dynamo.log") as dynamo,
+        VllmRouter(nodes, tmp_path / "router.log") as router,
+    ):
         for number, given in enumerate(nodes):
             wanted = prompt(HELD + 20, 4 + number)
             given.ask(wanted)
@@ -248,27 +260,38 @@ def test_vllms_router_sends_a_prompt_to_the_engine_that_has_it_on_disk(nodes: li
 
 @pytest.mark.parametrize("token_ids", [True, False])
 def test_after_a_restart_and_on_joining_a_shared_tier_routers_learn_what_is_held(
-    checkpoints: Path, tmp_path: Path, *, token_ids: bool
+    start: Start, tmp_path: Path, *, token_ids: bool
 ) -> None:
-    """No engine that is asked here has seen the prompt. The objects are sealed."""
+    """Neither engine of the second pair has seen the prompt. The objects are sealed."""
     wanted = prompt(HELD + 20, 7)
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(32)))
     secret.chmod(0o600)
-    shared = {"kind": "shared_directory", "path": str(tmp_path / "shared"), "capacity_bytes": 64 << 20}
-    given = {"store__secret_file": str(secret), "events__token_ids": token_ids, "tier": shared}
-    before = node(checkpoints, tmp_path / "node", **given)
-    with before.server, Dynamo([before], tmp_path / "before.log") as dynamo:
+    ours = connector(None, store__secret_file=str(secret), events__token_ids=token_ids, events__repeat_s=1.0)
+    ours["kv_connector_extra_config"]["tiers"] = [f"shared_directory:{tmp_path}/shared?capacity_bytes=64MiB"]
+
+    def begin() -> tuple[Engine, Feed]:
+        sent, feed = forwarder()
+        return start("llama", ours, kv_events_config=events_of(sent, feed), block_size=BLOCK), feed
+
+    before, feed = begin()
+    with Dynamo([feed], tmp_path / "before.log") as dynamo:
         before.ask(wanted)
-        until(lambda: dynamo.held(wanted, 0), (HELD, HELD, HELD))
-    for place in ("node", "other"):
-        after = node(checkpoints, tmp_path / place, **given)
-        with after.server, Dynamo([after], tmp_path / f"{place}.log") as dynamo:
-            if token_ids:
-                until(lambda dynamo=dynamo: dynamo.held(wanted, 0), (0, 0, HELD))
-            else:
-                time.sleep(5.0)
-                assert dynamo.held(wanted, 0) == (0, 0, 0)
+        until(lambda: (before.drain(), dynamo.held(wanted, 0))[1], (HELD, HELD, HELD))
+    before.close()
+    pair = [begin(), begin()]
+    with Dynamo([feed for _, feed in pair], tmp_path / "after.log") as dynamo:
+
+        def held() -> list[tuple[int, int, int]]:
+            for engine, _ in pair:
+                engine.drain()
+            return [dynamo.held(wanted, number) for number in range(2)]
+
+        if token_ids:
+            until(held, [(0, 0, HELD)] * 2)
+        for _ in range(10):
+            time.sleep(0.5)
+            assert held() == [(0, 0, HELD if token_ids else 0)] * 2
 
 
 LLMD_TIERS = {"gpu", "cpu", "shared_storage", "storage", "object_store"}
