@@ -449,6 +449,36 @@ def codec_choice(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+HINTED = {
+    ("tool", "none"): "a tool call of 20 s, without a hint: read from a slow tier",
+    ("tool", "prefetch"): "the same with `prefetch_in_s`: back in host memory before the answer",
+    ("tool", "computed"): "the same prompt, computed",
+    ("document", "none"): "a shared document after other prompts, without a hint",
+    ("document", "retain"): "the same with `retain_s`",
+    ("subagent", "none"): "conversations after a sub-agent has ended, without a hint",
+    ("subagent", "nobody"): "the same with `next_turn` `nobody`",
+    ("subagent", "low"): "the same with `priority` `low`",
+}
+"""Arms of `bench/hints.py`."""
+
+
+def hints(record: dict[str, Any]) -> str:
+    """What hints save, from `bench/hints.py --record`."""
+    return "\n".join(
+        [
+            f"Medians of vLLM 0.32 with {record['settings']['model']['value']}. {_link('hints')}",
+            "",
+            "| case | TTFT | prompts' tokens still cached | n |",
+            "| --- | ---: | ---: | ---: |",
+            *(
+                f"| {meaning} | {1000 * row['ttft_s']:,.0f} ms | {row['hit_rate']:.0%} | {row['n']} |"
+                for (case, arm), meaning in HINTED.items()
+                for row in [record["results"][case][arm]]
+            ),
+        ]
+    )
+
+
 USES = {
     "raw": "links of 2 GB/s and more, on 2 cores",
     "split": "slower links, keys and values in bf16, without another package",
@@ -486,6 +516,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "io": io,
     "core": core,
     "codec_choice": codec_choice,
+    "hints": hints,
     "disk": disk,
     "peer": peer,
     "characterize": characterize,
