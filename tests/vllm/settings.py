@@ -27,6 +27,29 @@ def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
     }
 
 
+def tiering(*tiers: str, chunk: int = 1, **settings: Any) -> dict[str, Any]:
+    """vLLM's connector with the tiering manager, and kvtier below it. Settings are named like ``host__evictor``."""
+    kvtier = {name.replace("__", "."): value for name, value in settings.items()}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "tiering_on_cpu",
+            "cpu_bytes_to_use": 64 << 20,
+            "blocks_per_chunk": chunk,
+            "secondary_tiers": [
+                {
+                    "type": "KvtierSecondaryTier",
+                    "module_path": "kvtier.connect.vllm.secondary_tier",
+                    **({"tiers": list(tiers)} if tiers else {}),
+                    **kvtier,
+                }
+            ],
+        },
+    }
+
+
 def whole(tokens: int, chunk_tokens: int = CHUNK) -> int:
     """Tokens that a prompt can load: full chunks, without its last token."""
     return (tokens - 1) // chunk_tokens * chunk_tokens

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from engines import ARGUMENTS, Start
-from harness import Answer, Engine, in_process
+from harness import Answer, Engine, EngineError, in_process
 from judge import TOLERANCE, apart, prompt
 from models import make_checkpoint, make_draft
-from settings import CHUNK, connector, whole
+from settings import CHUNK, connector, tiering, whole
 
 pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 
@@ -56,6 +56,12 @@ def draft(start: Start, drafts: Path) -> Callable[..., Engine]:
         return engine
 
     return begin
+
+
+def test_vllms_tiering_refuses_drafts(draft: Callable[..., Engine], tmp_path: Path) -> None:
+    """Its names are vLLM's block hashes, which do not cover the next token."""
+    with pytest.raises(EngineError, match="which vLLM's block hash does not cover"):
+        draft(tiering(f"directory:{tmp_path / 'kv'}"))
 
 
 def ask(engine: Engine, tokens: list[int]) -> tuple[Answer, Pages, tuple[float, float]]:

@@ -15,6 +15,7 @@ from engines import LONG, SHORT, Expected, Start
 from harness import EngineError, in_process
 from judge import is_same
 from models import make_checkpoint
+from settings import tiering
 from storage import corrupt, damage_behind, flip_a_bit, objects, truncate
 from test_vllm_ranks import TWO
 from tests.sealed_places import sealed_place
@@ -26,29 +27,6 @@ BLOCK = 128
 
 UNMAPPED = "Failed to close mmap_obj"
 """Logged by vLLM when something still refers to its host memory."""
-
-
-def tiering(*tiers: str, chunk: int = 1, **settings: Any) -> dict[str, Any]:
-    """vLLM's connector with the tiering manager, and kvtier below it. Settings are named like ``host__evictor``."""
-    kvtier = {name.replace("__", "."): value for name, value in settings.items()}
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "tiering_on_cpu",
-            "cpu_bytes_to_use": 64 << 20,
-            "blocks_per_chunk": chunk,
-            "secondary_tiers": [
-                {
-                    "type": "KvtierSecondaryTier",
-                    "module_path": "kvtier.connect.vllm.secondary_tier",
-                    **({"tiers": list(tiers)} if tiers else {}),
-                    **kvtier,
-                }
-            ],
-        },
-    }
 
 
 def whole(tokens: int, chunk: int = BLOCK) -> int:

@@ -201,7 +201,7 @@ class Probes:
             compute_s: expected time to compute the rest of the prompt; None: the request waits for all answers.
             now_s: the time.
             resident_tokens: leading tokens that the engine holds.
-            announced_tokens: leading tokens that another engine has stored or is storing, if it speaks the truth.
+            announced_tokens: leading tokens that another engine has stored or is storing, as it says.
 
         Returns:
             The answers so far; None without tiers, or with too many tracked requests.

@@ -230,15 +230,17 @@ class Session(LockedCore):
         self._wish(lambda _now_s: self._cache.expects(conversation, next_turn))
 
     def watch(
-        self, watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]], each_second: Callable[[], None]
+        self, watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] | None, each_second: Callable[[], None]
     ) -> None:
         """Let health checks ask for objects, whose answers the observer gets.
 
         Args:
-            watched: gives the objects of a tier's next check, under the session's lock.
+            watched: gives the objects of a tier's next check, under the session's lock; None: no objects.
             each_second: called about once a second, under the session's lock.
         """
-        self._watched, self._each_second = watched, each_second
+        self._each_second = each_second
+        if watched is not None:
+            self._watched = watched
 
     def recall(self, tier: str) -> None:
         """Ask once more for the chunks whose tokens `tier` holds, see `open.open_core`. Other tiers hold none."""

@@ -85,7 +85,8 @@ class Tier(ABC):
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether the tier holds it. The answer may be stale. Does not count as a use.
 
-        Sessions call it with no names once a second as a health check: `TierError` while the storage is gone.
+        Sessions call it once a second as a health check, with no names, or with some that were published to routers:
+        `TierError` while the storage is gone.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.connect.vllm import events as events_module
-from kvtier.connect.vllm.events import CHECKED_REMOTE, CPU, STORAGE, Events, Source
+from kvtier.connect.vllm.events import CHECKED_REMOTE, CPU, REMOTE_CHECK_S, STORAGE, Events, Source
 from kvtier.keys.chain import Chain
 from kvtier.runtime.executor import Completion
 from kvtier.types import ChunkKey, ChunkRecord, Direction, Drop, Outcome, Prefix, Probe, Transfer
@@ -151,7 +151,7 @@ def test_tiers_with_one_medium_count_as_one_and_a_tier_that_is_not_published_as_
 
 
 def test_health_checks_ask_for_every_published_chunk_in_turn():
-    world = World(chunks=6).learn()
+    world = World(chunks=20).learn()
     for key in world.keys:
         world.moves(DEMOTE, key, tier="s3")
     world.moves(DEMOTE, world.keys[0], tier="disk")
@@ -159,7 +159,11 @@ def test_health_checks_ask_for_every_published_chunk_in_turn():
     assert world.events.watched("disk") == ((world.keys[0], 0),)
     assert world.events.watched("hidden") == ()
     for _ in range(3):
-        rounds = [world.events.watched("s3") for _ in range(2)]
+        rounds = []
+        for _ in range(2):
+            rounds.append(world.events.watched("s3"))
+            assert world.events.watched("s3") == (), "it waits: each name may cost a request"
+            world.now_s += REMOTE_CHECK_S
         assert len(rounds[0]) == CHECKED_REMOTE
         assert {key for round_ in rounds for key, _ in round_} == {*world.keys}
 
@@ -271,7 +275,7 @@ def test_a_chunk_whose_parent_is_unknown_or_whose_extras_are_strange_is_left_out
     after = Restarted(chunks=2)
     after.events.recalled([before.record(1)], "disk")
     ids = before.events.text_of(before.keys[0])
-    for extras in (b"{", b"3", b'[[],{"0":5}]', b"[1,2]", b"[" * 388, b"[[[]],[]]"):
+    for extras in (b"{", b"3", b'[[],{"0":5}]', b"[1,2]", b"[" * 388, b"[[[]],[]]", b"[[[]],{}]", b'[[["lora"]],{}]'):
         after.events.recalled([before.record(0, ids + extras)], "disk")
     assert after.taken() == []
     after.events.recalled([before.record(0), before.record(1)], "disk")
@@ -286,17 +290,34 @@ def test_after_a_reset_a_recall_is_of_chunks_that_no_request_finds():
     assert after.taken() == []
 
 
-def test_a_cleared_salt_withdraws_the_first_chunks_of_its_prompts():
-    salted, plain = Restarted(salt="tenant").learn(), Restarted().learn()
+def test_a_cleared_salt_withdraws_its_prompts_and_leaves_no_texts():
+    """Chunks that are stored after it have keys that no other engine finds."""
+    salted, plain = Restarted(salt="tenant", chunks=3).learn(), Restarted().learn()
+    record = salted.record(0)
     for world in (salted, plain):
         for key in world.keys:
             world.moves(DEMOTE, key, tier="disk")
         world.events.take()
+        world.events.recalled([record], "disk")
         world.events.clear("tenant")
-    assert salted.taken() == [(False, STORAGE, 0)]
+        assert not world.events.text_of(world.keys[0])
+    assert salted.taken() == [(False, STORAGE, number) for number in range(3)]
+    assert plain.taken() == []
+    plain.events.recalled([record], "disk")
     assert plain.taken() == []
     plain.events.clear("")
-    assert plain.taken() == [(False, STORAGE, 0)]
+    assert plain.taken() == [(False, STORAGE, 0), (False, STORAGE, 1)]
+
+
+def test_a_health_check_that_confirms_what_is_known_wakes_no_engine(world):
+    one, two = world.keys
+    world.moves(DEMOTE, one, tier="disk")
+    world.events.take()
+    world.probed("disk", (one, True), (two, False), (ChunkKey(b"unknown"), False))
+    assert not world.events.has_news
+    world.moves(DEMOTE, two, tier="disk")
+    world.probed("disk", (two, False))
+    assert world.taken() == [(True, STORAGE, 1), (False, STORAGE, 1)], "the table was about to change"
 
 
 def test_extras_that_are_too_long_or_of_finer_hashes_give_no_text():

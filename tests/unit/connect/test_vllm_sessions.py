@@ -217,7 +217,7 @@ def asked_twice(engine: SmallEngine, tokens: int = 1000, **params: object) -> in
         ({"store": False}, 0),
         ({"load": False}, 0),
         ({"max_offload_tokens": 600}, 512),
-        ({"max_load_tokens": 300}, 256),
+        *(({"max_load_tokens": most}, most // 256 * 256) for most in (1, 255, 256, 257, 300)),
         ({"store": True, "load": True}, 768),
         ({"store": "no", "load": 0}, 768),
     ],

@@ -89,7 +89,7 @@ def side(monkeypatch):
         monkeypatch.setattr(sides, name, MagicMock())
     monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
     setup = MagicMock(ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()), identity=MagicMock(is_private=False))
-    setup.config.tiers = ()
+    setup.config.tiers, setup.config.control.socket = (), None
     return sides.SchedulerSide(
         setup, [], *(MagicMock(),) * 3, extras_of=MagicMock(), hash_of=MagicMock(), wake=MagicMock()
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvtier.codec.head import EXTRAS_BYTES_MAX
 from kvtier.connect.vllm.vllm_types import Request
 from kvtier.core.host_memory import HOST
 from kvtier.runtime.executor import Completion, Work
@@ -40,11 +41,11 @@ RECALLED_MAX = 64
 RECORDS_MAX = 16_384
 """Recalled chunks that wait. Further ones are dropped."""
 
-EXTRAS_BYTES_MAX = 388
-"""Of a chunk's text; see `ChunkTexts`."""
-
-CHECKED, CHECKED_REMOTE = 256, 4
+CHECKED, CHECKED_REMOTE = 256, 16
 """Chunks that one health check asks for, in a tier of this machine and in one where each name may cost a request."""
+
+REMOTE_CHECK_S = 10.0
+"""Time between checks of a remote tier that ask for chunks."""
 
 Extras = tuple[Any, ...] | None
 """What enters a block's hash besides tokens, as vLLM tags it."""
@@ -127,15 +128,20 @@ class Events:
         self._slots: dict[int, ChunkKey] = {}
         self._moved: deque[tuple[ChunkKey, str, bool]] = deque(maxlen=MOVES_MAX)
         self._chunks: dict[ChunkKey, _Chunk] = {}
-        """In the order of their use. `watched` reads it in other threads."""
+        """In the order of their use. Other threads look single keys up."""
+        self._listed: tuple[ChunkKey, ...] = ()
+        """The keys of the table, replaced as a whole: other threads must not iterate over the table."""
+        self._has_changed = False
+        """Whether keys have come or gone since then."""
         self._recalled: deque[tuple[ChunkRecord, str]] = deque()
-        self._is_reset = False
+        self._has_cleared = False
+        """Whether keys have changed since the start: then tokens alone do not tell whether a request finds a chunk."""
         self._events: list[BlockEvent] = []
         self._repeats: list[ChunkKey] = []
         """Chunks still to be repeated, the last first."""
         self._repeat_at_s = clock() + self._repeat_s
-        self._checked: dict[str, int] = {}
-        """Position of each tier's next health check in the table."""
+        self._checked: dict[str, tuple[int, float]] = {}
+        """Position of each tier's next health check in the list, and the earliest time of it."""
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
@@ -156,8 +162,9 @@ class Events:
         if isinstance(command, Probe):
             if outcome is Outcome.DONE and command.objects:
                 answers = zip(command.objects, completion.present, strict=True)
-                here = ((key, command.tier, is_there) for (key, group), is_there in answers if group == self._group)
-                self._moved.extend(here)
+                here = [(key, command.tier, is_there) for (key, group), is_there in answers if group == self._group]
+                is_known = not self._moved  # else the table may be about to change
+                self._moved.extend(it for it in here if not (is_known and self._is_held(it[0], it[1]) is it[2]))
         elif not isinstance(command, Drop | Transfer) or command.group != self._group:
             return
         elif isinstance(command, Drop) or outcome in (Outcome.ABSENT, Outcome.CORRUPT):
@@ -175,12 +182,13 @@ class Events:
         source = self._tiers.get(tier)
         if source is None:
             return ()
-        chunks = list(self._chunks.items())
-        start = self._checked.get(tier, 0)
-        start = start if start < len(chunks) else 0
+        keys, (start, at_s) = self._listed, self._checked.get(tier, (0, 0.0))
+        if self._clock() < at_s:
+            return ()
+        start = start if start < len(keys) else 0
         stop = start + (CHECKED_REMOTE if source.is_remote else CHECKED)
-        self._checked[tier] = stop
-        return tuple((key, self._group) for key, chunk in chunks[start:stop] if tier in chunk.places)
+        self._checked[tier] = stop, self._clock() + (REMOTE_CHECK_S if source.is_remote else 0.0)
+        return tuple((key, self._group) for key in keys[start:stop] if self._is_held(key, tier))
 
     def text_of(self, key: ChunkKey) -> bytes:
         """Token ids and extras of a chunk, for sealed objects; see `ChunkTexts`.
@@ -188,7 +196,9 @@ class Events:
         Extras: JSON of those with which every block begins, and of further ones by block. Empty if there are none.
         """
         chunk = self._chunks.get(key)
-        if chunk is None or chunk.blocks is None or self._step > 1:  # else extras are not those of single hashes
+        if chunk is None or chunk.blocks is None or self._has_cleared:
+            return b""
+        if self._step > 1:  # extras are those of blocks, not of single hashes
             return b""
         extras = b""
         if any(chunk.blocks.extras):
@@ -244,23 +254,33 @@ class Events:
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.blocks is not None:
                 self._events += [BlockEvent(chunk.blocks, medium, is_there=True) for medium in self._media(chunk)]
+        if self._has_changed:
+            self._listed, self._has_changed = tuple(self._chunks), False
         events, self._events = self._events, []
         return events
 
     def reset(self) -> None:
         """Withdraw everything: no request finds it any more."""
         self._moved.clear()
-        self._recalled.clear()
-        self._is_reset = True
+        self._forget_texts()
         while self._chunks:
             self._forget(next(iter(self._chunks)))
 
     def clear(self, salt: str) -> None:
-        """Withdraw the first chunks of all prompts with this `cache_salt` (empty: without one)."""
-        known = [(key, chunk.blocks) for key, chunk in self._chunks.items() if chunk.blocks is not None]
-        for key, blocks in [each for each in known if not each[1].number]:
-            if salt == next((each[1] for each in blocks.extras[0] or () if each[0] == "cache_salt"), ""):
+        """Withdraw all chunks of prompts with this `cache_salt` (empty: without one)."""
+        self._forget_texts()
+        known = [(chunk.blocks, key) for key, chunk in self._chunks.items() if chunk.blocks is not None]
+        gone: set[Any] = set()
+        """Hashes of the last blocks of withdrawn chunks."""
+        for blocks, key in sorted(known, key=lambda it: it[0].number):
+            salts = [each[1] for each in blocks.extras[0] or () if each[0] == "cache_salt"]
+            if blocks.parent in gone if blocks.number else (salts or [""]) == [salt]:
+                gone.add(blocks.hashes[-1])
                 self._forget(key)
+
+    def _forget_texts(self) -> None:
+        self._recalled.clear()
+        self._has_cleared = True
 
     @property
     def has_news(self) -> bool:
@@ -269,9 +289,9 @@ class Events:
         return bool(self._moved or self._recalled or self._events or self._repeats or is_due)
 
     def _recall(self, record: ChunkRecord, tier: str) -> None:
-        """Publish a chunk whose parent is known. After a reset no request finds what was stored before it."""
+        """Publish a chunk whose parent is known. Once keys have changed it may be one that no request finds."""
         known = self._chunks.get(record.key)
-        if not self._is_reset and (known is None or known.blocks is None):
+        if not self._has_cleared and (known is None or known.blocks is None):
             parent = None if record.parent is None else self._chunks.get(record.parent)
             blocks = None if record.parent is not None and parent is None else self._blocks_of(record, parent)
             chunk = None if blocks is None else self._use(record.key, is_new=True)
@@ -292,14 +312,14 @@ class Events:
                 tuple(map(tuple, (*common, *further.get(str(number), ())))) or None
                 for number in range(len(tokens) // size)
             ]
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            name = next((str(key[1]) for key in extras[0] or () if key[0] == "lora"), None)
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             return None
         first = last = None if parent is None or parent.blocks is None else parent.blocks.hashes[-1]
         hashes: list[Any] = []
         for number, each in enumerate(extras):
             last = self._hash_of(last, tuple(tokens[number * size : (number + 1) * size]), each)
             hashes.append(last)
-        name = next((str(key[1]) for key in extras[0] or () if key[0] == "lora"), None)
         return ChunkBlocks(hashes, first, tokens, extras, None if name is None else (None, name), record.depth)
 
     def _move(self, key: ChunkKey, place: str, is_there: bool) -> None:  # noqa: FBT001 - as it was noted
@@ -323,7 +343,7 @@ class Events:
         """The entry of `key`, which becomes the last one of the table; a new one only if `is_new`."""
         chunk = self._chunks.pop(key, None)
         if chunk is None and is_new:
-            chunk = _Chunk()
+            chunk, self._has_changed = _Chunk(), True
             if len(self._chunks) >= CHUNKS_MAX:
                 self._forget(next(iter(self._chunks)))
         if chunk is not None:
@@ -331,9 +351,14 @@ class Events:
         return chunk
 
     def _forget(self, key: ChunkKey) -> None:
-        chunk = self._chunks.pop(key)
+        chunk, self._has_changed = self._chunks.pop(key), True
         if chunk.blocks is not None:
             self._events += [BlockEvent(chunk.blocks, medium, is_there=False) for medium in self._media(chunk)]
+
+    def _is_held(self, key: ChunkKey, place: str) -> bool:
+        """Whether the table has the chunk in a place. Any thread."""
+        chunk = self._chunks.get(key)
+        return chunk is not None and place in chunk.places
 
     def _media(self, chunk: _Chunk) -> list[str]:
         return list(dict.fromkeys(self._tiers[place].medium for place in sorted(chunk.places)))

@@ -247,6 +247,7 @@ class Scheduler:
             most = min(most, tracked.cap_tokens)
         if tracked.hints.max_load_tokens is not None:
             most = min(most, resident_tokens + tracked.hints.max_load_tokens)
+            most -= most % self._geometry.chunk_tokens
         is_ours = self._is_alone or not comes_from_another(request)
         if most > resident_tokens and tracked.keys is not None and is_ours and not request.skip_reading_prefix_cache:
             prefix = tracked.prefix(most)
@@ -267,7 +268,7 @@ class Scheduler:
         if not self._has_prefix_caching:
             return False
         shared = self._loads.covered_tokens(prefix, resident_tokens) - resident_tokens
-        return 2 * shared >= prefix.tokens - resident_tokens
+        return 0 < prefix.tokens - resident_tokens <= 2 * shared
 
     def _look_up(self, tracked: TrackedRequest, prefix: Prefix, resident_tokens: int) -> Lookup:
         known, now_s = tracked.answer, time.monotonic()
@@ -338,7 +339,7 @@ class Scheduler:
             self._loads.register(tracked, tracked.match, tables)
 
     def _start(self, load: OpenLoad) -> None:
-        if self._events is not None:
+        if self._events is not None and not load.is_void:
             self._events.learn(load.tracked.request, load.match.prefix)
         self._loads.start(load)
 
@@ -523,7 +524,7 @@ class Scheduler:
             tracked.cap_tokens = 0 if is_last else min((chunk for _, chunk in done.failed), default=0) * size
 
     def _idle_s(self, at_s: float) -> float:
-        """A clock that stops while the engine computes: waiting for other requests' compute costs a load nothing."""
+        """A clock that stops while the engine computes: a load that overlaps this adds no latency."""
         return at_s - self._step_timer.computed_s(at_s)
 
     # ---- other -----------------------------------------------------------------------------------------------------
@@ -570,10 +571,11 @@ class Scheduler:
         while self._wishes:
             salt = self._wishes.popleft()
             if salt is None:
-                self._cleared_salts.clear()
                 self._renew()
             else:
                 self._cleared_salts.add(salt)
+                self._hinted.clear()
+                self._session.forget_hints()
                 if self._events is not None:
                     self._events.clear(salt)
                 self._renew_keys([it for it in self._requests.values() if (it.request.cache_salt or "") == salt])
@@ -586,6 +588,7 @@ class Scheduler:
         self._hinted.clear()
         self._session.forget_hints()
         self._is_reset = True
+        self._cleared_salts.clear()
         if self._events is not None:
             self._events.reset()
         self._renew_keys(self._requests.values())
@@ -612,11 +615,13 @@ class Scheduler:
 
     @property
     def has_news(self) -> bool:
-        """Whether an idle engine should take a step, to free pinned blocks or to publish events."""
-        return self._stores.has_pins or (self._events is not None and self._events.has_news)
+        """Whether an idle engine should take a step: to free pinned blocks, publish events or clear. Any thread."""
+        has_events = self._events is not None and self._events.has_news
+        return has_events or bool(self._wishes) or self._stores.has_pins
 
     def take_events(self) -> list[BlockEvent]:
-        """KV events for routers."""
+        """KV events for routers, at the end of a step."""
+        self._clear_wished()
         return [] if self._events is None else self._events.take()
 
     def close(self) -> None:

@@ -153,8 +153,6 @@ class SchedulerSide:
         is_producer = setup.role == "kv_producer"
         opened = open_core(config, geometry.layout, digest, ranks, observer=events, publishes=is_producer, texts=events)
         self._session = opened.session
-        if events is not None:
-            self._session.watch(events.watched, lambda: wake() if events.has_news else None)
         self._keys = KeyMaker(
             *(opened.root, geometry.chunk_tokens, vllm_config),
             lambda name: self.scheduler.weights_change(f"adapter {name!r}"),
@@ -182,6 +180,9 @@ class SchedulerSide:
             history=None if config.control.socket is None else history,
             drafted_tokens=support.drafted_tokens(vllm_config),
             is_alone=is_alone,
+        )
+        self._session.watch(
+            None if events is None else events.watched, lambda: wake() if self.scheduler.has_news else None
         )
         self._control: ControlSocket | None = None
         try:

@@ -14,7 +14,7 @@ from kvtier.config.sections import Config
 from kvtier.connect.vllm import identity, installed, support
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, VllmConfig
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import ELEMENT_BYTES, GroupLayout, History, KvLayout, Part, Run
 
 ORIGIN = "secondary_tiers of kv_connector_extra_config"
@@ -66,6 +66,11 @@ def setup_of(
     support.check_settings(config)
     version = installed.check_engine()
     support.check_engine(vllm_config)
+    if support.looks_ahead(vllm_config):
+        raise UnsupportedModelError(
+            "a draft model with KV of its own reads the next token, which vLLM's block hash does not cover: stored KV "
+            "may be that of another prompt. Use kvtier as the connector"
+        )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in HASHES:
         raise ConfigError(
