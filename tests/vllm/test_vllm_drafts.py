@@ -47,7 +47,9 @@ def draft(start: Start, drafts: Path) -> Callable[..., Engine]:
 
     def begin(given: dict[str, Any] | None = None, method: str = "eagle", head: str = "", **fields: Any) -> Engine:
         settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else 3}
-        if method != "mtp":
+        if method == "mtp":
+            settings["attention_backend"] = ARGUMENTS["deepseek"]["attention_backend"]  # the draft selects its own
+        else:
             settings["model"] = str(drafts / (head or method))
         known = {"speculative_config": settings, "enable_prefix_caching": False}
         model = method if method == "mtp" else MODELS[method]
