@@ -4,7 +4,7 @@ No fixed rule wins on all workloads: recency suits agents, frequency suits chats
 already and which are reused soon. So each use gets a kind from features of its prompt: how much of the prompt is new,
 how long ago its continued part was used, how often the name was used before, and whether the prompt ended there.
 `ReuseModel` learns the value of keeping a name for each kind and age, and the names of least value are evicted first.
-If all kinds behave alike, that is LRU. Measurements: docs/eviction-study.md.
+If all kinds behave alike, that is LRU. Measurements: docs/internals/eviction-study.md.
 
 As in `Lru`, a name with a present child is never the victim.
 

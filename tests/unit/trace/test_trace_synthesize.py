@@ -30,7 +30,7 @@ CURVES = {
     "lmcache_miniswe_b64": ((20_000, 60_000), 0.05),
     "lmcache_magagent_b64": ((20_000, 60_000), 0.05),
 }
-"""Capacities, and the tolerance of hit rates in docs/traces.md, larger with few sessions."""
+"""Capacities, and the tolerance of hit rates in docs/replay.md, larger with few sessions."""
 QUANTILE_OFF_MAX = 0.15
 
 
