@@ -8,7 +8,7 @@ Each backend is a process of its own that runs the conversations of `bench/parts
 block layer is captured (`kvtier characterize`). It needs root. kvtier's tiers are full and replace victims, and verify
 what they load. LMCache's native file backend runs in its best configuration: O_DIRECT, aligned memory in huge pages, as
 many workers as kvtier has threads; then once more in its default, the page cache. Each repetition begins with another
-backend. `python bench/tables.py` makes the table of docs/benchmarks.md from the record.
+backend. `python bench/tables.py` makes the table of docs/internals/measurements.md from the record.
 """
 
 import os

@@ -6,7 +6,7 @@
 LMCache runs its own command, `lmcache bench l2`, from an environment of its own, in its best configuration: direct I/O,
 aligned buffers, as many workers as kvtier has threads. It does not verify what it loads; kvtier does, inside the timed
 part. kvtier's tiers are full and replace victims; LMCache writes new files without a cap. `python bench/tables.py`
-makes the table of docs/benchmarks.md from the record.
+makes the table of docs/internals/measurements.md from the record.
 """
 
 import json

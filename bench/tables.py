@@ -18,6 +18,7 @@ if __name__ == "__main__":
 from bench.parts.compared import COMPARED, compared
 from bench.parts.samsung_plan import PublishedFigure, compare, figure_row
 from bench.parts.seen_table import seen_table
+from bench.parts.short_tables import SERVED, SHORT
 
 from kvtier.bench.ratio import ratio, ratio_text
 from kvtier.bench.serve.answer import ServeRecord, answer
@@ -29,13 +30,13 @@ from kvtier.plan.report import plan_report
 
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
-BENCHMARKS = TOP / "docs" / "benchmarks.md"
 SERVED_PICTURE = TOP / "docs" / "images" / "served.svg"
 PLANNING = TOP / "docs" / "planning.md"
 PLAN_PICTURE = TOP / "docs" / "images" / "plan.png"
 DOCUMENTS = (
     TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
-    BENCHMARKS,
+    TOP / "docs" / "benchmarks.md",
+    TOP / "docs" / "internals" / "measurements.md",
     TOP / "README.md",
 )
 """Documents with tables from records."""
@@ -387,10 +388,6 @@ def cluster(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-SERVED = ("serve_dell", "serve_ratio", "serve_agent", "serve_trace")
-"""Records of `kvtier bench serve`, shown from the time on that they exist."""
-
-
 def serve(record: dict[str, Any], name: str) -> str:
     """Arms of one served workload, from `kvtier bench serve --record`: the answer, then a line for each arm and R."""
     served = ServeRecord.of(record)
@@ -402,8 +399,10 @@ def serve(record: dict[str, Any], name: str) -> str:
         shown.insert(1, "by session")
     further = [work.columns.index(it) for it in shown]
     columns = [*speed.columns[begin:9], speed.columns[-1], *shown]
+    # The columns of the first table are those of the others.
+    notes = f" {speed.note} {work.note}" if name == next(iter(SERVED)) else ""
     lines = [
-        f"{answer(served)} {speed.note} {work.note} {_link(name)}",
+        f"{answer(served)}{notes} {_link(name)}",
         "",
         f"| {speed.columns[0]} | {' | '.join(columns)} |",
         f"| --- |{' ---: |' * len(columns)}",
@@ -527,7 +526,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cluster_mooncake": cluster,
     "sglang": sglang,
     "compared": lambda record: compared(record, *map(_read, COMPARED)),
-    **{name: partial(serve, name=name) for name in SERVED if (RECORDS / f"{name}.json").exists()},
+    **{name: partial(serve, name=name) for name in SERVED},
 }
 
 
@@ -541,7 +540,8 @@ def rendered(document: Path, text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        return f"{match[1]}{TABLES[name](_read(RECORD_OF.get(name, name))).replace(UP, up)}\n{match[3]}"
+        text = SHORT[name](_read) if name in SHORT else TABLES[name](_read(RECORD_OF.get(name, name)))
+        return f"{match[1]}{text.replace(UP, up)}\n{match[3]}"
 
     return MARKED.sub(fill, text)
 

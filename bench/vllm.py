@@ -7,7 +7,8 @@ miss; a prompt larger than host memory; a prompt whose stored files are damaged;
 pressure; conversations with pauses that fit host memory; and a slowed-down directory, where loading must never take
 longer than computing. On a CPU vLLM computes on one core, its default on a small machine. `--device cuda` takes the
 layers of an 8B model and an engine as vLLM is by default. LMCache is another arm where it is installed. The record is
-written after each arm; --resume continues it. `python bench/tables.py` makes a table of docs/benchmarks.md from it.
+written after each arm; --resume continues it. `python bench/tables.py` makes tables of docs/benchmarks.md and
+docs/internals/measurements.md from it.
 """
 
 import argparse
