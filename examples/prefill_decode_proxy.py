@@ -9,7 +9,7 @@ response goes to the client as it comes. A prefill server that fails or is late 
 computes the prompt. A decode server that takes no connection is passed over for the next one. Other requests go to the
 first decode server.
 
-Needs aiohttp, which vLLM brings along. See docs/guides/prefill-decode.md.
+Needs aiohttp, which vLLM brings along. See docs/internals/prefill-decode.md.
 """
 
 # ruff: noqa: INP001 - a program to read and run

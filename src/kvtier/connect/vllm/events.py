@@ -2,7 +2,7 @@
 
 The session's transfers and probes show which chunks enter and leave each place. Requests map chunks to vLLM's block
 hashes. A tier evicts by itself, and other engines evict from a shared one, so health checks ask for published chunks
-again. What routers read of an event is in `docs/guides/routing.md`.
+again. What routers read of an event is in `docs/internals/routing.md`.
 
 With the setting `events.token_ids` sealed objects hold the tokens of their chunk, and what enters its blocks' hashes
 besides them. After a start a tier's newest objects are recalled, and published under the hashes that
