@@ -1,4 +1,4 @@
-"""The table of README.md: kvtier beside vLLM's native tiering, LMCache and Mooncake."""
+"""The table of docs/internals/measurements.md: kvtier beside vLLM's native tiering, LMCache and Mooncake."""
 
 from statistics import median
 from typing import Any

@@ -1,6 +1,7 @@
 """The short tables and lists of docs/benchmarks.md. docs/internals/measurements.md has long ones of these records."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,6 +31,8 @@ SERVED = {
     "serve_trace": "recorded trace",
 }
 """Records of `kvtier bench serve`, and their workloads."""
+FIRST = ("conversations, 0.8", "conversations, 1.3", "slow drive, R = 2")
+"""Rows of README.md."""
 ARMS = {"none": "no offloading", "native": "native", "lmcache": "LMCache", OWN: OWN}
 MIB = 1 << 20
 FILES = {
@@ -57,8 +60,13 @@ SEEN_HERE = (
 """Rows of the long table of `bench/characterize.py` that the short one has."""
 
 
-def served_times(read: Read) -> str:
-    """Time to first token, median and p95, of each served workload: a row for each load, or R."""
+def served_times(read: Read, only: Sequence[str] = ("",)) -> str:
+    """Time to first token, median and p95, of each served workload: a row for each load, or R.
+
+    Args:
+        read: reads a record.
+        only: beginnings of the rows that are shown.
+    """
     rows: list[str] = []
     for name, workload in SERVED.items():
         served = ServeRecord.of(read(name))
@@ -69,16 +77,15 @@ def served_times(read: Read) -> str:
                 continue  # the runs without offloading, which are in every row
             label = f"{workload}, {dict(point[0])['share_of_capacity']:g} of capacity" if varies else workload
             label += f", R = {point[1]:g}" if point[1] else ""
-            rows.append(f"| {label} | {' | '.join(_times(served, arm, point) for arm in ARMS)} |")
-    return "\n".join(
-        [
-            f"{_made(read, 'serve_dell')}; the trace on {_made(read, 'serve_trace')}. Median / p95 in ms; three runs.",
-            "",
-            f"| | {' | '.join(ARMS.values())} |",
-            f"| --- |{' ---: |' * len(ARMS)}",
-            *rows,
-        ]
-    )
+            if label.startswith(tuple(only)):
+                rows.append(f"| {label} | {' | '.join(_times(served, arm, point) for arm in ARMS)} |")
+    return "\n".join([f"| | {' | '.join(ARMS.values())} |", f"| --- |{' ---: |' * len(ARMS)}", *rows])
+
+
+def served_where(read: Read) -> str:
+    """The table of all served workloads, and the machines of its records."""
+    made = f"{_made(read, 'serve_dell')}; the trace on {_made(read, 'serve_trace')}. Median / p95 in ms; three runs."
+    return f"{made}\n\n{served_times(read)}"
 
 
 def operator(read: Read) -> str:
@@ -296,7 +303,8 @@ SHORT: dict[str, Callable[[Read], str]] = {
     "operator": operator,
     "buyer": buyer,
     "behind": behind,
-    "served_times": served_times,
+    "served_times": served_where,
+    "served_first": partial(served_times, only=FIRST),
     "files": files,
     "seen": seen,
     "stores": stores,
