@@ -4,9 +4,11 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
+from kvtier.codec.registry import by_name
 from kvtier.config.sections import HOW_TO_SHARE, Config, all_settings, value_of
 from kvtier.config.tier_list import SettingOrigin
 from kvtier.config.value_types import size_text
@@ -14,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.key_source import read_file
 from kvtier.keys.secret import load
 from kvtier.tier.machine import nearest_existing, path_problem
-from kvtier.tier.registry import Problem, TierSettings, kind_of
+from kvtier.tier.registry import Problem, TierSettings, is_sealed, kind_of
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Memory limits of a container (cgroup 2, cgroup 1)."""
@@ -51,6 +53,7 @@ def check(
     parts = (
         ("host.capacity_bytes", _host(config)),
         *((f"{tier.label}.{kind_of(tier).where}", _tier(tier, load_s)) for tier in config.tiers),
+        ("store.codec", _packages(config)),
         ("store.secret_file", _secret(config, origins, file)),
         ("trace.path", _lines("trace", config.trace.path, origins)),
         ("journal.path", _lines("journal", config.journal.path, origins)),
@@ -120,6 +123,22 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
         if getattr(tier, key) > load_s:
             detail = f"longer than limits.load_deadline_s, {load_s:g} s{more}"
             yield Problem("warning", f"{tier.label}.{key}", detail)
+
+
+def _packages(config: Config) -> Iterator[Problem]:
+    """Codecs and seals whose packages are not installed: they stop every start."""
+    default = ("store.codec", config.store.codec)
+    codecs = dict((f"{tier.label}.codec", tier.codec) if tier.codec else default for tier in config.tiers)
+    for name, codec in codecs.items():
+        try:
+            by_name(codec)
+        except ConfigError as error:
+            yield Problem("error", name, str(error))
+    for tier in filter(is_sealed, config.tiers):
+        try:
+            import_module("kvtier.codec.seal")
+        except ConfigError as error:
+            yield Problem("error", f"{tier.label}.seal", str(error))
 
 
 def _lines(section: str, path: Path | None, origins: Mapping[str, SettingOrigin]) -> Iterator[Problem]:

@@ -2,10 +2,12 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvtier.codec import registry
 from kvtier.config.loader import load
 from kvtier.config.machine_checks import check, memory_bytes
 from kvtier.config.sections import Config, HostConfig, StoreConfig
@@ -162,6 +164,26 @@ def test_keys_that_cannot_be_read_or_are_in_a_flag_are_told_without_showing_them
     (told,) = findings(path, f"store.keys=1 - {digits}")
     assert "other users can see a flag" in told
     assert digits not in found + told
+
+
+def test_a_codec_or_a_seal_without_its_package_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_bytes(bytes(32))
+    (tmp_path / "secret").chmod(0o600)
+    path, secret = f"directory:{tmp_path / 'kv'}?capacity=1MiB", f"store.secret_file={tmp_path / 'secret'}"
+    assert findings(f"{path}&codec=zstd&seal=on", secret) == []
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    monkeypatch.delitem(sys.modules, "kvtier.codec.zstd")
+    monkeypatch.delitem(sys.modules, "kvtier.codec.seal")
+    registry.by_name.cache_clear()
+    codec, seal = findings(f"{path}&codec=zstd&seal=on", secret)
+    assert codec.startswith("error: tiers.directory.codec = zstd (from flag --tier): ")
+    assert codec.endswith("pip install 'zstandard>=0.22'")
+    assert seal.startswith(
+        "error: tiers.directory.seal = on (from flag --tier): the seal needs the package cryptography"
+    )
+    assert findings(path, "store.codec=zstd")[0].startswith("error: store.codec = zstd (from flag --set store.codec): ")
+    assert findings(f"{path}&codec=split") == []
 
 
 def test_a_secret_in_a_flag_or_an_open_file_is_told_without_showing_it(tmp_path):
