@@ -1,8 +1,11 @@
 """Sessions of several nodes share KV through Valkey; servers that fail cost them misses only."""
 
+import json
+
 import pytest
 from tests.cluster.valkey_world import fresh_prefix
 from tests.golden import small_stores
+from tests.golden.other_versions import checked_out, used
 from tests.rig import Engine, load_places, loaded, looked_up
 from tests.shared.node_sessions import QUICK, ServerSessionContract, SessionContract
 from tests.shared.tool_store import Store, use_tools
@@ -58,6 +61,23 @@ def test_the_values_of_an_earlier_version_give_their_prompt(valkey, tmp_path):
     assert loaded(session, "a", small_stores.PREFIX, small_stores.TOKENS, places).tokens == small_stores.TOKENS
     assert target.same(small_stores.engine(), places)
     session.close()
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize(("other", "freed"), [("2", 2 * small_stores.CHUNKS), ("4", 0)])
+def test_objects_of_another_format_are_misses_that_stay(valkey, tmp_path, other, freed):
+    """As `tests/golden/test_golden_upgrade.py` has it for other kinds."""
+    if other == "2" and checked_out(tmp_path / "format-2") is None:
+        pytest.skip("no history here")
+    place = {"port": valkey.port, "prefix": (prefix := fresh_prefix())}
+    others = place | ({"top": tmp_path / "format-2"} if other == "2" else {"later": 1})
+    folder, objects = tmp_path / "store", 2 * small_stores.CHUNKS
+    assert [used("valkey", folder, **it) for it in (place, others, place, others)] == [0, 0, *[small_stores.TOKENS] * 2]
+    store = Store(f"valkey:127.0.0.1:{valkey.port}?prefix={prefix}", tmp_path)
+    formats = json.loads(store.kvtier("inspect", "stat", store.url, "--heads", "--json"))["formats"]
+    assert {version: it["objects"] for version, it in formats.items()} == {"3": objects, other: objects}
+    assert json.loads(store.kvtier("inspect", "free", store.url, "--yes", "--json"))["objects"] == freed
+    assert used("valkey", folder, **place) == small_stores.TOKENS
 
 
 @pytest.mark.parametrize("store_of", ["valkey", "cluster"])
