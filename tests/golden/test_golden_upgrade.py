@@ -81,8 +81,8 @@ def test_objects_of_a_later_format_are_misses_that_stay(kind, tmp_path, capsys):
         assert has_its_prompt(tier, folder)
         assert formats(capsys, tier) == {"3": OBJECTS, "4": OBJECTS}
         assert told(capsys, "free", text_of(tier), "--yes")["objects"] == 0
-        verified = told(capsys, "verify", text_of(tier))
-        assert (verified["bad"], verified["unreadable"]) == (0, OBJECTS)
+        verified = told(capsys, "verify", "--repair", text_of(tier))
+        assert (verified["bad"], verified["unreadable"], verified["dropped"]) == (0, OBJECTS, 0)
         assert used(kind, folder, later=LATER, **place(tier)) == TOKENS
 
 

