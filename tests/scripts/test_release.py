@@ -131,3 +131,16 @@ def test_the_table_names_targets_that_exist_and_a_python_that_is_declared():
         assert set(named) <= targets
         assert f"Programming Language :: Python :: {row[3]}" in project["classifiers"]
     assert project["requires-python"] == ">=3.11"
+
+
+NO_INDEX = re.compile(r"pip install ['\"]?kvtier\b")
+"""Works only where an index has kvtier, and none has."""
+
+
+def test_no_page_and_no_message_installs_kvtier_from_an_index():
+    assert NO_INDEX.search("Charts need `pip install 'kvtier[plots]'`.")
+    pages = [
+        name for name in tracked() if name.endswith((".md", ".py")) and not name.startswith(("docs/adr/", "tests/"))
+    ]
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in pages if ROOT / name != RELEASES}
+    assert [name for name, text in texts.items() if NO_INDEX.search(text)] == []
