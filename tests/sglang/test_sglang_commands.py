@@ -16,7 +16,7 @@ SMALL_PAGES = ("--page-size", PAGE)
 
 
 def doctor(*arguments: object) -> dict[str, dict[str, str]]:
-    """What `kvtier sglang doctor` finds: level and text of each subject, by subject."""
+    """What `kvtier doctor sglang` finds: level and text of each subject, by subject."""
     done = command("doctor", "--json", *arguments)
     result = json.loads(done.stdout)
     assert done.returncode == int(not result["ok"]), done.stderr

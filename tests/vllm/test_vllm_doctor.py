@@ -13,8 +13,8 @@ pytestmark = pytest.mark.engine
 
 
 def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
-    """What `kvtier vllm doctor` finds, by level."""
-    command = [sys.executable, "-m", "kvtier.cli.main", "vllm", "doctor", json.dumps(given), *arguments, "--json"]
+    """What `kvtier doctor vllm` finds, by level."""
+    command = [sys.executable, "-m", "kvtier.cli.main", "doctor", "vllm", json.dumps(given), *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     result = json.loads(done.stdout)
     assert done.returncode == int(not result["ok"]), done.stderr

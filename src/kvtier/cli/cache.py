@@ -70,12 +70,18 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
         raise ConfigError(f"no engine is named; set {SETTING} = PATH for the engine and here, or give --socket PATH")
     if PID not in str(path):
         return path
-    before, _, after = path.name.partition(PID)
-    found = sorted(it for it in path.parent.glob("*") if it.name.startswith(before) and it.name.endswith(after))
+    found = sockets(path)
     if len(found) != 1:
         names = ", ".join(map(str, found)) or "none"
         raise ConfigError(f"{SETTING} = {str(path)!r} stands for {len(found)} sockets: {names}; give --socket PATH")
     return found[0]
+
+
+def sockets(path: Path) -> list[Path]:
+    """The files that `path`, a setting with ``{pid}`` in its name, stands for; without that the path itself."""
+    before, pid, after = path.name.partition(PID)
+    found = path.parent.glob("*") if pid else [path]
+    return sorted(it for it in found if it.name.startswith(before) and it.name.endswith(after))
 
 
 @click.group()

@@ -1,17 +1,24 @@
-"""Findings of every engine's doctor: settings that do not work on this machine, and what the tiers hold.
+"""The checks of `kvtier doctor` for every engine: settings on this machine, what the tiers hold, a running engine.
 
-Each check yields findings: what was checked, what was found, and what to do. No check changes anything.
+Each check yields findings: what was checked, what was found, and what to do. No check changes anything. All checks run
+at the same time, each in a thread of its own, until a common deadline.
 """
 
 import json
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
+from kvtier.cli.cache import sockets
+from kvtier.cli.main import CHECK_THREAD
 from kvtier.config.loader import TIERS, Loaded
 from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
@@ -23,10 +30,19 @@ from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load, model_id
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
+from kvtier.runtime.control_socket import HEALTH, SETTING, ControlError, ask
 from kvtier.tier import store_notes as notes
 from kvtier.tier.registry import TierKind, TierSettings, kind_of
 
-Level = Literal["error", "warning", "note", "fine"]
+Level = Literal["error", "warning", "unchecked", "note", "fine"]
+T = TypeVar("T")
+
+TIMEOUT_S = 10.0
+"""Default of `--timeout`."""
+
+READ_SHARE, ASK_SHARE, END_SHARE = 0.8, 0.88, 0.95
+"""Shares of the time after which no further object is read, an engine's process is ended, and no check is waited for.
+Printing takes the rest."""
 
 FREE_BYTES_FEW = 1 << 30
 """A file system with less free space may be full before the next prompt is stored."""
@@ -40,8 +56,8 @@ DIFFERENCES_MAX = 6
 SHOWN_MAX = 40
 """Characters shown of a value."""
 
-REMOTE_DEADLINE_S = 15.0
-"""How long a remote tier may take to answer."""
+REACH = "start it, or correct its address and its login"
+"""Advice for a remote tier that does not answer."""
 
 ADVICE = {
     "tiers": "use an empty directory, or one made by kvtier, with free space and write permission for the server's "
@@ -57,8 +73,8 @@ ADVICE = {
 class DoctorFinding(NamedTuple):
     """Result of one check.
 
-    Error: stored KV cannot be found. Warning: less KV is found than expected. Note: a property of every server that
-    explains some misses.
+    Error: stored KV cannot be found. Warning: less KV is found than expected. Unchecked: the time was over before.
+    Note: a property of every server that explains some misses.
     """
 
     level: Level
@@ -70,8 +86,8 @@ class DoctorFinding(NamedTuple):
 class EngineTerms(NamedTuple):
     """What differs between the engines in a finding about a store."""
 
-    command: str
-    """The engine's group of commands, such as ``vllm``."""
+    naming: str
+    """How to name a tier, as advice."""
     unit: str
     """What an object holds: ``chunks`` or ``pages``."""
     setting: str
@@ -80,8 +96,69 @@ class EngineTerms(NamedTuple):
     """What must be equal for KV to be found, as advice."""
 
 
-def report(findings: list[DoctorFinding], *, as_json: bool) -> int:
+class TimeLimit:
+    """The time of all checks together. Begins when it is made.
+
+    Args:
+        total_s: seconds.
+    """
+
+    def __init__(self, total_s: float = TIMEOUT_S) -> None:
+        self._total_s, self._start_s = total_s, time.monotonic()
+
+    def left_s(self, share: float = END_SHARE) -> float:
+        """Seconds until `share` of the time has passed; at least 0."""
+        return max(0.0, self._start_s + share * self._total_s - time.monotonic())
+
+    def unchecked(self, about: str, found: str) -> DoctorFinding:
+        """The finding that a check did not end: `found` says how far it came."""
+        return DoctorFinding(
+            "unchecked", about, f"{found}{self}", f"give it more time: --timeout {6 * self._total_s:g}"
+        )
+
+    def __str__(self) -> str:
+        return f" within {self._total_s:g} s"
+
+
+class Check(NamedTuple):
+    """One check."""
+
+    about: str
+    find: Callable[[], Iterable[DoctorFinding]]
+    late: DoctorFinding | None = None
+    """Found if it does not end in time; None: that it is unchecked."""
+
+
+def started(about: str, call: Callable[[], T]) -> Future[T]:
+    """`call` in a thread of its own, which may hang: `main` does not wait for it at the end of the process."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=f"{CHECK_THREAD} {about}", daemon=True).start()
+    return result
+
+
+def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]:
+    """The findings of `checks`, in their order. A check that does not end in time is one finding."""
+    running = [started(it.about, lambda find=it.find: list(find())) for it in checks]
+    findings: list[DoctorFinding] = []
+    for (about, _, late), result in zip(checks, running, strict=True):
+        with progress(f"checking {about}", None):
+            try:
+                findings += result.result(limit.left_s())
+            except TimeoutError:
+                findings.append(late or limit.unchecked(about, "no answer"))
+    return findings
+
+
+def report(findings: Iterable[DoctorFinding], *, as_json: bool) -> int:
     """Print the findings; the command's exit code, 1 with an error or a warning."""
+    findings = in_order(findings)
     is_bad = any(finding.level in {"error", "warning"} for finding in findings)
     if as_json:
         print_json({"ok": not is_bad, "findings": cast("object", [finding._asdict() for finding in findings])})
@@ -110,7 +187,7 @@ def json_object(text: str) -> Mapping[str, object]:
     return cast("Mapping[str, object]", value)
 
 
-def machine(loaded: Loaded, unused: Iterable[str] = ()) -> Iterator[DoctorFinding]:
+def _machine(loaded: Loaded, unused: Iterable[str]) -> Iterator[DoctorFinding]:
     """Settings that do not work on this machine, without those that the engine does not use."""
     found = [it for it in check(loaded.config, loaded.origins, loaded.file) if it.setting not in unused]
     for it in found:
@@ -119,64 +196,96 @@ def machine(loaded: Loaded, unused: Iterable[str] = ()) -> Iterator[DoctorFindin
         yield DoctorFinding("fine", "settings", "work on this machine")
 
 
-def stores(
-    config: Config, mine: Fingerprint | DoctorFinding | None, unit_tokens: int, terms: EngineTerms
-) -> Iterator[DoctorFinding]:
-    """The contents of the lower tiers.
+def server_checks(
+    loaded: Loaded,
+    mine: Callable[[], Fingerprint | None],
+    unit_tokens: int,
+    terms: EngineTerms,
+    limit: TimeLimit,
+    unused: Iterable[str] = (),
+) -> list[Check]:
+    """The checks of every engine: settings, lower tiers, a running engine.
 
     Args:
-        config: the server's settings.
-        mine: the server's fingerprint, or why it has none; None: unknown.
+        loaded: the server's settings.
+        mine: waits for the server's fingerprint; None: unknown.
         unit_tokens: tokens of an object; 0: any.
         terms: the engine's.
+        limit: the time.
+        unused: settings that the engine does not use.
     """
-    if isinstance(mine, DoctorFinding):
-        yield mine
-        return
+    config = loaded.config
+    checks = [Check("settings", lambda: _machine(loaded, unused))]
     if not config.tiers:
-        found = "no tier is configured, so KV ends with the server"
-        yield DoctorFinding("warning", "tiers", found, f"name one (`kvtier {terms.command} config --tier disk:DIR`)")
-    model = "" if mine is None else _model(config, mine)
+        none = DoctorFinding("warning", "tiers", "no tier is configured, so KV ends with the server", terms.naming)
+        checks.append(Check("tiers", lambda: [none]))
     is_keyed = config.store.secret_file is not None or config.store.secret is not None
     for tier in config.tiers:
-        kind = kind_of(tier)
-        secret, folder = kind.secret_path(tier), kind.folder(tier)
-        for store in _inspectors(tier):
-            try:
-                found = _statistics(store, tier)
-            except (KvError, OSError) as error:
-                yield DoctorFinding("error", store.place, f"cannot be read: {error}", ADVICE[TIERS])
-                continue
-            if not is_keyed and secret is not None:
-                yield from _secret(secret, found)
-            yield from _room(found, tier)
-            yield from _content(found, folder, mine, model, unit_tokens, terms)
-        is_keyed |= secret is not None  # the first tier with a secret keys all names
-        if kind.is_remote:
-            yield _remote(tier, kind)
+        content = _Content(config, mine, unit_tokens, terms, limit)
+        find = partial(_tier, tier, content, is_keyed=is_keyed)
+        late = DoctorFinding("error", tier.label, f"does not answer{limit}", REACH) if kind_of(tier).is_remote else None
+        checks.append(Check(tier.label, find, late))
+        is_keyed |= kind_of(tier).secret_path(tier) is not None  # the first tier with a secret keys all names
+    socket = config.control.socket
+    if socket is not None:
+        checks.append(Check(SETTING, lambda: _running(socket, limit)))
+    return checks
+
+
+def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
+    """The health of the engines that listen at `socket`."""
+    for path in sockets(socket) or [socket]:
+        try:
+            health = ask(path, HEALTH, {}, max(limit.left_s(READ_SHARE), 0.1))
+        except ControlError as error:
+            level = "warning" if path.exists() else "note"
+            yield DoctorFinding(level, SETTING, str(error), "start the server, or look into its log if it should run")
+            continue
+        if health["ready"]:
+            yield DoctorFinding("fine", SETTING, f"the engine at {path} is ready")
+        else:
+            advice = "see its log; `kvtier cache health` shows more"
+            yield DoctorFinding("error", SETTING, f"the engine at {path} is not ready: {health['problem']}", advice)
+        for name, tier in health["tiers"].items():
+            down = " and ".join(way for way in ("reads", "writes") if not tier[way])
+            if down:
+                text = f"{down} are stopped in the engine at {path}: {tier['detail']}"
+                yield DoctorFinding(
+                    "warning", f"{TIERS}.{name}", text, "mend the storage; kvtier tries again by itself"
+                )
+
+
+def _tier(tier: TierSettings, content: "_Content", *, is_keyed: bool) -> Iterator[DoctorFinding]:
+    """One tier: whether it answers, or what its stores hold."""
+    kind = kind_of(tier)
+    secret, folder = kind.secret_path(tier), kind.folder(tier)
+    for store in _inspectors(tier):
+        try:
+            found, listed = _statistics(store, tier, content.limit)
+        except (KvError, OSError) as error:
+            yield DoctorFinding("error", store.place, f"cannot be read: {error}", ADVICE[TIERS])
+            continue
+        if not is_keyed and secret is not None:
+            yield from _secret(secret, found)
+        yield from _room(found, tier)
+        is_sample = found.objects < listed and not content.limit.left_s(READ_SHARE)
+        if is_sample:
+            yield content.limit.unchecked(store.place, f"only {found.objects} of {listed} objects were read")
+        yield from content.findings(found, folder, is_sample=is_sample)
+    if kind.is_remote:
+        yield _remote(tier, kind)
 
 
 def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:
-    """Whether a remote tier answers. Runs in its own thread, since its client may hang."""
-    inspect = kind.inspect
+    """Whether a remote tier answers. Its client may hang: then the check does not end in time."""
     text, advice = "its objects are not read here, because each costs a request", f"kvtier inspect stat {tier.kind}:..."
-    if inspect is None:
+    if kind.inspect is None:
         return DoctorFinding("note", tier.label, text, advice)
-    problems = [f"does not answer within {REMOTE_DEADLINE_S:g} s"]
-
-    def ask() -> None:
-        try:
-            inspect(tier)
-        except (KvError, OSError) as error:
-            problems[0] = f"does not answer: {getattr(error, 'strerror', None) or error}"
-        else:
-            problems.clear()
-
-    thread = threading.Thread(target=ask, name="kvtier doctor", daemon=True)
-    thread.start()
-    thread.join(REMOTE_DEADLINE_S)
-    if problems:
-        return DoctorFinding("error", tier.label, problems[0], "start it, or correct its address and its login")
+    try:
+        kind.inspect(tier)
+    except (KvError, OSError) as error:
+        problem = f"does not answer: {getattr(error, 'strerror', None) or error}"
+        return DoctorFinding("error", tier.label, problem, REACH)
     return DoctorFinding("note", tier.label, f"answers; {text}", advice)
 
 
@@ -190,14 +299,13 @@ def _inspectors(tier: TierSettings) -> list[StoreInspector]:
     return []
 
 
-def _statistics(store: StoreInspector, tier: TierSettings) -> StoreStat:
-    with progress("listing objects", None):
-        found = store.objects()
-    with progress("reading heads", len(found)) as advance:
-        result = store.statistics(found, advance)
+def _statistics(store: StoreInspector, tier: TierSettings, limit: TimeLimit) -> tuple[StoreStat, int]:
+    """The totals of the objects whose heads can be read in time, in the order of names; and how many objects exist."""
+    found = store.objects()
+    result = store.statistics(takewhile(lambda _: limit.left_s(READ_SHARE), found))
     if result.capacity_bytes is None and kind_of(tier).has_cap:
         result = replace(result, capacity_bytes=getattr(tier, "capacity_bytes", None))
-    return result
+    return result, len(found)
 
 
 def _secret(file: Path, found: StoreStat) -> Iterator[DoctorFinding]:
@@ -228,37 +336,47 @@ def _room(found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
         yield DoctorFinding("warning", root, text, f"kvtier inspect verify --repair {root}")
 
 
-def _content(
-    found: StoreStat, folder: Path | None, mine: Fingerprint | None, model: str, unit_tokens: int, terms: EngineTerms
-) -> Iterator[DoctorFinding]:
-    """Whether the server can use the stored objects."""
-    shares, root = found.models, found.directory
-    if not shares:
-        advice = f"send a request first; its full {terms.unit} are stored"
-        yield DoctorFinding("note", root, "nothing has been stored yet", advice)
-        return
-    left = [] if folder is None else notes.read(folder)
-    known = {str(note.get("model"))[:MODEL_DIGITS]: note.get("of") for note in left}
-    named = [share for share in shares if share in known]
-    key = None if mine is None else model
-    if mine is not None and key not in shares:
-        unlike = _unlike(json.loads(mine.canonical), known, named)
-        text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"
-        yield DoctorFinding("error", root, text, f"KV is found only with equal {terms.equal}")
-        return
-    if key is None and len(shares) > 1:
-        unlike = f"; next to {named[0]}{_unlike(known[named[0]], known, named[1:])}" if len(named) > 1 else ""
-        advice = "expected with several models; with one model, its weights or settings have changed"
-        text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
-        yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
-    sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
-    if unit_tokens and unit_tokens not in sizes:
-        text = f"holds {terms.unit} of {', '.join(map(str, sorted(sizes)))} tokens; {terms.setting} is {unit_tokens}"
-        yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")
-    if key is None:
-        yield DoctorFinding("fine", root, f"{found.objects} objects, {size_text(found.bytes)}")
-    else:
-        yield DoctorFinding("fine", root, f"{shares[key].objects} objects of this model")
+class _Content(NamedTuple):
+    """Compares stored objects with the server; see `server_checks`."""
+
+    config: Config
+    mine: Callable[[], Fingerprint | None]
+    unit_tokens: int
+    terms: EngineTerms
+    limit: TimeLimit
+
+    def findings(self, found: StoreStat, folder: Path | None, *, is_sample: bool) -> Iterator[DoctorFinding]:
+        """Whether the server can use the stored objects, or a sample of them."""
+        shares, root, terms = found.models, found.directory, self.terms
+        if not shares:
+            advice = f"send a request first; its full {terms.unit} are stored"
+            yield DoctorFinding("note", root, "nothing has been stored yet", advice)
+            return
+        left = [] if folder is None else notes.read(folder)
+        known = {str(note.get("model"))[:MODEL_DIGITS]: note.get("of") for note in left}
+        named = [share for share in shares if share in known]
+        mine = self.mine()
+        key = None if mine is None else _model(self.config, mine)
+        if mine is not None and key not in shares:
+            unlike = _unlike(json.loads(mine.canonical), known, named)
+            text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"
+            level = "warning" if is_sample else "error"
+            yield DoctorFinding(level, root, text, f"KV is found only with equal {terms.equal}")
+            return
+        if key is None and len(shares) > 1:
+            unlike = f"; next to {named[0]}{_unlike(known[named[0]], known, named[1:])}" if len(named) > 1 else ""
+            advice = "expected with several models; with one model, its weights or settings have changed"
+            text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
+            yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
+        sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
+        if self.unit_tokens and self.unit_tokens not in sizes:
+            there = ", ".join(map(str, sorted(sizes)))
+            text = f"holds {terms.unit} of {there} tokens; {terms.setting} is {self.unit_tokens}"
+            yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")
+        if key is None:
+            yield DoctorFinding("fine", root, f"{found.objects} objects, {size_text(found.bytes)}")
+        else:
+            yield DoctorFinding("fine", root, f"{shares[key].objects} objects of this model")
 
 
 def _model(config: Config, mine: Fingerprint) -> str:

@@ -8,6 +8,7 @@ are those of a shell.
 import os
 import signal
 import sys
+import threading
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -25,16 +26,20 @@ COMMANDS = {
     ),
     "config": ("kvtier.cli.config:config", "Show every setting and its origin; check them against this machine."),
     "demo": ("kvtier.cli.demo:demo", "Replay real conversations without kvtier, cold, and warm after a restart."),
+    "doctor": ("kvtier.cli.doctor:doctor", "Find out why stored prompts are not found, for every engine."),
     "inspect": ("kvtier.cli.inspect:inspect", "Inspect a store: list, count, verify, repair, purge."),
     "plan": ("kvtier.cli.plan:plan", "Plan tiers: users, capacity, bandwidth, wear, cost, and the binding limit."),
     "probe": ("kvtier.cli.probe:probe", "Measure link speeds, and warn of misconfiguration."),
     "replay": ("kvtier.cli.replay:replay", "Replay a trace: hit rates of policies and capacities, and their bounds."),
     "size": ("kvtier.cli.size:size", "Compute the KV size of a model, with formulas; check published figures."),
     "trace": ("kvtier.cli.trace:trace", "Record, convert, anonymize and synthesize request traces."),
-    "sglang": ("kvtier.cli.sglang:sglang", "Configure the storage backend in SGLang, and diagnose missing hits."),
-    "vllm": ("kvtier.cli.vllm:vllm", "Configure the connector in vLLM, and diagnose missing hits."),
+    "sglang": ("kvtier.cli.sglang:sglang", "Configure the storage backend in SGLang."),
+    "vllm": ("kvtier.cli.vllm:vllm", "Configure the connector in vLLM."),
 }
 """Location and one line of help for each command."""
+
+CHECK_THREAD = "kvtier doctor"
+"""Names of threads that may hang in a file system or in a client begin so."""
 
 
 class LazyGroup(click.Group):
@@ -78,6 +83,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
+    if any(thread.name.startswith(CHECK_THREAD) for thread in threading.enumerate()):
+        sys.stderr.flush()
+        os._exit(code)  # an ordinary end joins the pools of threads that hang
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""`kvtier sglang`: print the flags of SGLang's server, and diagnose missing hits."""
+"""`kvtier sglang`: print the flags of SGLang's server."""
 
 import json
 import shlex
@@ -8,7 +8,7 @@ import click
 
 from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
-from kvtier.cli.options import OutputFile, Quantity, tell_written
+from kvtier.cli.options import OutputFile, tell_written
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
 from kvtier.connect.sglang.installed import (
@@ -32,7 +32,7 @@ python_option = click.option(
 
 @click.group()
 def sglang() -> None:
-    """Configure HiCache's storage backend in SGLang, and diagnose missing hits."""
+    """Configure HiCache's storage backend in SGLang. Why there is no hit: `kvtier doctor sglang`."""
 
 
 @sglang.command(name="config")
@@ -102,29 +102,3 @@ def _environment_notes(config: Config, python: Path | None, flags: list[str]) ->
     if not is_supported(environment.version or ""):
         found.append(f"SGLang {environment.version} is not supported; sglang.unsupported is allow")
     return found
-
-
-@sglang.command()
-@click.argument("arguments", nargs=-1, metavar="[-- SERVER_FLAGS...]", type=click.UNPROCESSED)
-@tier_option
-@python_option
-@click.option("--prompt-tokens", type=Quantity(), help="Tokens of the prompt that is not found.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(
-    arguments: tuple[str, ...],
-    tiers: tuple[str, ...],
-    python: Path | None,
-    prompt_tokens: int | None,
-    as_json: bool,
-) -> int:
-    """Find out why stored prompts are not found, and what to do about it.
-
-    SERVER_FLAGS, after `--`, are those of `python -m sglang.launch_server`; without them, the settings
-    file and the environment are checked. The command changes nothing. Run it where the server runs, as its
-    user. Exit code 1 with an error or a warning.
-    """
-    # Here, because `config` prints flags while a server starts, and needs no store.
-    from kvtier.cli.doctor_findings import report
-    from kvtier.cli.sglang_doctor import examine
-
-    return report(examine(arguments, tiers, python, prompt_tokens), as_json=as_json)

@@ -1,14 +1,13 @@
-"""Checks of `kvtier sglang doctor`: why SGLang does not find KV that was stored.
+"""Checks of `kvtier doctor sglang`: why SGLang does not find KV that was stored.
 
-Each check yields findings: what was checked, what was found, and what to do. No check changes anything. SGLang itself
-resolves the server's flags (`server_arguments`), so that its own rules decide, not a copy of them.
+SGLang itself resolves the server's flags (`server_arguments`), so that its own rules decide, not a copy of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, machine, stores
+from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, TimeLimit, run_checks, server_checks
 from kvtier.cli.engine_settings import server_settings
 from kvtier.connect.local_files import local_folder
 from kvtier.connect.sglang.installed import (
@@ -18,6 +17,7 @@ from kvtier.connect.sglang.installed import (
     PAGE_TOKENS,
     UNUSED,
     Environment,
+    NotInTimeError,
     check_version,
     is_supported,
     look,
@@ -27,9 +27,13 @@ from kvtier.connect.sglang.installed import (
 from kvtier.connect.sglang.pools import POOLS
 from kvtier.errors import ConfigError
 from kvtier.keys.weights import checkpoint_files
+from kvtier.report.output import progress
 
 PAGE_TOKENS_FEW = 16
 """Smaller pages are reported: an object has a header of 4 KiB, and costs a request."""
+
+LOOK_SHARE = 0.7
+"""Share of the time for an import of SGLang, before the tiers that its flags name are read."""
 
 LAYOUTS = sorted({layout for layouts in POOLS.values() for layout in layouts})
 """Layouts of HiCache's host memory that some pool supports."""
@@ -42,7 +46,7 @@ METRICS = (
 """SGLang's counters of tokens read from the backend, written to it, and found in it."""
 
 TERMS = EngineTerms(
-    command="sglang",
+    naming="name one: `kvtier sglang config --tier disk:DIR`",
     unit="pages",
     setting="--page-size",
     equal="weights, dtype, --kv-cache-dtype, --page-size, memory layout, parallel sizes and release of SGLang",
@@ -50,17 +54,29 @@ TERMS = EngineTerms(
 
 
 def examine(
-    arguments: Sequence[str], tiers: Sequence[str], python: Path | None, prompt_tokens: int | None
+    arguments: Sequence[str], tiers: Sequence[str], python: Path | None, prompt_tokens: int | None, limit: TimeLimit
 ) -> list[DoctorFinding]:
-    """All findings about a server, the most severe first.
+    """All findings about a server.
 
     Args:
         arguments: of ``python -m sglang.launch_server``.
         tiers: overrides the list of tiers, as `--tier` gives them.
         python: interpreter of SGLang's environment; None: this one.
         prompt_tokens: of the prompt that is not found.
+        limit: the time.
     """
-    environment = look(python, arguments or None)
+    about_flags = DoctorFinding(
+        "note",
+        "server",
+        "no flags were given, so only settings and tiers were checked",
+        "give the server's flags after --",
+    )
+    try:
+        with progress("asking SGLang what the server's flags mean", None):
+            environment = look(python, arguments or None, limit.left_s(LOOK_SHARE))
+    except NotInTimeError:
+        environment = look(python)  # without an import of SGLang
+        about_flags = limit.unchecked("server", "SGLang has not read the flags")
     fields = environment.fields
     extra, findings = _extra(arguments, fields)
     unsupported = "refuse"
@@ -71,18 +87,16 @@ def examine(
         findings.append(DoctorFinding("error", "settings", str(error), advice))
     else:
         unsupported = loaded.config.sglang.unsupported
-        findings += machine(loaded, UNUSED)
-        findings += stores(loaded.config, None, (fields.get("page_size") or 1) if fields else 0, TERMS)
-    findings += _environment(environment, python, unsupported)
+        page = (fields.get("page_size") or 1) if fields else 0
+        findings += run_checks(server_checks(loaded, lambda: None, page, TERMS, limit, UNUSED), limit)
+    findings += release(environment, python, unsupported)
     if fields:
         findings += [*_hicache(fields), *_pages(fields, environment.asked), _model(fields), *_policies(fields)]
     elif not environment.refused:
-        text = "no flags were given, so only settings and tiers were checked"
-        findings.append(DoctorFinding("note", "server", text, "give the server's flags after --"))
+        findings.append(about_flags)
     if extra is not None:
         findings += _prompts(extra, fields, prompt_tokens)
-    findings.append(_hits(fields))
-    return in_order(findings)
+    return [*findings, _hits(fields)]
 
 
 def _extra(arguments: Sequence[str], fields: Mapping[str, Any]) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
@@ -115,7 +129,8 @@ def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
             yield DoctorFinding("error", key, text, f"set it to a number such as {default!r}")
 
 
-def _environment(found: Environment, python: Path | None, unsupported: str) -> Iterator[DoctorFinding]:
+def release(found: Environment, python: Path | None, unsupported: str) -> Iterator[DoctorFinding]:
+    """Whether the environment has a supported SGLang, which takes the flags."""
     place = "this environment" if python is None else str(python)
     try:
         check_version(found.version, unsupported)

@@ -1,7 +1,6 @@
-"""`kvtier vllm`: print the connector's configuration, and diagnose missing hits."""
+"""`kvtier vllm`: print the connector's configuration."""
 
 import json
-import shlex
 
 import click
 
@@ -11,7 +10,6 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import support
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed
-from kvtier.errors import ConfigError
 
 ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's `kv_role` of each kind of server."""
@@ -19,7 +17,7 @@ ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 
 @click.group()
 def vllm() -> None:
-    """Configure the connector in vLLM, and diagnose missing hits."""
+    """Configure the connector in vLLM. Why there is no hit: `kvtier doctor vllm`."""
 
 
 @vllm.command(name="config")
@@ -72,40 +70,3 @@ def _engine_notes(config: Config) -> list[str]:
         return [found, "vLLM is not installed here, so its release was not checked"]
     check_engine()
     return [found]
-
-
-@vllm.command()
-@click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
-@tier_option
-@click.option("--model", help="Model: a folder, or a name in the local hub cache.")
-@click.option("--block-size", type=click.IntRange(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
-@click.option(
-    "--engine-args",
-    default="",
-    metavar="TEXT",
-    help='With --model: the rest of the server\'s command line, such as "--dtype float32 -tp 2".',
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(
-    transfer: str | None,
-    tiers: tuple[str, ...],
-    model: str | None,
-    block_size: int | None,
-    engine_args: str,
-    as_json: bool,
-) -> int:
-    """Find out why stored prompts are not found, and what to do about it.
-
-    CONFIG_JSON is the server's --kv-transfer-config; without it, only the settings file and the environment are
-    checked. The command changes nothing and starts no engine. Run it where the server runs, as its
-    user. Exit code 1 with an error or a warning.
-    """
-    # Here, because `config` prints flags while a server starts, and needs no store.
-    from kvtier.cli.doctor_findings import report
-    from kvtier.cli.vllm_doctor import examine
-
-    try:
-        engine_arguments = shlex.split(engine_args)
-    except ValueError as error:
-        raise ConfigError(f"--engine-args {engine_args!r}: {error}; allowed: a command line in shell syntax") from None
-    return report(examine(transfer, tiers, model, block_size, engine_arguments), as_json=as_json)

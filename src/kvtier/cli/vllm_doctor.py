@@ -1,16 +1,24 @@
-"""Checks of `kvtier vllm doctor`: why vLLM does not find KV that was stored.
-
-Each check yields findings: what was checked, what was found, and what to do. No check changes anything or starts an
-engine.
-"""
+"""Checks of `kvtier doctor vllm`: why vLLM does not find KV that was stored. No check starts an engine."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, NamedTuple, cast
 
-from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, json_object, machine, stores
+from kvtier.cli.doctor_findings import (
+    ASK_SHARE,
+    Check,
+    DoctorFinding,
+    EngineTerms,
+    TimeLimit,
+    json_object,
+    run_checks,
+    server_checks,
+    started,
+)
 from kvtier.cli.engine_settings import server_settings
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
@@ -18,25 +26,39 @@ from kvtier.connect.local_files import local_folder
 from kvtier.connect.vllm import installed, support
 from kvtier.connect.vllm.identity import identify
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
-from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.report.output import progress
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
 from kvtier.tier.registry import kind_of
 
+ENGINE_ARGS = "give the server's command line as --engine-args"
+
 HOST_CHUNKS_FEW = 16
 """Host memory of fewer chunks is reported: each prompt evicts the previous one."""
 
 TERMS = EngineTerms(
-    command="vllm",
+    naming="name one: `kvtier vllm config --tier disk:DIR`",
     unit="chunks",
     setting="store.chunk_tokens",
     equal="weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and release of vLLM; give --model and "
     "the rest of the server's command line as --engine-args",
 )
+
+DESCRIBE = "import sys; from kvtier.cli import vllm_doctor; vllm_doctor.describe(sys.argv[1:])"
+"""The program that asks vLLM, in a process of its own, which can be ended."""
+
+
+class Engine(NamedTuple):
+    """What vLLM makes of a server's command line."""
+
+    block_tokens: int | None = None
+    ranks: int = 1
+    has_grace: bool = False
+    """The server waits for transfers at its end."""
+    fingerprint: Fingerprint | None = None
+    findings: tuple[DoctorFinding, ...] = ()
 
 
 def examine(
@@ -45,8 +67,9 @@ def examine(
     model: str | None,
     block_tokens: int | None,
     engine_arguments: Sequence[str],
+    limit: TimeLimit,
 ) -> list[DoctorFinding]:
-    """All findings about a server, the most severe first.
+    """All findings about a server.
 
     Args:
         transfer: its ``--kv-transfer-config``.
@@ -54,34 +77,37 @@ def examine(
         model: a folder, or a name in the local hub cache.
         block_tokens: its ``--block-size``.
         engine_arguments: the rest of its command line.
+        limit: the time.
     """
     try:
         loaded = server_settings(tiers, _extra(transfer), "kv_connector_extra_config")
     except ConfigError as error:
         wrong = DoctorFinding("error", "settings", str(error), "correct the setting; with it the server does not start")
-        return in_order([_version(), *_transfer(transfer, has_shared=True), wrong])
+        return [version(), *_transfer(transfer, has_shared=True), wrong]
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
-    findings = list(_transfer(transfer, has_shared=has_shared, write_policy=config.store.write_policy))
-    findings += machine(loaded)
-    findings.append(_version())
-    with progress("asking vLLM what the server's command line means", None):
-        block_size = () if block_tokens is None else ("--block-size", str(block_tokens))
-        engine, found = _engine(model, [*engine_arguments, *block_size])
-    findings += found
-    block_tokens = block_tokens or (engine.cache_config.block_size if engine is not None else None)
-    chunk_tokens, found = _chunk(config, block_tokens)
-    findings += found
-    findings += _host(config, model, engine, chunk_tokens)
-    with progress("digesting the weights", None):
-        mine = None if engine is None else _fingerprint(engine)
-    findings += stores(config, mine, chunk_tokens if config.store.chunk_tokens else 0, TERMS)
-    if config.tiers and not getattr(engine, "shutdown_timeout", 0):
-        findings.append(DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": ")))
-    return in_order(findings)
+    block_size = () if block_tokens is None else ("--block-size", str(block_tokens))
+    asked = started("vLLM", lambda: _engine(model, [*engine_arguments, *block_size], limit))
+
+    def of_engine() -> Iterator[DoctorFinding]:
+        engine = asked.result()
+        yield from engine.findings
+        chunk_tokens, found = _chunk(config, block_tokens or engine.block_tokens)
+        yield from found
+        yield from _host(config, model, engine, chunk_tokens)
+        if config.tiers and not engine.has_grace:
+            yield DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": "))
+
+    checks = server_checks(loaded, lambda: asked.result().fingerprint, config.store.chunk_tokens, TERMS, limit)
+    return [
+        *_transfer(transfer, has_shared=has_shared, write_policy=config.store.write_policy),
+        version(),
+        *run_checks([*checks, Check("model", of_engine)], limit),
+    ]
 
 
-def _version() -> DoctorFinding:
+def version() -> DoctorFinding:
+    """Whether the installed vLLM is supported."""
     try:
         return DoctorFinding("fine", "vLLM", f"{installed.check_engine()} is supported")
     except ConfigError as error:
@@ -132,30 +158,77 @@ def _extra(transfer: str | None) -> Mapping[str, object] | None:
     return cast("Mapping[str, object] | None", extra)
 
 
-def _engine(model: str | None, arguments: Sequence[str]) -> tuple[VllmConfig | None, list[DoctorFinding]]:
-    """VLLM's configuration of a server with this model, if vLLM is installed."""
+def _engine(model: str | None, arguments: Sequence[str], limit: TimeLimit) -> Engine:
+    """VLLM's reading of a server's command line with this model, if vLLM is installed."""
     if model is None:
-        return None, []
+        return Engine()
     if installed.installed() is None:
         found = "its fingerprint is unknown, because vLLM is not installed here"
-        return None, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
+        return Engine(findings=(DoctorFinding("note", "model", found, "run this command in the server's environment"),))
+    lines, is_late = _lines(["--model", model, *arguments], limit.left_s(ASK_SHARE))
+    seen = {name: value for line in lines for name, value in line.items()}
+    findings = [DoctorFinding("error", "model", it["problem"], it["advice"]) for it in lines if "problem" in it]
+    if is_late:
+        missing = "its weights were not digested" if "ranks" in seen else "vLLM has not read the command line"
+        findings.append(limit.unchecked("model", missing))
+    fields = seen.get("fingerprint")
+    return Engine(
+        block_tokens=seen.get("block_tokens"),
+        ranks=seen.get("ranks", 1),
+        has_grace=seen.get("has_grace", False),
+        fingerprint=None if fields is None else Fingerprint(**fields | {"weights": bytes.fromhex(fields["weights"])}),
+        findings=tuple(findings),
+    )
+
+
+def _lines(arguments: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]], bool]:
+    """What `describe` writes in a process of its own; and whether it was ended before it was through."""
+    command = [sys.executable, "-P", "-c", DESCRIBE, *arguments]
     try:
-        engine = engine_config(["--model", model, *arguments, "--kv-transfer-config", json.dumps(CONNECTOR)])
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as late:
+        return _read(late.stdout or b""), True
+    lines = _read(done.stdout)
+    if done.returncode or not lines:
+        end = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+        lines.append({"problem": f"vLLM ended with exit code {done.returncode}: {end}", "advice": ENGINE_ARGS})
+    return lines, False
+
+
+def _read(output: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+
+
+def describe(arguments: Sequence[str]) -> None:
+    """Print what vLLM makes of a server's command line: a line of JSON, and a second with its fingerprint."""
+    for line in described(arguments):
+        print(json.dumps(line), flush=True)  # noqa: T201
+
+
+def described(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The lines of `describe`."""
+    try:
+        engine = engine_config([*arguments, "--kv-transfer-config", json.dumps(CONNECTOR)])
         support.check_engine(engine)
     except UnsupportedModelError as error:
-        return None, [DoctorFinding("error", "model", str(error), 'see "What is supported" in docs/guides/vllm.md')]
+        yield {"problem": str(error), "advice": 'see "What is supported" in docs/vllm.md'}
+        return
     except ConfigError as error:
-        return None, [DoctorFinding("error", "model", str(error), "give the server's command line as --engine-args")]
-    return engine, []
-
-
-def _fingerprint(engine: VllmConfig) -> Fingerprint | DoctorFinding:
-    """The fingerprint of an engine; or a finding, if its KV cannot be shared."""
+        yield {"problem": str(error), "advice": ENGINE_ARGS}
+        return
+    yield {
+        "block_tokens": engine.cache_config.block_size,
+        "ranks": engine.parallel_config.tensor_parallel_size,
+        "has_grace": bool(getattr(engine, "shutdown_timeout", 0)),
+    }
     identity = identify(engine, installed.installed() or "")
     if identity.is_private:
         found = f"KV is kept in host memory only, and ends with the server: {identity.detail}"
-        return DoctorFinding("error", "model", found, "serve real weights from a local folder")
-    return identity.fingerprint
+        yield {"problem": found, "advice": "serve real weights from a local folder"}
+        return
+    fields = json.loads(identity.fingerprint.canonical)
+    del fields["version"]
+    yield {"fingerprint": fields}
 
 
 def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFinding]]:
@@ -173,14 +246,13 @@ def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFi
     ]
 
 
-def _host(config: Config, model: str | None, engine: VllmConfig | None, chunk_tokens: int) -> Iterator[DoctorFinding]:
+def _host(config: Config, model: str | None, engine: Engine, chunk_tokens: int) -> Iterator[DoctorFinding]:
     """Whether host memory holds enough chunks."""
     folder = None if model is None else local_folder(model, None, None)
     if folder is None:
         return
-    ranks = 1 if engine is None else engine.parallel_config.tensor_parallel_size
     try:
-        kv = size_of(folder, tp=ranks, chunk_tokens=chunk_tokens)
+        kv = size_of(folder, tp=engine.ranks, chunk_tokens=chunk_tokens)
     except ConfigError:  # a model unknown to `kvtier size`
         return
     chunk_bytes = int(kv.bytes_per_token_stored * chunk_tokens + kv.state_bytes_stored)

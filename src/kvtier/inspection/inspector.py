@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -97,7 +97,7 @@ class StoreInspector:
         return Listing(directory=self.place, objects=rows, total=len(found), next=more)
 
     def statistics(
-        self, found: Sequence[ObjectFile], advance: Callable[[float], None], *, reads_heads: bool = True
+        self, found: Iterable[ObjectFile], advance: Callable[[float], None] = _ignore, *, reads_heads: bool = True
     ) -> StoreStat:
         """The totals. Reads the head of each of `found`, and calls `advance` with 1 after each.
 
@@ -364,7 +364,7 @@ class StoreInspector:
     def _each(
         self,
         act: Callable[[ObjectFile], _Answer],
-        found: Sequence[ObjectFile],
+        found: Iterable[ObjectFile],
         advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
         """`act` on each of `found`, by a few threads. Calls `advance` with 1 after each."""

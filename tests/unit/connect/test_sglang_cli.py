@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.cli import doctor_findings, sglang, sglang_doctor
+from kvtier.cli import sglang, sglang_doctor
 from kvtier.cli.main import run
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
@@ -42,7 +42,7 @@ def environment(monkeypatch) -> SimpleNamespace:
     """The environment of SGLang; by default of a supported release, which takes every flag."""
     result = SimpleNamespace(version="0.5.23", has_kvtier=True, fields={}, asked={}, refused="")
 
-    def look_there(_python: Path | None = None, arguments: object = None) -> Environment:
+    def look_there(_python: Path | None = None, arguments: object = None, _deadline_s: float = 0) -> Environment:
         return Environment(
             version=result.version,
             has_kvtier=result.has_kvtier,
@@ -99,7 +99,7 @@ def served(environment, model, tmp_path):
 @pytest.fixture
 def doctor(capsys):
     def call(*arguments: object) -> list[dict[str, str]]:
-        code = run(["sglang", "doctor", "--json", *map(str, arguments)])
+        code = run(["doctor", "sglang", "--json", *map(str, arguments)])
         findings = json.loads(capsys.readouterr().out)["findings"]
         assert code == int(bad(findings) != [])
         return findings
@@ -319,7 +319,6 @@ def test_a_remote_tier_that_is_down_is_found(doctor, served, tmp_path, monkeypat
     (tmp_path / "secret").write_bytes(os.urandom(32))
     (tmp_path / "secret").chmod(0o600)
     monkeypatch.setenv("KVTIER_STORE__SECRET_FILE", str(tmp_path / "secret"))
-    monkeypatch.setattr(doctor_findings, "REMOTE_DEADLINE_S", 5.0)
     login = {"access_key_id": "id", "secret_access_key": SECRET}
     away = {"kind": "s3", "url": "s3://bucket/kv", "endpoint": "http://127.0.0.1:9", "allow_http": True, **login}
     served({"tiers": [away]})

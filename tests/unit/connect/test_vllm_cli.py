@@ -64,7 +64,7 @@ def doctor(capsys, monkeypatch):
     monkeypatch.setenv("KVTIER_HOST__CAPACITY_BYTES", "64MiB")
 
     def call(*arguments: object) -> tuple[int, list[dict[str, str]]]:
-        code = run(["vllm", "doctor", *map(str, arguments), "--json"])
+        code = run(["doctor", "vllm", *map(str, arguments), "--json"])
         findings = json.loads(capsys.readouterr().out)["findings"]
         assert code == int(bad(findings) != [])
         return code, findings
@@ -77,10 +77,8 @@ def fingerprinted(monkeypatch):
     """Makes the server's fingerprint one of `FINGERPRINTS`."""
 
     def give(model: int) -> None:
-        served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-        monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: (served, []))
-        monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
-        monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: FINGERPRINTS[model])
+        served = vllm_doctor.Engine(block_tokens=16, fingerprint=FINGERPRINTS[model])
+        monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: served)
 
     return give
 
@@ -402,16 +400,21 @@ def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_pa
     )
 
 
-def test_dummy_weights_are_found(doctor, engine, tmp_path, monkeypatch):
-    served = vllm_config(load__load_format="dummy", cache__block_size=16)
+def reading(monkeypatch, served) -> None:
+    """Makes `served` what vLLM reads from a command line, in this process instead of one with vLLM."""
     monkeypatch.setattr(vllm_doctor, "engine_config", lambda _arguments: served)
+    monkeypatch.setattr(vllm_doctor, "_lines", lambda arguments, _timeout: ([*vllm_doctor.described(arguments)], False))
+
+
+def test_dummy_weights_are_found(doctor, engine, tmp_path, monkeypatch):
+    reading(monkeypatch, vllm_config(load__load_format="dummy", cache__block_size=16))
     _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
     assert bad(findings) == ["model"]
     assert "load_format dummy" in str(findings)
 
 
 def test_a_model_that_is_refused_is_found(doctor, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_doctor, "engine_config", lambda _arguments: vllm_config(model__is_encoder_decoder=True))
+    reading(monkeypatch, vllm_config(model__is_encoder_decoder=True))
     _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
     assert bad(findings) == ["model"]
 
@@ -438,12 +441,12 @@ def test_host_memory_that_holds_hardly_a_prompt_is_found(doctor, engine, tmp_pat
 
 
 def test_the_table_says_the_same(capsys, engine, tmp_path):
-    assert run(["vllm", "doctor", transfer(fill(tmp_path / "kv"), kv_load_failure_policy="fail")]) == 1
+    assert run(["doctor", "vllm", transfer(fill(tmp_path / "kv"), kv_load_failure_policy="fail")]) == 1
     out, err = capsys.readouterr()
     assert (out.splitlines()[1].split()[:2], err) == (["warning", "--kv-transfer-config"], "")
 
 
 def test_a_command_line_that_no_shell_takes_is_refused(capsys):
-    assert run(["vllm", "doctor", "--model", "m", "--engine-args", '--dtype "float32']) == 2
+    assert run(["doctor", "vllm", "--model", "m", "--engine-args", '--dtype "float32']) == 2
     printed = capsys.readouterr().err
     assert "--engine-args '--dtype \"float32': No closing quotation; allowed" in printed

@@ -127,7 +127,7 @@ def test_the_vllm_commands_know_it(site, tmp_path):
     extra = json.loads(done.stdout)["kv_connector_extra_config"]
     wanted = {"kind": "shelf", "name": "top", "path": str(tmp_path / "kv"), "capacity_bytes": 1 << 20}
     assert extra == {"tiers": [wanted]}
-    found = json.loads(kvtier(site, "vllm", "doctor", done.stdout, "--json").stdout)["findings"]
+    found = json.loads(kvtier(site, "doctor", "vllm", done.stdout, "--json").stdout)["findings"]
     assert not [it for it in found if it["level"] == "error" and "tiers" in it["about"]], found
 
 

@@ -45,6 +45,10 @@ DEADLINE_S = 180.0
 """For an import of SGLang, which takes 10 s, or a minute from a cold disk."""
 
 
+class NotInTimeError(ConfigError):
+    """SGLang was not imported until the deadline."""
+
+
 class Environment(NamedTuple):
     """One Python environment, as `server_arguments` describes it."""
 
@@ -93,14 +97,18 @@ def is_supported(version: str) -> bool:
     return version.partition("+")[0] in SUPPORTED
 
 
-def look(python: Path | None = None, arguments: Sequence[str] | None = None) -> Environment:
+def look(
+    python: Path | None = None, arguments: Sequence[str] | None = None, deadline_s: float = DEADLINE_S
+) -> Environment:
     """Describe an environment, and let its SGLang read a server's command line.
 
     Args:
         python: the environment's interpreter; None: this one.
         arguments: of ``python -m sglang.launch_server``; None: SGLang is not imported.
+        deadline_s: for all of it.
 
     Raises:
+        NotInTimeError: the deadline has passed.
         ConfigError: the interpreter cannot be run.
     """
     # -P: the current folder may hold modules of the same names. kvtier needs a Python that knows it, too.
@@ -109,11 +117,11 @@ def look(python: Path | None = None, arguments: Sequence[str] | None = None) -> 
         command.append(json.dumps(list(arguments)))
     advice = "allowed: the Python of SGLang's environment, 3.11 or later"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
     except OSError as error:
         raise ConfigError(f"{python}: {error.strerror or error}; {advice}") from error
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{command[0]}: SGLang was not imported within {DEADLINE_S:g} s; {advice}") from None
+        raise NotInTimeError(f"{command[0]}: SGLang was not imported within {deadline_s:.3g} s; {advice}") from None
     lines = done.stdout.splitlines()
     try:
         found: Any = json.loads(lines[-1])
