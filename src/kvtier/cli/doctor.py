@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from kvtier.cli.doctor_findings import (
 from kvtier.cli.engine_settings import server_settings
 from kvtier.cli.options import Quantity
 from kvtier.cli.sglang import python_option
+from kvtier.connect.local_files import installed_version
 from kvtier.connect.sglang import installed as sglang_installed
 from kvtier.connect.vllm import installed as vllm_installed
 from kvtier.errors import ConfigError, install_hint
@@ -70,8 +70,9 @@ def doctor(context: click.Context, tiers: tuple[str, ...], timeout_s: float, as_
     if context.invoked_subcommand is None:
         return report(_examine(tiers, TimeLimit(timeout_s)), as_json=as_json)
     if tiers or as_json or timeout_s != TIMEOUT_S:
-        name = context.invoked_subcommand
-        raise click.UsageError(f"options before {name!r}; allowed: kvtier doctor {name} OPTIONS")
+        raise click.UsageError(
+            f"options before the engine; allowed: kvtier doctor {context.invoked_subcommand} OPTIONS"
+        )
     return 0
 
 
@@ -104,8 +105,7 @@ def vllm(
         engine_arguments = shlex.split(engine_args)
     except ValueError as error:
         raise ConfigError(f"--engine-args {engine_args!r}: {error}; allowed: a command line in shell syntax") from None
-    limit = TimeLimit(timeout_s)
-    found = vllm_doctor.examine(transfer, tiers, model, block_size, engine_arguments, limit)
+    found = vllm_doctor.examine(transfer, tiers, model, block_size, engine_arguments, TimeLimit(timeout_s))
     return report(found, as_json=as_json)
 
 
@@ -138,8 +138,7 @@ def transformers(tiers: tuple[str, ...], timeout_s: float, as_json: bool) -> int
 
     --tier names what the program gives to `attach`: directory="kv" is --tier directory:kv.
     """
-    found = [*_transformers(), *_settings_and_tiers(tiers, TimeLimit(timeout_s))]
-    return report(found, as_json=as_json)
+    return report([*_transformers(), *_settings_and_tiers(tiers, TimeLimit(timeout_s))], as_json=as_json)
 
 
 def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding]:
@@ -153,7 +152,7 @@ def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding
     }
     has_engine = any(version for version, _ in engines.values())
     if not has_engine:  # else Transformers is there as a dependency of the engine
-        engines["Transformers"] = (_version("transformers"), _transformers)
+        engines["Transformers"] = (installed_version("transformers"), _transformers)
     found = [f"{name} {version}" for name, (version, _) in engines.items() if version]
     looked = f"looked for {', '.join((*vllm_installed.DISTRIBUTIONS, 'sglang', 'transformers'))} in {sys.prefix}"
     advice = "for its model and flags: `kvtier doctor vllm|sglang -h`" if has_engine else ""
@@ -173,17 +172,10 @@ def _settings_and_tiers(tiers: tuple[str, ...], limit: TimeLimit) -> list[Doctor
     return run_checks(server_checks(loaded, lambda: None, loaded.config.store.chunk_tokens, TERMS, limit), limit)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _transformers() -> Iterator[DoctorFinding]:
     """Whether the packages are there, in releases that the adapter takes; and how to see hits."""
     for package, least in TRANSFORMERS.items():
-        version = _version(package)
+        version = installed_version(package)
         if version is not None and vllm_installed.release_of(version) >= least:
             yield DoctorFinding("fine", package, f"{version} is supported")
         else:

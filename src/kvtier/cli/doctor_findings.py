@@ -221,8 +221,8 @@ def server_checks(
         checks.append(Check("tiers", lambda: [none]))
     is_keyed = config.store.secret_file is not None or config.store.secret is not None
     for tier in config.tiers:
-        content = _Content(config, mine, unit_tokens, terms, limit)
-        find = partial(_tier, tier, content, is_keyed=is_keyed)
+        content = partial(_content, config, mine, unit_tokens, terms)
+        find = partial(_tier, tier, content, limit, is_keyed=is_keyed)
         late = DoctorFinding("error", tier.label, f"does not answer{limit}", REACH) if kind_of(tier).is_remote else None
         checks.append(Check(tier.label, find, late))
         is_keyed |= kind_of(tier).secret_path(tier) is not None  # the first tier with a secret keys all names
@@ -241,37 +241,36 @@ def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
             level = "warning" if path.exists() else "note"
             yield DoctorFinding(level, SETTING, str(error), "start the server, or look into its log if it should run")
             continue
-        if health["ready"]:
-            yield DoctorFinding("fine", SETTING, f"the engine at {path} is ready")
-        else:
-            advice = "see its log; `kvtier cache health` shows more"
-            yield DoctorFinding("error", SETTING, f"the engine at {path} is not ready: {health['problem']}", advice)
+        is_ready, advice = health["ready"], "see its log; `kvtier cache health` shows more"
+        text = f"the engine at {path} is {'ready' if is_ready else 'not ready: ' + health['problem']}"
+        yield DoctorFinding("fine" if is_ready else "error", SETTING, text, "" if is_ready else advice)
         for name, tier in health["tiers"].items():
-            down = " and ".join(way for way in ("reads", "writes") if not tier[way])
-            if down:
+            if down := " and ".join(way for way in ("reads", "writes") if not tier[way]):
                 text = f"{down} are stopped in the engine at {path}: {tier['detail']}"
                 yield DoctorFinding(
                     "warning", f"{TIERS}.{name}", text, "mend the storage; kvtier tries again by itself"
                 )
 
 
-def _tier(tier: TierSettings, content: "_Content", *, is_keyed: bool) -> Iterator[DoctorFinding]:
+def _tier(
+    tier: TierSettings, content: Callable[..., Iterator[DoctorFinding]], limit: TimeLimit, *, is_keyed: bool
+) -> Iterator[DoctorFinding]:
     """One tier: whether it answers, or what its stores hold."""
     kind = kind_of(tier)
     secret, folder = kind.secret_path(tier), kind.folder(tier)
     for store in _inspectors(tier):
         try:
-            found, listed = _statistics(store, tier, content.limit)
+            found, listed = _statistics(store, tier, limit)
         except (KvError, OSError) as error:
             yield DoctorFinding("error", store.place, f"cannot be read: {error}", ADVICE[TIERS])
             continue
         if not is_keyed and secret is not None:
             yield from _secret(secret, found)
         yield from _room(found, tier)
-        is_sample = found.objects < listed and not content.limit.left_s(READ_SHARE)
+        is_sample = found.objects < listed and not limit.left_s(READ_SHARE)
         if is_sample:
-            yield content.limit.unchecked(store.place, f"only {found.objects} of {listed} objects were read")
-        yield from content.findings(found, folder, is_sample=is_sample)
+            yield limit.unchecked(store.place, f"only {found.objects} of {listed} objects were read")
+        yield from content(found, folder, is_sample=is_sample)
     if kind.is_remote:
         yield _remote(tier, kind)
 
@@ -336,47 +335,49 @@ def _room(found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
         yield DoctorFinding("warning", root, text, f"kvtier inspect verify --repair {root}")
 
 
-class _Content(NamedTuple):
-    """Compares stored objects with the server; see `server_checks`."""
-
-    config: Config
-    mine: Callable[[], Fingerprint | None]
-    unit_tokens: int
-    terms: EngineTerms
-    limit: TimeLimit
-
-    def findings(self, found: StoreStat, folder: Path | None, *, is_sample: bool) -> Iterator[DoctorFinding]:
-        """Whether the server can use the stored objects, or a sample of them."""
-        shares, root, terms = found.models, found.directory, self.terms
-        if not shares:
-            advice = f"send a request first; its full {terms.unit} are stored"
-            yield DoctorFinding("note", root, "nothing has been stored yet", advice)
-            return
-        left = [] if folder is None else notes.read(folder)
-        known = {str(note.get("model"))[:MODEL_DIGITS]: note.get("of") for note in left}
-        named = [share for share in shares if share in known]
-        mine = self.mine()
-        key = None if mine is None else _model(self.config, mine)
-        if mine is not None and key not in shares:
-            unlike = _unlike(json.loads(mine.canonical), known, named)
-            text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"
-            level = "warning" if is_sample else "error"
-            yield DoctorFinding(level, root, text, f"KV is found only with equal {terms.equal}")
-            return
-        if key is None and len(shares) > 1:
-            unlike = f"; next to {named[0]}{_unlike(known[named[0]], known, named[1:])}" if len(named) > 1 else ""
-            advice = "expected with several models; with one model, its weights or settings have changed"
-            text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
-            yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
-        sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
-        if self.unit_tokens and self.unit_tokens not in sizes:
-            there = ", ".join(map(str, sorted(sizes)))
-            text = f"holds {terms.unit} of {there} tokens; {terms.setting} is {self.unit_tokens}"
-            yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")
-        if key is None:
-            yield DoctorFinding("fine", root, f"{found.objects} objects, {size_text(found.bytes)}")
-        else:
-            yield DoctorFinding("fine", root, f"{shares[key].objects} objects of this model")
+def _content(
+    config: Config,
+    mine: Callable[[], Fingerprint | None],
+    unit_tokens: int,
+    terms: EngineTerms,
+    found: StoreStat,
+    folder: Path | None,
+    *,
+    is_sample: bool,
+) -> Iterator[DoctorFinding]:
+    """Whether the server can use the stored objects, or a sample of them. Arguments as in `server_checks`."""
+    shares, root = found.models, found.directory
+    if not shares and is_sample:
+        return
+    if not shares:
+        advice = f"send a request first; its full {terms.unit} are stored"
+        yield DoctorFinding("note", root, "nothing has been stored yet", advice)
+        return
+    left = [] if folder is None else notes.read(folder)
+    known = {str(note.get("model"))[:MODEL_DIGITS]: note.get("of") for note in left}
+    named = [share for share in shares if share in known]
+    own = mine()
+    key = None if own is None else _model(config, own)
+    if own is not None and key not in shares:
+        unlike = _unlike(json.loads(own.canonical), known, named)
+        text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"
+        level = "warning" if is_sample else "error"
+        yield DoctorFinding(level, root, text, f"KV is found only with equal {terms.equal}")
+        return
+    if key is None and len(shares) > 1:
+        unlike = f"; next to {named[0]}{_unlike(known[named[0]], known, named[1:])}" if len(named) > 1 else ""
+        advice = "expected with several models; with one model, its weights or settings have changed"
+        text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
+        yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
+    sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
+    if unit_tokens and unit_tokens not in sizes:
+        there = ", ".join(map(str, sorted(sizes)))
+        text = f"holds {terms.unit} of {there} tokens; {terms.setting} is {unit_tokens}"
+        yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")
+    if key is None:
+        yield DoctorFinding("fine", root, f"{found.objects} objects, {size_text(found.bytes)}")
+    else:
+        yield DoctorFinding("fine", root, f"{shares[key].objects} objects of this model")
 
 
 def _model(config: Config, mine: Fingerprint) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, TimeLimit, run_checks, server_checks
 from kvtier.cli.engine_settings import server_settings
-from kvtier.connect.local_files import local_folder
+from kvtier.connect.local_files import NotInTimeError, local_folder
 from kvtier.connect.sglang.installed import (
     BACKEND,
     EXTRA,
@@ -17,7 +17,6 @@ from kvtier.connect.sglang.installed import (
     PAGE_TOKENS,
     UNUSED,
     Environment,
-    NotInTimeError,
     check_version,
     is_supported,
     look,

@@ -1,12 +1,11 @@
 """Checks of `kvtier doctor vllm`: why vLLM does not find KV that was stored. No check starts an engine."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from kvtier.cli.doctor_findings import (
     ASK_SHARE,
@@ -22,7 +21,7 @@ from kvtier.cli.doctor_findings import (
 from kvtier.cli.engine_settings import server_settings
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
-from kvtier.connect.local_files import local_folder
+from kvtier.connect.local_files import NotInTimeError, ask_program, local_folder
 from kvtier.connect.vllm import installed, support
 from kvtier.connect.vllm.identity import identify
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
@@ -32,8 +31,6 @@ from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
 from kvtier.tier.registry import kind_of
-
-ENGINE_ARGS = "give the server's command line as --engine-args"
 
 HOST_CHUNKS_FEW = 16
 """Host memory of fewer chunks is reported: each prompt evicts the previous one."""
@@ -46,19 +43,8 @@ TERMS = EngineTerms(
     "the rest of the server's command line as --engine-args",
 )
 
-DESCRIBE = "import sys; from kvtier.cli import vllm_doctor; vllm_doctor.describe(sys.argv[1:])"
-"""The program that asks vLLM, in a process of its own, which can be ended."""
-
-
-class Engine(NamedTuple):
-    """What vLLM makes of a server's command line."""
-
-    block_tokens: int | None = None
-    ranks: int = 1
-    has_grace: bool = False
-    """The server waits for transfers at its end."""
-    fingerprint: Fingerprint | None = None
-    findings: tuple[DoctorFinding, ...] = ()
+DESCRIBE = "import json, sys; from kvtier.cli.vllm_doctor import described; print(json.dumps(described(sys.argv[1:])))"
+"""Asks vLLM in a process of its own, which can be ended."""
 
 
 def examine(
@@ -87,22 +73,27 @@ def examine(
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
     block_size = () if block_tokens is None else ("--block-size", str(block_tokens))
-    asked = started("vLLM", lambda: _engine(model, [*engine_arguments, *block_size], limit))
+    asked = started("vLLM", lambda: _asked(model, [*engine_arguments, *block_size], limit))
 
     def of_engine() -> Iterator[DoctorFinding]:
-        engine = asked.result()
-        yield from engine.findings
-        chunk_tokens, found = _chunk(config, block_tokens or engine.block_tokens)
+        engine, findings = asked.result()
+        yield from findings
+        chunk_tokens, found = _chunk(config, block_tokens or engine.get("block_tokens"))
         yield from found
-        yield from _host(config, model, engine, chunk_tokens)
-        if config.tiers and not engine.has_grace:
+        yield from _host(config, model, engine.get("ranks", 1), chunk_tokens)
+        if config.tiers and not engine.get("shutdown_timeout"):
             yield DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": "))
 
-    checks = server_checks(loaded, lambda: asked.result().fingerprint, config.store.chunk_tokens, TERMS, limit)
+    def mine() -> Fingerprint | None:
+        fields = asked.result()[0].get("fingerprint")
+        return fields and Fingerprint(**fields | {"weights": bytes.fromhex(fields["weights"])})
+
     return [
         *_transfer(transfer, has_shared=has_shared, write_policy=config.store.write_policy),
         version(),
-        *run_checks([*checks, Check("model", of_engine)], limit),
+        *run_checks(
+            [*server_checks(loaded, mine, config.store.chunk_tokens, TERMS, limit), Check("model", of_engine)], limit
+        ),
     ]
 
 
@@ -158,77 +149,48 @@ def _extra(transfer: str | None) -> Mapping[str, object] | None:
     return cast("Mapping[str, object] | None", extra)
 
 
-def _engine(model: str | None, arguments: Sequence[str], limit: TimeLimit) -> Engine:
-    """VLLM's reading of a server's command line with this model, if vLLM is installed."""
+def _asked(
+    model: str | None, arguments: Sequence[str], limit: TimeLimit
+) -> tuple[Mapping[str, Any], list[DoctorFinding]]:
+    """What vLLM makes of a server's command line with this model, see `described`; and findings about it."""
     if model is None:
-        return Engine()
+        return {}, []
     if installed.installed() is None:
         found = "its fingerprint is unknown, because vLLM is not installed here"
-        return Engine(findings=(DoctorFinding("note", "model", found, "run this command in the server's environment"),))
-    lines, is_late = _lines(["--model", model, *arguments], limit.left_s(ASK_SHARE))
-    seen = {name: value for line in lines for name, value in line.items()}
-    findings = [DoctorFinding("error", "model", it["problem"], it["advice"]) for it in lines if "problem" in it]
-    if is_late:
-        missing = "its weights were not digested" if "ranks" in seen else "vLLM has not read the command line"
-        findings.append(limit.unchecked("model", missing))
-    fields = seen.get("fingerprint")
-    return Engine(
-        block_tokens=seen.get("block_tokens"),
-        ranks=seen.get("ranks", 1),
-        has_grace=seen.get("has_grace", False),
-        fingerprint=None if fields is None else Fingerprint(**fields | {"weights": bytes.fromhex(fields["weights"])}),
-        findings=tuple(findings),
-    )
-
-
-def _lines(arguments: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]], bool]:
-    """What `describe` writes in a process of its own; and whether it was ended before it was through."""
-    command = [sys.executable, "-P", "-c", DESCRIBE, *arguments]
+        return {}, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as late:
-        return _read(late.stdout or b""), True
-    lines = _read(done.stdout)
-    if done.returncode or not lines:
-        end = " ".join(done.stderr.decode(errors="replace").split())[-300:]
-        lines.append({"problem": f"vLLM ended with exit code {done.returncode}: {end}", "advice": ENGINE_ARGS})
-    return lines, False
+        program = [sys.executable, "-P", "-c", DESCRIBE, "--model", model, *arguments]
+        engine = ask_program(program, limit.left_s(ASK_SHARE), "allowed: an environment with vLLM")
+    except NotInTimeError:
+        return {}, [limit.unchecked("model", "its command line was not read, or its weights were not digested,")]
+    except ConfigError as error:
+        engine = {"problem": str(error), "advice": "see vLLM's message"}
+    is_bad = "problem" in engine
+    return engine, [DoctorFinding("error", "model", engine["problem"], engine["advice"])] if is_bad else []
 
 
-def _read(output: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in output.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
-
-
-def describe(arguments: Sequence[str]) -> None:
-    """Print what vLLM makes of a server's command line: a line of JSON, and a second with its fingerprint."""
-    for line in described(arguments):
-        print(json.dumps(line), flush=True)  # noqa: T201
-
-
-def described(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The lines of `describe`."""
+def described(arguments: Sequence[str]) -> dict[str, object]:
+    """What vLLM makes of a server's command line: facts with the fingerprint, or a problem with advice."""
     try:
         engine = engine_config([*arguments, "--kv-transfer-config", json.dumps(CONNECTOR)])
         support.check_engine(engine)
     except UnsupportedModelError as error:
-        yield {"problem": str(error), "advice": 'see "What is supported" in docs/vllm.md'}
-        return
+        return {"problem": str(error), "advice": 'see "What is supported" in docs/vllm.md'}
     except ConfigError as error:
-        yield {"problem": str(error), "advice": ENGINE_ARGS}
-        return
-    yield {
+        return {"problem": str(error), "advice": "give the server's command line as --engine-args"}
+    identity = identify(engine, installed.installed() or "")
+    private = f"KV is kept in host memory only, and ends with the server: {identity.detail}"
+    fields = {name: value for name, value in json.loads(identity.fingerprint.canonical).items() if name != "version"}
+    return {
         "block_tokens": engine.cache_config.block_size,
         "ranks": engine.parallel_config.tensor_parallel_size,
-        "has_grace": bool(getattr(engine, "shutdown_timeout", 0)),
+        "shutdown_timeout": getattr(engine, "shutdown_timeout", 0),
+        **(
+            {"problem": private, "advice": "serve real weights from a local folder"}
+            if identity.is_private
+            else {"fingerprint": fields}
+        ),
     }
-    identity = identify(engine, installed.installed() or "")
-    if identity.is_private:
-        found = f"KV is kept in host memory only, and ends with the server: {identity.detail}"
-        yield {"problem": found, "advice": "serve real weights from a local folder"}
-        return
-    fields = json.loads(identity.fingerprint.canonical)
-    del fields["version"]
-    yield {"fingerprint": fields}
 
 
 def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFinding]]:
@@ -246,13 +208,13 @@ def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFi
     ]
 
 
-def _host(config: Config, model: str | None, engine: Engine, chunk_tokens: int) -> Iterator[DoctorFinding]:
+def _host(config: Config, model: str | None, ranks: int, chunk_tokens: int) -> Iterator[DoctorFinding]:
     """Whether host memory holds enough chunks."""
     folder = None if model is None else local_folder(model, None, None)
     if folder is None:
         return
     try:
-        kv = size_of(folder, tp=engine.ranks, chunk_tokens=chunk_tokens)
+        kv = size_of(folder, tp=ranks, chunk_tokens=chunk_tokens)
     except ConfigError:  # a model unknown to `kvtier size`
         return
     chunk_bytes = int(kv.bytes_per_token_stored * chunk_tokens + kv.state_bytes_stored)

@@ -1,13 +1,15 @@
-"""Files of an engine's model and adapters, and the note of its fingerprint beside each store. Used by all engines."""
+"""What all engines use of this machine: files of models and adapters, notes beside stores, programs with an engine."""
 
 import fcntl
 import importlib
 import json
 import logging
+import subprocess
 import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,43 @@ TURN_S = 900.0
 """How long a process waits while another process of this machine digests a checkpoint."""
 
 _TURN_STEP_S = 0.2
+
+
+def installed_version(*distributions: str) -> str | None:
+    """Version of the first of these packages that is installed; None: none is."""
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+class NotInTimeError(ConfigError):
+    """A program with an engine had no answer until its deadline."""
+
+
+def ask_program(command: Sequence[str], deadline_s: float, allowed: str) -> dict[str, Any]:
+    """The last line of a program's output, a JSON object. The program is ended at its deadline.
+
+    Args:
+        command: its command line.
+        deadline_s: seconds.
+        allowed: what the command may be, for messages.
+
+    Raises:
+        NotInTimeError: the deadline has passed.
+        ConfigError: it cannot be run, or its output has another form.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    except OSError as error:
+        raise ConfigError(f"{command[0]}: {error.strerror or error}; {allowed}") from error
+    except subprocess.TimeoutExpired:
+        raise NotInTimeError(f"{command[0]}: no answer within {deadline_s:.3g} s; {allowed}") from None
+    try:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, TypeError, ValueError):
+        end = " ".join(done.stderr.split())[-300:]
+        raise ConfigError(f"{command[0]}: exit code {done.returncode}: {end or 'no output'}; {allowed}") from None
 
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:

@@ -77,8 +77,9 @@ def fingerprinted(monkeypatch):
     """Makes the server's fingerprint one of `FINGERPRINTS`."""
 
     def give(model: int) -> None:
-        served = vllm_doctor.Engine(block_tokens=16, fingerprint=FINGERPRINTS[model])
-        monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: served)
+        fields = json.loads(FINGERPRINTS[model].canonical)
+        del fields["version"]
+        monkeypatch.setattr(vllm_doctor, "ask_program", lambda *_: {"block_tokens": 16, "fingerprint": fields})
 
     return give
 
@@ -403,7 +404,7 @@ def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_pa
 def reading(monkeypatch, served) -> None:
     """Makes `served` what vLLM reads from a command line, in this process instead of one with vLLM."""
     monkeypatch.setattr(vllm_doctor, "engine_config", lambda _arguments: served)
-    monkeypatch.setattr(vllm_doctor, "_lines", lambda arguments, _timeout: ([*vllm_doctor.described(arguments)], False))
+    monkeypatch.setattr(vllm_doctor, "ask_program", lambda command, *_: vllm_doctor.described(command[4:]))
 
 
 def test_dummy_weights_are_found(doctor, engine, tmp_path, monkeypatch):

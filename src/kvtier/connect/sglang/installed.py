@@ -1,14 +1,13 @@
 """The installed SGLang: its release, the flags that name kvtier's backend, and SGLang's reading of a command line."""
 
 import json
-import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from kvtier.connect.local_files import ask_program, installed_version
 from kvtier.errors import ConfigError
 
 SUPPORTED = ("0.5.23",)
@@ -45,10 +44,6 @@ DEADLINE_S = 180.0
 """For an import of SGLang, which takes 10 s, or a minute from a cold disk."""
 
 
-class NotInTimeError(ConfigError):
-    """SGLang was not imported until the deadline."""
-
-
 class Environment(NamedTuple):
     """One Python environment, as `server_arguments` describes it."""
 
@@ -65,10 +60,7 @@ class Environment(NamedTuple):
 
 def installed() -> str | None:
     """Release of SGLang in this environment, such as ``0.5.23``; None without SGLang."""
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None
+    return installed_version("sglang")
 
 
 def check_version(version: str | None, unsupported: str = "refuse") -> None:
@@ -115,26 +107,14 @@ def look(
     command = [str(python or sys.executable), "-P", "-c", PROGRAM.read_text(encoding="utf-8")]
     if arguments is not None:
         command.append(json.dumps(list(arguments)))
-    advice = "allowed: the Python of SGLang's environment, 3.11 or later"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
-    except OSError as error:
-        raise ConfigError(f"{python}: {error.strerror or error}; {advice}") from error
-    except subprocess.TimeoutExpired:
-        raise NotInTimeError(f"{command[0]}: SGLang was not imported within {deadline_s:.3g} s; {advice}") from None
-    lines = done.stdout.splitlines()
-    try:
-        found: Any = json.loads(lines[-1])
-        return Environment(
-            version=found["sglang"],
-            has_kvtier=found["kvtier"],
-            fields=found.get("fields", {}),
-            asked=found.get("asked", {}),
-            refused=found.get("refused", ""),
-        )
-    except (IndexError, KeyError, TypeError, ValueError):
-        end = " ".join(done.stderr.split())[-300:]
-        raise ConfigError(f"{command[0]}: exit code {done.returncode}: {end or 'no output'}; {advice}") from None
+    found = ask_program(command, deadline_s, "allowed: the Python of SGLang's environment, 3.11 or later")
+    return Environment(
+        version=found.get("sglang"),
+        has_kvtier=found.get("kvtier", False),
+        fields=found.get("fields", {}),
+        asked=found.get("asked", {}),
+        refused=found.get("refused", ""),
+    )
 
 
 def read_extra(text: str) -> dict[str, object]:

@@ -7,11 +7,11 @@ import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from importlib import metadata
 from itertools import islice
 from traceback import walk_stack
 from typing import Any, NoReturn
 
+from kvtier.connect.local_files import installed_version
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError
 
@@ -34,12 +34,7 @@ CONNECTOR: Mapping[str, object] = {
 
 def installed() -> str | None:
     """Version of the installed vLLM, such as ``0.32.0``; None without vLLM."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed_version(*DISTRIBUTIONS)
 
 
 def check_engine() -> str:
