@@ -52,15 +52,15 @@ ADMIN = "key of the tests"
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A run of `kvtier sglang`."""
-    words = [sys.executable, "-m", "kvtier.cli.main", "sglang", *map(str, arguments)]
+    """A run of `kvtier`."""
+    words = [sys.executable, "-m", "kvtier.cli.main", *map(str, arguments)]
     return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
 
 
 @functools.cache
 def printed(*further: object) -> str:
     """What `kvtier sglang config` prints for a store at `PLACE`, without notes. SGLang is asked once for all tests."""
-    done = command("config", "--tier", f"directory:{PLACE}?capacity_bytes=1GiB", *further)
+    done = command("sglang", "config", "--tier", f"directory:{PLACE}?capacity_bytes=1GiB", *further)
     notes = [line for line in done.stderr.splitlines() if not line.startswith("Written: ")]
     assert (done.returncode, notes) == (0, [])
     return done.stdout

