@@ -76,7 +76,7 @@ def examine(
     asked = started("vLLM", lambda: _asked(model, [*engine_arguments, *block_size], limit))
 
     def of_engine() -> Iterator[DoctorFinding]:
-        engine, findings = asked.result()
+        engine, findings = asked.result(limit.left_s())
         yield from findings
         chunk_tokens, found = _chunk(config, block_tokens or engine.get("block_tokens"))
         yield from found
@@ -85,7 +85,7 @@ def examine(
             yield DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": "))
 
     def mine() -> Fingerprint | None:
-        fields = asked.result()[0].get("fingerprint")
+        fields = asked.result(limit.left_s())[0].get("fingerprint")
         return fields and Fingerprint(**fields | {"weights": bytes.fromhex(fields["weights"])})
 
     return [

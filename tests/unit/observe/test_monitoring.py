@@ -15,7 +15,7 @@ TOP = Path(__file__).parents[3]
 DASHBOARD = TOP / "deploy" / "grafana" / "kvtier.json"
 RULES = TOP / "deploy" / "prometheus" / "kvtier.rules.yml"
 RULE_TESTS = RULES.with_name("kvtier.rules.test.yml")
-GUIDE = TOP / "docs" / "guides" / "monitoring.md"
+GUIDE = TOP / "docs" / "operations.md"
 NOT_SHOWN = {
     "kvtier_objects_total",
     "kvtier_object_call_seconds",
@@ -68,11 +68,23 @@ def test_a_wrong_rule_would_be_noticed(right, wrong, tmp_path):
     assert done.returncode == 1, done.stdout
 
 
-def test_the_guide_has_a_heading_for_every_alert():
-    headings = set(re.findall(r"^### (\w+)$", GUIDE.read_text(), re.MULTILINE))
-    assert headings == set(ALERTS)
-    anchors = re.findall(r"runbook: docs/guides/monitoring\.md#(\w+)", RULES.read_text())
+def sections(text: str) -> dict[str, str]:
+    """Name and text of the section of each alert in the guide."""
+    return dict(re.findall(r"^### (Kvtier\w+)\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL))
+
+
+def test_the_guide_has_cause_and_action_of_every_alert():
+    found = sections(GUIDE.read_text())
+    assert sorted(found) == sorted(ALERTS)
+    assert [name for name, text in found.items() if not re.search(r"Cause: .*Action: ", text, re.DOTALL)] == []
+    anchors = re.findall(r"runbook: docs/operations\.md#(\w+)", RULES.read_text())
     assert anchors == [name.lower() for name in ALERTS]
+
+
+def test_an_alert_without_a_section_would_be_noticed():
+    text = GUIDE.read_text()
+    assert "KvtierTierDown" not in sections(text.replace("### KvtierTierDown", "### Tiers"))
+    assert "KvtierWritesAvoided" in sections(text), "the last one"
 
 
 def test_every_metric_is_on_the_dashboard():
