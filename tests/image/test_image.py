@@ -95,9 +95,9 @@ class Engine:
         return name
 
     def run(self, image: str, data: Path, *command: str, options: tuple[str, ...] = ("--read-only",)) -> str:
-        """Standard output of a container without network, privileges and places to write but /data and /tmp."""
+        """Standard output of a container without network, privileges and places to write but /kv and /tmp."""
         given = ["--rm", "--network", "none", "--cap-drop", "all", "--security-opt", "no-new-privileges", *LIMITS]
-        given += ["--read-only-tmpfs=false", "--tmpfs", "/tmp", "--volume", f"{data}:/data"]
+        given += ["--read-only-tmpfs=false", "--tmpfs", "/tmp", "--volume", f"{data}:/kv"]
         return self.call("run", *given, *options, image, *command)
 
 
@@ -162,7 +162,7 @@ for place in sys.argv[1:]:
 
 
 def test_nothing_but_the_volumes_can_be_written(engine, tools, data):
-    inside, outside = ("/data", "/tmp"), ("/", "/etc", "/opt/kvtier", "/usr/bin", "/var/tmp")
+    inside, outside = ("/kv", "/tmp"), ("/", "/etc", "/opt/kvtier", "/usr/bin", "/var/tmp")
     write = ("-c", WRITE, *inside, *outside)
     root = ("--user", "0", "--cap-add", "DAC_OVERRIDE")  # no permission stops it
     found = engine.run(tools, data, *write, options=(*PYTHON, *root)).split()
@@ -219,12 +219,12 @@ def test_the_image_keeps_nothing_of_the_builders_pip(engine, tools, data):
 
 
 def test_the_demo_runs_and_the_tools_read_its_store(engine, demo, tools, data):
-    shortest = ("demo", "--sessions", "1", "--requests", "2", "--new-tokens", "4", "--dir", "/data/kv", "--json")
+    shortest = ("demo", "--sessions", "1", "--requests", "2", "--new-tokens", "4", "--dir", "/kv/store", "--json")
     shown = json.loads(engine.run(demo, data, *shortest))
     assert shown["weights"] == "pretrained"
     assert shown["identical"]
     assert [it["restored_tokens"] > 0 for it in shown["passes"]] == [False, True, True]
-    verified = json.loads(engine.run(tools, data, "inspect", "verify", "/data/kv", "--json"))
+    verified = json.loads(engine.run(tools, data, "inspect", "verify", "/kv/store", "--json"))
     assert verified["checked"] > 0
     assert verified["outcomes"] == {"good": verified["checked"]}
 
@@ -241,7 +241,8 @@ print(json.dumps([vllm.KvtierConnector.__name__, sorted({it.value for it in poin
 
 def test_an_engine_imports_the_folder_that_an_init_container_copied(engine, tools, data):
     copy = ("--read-only", "--entrypoint", "cp")
-    engine.run(tools, data, "-r", "/opt/kvtier/engine", "/data/engine", options=copy)
+    engine.run(tools, data, "-r", "/opt/kvtier/engine", "/kv/engine", options=copy)
+    assert (data / "engine/prefill_decode_proxy.py").is_file()  # of deploy/kubernetes/prefill-decode
     if not VLLM.exists():
         pytest.skip("needs vLLM: make test-vllm makes .venv-vllm")
     where = os.environ | {"PYTHONPATH": str(data / "engine")}

@@ -14,7 +14,7 @@ from kvtier.bench.ratio import ratio, ratio_text
 from kvtier.cli.main import COMMANDS
 
 TOP = Path(__file__).parents[2]
-DOCUMENTS = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md")]
+DOCUMENTS = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md"), *(TOP / "deploy").rglob("*.md")]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
