@@ -36,7 +36,7 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # The two halves of the unit tests: what serves engines, and the tools around it.
-TOOLS = bench characterize cli demo inspection plan probe replay report size trace
+TOOLS = bench characterize cli demo deploy inspection plan probe replay report size trace
 CORE = codec config connect core device keys observe policy runtime tier
 
 test-core: setup
