@@ -26,10 +26,10 @@ class Calls:
         self.made: list[tuple[str, dict]] = []
         self.go = threading.Event()
 
-    def answer(self, command: str, arguments: dict, until_s: float) -> dict:
+    def answer(self, command: str, arguments: dict, _until_s: float) -> dict:
         self.made.append((command, arguments))
         if command == "hang":
-            self.go.wait(min(30.0, until_s - time.monotonic()))
+            self.go.wait(30.0)
         if command == "wrong":
             raise ControlError("wrong is not allowed")
         if command == "bug":
@@ -94,6 +94,8 @@ def test_a_call_is_answered_and_its_file_goes_with_the_server(path, calls):
     assert ask(path, "find", {"tokens": [1]}) == {"large": "", "command": "find"}
     assert ask(path, "find", {"size": 8 << 20})["large"] == "x" * (8 << 20)
     assert calls.made[0] == ("find", {"tokens": [1]})
+    with pytest.raises(ControlError, match=r"the answer has 16777\d+ bytes; allowed: 16777216"):
+        ask(path, "find", {"size": module.ANSWER_BYTES_MAX})
     server.close()
     server.close()
     assert not path.exists()
@@ -181,6 +183,21 @@ def test_health_is_answered_while_another_call_hangs_and_a_call_that_waits_keeps
         assert "busy with other calls" in error_of(received(late))
         assert json.loads(received(hanging))["result"]["command"] == "hang"
     assert ("find", {}) not in calls.made
+
+
+def test_a_call_that_waits_is_not_made_once_the_server_closes(path, calls, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_S", 0.1)
+    server = ControlSocket(path, calls.answer)
+    with connected(path) as hanging, connected(path) as waiting:
+        hanging.sendall(line(command="hang", deadline_s=30))
+        until(lambda: calls.made)
+        waiting.sendall(line(deadline_s=30))
+        until(lambda: all(server._clients.values()))
+        server.close()
+        assert (received(hanging), received(waiting)) == (b"", b"")
+        calls.go.set()
+        until(lambda: not server._clients)
+    assert calls.made == [("hang", {})]
 
 
 def test_a_server_that_accepts_nothing_costs_a_client_its_deadline(path):

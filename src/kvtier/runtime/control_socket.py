@@ -3,32 +3,29 @@
     kvtier cache, scripts          {"version": 1, "command": "find", "deadline_s": 10, "arguments": {...}}
     ControlSocket                  {"version": 1, "result": {...}}   or   {"version": 1, "error": "..."}
 
-One thread reads and writes, for all connections together. It answers `health` itself, so that a probe never waits for
-another call. A second thread makes all other calls, one at a time. Neither decides: calls take the session's lock like
-any other caller. The file has mode 0600, in a directory in which other users cannot write. Processes of other users but
-root are refused.
+One thread accepts. Each connection has a thread of its own, which takes the call lock to make a call. So calls are made
+one at a time, and a call that waits keeps its deadline. `health` has a lock of its own: a probe never waits for another
+call. Calls take the session's lock like any other caller. The file has mode 0600, in a directory in which other users
+cannot write. Processes of other users but root are refused.
 """
 
 import fcntl
 import json
 import logging
 import os
-import queue
-import selectors
 import socket
 import stat
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
 from kvtier.errors import ConfigError, KvError
 from kvtier.runtime.remote_rank import peer_of
-from kvtier.tier.safe_open import make_root
+from kvtier.tier.safe_open import folder_at, make_root
+from kvtier.tier.store_lock import lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +46,11 @@ PATH_BYTES_MAX: Final = 107
 """Of Linux (`sun_path`)."""
 CLOSE_S: Final = 1.0
 IDLE_S: Final = 60.0
-"""A thread that waits for a call checks for the end at this interval."""
+"""The thread that accepts checks for the end at this interval."""
 START_S: Final = 2.0
 """How long a start waits for another one at the same directory."""
 BUSY_S: Final = 0.02
-"""Pause before what failed is tried again: no descriptor or place in a queue was left, or another start was there."""
+"""Pause before what failed is tried again: no descriptor or place in a queue was left."""
 HEALTH: Final = "health"
 
 Answer = Callable[[str, dict[str, Any], float], dict[str, Any]]
@@ -64,25 +61,12 @@ class ControlError(KvError):
     """A call failed: no engine listens, it did not answer in time, or it refused the request."""
 
 
-@dataclass(slots=True, eq=False)
-class _Client:
-    """One connection."""
-
-    connection: socket.socket
-    until_s: float
-    """The end of the present phase: of receiving, or of sending."""
-    received: bytearray = field(default_factory=bytearray)
-    has_asked: bool = False
-    """Its request is complete; a call is under way until `unsent` has the answer."""
-    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
-
-
 class ControlSocket:
-    """The socket and its two threads.
+    """The socket and its threads.
 
     Args:
         path: of the socket; ``{pid}`` in it stands for this process. Its directory is created if missing.
-        answer: makes a call, in a thread of this server; `health` in the thread that serves all connections.
+        answer: makes a call, in a thread of this server; `health` also while another call is under way.
 
     Raises:
         ConfigError: the path cannot be used, or another process listens there.
@@ -92,59 +76,102 @@ class ControlSocket:
     def __init__(self, path: Path, answer: Answer) -> None:
         self.path = Path(str(path).replace(PID, str(os.getpid())))
         self._answer = answer
-        self._listener, self._file = _listen(self.path)
+        self._listener, self._status = _listen(self.path)
         self._process = os.getpid()
-        self._clients: dict[socket.socket, _Client] = {}
-        self._calls: queue.Queue[tuple[_Client, dict[str, Any]] | None] = queue.Queue(CONNECTIONS_MAX + 1)
-        """At most one of each connection, and the end."""
-        self._answers: deque[tuple[_Client, bytes]] = deque()
+        self._clients: dict[socket.socket, bool] = {}
+        """Open connections, oldest first, and whether each has sent its request."""
+        self._clients_lock = threading.Lock()
+        self._call_lock, self._health_lock = threading.Lock(), threading.Lock()
         self._is_closing = False
-        self._wakes, self._waker = socket.socketpair()
-        for each in (self._wakes, self._waker):
-            each.settimeout(0)
-        self._threads = [
-            threading.Thread(target=run, name=f"kvtier control {name}", daemon=True)
-            for name, run in (("socket", self._serve), ("calls", self._make_calls))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._accept, name="kvtier control", daemon=True)
+        self._thread.start()
         logger.info("%s: kvtier answers on %s", SETTING, self.path)
 
     def close(self) -> None:
-        """End both threads and remove the file. A call that is under way gets no answer. Idempotent."""
+        """Remove the file and end all connections. A call that is under way gets no answer. Idempotent."""
         if self._is_closing or self._process != os.getpid():
             return
         self._is_closing = True
-        with suppress(OSError):
-            status = self.path.lstat()
-            if (status.st_dev, status.st_ino) == self._file:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as waker:
+            if os.path.samestat(self.path.lstat(), self._status):
+                waker.settimeout(0)
+                waker.connect_ex(os.fsencode(self.path))  # wakes the thread that accepts
                 self.path.unlink()
-        self._calls.put_nowait(None)
-        self._wake()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S)
+        with self._clients_lock:
+            for connection in self._clients:
+                _end(connection)
+        if self._call_lock.acquire(timeout=CLOSE_S):  # the call under way has ended
+            self._call_lock.release()
 
-    def _wake(self) -> None:
-        with suppress(OSError):  # it is awake, or has ended
-            self._waker.send(b"\0")
+    # ---- the thread that accepts -----------------------------------------------------------------------------------
 
-    # ---- the thread of calls ---------------------------------------------------------------------------------------
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._is_closing:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:  # nobody came, this socket is closed, or no descriptor is left and the client waits
+                    time.sleep(BUSY_S)
+                    continue
+                try:
+                    if self._admits(connection):
+                        threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                    else:
+                        connection.close()
+                except RuntimeError:  # the system gives no more threads
+                    self._forget(connection)
 
-    def _make_calls(self) -> None:
-        while not self._is_closing:
-            with suppress(queue.Empty):
-                if call := self._calls.get(timeout=IDLE_S):
-                    self._answers.append((call[0], self._made(call[1])))
-                    self._wake()
+    def _admits(self, connection: socket.socket) -> bool:
+        user = peer_of(connection)[1]
+        if user not in {0, os.geteuid()}:
+            logger.warning("a process of user %d was refused at the control socket %s", user, self.path)
+            return False
+        with self._clients_lock:
+            if len(self._clients) >= CONNECTIONS_MAX:
+                silent = next((it for it, has_asked in self._clients.items() if not has_asked), None)
+                if silent is None:
+                    return False
+                del self._clients[silent]
+                _end(silent)
+            self._clients[connection] = False
+        return True
 
-    def _made(self, request: Mapping[str, Any]) -> bytes:
+    def _forget(self, connection: socket.socket) -> None:
+        with self._clients_lock:
+            self._clients.pop(connection, None)
+        connection.close()
+
+    # ---- the thread of a connection --------------------------------------------------------------------------------
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Take one request, and answer it."""
+        try:
+            with suppress(OSError):  # the client has gone, or takes too long
+                received = _received(connection, REQUEST_BYTES_MAX, time.monotonic() + EXCHANGE_S)
+                with self._clients_lock:
+                    if not received or connection not in self._clients:
+                        return
+                    self._clients[connection] = True
+                line = self._made(received)
+                connection.settimeout(EXCHANGE_S)
+                connection.sendall(line)
+        finally:
+            self._forget(connection)
+
+    def _made(self, received: bytes) -> bytes:
         """The line that answers a request."""
         try:
-            if time.monotonic() >= request["until_s"]:
+            command, arguments, until_s = _read(received)
+            lock = self._health_lock if command == HEALTH else self._call_lock
+            if not lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
                 raise ControlError("the engine was busy with other calls until the deadline")  # noqa: TRY301
-            result = self._answer(request["command"], request["arguments"], request["until_s"])
-            line = _line({"result": result})
+            try:
+                if self._is_closing:
+                    raise ControlError("the engine is closing")
+                line = _line({"result": self._answer(command, arguments, until_s)})
+            finally:
+                lock.release()
         except KvError as error:
             return _line({"error": str(error)})
         except Exception as error:
@@ -153,106 +180,6 @@ class ControlSocket:
         if len(line) > ANSWER_BYTES_MAX:
             return _line({"error": f"the answer has {len(line)} bytes; allowed: {ANSWER_BYTES_MAX}"})
         return line
-
-    # ---- the thread of the socket ----------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        with self._listener, self._wakes, self._waker, selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._wakes, selectors.EVENT_READ)
-            try:
-                while not self._is_closing:
-                    self._round(selector)
-            except Exception:
-                logger.exception("internal error: the control socket is closed; requests are served as before")
-            for connection in self._clients:
-                connection.close()
-
-    def _round(self, selector: selectors.BaseSelector) -> None:
-        timed = [it.until_s for it in self._clients.values() if not it.has_asked or it.unsent]
-        wait_s = max(0.0, min(timed) - time.monotonic()) if timed else IDLE_S
-        for key, _ in selector.select(wait_s):
-            if key.fileobj is self._listener:
-                self._accept(selector)
-            elif key.fileobj is self._wakes:
-                self._wakes.recv(4096)
-            elif client := self._clients.get(cast("socket.socket", key.fileobj)):
-                (self._send if client.unsent else self._receive)(client, selector)
-        while self._answers:
-            self._give(*self._answers.popleft(), selector)
-        now_s = time.monotonic()
-        for client in [it for it in self._clients.values() if it.until_s <= now_s]:
-            if client.unsent or not client.has_asked:
-                self._drop(client, selector)
-
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return  # the client has gone
-        except OSError:
-            time.sleep(BUSY_S)  # no descriptor is left; the client still waits
-            return
-        connection.settimeout(0)
-        user = peer_of(connection)[1]
-        idle = next((it for it in self._clients.values() if not it.has_asked), None)
-        if user not in {0, os.geteuid()}:
-            logger.warning("a process of user %d was refused at the control socket %s", user, self.path)
-            connection.close()
-            return
-        if len(self._clients) >= CONNECTIONS_MAX:
-            if idle is None:
-                connection.close()
-                return
-            self._drop(idle, selector)
-        self._clients[connection] = _Client(connection, time.monotonic() + EXCHANGE_S)
-        selector.register(connection, selectors.EVENT_READ)
-
-    def _receive(self, client: _Client, selector: selectors.BaseSelector) -> None:
-        data = b""
-        with suppress(OSError):
-            data = client.connection.recv(1 << 16)
-        client.received += data
-        if not data:
-            self._drop(client, selector)
-        elif len(client.received) > REQUEST_BYTES_MAX:
-            self._ask(client, selector, f"a request is longer than {REQUEST_BYTES_MAX} bytes")
-        elif b"\n" in data:
-            self._ask(client, selector)
-
-    def _ask(self, client: _Client, selector: selectors.BaseSelector, problem: str = "") -> None:
-        """The request is complete, or too long. Make its call, or have it made; nothing is read meanwhile."""
-        client.has_asked = True
-        selector.unregister(client.connection)
-        try:
-            if problem:
-                raise ControlError(problem)
-            request = _read(bytes(client.received))
-        except KvError as error:
-            self._give(client, _line({"error": str(error)}), selector)
-            return
-        client.received.clear()
-        if request["command"] == HEALTH:
-            self._give(client, self._made(request), selector)
-        else:
-            self._calls.put_nowait((client, request))
-
-    def _give(self, client: _Client, line: bytes, selector: selectors.BaseSelector) -> None:
-        client.unsent, client.until_s = memoryview(line), time.monotonic() + EXCHANGE_S
-        selector.register(client.connection, selectors.EVENT_WRITE)
-
-    def _send(self, client: _Client, selector: selectors.BaseSelector) -> None:
-        try:
-            client.unsent = client.unsent[client.connection.send(client.unsent) :]
-        except OSError:  # the client has gone
-            client.unsent = memoryview(b"")
-        if not client.unsent:
-            self._drop(client, selector)
-
-    def _drop(self, client: _Client, selector: selectors.BaseSelector) -> None:
-        del self._clients[client.connection]
-        selector.unregister(client.connection)
-        client.connection.close()
 
 
 def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: float = DEADLINE_S) -> dict[str, Any]:
@@ -265,22 +192,17 @@ def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: floa
     line = _line({"command": command, "deadline_s": deadline_s, "arguments": arguments})
     if len(line) > REQUEST_BYTES_MAX:
         raise ControlError(f"the request has {len(line)} bytes; allowed: {REQUEST_BYTES_MAX}. Send fewer tokens")
-    received = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(deadline_s)
             _connect(connection, path, until_s)
             connection.sendall(line)
-            while not received.endswith(b"\n") and len(received) <= ANSWER_BYTES_MAX:
-                connection.settimeout(max(0.001, until_s - time.monotonic()))
-                if not (data := connection.recv(1 << 16)):
-                    break
-                received += data
+            received = _received(connection, ANSWER_BYTES_MAX, until_s)
     except TimeoutError:
         raise ControlError(f"the engine at {path} has not answered within {deadline_s:g} s") from None
     except OSError as error:
         raise ControlError(f"no engine listens at {path} ({SETTING}): {error.strerror or error}") from None
-    answer = _object(bytes(received), f"the answer of {path}")
+    answer = _object(received, f"the answer of {path}")
     if "error" in answer or "result" not in answer:
         raise ControlError(str(answer.get("error", f"the answer of {path} has no result")))
     return answer["result"]
@@ -288,15 +210,38 @@ def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: floa
 
 def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
     """Connect, again while the server's queue is full. Raises `OSError`."""
-    while True:
+    while _left_s(until_s):
         try:
-            connection.connect(os.fsencode(path))
+            return connection.connect(os.fsencode(path))
         except BlockingIOError:
-            if time.monotonic() >= until_s:
-                raise TimeoutError from None
             time.sleep(BUSY_S)
-        else:
-            return
+    return None
+
+
+def _received(connection: socket.socket, bytes_max: int, until_s: float) -> bytes:
+    """A line, or more than `bytes_max` bytes of it; empty if the connection ends before. Raises `OSError`."""
+    received, data = bytearray(), b""
+    while b"\n" not in data and len(received) <= bytes_max:
+        connection.settimeout(_left_s(until_s))
+        data = connection.recv(1 << 16)
+        if not data:
+            return b""
+        received += data
+    return bytes(received)
+
+
+def _left_s(until_s: float) -> float:
+    """Seconds until then. Raises `TimeoutError`."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _end(connection: socket.socket) -> None:
+    """Wake the thread that waits for this socket: it gets the end of the stream, or an error."""
+    with suppress(OSError):  # it is closed
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _line(fields: Mapping[str, Any]) -> bytes:
@@ -321,12 +266,14 @@ def _object(line: bytes, origin: str) -> dict[str, Any]:
     return fields
 
 
-def _read(line: bytes) -> dict[str, Any]:
-    """A request: `command`, `arguments` and `until_s`, the end of its time.
+def _read(line: bytes) -> tuple[str, dict[str, Any], float]:
+    """A request: its command, its arguments, and the end of its time.
 
     Raises:
-        ControlError: it is not in the form above.
+        ControlError: it is too long, or not in the form above.
     """
+    if len(line) > REQUEST_BYTES_MAX:
+        raise ControlError(f"a request is longer than {REQUEST_BYTES_MAX} bytes")
     fields = _object(line, "the request")
     if unknown := sorted(fields.keys() - {"version", "command", "deadline_s", "arguments"}):
         raise ControlError(f"the request has {unknown}; allowed: version, command, deadline_s, arguments")
@@ -336,14 +283,14 @@ def _read(line: bytes) -> dict[str, Any]:
     deadline_s: Any = fields.get("deadline_s", DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s <= DEADLINE_S_MAX:
         raise ControlError(f"deadline_s = {str(deadline_s)[:40]}; allowed: above 0, up to {DEADLINE_S_MAX:g}")
-    return {"command": command, "arguments": arguments, "until_s": time.monotonic() + deadline_s}
+    return command, cast("dict[str, Any]", arguments), time.monotonic() + deadline_s
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def _listen(path: Path) -> tuple[socket.socket, tuple[int, int]]:
-    """A listening socket at `path`, and device and inode of its file.
+def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
+    """A listening socket at `path`, and the status of its file.
 
     A file that a dead process has left is replaced, under a lock on the directory, so that two starts cannot both.
 
@@ -355,36 +302,20 @@ def _listen(path: Path) -> tuple[socket.socket, tuple[int, int]]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         make_root(path.parent)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with folder_at(path.parent) as directory:
             _check_directory(path, os.fstat(directory))
-            _lock(directory)
+            lock_file(directory, fcntl.LOCK_EX, START_S)  # a process that keeps the lock does not prevent this start
             _remove_stale(path)
             os.fchmod(listener.fileno(), 0o600)  # Linux creates the file with the mode of the socket
             listener.bind(os.fsencode(path))
             listener.listen(CONNECTIONS_MAX)  # before the lock ends: until then it looks like one of a dead process
-        finally:
-            os.close(directory)
-        listener.settimeout(0)
-        status = path.lstat()
+        listener.settimeout(IDLE_S)
+        return listener, path.lstat()
     except BaseException as error:
         listener.close()
         if isinstance(error, OSError):
             raise ConfigError(f"{SETTING} = {str(path)!r} cannot be used: {error.strerror or error}") from error
         raise
-    return listener, (status.st_dev, status.st_ino)
-
-
-def _lock(directory: int) -> None:
-    """Lock out other starts. A process that keeps the lock does not prevent this start."""
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(BUSY_S)
-        else:
-            return
 
 
 def _check_directory(path: Path, status: os.stat_result) -> None:

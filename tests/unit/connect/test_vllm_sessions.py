@@ -12,9 +12,7 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.config.sections import Config, HostConfig
 from kvtier.connect.vllm.request_hints import (
     NO_HINTS,
-    ConversationHint,
     RequestHints,
-    conversation_hint,
     request_hints,
     unknown_hints,
 )
@@ -31,8 +29,8 @@ def request(params: object = None, session_id: object = None, salt: str | None =
     return made
 
 
-def hint_of(*args: object, **more: object) -> ConversationHint:
-    return conversation_hint(request(*args, **more))[0]
+def hint_of(*args: object, **more: object) -> RequestHints:
+    return request_hints(request(*args, **more))[0]
 
 
 def test_a_session_may_be_named_in_two_ways():
@@ -40,7 +38,7 @@ def test_a_session_may_be_named_in_two_ways():
     assert named == hint_of(session_id="chat") == hint_of({"session": "chat"}, session_id="other")
     assert named.conversation not in (None, "chat")
     assert named.next_turn is None
-    assert hint_of() == hint_of({}) == ConversationHint()
+    assert hint_of() == hint_of({}) == NO_HINTS
 
 
 @pytest.mark.parametrize("next_turn", list(NextTurn))
@@ -64,14 +62,15 @@ def test_tenants_cannot_name_each_others_sessions():
         ({"session": "a", "next_turn": ["user"]}, None, "next_turn = ['user']; allowed"),
         ({"session": 7}, None, "session = 7; allowed: a non-empty string"),
         ({"session": ""}, None, "session = ''; allowed: a non-empty string"),
+        ({"session": 7, "next_turn": "user"}, None, "session = 7; allowed"),
         ({"next_turn": "user"}, None, "next_turn = 'user'; allowed: only together with session or session_id"),
         (None, 7, "session = 7; allowed: a non-empty string"),
     ],
 )
 def test_an_invalid_hint_is_ignored_and_named(params, session_id, what):
-    hint, problem = conversation_hint(request(params, session_id))
+    hint, (problem,) = request_hints(request(params, session_id))
     assert hint.next_turn is None
-    assert what in problem
+    assert what in problem.text
 
 
 class Unprintable:
@@ -93,15 +92,16 @@ def deep() -> list[object]:
 @pytest.mark.parametrize("field", ["session", "next_turn"])
 def test_a_value_that_cannot_be_printed_is_ignored_with_a_short_message(field, make):
     strange = make()
-    hint, problem = conversation_hint(request({"session": "a", field: strange}))
+    hint, problems = request_hints(request({"session": "a", field: strange}))
     assert hint.next_turn is None
-    assert len(problem) < 1000
-    assert (hint == ConversationHint()) == (field == "session" and not isinstance(strange, str))
+    assert len(problems) == (field == "next_turn" or not isinstance(strange, str))
+    assert all(len(problem.text) < 1000 for problem in problems)
+    assert (hint == NO_HINTS) == (field == "session" and not isinstance(strange, str))
 
 
 @pytest.mark.parametrize("params", [[], "user", 5, {"do_remote_prefill": True}])
 def test_parameters_of_other_connectors_are_ignored(params):
-    assert conversation_hint(request(params)) == (ConversationHint(), "")
+    assert request_hints(request(params)) == (NO_HINTS, [])
 
 
 def envelope(payload: object, kind: object = "kvtier.hints", version: object = "1.0") -> dict[str, object]:
@@ -116,7 +116,7 @@ def as_struct(made: dict[str, object]) -> SimpleNamespace:
 
 
 FIELDS = {"priority": "high", "retain_s": 60, "prefetch_in_s": 18.5, "store": False, "load": False}
-READ = RequestHints("high", 60.0, 18.5, 0, 0)
+READ = RequestHints(None, None, "high", 60.0, 18.5, 0, 0)
 
 
 def test_hints_mean_the_same_in_every_place():
@@ -127,12 +127,12 @@ def test_hints_mean_the_same_in_every_place():
     made.kv_hints = as_struct(envelope(FIELDS))  # type: ignore[attr-defined]
     assert request_hints(made) == (READ, [])
     made.kv_hints = as_struct(envelope({"session": "chat", "next_turn": "user"}))  # type: ignore[attr-defined]
-    assert conversation_hint(made)[0] == hint_of({"session": "chat", "next_turn": "user"})
+    assert request_hints(made)[0] == hint_of({"session": "chat", "next_turn": "user"})
 
 
 def test_a_field_of_the_request_counts_more_than_one_of_an_envelope():
     params = {"retain_s": 5, "priority": None, "kv_hint": envelope({"retain_s": 9, "priority": "low", "load": True})}
-    assert request_hints(request(params)) == (RequestHints("low", 5.0), [])
+    assert request_hints(request(params)) == (RequestHints(priority="low", retain_s=5.0), [])
 
 
 def test_vllms_own_limits_are_read():
@@ -190,7 +190,6 @@ def test_an_action_that_is_not_for_kvtier_is_named_and_not_used(made):
 def test_what_is_no_envelope_is_not_used(made):
     asked = request({"kv_hint": made})
     assert request_hints(asked) == (NO_HINTS, [])
-    assert conversation_hint(asked) == (ConversationHint(), "")
 
 
 def test_only_the_first_actions_of_an_envelope_are_read():

@@ -116,7 +116,7 @@ class Loads:
             load.places,
             resident_tokens=plan.resident_tokens,
             budget=plan.budget,
-            conversation=load.tracked.hint.conversation,
+            conversation=load.tracked.hints.conversation,
         )
 
     def drop(self, name: RequestId) -> OpenLoad:

@@ -16,11 +16,12 @@ A field of `kv_transfer_params` counts more than one of an envelope.
 Hints never affect correctness. An invalid one is ignored.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from itertools import islice
 from reprlib import repr as short
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from kvtier.connect.vllm.vllm_types import Request
 from kvtier.types import NextTurn
@@ -28,37 +29,52 @@ from kvtier.types import NextTurn
 ACTION_TYPE, ACTION_VERSION = "kvtier.hints", "1"
 """Action of an envelope whose payload kvtier reads. Of its version only the part before the dot counts."""
 
-HINTS = frozenset(
-    {
-        *("session", "next_turn", "priority", "retain_s", "prefetch_in_s", "store", "load"),
-        *("max_load_tokens", "max_offload_tokens"),
-    }
-)
-"""Fields of `kv_transfer_params` that are hints."""
-
 ENVELOPE = "kv_hint"
 
 _ACTIONS_MAX = 64
 _SECONDS_MAX = 1e9
 """Longer durations are mistakes. The settings allow less."""
 _CONVERSATION_BYTES = 16
-_NEXT_TURNS = {turn.value: turn for turn in NextTurn}
-_PRIORITIES = ("low", "normal", "high")
-_Value = TypeVar("_Value")
 
 
-class ConversationHint(NamedTuple):
-    """A request's conversation, and the expected source of its next turn."""
+_Rule = tuple[str, Callable[[object], bool]]
+"""What the value of a field may be: in words, and as a test."""
 
-    conversation: str | None = None
-    """Digest of `cache_salt` and the client's name."""
-    next_turn: NextTurn | None = None
-    """Always None without a conversation."""
+
+def _one_of(values: Collection[str]) -> _Rule:
+    return ", ".join(map(repr, values)), lambda it: isinstance(it, str) and it in values
+
+
+def _number(what: str, kind: type[float], most: float = math.inf) -> _Rule:
+    return what, lambda it: isinstance(it, kind) and not isinstance(it, bool) and 0 <= it <= most
+
+
+_SECONDS = _number("seconds, 0 to 1e9", cast("type[float]", int | float), _SECONDS_MAX)
+_TOKENS = _number("a number of tokens, 0 or more", int)
+_SWITCH: _Rule = ("true, false", lambda it: isinstance(it, bool))
+_RULES: dict[str, _Rule] = {
+    "session": ("a non-empty string", lambda it: isinstance(it, str) and it != ""),
+    "next_turn": _one_of([it.value for it in NextTurn]),
+    "priority": _one_of(["low", "normal", "high"]),
+    "retain_s": _SECONDS,
+    "prefetch_in_s": _SECONDS,
+    "store": _SWITCH,
+    "load": _SWITCH,
+    "max_load_tokens": _TOKENS,
+    "max_offload_tokens": _TOKENS,
+}
+
+HINTS = frozenset(_RULES)
+"""Fields of `kv_transfer_params` that are hints."""
 
 
 class RequestHints(NamedTuple):
-    """What a request wants kvtier to do with its KV, besides the conversation."""
+    """What a request wants kvtier to do with its KV."""
 
+    conversation: str | None = None
+    """Digest of `cache_salt` and the client's name of the conversation."""
+    next_turn: NextTurn | None = None
+    """The expected source of its next turn; always None without a conversation."""
     priority: str = "normal"
     retain_s: float | None = None
     prefetch_in_s: float | None = None
@@ -66,6 +82,11 @@ class RequestHints(NamedTuple):
     """Tokens beyond vLLM's own cache; 0: none."""
     max_offload_tokens: int | None = None
     """Leading tokens; 0: none."""
+
+    @property
+    def concern_the_end(self) -> bool:
+        """Whether there is anything to do once the request has ended, besides `next_turn`."""
+        return (self.priority, self.retain_s, self.prefetch_in_s) != ("normal", None, None)
 
 
 NO_HINTS = RequestHints()
@@ -96,56 +117,25 @@ def _shown(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def conversation_hint(request: Request) -> tuple[ConversationHint, str]:
-    """Read `session_id`, or `session` and `next_turn`; also what is invalid, or ``""``."""
-    fields = _fields(request)
-    next_turn, given = fields.get("next_turn"), fields.get("session")
-    if given is None:
-        given = cast("object", getattr(request, "session_id", None))
-    if given is None:
-        allowed = "only together with session or session_id"
-        return ConversationHint(), "" if next_turn is None else problem("next_turn", next_turn, allowed)
-    if not isinstance(given, str) or not given:
-        return ConversationHint(), problem("session", given, "a non-empty string")
-    name = _scoped_name(request.cache_salt or "", given)
-    known = _NEXT_TURNS.get(next_turn) if isinstance(next_turn, str) else None
-    if known is None and next_turn is not None:
-        return ConversationHint(name), problem("next_turn", next_turn, ", ".join(map(repr, _NEXT_TURNS)))
-    return ConversationHint(name, known), ""
-
-
 def request_hints(request: Request) -> tuple[RequestHints, list[Problem]]:
-    """Read the other hints; also those that are invalid."""
-    fields, problems = _fields(request), list[Problem]()
-
-    def read(name: str, kind: type[_Value], allowed: str, is_allowed: Callable[[_Value], bool]) -> _Value | None:
-        value = fields.get(name)
-        if value is None:
-            return None
-        is_kind = isinstance(value, kind) and isinstance(value, bool) is (kind is bool)
-        if not is_kind or not is_allowed(cast("_Value", value)):
-            problems.append(Problem(name, problem(name, value, allowed)))
-            return None
-        return cast("_Value", value)
-
-    def seconds(name: str) -> float | None:
-        value = read(name, cast("type[float]", int | float), "seconds, 0 to 1e9", _is_duration)
-        return None if value is None else float(value)
-
-    def tokens(name: str, switch: str) -> int | None:
-        most = read(name, int, "a number of tokens, 0 or more", lambda value: value >= 0)
-        is_wanted = read(switch, bool, "true, false", lambda _value: True)
-        return 0 if is_wanted is False else most
-
-    priority = read("priority", str, ", ".join(map(repr, _PRIORITIES)), lambda value: value in _PRIORITIES)
+    """The hints of a request, and those that are invalid."""
+    given = _fields(request)
+    rules = ((name, value, *_RULES[name]) for name, value in given.items())
+    wrong = {name: allowed for name, value, allowed, is_kept_by in rules if not is_kept_by(value)}
+    if "next_turn" in given and "session" not in given:
+        wrong["next_turn"] = "only together with session or session_id"
+    kept: Mapping[str, Any] = {name: value for name, value in given.items() if name not in wrong}
+    named = "session" in kept
     hints = RequestHints(
-        priority or "normal",
-        seconds("retain_s"),
-        seconds("prefetch_in_s"),
-        tokens("max_load_tokens", "load"),
-        tokens("max_offload_tokens", "store"),
+        _scoped_name(request.cache_salt or "", kept["session"]) if named else None,
+        NextTurn(kept["next_turn"]) if named and "next_turn" in kept else None,
+        kept.get("priority", "normal"),
+        kept.get("retain_s"),
+        kept.get("prefetch_in_s"),
+        kept.get("max_load_tokens") if kept.get("load", True) else 0,
+        kept.get("max_offload_tokens") if kept.get("store", True) else 0,
     )
-    return hints, problems
+    return hints, [Problem(name, problem(name, given[name], allowed)) for name, allowed in wrong.items()]
 
 
 def unknown_hints(request: Request) -> str:
@@ -160,18 +150,16 @@ def unknown_hints(request: Request) -> str:
     return f"{found[0]}; known: {known}" if found else ""
 
 
-def _is_duration(value: float) -> bool:
-    return 0 <= value <= _SECONDS_MAX
-
-
 def _fields(request: Request) -> dict[str, object]:
-    """All hints of a request. The first value counts, in the order of `_actions` after `kv_transfer_params`."""
+    """All hints of a request. The first value counts, in this order: `kv_transfer_params`, `_actions`, `session_id`."""
     params = params_of(request)
     fields = {name: params[name] for name in HINTS if params.get(name) is not None}
     for *_, payload in _actions(request):
         for name, value in payload.items() if payload is not None else ():
             if name in HINTS and value is not None:
                 fields.setdefault(name, value)
+    if (session := cast("object", getattr(request, "session_id", None))) is not None:
+        fields.setdefault("session", session)
     return fields
 
 

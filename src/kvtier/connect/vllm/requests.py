@@ -18,7 +18,6 @@ from kvtier.connect.vllm.request_hints import (
     ENVELOPE,
     HINTS,
     NO_HINTS,
-    ConversationHint,
     RequestHints,
     params_of,
     problem,
@@ -105,7 +104,6 @@ class TrackedRequest:
     """Unique; two requests may have the same id, one after the other."""
     keys: Chain | None
     """None: the request is neither looked up nor stored."""
-    hint: ConversationHint = ConversationHint()  # noqa: RUF009  immutable
     hints: RequestHints = NO_HINTS
     began_step: int | None = None
     """First step that computed into the request's current blocks."""
@@ -181,7 +179,7 @@ class TrackedRequest:
         """Trace entry of the finished request."""
         prompt = self.request.num_prompt_tokens
         keys = () if self.keys is None else self.prefix(prompt).keys
-        return Served(self.arrived_s, keys, prompt, self.request.num_tokens - prompt, *self.hint)
+        return Served(self.arrived_s, keys, prompt, self.request.num_tokens - prompt, *self.hints[:2])
 
     def computed_tokens(self, confirmed_step: int) -> int:
         """Leading tokens whose KV in the request's blocks is final: computed by steps whose output has returned.

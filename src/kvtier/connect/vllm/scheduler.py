@@ -26,7 +26,7 @@ from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.request_hints import NO_HINTS, Problem, conversation_hint, request_hints
+from kvtier.connect.vllm.request_hints import Problem, request_hints
 from kvtier.connect.vllm.request_history import WEIGHTS_CHANGED, RequestHistory
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
@@ -161,17 +161,16 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """Track a new request."""
-        hint, wrong = conversation_hint(request)
         hints, problems = request_hints(request)
         announced, lie = announced_tokens(request)
         unknown = unknown_fields(request) if self._is_alone else ""
-        problems += [Problem("session", wrong), Problem("tokens", lie), Problem("unknown", unknown)]
+        problems += [Problem("tokens", lie), Problem("unknown", unknown)]
         for field, text in problems:
             if text and field not in self._warned:
                 self._warned.add(field)
                 logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
         self._clear_wished()
-        tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hint, hints)
+        tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hints)
         tracked.announced_tokens = 0 if self._has_own_keys(request) or not self._is_alone else announced
         self._requests[request.request_id] = tracked
         if self._history is not None:
@@ -201,10 +200,10 @@ class Scheduler:
             self._planner.dropped(self._loads.drop(tracked.load).match.plan)
         else:
             self._store_full_chunks(tracked, tables)
-        conversation, next_turn = tracked.hint
-        if conversation is not None and next_turn is not None:
-            self._session.expects(conversation, next_turn)
-        if tracked.keys is not None and tracked.hints != NO_HINTS:
+        hints = tracked.hints
+        if hints.conversation is not None and hints.next_turn is not None:
+            self._session.expects(hints.conversation, hints.next_turn)
+        if tracked.keys is not None and hints.concern_the_end:
             self._hinted.append(tracked)
         self._forget_offers(tracked)
         if tracked.answer is not None:
@@ -454,7 +453,7 @@ class Scheduler:
     def _give_hints(self) -> None:
         """Pass on the hints of requests that have ended: the session knows their last stores now."""
         for tracked in self._hinted:
-            session, hints, conversation = self._session, tracked.hints, tracked.hint.conversation
+            session, hints, conversation = self._session, tracked.hints, tracked.hints.conversation
             prefix = tracked.prefix(tracked.request.num_tokens)
             is_high = hints.priority == "high"
             if is_high or hints.retain_s is not None:
@@ -479,7 +478,7 @@ class Scheduler:
             prefix = tracked.prefix(end)
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)
-            self._stores.begin(tracked.id, prefix, places, tracked.hint.conversation)
+            self._stores.begin(tracked.id, prefix, places, tracked.hints.conversation)
             tracked.account.stored_tokens += end - first * self._geometry.chunk_tokens
         self._forget_offers(tracked)
         return True
