@@ -144,15 +144,15 @@ class Driver:
         self._take()
 
     def retain(self, prefix: Prefix, seconds: float, *, is_high: bool = False) -> None:
-        self.cache.retain(prefix, self.now_s + seconds, self.now_s, is_high=is_high)
+        self.cache.hints.retain(prefix, self.now_s + seconds, self.now_s, is_high=is_high)
         self.wait(0)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        self.cache.lower(prefix, conversation)
+        self.cache.hints.lower(prefix, conversation)
         self.wait(0)
 
     def prefetch(self, request: str, prefix: Prefix, in_s: float = 0.0, conversation: str | None = None) -> None:
-        self.cache.prefetch(RequestId(request), prefix, self.now_s + in_s, self.now_s, conversation)
+        self.cache.hints.prefetch(RequestId(request), prefix, self.now_s + in_s, self.now_s, conversation)
         self.wait(0)
 
     def flush(self) -> None:

@@ -290,13 +290,13 @@ class SimEngine:
         self._world.note(RecordKind.HINT, what, seconds, len(prefix.keys))
         self._hints += 1
         if what < 8:
-            self._cache.retain(prefix, now_s + seconds, now_s, is_high=what < 3)
+            self._cache.hints.retain(prefix, now_s + seconds, now_s, is_high=what < 3)
         elif what < 12:
-            self._cache.lower(prefix, job.conversation)
+            self._cache.hints.lower(prefix, job.conversation)
         elif what < 18:
             name = RequestId(f"p{self._hints}")
             self._observer.prefetched(name, prefix)
-            self._cache.prefetch(name, prefix, now_s + seconds, now_s, job.conversation)
+            self._cache.hints.prefetch(name, prefix, now_s + seconds, now_s, job.conversation)
         elif what < 19:
             self._cache.release(RequestId(f"p{self._hints - 1}"), now_s)
         else:

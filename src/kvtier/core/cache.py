@@ -120,7 +120,7 @@ class Cache:
             operations=self._operations,
             estimators=self._estimators,
         )
-        self._hints = Hints(
+        self.hints = Hints(
             layout=layout,
             limits=self._limits,
             host=self.host,
@@ -242,10 +242,6 @@ class Cache:
         """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
         return self._pending_writes.count
 
-    def retained(self) -> list[int]:
-        """Objects that hints retain in host memory, of each group."""
-        return self._hints.retention.counts
-
     def relays_waiting(self) -> dict[str, int]:
         """Objects that wait to be relayed, by tier."""
         return self._pending_writes.relays_waiting()
@@ -284,8 +280,8 @@ class Cache:
     def next_deadline(self) -> float | None:
         """The time at which `tick` has work to do if no other call is made."""
         ends = [self._transfers.next_deadline(), self._probes.next_deadline()]
-        if self._hints.are_given:
-            ends.append(self._hints.next_deadline())
+        if self.hints.are_given:
+            ends.append(self.hints.next_deadline())
         return min((end for end in ends if end is not None), default=None)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -353,35 +349,9 @@ class Cache:
         self._next_turns.pop(conversation, None)
         self._next_turns[conversation] = next_turn
 
-    def retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool = False) -> None:
-        """Keep what host memory has of `prefix` there until `until_s`, within `Limits.retained_share` and `retain_s`.
-
-        Beyond the share the oldest retention ends, that of a high priority last. Lower tiers get the objects, too. This
-        and other hints begin with `advance`, after the open stores of the prefix.
-        """
-        self._hints.retain(prefix, until_s, now_s, is_high=is_high)
-
-    def end_retention(self, prefix: Prefix) -> None:
-        """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
-        self._hints.end(prefix)
-
-    def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        """Evict what only `conversation` has used of `prefix` before all others, unless it is used again."""
-        self._hints.lower(prefix, conversation)
-
-    def prefetch(
-        self, request: RequestId, prefix: Prefix, at_s: float, now_s: float, conversation: str | None = None
-    ) -> None:
-        """Have what lower tiers hold of `prefix` in host memory at `at_s`, and retain it there for a while.
-
-        Until then what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
-        without an event, after `release` of its `request` at the latest.
-        """
-        self._hints.prefetch(request, prefix, at_s, now_s, conversation)
-
     def forget_hints(self) -> None:
         """End every retention and prefetch."""
-        self._hints.forget_all()
+        self.hints.forget_all()
         for prefetch in list(self._operations.prefetches.values()):
             self._transfers.stop(prefetch)
         self._may_move = True
@@ -435,7 +405,7 @@ class Cache:
         if self._may_move:
             self._may_move = False
             self._transfers.advance(now_s)
-        while self._hints.are_given and self._hints.advance(now_s):
+        while self.hints.are_given and self.hints.advance(now_s):
             self._transfers.advance(now_s)
         if self._next_turns:
             self._pass_next_turns()
@@ -447,8 +417,8 @@ class Cache:
 
     def _expire(self, now_s: float) -> None:
         self._may_move |= self._probes.expire(now_s) | self._transfers.expire(now_s)
-        if self._hints.are_given:
-            self._may_move |= self._hints.expire(now_s)
+        if self.hints.are_given:
+            self._may_move |= self.hints.expire(now_s)
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
@@ -472,7 +442,7 @@ class Cache:
         """
         self.host.check()
         self._transfers.check()
-        self._hints.check()
+        self.hints.check()
 
     def _pass_next_turns(self) -> None:
         storing = {store.conversation for store in self._operations.stores}
@@ -482,7 +452,7 @@ class Cache:
             self._output.commands += [Tell(tier_state.name, conversation, next_turn) for tier_state in self._tiers.all]
 
     def _stop(self, request: RequestId) -> None:
-        self._hints.forget(request)
+        self.hints.forget(request)
         self._probes.forget(request)
         operations = self._operations
         for work in [*operations.loads.values(), *operations.prefetches.values(), *operations.stores]:

@@ -94,23 +94,30 @@ class Hints:
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    def retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool) -> None:
-        """Retain what host memory has of `prefix`, until `until_s` and `Limits.retain_s` at most."""
+    def retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool = False) -> None:
+        """Keep what host memory has of `prefix` there until `until_s`, within `Limits.retained_share` and `retain_s`.
+
+        Beyond the share the oldest retention ends, that of a high priority last. Lower tiers get the objects, too.
+        """
         until_s = min(until_s, now_s + self._limits.retain_s)
         self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, is_high=is_high))
 
     def end(self, prefix: Prefix) -> None:
-        """End the retention of `prefix`, after hints that wait for its stores."""
+        """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
         self._wish(prefix, lambda _at_s: self.retention.end(prefix))
 
-    def lower(self, prefix: Prefix, conversation: str | None) -> None:
+    def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         """Evict first what only `conversation` has used of `prefix`; without one, what one operation only has used."""
-        self._wish(prefix, lambda _at_s: self._lower(prefix, conversation))
+        self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=False))
 
     def prefetch(
         self, request: RequestId, prefix: Prefix, at_s: float, now_s: float, conversation: str | None = None
     ) -> None:
-        """Have `prefix` in host memory at `at_s`. Until then what only `conversation` has used of it may leave."""
+        """Have what lower tiers hold of `prefix` in host memory at `at_s`, and retain it there for a while.
+
+        Until then what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
+        without an event, after `Cache.release` of its `request` at the latest.
+        """
         prefix = self._bounded(prefix)
         if not prefix.keys or request in self._due or request in self._operations.prefetches:
             return
@@ -122,7 +129,7 @@ class Hints:
         self.are_given = True
         self._due[request] = DuePrefetch(request, prefix, conversation, start_s, until_s)
         if start_s > now_s and len(self._estimators) > 1:
-            self._wish(prefix, lambda at_s: self._demote(prefix, conversation, at_s))
+            self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=True))
 
     def forget(self, request: RequestId) -> None:
         """Forget a prefetch that has not begun."""
@@ -189,13 +196,10 @@ class Hints:
             for entry in self.retention.retain(prefix, until_s, is_high=is_high):
                 self._pending_writes.keep(entry, now_s)
 
-    def _lower(self, prefix: Prefix, conversation: str | None) -> None:
+    def _lower(self, prefix: Prefix, conversation: str | None, now_s: float, *, is_kept: bool) -> None:
         for entry in self._own(prefix, conversation):
-            self._host.lower(entry)
-
-    def _demote(self, prefix: Prefix, conversation: str | None, now_s: float) -> None:
-        for entry in self._own(prefix, conversation):
-            self._pending_writes.keep(entry, now_s)
+            if is_kept:
+                self._pending_writes.keep(entry, now_s)
             self._host.lower(entry)
 
     def _own(self, prefix: Prefix, conversation: str | None) -> list[HostEntry]:

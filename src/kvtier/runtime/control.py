@@ -68,15 +68,16 @@ class Control:
         self._retain_s = retain_s
         self._numbers = itertools.count()
         self._began_s = time.monotonic()
-        self._commands: dict[str, Callable[[Mapping[str, Any], float], dict[str, Any]]] = {
-            "find": self._find,
-            "why": self._why,
-            "prefetch": self._prefetch,
-            "pin": self._pin,
-            "unpin": self._unpin,
-            "clear": self._clear,
-            "health": self._health,
+        self._commands: dict[str, tuple[Callable[[Mapping[str, Any], float], dict[str, Any]], tuple[str, ...]]] = {
+            "find": (self._find, PROMPT),
+            "why": (self._why, ("request",)),
+            "prefetch": (self._prefetch, PROMPT),
+            "pin": (self._pin, (*PROMPT, "seconds")),
+            "unpin": (self._unpin, PROMPT),
+            "clear": (self._clear, ("all", "salt")),
+            "health": (self._health, ()),
         }
+        """Makers of the calls, and the arguments that each takes."""
 
     def answer(self, command: str, arguments: dict[str, Any], until_s: float) -> dict[str, Any]:
         """Make a call.
@@ -84,15 +85,18 @@ class Control:
         Raises:
             ControlError: the command or an argument is wrong, or the session cannot take the call.
         """
-        call = self._commands.get(command)
-        if call is None:
+        if command not in self._commands:
             raise ControlError(f"command {command[:40]!r} is unknown; allowed: {', '.join(self._commands)}")
+        call, names = self._commands[command]
+        if command == "clear" and {"model", "age"} & arguments.keys():
+            raise ControlError(OFFLINE)
+        if unknown := sorted(arguments.keys() - {*names}):
+            raise ControlError(f"arguments {unknown} are unknown; allowed: {', '.join(names) or 'none'}")
         return call(arguments, until_s)
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
     def _find(self, arguments: Mapping[str, Any], until_s: float) -> dict[str, Any]:
-        _allow(arguments, *PROMPT)
         tokens, prefix = self._prompt(arguments)
         survey = self._survey(prefix, until_s)
         most = self._engine.hit_tokens(tokens)
@@ -107,12 +111,10 @@ class Control:
         }
 
     def _prefetch(self, arguments: Mapping[str, Any], until_s: float) -> dict[str, Any]:
-        _allow(arguments, *PROMPT)
         tokens, prefix = self._prompt(arguments)
         return {"tokens": tokens, **self._fetched(prefix, until_s)}
 
     def _pin(self, arguments: Mapping[str, Any], until_s: float) -> dict[str, Any]:
-        _allow(arguments, *PROMPT, "seconds")
         seconds: Any = arguments.get("seconds")
         if type(seconds) not in {int, float} or not 0 < seconds <= self._retain_s:
             raise ControlError(
@@ -125,7 +127,6 @@ class Control:
         return {"tokens": tokens, **fetched, "pinned_tokens": pinned_tokens, "seconds": seconds}
 
     def _unpin(self, arguments: Mapping[str, Any], _until_s: float) -> dict[str, Any]:
-        _allow(arguments, *PROMPT)
         tokens, prefix = self._prompt(arguments)
         pinned_tokens = self._session.host_tokens(prefix, is_retained=True)
         self._session.end_retention(prefix)
@@ -163,7 +164,6 @@ class Control:
         return len(ids), chain.prefix()
 
     def _why(self, arguments: Mapping[str, Any], _until_s: float) -> dict[str, Any]:
-        _allow(arguments, "request")
         name = _text(arguments, "request")
         if not name:
             raise ControlError("request must be the id of a request")
@@ -172,9 +172,6 @@ class Control:
         return self._engine.why(name)
 
     def _clear(self, arguments: Mapping[str, Any], _until_s: float) -> dict[str, Any]:
-        if {"model", "age"} & arguments.keys():
-            raise ControlError(OFFLINE)
-        _allow(arguments, "all", "salt")
         is_all = arguments.get("all", False)
         if not isinstance(is_all, bool) or is_all is ("salt" in arguments):
             raise ControlError("clear needs either all = true or a salt; the salt '' names requests without one")
@@ -185,8 +182,7 @@ class Control:
         notes = [f"objects in {tiers} are kept and no longer found by this engine until its restart"] if tiers else []
         return {"freed_objects": freed, "kept_objects": kept, "notes": [*notes, *filter(None, [self._engine.note])]}
 
-    def _health(self, arguments: Mapping[str, Any], _until_s: float) -> dict[str, Any]:
-        _allow(arguments)
+    def _health(self, _arguments: Mapping[str, Any], _until_s: float) -> dict[str, Any]:
         problem = self._engine.problem() or self._session.obstacle
         is_live = self._session.is_alive
         return {
@@ -231,18 +227,10 @@ def _end(survey: Survey, tokens: int, hit_tokens: int, most: int) -> str:
     return "; ".join(parts)
 
 
-def _allow(arguments: Mapping[str, Any], *names: str) -> None:
-    if unknown := sorted(arguments.keys() - set(names)):
-        raise ControlError(f"arguments {unknown} are unknown; allowed: {', '.join(names) or 'none'}")
-
-
 def _text(arguments: Mapping[str, Any], name: str) -> str:
     value = arguments.get(name, "")
-    if not isinstance(value, str) or len(value) > TEXT_CHARACTERS_MAX or not _is_unicode(value):
+    # JSON allows half of a surrogate pair; UTF-8 does not.
+    is_text = isinstance(value, str) and value.encode(errors="replace").decode() == value
+    if not is_text or len(value) > TEXT_CHARACTERS_MAX:
         raise ControlError(f"{name} must be a text of at most {TEXT_CHARACTERS_MAX} characters")
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text has no half of a surrogate pair, which JSON allows."""
-    return text.encode(errors="replace").decode() == text

@@ -191,7 +191,7 @@ class Gauges:
         held = sum(host.used(group) * size for group, size in sizes)
         capacity = sum(host.slots[group] * size for group, size in sizes)
         self._tiers.set_fill(HOST, held, capacity)
-        retained = self._cache.retained()
+        retained = self._cache.hints.retention.counts
         self._metrics.set(table.RETAINED_BYTES, sum(retained[group] * size for group, size in sizes))
         self._metrics.add(table.EVICTIONS, host.evictions - self._evictions, place=HOST)
         self._evictions = host.evictions

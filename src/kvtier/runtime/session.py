@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
@@ -29,6 +30,8 @@ from kvtier.types import (
     RequestId,
     Transfer,
 )
+
+T = TypeVar("T")
 
 __all__ = ["Closed", "Session", "SessionError"]
 
@@ -274,13 +277,7 @@ class Session(LockedCore):
 
     def clear(self) -> tuple[int, int]:
         """Free host memory, see `Cache.clear`. Lower tiers keep their objects, and those of open requests stay."""
-        counts = [(0, 0)]
-
-        def clear(now_s: float) -> None:
-            counts[0] = self._cache.clear(now_s)
-
-        self._uninterrupted(self._call, clear)
-        return counts[0]
+        return self._asked(self._cache.clear, otherwise=(0, 0))
 
     @property
     def obstacle(self) -> str:
@@ -296,28 +293,22 @@ class Session(LockedCore):
         the deepest chunk first; those of a high priority end last. Lower tiers get the objects, too. The call counts
         for stores of the prefix that began before it.
         """
-        self._wish(lambda now_s: self._cache.retain(prefix, now_s + seconds, now_s, is_high=is_high))
+        self._wish(lambda now_s: self._cache.hints.retain(prefix, now_s + seconds, now_s, is_high=is_high))
 
     def end_retention(self, prefix: Prefix) -> None:
         """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
-        self._wish(lambda _now_s: self._cache.end_retention(prefix))
+        self._wish(lambda _now_s: self._cache.hints.end(prefix))
 
     def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
         """Leading tokens that host memory alone can load, after all calls before; see `Cache.host_tokens`."""
-        counts = [0]
-
-        def count(_now_s: float) -> None:
-            counts[0] = self._cache.host_tokens(prefix, is_retained=is_retained)
-
-        self._uninterrupted(self._call, count)
-        return counts[0]
+        return self._asked(lambda _now_s: self._cache.host_tokens(prefix, is_retained=is_retained), otherwise=0)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         """Evict what only `conversation` has used of `prefix` from host memory before all else, until its next use.
 
         Without a conversation: what one load or store only has used.
         """
-        self._wish(lambda _now_s: self._cache.lower(prefix, conversation))
+        self._wish(lambda _now_s: self._cache.hints.lower(prefix, conversation))
 
     def prefetch(self, request: RequestId, prefix: Prefix, in_s: float = 0.0, conversation: str | None = None) -> None:
         """Have what lower tiers hold of `prefix` in host memory in `in_s` seconds, and keep it there as `retain` does.
@@ -331,7 +322,7 @@ class Session(LockedCore):
             in_s: seconds until it is needed, at most `limits.retain_s`.
             conversation: name of the conversation.
         """
-        self._wish(lambda now_s: self._cache.prefetch(request, prefix, now_s + in_s, now_s, conversation))
+        self._wish(lambda now_s: self._cache.hints.prefetch(request, prefix, now_s + in_s, now_s, conversation))
 
     def forget_hints(self) -> None:
         """End every retention and prefetch."""
@@ -360,6 +351,16 @@ class Session(LockedCore):
             self._lines.append(LogLine(logging.DEBUG, "no recall of tier %s: %s", (command.tier, completion.detail)))
         if following := self._recalls.answered(command, completion.outcome, len(records), now_s, is_last=is_last):
             self._send(following)
+
+    def _asked(self, ask: Callable[[float], T], otherwise: T) -> T:
+        """The core's answer; `otherwise` after an internal error. Raises `SessionError`."""
+        answers = [otherwise]
+
+        def note(now_s: float) -> None:
+            answers[0] = ask(now_s)
+
+        self._uninterrupted(self._call, note)
+        return answers[0]
 
     def _begin(self, act: Callable[[float], None], register: Callable[..., OpenCall], *what: object) -> None:
         """`_call` for a load or store, which is registered before it begins."""

@@ -151,10 +151,9 @@ class Events:
             isinstance(command, Transfer)
             and command.direction in (Direction.GATHER, Direction.PROMOTE)
             and command.group == self._group
+            and (evicted := self._slots.pop(command.slot, None)) is not None
         ):
-            evicted = self._slots.pop(command.slot, None)
-            if evicted is not None:
-                self._moved.append((evicted, HOST, False))
+            self._moved.append((evicted, HOST, False))
 
     def completed(self, completion: Completion) -> None:
         """Note a completed transfer, drop or probe."""
@@ -196,9 +195,8 @@ class Events:
         Extras: JSON of those with which every block begins, and of further ones by block. Empty if there are none.
         """
         chunk = self._chunks.get(key)
-        if chunk is None or chunk.blocks is None or self._has_cleared:
-            return b""
-        if self._step > 1:  # extras are those of blocks, not of single hashes
+        # With several hashes of a block, extras are those of the block, not of single hashes.
+        if chunk is None or chunk.blocks is None or self._has_cleared or self._step > 1:
             return b""
         extras = b""
         if any(chunk.blocks.extras):
@@ -213,8 +211,7 @@ class Events:
 
     def recalled(self, records: Sequence[ChunkRecord], tier: str) -> None:
         """Chunks that a tier holds, parents first; see `ChunkTexts`."""
-        for record in records[: RECORDS_MAX - len(self._recalled)]:
-            self._recalled.append((record, tier))
+        self._recalled.extend((record, tier) for record in records[: RECORDS_MAX - len(self._recalled)])
 
     # ---- the scheduler's thread ------------------------------------------------------------------------------------
 
@@ -236,7 +233,7 @@ class Events:
                 None if lora is None else (lora.lora_int_id, lora.lora_name),
                 number,
             )
-            self._events += [BlockEvent(chunk.blocks, medium, is_there=True) for medium in self._media(chunk)]
+            self._publish(chunk)
         for key in reversed(prefix.keys):  # without its parents a chunk is of no use
             self._use(key)
 
@@ -251,9 +248,8 @@ class Events:
             known = [(chunk.blocks.number, key) for key, chunk in self._chunks.items() if chunk.blocks and chunk.places]
             self._repeats = [key for _, key in sorted(known, reverse=True)]  # a router needs parents first
         for key in [self._repeats.pop() for _ in range(min(REPEATED_MAX, len(self._repeats)))]:
-            chunk = self._chunks.get(key)
-            if chunk is not None and chunk.blocks is not None:
-                self._events += [BlockEvent(chunk.blocks, medium, is_there=True) for medium in self._media(chunk)]
+            if (chunk := self._chunks.get(key)) is not None:
+                self._publish(chunk)
         if self._has_changed:
             self._listed, self._has_changed = tuple(self._chunks), False
         events, self._events = self._events, []
@@ -325,16 +321,11 @@ class Events:
     def _move(self, key: ChunkKey, place: str, is_there: bool) -> None:  # noqa: FBT001 - as it was noted
         if place not in self._tiers:
             return
-        chunk = self._chunks.get(key)
-        if chunk is None:
-            chunk = self._use(key, is_new=True) if is_there else None
+        chunk = self._chunks.get(key) or (self._use(key, is_new=True) if is_there else None)
         if chunk is None:
             return
         before = self._media(chunk)
-        if is_there:
-            chunk.places.add(place)
-        else:
-            chunk.places.discard(place)
+        (chunk.places.add if is_there else chunk.places.discard)(place)
         medium = self._tiers[place].medium
         if (medium in before) != (medium in self._media(chunk)) and chunk.blocks is not None:
             self._events.append(BlockEvent(chunk.blocks, medium, is_there))
@@ -351,9 +342,13 @@ class Events:
         return chunk
 
     def _forget(self, key: ChunkKey) -> None:
-        chunk, self._has_changed = self._chunks.pop(key), True
+        self._has_changed = True
+        self._publish(self._chunks.pop(key), is_there=False)
+
+    def _publish(self, chunk: _Chunk, *, is_there: bool = True) -> None:
+        """Events of each medium that holds the chunk: it enters, or leaves."""
         if chunk.blocks is not None:
-            self._events += [BlockEvent(chunk.blocks, medium, is_there=False) for medium in self._media(chunk)]
+            self._events += [BlockEvent(chunk.blocks, medium, is_there) for medium in self._media(chunk)]
 
     def _is_held(self, key: ChunkKey, place: str) -> bool:
         """Whether the table has the chunk in a place. Any thread."""
