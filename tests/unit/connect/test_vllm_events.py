@@ -100,6 +100,15 @@ def test_a_chunk_enters_and_leaves_host_memory_and_a_tier(world):
     assert not world.events.has_news
 
 
+def test_a_chunk_without_known_blocks_is_not_published_and_an_absent_one_is_not_remembered(world):
+    world.moves(GATHER, b"unknown", slot=1)
+    world.ends(Drop("disk", ChunkKey(b"absent"), 0))
+    assert world.taken() == []
+    assert set(world.events._chunks) == {*world.keys, b"unknown"}
+    world.events.reset()
+    assert world.events.take() == []
+
+
 def test_blocks_have_the_size_and_the_hashes_of_their_group():
     world = World(lora=SimpleNamespace(lora_int_id=3, lora_name="lora"), salt="tenant").learn()
     for slot, key in enumerate(world.keys):

@@ -122,6 +122,17 @@ def test_retained_objects_are_written_whatever_the_write_policy(policy):
     assert core.held["disk"] == {(name, 0) for name in DOCUMENT.keys}
 
 
+@pytest.mark.parametrize("policy", [WritePolicy.BACK, WritePolicy.SELECTIVE])
+def test_what_leaves_for_a_prefetch_is_written_and_what_is_only_lowered_is_not(policy):
+    core = stored(write_policy=policy)
+    core.lower(DOCUMENT)
+    core.run()
+    assert not core.held["disk"]
+    core.prefetch("p", DOCUMENT, 100.0)
+    core.run()
+    assert core.held["disk"] == {(name, 0) for name in DOCUMENT.keys}
+
+
 def test_a_hint_waits_for_the_open_stores_of_its_prefix():
     core = Driver(tiers=())
     core.store("r", DOCUMENT)
