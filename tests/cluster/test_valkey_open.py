@@ -118,8 +118,8 @@ def test_a_cluster_with_tls(valkey_program, authority, tmp_path):
 @pytest.mark.cluster_core
 def test_users_and_passwords(start, tmp_path):
     server = start()
-    rules = "~kvtier/* +@read +@write +@transaction +@connection +info +cluster|slots"  # those of the guide
-    assert rules in (Path(__file__).parents[2] / "docs/guides/valkey.md").read_text()
+    rules = "~kvtier/* +@read +@write +@transaction +@connection +info +cluster|slots"  # those of the page
+    assert rules in (Path(__file__).parents[2] / "docs/tiers.md").read_text()
     server.call("ACL", "SETUSER", "kv", "on", f">{PASSWORD}", *rules.split())
     server.call("ACL", "SETUSER", "reader", "on", f">{PASSWORD}", "~kvtier/*", "+@read", "+cluster", "+ping", "+info")
     server.call("CONFIG", "SET", "requirepass", PASSWORD)

@@ -14,7 +14,7 @@ from kvtier.tier.directory.kind import DirectorySettings
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guides" / "transformers.md").read_text()
+GUIDE = (ROOT / "docs" / "transformers.md").read_text()
 
 
 def test_the_guides_snippets_run(

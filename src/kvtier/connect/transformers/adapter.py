@@ -1,4 +1,4 @@
-"""`attach` and `Attachment`: `generate` with a cache that outlives the process. See `docs/guides/transformers.md`.
+"""`attach` and `Attachment`: `generate` with a cache that outlives the process. See `docs/transformers.md`.
 
 Steps of one call: read the options and the padding; compute the chunk keys of each row; look up and load the known
 prefix; let the library generate from there; store the new chunks. Only the store goes on after the call.
