@@ -15,7 +15,7 @@ from kvtier.cli.main import COMMANDS
 
 TOP = Path(__file__).parents[2]
 DOCUMENTS = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md"), *(TOP / "deploy").rglob("*.md")]
-LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 
 
 @pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -49,8 +49,18 @@ def test_a_changed_figure_would_be_noticed(name: str, cell: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(TOP)))
 def test_every_link_leads_somewhere(document):
-    targets = LINK.findall(document.read_text(encoding="utf-8"))
-    assert [target for target in targets if not (document.parent / target).exists()] == []
+    wrong = []
+    for target, _, anchor in (it.partition("#") for it in LINK.findall(document.read_text(encoding="utf-8"))):
+        page = document.parent / target if target else document
+        if not page.exists() or (anchor and page.suffix == ".md" and anchor not in _anchors(page)):
+            wrong.append(f"{target}#{anchor}")
+    assert wrong == []
+
+
+def test_the_controls_a_heading_has_an_anchor_and_no_other_text(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("## A `tier`, and [more](x.md)\n```\n# no heading\n```\n")
+    assert _anchors(page) == {"a-tier-and-more"}
 
 
 def test_the_document_on_security_names_tests_that_exist():
@@ -145,6 +155,13 @@ def test_the_ratio_of_a_table_is_the_quotient_of_what_it_prints() -> None:
     found = ratio(ours, theirs)
     assert found == (pytest.approx(0.82 / 1.17, abs=1e-3), (0.564, 1.206))
     assert ratio_text(*found) == "0.70 (0.56 to 1.21)"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as forges make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", it.strip().lower()).replace(" ", "-") for it in headings}
 
 
 def _git(*arguments: str) -> str | None:
