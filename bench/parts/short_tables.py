@@ -150,14 +150,16 @@ def buyer(read: Read) -> str:
                 f"core. Median TTFT in ms: {', '.join(waits)}; {_p50(served, 'none', served.top)} without offloading."
             ),
             (
-                f"- **The drive sees** {small['device']['read_share_bytes']:.0%} reads, requests of up to "
-                f"{small['device']['request_bytes']['p99'] / MIB:.0f} MiB, queue depths of "
+                f"- **In conversations the drive sees** {small['device']['read_share_bytes']:.0%} reads, requests of "
+                f"{size_text(small['device']['request_bytes']['p50'])} (median, objects of 4 MiB) to "
+                f"{large['device']['request_bytes']['p50'] / MIB:.0f} MiB (objects of 32 MiB), queue depths of "
                 f"{small['device']['queue_depth']['mean']:.0f} to {large['device']['queue_depth']['mean']:.0f}, and "
                 f"{small['amplification']['device_ratio']:.3f} bytes written for each byte of payload."
             ),
             (
-                f"- **The disk tier reaches** {min(shares):.0%} to {max(shares):.0%} of fio with objects of 512 KiB "
-                f"and more. A load takes {cpu[0]:.2f} s of processor time for a GB at 32 MiB, {cpu[1]:.2f} at 64 KiB."
+                f"- **The disk tier reaches** {min(shares):.0%} to {max(shares):.0%} of fio in `kvtier bench io` with "
+                f"objects of 512 KiB and more. A load takes {cpu[0]:.2f} s of processor time for a GB at 32 MiB, "
+                f"{cpu[1]:.2f} at 64 KiB."
             ),
         ]
     )
