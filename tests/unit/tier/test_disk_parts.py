@@ -20,6 +20,7 @@ from kvtier.tier.disk.format import (
 )
 from kvtier.tier.disk.kind import KIND, DiskSettings
 from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.disk.view import DiskView
 from kvtier.tier.disk.write_budget import DAY_S, WriteBudget
 from kvtier.tier.registry import TierContext
 
@@ -212,6 +213,18 @@ def test_segments_are_a_share_of_the_capacity(capacity, wanted):
     segment = segment_bytes_for(capacity)
     assert segment % BLOCK_BYTES == 0
     assert 0.95 * wanted <= segment <= wanted
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "is_kept"),
+    [(8 << 40, 8 << 40, True), (64 << 30, 8 << 40, True), (10 << 30, 640 << 30, False), (10 << 30, 630 << 30, True)],
+)
+def test_a_store_is_kept_unless_a_later_cap_has_larger_segments(tmp_path, first, later, is_kept):
+    ids = set[str | None]()
+    for capacity in (first, later):
+        DiskTier(tmp_path / "s", capacity_bytes=capacity).close()
+        ids.add(DiskView(tmp_path / "s").usage().store_id)
+    assert (len(ids) == 1) == is_kept
 
 
 def test_a_bad_call_is_an_error(tmp_path):

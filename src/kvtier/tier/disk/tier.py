@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 SEGMENTS_MAX = 4096
-"""A store with more segments, after a large increase of its capacity, is recreated with larger ones."""
+"""A store with more segments, after a large increase of its capacity, is recreated with larger ones, if there are."""
 
 ROW_SHARE_BYTES = 16 << 10
 ROWS_MIN = 1 << 16
@@ -286,7 +286,9 @@ class DiskTier(StoreTier):
         if self._segment_bytes is not None:
             return segment_bytes == self._segment_bytes
         is_real = segment_bytes != SEGMENT_BYTES_MAX  # which a repair writes where no segment tells the size
-        return is_real and segment_bytes <= self.capacity_bytes <= segment_bytes * SEGMENTS_MAX
+        # Of the largest caps every store has more segments; recreated at each start, it would keep nothing.
+        least = min(self.capacity_bytes // SEGMENTS_MAX, segment_bytes_for(self.capacity_bytes))
+        return is_real and least <= segment_bytes <= self.capacity_bytes
 
     def _maintain(self) -> None:
         """Maintenance thread: sync at intervals, keep a segment empty, and write the status."""
