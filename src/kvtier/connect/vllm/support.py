@@ -32,7 +32,7 @@ BLOCK_TOKENS = 16
 
 SHUTDOWN = (
     "at shutdown vLLM kills its engine at once, and chunks that wait to be written are lost: give the server "
-    "--shutdown-timeout 30, too"
+    "--shutdown-timeout 60, too"
 )
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
