@@ -141,8 +141,8 @@ def test_half_a_line_makes_no_call_and_a_half_closed_connection_gets_its_answer(
     assert json.loads(raw(served.path, line(), is_half=True))["result"]["command"] == "find"
 
 
-def test_a_client_that_sends_or_reads_nothing_is_dropped_and_holds_nobody_up(served, monkeypatch):
-    monkeypatch.setattr(module, "EXCHANGE_S", 0.3)
+def test_a_client_that_sends_or_reads_nothing_is_is_dropped_and_holds_no_other_up(served, monkeypatch):
+    monkeypatch.setattr(module, "EXCHANGE_S", 1.0)
     with connected(served.path) as silent, connected(served.path) as deaf:
         deaf.sendall(line(arguments={"size": 8 << 20}))
         silent.sendall(b"{")
@@ -178,11 +178,54 @@ def test_health_is_answered_while_another_call_hangs_and_a_call_that_waits_keeps
         began_s = time.monotonic()
         assert ask(served.path, module.HEALTH, {})["command"] == module.HEALTH
         assert time.monotonic() - began_s < 5.0
-        time.sleep(0.1)
+        assert "busy with other calls until the deadline" in error_of(received(late))
         calls.go.set()
-        assert "busy with other calls" in error_of(received(late))
         assert json.loads(received(hanging))["result"]["command"] == "hang"
     assert ("find", {}) not in calls.made
+
+
+def test_calls_that_wait_leave_connections_for_a_probe(served, calls):
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(connected(served.path)) for _ in range(module.CALLS_MAX)]
+        for connection in waiting:
+            connection.sendall(line(command="hang", deadline_s=30))
+        until(lambda: [*served._clients.values()] == [True] * module.CALLS_MAX)
+        until(lambda: served._calls[1]._value == 0)
+        for _ in range(module.CONNECTIONS_MAX):
+            with pytest.raises(ControlError, match="busy with 8 other calls; ask again later"):
+                ask(served.path, "find", {})
+            assert ask(served.path, module.HEALTH, {})["command"] == module.HEALTH
+        calls.go.set()
+        assert [json.loads(received(it))["result"]["command"] for it in waiting] == ["hang"] * module.CALLS_MAX
+    assert ask(served.path, "find", {})["command"] == "find"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", "ended the connection without an answer"),
+        (b'{"version": 1}\n', "has no result"),
+        (b'{"version": 1, "result": 5}\n', "has no result"),
+        (b'{"version": 2, "result": {}}\n', "has version 2; allowed: 1"),
+    ],
+)
+def test_another_program_at_the_socket_is_a_clear_error(path, answer, error):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        listener.settimeout(20.0)
+
+        def answer_one() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=answer_one)
+        thread.start()
+        with pytest.raises(ControlError, match=error):
+            ask(path, "find", {})
+        thread.join(20.0)
 
 
 def test_a_call_that_waits_is_not_made_once_the_server_closes(path, calls, monkeypatch):
@@ -192,7 +235,7 @@ def test_a_call_that_waits_is_not_made_once_the_server_closes(path, calls, monke
         hanging.sendall(line(command="hang", deadline_s=30))
         until(lambda: calls.made)
         waiting.sendall(line(deadline_s=30))
-        until(lambda: all(server._clients.values()))
+        until(lambda: [*server._clients.values()] == [True, True])
         server.close()
         assert (received(hanging), received(waiting)) == (b"", b"")
         calls.go.set()

@@ -35,6 +35,8 @@ PID: Final = "{pid}"
 """In a path: the number of the engine's process."""
 CONNECTIONS_MAX: Final = 16
 """A further connection ends the oldest that has sent no request yet, or is refused."""
+CALLS_MAX: Final = CONNECTIONS_MAX // 2
+"""Calls that wait or are made; a further one is refused, so that connections are left for probes."""
 REQUEST_BYTES_MAX: Final = 1 << 20
 """Of a request: a prompt of about 150,000 tokens. Parsing it holds Python's lock for 15 ms."""
 ANSWER_BYTES_MAX: Final = 1 << 24
@@ -52,6 +54,7 @@ START_S: Final = 2.0
 BUSY_S: Final = 0.02
 """Pause before what failed is tried again: no descriptor or place in a queue was left."""
 HEALTH: Final = "health"
+ENDED: Final = "the engine at {} ended the connection without an answer: it is closing, or has too many connections"
 
 Answer = Callable[[str, dict[str, Any], float], dict[str, Any]]
 """(command, arguments, end of its time) -> result. Raises `KvError` for a request that is wrong."""
@@ -81,7 +84,8 @@ class ControlSocket:
         self._clients: dict[socket.socket, bool] = {}
         """Open connections, oldest first, and whether each has sent its request."""
         self._clients_lock = threading.Lock()
-        self._call_lock, self._health_lock = threading.Lock(), threading.Lock()
+        self._calls = threading.Lock(), threading.Semaphore(CALLS_MAX)
+        self._probes = threading.Lock(), threading.Semaphore(CONNECTIONS_MAX)
         self._is_closing = False
         self._thread = threading.Thread(target=self._accept, name="kvtier control", daemon=True)
         self._thread.start()
@@ -101,8 +105,9 @@ class ControlSocket:
         with self._clients_lock:
             for connection in self._clients:
                 _end(connection)
-        if self._call_lock.acquire(timeout=CLOSE_S):  # the call under way has ended
-            self._call_lock.release()
+        lock, _ = self._calls
+        if lock.acquire(timeout=CLOSE_S):  # the call under way has ended
+            lock.release()
 
     # ---- the thread that accepts -----------------------------------------------------------------------------------
 
@@ -111,7 +116,7 @@ class ControlSocket:
             while not self._is_closing:
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:  # nobody came, this socket is closed, or no descriptor is left and the client waits
+                except OSError:  # no client came, this socket is closed, or no descriptor is left and the client waits
                     time.sleep(BUSY_S)
                     continue
                 try:
@@ -162,16 +167,7 @@ class ControlSocket:
     def _made(self, received: bytes) -> bytes:
         """The line that answers a request."""
         try:
-            command, arguments, until_s = _read(received)
-            lock = self._health_lock if command == HEALTH else self._call_lock
-            if not lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
-                raise ControlError("the engine was busy with other calls until the deadline")  # noqa: TRY301
-            try:
-                if self._is_closing:
-                    raise ControlError("the engine is closing")
-                line = _line({"result": self._answer(command, arguments, until_s)})
-            finally:
-                lock.release()
+            line = _line({"result": self._called(*_read(received))})
         except KvError as error:
             return _line({"error": str(error)})
         except Exception as error:
@@ -180,6 +176,27 @@ class ControlSocket:
         if len(line) > ANSWER_BYTES_MAX:
             return _line({"error": f"the answer has {len(line)} bytes; allowed: {ANSWER_BYTES_MAX}"})
         return line
+
+    def _called(self, command: str, arguments: dict[str, Any], until_s: float) -> dict[str, Any]:
+        """The result of a call, made in its turn.
+
+        Raises:
+            KvError: it is wrong, its turn has not come in time, or too many others wait.
+        """
+        lock, places = self._probes if command == HEALTH else self._calls
+        if not places.acquire(blocking=False):
+            raise ControlError(f"the engine is busy with {CALLS_MAX} other calls; ask again later")
+        try:
+            if not lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+                raise ControlError("the engine was busy with other calls until the deadline")
+            try:
+                if self._is_closing:
+                    raise ControlError("the engine is closing")
+                return self._answer(command, arguments, until_s)
+            finally:
+                lock.release()
+        finally:
+            places.release()
 
 
 def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: float = DEADLINE_S) -> dict[str, Any]:
@@ -196,14 +213,19 @@ def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: floa
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(deadline_s)
             _connect(connection, path, until_s)
+            connection.settimeout(_left_s(until_s))
             connection.sendall(line)
             received = _received(connection, ANSWER_BYTES_MAX, until_s)
     except TimeoutError:
         raise ControlError(f"the engine at {path} has not answered within {deadline_s:g} s") from None
+    except (BrokenPipeError, ConnectionResetError):
+        raise ControlError(ENDED.format(path)) from None
     except OSError as error:
         raise ControlError(f"no engine listens at {path} ({SETTING}): {error.strerror or error}") from None
+    if not received:
+        raise ControlError(ENDED.format(path))
     answer = _object(received, f"the answer of {path}")
-    if "error" in answer or "result" not in answer:
+    if "error" in answer or not isinstance(answer.get("result"), dict):
         raise ControlError(str(answer.get("error", f"the answer of {path} has no result")))
     return answer["result"]
 
