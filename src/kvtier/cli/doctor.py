@@ -15,11 +15,11 @@ from kvtier.cli.doctor_findings import (
     DoctorFinding,
     EngineTerms,
     TimeLimit,
+    read_settings,
     report,
     run_checks,
     server_checks,
 )
-from kvtier.cli.engine_settings import server_settings
 from kvtier.cli.options import Quantity
 from kvtier.cli.sglang import python_option
 from kvtier.connect.local_files import installed_version
@@ -147,7 +147,7 @@ def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding
         "vLLM": (vllm_installed.installed(), lambda: [vllm_doctor.version()]),
         "SGLang": (
             sglang_installed.installed(),
-            lambda: sglang_doctor.release(sglang_installed.look(), None, "refuse"),
+            lambda: sglang_doctor.release(sglang_doctor.looked(None, limit), None, "refuse", limit),
         ),
     }
     has_engine = any(version for version, _ in engines.values())
@@ -165,10 +165,9 @@ def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding
 
 def _settings_and_tiers(tiers: tuple[str, ...], limit: TimeLimit) -> list[DoctorFinding]:
     """What does not depend on an engine."""
-    try:
-        loaded = server_settings(tiers, None, "")
-    except ConfigError as error:
-        return [DoctorFinding("error", "settings", str(error), "correct the setting")]
+    loaded = read_settings(tiers, None, "", "correct the setting", limit)
+    if isinstance(loaded, DoctorFinding):
+        return [loaded]
     return run_checks(server_checks(loaded, lambda: None, loaded.config.store.chunk_tokens, TERMS, limit), limit)
 
 

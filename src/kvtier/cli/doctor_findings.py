@@ -5,6 +5,7 @@ at the same time, each in a thread of its own, until a common deadline.
 """
 
 import json
+import os
 import stat
 import threading
 import time
@@ -15,9 +16,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from kvtier.cli.cache import sockets
+from kvtier.cli.engine_settings import server_settings
 from kvtier.cli.main import CHECK_THREAD
 from kvtier.config.loader import TIERS, Loaded
 from kvtier.config.machine_checks import check
@@ -153,7 +155,21 @@ def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]
                 findings += result.result(limit.left_s())
             except TimeoutError:
                 findings.append(late or limit.unchecked(about, "no answer"))
+            except (KvError, OSError) as error:
+                findings.append(DoctorFinding("error", about, f"cannot be checked: {error}", "see the message"))
     return findings
+
+
+def read_settings(
+    tiers: Sequence[str], extra: Mapping[str, object] | None, name: str, advice: str, limit: TimeLimit
+) -> Loaded | DoctorFinding:
+    """The settings, or why there are none. Arguments as in `server_settings`; their files may hang."""
+    try:
+        return started("settings", lambda: server_settings(tiers, extra, name)).result(limit.left_s())
+    except TimeoutError:
+        return DoctorFinding("error", "settings", f"cannot be read{limit}", "look at the settings file's file system")
+    except ConfigError as error:
+        return DoctorFinding("error", "settings", str(error), advice)
 
 
 def report(findings: Iterable[DoctorFinding], *, as_json: bool) -> int:
@@ -182,6 +198,8 @@ def json_object(text: str) -> Mapping[str, object]:
         value: object = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"is not valid JSON: {error}; did the shell remove its quotes?") from None
+    except RecursionError:
+        raise ConfigError("is JSON that is nested too deeply") from None
     if not isinstance(value, dict):
         raise ConfigError("is JSON, but not an object")
     return cast("Mapping[str, object]", value)
@@ -238,18 +256,25 @@ def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
         try:
             health = ask(path, HEALTH, {}, max(limit.left_s(READ_SHARE), 0.1))
         except ControlError as error:
-            level = "warning" if path.exists() else "note"
+            level = "warning" if os.access(path, os.F_OK) else "note"
             yield DoctorFinding(level, SETTING, str(error), "start the server, or look into its log if it should run")
             continue
-        is_ready, advice = health["ready"], "see its log; `kvtier cache health` shows more"
-        text = f"the engine at {path} is {'ready' if is_ready else 'not ready: ' + health['problem']}"
-        yield DoctorFinding("fine" if is_ready else "error", SETTING, text, "" if is_ready else advice)
-        for name, tier in health["tiers"].items():
-            if down := " and ".join(way for way in ("reads", "writes") if not tier[way]):
-                text = f"{down} are stopped in the engine at {path}: {tier['detail']}"
-                yield DoctorFinding(
-                    "warning", f"{TIERS}.{name}", text, "mend the storage; kvtier tries again by itself"
-                )
+        try:
+            yield from list(_health(path, health))
+        except (AttributeError, KeyError, TypeError):
+            text = f"the answer of {path} has another form than that of this release"
+            yield DoctorFinding("warning", SETTING, text, "use the kvtier of the server's environment")
+
+
+def _health(path: Path, health: Mapping[str, Any]) -> Iterator[DoctorFinding]:
+    """What the engine at `path` says of itself."""
+    is_ready, advice = health["ready"], "see its log; `kvtier cache health` shows more"
+    text = f"the engine at {path} is {'ready' if is_ready else 'not ready: ' + health['problem']}"
+    yield DoctorFinding("fine" if is_ready else "error", SETTING, text, "" if is_ready else advice)
+    for name, tier in health["tiers"].items():
+        if down := " and ".join(way for way in ("reads", "writes") if not tier[way]):
+            text = f"{down} are stopped in the engine at {path}: {tier['detail']}"
+            yield DoctorFinding("warning", f"{TIERS}.{name}", text, "mend the storage; kvtier tries again by itself")
 
 
 def _tier(

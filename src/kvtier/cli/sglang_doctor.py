@@ -7,8 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, TimeLimit, run_checks, server_checks
-from kvtier.cli.engine_settings import server_settings
+from kvtier.cli.doctor_findings import (
+    ASK_SHARE,
+    READ_SHARE,
+    Check,
+    DoctorFinding,
+    EngineTerms,
+    TimeLimit,
+    read_settings,
+    run_checks,
+    server_checks,
+    started,
+)
 from kvtier.connect.local_files import NotInTimeError, local_folder
 from kvtier.connect.sglang.installed import (
     BACKEND,
@@ -74,24 +84,27 @@ def examine(
         with progress("asking SGLang what the server's flags mean", None):
             environment = look(python, arguments or None, limit.left_s(LOOK_SHARE))
     except NotInTimeError:
-        environment = look(python)  # without an import of SGLang
+        environment = looked(python, limit)  # without an import of SGLang
         about_flags = limit.unchecked("server", "SGLang has not read the flags")
-    fields = environment.fields
-    extra, findings = _extra(arguments, fields)
-    unsupported = "refuse"
+    fields: Mapping[str, Any] = {} if environment is None else environment.fields
+    checks = [Check("model", lambda: [_model(fields)])] if fields else []
     try:
-        loaded = server_settings(tiers, None if extra is None else settings_in(extra), EXTRA)
-    except ConfigError as error:
-        advice = "correct the setting; with it the server does not attach the backend"
-        findings.append(DoctorFinding("error", "settings", str(error), advice))
+        extra, findings = started(EXTRA, lambda: _extra(arguments, fields)).result(limit.left_s(ASK_SHARE))
+    except TimeoutError:
+        extra, findings = None, [limit.unchecked(EXTRA, "its file was not read")]
+    unsupported, advice = "refuse", "correct the setting; with it the server does not attach the backend"
+    loaded = read_settings(tiers, None if extra is None else settings_in(extra), EXTRA, advice, limit)
+    if isinstance(loaded, DoctorFinding):
+        findings.append(loaded)
     else:
         unsupported = loaded.config.sglang.unsupported
         page = (fields.get("page_size") or 1) if fields else 0
-        findings += run_checks(server_checks(loaded, lambda: None, page, TERMS, limit, UNUSED), limit)
-    findings += release(environment, python, unsupported)
-    if fields:
-        findings += [*_hicache(fields), *_pages(fields, environment.asked), _model(fields), *_policies(fields)]
-    elif not environment.refused:
+        checks += server_checks(loaded, lambda: None, page, TERMS, limit, UNUSED)
+    findings += run_checks(checks, limit)
+    findings += release(environment, python, unsupported, limit)
+    if environment is not None and fields:
+        findings += [*_hicache(fields), *_pages(fields, environment.asked), *_policies(fields)]
+    elif environment is None or not environment.refused:
         findings.append(about_flags)
     if extra is not None:
         findings += _prompts(extra, fields, prompt_tokens)
@@ -128,9 +141,22 @@ def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
             yield DoctorFinding("error", key, text, f"set it to a number such as {default!r}")
 
 
-def release(found: Environment, python: Path | None, unsupported: str) -> Iterator[DoctorFinding]:
-    """Whether the environment has a supported SGLang, which takes the flags."""
+def looked(python: Path | None, limit: TimeLimit) -> Environment | None:
+    """The environment, without an import of SGLang; None: it has not answered in time."""
+    try:
+        return look(python, None, limit.left_s(READ_SHARE))
+    except NotInTimeError:
+        return None
+
+
+def release(
+    found: Environment | None, python: Path | None, unsupported: str, limit: TimeLimit
+) -> Iterator[DoctorFinding]:
+    """Whether the environment has a supported SGLang, which takes the flags. Arguments as in `looked`, `examine`."""
     place = "this environment" if python is None else str(python)
+    if found is None:
+        yield limit.unchecked("SGLang", f"the Python of {place} has not answered")
+        return
     try:
         check_version(found.version, unsupported)
     except ConfigError as error:

@@ -14,11 +14,11 @@ from kvtier.cli.doctor_findings import (
     EngineTerms,
     TimeLimit,
     json_object,
+    read_settings,
     run_checks,
     server_checks,
     started,
 )
-from kvtier.cli.engine_settings import server_settings
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.connect.local_files import NotInTimeError, ask_program, local_folder
@@ -65,11 +65,13 @@ def examine(
         engine_arguments: the rest of its command line.
         limit: the time.
     """
+    name, advice = "kv_connector_extra_config", "correct the setting; with it the server does not start"
     try:
-        loaded = server_settings(tiers, _extra(transfer), "kv_connector_extra_config")
+        loaded = read_settings(tiers, _extra(transfer), name, advice, limit)
     except ConfigError as error:
-        wrong = DoctorFinding("error", "settings", str(error), "correct the setting; with it the server does not start")
-        return [version(), *_transfer(transfer, has_shared=True), wrong]
+        loaded = DoctorFinding("error", "settings", str(error), advice)
+    if isinstance(loaded, DoctorFinding):
+        return [version(), *_transfer(transfer, has_shared=True), loaded]
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
     block_size = () if block_tokens is None else ("--block-size", str(block_tokens))
@@ -145,7 +147,7 @@ def _extra(transfer: str | None) -> Mapping[str, object] | None:
     with suppress(ConfigError):
         extra = None if transfer is None else json_object(transfer).get("kv_connector_extra_config")
     if extra is not None and not isinstance(extra, dict):
-        raise ConfigError(f"kv_connector_extra_config is {extra!r}; allowed: an object of settings")
+        raise ConfigError(f"kv_connector_extra_config is a {type(extra).__name__}; allowed: an object of settings")
     return cast("Mapping[str, object] | None", extra)
 
 

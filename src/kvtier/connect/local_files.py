@@ -55,14 +55,17 @@ def ask_program(command: Sequence[str], deadline_s: float, allowed: str) -> dict
         ConfigError: it cannot be run, or its output has another form.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=deadline_s,
+            check=False,
+        )  # fmt: skip
     except OSError as error:
         raise ConfigError(f"{command[0]}: {error.strerror or error}; {allowed}") from error
     except subprocess.TimeoutExpired:
         raise NotInTimeError(f"{command[0]}: no answer within {deadline_s:.3g} s; {allowed}") from None
     try:
         return dict(json.loads(done.stdout.splitlines()[-1]))
-    except (IndexError, TypeError, ValueError):
+    except (IndexError, TypeError, ValueError, RecursionError):
         end = " ".join(done.stderr.split())[-300:]
         raise ConfigError(f"{command[0]}: exit code {done.returncode}: {end or 'no output'}; {allowed}") from None
 

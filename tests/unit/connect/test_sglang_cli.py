@@ -359,3 +359,39 @@ def test_flags_that_sglang_has_not_read_in_time_are_named(doctor, served, enviro
     assert [it["found"] for it in findings if it["level"] == "unchecked"] == (
         ["SGLang has not read the flags within 10 s"] if is_late else []
     )
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_python_that_does_not_answer_costs_no_more_than_the_time(doctor, tmp_path):
+    slow = script(tmp_path / "slow", "exec sleep 60")
+    for flags in ((), ("--", "--page-size", "64")):
+        started_s = time.monotonic()
+        findings = doctor("--timeout", "2", "--python", slow, *flags)
+        assert time.monotonic() - started_s < 20
+        found = [it["found"] for it in findings if it["level"] == "unchecked" and it["about"] == "SGLang"]
+        assert found == [f"the Python of {slow} has not answered within 2 s"]
+
+
+def test_a_python_whose_output_is_no_text_is_refused(capsys, tmp_path):
+    odd = script(tmp_path / "odd", "printf '\\377\\376\\n'; printf '\\377' >&2")
+    assert run(["doctor", "sglang", "--python", str(odd)]) == 2
+    assert f"{odd}: exit code 0" in capsys.readouterr().err
+
+
+def test_a_file_of_the_extra_config_that_is_not_read_in_time_is_named(doctor, environment, tmp_path):
+    file = tmp_path / "extra.json"
+    os.mkfifo(file)
+    environment.fields = {}
+    findings = doctor("--timeout", "1", "--", "--hicache-storage-backend-extra-config", f"@{file}")
+    os.close(os.open(file, os.O_RDWR))  # ends the thread
+    assert "its file was not read within 1 s" in [it["found"] for it in findings if it["level"] == "unchecked"]
+
+
+def test_an_extra_config_that_is_nested_too_deeply_is_refused():
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        read_extra('{"a":' + "[" * 100_000)

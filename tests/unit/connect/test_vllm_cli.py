@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -508,13 +509,13 @@ def hang(loaded, unused):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(threading.Event().wait).result()
 doctor_findings._machine = hang
-main.main(["doctor", "--json", "--timeout", "1", "--tier", sys.argv[1]])
+main.main(["doctor", "--json", "--timeout", "3", "--tier", sys.argv[1]])
 """
     done = subprocess.run(
         [sys.executable, "-c", program, below(fill(tmp_path / "kv"))], capture_output=True, timeout=60, check=False
     )
     found = {it["about"]: it for it in json.loads(done.stdout)["findings"]}
-    assert found["settings"]["found"] == "no answer within 1 s"
+    assert found["settings"]["found"] == "no answer within 3 s"
     assert found["settings"]["level"] == "unchecked"
     assert found[str(tmp_path / "kv")]["level"] == "fine"
 
@@ -533,6 +534,8 @@ def health(**changes: object) -> dict[str, object]:
             health(tiers={"disk": {"reads": False, "writes": True, "detail": "I/O error"}}),
             {"tiers.disk": "reads are stopped in the engine at"},
         ),
+        (health(tiers=None), {"control.socket": "has another form than that of this release"}),
+        ({}, {"control.socket": "has another form than that of this release"}),
     ],
 )
 def test_the_health_of_a_running_engine_is_part_of_the_answer(doctor, engine, tmp_path, answer, wrong):
@@ -560,6 +563,47 @@ def test_an_engine_that_does_not_listen_is_named(doctor, engine, tmp_path, is_th
     _, findings = doctor(transfer(kv_connector_extra_config=given))
     (found,) = [it for it in findings if it["about"] == "control.socket"]
     assert (found["level"], f"no engine listens at {path}" in found["found"]) == (level, True)
+
+
+def test_a_socket_path_that_no_system_takes_is_one_finding(doctor, engine, tmp_path):
+    root = fill(tmp_path / "kv")
+    given = {"tiers": [below(root)], "control.socket": str(tmp_path / ("x" * 300))}
+    _, findings = doctor(transfer(kv_connector_extra_config=given))
+    assert {it["about"]: it["level"] for it in findings}.items() >= {
+        "control.socket": "note",
+        str(root): "fine",
+    }.items()
+
+
+def test_a_settings_file_that_cannot_be_read_in_time_is_an_error(doctor, engine, tmp_path, monkeypatch):
+    file = tmp_path / "kvtier.toml"
+    os.mkfifo(file)
+    monkeypatch.setenv("KVTIER_CONFIG", str(file))
+    started_s = time.monotonic()
+    code, findings = doctor(transfer(), "--timeout", "1")
+    assert time.monotonic() - started_s < 10
+    os.close(os.open(file, os.O_RDWR))  # ends the thread
+    assert (code, bad(findings)) == (1, ["settings"])
+    assert "cannot be read within 1 s" in str(findings)
+
+
+def test_a_check_that_fails_does_not_end_the_others(doctor, engine, tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/secret")
+
+    monkeypatch.setattr(doctor_findings, "_machine", fail)
+    root = fill(tmp_path / "kv")
+    _, findings = doctor(transfer(root))
+    assert bad(findings) == ["settings"]
+    assert "cannot be checked: [Errno 13] Permission denied: '/secret'" in str(findings)
+    assert [it["level"] for it in findings if it["about"] == str(root)] == ["fine"]
+
+
+@pytest.mark.parametrize("text", ['{"a":' + "[" * 100_000, json.dumps({"kv_connector_extra_config": [SECRET]})])
+def test_a_configuration_that_is_no_object_is_an_error_without_its_text(doctor, engine, text):
+    _, findings = doctor(text)
+    assert {"--kv-transfer-config", "settings"} & {*bad(findings)}
+    assert SECRET not in str(findings)
 
 
 @pytest.fixture

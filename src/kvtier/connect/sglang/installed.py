@@ -135,6 +135,8 @@ def read_extra(text: str) -> dict[str, object]:
             raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or 'is not text'}") from error
     try:
         value: object = json.loads(text) if suffix == ".json" else tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{problem}: it is nested too deeply") from None
     except ValueError as error:
         place = f": line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise ConfigError(f"{problem}{place}{hint}") from None
