@@ -51,13 +51,13 @@ def has_its_prompt(tier, folder) -> bool:
     return found == TOKENS
 
 
-def told(capsys, *words) -> dict:
+def printed(capsys, *words) -> dict:
     assert run(["inspect", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def formats(capsys, tier) -> dict[str, int]:
-    return {name: it["objects"] for name, it in told(capsys, "stat", text_of(tier), "--heads")["formats"].items()}
+    return {name: it["objects"] for name, it in printed(capsys, "stat", text_of(tier), "--heads")["formats"].items()}
 
 
 def test_the_version_before_finds_nothing_and_takes_nothing_away(kind, format_2, tmp_path, capsys):
@@ -68,7 +68,7 @@ def test_the_version_before_finds_nothing_and_takes_nothing_away(kind, format_2,
         assert formats(capsys, tier) == {"2": OBJECTS, "3": OBJECTS}
         assert has_its_prompt(tier, folder)
         assert used(kind, folder, format_2, **place(tier)) == TOKENS
-        assert told(capsys, "free", text_of(tier), "--yes")["objects"] == OBJECTS
+        assert printed(capsys, "free", text_of(tier), "--yes")["objects"] == OBJECTS
         assert formats(capsys, tier) == {"3": OBJECTS}
         assert has_its_prompt(tier, folder)
 
@@ -80,8 +80,8 @@ def test_objects_of_a_later_format_are_misses_that_stay(kind, tmp_path, capsys):
         assert used(kind, folder, later=LATER, **place(tier)) == 0
         assert has_its_prompt(tier, folder)
         assert formats(capsys, tier) == {"3": OBJECTS, "4": OBJECTS}
-        assert told(capsys, "free", text_of(tier), "--yes")["objects"] == 0
-        verified = told(capsys, "verify", "--repair", text_of(tier))
+        assert printed(capsys, "free", text_of(tier), "--yes")["objects"] == 0
+        verified = printed(capsys, "verify", "--repair", text_of(tier))
         assert (verified["bad"], verified["unreadable"], verified["dropped"]) == (0, OBJECTS, 0)
         assert used(kind, folder, later=LATER, **place(tier)) == TOKENS
 

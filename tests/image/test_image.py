@@ -117,8 +117,8 @@ def engine(tmp_path_factory) -> Iterator[Engine]:
         run("mmdebstrap", "--variant=minbase", *options, "bookworm", str(base), deadline_s=BUILD_DEADLINE_S)
         engine.call("import", "--quiet", str(base), BASE)
         yield engine
-    finally:
         print(engine.call("images", "--format", "{{.Tag}} {{.Size}}"))
+    finally:
         engine.call("system", "reset", "--force")
 
 

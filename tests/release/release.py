@@ -200,7 +200,7 @@ class Release:
         began, result = time.monotonic(), "passed"
         try:
             act(*given)
-        except FailedError as error:
+        except (FailedError, OSError) as error:
             self.failed += 1
             result = f"FAILED: {error}"
         self.say(where, what, time.monotonic() - began, result)
@@ -234,8 +234,7 @@ class Release:
         self.step(where, f"--help of kvtier and its {len(COMMANDS)} commands", here.help, ["", *COMMANDS])
         for words in BASE_COMMANDS:
             self.step(where, f"kvtier {words}", here.kvtier, *words.split())
-        if "doctor" in COMMANDS:
-            self.step(where, "kvtier doctor", here.doctor)
+        self.step(where, "kvtier doctor", here.doctor)
         self.step(where, "dashboard and alert rules in share/kvtier", here.check_shared)
         for tier in PLAIN:
             self.step(where, f"store, new process, load: {tier}", here.round_trip, "tier", tier)
