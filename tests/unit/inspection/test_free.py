@@ -90,7 +90,11 @@ def test_objects_of_an_age_are_removed_where_a_store_records_their_use(kind, tmp
         assert told(capsys, "free", text, "--age", "1e10", "--yes")["objects"] == 0
         assert told(capsys, "free", text, "--model", model, "--age", "1e10", "--yes")["objects"] == 0
         assert told(capsys, "stat", text)["objects"] == OBJECTS
+        engines = [it.read_bytes() for it in tmp_path.rglob("kvtier-status.json")]
         assert told(capsys, "free", text, "--age", "0", "--yes")["objects"] == OBJECTS
+        # A tool has no cap of its own: `kvtier inspect health` goes on to show the engine's.
+        assert [it.read_bytes() for it in tmp_path.rglob("kvtier-status.json")] == engines
+        assert len(engines) == (kind == "disk")
 
 
 def test_digits_of_a_model_and_an_age_must_make_sense(tmp_path, capsys):

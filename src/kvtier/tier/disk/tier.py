@@ -33,6 +33,7 @@ from kvtier.tier.safe_open import check_private, make_root
 from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_root import opening
 from kvtier.tier.store_tier import CLOSE_DEADLINE_S, StoreTier
+from kvtier.tier.store_view import UNBOUNDED_BYTES
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
@@ -325,8 +326,8 @@ class DiskTier(StoreTier):
     def _write_status(self, *, is_open: bool = True) -> None:
         """Write the status file. A failure is logged only."""
         try:
-            # Without its disk mounted the path leads to another one.
-            if self._store_lock.is_current():
+            # Without its disk mounted the path leads to another one. A tool has no cap: the status stays the engine's.
+            if self.capacity_bytes < UNBOUNDED_BYTES and self._store_lock.is_current():
                 write_status(self.root, self._current_status(is_open=is_open))
         except OSError as error:
             logger.debug("tier %s: its status cannot be written: %s", self.name, error)
