@@ -119,14 +119,21 @@ def _transfer(text: str | None, *, has_shared: bool, write_policy: str = "throug
     except ConfigError as error:
         yield DoctorFinding("error", about, str(error), advice)
         return
-    for key in ("kv_connector", "kv_connector_module_path"):
-        if transfer.get(key) != CONNECTOR[key]:
-            found = f"is {transfer.get(key)!r}, so vLLM does not use kvtier"
-            yield DoctorFinding("error", key, found, f"set it to {CONNECTOR[key]!r}")
-    role = transfer.get("kv_role")
     try:
-        support.check_role(role, write_policy)
+        connector, others = _connector(transfer)
     except ConfigError as error:
+        yield DoctorFinding("error", about, str(error), "add the output of `kvtier vllm config` to its connectors")
+        return
+    for key in ("kv_connector", "kv_connector_module_path"):
+        if connector.get(key) != CONNECTOR[key]:
+            found = f"is {connector.get(key)!r}, so vLLM does not use kvtier"
+            yield DoctorFinding("error", key, found, f"set it to {CONNECTOR[key]!r}")
+    role = connector.get("kv_role")
+    try:
+        support.check_others(others)
+        support.check_role(transfer.get("kv_role"), "through")
+        support.check_role(role, write_policy)
+    except (ConfigError, UnsupportedModelError) as error:
         yield DoctorFinding("error", about, str(error), "with it the server does not start; " + advice)
         return
     view = SimpleNamespace(kv_load_failure_policy=transfer.get("kv_load_failure_policy", "fail"))
@@ -137,15 +144,35 @@ def _transfer(text: str | None, *, has_shared: bool, write_policy: str = "throug
         yield DoctorFinding("fine", about, "role and failure policy are right")
 
 
+def _connector(transfer: Mapping[str, object]) -> tuple[Mapping[str, object], list[object]]:
+    """The entry of kvtier in a ``--kv-transfer-config``, or all of it without a `MultiConnector`; names of the others.
+
+    Raises:
+        ConfigError: a `MultiConnector` has no list of connectors, or kvtier is not among them.
+    """
+    if transfer.get("kv_connector") != "MultiConnector":
+        return transfer, []
+    extra = transfer.get("kv_connector_extra_config")
+    listed = cast("Mapping[str, object]", extra).get("connectors") if isinstance(extra, dict) else None
+    entries = cast("list[object]", listed) if isinstance(listed, list) else []
+    found = [cast("Mapping[str, object]", it) for it in entries if isinstance(it, dict)]
+    own = next((it for it in found if it.get("kv_connector") == CONNECTOR["kv_connector"]), None)
+    if own is None:
+        raise ConfigError(
+            f"its MultiConnector has no {CONNECTOR['kv_connector']} in kv_connector_extra_config.connectors"
+        )
+    return own, [it.get("kv_connector") for it in found if it is not own]
+
+
 def _extra(transfer: str | None) -> Mapping[str, object] | None:
-    """The settings in a ``--kv-transfer-config``; None: it has none, or it is no JSON, which `_transfer` reports.
+    """The settings in a ``--kv-transfer-config``; None: it has none, or is wrong in a way that `_transfer` reports.
 
     Raises:
         ConfigError: they are no object.
     """
     extra: object = None
     with suppress(ConfigError):
-        extra = None if transfer is None else json_object(transfer).get("kv_connector_extra_config")
+        extra = None if transfer is None else _connector(json_object(transfer))[0].get("kv_connector_extra_config")
     if extra is not None and not isinstance(extra, dict):
         raise ConfigError(f"kv_connector_extra_config is a {type(extra).__name__}; allowed: an object of settings")
     return cast("Mapping[str, object] | None", extra)

@@ -281,6 +281,36 @@ def test_the_doctor_finds_a_role_with_which_the_server_does_not_start(doctor, en
     assert [it["found"] for it in findings if it["level"] == "error" and it["found"].startswith(named)]
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "others", "named"),
+    [
+        ({}, {}, ["NixlConnector"], None),
+        ({}, {"kv_load_failure_policy": None}, [], None),
+        ({"kv_load_failure_policy": "fail"}, {}, [], "kv_load_failure_policy is 'fail'"),
+        ({"kv_role": None}, {}, [], "kv_role = None"),
+        ({}, {"kv_role": "prefill"}, [], "kv_role = 'prefill'"),
+        ({}, {"kv_connector_module_path": None}, [], "is None, so vLLM does not use kvtier"),
+        ({}, {"kv_connector_extra_config": {"hots": {}}}, [], "unknown section; did you mean host?"),
+        ({}, {"kv_connector": "ExampleConnector"}, [], "has no KvtierConnector in"),
+        ({"kv_connector_extra_config": {"connectors": 7}}, {}, [], "has no KvtierConnector in"),
+        ({}, {}, ["OffloadingConnector"], "OffloadingConnector beside kvtier in a MultiConnector is not supported"),
+    ],
+)
+def test_the_doctor_judges_the_entry_in_a_multi_connector(doctor, engine, tmp_path, outer, inner, others, named):
+    root = fill(tmp_path / "kv")
+    connectors = [*({"kv_connector": it} for it in others), json.loads(transfer(root, **inner))]
+    around = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    _, findings = doctor(transfer(**around | outer), *(("--tier", below(root)) if named else ()))
+    wrong = [it["found"] for it in findings if it["level"] in ("error", "warning")]
+    assert len(wrong) == (named is not None), wrong
+    assert named is None or named in wrong[0]
+    assert any(it["about"] == str(root) for it in findings) is ("hots" not in str(inner)), "kvtier's own tiers"
+
+
 @pytest.mark.parametrize("version", [None, "0.31.2"])
 def test_the_doctor_finds_a_wrong_release(doctor, engine, tmp_path, version):
     engine.version = version

@@ -221,7 +221,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the rank on the worker's KV memory."""
-        check_others(self._others)
+        check_others(type(it).__name__ for it in self._others)
         self._lower = WorkerSide(self._setup, kv_caches)
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401

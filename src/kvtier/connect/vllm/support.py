@@ -119,12 +119,12 @@ def _check_drafts(config: VllmConfig) -> None:
 
 
 def check_others(others: Iterable[object]) -> None:
-    """Refuse other connectors of a `MultiConnector` whose KV would become wrong.
+    """Refuse other connectors of a `MultiConnector`, by their names, whose KV would become wrong.
 
     Raises:
         UnsupportedModelError: the message names the connector.
     """
-    for name in (type(it).__name__ for it in others):
+    for name in others:
         _refuse_if(
             name == "OffloadingConnector",
             f"{name} beside kvtier in a MultiConnector is not supported: it reads blocks that vLLM has given to a load "
