@@ -34,6 +34,7 @@ from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.runtime.control_socket import HEALTH, SETTING, ControlError, ask
 from kvtier.tier import store_notes as notes
+from kvtier.tier.machine import nearest_existing, path_problem
 from kvtier.tier.registry import TierKind, TierSettings, kind_of
 
 Level = Literal["error", "warning", "unchecked", "note", "fine"]
@@ -283,6 +284,9 @@ def _tier(
     """One tier: whether it answers, or what its stores hold."""
     kind = kind_of(tier)
     secret, folder = kind.secret_path(tier), kind.folder(tier)
+    if folder is not None and _is_unused(folder):
+        yield DoctorFinding("note", tier.label, f"no store yet in {folder}", "the first start makes it")
+        return
     for store in _inspectors(tier):
         try:
             found, listed = _statistics(store, tier, limit)
@@ -298,6 +302,12 @@ def _tier(
         yield from content(found, folder, is_sample=is_sample)
     if kind.is_remote:
         yield _remote(tier, kind)
+
+
+def _is_unused(folder: Path) -> bool:
+    """Whether a first start can make a store in `folder`: it is absent or empty, and can be written."""
+    nearest = nearest_existing(folder)
+    return path_problem(folder, nearest) is None and (nearest != folder or not any(folder.iterdir()))
 
 
 def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:

@@ -246,7 +246,8 @@ def test_a_configuration_that_cannot_be_read(tmp_path, text, message):
 def test_a_healthy_server_is_fine(doctor, served):
     findings = doctor("--", "--model-path", "m")
     assert bad(findings) == []
-    assert {it["about"] for it in findings if it["level"] == "note"} == {"prefetch_threshold", "hits"}
+    notes = {it["about"] for it in findings if it["level"] == "note"}
+    assert notes == {"prefetch_threshold", "hits", "tiers.directory"}
 
 
 @pytest.mark.parametrize(

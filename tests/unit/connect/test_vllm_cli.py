@@ -376,6 +376,26 @@ def test_the_doctor_finds_what_is_wrong_with_a_directory(doctor, engine, tmp_pat
     assert [Path(it).name for it in bad(findings)] == [about]
 
 
+@pytest.mark.parametrize("kind", ["directory", "disk", "shared_directory"])
+@pytest.mark.parametrize("state", ["absent", "below an absent one", "empty", "foreign", "below a file"])
+def test_a_store_that_the_first_start_makes_is_no_error(doctor, engine, tmp_path, monkeypatch, kind, state):
+    monkeypatch.setenv("KVTIER_STORE__SECRET", SECRET)
+    root = tmp_path / "mount" / "kv" if state.startswith("below") else tmp_path / "kv"
+    if state == "empty":
+        root.mkdir()
+    elif state == "foreign":
+        foreign(root)
+    elif state == "below a file":
+        root.parent.touch()
+    extra = {"tiers": [f"{kind}:{root}?capacity_bytes=64MiB"]}
+    _, findings = doctor(transfer(kv_connector_extra_config=extra))
+    notes = [it["level"] for it in findings if it["found"] == f"no store yet in {root}"]
+    errors = {it["about"] for it in findings if it["level"] == "error"}
+    is_usable = state not in ("foreign", "below a file")
+    assert notes == ["note"] * is_usable
+    assert (f"tiers.{kind}.path" in errors, errors == set()) == (not is_usable, is_usable)
+
+
 def test_a_full_directory_is_found(doctor, engine, tmp_path):
     root = fill(tmp_path / "kv")
     big = GroupLayout(History(), (1 << 20,), "test/pages")
