@@ -15,7 +15,7 @@ from kvtier.codec.head import VERSION
 from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.inspection import StoreInspector, is_sealed_store, keys_of, open_store, repair_store
+from kvtier.inspection import StoreInspector, is_sealed_store, keys_of, named_tier, open_store, repair_store
 from kvtier.inspection.results import (
     BadObject,
     Count,
@@ -30,7 +30,7 @@ from kvtier.keys.keyring import Keyring
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk.status import DiskStatus
-from kvtier.tier.disk.view import DiskView, StoreHealth
+from kvtier.tier.disk.view import DiskView, StoreHealth, is_disk
 from kvtier.tier.registry import NAME, TierSettings, kind_of
 from kvtier.tier.store_view import ObjectFile, Purge
 
@@ -82,13 +82,14 @@ class Store:
         return open_store(self.where, self.settings)
 
     def disk(self) -> DiskView:
-        """The store of a disk tier, of its only rank if it is configured."""
-        if isinstance(self.where, str):
-            return DiskView(Path(self.where))
-        folder = kind_of(self.where).folder(self.where)
+        """The store of a disk tier: in a rank's directory, or of the only rank."""
+        tier = named_tier(self.where)
+        if tier is None:
+            return DiskView(Path(str(self.where)))
+        folder = kind_of(tier).folder(tier)
         if folder is None or (folder / "rank-1").exists():
-            raise ConfigError(f"tier {self.where.name!r} is not one disk store; allowed here: the directory of a rank")
-        return DiskView(folder / "rank-0")
+            raise ConfigError(f"tier {tier.name!r} is not one disk store; allowed here: the directory of a rank")
+        return DiskView(folder if is_disk(folder) else folder / "rank-0")
 
 
 def store_argument(command: Callable[..., int]) -> Callable[..., int]:

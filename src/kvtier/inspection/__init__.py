@@ -32,7 +32,7 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
         ConfigError: there is no store of a known kind and version.
         TierError: it cannot be opened.
     """
-    tier = _named_tier(where)
+    tier = named_tier(where)
     if tier is None:
         return StoreInspector([_view_at(Path(str(where)))], str(where))
     kind = registry.kind_of(tier)
@@ -55,7 +55,7 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
 
 def is_sealed_store(where: str | Path | TierSettings) -> bool:
     """Whether `where` (as in `open_store`) is a tier that seals; of a bare directory it is not known."""
-    tier = _named_tier(where)
+    tier = named_tier(where)
     return tier is not None and registry.is_sealed(tier)
 
 
@@ -81,7 +81,7 @@ def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None
         return source.keyring
 
 
-def _named_tier(where: str | Path | TierSettings) -> TierSettings | None:
+def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
     """The tier of settings or of a text; None: `where` is a path."""
     if isinstance(where, TierSettings):
         return where
@@ -100,7 +100,7 @@ def repair_store(where: str | Path | TierSettings) -> list[str]:
         TierError: it cannot be read or written.
         OSError: it cannot be read or written.
     """
-    tier = _named_tier(where)
+    tier = named_tier(where)
     shown = where.name if isinstance(where, TierSettings) else without_login(str(where)).partition("?")[0]
     if tier is not None:
         tiers = [tier]

@@ -102,6 +102,16 @@ def test_a_foreign_version_or_the_directory_above_is_an_error_and_no_crash(store
     assert "version 9, newer than the one known here, 1; nothing was changed" in capsys.readouterr().err
 
 
+def test_health_takes_a_tier_of_one_rank(store, capsys):
+    for where in (store, f"disk:{store.parent}", f"disk:{store}"):
+        code, result = told(capsys, "health", where)
+        assert (code, result["directory"], result["status"]["objects"]) == (0, str(store), COUNT)
+    (store.parent / "rank-1").mkdir()
+    assert run(["inspect", "health", f"disk:{store.parent}"]) == 2
+    assert "tier 'disk' is not one disk store; allowed here: the directory of a rank" in capsys.readouterr().err
+    assert told(capsys, "health", f"disk:{store}")[0] == 0
+
+
 def test_health_is_of_one_store(store, capsys):
     assert run(["inspect", "health", str(store.parent)]) == 2
     assert f"such as {store.parent / 'rank-0'}" in capsys.readouterr().err
