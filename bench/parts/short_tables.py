@@ -1,6 +1,6 @@
 """The short tables and lists of docs/benchmarks.md. docs/internals/measurements.md has long ones of these records."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,7 +31,7 @@ SERVED = {
     "serve_trace": "recorded trace",
 }
 """Records of `kvtier bench serve`, and their workloads."""
-FIRST = ("conversations, 0.8", "conversations, 1.3", "slow drive, R = 2")
+FIRST = ("conversations, 0.8 of capacity", "conversations, 1.3 of capacity", "slow drive, R = 2")
 """Rows of README.md."""
 ARMS = {"none": "no offloading", "native": "native", "lmcache": "LMCache", OWN: OWN}
 MIB = 1 << 20
@@ -60,14 +60,17 @@ SEEN_HERE = (
 """Rows of the long table of `bench/characterize.py` that the short one has."""
 
 
-def served_times(read: Read, only: Sequence[str] = ("",)) -> str:
+def served_times(read: Read, only: Sequence[str] = ()) -> str:
     """Time to first token, median and p95, of each served workload: a row for each load, or R.
 
     Args:
         read: reads a record.
-        only: beginnings of the rows that are shown.
+        only: labels of the rows that are shown; empty: all.
+
+    Raises:
+        KeyError: the records have no row of a label.
     """
-    rows: list[str] = []
+    rows: dict[str, list[str]] = {}
     for name, workload in SERVED.items():
         served = ServeRecord.of(read(name))
         points = served.points
@@ -77,9 +80,8 @@ def served_times(read: Read, only: Sequence[str] = ("",)) -> str:
                 continue  # the runs without offloading, which are in every row
             label = f"{workload}, {dict(point[0])['share_of_capacity']:g} of capacity" if varies else workload
             label += f", R = {point[1]:g}" if point[1] else ""
-            if label.startswith(tuple(only)):
-                rows.append(f"| {label} | {' | '.join(_times(served, arm, point) for arm in ARMS)} |")
-    return "\n".join([f"| | {' | '.join(ARMS.values())} |", f"| --- |{' ---: |' * len(ARMS)}", *rows])
+            rows[label] = [_times(served, arm, point) for arm in ARMS]
+    return _table(ARMS.values(), {label: rows[label] for label in only or rows})
 
 
 def served_where(read: Read) -> str:
@@ -214,15 +216,8 @@ def files(read: Read) -> str:
             f"{ratio(samples[system, op, size], samples['fio', op, size]).value:.2f}" for op in ("store", "load")
         )
 
-    return "\n".join(
-        [
-            f"{_made(read, 'peer')}. Shares of fio, store / load.",
-            "",
-            f"| | {' | '.join(map(size_text, sizes))} |",
-            f"| --- |{' ---: |' * len(sizes)}",
-            *(f"| {head} | {' | '.join(cell(system, size) for size in sizes)} |" for system, head in FILES.items()),
-        ]
-    )
+    rows = {head: [cell(system, size) for size in sizes] for system, head in FILES.items()}
+    return f"{_made(read, 'peer')}. Shares of fio, store / load.\n\n{_table(map(size_text, sizes), rows)}"
 
 
 def seen(read: Read) -> str:
@@ -230,36 +225,21 @@ def seen(read: Read) -> str:
     rows = [it for it in median_rows(read("characterize")["results"]["results"]) if it["arm"] in ("disk", "lmcache")]
     known = dict((*SEEN, *SEEN_OF_REQUESTS))
     heads = [f"{it['arm']}, {size_text(it['chunk_bytes'])}" for it in rows]
-    return "\n".join(
-        [
-            f"{_made(read, 'characterize')}.",
-            "",
-            f"| | {' | '.join(heads)} |",
-            f"| --- |{' ---: |' * len(rows)}",
-            *(f"| {head} | {' | '.join(known[head](row) for row in rows)} |" for head in SEEN_HERE),
-        ]
-    )
+    cells = {head: [known[head](row) for row in rows] for head in SEEN_HERE}
+    return f"{_made(read, 'characterize')}.\n\n{_table(heads, cells)}"
 
 
 def stores(read: Read) -> str:
     """Shared stores: their raw client, a session of kvtier and LMCache, at one object size and concurrency."""
-    lines: list[str] = []
+    rows: dict[str, list[str]] = {}
     for name, head in STORES.items():
         found = _rates(read(name))
-        cells = [
+        rows[head] = [
             " / ".join(f"{found[path, op]:.2f}" for op in ("store", "load")) if (path, "load") in found else "-"
             for path in ("raw", "lmcache", "session")
         ]
-        lines.append(f"| {head} | {' | '.join(cells)} |")
-    return "\n".join(
-        [
-            f"Objects of {size_text(OBJECT)}, {AT_ONCE} at once, servers on the same two cores. GB/s, store / load.",
-            "",
-            "| | its client | LMCache | a kvtier session |",
-            "| --- | ---: | ---: | ---: |",
-            *lines,
-        ]
-    )
+    text = f"Objects of {size_text(OBJECT)}, {AT_ONCE} at once, servers on the same two cores. GB/s, store / load."
+    return f"{text}\n\n{_table(('its client', 'LMCache', 'a kvtier session'), rows)}"
 
 
 def others(read: Read) -> str:
@@ -313,6 +293,13 @@ SHORT: dict[str, Callable[[Read], str]] = {
     "others": others,
 }
 """Tables that read more than one record, by their names in the markers."""
+
+
+def _table(heads: Iterable[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A Markdown table of `rows` by their labels; columns of figures."""
+    columns = list(heads)
+    body = (f"| {label} | {' | '.join(cells)} |" for label, cells in rows.items())
+    return "\n".join([f"| | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}", *body])
 
 
 def _times(served: ServeRecord, arm: str, point: Point) -> str:
