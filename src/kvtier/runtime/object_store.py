@@ -300,8 +300,8 @@ class ObjectStore(LockedCore):
     def put_from(self, writes: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
         """Keep objects from the caller's memory, which is free when the call returns.
 
-        A write goes to every tier that accepts it. Slower ones may get it after the call. An object that the first tier
-        holds is not written again, unless its search has no answer in time: a key names one content.
+        A write goes to every tier that accepts it. Some may get it after the call. An object that the first tier holds
+        at its start is not written again, unless its search has no answer in time: a key names one content.
 
         Returns:
             For each object, in order: DONE when a tier that persists holds it (or any, if none that persists took
