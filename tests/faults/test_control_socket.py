@@ -20,16 +20,18 @@ IS_ROOT = os.geteuid() == 0
 
 
 class Calls:
-    """What the server was asked; `hang` waits for `go`."""
+    """What the server was asked, and which calls have ended; `hang` waits for `go`."""
 
     def __init__(self) -> None:
         self.made: list[tuple[str, dict]] = []
+        self.ended: list[str] = []
         self.go = threading.Event()
 
     def answer(self, command: str, arguments: dict, _until_s: float) -> dict:
         self.made.append((command, arguments))
         if command == "hang":
             self.go.wait(30.0)
+        self.ended.append(command)
         if command == "wrong":
             raise ControlError("wrong is not allowed")
         if command == "bug":
@@ -141,7 +143,7 @@ def test_half_a_line_makes_no_call_and_a_half_closed_connection_gets_its_answer(
     assert json.loads(raw(served.path, line(), is_half=True))["result"]["command"] == "find"
 
 
-def test_a_client_that_sends_or_reads_nothing_is_is_dropped_and_holds_no_other_up(served, monkeypatch):
+def test_a_client_that_sends_or_reads_nothing_is_dropped_and_holds_no_other_up(served, monkeypatch):
     monkeypatch.setattr(module, "EXCHANGE_S", 1.0)
     with connected(served.path) as silent, connected(served.path) as deaf:
         deaf.sendall(line(arguments={"size": 8 << 20}))
@@ -162,12 +164,13 @@ def test_a_request_in_pieces_is_one_request(served):
 
 
 @pytest.mark.parametrize("count", [module.CONNECTIONS_MAX, 200])
-def test_many_silent_connections_do_not_keep_others_out(served, count):
+def test_many_silent_connections_do_not_keep_others_out(served, count, monkeypatch):
+    monkeypatch.setattr(module, "EXCHANGE_S", 60.0)
     with ExitStack() as stack:
-        for _ in range(count):
-            stack.enter_context(connected(served.path))
+        silent = [stack.enter_context(connected(served.path)) for _ in range(count)]
         assert ask(served.path, "find", {})["command"] == "find"
         assert len(served._clients) <= module.CONNECTIONS_MAX
+        assert received(silent[0]) == b"", "the oldest has ended"
 
 
 def test_health_is_answered_while_another_call_hangs_and_a_call_that_waits_keeps_its_deadline(served, calls):
@@ -241,6 +244,17 @@ def test_a_call_that_waits_is_not_made_once_the_server_closes(path, calls, monke
         calls.go.set()
         until(lambda: not server._clients)
     assert calls.made == [("hang", {})]
+
+
+def test_closing_waits_for_the_call_under_way(path, calls):
+    """It may use the session, which closes next."""
+    server = ControlSocket(path, calls.answer)
+    with connected(path) as hanging:
+        hanging.sendall(line(command="hang", deadline_s=30))
+        until(lambda: calls.made)
+        threading.Timer(0.2, calls.go.set).start()
+        server.close()
+        assert calls.ended == ["hang"]
 
 
 def test_a_server_that_accepts_nothing_costs_a_client_its_deadline(path):
