@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, WorkDirectory
+from kvtier.cli.options import Bytes, Duration, Number, OutputFile, Quantity, WorkDirectory
 from kvtier.cli.reading import reading_options
 
 
@@ -27,14 +27,14 @@ from kvtier.cli.reading import reading_options
 @click.option(
     "--rate",
     "rates",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     multiple=True,
     help="Requests a second of all users together; repeatable: runs at each.  [the preset's]",
 )
 @click.option(
     "--load",
     "shares",
-    type=click.FloatRange(0, 100, min_open=True),
+    type=Number(0, 100, min_open=True),
     multiple=True,
     help="Requests a second as a share of what the server computes without offloading; repeatable. It is measured "
     "once for the runs of --dir.",
@@ -42,14 +42,14 @@ from kvtier.cli.reading import reading_options
 @click.option("--real-lengths", is_flag=True, help="Draw lengths from ShareGPT, around the means.")
 @click.option(
     "--time-factor",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     default=1.0,
     show_default=True,
     help="A trace's times, multiplied; 0.1 is ten times as fast.",
 )
 @click.option(
     "--length-factor",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     default=1.0,
     show_default=True,
     help="A trace's lengths, multiplied.",
@@ -72,7 +72,7 @@ from kvtier.cli.reading import reading_options
 @click.option(
     "--ratio",
     "ratios",
-    type=click.FloatRange(0.001, 1000),
+    type=Number(0.001, 1000),
     multiple=True,
     help="R, repeatable: the drive is throttled to the KV bytes that the model computes in a second, over R.",
 )
@@ -121,8 +121,8 @@ from kvtier.cli.reading import reading_options
     show_default=True,
     help="Limit of goodput: time to first token.",
 )
-@click.option("--hour-price", type=click.FloatRange(0), help="Price of an hour of the machine, in any currency.")
-@click.option("--kwh-price", type=click.FloatRange(0), help="Price of a kilowatt-hour.")
+@click.option("--hour-price", type=Number(0), help="Price of an hour of the machine, in any currency.")
+@click.option("--kwh-price", type=Number(0), help="Price of a kilowatt-hour.")
 @click.option("--report", type=OutputFile("report"), metavar="FILE.html", help="Also write an HTML report.")
 @click.option("--record", "record_file", type=OutputFile(), metavar="FILE", help="Also write the JSON record to FILE.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

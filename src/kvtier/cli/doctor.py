@@ -20,7 +20,7 @@ from kvtier.cli.doctor_findings import (
     run_checks,
     server_checks,
 )
-from kvtier.cli.options import Quantity
+from kvtier.cli.options import Number, Quantity
 from kvtier.cli.sglang import python_option
 from kvtier.connect.local_files import installed_version
 from kvtier.connect.sglang import installed as sglang_installed
@@ -45,7 +45,7 @@ def doctor_options(command: Callable[..., int]) -> Callable[..., int]:
         click.option(
             "--timeout",
             "timeout_s",
-            type=click.FloatRange(1, 3600),
+            type=Number(1, 3600),
             default=TIMEOUT_S,
             metavar="SECONDS",
             show_default=True,

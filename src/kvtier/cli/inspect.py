@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from kvtier.cli.config import file_option, set_option
+from kvtier.cli.options import Number
 from kvtier.codec.frame import Seals
 from kvtier.codec.head import VERSION
 from kvtier.config.loader import Loaded, load
@@ -237,9 +238,7 @@ def repair(where: Store, as_json: bool) -> int:
 @inspect.command()
 @store_argument
 @click.option("--model", default="", metavar="ID", help="Objects of this model instead: first digits of its id.")
-@click.option(
-    "--age", "age_s", type=click.FloatRange(0), metavar="SECONDS", help="Objects unused for this long instead."
-)
+@click.option("--age", "age_s", type=Number(0), metavar="SECONDS", help="Objects unused for this long instead.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Only count what would be removed.")
 @json_option

@@ -94,7 +94,7 @@ def run(arguments: list[str] | None = None) -> int:
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
-        BrokenPipeError: nobody reads stdout any more.
+        BrokenPipeError: stdout has no reader any more.
     """
     if "_KVTIER_COMPLETE" in os.environ:  # shell completion: click answers it and exits
         cli.main(args=arguments, prog_name="kvtier")

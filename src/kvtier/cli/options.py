@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,15 @@ class OutputFile(click.Path):
         elif self._content == "report":
             check_matplotlib(option)
         return super().convert(value, param, ctx)
+
+
+class Number(click.FloatRange):
+    """A finite number in a range: click's own range lets nan through, which is neither above nor below a limit."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
+        """See `click.ParamType`."""
+        number = super().convert(value, param, ctx)
+        return number if isfinite(number) else self.fail(f"{value!r} is not finite", param, ctx)
 
 
 class Bytes(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3

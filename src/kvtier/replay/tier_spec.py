@@ -202,7 +202,7 @@ def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | No
         if gpu is not None and tokens_per_s is None:
             raise ConfigError(f"--gpu: the number of parameters of {model} is not known; allowed: --prefill with it")
         source = default.source if tokens_per_s is None else "--prefill; attention as of a 70B dense model"
-        return PrefillSpeed(tokens_per_s=tokens_per_s or default.tokens_per_s, source=source)
+        return PrefillSpeed(tokens_per_s=default.tokens_per_s if tokens_per_s is None else tokens_per_s, source=source)
     flop = 2e9 * active
     source = "--prefill"
     if tokens_per_s is None and gpu is not None:

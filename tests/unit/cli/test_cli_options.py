@@ -166,3 +166,23 @@ def test_durations_and_sizes_have_the_forms_of_the_settings(command: str, option
     assert len({kind.convert(form, None, None) for form in forms}) == 1
     with pytest.raises(click.BadParameter, match="allowed"):
         kind.convert("soon", None, None)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor", "--timeout"],
+        ["inspect", "free", "disk:/x", "--age"],
+        ["cache", "pin", "prompt", "--for"],
+        ["bench", "serve", "--rate"],
+    ],
+    ids=" ".join,
+)
+def test_a_number_is_finite_and_in_its_range(
+    command: list[str], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, value]) == 2
+    printed = capsys.readouterr().err
+    assert f"'{command[-1]}'" in printed
+    assert "is not finite" in printed or "is not in the range" in told

@@ -151,6 +151,15 @@ def test_prefill_is_that_of_the_model_on_the_gpus():
     assert by_token[1] - by_token[0] > 1.5 * (by_token[3] - by_token[2])
 
 
+def test_the_prefill_speed_of_a_model_without_a_number_of_parameters_is_the_given_one(tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **config}))
+    assert prefill_of(str(tmp_path)).tokens_per_s == PrefillSpeed().tokens_per_s
+    assert prefill_of(str(tmp_path), tokens_per_s=5.0).tokens_per_s == 5.0
+    with pytest.raises(ConfigError, match="prefill speed 0; allowed"):
+        prefill_of(str(tmp_path), tokens_per_s=0.0)
+
+
 @pytest.mark.parametrize("name", [*catalogue()["gpu"]])
 def test_every_gpu_has_prefill_and_link_speeds(name):
     gpu = find_parts(name, "--gpu", "gpu")
