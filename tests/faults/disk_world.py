@@ -69,12 +69,19 @@ def look(tier: DiskTier, number: int) -> str:
     return "right" if slot[head_bytes(group) :] == payload_of(number) else "wrong"
 
 
+class SteppedDiskTier(DiskTier):
+    """A disk tier whose thread does not wake for a new segment, also after the store was opened again."""
+
+    def _open_pool(self, marker):
+        pool = super()._open_pool(marker)
+        pool._on_turn = lambda: None
+        return pool
+
+
 def open_tier(root: Path, capacity_bytes: int = CAPACITY_BYTES, segment_bytes: int = SEGMENT_BYTES, **settings):
-    """A tier of small segments that syncs and turns only when it is told."""
+    """A tier of small segments, which a test syncs and prepares."""
     chosen = {"capacity_bytes": capacity_bytes, "segment_bytes": segment_bytes, "sync_interval_s": 3600.0, **settings}
-    tier = DiskTier(root, **chosen)
-    tier._pool._on_turn = lambda: None
-    return tier
+    return SteppedDiskTier(root, **chosen)
 
 
 def abandon(tier: DiskTier) -> None:

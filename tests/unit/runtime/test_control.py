@@ -165,6 +165,7 @@ def test_a_prefetch_waits_for_what_lower_tiers_hold_and_a_pin_survives_pressure(
     assert adapter.ask("prefetch", tokens=first) == {"tokens": 32, "stored_tokens": 0, "host_tokens": 0}
     stored(session, "a", prefix_of(2), places_of(range(2)))
     for seed in (1, 2):
+        settled(session)
         stored(session, f"b{seed}", prefix_of(3, seed=seed), places_of(range(3)))
     settled(session)
     assert "host" not in adapter.ranges(first)[0][2]
@@ -172,12 +173,14 @@ def test_a_prefetch_waits_for_what_lower_tiers_hold_and_a_pin_survives_pressure(
     pinned = adapter.ask("pin", tokens=first, seconds=50)
     assert (pinned["pinned_tokens"], pinned["host_tokens"]) == (32, 32)
     for seed in (3, 4):
+        settled(session)
         stored(session, f"c{seed}", prefix_of(3, seed=seed), places_of(range(3)))
     assert "host" in adapter.ranges(first)[0][2]
     session.core.check()
     assert adapter.ask("unpin", tokens=first)["unpinned_tokens"] == 32
     assert adapter.ask("unpin", tokens=first)["unpinned_tokens"] == 0
     for seed in (5, 6):
+        settled(session)
         stored(session, f"d{seed}", prefix_of(3, seed=seed), places_of(range(3)))
     assert "host" not in adapter.ranges(first)[0][2], "no longer kept"
     assert adapter.ask("pin", tokens=others[0], seconds=50)["pinned_tokens"] <= 2 * CHUNK_TOKENS, "half of four slots"
