@@ -7,7 +7,7 @@
     prefetch_in_s        the request's KV is in host memory this many seconds after its end, and may leave it until then
     store, load          false: nothing of the request is stored, or nothing is loaded for it
     max_offload_tokens, max_load_tokens
-                         vLLM's own fields: only so many leading tokens are stored, or loaded. 0 is as false above
+                         vLLM's own fields: only this many leading tokens are stored, or loaded. 0 is as false above
 
 `KvHintsEnvelope` (`vllm.v1.kv_hints` of 0.33) lists actions of a type, a version and a payload. An action of the type
 `kvtier.hints`, version 1, has the fields above as payload. Dynamo passes an envelope as `kv_transfer_params.kv_hint`.
