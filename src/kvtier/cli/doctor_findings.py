@@ -59,18 +59,27 @@ DIFFERENCES_MAX = 6
 SHOWN_MAX = 40
 """Characters shown of a value."""
 
+EXPLAIN = "`kvtier config show` explains the setting"
+
 REACH = "start it, or correct its address and its login"
 """Advice for a remote tier that does not answer."""
 
+STORE_ADVICE = (
+    "use an empty directory, or one made by kvtier, with free space and write permission for the server's user"
+)
+
 ADVICE = {
-    "tiers": "use an empty directory, or one made by kvtier, with free space and write permission for the server's "
-    "user; `kvtier config show` explains the setting",
-    "host": "lower host.capacity_bytes to memory that this machine has free",
-    "store": "use a file with mode 0600 that the server's user can read (chmod 600)",
-    "limits": "`kvtier config show` explains the setting",
-    "planner": "`kvtier config show` explains the setting",
+    "path": STORE_ADVICE,
+    **dict.fromkeys(("trace.path", "journal.path"), "use a directory in which the server's user may write"),
+    "host.capacity_bytes": "lower it to memory that this machine has free",
+    "codec": "install the package, or set another codec",
+    "seal": "install the package: shared tiers with a secret are sealed",
+    **dict.fromkeys(
+        ("secret", "secret_file", "keys", "keys_file"),
+        "use a file with mode 0600 that the server's user can read (chmod 600)",
+    ),
 }
-"""Advice by section, for a setting that does not work on this machine."""
+"""Advice for a setting that does not work on this machine, by its name or the last part of it."""
 
 
 class DoctorFinding(NamedTuple):
@@ -210,7 +219,8 @@ def _machine(loaded: Loaded, unused: Iterable[str]) -> Iterator[DoctorFinding]:
     """Settings that do not work on this machine, without those that the engine does not use."""
     found = [it for it in check(loaded.config, loaded.origins, loaded.file) if it.setting not in unused]
     for it in found:
-        yield DoctorFinding(it.level, it.setting, f"{it.value}: {it.detail}", ADVICE[it.setting.partition(".")[0]])
+        advice = ADVICE.get(it.setting) or ADVICE.get(it.setting.rpartition(".")[2], EXPLAIN)
+        yield DoctorFinding(it.level, it.setting, f"{it.value}: {it.detail}", advice)
     if not found:
         yield DoctorFinding("fine", "settings", "work on this machine")
 
@@ -291,7 +301,7 @@ def _tier(
         try:
             found, listed = _statistics(store, tier, limit)
         except (KvError, OSError) as error:
-            yield DoctorFinding("error", store.place, f"cannot be read: {error}", ADVICE[TIERS])
+            yield DoctorFinding("error", store.place, f"cannot be read: {error}", STORE_ADVICE)
             continue
         if not is_keyed and secret is not None:
             yield from _secret(secret, found)

@@ -266,6 +266,32 @@ def test_the_doctor_finds_a_wrong_configuration(doctor, engine, tmp_path, change
 
 
 @pytest.mark.parametrize(
+    ("setting", "wrong", "advice"),
+    [
+        ("trace.path", "{file}/below", "use a directory in which the server's user may write"),
+        ("journal.path", "{file}/below", "use a directory in which the server's user may write"),
+        ("store.secret_file", "{file}", "chmod 600"),
+        ("tiers.directory.path", "{file}", "use an empty directory, or one made by kvtier"),
+        ("tiers.directory.transfer_deadline_s", "3600", "`kvtier config show` explains the setting"),
+    ],
+)
+def test_a_setting_that_cannot_work_here_has_advice_of_its_own(
+    doctor, engine, tmp_path, monkeypatch, setting, wrong, advice
+):
+    (tmp_path / "file").write_text("short")
+    (tmp_path / "file").chmod(0o644)
+    tier, value = f"directory:{tmp_path}/kv", wrong.format(file=tmp_path / "file")
+    if setting == "tiers.directory.path":
+        tier = f"directory:{value}"
+    elif setting.startswith("tiers."):
+        tier += f"?{setting.rpartition('.')[2]}={value}"
+    else:
+        monkeypatch.setenv("KVTIER_" + setting.upper().replace(".", "__"), value)
+    _, findings = doctor(transfer(), "--tier", tier)
+    assert advice in next(it["advice"] for it in findings if it["about"] == setting)
+
+
+@pytest.mark.parametrize(
     ("role", "policy", "named"),
     [
         ("prefill", "through", "kv_role = 'prefill'; allowed: 'kv_both'"),
