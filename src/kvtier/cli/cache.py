@@ -100,7 +100,7 @@ def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(command)
     def with_prompt(*given: object, tokens: TextIO, salt: str | None, adapter: str, **more: object) -> int:
-        return command(*given, {"tokens": read_tokens(tokens.read()), "salt": salt or "", "adapter": adapter}, **more)
+        return command(*given, {"tokens": read_tokens(tokens), "salt": salt or "", "adapter": adapter}, **more)
 
     for option in (
         click.option(
@@ -214,15 +214,15 @@ def health(call: Ask, is_live_enough: bool, _is_ready: bool, as_json: bool) -> i
     return 0 if result["live" if is_live_enough else "ready"] else 1
 
 
-def read_tokens(text: str) -> list[int]:
+def read_tokens(file: TextIO) -> list[int]:
     """Token ids: a JSON list, or an object with the list `tokens`.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the file has neither.
     """
     try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError):
+        found: Any = json.load(file)
+    except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError, too
         found = None
     if isinstance(found, dict):
         found = cast("dict[str, Any]", found).get("tokens")

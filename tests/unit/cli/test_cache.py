@@ -89,6 +89,13 @@ def test_find_refuses_what_is_no_list_of_tokens(at, capsys, monkeypatch, text):
     assert at.asked == []
 
 
+def test_find_refuses_a_file_that_is_no_text(at, capsys, tmp_path):
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe[1]")
+    assert run(["cache", "find", str(tmp_path / "prompt")]) == 2
+    assert "no JSON list of token ids" in capsys.readouterr().err
+    assert at.asked == []
+
+
 def test_why_clear_and_health_answer_first(at, capsys):
     out = told(capsys, "why", "chat-1")
     assert out.startswith("chat-1: of 700 tokens 188 were computed; loaded: 512 from host; ended: 2 s ago\n")
