@@ -186,8 +186,9 @@ def why(call: Ask, request: str, as_json: bool) -> int:
 def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
     """Make what is cached unreachable for this engine: --all, or what requests of a --salt have stored.
 
-    --all also frees host memory. Lower tiers keep their objects, which this engine does not find again until its
-    restart; other engines find them. To delete objects for good: `kvtier inspect purge` and `kvtier inspect free`.
+    Both end all pins and hints. --all also frees host memory. Lower tiers keep their objects, which this engine does
+    not find again until its restart; other engines find them. To delete objects for good: `kvtier inspect purge` and
+    `kvtier inspect free`.
     """
     named = {name: value for name, value in given.items() if value is not None}
     result = call("clear", named | ({"all": True} if is_all else {}))

@@ -149,3 +149,24 @@ def test_clearing_while_requests_run_finds_nothing_from_before_and_leaves_nothin
         wait_until(lambda: not engine.opened.session._cache.in_flight, "rest")
     finally:
         engine.close()
+
+
+def test_a_salt_that_is_cleared_ends_the_hints_before_it_and_no_pin_after_it():
+    engine = SmallEngine()
+    try:
+        prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+        keys = Chain(bytes(32), engine.geometry.chunk_tokens)
+        keys.extend(prompt)
+        prefix, session = keys.prefix(), engine.opened.session
+        engine.ask(prompt, 1)
+        engine.settle()
+        session.retain(prefix, 500.0)
+        assert session.host_tokens(prefix, is_retained=True) == 768
+        engine.scheduler.clear("other")
+        assert session.host_tokens(prefix, is_retained=True) == 0
+        session.retain(prefix, 500.0)
+        assert engine.scheduler.has_news, "the engine is idle: it has not taken a step since"
+        engine.run()
+        assert session.host_tokens(prefix, is_retained=True) == 768
+    finally:
+        engine.close()

@@ -562,9 +562,11 @@ class Scheduler:
     def clear(self, salt: str | None) -> None:
         """Renew the keys of open requests with this salt (``""``: without one; None: of all). Any thread.
 
-        Later requests have new keys already. Those that are open get theirs before they are looked up again.
+        Later requests have new keys already. Those that are open get theirs before they are looked up again. All hints
+        end now: an idle engine takes its next step later, and a pin of another salt may come before.
         """
         self._wishes.append(salt)
+        self._session.forget_hints()
 
     def _clear_wished(self) -> None:
         while self._wishes:
@@ -574,7 +576,6 @@ class Scheduler:
             else:
                 self._cleared_salts.add(salt)
                 self._hinted.clear()
-                self._session.forget_hints()
                 if self._events is not None:
                     self._events.clear(salt)
                 self._renew_keys([it for it in self._requests.values() if (it.request.cache_salt or "") == salt])
