@@ -55,7 +55,12 @@ class Survey:
     @property
     def tokens(self) -> int:
         """Leading tokens that can be loaded."""
-        return longest_boundary(self.groups, self.prefix, self._is_somewhere)
+        return self.tokens_within(self.prefix.tokens)
+
+    def tokens_within(self, most: int) -> int:
+        """Leading tokens that can be loaded of a prompt that loads `most` at most, where windows end earlier."""
+        size = self.prefix.chunk_tokens
+        return longest_boundary(self.groups, Prefix(self.prefix.keys[: most // size], size), self._is_somewhere)
 
     @property
     def history_chunks(self) -> int:

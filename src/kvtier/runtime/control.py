@@ -100,7 +100,7 @@ class Control:
         tokens, prefix = self._prompt(arguments)
         survey = self._survey(prefix, until_s)
         most = self._engine.hit_tokens(tokens)
-        hit_tokens = min(survey.tokens, most)
+        hit_tokens = survey.tokens_within(most)
         return {
             "tokens": tokens,
             "chunk_tokens": survey.prefix.chunk_tokens,

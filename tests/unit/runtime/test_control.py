@@ -100,6 +100,11 @@ def test_find_ends_at_the_last_token_and_at_a_missing_window(session, adapter):
     assert adapter.ask("find", tokens=tokens_of(1))["end"].startswith("the prompt: ")
     assert adapter.ask("find", tokens=[1])["end"] == f"no chunk is full: a chunk has {CHUNK_TOKENS} tokens"
     assert adapter.ask("find", tokens=tokens_of(3), salt="other")["hit_tokens"] == 0
+    # The window at the end of the prompt is there; a request stops a chunk before, where it is not.
+    stored(session, "b", prefix_of(3, seed=1), places_of(range(3), (0,)) + places_of([1, 2], (1,)))
+    assert looked_up(session, "q", prefix_of(2, seed=1)).tokens == 0
+    assert adapter.ask("find", tokens=tokens_of(3, seed=1))["hit_tokens"] == 0
+    assert adapter.ask("find", tokens=[*tokens_of(3, seed=1), 1])["hit_tokens"] == 3 * CHUNK_TOKENS
 
 
 def test_a_tier_that_hangs_costs_find_its_deadline_and_is_named(session, adapter, slow):
