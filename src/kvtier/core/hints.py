@@ -111,12 +111,19 @@ class Hints:
         self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=False))
 
     def prefetch(
-        self, request: RequestId, prefix: Prefix, at_s: float, now_s: float, conversation: str | None = None
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        at_s: float,
+        now_s: float,
+        conversation: str | None = None,
+        *,
+        wait_s: float = 0.0,
     ) -> None:
         """Have what lower tiers hold of `prefix` in host memory at `at_s`, and retain it there for a while.
 
         Until then what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
-        without an event, after `Cache.release` of its `request` at the latest.
+        without an event, after `Cache.release` of its `request` at the latest. It may be late by `wait_s` at least.
         """
         prefix = self._bounded(prefix)
         if not prefix.keys or request in self._due or request in self._operations.prefetches:
@@ -124,7 +131,7 @@ class Hints:
         if len(self._due) + len(self._operations.prefetches) >= PREFETCHES_MAX:
             return
         at_s = min(at_s, now_s + self._limits.retain_s)
-        until_s = min(at_s + max(0.0, at_s - now_s) + KEEP_S, now_s + self._limits.retain_s)
+        until_s = min(at_s + max(wait_s, at_s - now_s) + KEEP_S, now_s + self._limits.retain_s)
         start_s = max(now_s, at_s - self._lead_s(prefix, now_s))
         self.are_given = True
         self._due[request] = DuePrefetch(request, prefix, conversation, start_s, until_s)

@@ -310,7 +310,15 @@ class Session(LockedCore):
         """
         self._wish(lambda _now_s: self._cache.hints.lower(prefix, conversation))
 
-    def prefetch(self, request: RequestId, prefix: Prefix, in_s: float = 0.0, conversation: str | None = None) -> None:
+    def prefetch(
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        in_s: float = 0.0,
+        conversation: str | None = None,
+        *,
+        wait_s: float = 0.0,
+    ) -> None:
         """Have what lower tiers hold of `prefix` in host memory in `in_s` seconds, and keep it there as `retain` does.
 
         It needs no blocks of the engine, yields to loads, and ends without an event. Until it begins, what only
@@ -321,8 +329,11 @@ class Session(LockedCore):
             prefix: of the prompt; its leading chunks within `limits.retained_percent` are fetched.
             in_s: seconds until it is needed, at most `limits.retain_s`.
             conversation: name of the conversation.
+            wait_s: seconds after `in_s` that a slow tier may take at least.
         """
-        self._wish(lambda now_s: self._cache.hints.prefetch(request, prefix, now_s + in_s, now_s, conversation))
+        self._wish(
+            lambda now_s: self._cache.hints.prefetch(request, prefix, now_s + in_s, now_s, conversation, wait_s=wait_s)
+        )
 
     def forget_hints(self) -> None:
         """End every retention and prefetch."""

@@ -1,5 +1,6 @@
 """The calls of the control socket on a session with all real parts: what they find, clear and say of its health."""
 
+import threading
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ from tests.memory_tier import GatedTier, MemoryTier
 from tests.rig import CHUNK_TOKENS, Engine, local, looked_up, places_of, prefix_of, stored
 from tests.system import until
 
+from kvtier.core import hints
 from kvtier.core.probes import Probes
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import control_socket, locked_core
@@ -204,6 +206,21 @@ def test_a_prefetch_that_hangs_ends_at_the_calls_deadline(slow):
     assert adapter.ask("prefetch", 0.5, tokens=tokens_of(2)) == {"tokens": 32, "stored_tokens": 32, "host_tokens": 0}
     assert time.monotonic() - began_s < 5.0
     slow.open_again()
+    session.close(5.0)
+
+
+def test_a_prefetch_goes_on_until_the_calls_deadline(slow, monkeypatch):
+    monkeypatch.setattr(hints, "KEEP_S", 0.05)
+    session, cache, _ = local(Engine(64).copier(), {"slow": slow}, slots=4)
+    session.core, adapter = cache, Adapter(session)
+    stored(session, "a", prefix_of(2), places_of(range(2)))
+    settled(session)
+    adapter.ask("clear", all=True)
+    slow.shut.add("read")
+    opener = threading.Timer(0.5, slow.open_again)
+    opener.start()
+    assert adapter.ask("prefetch", tokens=tokens_of(2))["host_tokens"] == 32
+    opener.join()
     session.close(5.0)
 
 
