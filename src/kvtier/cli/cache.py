@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -14,7 +15,7 @@ from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_result
 from kvtier.report.table import Table, print_table
-from kvtier.runtime.control_socket import DEADLINE_S, DEADLINE_S_MAX, PID, SETTING, ControlError, ask
+from kvtier.runtime.control_socket import DEADLINE_S, DEADLINE_S_MAX, PID, SETTING, ControlError, ask, is_listened
 
 Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
@@ -79,10 +80,16 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
 
 
 def sockets(path: Path) -> list[Path]:
-    """The files that `path`, a setting with ``{pid}`` in its name, stands for; without that the path itself."""
+    """The files that `path`, a setting with ``{pid}`` in its name, stands for; without that the path itself.
+
+    Those that killed engines have left count only where no engine listens.
+    """
     before, pid, after = path.name.partition(PID)
     found = path.parent.glob("*") if pid else [path]
-    return sorted(it for it in found if it.name.startswith(before) and it.name.endswith(after))
+    named = sorted(it for it in found if it.name.startswith(before) and it.name.endswith(after))
+    with suppress(OSError):
+        named = [it for it in named if is_listened(it)] or named
+    return named
 
 
 @click.group()

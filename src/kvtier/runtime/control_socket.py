@@ -357,15 +357,22 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(status.st_mode):
         raise ConfigError(f"{SETTING} = {str(path)!r} is not a socket; allowed: a path without a file")
+    if not is_listened(path):
+        path.unlink()
+        return
+    raise ConfigError(
+        f"{SETTING} = {str(path)!r}: another engine listens there; allowed: a path for each engine, with {PID} in it"
+    )
+
+
+def is_listened(path: Path) -> bool:
+    """Whether a process listens at a socket; False after its death. Raises `OSError`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0)  # a process whose queue is full listens, too
         try:
             probe.connect(os.fsencode(path))
         except ConnectionRefusedError:
-            path.unlink()
-            return
+            return False
         except BlockingIOError:
             pass
-    raise ConfigError(
-        f"{SETTING} = {str(path)!r}: another engine listens there; allowed: a path for each engine, with {PID} in it"
-    )
+    return True

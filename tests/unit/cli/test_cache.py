@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -131,11 +132,15 @@ def test_no_engine_is_an_error_that_names_path_and_setting_and_an_unhealthy_engi
 def test_a_path_that_names_the_process_stands_for_the_only_engine(at, capsys, monkeypatch):
     pattern = str(at.path.with_name("kv-{pid}"))
     assert told(capsys, "why", "chat-1", "--set", f"control.socket={pattern}")
-    at.path.with_name("kv-1").touch()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(at.path.with_name("kv-1")))
+    assert told(capsys, "why", "chat-1", "--socket", pattern), "a killed engine has left its socket"
+    other = ControlSocket(at.path.with_name("kv-2"), lambda *_: FOUND)
     assert run(["cache", "why", "chat-1", "--socket", pattern]) == 2
     error = capsys.readouterr().err
     assert "stands for 2 sockets" in error
     assert str(at.path) in error
+    other.close()
 
 
 def test_a_deadline_is_bounded(at, capsys):
