@@ -108,8 +108,9 @@ def test_extending_costs_time_for_the_new_tokens_only():
 
 
 def test_a_salt_counts_from_the_first_token_on():
-    a, b, none = (request(TOKENS, cache_salt=salt) for salt in ("a", "b", None))
+    a, b, none, half = (request(TOKENS, cache_salt=salt) for salt in ("a", "b", None, "\ud800"))
     assert (shared(a, a), shared(a, b), shared(a, none), shared(none, none)) == (3, 0, 0, 3)
+    assert (shared(half, half), shared(half, none)) == (3, 0), "half of a surrogate pair, which is no UTF-8"
 
 
 def test_after_a_reset_nothing_from_before_is_found():

@@ -133,7 +133,7 @@ class KeyMaker:
         if adapter is not None:
             extras.append(Extra("adapter", adapter))
         if salt:
-            extras.append(Extra("salt", salt.encode()))
+            extras.append(Extra("salt", salt.encode("utf-8", "surrogatepass")))  # as a session's name
         epoch, of_salts = self._epochs
         extras += [Extra("epoch", it) for it in (epoch, of_salts.get(salt)) if it]
         return extras
