@@ -8,7 +8,7 @@ were recorded again when their searches no longer changed a tier's hit rate. All
 estimate of their pauses, when loads no longer waited for a tier whose reads have stopped, and when seeds no longer drew
 a number of ranks, which the core does not see. Object stores came last. All but these were recorded again when a
 waiting request asked for what has left host memory since its first lookup. Hints that retain, lower and prefetch came
-later, in runs of their own.
+later, in runs of their own, which were recorded again when an object that several hints retain counted for the newest.
 
 A change of the core that is meant to change no decision leaves every digest as it is.
 """

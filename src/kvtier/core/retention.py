@@ -5,6 +5,7 @@ the share is used up, the oldest retention ends early, its deepest chunk first. 
 """
 
 from collections import OrderedDict
+from collections.abc import Collection
 from heapq import heappop, heappush
 
 from kvtier.core.host_memory import READABLE, HostEntry, HostMemory
@@ -12,9 +13,6 @@ from kvtier.types import Prefix
 
 SLACK = 64
 """Times without a retention that are tolerated before a clean-up."""
-
-Retained = OrderedDict[float, dict[HostEntry, None]]
-"""Objects by the end of their retention, oldest first; of one end, parents before children."""
 
 
 class Retention:
@@ -33,62 +31,62 @@ class Retention:
         """Retained objects of each group."""
         self._ends: dict[HostEntry, tuple[bool, float]] = {}
         """Whether its priority is high, and the end, of each retained object."""
-        self._by_end: list[dict[bool, Retained]] = [{False: OrderedDict(), True: OrderedDict()} for _ in host.slots]
+        self._by_age = [(OrderedDict[HostEntry, None](), OrderedDict[HostEntry, None]()) for _ in host.slots]
+        """Retained objects of each group, of normal and of high priority: the oldest retention first, in it children
+        before parents. An object that several retain counts for the newest."""
+        self._by_end: dict[float, dict[HostEntry, None]] = {}
         self._deadlines: list[float] = []
         """Ends, as a heap."""
 
     def retain(self, prefix: Prefix, until_s: float, *, is_high: bool) -> list[HostEntry]:
         """Retain what host memory has of `prefix`, its start first. Returns the objects that are retained now."""
         if len(self._deadlines) > 2 * len(self._ends) + SLACK:
-            self._deadlines = sorted({end for _, end in self._ends.values()})
-        kept: list[HostEntry] = []
+            self._deadlines = sorted(self._by_end)
+        kept: dict[HostEntry, None] = {}
         for group, entries in enumerate(self._host.entries):
             for key in prefix.keys:
                 entry = entries.get(key)
                 if entry is None or entry.residency not in READABLE:
                     continue
-                if not self._retain(entry, until_s, is_high=is_high):
+                if not self._retain(entry, until_s, kept, is_high=is_high):
                     break
-                kept.append(entry)
+                kept[entry] = None
             assert self.counts[group] <= self.most[group], "too many objects are retained"
-        return kept
+        for entry in reversed(kept):
+            self._by_age[entry.group][self._ends[entry][0]].move_to_end(entry)
+        return [*kept]
 
-    def _retain(self, entry: HostEntry, until_s: float, *, is_high: bool) -> bool:
+    def _retain(self, entry: HostEntry, until_s: float, kept: Collection[HostEntry], *, is_high: bool) -> bool:
         group, known = entry.group, self._ends.get(entry)
         if known is not None:
-            end = known[0] or is_high, max(known[1], until_s)
-            self._take_out(entry, known)
+            self._take_out(entry)
+            is_high, until_s = known[0] or is_high, max(known[1], until_s)
+        elif self.counts[group] >= self.most[group] and not self._end_oldest(group, kept, is_high=is_high):
+            return False
         else:
-            end = is_high, until_s
-            if self.counts[group] >= self.most[group] and not self._end_oldest(group, end):
-                return False
             self._host.hold(entry)
             self.counts[group] += 1
-        self._ends[entry] = end
-        retained = self._by_end[group][end[0]]
-        if end[1] not in retained:
-            heappush(self._deadlines, end[1])
-        retained.setdefault(end[1], {})[entry] = None
+        self._ends[entry] = is_high, until_s
+        self._by_age[group][is_high][entry] = None
+        if until_s not in self._by_end:
+            heappush(self._deadlines, until_s)
+        self._by_end.setdefault(until_s, {})[entry] = None
         return True
 
     def end(self, prefix: Prefix) -> None:
         """End the retention of what host memory has of `prefix`."""
         for entries in self._host.entries:
             for entry in [entries[key] for key in prefix.keys if key in entries]:
-                if known := self._ends.get(entry):
-                    self._take_out(entry, known)
+                if entry in self._ends:
                     self._end(entry)
 
     def expire(self, now_s: float) -> bool:
         """End the retentions whose time has come; whether there were any."""
         has_ended = False
         while self._deadlines and self._deadlines[0] <= now_s:
-            until_s = heappop(self._deadlines)
-            for by_end in self._by_end:
-                for retained in by_end.values():
-                    for entry in retained.pop(until_s, ()):
-                        self._end(entry)
-                        has_ended = True
+            for entry in [*self._by_end.get(heappop(self._deadlines), ())]:
+                self._end(entry)
+                has_ended = True
         return has_ended
 
     def next_deadline(self) -> float | None:
@@ -100,26 +98,24 @@ class Retention:
         if self._deadlines:
             self.expire(max(self._deadlines))
 
-    def _end_oldest(self, group: int, end: tuple[bool, float]) -> bool:
-        """End the retention of one object, of those that are not newer or of higher priority; whether there was one."""
-        for is_high in (False, True)[: 1 + end[0]]:
-            retained = self._by_end[group][is_high]
-            oldest = next(iter(retained), None)
-            if oldest is not None and (is_high, oldest) != end:
-                entry = next(reversed(retained[oldest]))
-                self._take_out(entry, (is_high, oldest))
-                self._end(entry)
+    def _end_oldest(self, group: int, kept: Collection[HostEntry], *, is_high: bool) -> bool:
+        """End the oldest retention of one object, of no higher priority and not of `kept`; whether there was one."""
+        for by_age in self._by_age[group][: 1 + is_high]:
+            oldest = next(iter(by_age), None)
+            if oldest is not None and oldest not in kept:
+                self._end(oldest)
                 return True
         return False
 
-    def _take_out(self, entry: HostEntry, end: tuple[bool, float]) -> None:
-        retained = self._by_end[entry.group][end[0]]
-        del retained[end[1]][entry]
-        if not retained[end[1]]:
-            del retained[end[1]]
+    def _take_out(self, entry: HostEntry) -> None:
+        is_high, until_s = self._ends.pop(entry)
+        del self._by_age[entry.group][is_high][entry]
+        del self._by_end[until_s][entry]
+        if not self._by_end[until_s]:
+            del self._by_end[until_s]
 
     def _end(self, entry: HostEntry) -> None:
-        del self._ends[entry]
+        self._take_out(entry)
         self.counts[entry.group] -= 1
         self._host.let_go(entry)
 
@@ -131,7 +127,8 @@ class Retention:
         """
         held = {entry for entries in self._host.entries for entry in entries.values() if entry.is_retained}
         assert held == set(self._ends), "an object is retained without an end"
-        ends = [end for by_end in self._by_end for retained in by_end.values() for end in retained]
-        assert set(ends) <= set(self._deadlines), "a retention does not end"
+        by_age = [entry for of_group in self._by_age for entries in of_group for entry in entries]
+        assert set(by_age) == held, "a retention cannot end early"
+        assert self._by_end.keys() <= set(self._deadlines), "a retention does not end"
         for group, most in enumerate(self.most):
             assert sum([entry.group == group for entry in held]) == self.counts[group] <= most, "retained miscounted"

@@ -65,6 +65,27 @@ def test_a_longer_retention_of_the_same_objects_counts():
     assert "abc" not in core.present()
 
 
+def test_a_longer_prompt_with_a_shorter_time_ends_nothing_of_itself():
+    core = Driver(slots=8, retained_share=0.5, tiers=())
+    core.store_and_run("r", prefix_of("abcdef"))
+    core.retain(prefix_of("abcd"), 600.0)
+    core.retain(prefix_of("abcdef"), 300.0)
+    scan(core)
+    assert core.present() >= {"a", "ab", "abc", "abcd"}
+
+
+def test_what_several_retain_ends_after_what_one_of_them_retains():
+    core = Driver(slots=10, retained_share=0.5, tiers=())
+    for number, prompt in enumerate(("abcd", "abx", "pq")):
+        core.store_and_run(f"r{number}", prefix_of(prompt))
+    core.retain(prefix_of("abcd"), 600.0)
+    core.retain(prefix_of("abx"), 300.0)
+    core.retain(prefix_of("pq"), 500.0)
+    scan(core)
+    assert core.present() >= {"a", "ab", "abx", "p", "pq"}
+    assert not {"abc", "abcd"} & core.present()
+
+
 def test_high_priority_outlasts_the_others():
     core = stored(slots=8, tiers=())
     core.store_and_run("other", OTHER)
