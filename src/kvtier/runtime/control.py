@@ -100,12 +100,13 @@ class Control:
         tokens, prefix = self._prompt(arguments)
         survey = self._survey(prefix, until_s)
         most = self._engine.hit_tokens(tokens)
-        hit_tokens = survey.tokens_within(most)
+        problem = self._engine.problem()
+        hit_tokens = 0 if problem else survey.tokens_within(most)
         return {
             "tokens": tokens,
             "chunk_tokens": survey.prefix.chunk_tokens,
             "hit_tokens": hit_tokens,
-            "end": _end(survey, tokens, hit_tokens, most),
+            "end": f"nothing is loaded: {problem}" if problem else _end(survey, tokens, hit_tokens, most),
             "ranges": _ranges(survey),
             "silent": survey.silent,
         }

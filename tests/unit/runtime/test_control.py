@@ -233,6 +233,16 @@ def test_an_internal_error_shows_in_health_and_in_find(session, adapter, monkeyp
     assert health["problem"] == "an internal error has switched kvtier off: ZeroDivisionError: division by zero"
 
 
+def test_find_promises_nothing_while_the_adapter_loads_nothing(session, adapter):
+    stored(session, "a", prefix_of(3), places_of(range(3)))
+    adapter.problem = "rank 1 is lost"
+    found = adapter.ask("find", tokens=[*tokens_of(3), 1])
+    assert (found["hit_tokens"], found["end"]) == (0, "nothing is loaded: rank 1 is lost")
+    assert "host" in found["ranges"][0]["places"]
+    adapter.problem = ""
+    assert adapter.ask("find", tokens=[*tokens_of(3), 1])["hit_tokens"] == 3 * CHUNK_TOKENS
+
+
 def test_health_has_the_adapters_problem_and_a_thread_that_does_not_run(session, adapter, monkeypatch):
     adapter.problem = "rank 1 is lost"
     assert (adapter.ask("health")["ready"], adapter.ask("health")["problem"]) == (False, "rank 1 is lost")
