@@ -284,6 +284,23 @@ def test_of_a_step_without_the_draft_model_nothing_is_stored(start):
         assert engine.loaded_tokens == loaded
 
 
+@pytest.mark.parametrize("drafted_tokens", [900, 2000])
+def test_of_a_step_without_the_draft_model_vllms_own_cache_gives_nothing_to_store(start, drafted_tokens):
+    engine = start(blocks=300, step_tokens=2048, drafted_tokens=drafted_tokens)
+    long, short = list(range(1000)), list(range(5000, 5600))
+    is_drafted = drafted_tokens > len(long)
+    for prompt in (long, short, [*short, *range(6000, 6200)]):  # the last has 592 tokens of the one before
+        engine.add(prompt, 1)
+    engine.run()
+    engine.settle()
+    for loaded in (0, 768 if is_drafted else 0, 768):  # vLLM's own cache has 592 tokens, then nothing
+        before = engine.loaded_tokens
+        engine.ask([*short, *range(7000, 7250)], 1)
+        assert engine.loaded_tokens - before == loaded
+        engine.settle()
+        engine.forget()
+
+
 def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tmp_path, monkeypatch):
     """Each round is a request that is waiting when vLLM resets its caches: more of them than `REQUESTS_MAX`."""
     monkeypatch.setattr(probes, "REQUESTS_MAX", 100)

@@ -138,6 +138,8 @@ class Scheduler:
         self._wishes: deque[str | None] = deque()
         """Salts to clear, None for all: from other threads, for the next call of this one."""
         self._drafted_tokens = drafted_tokens
+        self._has_undrafted = False
+        """vLLM's own cache may hold blocks of a step without the draft model."""
         self._numbers = itertools.count()
         self._warned: set[str] = set()
         self._requests: dict[str, TrackedRequest] = {}
@@ -239,7 +241,7 @@ class Scheduler:
         tracked.began_step = tracked.match = None
         self._loads.forget_landed(tracked.id)
         self._forget_offers(tracked)
-        self._selection.mark_cached(tracked, resident_tokens - resident_tokens % self._geometry.chunk_tokens)
+        self._mark_cached(tracked, resident_tokens, resident_tokens)
         tracked.account.resident(resident_tokens)
         most = self._geometry.hit_tokens(request.num_tokens)
         if tracked.cap_tokens is not None:
@@ -261,6 +263,12 @@ class Scheduler:
             self._step_timer.will_compute(tracked)
             return 0
         return tracked.match.external_tokens
+
+    def _mark_cached(self, tracked: TrackedRequest, tokens: int, resident_tokens: int) -> None:
+        """Store what is behind these leading tokens, and nothing that vLLM holds if it may lack draft KV."""
+        size = self._geometry.chunk_tokens
+        whole = -(-resident_tokens // size) * size if self._has_undrafted else 0
+        self._selection.mark_cached(tracked, max(whole, tokens - tokens % size))
 
     def _is_being_loaded(self, prefix: Prefix, resident_tokens: int) -> bool:
         """Whether another request's load will give vLLM at least half of the missing tokens."""
@@ -297,7 +305,7 @@ class Scheduler:
         self, tracked: TrackedRequest, prefix: Prefix, lookup: Lookup, resident_tokens: int
     ) -> PrefixMatch | None:
         # Cached tokens need not be stored. Tokens that vLLM has and the cache has lost are stored again.
-        self._selection.mark_cached(tracked, lookup.tokens)
+        self._mark_cached(tracked, lookup.tokens, resident_tokens)
         tracked.junction_tokens = lookup.history_tokens
         if self._history is not None and lookup.tokens < prefix.tokens:
             self._history.missed(tracked, self._ranks.lost)
@@ -360,8 +368,11 @@ class Scheduler:
             if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
                 self._due[name] = tracked
         if any(piece.context_tokens + piece.tokens > self._drafted_tokens for piece in pieces):
+            self._has_undrafted = True
             for tracked, piece in zip(scheduled.values(), pieces, strict=True):
-                tracked.drafted_tokens = min(tracked.drafted_tokens, piece.context_tokens)
+                # One that begins now may share blocks that this step computes for another.
+                drafted_tokens = 0 if tracked.began_step == self._step else piece.context_tokens
+                tracked.drafted_tokens = min(tracked.drafted_tokens, drafted_tokens)
         self._step_timer.step_began(self._step, pieces, time.monotonic())
         self._stores.yield_idle()
         self._revoked += self._stores.cancel_lost()
@@ -514,7 +525,7 @@ class Scheduler:
         if done.tokens < plan.tokens:
             # Missing tokens are computed and stored again. The cap keeps a second load from the same hole.
             size = self._geometry.chunk_tokens
-            self._selection.mark_cached(tracked, max(done.tokens, plan.resident_tokens) // size * size)
+            self._mark_cached(tracked, max(done.tokens, plan.resident_tokens), plan.resident_tokens)
             self._session.release(tracked.question)
             tracked.answer = None
             tracked.announced_tokens = 0  # the request has waited once
@@ -556,6 +567,7 @@ class Scheduler:
         self._is_off = False
         if is_idle:  # else a change that is noticed later may have come before
             self._reset_step = self._step + 1
+            self._has_undrafted = False
         self._renew()
         return True
 
