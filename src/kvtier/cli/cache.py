@@ -66,6 +66,7 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
 
     Raises:
         ConfigError: none is named, or several exist.
+        ControlError: none exists.
     """
     path = given or load(file, flags=flags).config.control.socket
     if path is None:
@@ -73,8 +74,10 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
     if PID not in str(path):
         return path
     found = sockets(path)
-    if len(found) != 1:
-        names = ", ".join(map(str, found)) or "none"
+    if not found:
+        raise ControlError(f"no engine listens: {SETTING} = {str(path)!r} stands for no socket")
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
         raise ConfigError(f"{SETTING} = {str(path)!r} stands for {len(found)} sockets: {names}; give --socket PATH")
     return found[0]
 

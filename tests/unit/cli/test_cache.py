@@ -123,10 +123,11 @@ def test_no_engine_is_an_error_that_names_path_and_setting_and_an_unhealthy_engi
     assert f"no engine listens at {path} (control.socket): No such file" in capsys.readouterr().err
     assert run(["cache", "why", "r"]) == 2
     assert "no engine is named; set control.socket = PATH" in capsys.readouterr().err
-    for way in ("--live", "--ready"):
-        assert json.loads(told(capsys, "health", way, "--socket", path, "--json", code=1))["problem"].startswith(
-            "no engine"
-        )
+    for way, where in (("--live", path), ("--ready", path), ("--ready", f"{path}-{{pid}}")):
+        health = json.loads(told(capsys, "health", way, "--socket", where, "--json", code=1))
+        assert health["problem"].startswith("no engine listens")
+    assert run(["cache", "why", "r", "--socket", f"{path}-{{pid}}"]) == 2
+    assert "stands for no socket" in capsys.readouterr().err
 
 
 def test_a_path_that_names_the_process_stands_for_the_only_engine(at, capsys, monkeypatch):
