@@ -195,6 +195,19 @@ def test_all_that_is_held_comes_again_parents_first_and_a_part_at_a_time(monkeyp
     assert world.taken() == [(True, CPU, 0), (True, CPU, 1)]
 
 
+def test_a_period_that_is_shorter_than_a_repetition_leaves_no_chunk_out(monkeypatch):
+    monkeypatch.setattr(events_module, "REPEATED_MAX", 2)
+    world = World(chunks=5, repeat_s=1).learn()
+    for slot, key in enumerate(world.keys):
+        world.moves(GATHER, key, slot=slot)
+    world.events.take()
+    repeated: list[int] = []
+    for _ in range(4):
+        world.now_s += 1.0
+        repeated += [number for _, _, number in world.taken()]
+    assert repeated == [0, 1, 2, 3, 4, 0, 1]
+
+
 def test_beyond_the_limit_the_chunk_that_was_used_longest_ago_is_withdrawn(monkeypatch):
     monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
     world = World(chunks=3).learn(chunks=2)

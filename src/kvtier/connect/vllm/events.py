@@ -243,7 +243,7 @@ class Events:
             self._move(*self._moved.popleft())
         for _ in range(min(RECALLED_MAX, len(self._recalled))):
             self._recall(*self._recalled.popleft())
-        if self._clock() >= self._repeat_at_s:
+        if self._clock() >= self._repeat_at_s and not self._repeats:  # else the last chunks would never come
             self._repeat_at_s = self._clock() + self._repeat_s
             known = [(chunk.blocks.number, key) for key, chunk in self._chunks.items() if chunk.blocks and chunk.places]
             self._repeats = [key for _, key in sorted(known, reverse=True)]  # a router needs parents first
