@@ -230,6 +230,17 @@ def test_of_too_many_movements_the_oldest_are_dropped(world):
     assert len(world.events._moved) == events_module.MOVES_MAX
 
 
+def test_an_eviction_among_the_dropped_movements_is_published_all_the_same(world):
+    one, two = world.keys
+    world.moves(GATHER, two, slot=2)
+    world.moves(GATHER, one, slot=1)
+    assert world.taken() == [(True, CPU, 1), (True, CPU, 0)]
+    world.moves(GATHER, b"other", slot=2)
+    for _ in range(events_module.MOVES_MAX // 2):
+        world.probed("disk", (one, True), (two, False))
+    assert world.taken() == [(True, STORAGE, 0), (False, CPU, 1)]
+
+
 def test_after_a_reset_all_is_withdrawn_and_nothing_comes_again():
     world = World(repeat_s=60).learn()
     world.moves(GATHER, world.keys[0], slot=1)

@@ -30,7 +30,7 @@ CHUNKS_MAX = 16_384
 """Chunks in the table. Beyond it the one that was used longest ago is withdrawn."""
 
 MOVES_MAX = 65_536
-"""Movements that wait for the next step. Beyond it the oldest are dropped."""
+"""Movements that wait for the next step. Beyond it the oldest are dropped, and host memory is compared."""
 
 REPEATED_MAX = 64
 """Chunks repeated in one step."""
@@ -239,8 +239,13 @@ class Events:
 
     def take(self) -> list[BlockEvent]:
         """Events since the last call, and some of those that are due again."""
+        may_lack_moves = len(self._moved) == MOVES_MAX
         for _ in range(len(self._moved)):
             self._move(*self._moved.popleft())
+        if may_lack_moves:  # evictions from host memory, too, for which no health check asks
+            held = set(self._slots.values())
+            for key in [key for key in self._chunks if key not in held]:
+                self._move(key, HOST, is_there=False)
         for _ in range(min(RECALLED_MAX, len(self._recalled))):
             self._recall(*self._recalled.popleft())
         if self._clock() >= self._repeat_at_s and not self._repeats:  # else the last chunks would never come
