@@ -10,12 +10,14 @@ from typing import NamedTuple
 import pytest
 from tests import vllm_engine
 from tests.rig import Raise
+from tests.system import until
 from tests.vllm_engine import DEADLINE_S, PATIENT, LieError, SmallEngine
 from tests.vllm_engine_parts import Request
 
 from kvtier.config.sections import Config, HostConfig
 from kvtier.connect.vllm import scheduler as module
 from kvtier.connect.vllm.block_pool import BlockPins
+from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.step_timer import StepTimer
@@ -608,6 +610,7 @@ class Guarded:
 
 class Upper(NamedTuple):
     scheduler: Scheduler
+    events_table: None = None
 
     @property
     def has_news(self) -> bool:
@@ -675,6 +678,36 @@ def test_a_poller_whose_thread_died_raises_in_the_schedulers_thread_once(start, 
     engine.ask(prompt, 2)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert isinstance(record.exc_info[1].__cause__, TypeError)
+
+
+@pytest.mark.parametrize("fails", ["nothing", "connector", "events", "session"])
+def test_after_an_internal_error_routers_get_the_removal_of_every_chunk(start, connector_class, monkeypatch, fails):
+    engine = start(seed=1)
+    size = engine.geometry.groups[0].tables[0].block_tokens
+    events = Events(0, size, size, tiers={}, extras_of=lambda *_: None, hash_of=max, repeat_s=0)
+    engine.scheduler._events = engine.opened.session._observer = events
+    connector = Guarded(engine, connector_class).connector
+    monkeypatch.setattr(connector, "_event", lambda event, _table: (event.is_there, event.blocks.number), raising=False)
+
+    def taken():
+        return sorted(connector.take_events())
+
+    request = engine.add(list(range(600)), 1)
+    request.block_hashes = [bytes([number]) for number in range(600 // size)]
+    engine.run()
+    engine.settle()
+    engine.idle()
+    assert taken() == [(True, 0), (True, 1)]
+    if fails == "session":
+        monkeypatch.setattr(Cache, "expects", None)
+        engine.opened.session.expects("conversation", None)
+        until(lambda: engine.opened.session.obstacle)
+    elif fails == "events":
+        events._moved.append(())
+    connector._is_broken = fails == "connector"
+    assert taken() == ([] if fails == "nothing" else [(False, 0), (False, 1)])
+    assert taken() == []
+    assert connector._is_broken == (fails in {"connector", "events"})
 
 
 def everything(engine: SmallEngine) -> None:

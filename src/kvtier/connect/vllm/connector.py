@@ -7,6 +7,7 @@ make the engine fail.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -181,7 +182,15 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def take_events(self) -> list[Any]:
         """KV events for routers."""
-        return self._ask(lambda side: [self._event(it, side.events_table) for it in side.scheduler.take_events()], [])
+        events = self._ask(self._taken, None)
+        if events is None and self._upper is not None:  # kvtier is off, and routers must not send prompts for its KV
+            with suppress(Exception):
+                events = self._taken(self._upper)
+        return events or []
+
+    def _taken(self, side: SchedulerSide) -> list[Any]:
+        found = side.scheduler.take_events(is_off=self._is_broken)
+        return [self._event(it, side.events_table) for it in found]
 
     def _event(self, event: BlockEvent, table: TableLayout | None) -> Any:  # noqa: ANN401 - vLLM's class
         """In the form of vLLM 0.32's own events (`BlockPool.cache_full_blocks`), without `ownership` and `locality`."""

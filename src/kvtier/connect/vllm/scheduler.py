@@ -631,10 +631,19 @@ class Scheduler:
         has_events = self._events is not None and self._events.has_news
         return has_events or bool(self._wishes) or self._stores.has_pins
 
-    def take_events(self) -> list[BlockEvent]:
-        """KV events for routers, at the end of a step."""
-        self._clear_wished()
-        return [] if self._events is None else self._events.take()
+    def take_events(self, *, is_off: bool = False) -> list[BlockEvent]:
+        """KV events for routers, at the end of a step. After an internal error all chunks are withdrawn.
+
+        Args:
+            is_off: there was one in the connector.
+        """
+        if not is_off:
+            self._clear_wished()
+        if self._events is None:
+            return []
+        if is_off or self._session.fault_record.failure:
+            self._events.reset()
+        return self._events.take()
 
     def close(self) -> None:
         """Stop the thread that polls the session."""
