@@ -1,5 +1,6 @@
 """Lookups and jobs of vLLM's secondary tier while tiers hang: answers in time, and memory that is free afterwards."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -102,6 +103,29 @@ def test_too_many_jobs_fail_at_once(tier, store):
     for number in range(JOBS_MAX + 1):
         calls.submit(*job(number, is_load=False))
     assert [done.job.job_id for done in calls.finished()] == [JOBS_MAX]
+    calls.close(0.0)
+
+
+def test_a_system_without_further_threads_refuses_the_start_and_no_later_call(store, monkeypatch):
+    calls = Calls(store, FAR_S, guarded)
+    before, real, started = set(threading.enumerate()), threading.Thread.start, []
+
+    def start(thread):
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
+        Calls(store, FAR_S, guarded)
+    assert set(threading.enumerate()) == before
+    assert calls.ask("request", b"1.....", lambda: object_id(1), is_prefix=True) is None
+    calls.flush()
+    calls.submit(*job(1, is_load=False))
+    calls.submit(*job(2, is_load=True))
+    found = []
+    until(lambda: found.extend(done.job.job_id for done in calls.finished()) or sorted(found) == [1, 2])
     calls.close(0.0)
 
 

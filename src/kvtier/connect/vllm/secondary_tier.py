@@ -74,6 +74,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         ConfigError: a setting is wrong, or this release of vLLM is not supported.
         UnsupportedModelError: the engine cannot be served correctly.
         TierError: a required tier cannot be opened.
+        RuntimeError: the system cannot start a thread.
     """
 
     medium = offload.Medium.STORAGE

@@ -11,6 +11,7 @@ jobs     The scheduler reuses a job's memory as soon as it has the job's result.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Barrier
 from typing import Any, NamedTuple
 
 from kvtier.connect.vllm.vllm_types import TransferJob
@@ -28,6 +29,9 @@ BATCHES_MAX = 256
 
 JOBS_MAX = 1024
 """Most jobs without a result. Further jobs fail at once."""
+
+START_S = 10.0
+"""How long a thread waits for the others to start."""
 
 CANCEL_S = 0.05
 """Interval at which calls are canceled until none is left: storing an object takes two calls."""
@@ -63,6 +67,9 @@ class Calls:
         store: the tiers; None: all lookups are misses, and all jobs fail.
         answer_s: deadline of a lookup in seconds; a key without an answer by then is a miss.
         guarded: the result of its first argument, called in a thread; or the second argument, when that fails.
+
+    Raises:
+        RuntimeError: the system cannot start a thread.
     """
 
     def __init__(
@@ -79,6 +86,17 @@ class Calls:
         self._jobs: dict[Future[Done], TransferJob] = {}
         """Jobs whose results were not taken."""
         self._pools = [ThreadPoolExecutor(count, "kvtier tiering") for count in THREADS]
+        all_are_there = Barrier(sum(THREADS))
+        try:
+            # All threads now: a pool starts one in `submit`, which would raise into vLLM's step if the system has none.
+            for pool, count in zip(self._pools, THREADS, strict=True):
+                for _ in range(count):
+                    pool.submit(all_are_there.wait, START_S)
+        except RuntimeError:
+            all_are_there.abort()
+            for pool in self._pools:
+                pool.shutdown()
+            raise
 
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
