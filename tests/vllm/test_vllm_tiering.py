@@ -312,6 +312,24 @@ def test_stored_blocks_are_announced(start: Start, tmp_path: Path) -> None:
     assert engine.told_by("tiering_on_cpu:stored_keys") == len(LONG) // BLOCK
 
 
+def test_blocks_of_before_a_reset_are_not_announced_after_it(start: Start, tmp_path: Path) -> None:
+    """VLLM has published meanwhile that all is gone, and this engine does not find them any more."""
+    engine = start(
+        "llama",
+        tiering(f"directory:{tmp_path / 'kv'}", enable_kv_events=True, locality="LOCAL"),
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+        sabotage="tiering_on_cpu:keep_events_of_slow_stores",
+    )
+    engine.ask(LONG)
+    assert engine.do("tiering_on_cpu:reset", drains=False)
+    assert len(objects(tmp_path / "kv")) == len(LONG) // BLOCK
+    engine.ask(LONG[:9])
+    assert engine.told_by("tiering_on_cpu:stored_keys") == 0
+    engine.ask(LONG)
+    engine.drain()
+    assert engine.told_by("tiering_on_cpu:stored_keys") == len(LONG) // BLOCK
+
+
 def test_two_ranks_have_one_object(start: Start, expected: Expected, tmp_path: Path) -> None:
     given = tiering(f"directory:{tmp_path / 'kv'}")
     for hits in (0, whole(len(LONG))):

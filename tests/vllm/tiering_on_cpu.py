@@ -4,6 +4,7 @@ vLLM's own worker for them needs a GPU's streams (`CPUOffloadingSpec.get_worker`
 vLLM's: connector, scheduler, manager, host memory, and where a page lies in it.
 """
 
+import time
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -114,6 +115,20 @@ def keep_events() -> None:
         return events
 
     KvtierSecondaryTier.take_events = take  # type: ignore[method-assign]
+
+
+def keep_events_of_slow_stores() -> None:
+    """As `keep_events`; and a store takes a second, so that a reset comes before its end."""
+    from kvtier.runtime.object_store import ObjectStore
+
+    inner = ObjectStore.put_from
+
+    def put_from(self: ObjectStore, *arguments: Any) -> Any:
+        time.sleep(1.0)
+        return inner(self, *arguments)
+
+    ObjectStore.put_from = put_from  # type: ignore[method-assign]
+    keep_events()
 
 
 def stored_keys() -> int:

@@ -93,6 +93,8 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         tiering.SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else offload.Locality(locality)
         self._events: list[Any] = []
+        self._drained: list[Any] = []
+        """Results of jobs that a reset has ended."""
         self._has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         # vLLM passes neither its configuration nor its workers.
         vllm_config, workers = on_stack("_vllm_config"), on_stack("model_executor")
@@ -208,7 +210,8 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
 
     def get_finished_jobs(self) -> list[Any]:
         """Results of the jobs that have ended since the last call."""
-        return [self._result(*done) for done in self._calls.finished()]
+        drained, self._drained = self._drained, []
+        return [*drained, *(self._result(*done) for done in self._calls.finished())]
 
     def _result(self, job: TransferJob, keys: Sequence[bytes], seconds: float) -> Any:  # noqa: ANN401
         if job.is_promotion:
@@ -236,6 +239,8 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             TimeoutError: a copy still accesses vLLM's memory, which must not be used for anything else.
         """
         self._calls.drain(DRAIN_S)
+        self._drained = self.get_finished_jobs()
+        self._events.clear()  # vLLM has published that all is gone
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         logger.info(
             "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
