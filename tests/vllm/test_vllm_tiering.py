@@ -299,6 +299,20 @@ def test_a_wrong_setting_is_named(start: Start, tmp_path: Path) -> None:
         start("llama", tiering())
 
 
+def own_arguments() -> None:
+    """Runs where vLLM is imported: values of the entry that are no settings of kvtier."""
+    from kvtier.connect.vllm.secondary_tier import KvtierSecondaryTier
+    from kvtier.errors import ConfigError
+
+    for name, value, allowed in [("locality", "local", "LOCAL, REMOTE"), ("enable_kv_events", "false", "False, True")]:
+        with pytest.raises(ConfigError, match=f"{name} = '{value}' .from secondary_tiers of .*; allowed: {allowed}"):
+            KvtierSecondaryTier(None, memoryview(bytes(4)), "kvtier", **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_wrong_value_of_a_vllm_argument_is_named() -> None:
+    in_process(own_arguments)
+
+
 def test_stored_blocks_are_announced(start: Start, tmp_path: Path) -> None:
     given = tiering(f"directory:{tmp_path / 'kv'}", enable_kv_events=True, locality="LOCAL")
     engine = start(

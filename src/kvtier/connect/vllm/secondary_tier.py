@@ -26,9 +26,10 @@ from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
 from kvtier.connect.vllm.tiering_calls import Calls
 from kvtier.connect.vllm.tiering_imports import offload, tiering
-from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, page_details, setup_of
+from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, TransferJob
 from kvtier.connect.vllm.weights import on_stack, watch_calls
+from kvtier.errors import ConfigError
 from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.types import ChunkKey
@@ -91,6 +92,12 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         **settings: object,
     ) -> None:
         tiering.SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        for name, value, allowed in (
+            ("locality", locality, [None, *(it.value for it in offload.Locality)]),
+            ("enable_kv_events", enable_kv_events, [False, True]),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} = {value!r} (from {ORIGIN}); allowed: {', '.join(map(str, allowed[-2:]))}")
         self.locality = None if locality is None else offload.Locality(locality)
         self._events: list[Any] = []
         self._drained: list[Any] = []
