@@ -159,8 +159,8 @@ class Driver:
         self.cache.flush(self.now_s)
         self._take()
 
-    def check_tiers(self) -> None:
-        self.cache.check_tiers(self.now_s)
+    def check_tiers(self, *watched: Item) -> None:
+        self.cache.check_tiers(self.now_s, lambda _tier: watched)
         self._take()
 
     def wait(self, seconds: float) -> None:

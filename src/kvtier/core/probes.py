@@ -352,14 +352,19 @@ class Probes:
     def send_health_checks(self, now_s: float, watched: Callable[[str], tuple[Item, ...]]) -> None:
         """Send a probe to each tier without an open one, as a health check that needs no request.
 
+        A tier that requests keep busy is asked for watched objects, too.
+
         Args:
             now_s: the time.
             watched: the objects that the check of a tier asks for; the core has no use for the answer.
         """
         probed = {open_probe.tier for open_probe in self._open.values()}
+        checked = {it.tier for it in self._open.values() if it.search is None and it.survey is None}
         for tier_state in self._tiers.all:
-            if tier_state.name not in probed and tier_state.can_read(now_s):
-                self._send(tier_state, None, watched(tier_state.name), now_s)
+            if tier_state.name not in checked and tier_state.can_read(now_s):
+                objects = watched(tier_state.name)
+                if objects or tier_state.name not in probed:
+                    self._send(tier_state, None, objects, now_s)
 
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """Handle an answer; None means that the tier failed. Answers to closed probes are ignored."""

@@ -45,6 +45,22 @@ def test_a_tier_that_no_request_asks_gets_health_checks() -> None:
     assert core.cache.is_up("disk")
 
 
+def test_a_tier_that_requests_keep_busy_is_asked_for_watched_objects_all_the_same() -> None:
+    """Otherwise KV events of what it has evicted would stand as long as it is busy."""
+    core, watched = Driver(), (key("z"), 0)
+    core.lookup("r", prefix_of("a"))
+    (asked,) = core.probes.values()
+    core.check_tiers()
+    assert [*core.probes.values()] == [asked]
+    for _ in range(2):
+        core.check_tiers(watched)
+        (check,) = (it for it in core.probes.values() if it is not asked)
+        assert check.objects == (watched,)
+        core.check_tiers(watched)  # one check is open
+        assert len(core.probes) == 2
+        core.tell(check, [False])
+
+
 def test_a_longer_prompt_of_the_same_request_asks_only_for_what_is_new() -> None:
     core = Driver()
     core.lookup("r", prefix_of("a"))
