@@ -316,6 +316,8 @@ class Events:
             name = next((str(key[1]) for key in extras[0] or () if key[0] == "lora"), None)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             return None
+        if any(len(key) < 2 for each in extras for key in each or ()):  # a tag and a value
+            return None
         first = last = None if parent is None or parent.blocks is None else parent.blocks.hashes[-1]
         hashes: list[Any] = []
         for number, each in enumerate(extras):
