@@ -141,6 +141,7 @@ class Transfer(NamedTuple):
     deadline_s: float  # on the session's clock; later completions do not count
     conversation: str | None  # the conversation, for eviction policies
     text: bytes = b""  # of a demote, for a sealed frame: token ids of the chunk as u32, and extras after them
+    is_relay: bool = False  # the slot is in the staging area, where no request finds the object
 
 
 class Probe(NamedTuple):

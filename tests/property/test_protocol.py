@@ -60,6 +60,7 @@ transfers = st.builds(
     seconds,
     st.none() | words,
     st.binary(max_size=40),
+    st.booleans(),
 )
 probes = st.builds(Probe, integers, words, st.lists(st.tuples(keys, small), max_size=40).map(tuple), seconds)
 drops = st.builds(Drop, words, keys, small)
@@ -119,7 +120,7 @@ plain = st.recursive(
 word, number, count = (str, type(None)), (int, float), (int, type(None))
 FIELDS = {
     CommandMessage: (int, (Transfer, Probe, Drop, Tell, Recall)),
-    Transfer: (int, Direction, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word, bytes),
+    Transfer: (int, Direction, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word, bytes, bool),
     Probe: (int, str, tuple, number),
     Drop: (str, bytes, int),
     Tell: (str, str, (NextTurn, type(None))),

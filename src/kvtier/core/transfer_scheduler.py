@@ -566,6 +566,8 @@ class TransferScheduler:
             entry.depth,
             now_s + limit_s,
             entry.conversation,
+            b"",
+            entry.is_staged,
         )
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, item, relay_to)
         if tier_state is not None:

@@ -237,7 +237,7 @@ def _figures(values: list[Any]) -> Figures:
 _FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     Transfer: (
         *(_whole, Direction, _key, _whole, _whole, _word, _maybe(_word), _wholes),
-        *(_maybe(_key), _whole, _number, _maybe(_word), bytes.fromhex),
+        *(_maybe(_key), _whole, _number, _maybe(_word), bytes.fromhex, _flag),
     ),
     Probe: (_whole, _word, _many(_object), _number),
     Drop: (_word, _key, _whole),

@@ -59,8 +59,10 @@ class World:
         self.events.learn(self.request, Prefix(self.keys[:chunks], CHUNK), first)
         return self
 
-    def moves(self, direction: Direction, key: bytes, *, tier: str = "", slot: int = 0, group: int = 0, **end) -> None:
-        command = Transfer(1, direction, ChunkKey(key), group, slot, tier, None, (), None, 0, 1.0, None)
+    def moves(
+        self, direction: Direction, key: bytes, *, tier: str = "", slot: int = 0, group: int = 0, relay=False, **end
+    ) -> None:
+        command = Transfer(1, direction, ChunkKey(key), group, slot, tier, None, (), None, 0, 1.0, None, b"", relay)
         self.ends(command, **end)
 
     def ends(self, command, outcome: Outcome = Outcome.DONE, present: tuple[bool, ...] = ()) -> None:
@@ -98,6 +100,14 @@ def test_a_chunk_enters_and_leaves_host_memory_and_a_tier(world):
         (False, STORAGE, 1),
     ]
     assert not world.events.has_news
+
+
+def test_a_chunk_in_the_staging_area_is_not_in_host_memory(world):
+    one, two = world.keys
+    world.moves(GATHER, two, slot=5)
+    world.moves(PROMOTE, one, tier="disk", slot=5, relay=True)
+    world.moves(DEMOTE, one, tier="s3", slot=5, relay=True)
+    assert world.taken() == [(True, CPU, 1), (False, CPU, 1), (True, "object_store", 0)]
 
 
 def test_a_chunk_without_known_blocks_is_not_published_and_an_absent_one_is_not_remembered(world):

@@ -266,6 +266,8 @@ def test_a_relay_reads_from_the_faster_tier_into_the_staging_area() -> None:
     staged = core.going(Direction.PROMOTE)
     assert staged
     assert len({one.slot for one in staged}) == 1, "the staging area is one slot of 32"
+    assert all(one.is_relay for one in staged)
+    assert not any(one.is_relay for one in core.sent if one not in staged)
     core.run()
     assert len(core.held["far"]) == 34, "all but the hung one"
 

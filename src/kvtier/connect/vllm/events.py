@@ -170,7 +170,7 @@ class Events:
             self._moved.append((command.key, command.tier, False))
         elif outcome is not Outcome.DONE:
             return
-        elif command.direction in (Direction.GATHER, Direction.PROMOTE):
+        elif command.direction in (Direction.GATHER, Direction.PROMOTE) and not command.is_relay:
             self._slots[command.slot] = command.key
             self._moved.append((command.key, HOST, True))
         elif command.direction is Direction.DEMOTE:
