@@ -110,6 +110,19 @@ def test_a_chunk_in_the_staging_area_is_not_in_host_memory(world):
     assert world.taken() == [(True, CPU, 1), (False, CPU, 1), (True, "object_store", 0)]
 
 
+def test_a_chunk_that_comes_after_its_deadline_is_not_in_host_memory(world):
+    one, two = world.keys
+    world.now_s = 0.9
+    world.moves(PROMOTE, one, tier="disk", slot=1)
+    world.now_s = 1.0
+    world.moves(PROMOTE, two, tier="disk", slot=2)
+    world.moves(GATHER, two, slot=3)  # a copy from the engine's memory is waited for
+    assert world.taken() == [(True, CPU, 0), (True, CPU, 1)]
+    world.moves(GATHER, b"other", slot=3)
+    world.moves(PROMOTE, two, tier="disk", slot=2)
+    assert world.taken() == [(False, CPU, 1)]
+
+
 def test_a_chunk_without_known_blocks_is_not_published_and_an_absent_one_is_not_remembered(world):
     world.moves(GATHER, b"unknown", slot=1)
     world.ends(Drop("disk", ChunkKey(b"absent"), 0))

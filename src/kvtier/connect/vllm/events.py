@@ -170,7 +170,10 @@ class Events:
             self._moved.append((command.key, command.tier, False))
         elif outcome is not Outcome.DONE:
             return
-        elif command.direction in (Direction.GATHER, Direction.PROMOTE) and not command.is_relay:
+        elif command.direction is Direction.GATHER or (
+            # No request finds what is in the staging area, or what has come after its deadline.
+            command.direction is Direction.PROMOTE and not command.is_relay and self._clock() < command.deadline_s
+        ):
             self._slots[command.slot] = command.key
             self._moved.append((command.key, HOST, True))
         elif command.direction is Direction.DEMOTE:
