@@ -128,7 +128,8 @@ def test_a_tier_that_hangs_costs_find_its_deadline_and_is_named(session, adapter
 def test_a_tier_that_fails_is_named_with_its_last_fault(session, adapter, slow):
     assert adapter.ask("health")["tiers"]["slow"] == {"reads": True, "writes": True, "detail": ""}
     slow.broken.add("contains")
-    assert adapter.ask("find", tokens=tokens_of(1))["silent"] == {"slow": "did not answer"}
+    silent = adapter.ask("find", tokens=tokens_of(1))["silent"]
+    assert silent in ({"slow": "did not answer"}, {"slow": "is down"}), "a health check may have come first"
     health = adapter.ask("health")
     assert (health["live"], health["ready"], health["problem"]) == (True, True, "")
     assert not health["tiers"]["slow"]["reads"]
