@@ -414,8 +414,8 @@ def _content(
         advice = "expected with several models; with one model, its weights or settings have changed"
         text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
         yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
-    sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
-    if unit_tokens and unit_tokens not in sizes:
+    sizes = {tokens for name, share in shares.items() if key in (None, name) for tokens in share.lengths}
+    if unit_tokens and sizes and unit_tokens not in sizes:  # no sizes: all heads are sealed
         there = ", ".join(map(str, sorted(sizes)))
         text = f"holds {terms.unit} of {there} tokens; {terms.setting} is {unit_tokens}"
         yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")

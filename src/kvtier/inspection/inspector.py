@@ -504,6 +504,7 @@ def _by_model(rows: list[ObjectRow]) -> dict[str, ModelShare]:
         share.tokens += row.tokens or 0
         share.groups = sorted({*share.groups, row.group})
         share.parts = sorted({*share.parts, row.part})
+        share.lengths = sorted({*share.lengths, row.tokens or 0})
     return dict(sorted(shares.items()))
 
 

@@ -61,6 +61,8 @@ class ModelShare:
     tokens: int = 0
     groups: list[int] = field(default_factory=list[int])
     parts: list[str] = field(default_factory=list[str])
+    lengths: list[int] = field(default_factory=list[int])
+    """Tokens of an object, each number once. Empty where all objects are sealed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

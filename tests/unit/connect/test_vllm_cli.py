@@ -19,7 +19,7 @@ from tests.vllm_config import vllm_config
 from kvtier.cli import doctor as doctor_command
 from kvtier.cli import doctor_findings, vllm, vllm_doctor
 from kvtier.cli.main import run
-from kvtier.codec.frame import frame_bytes, seal
+from kvtier.codec.frame import frame_bytes, seal, seal_scratch_bytes
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.config.sections import Config
@@ -29,9 +29,11 @@ from kvtier.connect.vllm import installed, sides, support
 from kvtier.connect.vllm.sides import settings_of
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.keyring import SealKey
 from kvtier.keys.secret import load_or_create, model_id
 from kvtier.layout import GroupLayout, History
 from kvtier.runtime.control_socket import ControlSocket
+from kvtier.testing.tier import empty_frame
 from kvtier.tier.base import About
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
@@ -119,14 +121,17 @@ def transfer(root: Path | None = None, **changes: object) -> str:
     return json.dumps({key: value for key, value in given.items() if value is not None})
 
 
-def fill(root: Path, models: tuple[bytes, ...] = MODELS[:1], tokens: int = 256) -> Path:
-    """A store with three objects of each model."""
+def fill(
+    root: Path, models: tuple[bytes, ...] = MODELS[:1], tokens: int = 256, first: int = 0, key: SealKey | None = None
+) -> Path:
+    """A store with three more objects of each model."""
     tier = DirectoryTier(root, capacity_bytes=2**30, direct_io="off")
-    for number in range(3 * len(models)):
+    for number in range(first, first + 3 * len(models)):
         name = ObjectName(hashlib.sha256(bytes([number])).digest())
-        slot = memoryview(bytearray(frame_bytes(GROUP)))
+        slot, scratch = (empty_frame(seal_scratch_bytes(GROUP, Raw(), is_sealed=True)) for _ in range(2))
         identity = Identity(name, models[number % len(models)], depth=number + 1, tokens=tokens, group=0)
-        assert tier.write(name, seal(slot, GROUP, identity, Raw()), About(depth=number + 1))
+        frame = seal(slot[: frame_bytes(GROUP)], GROUP, identity, Raw(), scratch, key=key)
+        assert tier.write(name, frame, About(depth=number + 1))
     tier.close()
     load_or_create(root / "secret")
     return root
@@ -442,6 +447,19 @@ def test_chunks_of_another_size_are_found(doctor, engine, tmp_path):
     for tokens, expected in ((512, [str(root)]), (256, [])):
         extra = {"tiers": [below(root)], "store.chunk_tokens": tokens}
         assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == expected
+    fill(root, tokens=128, first=3)
+    for tokens, expected in ((128, []), (256, []), (192, [str(root)])):
+        extra = {"tiers": [below(root)], "store.chunk_tokens": tokens}
+        assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == expected
+
+
+def test_sealed_chunks_have_no_size_to_compare(doctor, engine, tmp_path):
+    pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
+    root = fill(tmp_path / "kv", key=SealKey.of("", 1, b"k" * 32))
+    extra = {"tiers": [below(root)], "store.chunk_tokens": 256}
+    assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == []
+    fill(root, tokens=512, first=3)
+    assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == [str(root)]
 
 
 def test_no_tier_at_all_is_found(doctor, engine):
