@@ -15,7 +15,16 @@ from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_result
 from kvtier.report.table import Table, print_table
-from kvtier.runtime.control_socket import DEADLINE_S, DEADLINE_S_MAX, PID, SETTING, ControlError, ask, is_listened
+from kvtier.runtime.control_socket import (
+    ANSWER_BYTES_MAX,
+    DEADLINE_S,
+    DEADLINE_S_MAX,
+    PID,
+    SETTING,
+    ControlError,
+    ask,
+    is_listened,
+)
 
 Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
@@ -229,16 +238,20 @@ def read_tokens(file: TextIO) -> list[int]:
     """Token ids: a JSON list, or an object with the list `tokens`.
 
     Raises:
-        ConfigError: the file has neither.
+        ConfigError: the file has neither, or is too long.
     """
     try:
-        found: Any = json.load(file)
+        text = file.read(ANSWER_BYTES_MAX + 1)
+        found: Any = json.loads(text) if len(text) <= ANSWER_BYTES_MAX else None
     except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError, too
         found = None
     if isinstance(found, dict):
         found = cast("dict[str, Any]", found).get("tokens")
     if not isinstance(found, list) or not all(type(it) is int for it in cast("list[Any]", found)):
-        raise ConfigError('the input is no JSON list of token ids, and no object with "tokens", as of /tokenize')
+        raise ConfigError(
+            'the input is no JSON list of token ids, and no object with "tokens", as of /tokenize; allowed: at most '
+            f"{ANSWER_BYTES_MAX} characters"
+        )
     return cast("list[int]", found)
 
 

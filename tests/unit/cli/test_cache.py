@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.runtime.control_socket import ControlError, ControlSocket
+from kvtier.runtime.control_socket import ANSWER_BYTES_MAX, ControlError, ControlSocket
 
 FOUND = {
     "tokens": 700,
@@ -90,10 +90,11 @@ def test_find_refuses_what_is_no_list_of_tokens(at, capsys, monkeypatch, text):
     assert at.asked == []
 
 
-def test_find_refuses_a_file_that_is_no_text(at, capsys, tmp_path):
-    (tmp_path / "prompt").write_bytes(b"\xff\xfe[1]")
+@pytest.mark.parametrize("content", [bytes(range(256)), b"[1, 2, \xff]", b"[1]" + b" " * ANSWER_BYTES_MAX])
+def test_find_refuses_a_file_that_is_no_text_or_too_long(at, capsys, tmp_path, content):
+    (tmp_path / "prompt").write_bytes(content)
     assert run(["cache", "find", str(tmp_path / "prompt")]) == 2
-    assert "no JSON list of token ids" in capsys.readouterr().err
+    assert f"at most {ANSWER_BYTES_MAX} characters" in capsys.readouterr().err
     assert at.asked == []
 
 
