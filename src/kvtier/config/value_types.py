@@ -5,6 +5,7 @@ use the same checks.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -279,6 +280,7 @@ class Location:
             return None
         if not isinstance(raw, str | Path) or "\0" in str(raw):
             raise ValueError("not a path")
+        os.fsencode(raw)  # JSON may hold half of a surrogate pair, which names no file
         try:
             # absolute, so that a later change of the working directory does not change the store
             return Path(raw).expanduser().absolute()

@@ -119,6 +119,7 @@ def test_a_value_that_a_later_layer_replaces_is_still_checked():
         ("limits.load_deadline_s=5m", "not a duration"),
         ("limits.load_deadline_s=0s", "too small; allowed: seconds as a number, or a number with us, ms, s, min, h, d"),
         ("trace.path=a\0b", "not a path"),
+        ("trace.path=a\ud800b", "surrogates not allowed; allowed: a path"),
         ("store.secret_file=~nobody-of-that-name/x", "unknown home directory"),
     ],
 )

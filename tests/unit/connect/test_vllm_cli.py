@@ -263,6 +263,7 @@ def test_a_healthy_server_is_fine(doctor, engine, tmp_path):
         ({"kv_connector_extra_config": {"hots": {}}}, "settings"),
         ({"kv_connector_extra_config": {"host.capacity_bytes": 1}}, "settings"),
         ({"kv_connector_extra_config": 7}, "settings"),
+        ({"kv_connector_extra_config": {"control.socket": "\ud800"}}, "settings"),
     ],
 )
 def test_the_doctor_finds_a_wrong_configuration(doctor, engine, tmp_path, changes, about):
