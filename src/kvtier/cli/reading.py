@@ -20,7 +20,12 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
                 "--block", type=int, metavar="TOKENS", help="Tokens of a block.  [the trace's; sessions: 256]"
             ),
             click.option("--window-h", type=float, default=10.0, help="Hours over which sessions start.  [10]"),
-            click.option("--seed", type=int, default=1, help="Seed of all that is drawn, also start times.  [1]"),
+            click.option(
+                "--seed",
+                type=click.IntRange(0),
+                default=1,
+                help="Seed of all that is drawn, also start times.  [1]",
+            ),
             click.option("--time-unit", default="ms", help="Unit of timestamps in request lines: s, ms, us.  [ms]"),
             click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for traces of text."),
             click.option("--strict", is_flag=True, help="Treat warnings about a trace as errors."),

@@ -245,10 +245,12 @@ class TraceSource:
         requests_per_s: mean rate; None: the trace's. Pauses within sessions stay.
 
     Raises:
-        ConfigError: the trace has no blocks, or all its requests come at once.
+        ConfigError: the trace has no blocks, all its requests come at once, or the rate is not allowed.
     """
 
     def __init__(self, trace: TraceArrays, seed: int, requests_per_s: float | None = None) -> None:
+        if requests_per_s is not None:
+            Statistics(requests_per_s=requests_per_s)  # its limits hold here, too
         if not trace.has_blocks:
             raise ConfigError(f"--like {trace.name}: it has no blocks; allowed: a trace with blocks")
         duration_s = float(trace.time_s[-1]) - float(trace.time_s[0])

@@ -189,6 +189,9 @@ def test_the_command(tmp_path, capsys):
         (("--like", "LIKE", "--turns", "3"), "--turns and --like are both given"),
         (("--like", "CSV"), "has no blocks; allowed: a trace with blocks"),
         (("--like", "ONE"), "all its requests come at once"),
+        (("--like", "LIKE", "--requests-per-s", "0"), "--requests-per-s 0; allowed: 1e-06 to 1e+06"),
+        (("--like", "LIKE", "--requests-per-s", "nan"), "--requests-per-s nan; allowed: 1e-06 to 1e+06"),
+        (("--seed", "-1"), "-1 is not in the range x>=0"),
     ],
 )
 def test_impossible_options_are_refused(tmp_path, capsys, options, message):
