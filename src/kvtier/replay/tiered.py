@@ -38,6 +38,8 @@ from kvtier.types import Prefix, RequestId
 
 BUSY_SHARE = 0.8
 """Default number of servers: they are busy for this share of the time without a cache."""
+COUNT_MAX = 65_536
+"""Most nodes of a replay, and servers of a node: each takes memory before the first request."""
 _DAY_S = 86_400.0
 
 
@@ -70,8 +72,11 @@ class TieredSetup:
                 not host.is_shared and not host.is_remote,
                 "--tier host cannot be shared or remote; every node has its own",
             ),
-            (self.nodes >= 1, f"--nodes {self.nodes}; allowed: at least 1"),
-            (self.servers is None or self.servers >= 1, f"--servers {self.servers}; allowed: at least 1"),
+            (1 <= self.nodes <= COUNT_MAX, f"--nodes {self.nodes}; allowed: 1 to {COUNT_MAX}"),
+            (
+                1 <= (1 if self.servers is None else self.servers) <= COUNT_MAX,
+                f"--servers {self.servers}; allowed: 1 to {COUNT_MAX}",
+            ),
             (self.router in ROUTERS, f"--router {self.router!r}; allowed: {', '.join(ROUTERS)}"),
         )
         for is_allowed, message in checks:

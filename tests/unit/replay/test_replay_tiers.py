@@ -176,8 +176,10 @@ def test_affinity_routers_hit_more_than_random():
         (("--tier", "host=1MiB"), "fewer than two blocks"),
         (("--tier", "host=1GiB", "--tier", "host=1GiB"), "twice"),
         (("--tier", "host=1GiB", "--router", "best"), "--router 'best'; allowed: random"),
-        (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: at least 1"),
-        (("--tier", "host=1GiB", "--servers", "0"), "--servers 0; allowed: at least 1"),
+        (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: 1 to 65536"),
+        (("--tier", "host=1GiB", "--nodes", "9999999999"), "--nodes 9999999999; allowed: 1 to 65536"),
+        (("--tier", "host=1GiB", "--servers", "0"), "--servers 0; allowed: 1 to 65536"),
+        (("--tier", "host=1GiB", "--servers", "9999999999"), "--servers 9999999999; allowed: 1 to 65536"),
         (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; allowed: adaptive, "),
         (
             ("--tier", "host=1GiB", "--gpu", "h1000"),
