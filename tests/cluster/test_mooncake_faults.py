@@ -15,6 +15,7 @@ from tests.waiting import wait_until
 from kvtier.errors import TierError
 from kvtier.testing.tier import empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
+from kvtier.tier.mooncake.client import LANES
 from kvtier.tier.mooncake.sockets import data_port
 
 SIZE = 1 << 20
@@ -232,6 +233,18 @@ def test_a_master_that_is_killed_is_an_error_and_comes_back_empty(mooncake, fill
     assert loaded(filled) == [False] * COUNT
     assert filled.read(object_name(200), into) == SIZE
     assert into == frame_of(200, SIZE)
+
+
+@pytest.mark.cluster_core
+def test_writes_that_are_not_tried_while_the_master_is_away_are_errors(mooncake, filled, monkeypatch):
+    """A refusal counts as an answer of the tier, which would be up again."""
+    mooncake.master.kill()
+    writes = [Write(object_name(number), frame_of(number, 4096)) for number in range(100, 100 + LANES + 4)]
+    answers = filled.write_many(writes)
+    assert [type(it) for it in answers] == [TierError] * len(writes), "the last four are not tried"
+    monkeypatch.setattr(filled, "_deadline_s", 0.1)
+    monkeypatch.setattr(filled, "_may_write", threading.Semaphore(0))  # other writes wait for the master
+    fails_in_time(lambda: filled.write(object_name(99), frame_of(99, 4096)), DEADLINE_S, "master")
 
 
 @pytest.mark.cluster_core

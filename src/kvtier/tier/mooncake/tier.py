@@ -67,6 +67,8 @@ class MooncakeTier(Tier):
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
+        self._is_away = False
+        """Whether the master has not answered the last write."""
         self._nodes = MooncakeNodes(name, client.engine)
         self._memory = list(memory)
         """Registered memory must exist until it is not registered any more."""
@@ -164,7 +166,10 @@ class MooncakeTier(Tier):
                     codes += self._client.put(keys[piece], views[piece])
             finally:
                 self._may_write.release()
-        return codes + [NOT_READY] * (len(keys) - len(codes))
+        if codes:
+            self._is_away = min(codes) <= NO_MASTER
+        # A write that was not tried is no answer of the master; a refusal would count as one.
+        return codes + [NO_MASTER if self._is_away else NOT_READY] * (len(keys) - len(codes))
 
     def _answer(self, code: int) -> bool | TierError:
         if code <= NO_MASTER:
