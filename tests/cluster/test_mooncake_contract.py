@@ -9,6 +9,7 @@ from kvtier.testing.tier import TierContract
 class TestMooncake(TierContract):
     has_cap = False
     lists = False
+    reads_past_deletes = False  # ADR 17
 
     @pytest.fixture
     def make_tier(self, mooncake):
