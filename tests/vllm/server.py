@@ -113,7 +113,7 @@ class Server(Client):
         # The engine in a process of its own, as it is by default.
         environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
         command += ["--kv-transfer-config", transfer_config, *arguments]
         with log.open("wb") as printed:

@@ -37,7 +37,8 @@ def config_command(tiers: tuple[str, ...], flags: tuple[str, ...], role: str) ->
     themselves. The settings are checked, and the release of the installed vLLM, if any. Notes go to stderr.
 
     \b
-    vllm serve MODEL --kv-transfer-config "$(kvtier vllm config --tier disk:/mnt/nvme/kv)"
+    python -m vllm.entrypoints.openai.api_server --model MODEL \\
+        --kv-transfer-config "$(kvtier vllm config --tier disk:/mnt/nvme/kv)"
     """  # noqa: D301 - \b is click's mark for lines that are kept
     loaded = load(flags=flags, tiers=tiers)
     support.check_role(ROLES[role], loaded.config.store.write_policy)

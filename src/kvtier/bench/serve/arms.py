@@ -224,9 +224,9 @@ def server_command(
         context_tokens: longest prompt with its answer.
         running: largest batch.
     """
-    found = [str(vllm.python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
-    found += ["--port", str(port), *(["--enforce-eager"] if vllm.is_cpu else [])]
-    found += ["--served-model-name", "m", "--dtype", "bfloat16"]
+    found = [str(vllm.python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    found += ["--enforce-eager"] if vllm.is_cpu else []
+    found += ["--model", str(model), "--served-model-name", "m", "--dtype", "bfloat16"]
     found += ["--max-model-len", str(context_tokens), "--kv-cache-memory-bytes", str(device_kv_bytes)]
     found += ["--max-num-seqs", str(running), "--seed", "0", "--enable-prefix-caching"]
     return found if transfer is None else [*found, "--kv-transfer-config", json.dumps(transfer)]
