@@ -185,4 +185,4 @@ def test_a_number_is_finite_and_in_its_range(
     assert run([*command, value]) == 2
     printed = capsys.readouterr().err
     assert f"'{command[-1]}'" in printed
-    assert "is not finite" in printed or "is not in the range" in told
+    assert "is not finite" in printed or "is not in the range" in printed
