@@ -79,7 +79,7 @@ class Worker:
     """One worker. A load ends when it has ended on every rank, so all workers of an engine report the same loads.
 
     Args:
-        revoke: stops all copies of some requests, in its rank's copier; False if one still runs after these seconds.
+        revoke: stops all copies of some requests, in its rank's copier; False if one still runs at the end of its wait.
         look: what has changed the weights; see `weights.WeightSample.look`.
     """
 
