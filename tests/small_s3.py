@@ -134,8 +134,8 @@ class SmallS3(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Request)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Request)
         self.objects: dict[str, bytes] = {}
         self.answers: list[Answer] = []
         """What answers a request before S3 does."""

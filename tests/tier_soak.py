@@ -126,22 +126,24 @@ class TierSoak:
 class Worker:
     """One thread's operations. What was read is judged."""
 
-    def __init__(self, tier: Tier, chance: random.Random) -> None:
+    def __init__(self, tier: Tier, chance: random.Random, counts: Counter[str] | None = None) -> None:
         self.tier, self.chance = tier, chance
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
         self.slots = [empty_frame(max(frame.nbytes for frame in FRAMES)) for _ in range(BATCH)]
         self.scratch = memoryview(bytearray(OPEN_SCRATCH_BYTES))
         self.owned: deque[tuple[memoryview, bytes]] = deque()
         """Buffers of failed reads with the bytes of their new owners."""
 
     def step(self) -> None:
-        """One operation, or a batch of several."""
+        """One operation, or a batch of several. Each object of a batch counts as an operation."""
         acts = [self._write, self._read, self._delete, self._look, self._write_many, self._read_many]
         weights = [25, 60, 8, 7, 5, 10]
+        (number,) = self.chance.choices(range(len(acts)), weights)
         try:
-            self.chance.choices(acts, weights)[0]()
+            acts[number]()
         except TierError:
             self.counts["failed"] += 1
+        self.counts["operations"] += 1 if number < 3 else BATCH
         if self.owned and (len(self.owned) > OWNED_MAX or self.chance.random() < 0.05):
             slot, owner = self.owned.popleft()
             assert slot == owner, "a read that failed wrote into a buffer with a new owner"

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from disk_world import SEGMENT_BYTES, abandon, check_accounts, look, open_tier
+from tests.faults.disk_world import SEGMENT_BYTES, abandon, check_accounts, look, open_tier
 from tests.tier_soak import FRAMES, NAMES, Worker
 
 from kvtier.cli.main import run
@@ -110,12 +110,12 @@ class Soak:
     files = (MARKER_NAME, STATUS_NAME)
     """Structure that is damaged between two processes, beside that of the segments."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: float, counts: Counter[str] | None = None) -> None:
         self.root = root
         self.chance = random.Random(seed)
         self.device = SickDevice(self.chance)
         self.tier = self._opened()
-        self.worker = Worker(self.tier, self.chance)
+        self.worker = Worker(self.tier, self.chance, counts)
         self.counts = self.worker.counts
 
     def run(self, operations: int) -> None:

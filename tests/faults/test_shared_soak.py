@@ -21,8 +21,8 @@ CAPACITY_BYTES = 6 << 20
 STOPPED_S = 0.3
 
 
-def soak(root, seed, operations):
-    chance = random.Random(seed)
+def faults_of(root, chance):
+    """What harms the files, and what makes the store well again."""
 
     def files():
         return [path for path in root.glob("*/*/*/*") if path.is_file()]
@@ -37,9 +37,6 @@ def soak(root, seed, operations):
             path.unlink(missing_ok=True)
             chance.choice((os.mkfifo, os.mkdir, lambda it: it.symlink_to("/dev/zero")))(path)
 
-    def make():
-        return SharedDirectoryTier(root, key_id=bytes(16), model=bytes(16), capacity_bytes=CAPACITY_BYTES, wait_s=60.0)
-
     def heal():
         for path in root.glob("*/*/*/*"):
             if path.is_symlink() or path.is_fifo():
@@ -47,8 +44,15 @@ def soak(root, seed, operations):
             elif path.is_dir():
                 path.rmdir()
 
-    faults = [lambda: flip_a_bit(files(), chance), truncate, replace, lambda: stop_this_process(STOPPED_S)]
-    return TierSoak(make, faults, heal, seed).run(operations)
+    return [lambda: flip_a_bit(files(), chance), truncate, replace], heal
+
+
+def soak(root, seed, operations):
+    def make():
+        return SharedDirectoryTier(root, key_id=bytes(16), model=bytes(16), capacity_bytes=CAPACITY_BYTES, wait_s=60.0)
+
+    faults, heal = faults_of(root, random.Random(seed))
+    return TierSoak(make, [*faults, lambda: stop_this_process(STOPPED_S)], heal, seed).run(operations)
 
 
 def test_some_thousand_operations_on_a_shared_directory(tmp_path):

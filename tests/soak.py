@@ -1,0 +1,303 @@
+"""Many operations on every kind of tier while processes and servers are killed and stopped: `python -m tests.soak`.
+
+For each kind, processes work on one place and every byte that they get is compared. This process kills them, stops them
+and harms the place. Two kinds run at a time. Prints a table, writes a record, and exits 1 unless all is right.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.soak_places import COLUMNS, CONTROLS, KINDS, Counts, Opened, Place, Step
+
+from kvtier.errors import TierError
+
+OPERATIONS = 1_000_000
+SHARES = {"s3_ceph": 0.2}
+"""Of the operations, where a server is too slow for all; the small S3 server gets all."""
+PROCESSES = 2
+"""For each kind; one goes on while the other is killed or stopped."""
+FAULTS = 100
+"""For each kind and million operations."""
+STOPPED_S = 1.5
+OPENING_S = 60.0
+RIGHT_MIN = 0.05
+"""Share of operations that bring bytes to compare; with less, the soak does not say much."""
+STALL_S = 180.0
+"""A kind in which nothing happens for so long has failed."""
+
+
+def work(open_place: Callable[[int], Opened], folder: Path, number: int, seed: int, operations: int) -> None:
+    """A process: steps until all processes of the kind have done `operations`."""
+    logging.basicConfig(filename=folder / "log")
+    table = table_of(folder)
+    try:
+        opened = patiently(lambda: open_place(number))
+
+        def run(thread: int) -> None:
+            step = opened.step(random.Random(f"{seed} {thread}"), Counts(table[number * 2 + thread]))
+            while table[:, 0].sum() < operations:
+                step()
+
+        with ThreadPoolExecutor(opened.threads) as threads:
+            for done in [threads.submit(run, thread) for thread in range(opened.threads)]:
+                done.result()
+        opened.close()
+    except BaseException:  # noqa: BLE001 - it is reported
+        with (folder / "failures").open("a") as file:
+            file.write(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def patiently(act: Callable[[], Opened]) -> Opened:
+    """Open a place whose server may be away, and which the children of a killed process may hold a little longer."""
+    end_s = time.monotonic() + OPENING_S
+    while True:
+        try:
+            return act()
+        except TierError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.2)
+
+
+def table_of(folder: Path) -> Any:
+    """Counts of all threads, a row each."""
+    return np.memmap(folder / "counts", np.int64, "r+", shape=(2 * PROCESSES, len(COLUMNS)))
+
+
+class Row:
+    """One kind, or the object store in front of it."""
+
+    def __init__(self, name: str, folder: Path, operations: int) -> None:
+        self.name, self.folder, self.wanted = name, folder, operations
+        self.harm: Counter[str] = Counter()
+        self.seconds = 0.0
+        folder.mkdir(parents=True)
+        (folder / "counts").write_bytes(bytes(8 * 2 * PROCESSES * len(COLUMNS)))
+        self.table = table_of(folder)
+
+    def count(self, *columns: str) -> int:
+        return int(sum(self.table[:, COLUMNS.index(column)].sum() for column in columns))
+
+    def fail(self, why: str) -> None:
+        with (self.folder / "failures").open("a") as file:
+            file.write(f"{why}\n")
+
+    @property
+    def failures(self) -> str:
+        path = self.folder / "failures"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def is_right(self) -> bool:
+        done = self.count("operations")
+        return not self.failures and done >= self.wanted and self.count("right") > done * RIGHT_MIN
+
+    def summary(self) -> dict[str, Any]:
+        """What the table and the record say."""
+        happened = self.harm["fault"] + self.count("begun", "damaged", "lost", "forked")
+        return {
+            "kind": self.name,
+            "operations": self.count("operations"),
+            "compared": self.count("right"),
+            "kills": self.harm["kill"],
+            "stops": self.harm["stop"],
+            "faults": happened,
+            "wrong": self.failures.count("AssertionError: wrong bytes") + self.failures.count("with a new owner"),
+            "seconds": round(self.seconds),
+            "is_right": self.is_right,
+        }
+
+
+class Processes:
+    """Those of a row, which can be killed and stopped."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.begin: Callable[[int], Any] = lambda number: None
+        self.running: dict[int, Any] = {}
+
+    def start(self, begin: Callable[[int], Any]) -> None:
+        self.begin = begin
+        self.running = {number: begin(number) for number in range(PROCESSES)}
+
+    def kill_one(self) -> None:
+        number = self.chance.choice([*self.running])
+        self.running[number].kill()
+        self.running[number].join(30)
+        self.running[number] = self.begin(number)
+
+    def stop_one(self) -> None:
+        self.stop(STOPPED_S, [self.chance.choice([*self.running.values()])])
+
+    def stop(self, seconds: float, chosen: Sequence[Any] = ()) -> None:
+        """Stop all of them, or those that are chosen."""
+        pids = [each.pid for each in chosen or self.running.values() if each.is_alive()]
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+            if signum == signal.SIGSTOP:
+                time.sleep(seconds)
+
+    def end(self) -> None:
+        for each in self.running.values():
+            each.kill()
+            each.join(30)
+
+
+def drive(row: Row, place: Place, opens: Callable[[int], Opened], processes: Processes) -> None:
+    """Run the processes of a row and harm them, until the operations are done or something is wrong."""
+    chance, context = processes.chance, multiprocessing.get_context("forkserver")
+
+    def begin(number: int) -> Any:
+        given = (opens, row.folder, number, chance.randrange(1 << 30), row.wanted)
+        process = context.Process(target=work, args=given, daemon=True)
+        process.start()
+        return process
+
+    harms: dict[str, Sequence[Step]] = {
+        "kill": [processes.kill_one],
+        "stop": [processes.stop_one],
+        "fault": place.faults,
+    }
+    shares = [4, 2, 5 if place.faults else 0]
+    spacing = max(1000, round(OPERATIONS / FAULTS / place.rate))
+    began_s = moved_s = time.monotonic()
+    last, next_harm = 0, min(spacing, row.wanted) // 2
+    processes.start(begin)
+    try:
+        while any(each.is_alive() for each in processes.running.values()):
+            time.sleep(0.02)
+            now_s, done = time.monotonic(), row.count("operations")
+            row.seconds = now_s - began_s
+            if done != last:
+                last, moved_s = done, now_s
+            elif now_s - moved_s > STALL_S:
+                row.fail(f"nothing happened for {STALL_S:g} s")
+            if row.failures:
+                return
+            if next_harm <= done < row.wanted:
+                next_harm = done + spacing
+                (what,) = chance.choices([*harms], shares)
+                chance.choice(harms[what])()
+                place.heal()
+                row.harm[what] += 1
+    finally:
+        processes.end()
+
+
+def soak_kind(kind: str, folder: Path, rows: Sequence[tuple[Row, str]], seed: int) -> None:
+    """The rows of one kind, one after the other."""
+    processes = Processes(random.Random(f"{seed} {kind}"))
+    try:
+        with (KINDS | CONTROLS)[kind](folder, processes.chance, processes.stop) as place:
+            for row, what in rows:
+                opens = getattr(place, what)
+                if opens is not None:
+                    drive(row, place, opens, processes)
+    except Exception:  # noqa: BLE001 - whatever it is, the row has failed
+        for row, _ in rows:
+            if row.count("operations") < row.wanted:
+                row.fail(traceback.format_exc())
+
+
+def progress(rows: Sequence[Row]) -> str:
+    """How far the rows are that have begun and have not ended."""
+    parts = [(row, row.count("operations")) for row in rows]
+    running = [f"{row.name} {min(99, 100 * n // row.wanted)} %" for row, n in parts if 0 < n < row.wanted]
+    done, compared = sum(n for _, n in parts), sum(row.count("right") for row in rows)
+    return f"{done:,} operations, {compared:,} compared | {', '.join(running)}"
+
+
+def render(summaries: Sequence[dict[str, Any]]) -> str:
+    """The table."""
+    columns = ["kind", "operations", "compared", "kills", "stops", "faults", "wrong", "seconds"]
+    lines = [[f"{row[it]:,}" if it != "kind" else row[it] for it in columns] for row in summaries]
+    widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
+    rows = [columns, *lines]
+    marks = ["", *("" if row["is_right"] else "  FAILED" for row in summaries)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + mark
+        for row, mark in zip(rows, marks, strict=True)
+    )
+
+
+def main() -> int:
+    """Run the soak that the arguments describe."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--operations", type=int, default=OPERATIONS, help="of each kind (default 1,000,000)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join([*KINDS, *CONTROLS])} (default: all)")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30), help="default: random")
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    parser.add_argument("--folder", default=memory, help=f"for all files (default: {memory or 'a temporary one'})")
+    parser.add_argument("--out", type=Path, help="write the record to this file")
+    arguments = parser.parse_args()
+    kinds = arguments.kinds.split(",")
+    if unknown := set(kinds) - {*KINDS, *CONTROLS}:
+        parser.error(f"--kinds {', '.join(sorted(unknown))}; allowed: {', '.join([*KINDS, *CONTROLS])}")
+    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=arguments.folder))
+    with_objects = [kind for kind in kinds if kind in KINDS and kind not in SHARES]
+    rows: list[Row] = []
+    with ThreadPoolExecutor(2) as threads:
+        running = []
+        for kind in kinds:
+            wanted = round(arguments.operations * SHARES.get(kind, 1))
+            mine = [(Row(kind, folder / kind / "tier", wanted), "tier")]
+            if kind in with_objects:
+                share = -(-arguments.operations // len(with_objects))
+                mine.append((Row(f"object store on {kind}", folder / kind / "objects", share), "objects"))
+            rows += [row for row, _ in mine]
+            running.append(threads.submit(soak_kind, kind, folder / kind, mine, arguments.seed))
+        told_s, every_s = 0.0, 1.0 if sys.stdout.isatty() else 15.0
+        while not all(each.done() for each in running):
+            time.sleep(0.2)
+            if time.monotonic() - told_s > every_s:
+                told_s = time.monotonic()
+                print(progress(rows), end="\x1b[K\r" if sys.stdout.isatty() else "\n", flush=True)
+        for each in running:
+            each.result()
+    return report(rows, arguments.seed, arguments.out, folder)
+
+
+def report(rows: Sequence[Row], seed: int, out: Path | None, folder: Path) -> int:
+    """Print and write what was seen."""
+    summaries = sorted((row.summary() for row in rows), key=lambda row: row["kind"].startswith("object"))
+    print(f"\n{render(summaries)}\n")
+    is_right = all(row["is_right"] for row in summaries)
+    for row in rows:
+        if row.failures:
+            print(f"{row.name}:\n{row.failures[-3000:]}")
+    if out:
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+        machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
+        record = {"commit": commit.stdout.strip(), "seed": seed, "machine": machine, "rows": summaries}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    if is_right:
+        shutil.rmtree(folder)
+    print(f"seed {seed}: " + ("all is right" if is_right else f"FAILED; everything is in {folder}"))
+    return not is_right
+
+
+if __name__ == "__main__":
+    sys.exit(main())
