@@ -1,5 +1,7 @@
 """Mooncake's client library lives in the engine's process: it must not print, listen, take signals or hang there."""
 
+import asyncio
+import contextlib
 import fcntl
 import gc
 import json
@@ -96,6 +98,7 @@ def test_none_can_connect_to_the_client_and_so_reach_the_slots(mooncake, monkeyp
 def test_only_the_sockets_that_the_client_names_are_shut_and_no_other_file_is_touched():
     """A client of RDMA names no data port. What else listens, and what else is open, belongs to the engine."""
     with (
+        contextlib.closing(asyncio.new_event_loop()),  # it has a pair of sockets without addresses
         socket.create_server(("127.0.0.1", 0)) as local,
         socket.create_server(("", 0)) as other,
         socket.create_server(("", 0)) as mine,

@@ -65,7 +65,9 @@ def shut_out(handshakes: int) -> list[int]:
     program = ctypes.create_string_buffer(_DROP, len(_DROP))
     shut: list[int] = []
     for mine in _own_sockets():
-        host, port = [*mine.getsockname()[:2], 0][:2]
+        if mine.family not in {socket.AF_INET, socket.AF_INET6}:
+            continue
+        host, port = mine.getsockname()[:2]
         listens = mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if listens and host in _EVERYWHERE and port in ports:
             mine.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
