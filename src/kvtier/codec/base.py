@@ -6,11 +6,17 @@ from kvtier.layout import Element
 
 
 class Codec(Protocol):
-    """Encodes sections independently of each other. Stateless and thread-safe."""
+    """Encodes sections independently of each other. Stateless and thread-safe.
+
+    A class without constructor arguments: one instance writes, and another one proves each section that was written.
+    """
 
     name: str
     id: int
     """The number in a stored frame; never reused for another codec. 0 is raw."""
+
+    is_exact: bool
+    """True: decoding restores every byte of every section. Others are refused."""
 
     def bound(self, raw_bytes: int) -> int:
         """The most bytes that `encode` may need for a section of `raw_bytes`."""
@@ -20,7 +26,7 @@ class Codec(Protocol):
         """Encode `raw` into the front of `into`; returns the bytes used.
 
         Args:
-            raw: a section, a multiple of the element's bytes. It need not be aligned in memory.
+            raw: a section, a multiple of the element's bytes. It is read-only, and need not be aligned in memory.
             into: `bound(len(raw))` bytes.
             element: type of the section's numbers.
         """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
-from kvtier.codec import registry
+from kvtier.codec import proof, registry
 from kvtier.codec.base import Codec
 from kvtier.codec.head import (
     ENTRY,
@@ -85,8 +85,9 @@ def seal_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = Fa
     """Bytes of scratch memory that `seal` needs; 0 for raw without a seal. Direct I/O needs it page-aligned."""
     if codec.id == RAW_ID:
         return frame_bytes(group) if is_sealed else 0
-    # Each section is encoded right after the previous one, with room for the codec's bound.
-    return frame_bytes(group) + align_up(max(codec.bound(cut.size_bytes) for cut in group.sections))
+    # Each section is encoded right after the previous one, with room for the codec's bound, and decoded at the end.
+    longest = max(codec.bound(cut.size_bytes) for cut in group.sections)
+    return frame_bytes(group) + align_up(longest) + align_up(_longest_section(group))
 
 
 def section_checksums(slot: memoryview, group: GroupLayout) -> list[int]:
@@ -120,8 +121,9 @@ def seal(
         slot: head room and payload, `frame_bytes(group)` writable bytes.
         group: layout of the payload.
         identity: the object. A frame without a seal gets no key and no text.
-        codec: tried on each section; sections that it does not make smaller stay raw, and so does a frame that it
-            does not make `ALIGNMENT` smaller.
+        codec: tried on each section, and proven to restore it; sections that it does not make smaller stay raw, and
+            so does a frame that it does not make `ALIGNMENT` smaller. One that changes bytes or fails is logged and not
+            used again, and the frame is raw.
         scratch: at least `seal_scratch_bytes(group, codec)` bytes; None for raw without a seal.
         checksums: `section_checksums` of this payload, if they are known. Only raw frames without a seal use them.
         key: seals the frame, with a new salt. None: no seal.
@@ -142,7 +144,7 @@ def seal(
     if needed and (scratch is None or len(scratch) < needed):
         raise ValueError(f"scratch must have at least {needed} bytes, has {0 if scratch is None else len(scratch)}")
     room = slot[:0] if scratch is None else scratch
-    packed = None if codec.id == RAW_ID else _packed(slot, group, codec, room)
+    packed = None if codec.id == RAW_ID or proof.is_refused(codec) else _packed(slot, group, codec, room[:needed])
     if packed is None and key is None:
         known = _checksums(slot, layout) if checksums is None else checksums
         # One assignment: another thread may write the same frame to another tier.
@@ -273,7 +275,7 @@ def codecs_of(head: Head) -> dict[int, Codec]:
     """The codecs of a frame's sections, by id.
 
     Raises:
-        UnreadableChunkError: a codec or its package is not installed here.
+        UnreadableChunkError: a codec or its package is not installed here, or the codec was refused.
     """
     found: dict[int, Codec] = {}
     for number in head.codecs:
@@ -282,6 +284,8 @@ def codecs_of(head: Head) -> dict[int, Codec]:
         except ConfigError as error:
             detail = f"codec {number} is not installed here: {error}"
             raise UnreadableChunkError(head.identity.name, detail, "codec") from error
+        if proof.is_refused(found[number]):
+            raise UnreadableChunkError(head.identity.name, f"codec {number} is not exact, and not used", "codec")
     return found
 
 
@@ -384,15 +388,19 @@ def open_section(cipher: "FrameCipher", head: Head, number: int, section: Sectio
 def _packed(slot: memoryview, group: GroupLayout, codec: Codec, scratch: memoryview) -> tuple[Table, memoryview] | None:
     """Encode the sections to their places in `scratch`; the table without checksums, and the frame without a head.
 
-    None: the frame would not be `ALIGNMENT` shorter than the raw one.
+    None: the frame would not be `ALIGNMENT` shorter than the raw one, or the codec is refused.
     """
     layout = frame_layout(group)
     rows: list[tuple[int, int, int, int, int, int, bytes]] = []
-    position = layout.header_bytes
+    position, end = layout.header_bytes, len(scratch) - align_up(_longest_section(group))
+    scratch, back = scratch[:end], scratch[end:]
     for (layer, _, raw_bytes, element), (start, _) in zip(group.sections, layout.extents, strict=True):
         raw = slot[start : start + raw_bytes]
-        stored_bytes = codec.encode(raw, scratch[position : position + codec.bound(raw_bytes)], element)
-        codec_id = codec.id
+        into = scratch[position : position + codec.bound(raw_bytes)]
+        try:
+            stored_bytes, codec_id = proof.encoded(codec, raw, into, back[:raw_bytes], element), codec.id
+        except proof.InexactError:
+            return None
         if stored_bytes >= raw_bytes:
             stored_bytes, codec_id = raw_bytes, RAW_ID
             scratch[position : position + raw_bytes] = raw
@@ -403,6 +411,10 @@ def _packed(slot: memoryview, group: GroupLayout, codec: Codec, scratch: memoryv
         return None
     scratch[position:end] = _ZEROS[: end - position]
     return np.array(rows, ENTRY), scratch[:end]
+
+
+def _longest_section(group: GroupLayout) -> int:
+    return max(cut.size_bytes for cut in group.sections)
 
 
 def _extents(table: Table, frame_bytes: int) -> list[tuple[int, int]]:

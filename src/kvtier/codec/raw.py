@@ -8,6 +8,7 @@ class Raw:
 
     name: str = "raw"
     id: int = 0
+    is_exact: bool = True
 
     def bound(self, raw_bytes: int) -> int:
         """Exactly `raw_bytes`."""

@@ -1,7 +1,7 @@
 """The known codecs. To add one, add a line to `_BUILT_IN`, or an entry point of `kvtier.codecs` in another package.
 
-An entry point names a class without constructor arguments; its `name` must be the entry point's. Ids below 32,768 are
-reserved for kvtier.
+An entry point names a class without constructor arguments; its `name` must be the entry point's, its `is_exact` True,
+and its id no other codec's. Ids below 32,768 are reserved for kvtier.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def by_name(name: str) -> Codec:
     """The codec `name` with default settings; one instance for all callers.
 
     Raises:
-        ConfigError: the codec is unknown, or its package is missing.
+        ConfigError: the codec is unknown or not exact, its package is missing, or another one has the same id.
     """
     if name in _BUILT_IN:
         _, module, attribute = _BUILT_IN[name]
@@ -45,7 +45,13 @@ def by_name(name: str) -> Codec:
     point = _outside_points().get(name)
     if point is None:
         raise ConfigError(f"unknown codec {name!r}; allowed: {', '.join(names())}")
-    return _made(point)
+    codec = _made(point)
+    for other, its_point in _outside_points().items():
+        if other != name and _id_of(its_point) == codec.id:
+            raise ConfigError(
+                f"codecs {name!r} ({point.value}) and {other!r} have the same id, {codec.id}; allowed: one"
+            )
+    return codec
 
 
 @cache
@@ -74,11 +80,26 @@ def _outside_points() -> dict[str, EntryPoint]:
 def _made(point: EntryPoint) -> Codec:
     try:
         codec = cast("Callable[[], Codec]", point.load())()
-    except (ImportError, AttributeError, TypeError) as error:
+        is_exact: object = getattr(codec, "is_exact", None)
+        is_ours = OUTSIDE_ID_MIN <= codec.id <= OUTSIDE_ID_MAX and codec.name == point.name
+    except Exception as error:
         raise ConfigError(f"codec {point.name!r} ({point.value}) cannot be loaded: {error}") from error
-    if not OUTSIDE_ID_MIN <= codec.id <= OUTSIDE_ID_MAX or codec.name != point.name:
+    if not is_ours:
         raise ConfigError(
             f"codec {point.name!r} ({point.value}) must have that name and an id in "
             f"{OUTSIDE_ID_MIN}..{OUTSIDE_ID_MAX}, got {codec.name!r} and {codec.id}"
         )
+    if is_exact is not True:
+        raise ConfigError(
+            f"codec {point.name!r} ({point.value}) has is_exact {is_exact!r}; allowed: True, for a codec that restores "
+            "every byte"
+        )
     return codec
+
+
+def _id_of(point: EntryPoint) -> int | None:
+    """None: the codec cannot be used."""
+    try:
+        return _made(point).id
+    except ConfigError:
+        return None

@@ -55,6 +55,7 @@ class Split:
 
     name: str = "split"
     id: int = 2
+    is_exact: bool = True
 
     def bound(self, raw_bytes: int) -> int:
         """The section as it is, and the fields before it."""

@@ -30,6 +30,7 @@ class Zstd:
 
     name: str = "zstd"
     id: int = 1
+    is_exact: bool = True
 
     def __init__(self, parameters: zstandard.ZstdCompressionParameters | None = None) -> None:
         self._parameters = parameters

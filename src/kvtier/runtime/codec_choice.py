@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvtier.codec import proof
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import Seals, open_in_place
 from kvtier.codec.head import Identity, frame_layout
@@ -98,6 +99,7 @@ class GroupState:
     ratio: float = 0.0
     """Stored bytes of a coded object, divided by its raw bytes; 0: not measured."""
     encode_s: float = 0.0
+    """With the proof of what is coded."""
     decode_s: float = 0.0
     verify_s: float = 0.0
     """To open a raw object that was read."""
@@ -194,8 +196,13 @@ class CodecChoice:
         """Whether to code the object of group `number` in `slot`; now and then measures the codec on it."""
         state = self.groups[number]
         written, state.written = state.written, state.written + 1
+        if proof.is_refused(self._codec):
+            return False
         if written % EVERY == 0:
-            self._measure(state, written // EVERY, group, slot, scratch)
+            try:
+                self._measure(state, written // EVERY, group, slot, scratch)
+            except proof.InexactError:
+                return False
         rate = self.reads.bytes_per_s or self.writes.bytes_per_s
         if rate and state.ratio and (written % EVERY == 0 or state.is_coded is None):
             self._decide(state, group.payload_bytes, rate)
@@ -226,9 +233,9 @@ class CodecChoice:
         stored_bytes, encode_s, decode_s = 0, math.inf, math.inf
         for _ in range(TRIES):
             start_s = time.perf_counter()
-            stored_bytes = self._codec.encode(raw, room, element)
+            stored_bytes = proof.encoded(self._codec, raw, room, back, element)
             encoded_s = time.perf_counter()
-            self._codec.decode(room[:stored_bytes], back, element)
+            proof.decode(self._codec, room[:stored_bytes], back, element)
             encode_s = min(encode_s, encoded_s - start_s)
             decode_s = min(decode_s, time.perf_counter() - encoded_s)
         state.encode_s = _mean(state.encode_s, encode_s / raw_bytes)

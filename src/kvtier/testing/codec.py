@@ -16,7 +16,7 @@ _FORMS: dict[Element, tuple[str, int]] = {"fp32": ("<f4", 0), "bf16": ("<f4", 2)
 
 
 class CodecContract:
-    """Codecs are lossless, and damaged input never makes them write outside of their buffer.
+    """Codecs are lossless and say so, and damaged input never makes them write outside of their buffer.
 
     Test your codec with::
 
@@ -35,6 +35,16 @@ class CodecContract:
         assert codec.name
         assert codec.name == codec.name.lower().strip()
         assert 0 <= codec.id < 1 << 32
+        assert codec.is_exact is True, "a codec that does not restore every byte is refused"
+
+    def test_another_instance_decodes(self) -> None:
+        """Another process reads what this one wrote. A codec has no arguments and keeps nothing of what it encodes."""
+        codec = self.make()
+        for element in ELEMENT_BYTES:
+            for raw in _samples(element):
+                into = memoryview(bytearray(len(raw)))
+                type(codec)().decode(memoryview(_encoded(codec, raw, element)), into, element)
+                assert into == raw, element
 
     def test_round_trip(self) -> None:
         """Decoding restores any content of any length and element. Memory may be read-only and not aligned."""

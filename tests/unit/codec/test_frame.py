@@ -33,6 +33,7 @@ class Halves:
 
     name = "halves"
     id = 50_000
+    is_exact = True
 
     def bound(self, raw_bytes: int) -> int:
         return raw_bytes + 1

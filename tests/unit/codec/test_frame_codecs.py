@@ -11,6 +11,7 @@ OUTSIDE = """
 class Mirror:
     name = "mirror"
     id = 40_000
+    is_exact = True
 class Low(Mirror):
     name = "low"
     id = 7
@@ -19,6 +20,21 @@ class High(Mirror):
     id = 1 << 32
 class Renamed(Mirror):
     pass
+class Vague:
+    name = "vague"
+    id = 40_001
+class Lossy(Vague):
+    name = "lossy"
+    id = 40_002
+    is_exact = False
+class Angry(Mirror):
+    def __init__(self):
+        raise OSError("no licence")
+class Twin(Mirror):
+    name = "twin"
+    id = 40_003
+class Double(Twin):
+    name = "double"
 class Needy(Mirror):
     def __init__(self, level):
         pass
@@ -43,7 +59,7 @@ def outside(fresh, tmp_path, monkeypatch):
     about = tmp_path / "outside_codecs-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-codecs\nVersion: 1.0\n")
-    names = ("Mirror", "Low", "High", "Renamed", "Needy", "Missing")
+    names = ("Mirror", "Low", "High", "Renamed", "Needy", "Missing", "Vague", "Lossy", "Angry", "Twin", "Double")
     points = "".join(f"{name.lower()} = outside_codecs:{name}\n" for name in names)
     points += "absent = no_such_module_at_all:Codec\nraw = outside_codecs:Mirror\n"
     (about / "entry_points.txt").write_text(f"[kvtier.codecs]\n{points}")
@@ -72,13 +88,15 @@ def test_outsiders_are_found_by_name_and_by_id(outside):
     codec = registry.by_name("mirror")
     assert codec.id == 40_000
     assert registry.by_id(40_000) is codec
-    assert registry.names()[4:] == ["absent", "high", "low", "mirror", "missing", "needy", "renamed"]
+    others = ["absent", "angry", "double", "high", "lossy", "low", "mirror", "missing", "needy", "renamed", "twin"]
+    assert registry.names()[4:] == [*others, "vague"]
 
 
 def test_an_outsider_cannot_take_our_name_or_number(outside):
     assert type(registry.by_name("raw")).__module__ == "kvtier.codec.raw"
-    with pytest.raises(ConfigError, match="unknown codec id 7"):
-        registry.by_id(7)
+    for number in (7, 40_001, 40_002, 40_003):
+        with pytest.raises(ConfigError, match=f"unknown codec id {number}"):
+            registry.by_id(number)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +106,11 @@ def test_an_outsider_cannot_take_our_name_or_number(outside):
         ("high", "got 'high' and 4294967296"),
         ("renamed", "'renamed' .* must have that name .* got 'mirror'"),
         ("needy", "cannot be loaded"),
+        ("angry", "cannot be loaded: no licence"),
+        ("vague", r"codec 'vague' \(outside_codecs:Vague\) has is_exact None; allowed: True"),
+        ("lossy", "has is_exact False; allowed: True"),
+        ("twin", r"codecs 'twin' \(outside_codecs:Twin\) and 'double' have the same id, 40003"),
+        ("double", "and 'twin' have the same id"),
         ("missing", "cannot be loaded"),
         ("absent", "cannot be loaded: No module named 'no_such_module_at_all'"),
     ],

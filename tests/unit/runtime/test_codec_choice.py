@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tests.memory_tier import ThrottledTier
 
+from kvtier.codec import proof
 from kvtier.codec.frame import frame_bytes, seal_scratch_bytes
 from kvtier.codec.registry import by_name
 from kvtier.codec.split import Split
@@ -192,6 +193,21 @@ def moved():
     yield make
     for world in worlds:
         world.mover.close(10)
+
+
+@pytest.mark.parametrize("chooses", [True, False])
+def test_a_codec_that_changes_bytes_costs_a_mover_its_gain_and_nothing_else(moved, monkeypatch, caplog, chooses):
+    monkeypatch.setattr(proof, "_refused", {})
+    encode = Split.encode
+
+    def changed(codec, raw, into, element):
+        used = encode(codec, raw, into, element)
+        into[used // 2] ^= 1
+        return used
+
+    monkeypatch.setattr(Split, "encode", changed)
+    assert moved(chooses=chooses).coded() == 0  # and compares what comes back
+    assert ["codec 'split' is not exact" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_mover_codes_on_a_slow_link_and_not_on_a_fast_one(moved, monkeypatch):

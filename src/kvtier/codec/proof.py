@@ -1,0 +1,87 @@
+"""Codes sections, and compares what they decode to with what they were, before anyone can read them.
+
+A codec that changed bytes or failed is refused from then on in this process: objects are written raw, and coded ones
+count as unreadable. Frames tell nothing of this, so deployed readers read them as before.
+"""
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+
+from kvtier.codec.base import Codec
+from kvtier.layout import Element
+
+logger = logging.getLogger(__name__)
+
+_refused: dict[str, object] = {}
+"""Names of refused codecs; at most those that are installed."""
+
+
+class InexactError(Exception):
+    """A codec changed bytes or failed; it is refused."""
+
+
+def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, element: Element) -> int:
+    """Code `raw` into the front of `into`, and prove what is shorter than `raw`. Returns the bytes used.
+
+    Another instance decodes, as in another process: what the codec has kept of `raw` is of no use there.
+
+    Args:
+        codec: that may be used.
+        raw: a section, which the codec cannot write to.
+        into: room for what is coded.
+        back: `len(raw)` bytes, apart from `raw` and `into`, which `decode` must fill.
+        element: type of the section's numbers.
+
+    Raises:
+        InexactError: the codec changes bytes or fails, and is refused.
+    """
+    with _refusing(codec):
+        used = codec.encode(raw.toreadonly(), into, element)
+        if not 0 < used <= len(into):
+            raise ValueError(f"{used} bytes used; allowed: 1 to {len(into)}")
+        if used < len(raw):
+            expected, found = np.frombuffer(raw, np.uint8), np.frombuffer(back, np.uint8)
+            np.invert(expected, out=found)  # a byte that `decode` leaves out is wrong
+            _another(type(codec)).decode(into[:used].toreadonly(), back, element)
+            if not np.array_equal(expected, found):
+                raise ValueError(f"{np.count_nonzero(expected != found)} of {len(raw)} bytes differ when decoded")
+    return used
+
+
+def decode(codec: Codec, stored: memoryview, back: memoryview, element: Element) -> None:
+    """Decode what `encoded` has written; raises as it does."""
+    with _refusing(codec):
+        codec.decode(stored, back, element)
+
+
+@contextmanager
+def _refusing(codec: Codec) -> Generator[None]:
+    """Refuse `codec` if what is done with it fails. The first time logs an error."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if _refused.setdefault(codec.name, mine := object()) is mine:
+            logger.error(  # noqa: TRY400 - the message has what the error says
+                "codec %r is not exact, and is no longer used: %s: %.300s. Objects are written raw until the next "
+                "start, and coded ones are misses. Choose another codec, and report this to its authors",
+                codec.name,
+                type(error).__name__,
+                error,
+            )
+        raise InexactError(codec.name) from error
+
+
+def is_refused(codec: Codec) -> bool:
+    """Whether it changed bytes or failed in this process."""
+    return codec.name in _refused
+
+
+@cache
+def _another(kind: type[Codec]) -> Codec:
+    return kind()
