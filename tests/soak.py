@@ -33,6 +33,11 @@ from kvtier.errors import TierError
 OPERATIONS = 1_000_000
 SHARES = {"s3_ceph": 0.2}
 """Of the operations, where a server is too slow for all; the small S3 server gets all."""
+NOTE = """
+operations: objects that were written, read, deleted or looked up. compared: objects of which every byte was compared.
+faults: of servers, networks, files and devices. s3 is a small server of the tests, s3_ceph a fifth of the operations on
+Ceph's gateway.
+"""
 PROCESSES = 2
 """For each kind; one goes on while the other is killed or stopped."""
 FAULTS = 100
@@ -184,8 +189,9 @@ def drive(row: Row, place: Place, opens: Callable[[int], Opened], processes: Pro
     spacing = max(1000, round(OPERATIONS / FAULTS / place.rate))
     began_s = moved_s = time.monotonic()
     last, next_harm = 0, min(spacing, row.wanted) // 2
-    processes.start(begin)
     try:
+        if not row.failures:  # nobody has interrupted it
+            processes.start(begin)
         while any(each.is_alive() for each in processes.running.values()):
             time.sleep(0.02)
             now_s, done = time.monotonic(), row.count("operations")
@@ -269,20 +275,22 @@ def main() -> int:
             rows += [row for row, _ in mine]
             running.append(threads.submit(soak_kind, kind, folder / kind, mine, arguments.seed))
         told_s, every_s = 0.0, 1.0 if sys.stdout.isatty() else 15.0
-        while not all(each.done() for each in running):
-            time.sleep(0.2)
-            if time.monotonic() - told_s > every_s:
-                told_s = time.monotonic()
-                print(progress(rows), end="\x1b[K\r" if sys.stdout.isatty() else "\n", flush=True)
-        for each in running:
-            each.result()
+        try:
+            while not all(each.done() for each in running):
+                time.sleep(0.2)
+                if time.monotonic() - told_s > every_s:
+                    told_s = time.monotonic()
+                    print(progress(rows), end="\x1b[K\r" if sys.stdout.isatty() else "\n", flush=True)
+        except KeyboardInterrupt:
+            for row in rows:
+                row.fail("interrupted")
     return report(rows, arguments.seed, arguments.out, folder)
 
 
 def report(rows: Sequence[Row], seed: int, out: Path | None, folder: Path) -> int:
     """Print and write what was seen."""
     summaries = sorted((row.summary() for row in rows), key=lambda row: row["kind"].startswith("object"))
-    print(f"\n{render(summaries)}\n")
+    print(f"\n{render(summaries)}\n{NOTE}\n")
     is_right = all(row["is_right"] for row in summaries)
     for row in rows:
         if row.failures:
@@ -291,6 +299,7 @@ def report(rows: Sequence[Row], seed: int, out: Path | None, folder: Path) -> in
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
         machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
         record = {"commit": commit.stdout.strip(), "seed": seed, "machine": machine, "rows": summaries}
+        record["failures"] = {row.name: row.failures for row in rows if row.failures}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(record, indent=1) + "\n")
     if is_right:

@@ -77,6 +77,7 @@ def _outside_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in _BUILT_IN}
 
 
+@cache
 def _made(point: EntryPoint) -> Codec:
     try:
         codec = cast("Callable[[], Codec]", point.load())()

@@ -44,7 +44,7 @@ class Needy(Mirror):
 @pytest.fixture
 def fresh():
     """The registry remembers; each test starts and leaves it empty."""
-    caches = (registry.by_name, registry.by_id, registry._outside_points)
+    caches = (registry.by_name, registry.by_id, registry._outside_points, registry._made)
     for one in caches:
         one.cache_clear()
     yield
