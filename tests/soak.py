@@ -53,6 +53,7 @@ STALL_S = 180.0
 def work(open_place: Callable[[int], Opened], folder: Path, number: int, seed: int, operations: int) -> None:
     """A process: steps until all processes of the kind have done `operations`."""
     logging.basicConfig(filename=folder / "log")
+    sys.stdout = (folder / "printed").open("a")  # repairs say what they did
     table = table_of(folder)
     try:
         opened = patiently(lambda: open_place(number))
