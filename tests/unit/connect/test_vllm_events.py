@@ -327,7 +327,17 @@ def test_a_recalled_chunk_is_published_as_a_request_would_publish_it(lora, salt)
 
 
 SHORT = (b'[[["lora"]],{}]', b'[[["cache_salt"]],{}]', b'[[],{"1":[["mm"]]}]', b'[[],{"2":[[]]}]')
-"""Extras without a value: vLLM cannot publish them, and an error in an event switches kvtier off."""
+"""Extras without a value: vLLM cannot publish them."""
+STRANGE = (
+    b'[[["cache_salt","\\ud800"]],{}]',
+    b'[[["lora",100000000000000000000000000]],{}]',
+    b'[[["lora",-9223372036854775809]],{}]',
+    b'[[["lora",NaN]],{}]',
+    b'[[["lora",1e999]],{}]',
+    b'[[["mm",{"\\udfff":1}]],{}]',
+    b'[[["mm",' + b"[" * 9 + b"]" * 9 + b"]],{}]",
+)
+"""Values that the encoder of vLLM's publisher refuses: all events of the step would be lost."""
 
 
 def test_a_chunk_whose_parent_is_unknown_or_whose_extras_are_strange_is_left_out():
@@ -335,11 +345,28 @@ def test_a_chunk_whose_parent_is_unknown_or_whose_extras_are_strange_is_left_out
     after = Restarted(chunks=2)
     after.events.recalled([before.record(1)], "disk")
     ids = before.events.text_of(before.keys[0])
-    for extras in (b"{", b"3", b'[[],{"0":5}]', b"[1,2]", b"[" * 388, b"[[[]],[]]", b"[[[]],{}]", *SHORT):
+    for extras in (b"{", b"3", b'[[],{"0":5}]', b"[1,2]", b"[" * 388, b"[[[]],[]]", b"[[[]],{}]", *SHORT, *STRANGE):
         after.events.recalled([before.record(0, ids + extras)], "disk")
     assert after.taken() == []
     after.events.recalled([before.record(0), before.record(1)], "disk")
     assert after.taken() == [(True, STORAGE, 0), (True, STORAGE, 1)]
+
+
+def test_what_the_hash_of_vllm_refuses_is_left_out_and_said_once(caplog):
+    before, after = Restarted(chunks=2).learn(), Restarted(chunks=2)
+    after.events._hash_of = None
+    after.events.recalled([before.record(0)] * 2, "disk")
+    assert after.taken() == []
+    (line,) = caplog.records
+    assert "left out" in line.getMessage()
+
+
+@pytest.mark.parametrize("said", [{"salt": "\ud800"}, {"lora": SimpleNamespace(lora_int_id=3, lora_name="\udfff")}])
+def test_what_vllm_cannot_publish_of_a_request_is_neither_published_nor_written(said):
+    world = Restarted(chunks=2, **said).learn()
+    world.moves(DEMOTE, world.keys[0], tier="disk")
+    assert world.taken() == []
+    assert world.events.text_of(world.keys[0]) == b""
 
 
 def test_after_a_reset_a_recall_is_of_chunks_that_no_request_finds():

@@ -10,18 +10,22 @@ vLLM would compute.
 """
 
 import json
+import logging
+import math
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvtier.codec.head import EXTRAS_BYTES_MAX
 from kvtier.connect.vllm.vllm_types import Request
 from kvtier.core.host_memory import HOST
 from kvtier.runtime.executor import Completion, Work
 from kvtier.types import ChunkKey, ChunkRecord, Direction, Drop, Outcome, Prefix, Probe, Transfer
+
+logger = logging.getLogger(__name__)
 
 CPU, STORAGE = "CPU", "STORAGE"
 """Media as vLLM names them (`vllm.distributed.kv_events`, 0.32)."""
@@ -47,8 +51,29 @@ CHECKED, CHECKED_REMOTE = 256, 16
 REMOTE_CHECK_S = 10.0
 """Time between checks of a remote tier that ask for chunks."""
 
+EXTRAS_DEPTH_MAX = 8
+"""Lists and tables within each other in the extras of a chunk. Those of vLLM 0.32 have 6."""
+
 Extras = tuple[Any, ...] | None
 """What enters a block's hash besides tokens, as vLLM tags it."""
+
+
+def is_plain(value: object, depth: int = EXTRAS_DEPTH_MAX) -> bool:
+    """Whether vLLM can hash and publish `value`. One value that it cannot encode costs all events of a step.
+
+    Extras hold what clients have sent, and those of a sealed object what any engine of the tenant has written.
+    """
+    if isinstance(value, str):
+        return not any("\ud800" <= each <= "\udfff" for each in value)  # halves of a pair have no UTF-8
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 64
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        value = list(cast("dict[object, object]", value).items())
+    if isinstance(value, list | tuple):
+        return depth > 0 and all(is_plain(it, depth - 1) for it in cast("list[object]", value))
+    return value is None or isinstance(value, bytes)
 
 
 class Source(NamedTuple):
@@ -134,6 +159,8 @@ class Events:
         self._has_changed = False
         """Whether keys have come or gone since then."""
         self._recalled: deque[tuple[ChunkRecord, str]] = deque()
+        self._has_skipped = False
+        """Whether a recalled chunk was left out because of its extras."""
         self._has_cleared = False
         """Whether keys have changed since the start: then tokens alone do not tell whether a request finds a chunk."""
         self._events: list[BlockEvent] = []
@@ -228,12 +255,16 @@ class Events:
             if chunk is None or chunk.blocks is not None:
                 continue
             start, stop = number * per_chunk, (number + 1) * per_chunk
+            extras = [self._extras_of(request, at * size, (at + 1) * size) for at in range(start, stop)]
+            adapter = None if lora is None else (lora.lora_int_id, lora.lora_name)
+            if not is_plain([extras, adapter]):
+                continue
             chunk.blocks = ChunkBlocks(
                 hashes[start:stop],
                 hashes[start - 1] if start else None,
                 array("I", request.all_token_ids[start * size : stop * size]),
-                [self._extras_of(request, at * size, (at + 1) * size) for at in range(start, stop)],
-                None if lora is None else (lora.lora_int_id, lora.lora_name),
+                extras,
+                adapter,
                 number,
             )
             self._publish(chunk)
@@ -308,24 +339,29 @@ class Events:
         """The blocks of a recalled chunk; None if its parent's hash is not known, or its extras are of another form."""
         if parent is not None and parent.blocks is None:
             return None
-        tokens, size = array("I", record.tokens), self._block_tokens
+        first = last = None if parent is None or parent.blocks is None else parent.blocks.hashes[-1]
+        hashes: list[Any] = []
         try:
+            tokens, size = array("I", record.tokens), self._block_tokens
             found: tuple[Any, Any] = json.loads(record.extras) if record.extras else ((), {})
+            if not is_plain(found):
+                raise ValueError("vLLM cannot publish them")  # noqa: TRY301 - one place that leaves a record out
             common, further = found
             extras: list[Extras] = [
                 tuple(map(tuple, (*common, *further.get(str(number), ())))) or None
                 for number in range(len(tokens) // size)
             ]
             name = next((str(key[1]) for key in extras[0] or () if key[0] == "lora"), None)
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            if any(len(key) < 2 for each in extras for key in each or ()):
+                raise ValueError("a tag without a value")  # noqa: TRY301
+            for number, each in enumerate(extras):
+                last = self._hash_of(last, tuple(tokens[number * size : (number + 1) * size]), each)
+                hashes.append(last)
+        except Exception as error:  # noqa: BLE001 - another engine has written them
+            if not self._has_skipped:
+                self._has_skipped = True
+                logger.warning("extras of a recalled chunk are of another form: %r; left out (logged once)", error)
             return None
-        if any(len(key) < 2 for each in extras for key in each or ()):  # a tag and a value
-            return None
-        first = last = None if parent is None or parent.blocks is None else parent.blocks.hashes[-1]
-        hashes: list[Any] = []
-        for number, each in enumerate(extras):
-            last = self._hash_of(last, tuple(tokens[number * size : (number + 1) * size]), each)
-            hashes.append(last)
         return ChunkBlocks(hashes, first, tokens, extras, None if name is None else (None, name), record.depth)
 
     def _move(self, key: ChunkKey, place: str, is_there: bool) -> None:  # noqa: FBT001 - as it was noted
