@@ -1,4 +1,4 @@
-"""Ctrl-C at every instruction of a load and of a store: the caller gets it, and the session goes on."""
+"""A handler of a signal that raises, at every instruction of a load and a store: only the caller gets it."""
 
 import gc
 import os
@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -25,11 +26,29 @@ DEADLINE_S = 20.0
 ENDS = {"load": LoadDone, "store": StoreDone}
 
 
-class Interrupt:
-    """Sends SIGINT before the k-th instruction of a call; 0: counts them only."""
+class TimeLimitError(Exception):
+    """What a test harness raises in its handler of SIGALRM."""
 
-    def __init__(self, k: int) -> None:
+
+def times_out(_number: int, _frame: object) -> None:
+    raise TimeLimitError
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGALRM], ids=lambda number: number.name)
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal whose handler raises; that of Ctrl-C is Python's."""
+    before = signal.signal(signal.SIGALRM, times_out)
+    yield request.param
+    assert signal.signal(signal.SIGALRM, before) is times_out, "not put back"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "not put back"
+
+
+class Interrupt:
+    """Sends a signal before the k-th instruction of a call; 0: counts them only."""
+
+    def __init__(self, k: int, number: signal.Signals) -> None:
         self.k, self.count, self.where = k, 0, ""
+        self.number = number
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> Any:
         if frame.f_code.co_filename == __file__:
@@ -38,7 +57,7 @@ class Interrupt:
         self.count += event == "opcode"
         if self.count == self.k and not self.where:
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
         return self
 
 
@@ -67,14 +86,14 @@ class World:
             heard = self.session.poll()
         self.ended.update((type(event), event.request) for event in heard if isinstance(event, LoadDone | StoreDone))
 
-    def interrupted(self, kind: str, k: int) -> Interrupt:
+    def interrupted(self, kind: str, k: int, sent: signal.Signals) -> Interrupt:
         """Interrupt a call at its k-th instruction, and call again."""
         number = next(self.numbers)
-        name, planted, is_raised = f"{kind} {number}", Interrupt(k), False
+        name, planted, is_raised = f"{kind} {number}", Interrupt(k, sent), False
         sys.settrace(planted)
         try:
             self.call(kind, name, number)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TimeLimitError):
             is_raised = True
         finally:
             sys.settrace(None)
@@ -102,10 +121,10 @@ def world():
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
 @pytest.mark.parametrize("kind", ENDS)
-def test_an_interrupt_reaches_the_caller_and_the_session_goes_on(kind, part, world):
-    world.interrupted(kind, 0)
+def test_an_interrupt_reaches_the_caller_and_the_session_goes_on(kind, part, world, number):
+    world.interrupted(kind, 0, number)
     k = part + 1
-    while world.interrupted(kind, k).where:
+    while world.interrupted(kind, k, number).where:
         k += PARTS
     assert k > 300
 
@@ -130,6 +149,28 @@ def test_the_handler_of_an_engine_is_called_once_after_the_call(is_held_back, wo
         signal.signal(signal.SIGINT, before)
     assert heard == [signal.SIGINT]
     assert world.session._is_broken is not is_held_back
+
+
+def test_of_several_signals_in_one_call_each_handler_is_called_although_one_raises(world, monkeypatch):
+    heard, store = [], world.cache.store
+    wanted = {signal.SIGALRM: times_out, signal.SIGUSR1: lambda *_: heard.append("usr1"), signal.SIGHUP: times_out}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+
+    def interrupted(*arguments: Any) -> None:
+        for number in wanted:
+            signal.raise_signal(number)
+        store(*arguments)
+
+    monkeypatch.setattr(world.cache, "store", interrupted)
+    try:
+        with pytest.raises(TimeLimitError) as error:
+            world.call("store", "here", 2)
+    finally:
+        now = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert now == wanted
+    assert heard == ["usr1"]
+    assert isinstance(error.value.__context__, TimeLimitError)
+    assert not world.session._is_broken
 
 
 def test_a_real_signal_leaves_the_session_at_work(world):

@@ -1,8 +1,8 @@
 """The core behind one lock: what a session and an object store have in common.
 
 A call takes the lock, settles the completions that wait, calls the core, queues the core's commands in the executor and
-lets go. It does no I/O under the lock, and neither waits nor logs. Ctrl-C raises after the call. A thread that has
-completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the holder does
+lets go. It does no I/O under the lock, and neither waits nor logs. Handlers of signals, such as that of Ctrl-C, are
+called after the call. A thread that has completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the holder does
 so after it has let go.
 
     callers' threads     what `Session` and `ObjectStore` add
@@ -12,14 +12,12 @@ so after it has let go.
 
 import logging
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvtier.core.cache import Cache
 from kvtier.core.operations import WAITING_MAX
@@ -29,6 +27,7 @@ from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
 from kvtier.runtime.fault_record import FaultRecord, TierFaults
+from kvtier.runtime.held_signals import without_signals
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.session_events import LogLine
 from kvtier.types import (
@@ -47,9 +46,6 @@ from kvtier.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_signal: Any = import_module("_signal")
-"""`signal` without its enums, which cost each call a dozen calls of Python."""
 
 CALL_DEADLINE_S = 10.0
 """How long a call waits for the lock, which is held for microseconds."""
@@ -278,23 +274,11 @@ class LockedCore:
         return max(0.0, min(TICK_S, self._due_s - self._clock()))
 
     def _uninterrupted(self, call: Callable[..., None], *arguments: object) -> None:
-        """Make a call. In the main thread, an interrupt raises anywhere: it is held back until the end."""
-        handler = _signal.getsignal(signal.SIGINT) if get_ident() == self._main_id else None
-        if not callable(handler):
+        """Make a call. In the main thread, handlers of signals raise anywhere: they are held back until the end."""
+        if get_ident() == self._main_id:
+            without_signals(call, *arguments)
+        else:
             call(*arguments)
-            return
-        interrupts: list[tuple[int, object]] = []
-
-        def hold(number: int, frame: object) -> None:
-            interrupts.append((number, frame))
-
-        _signal.signal(signal.SIGINT, hold)
-        try:
-            call(*arguments)
-        finally:
-            _signal.signal(signal.SIGINT, handler)
-            if interrupts:
-                handler(*interrupts[0])
 
     # ---- the lock --------------------------------------------------------------------------------------------------
 

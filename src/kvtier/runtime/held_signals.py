@@ -1,0 +1,63 @@
+"""Holds signals back while a call runs: their handlers may raise at any instruction, and would leave it half done.
+
+Python calls handlers in the main thread, whichever thread of the process gets the signal. So blocking signals in a
+thread does not help, and each handler is replaced for the time of the call. Looking for them takes half a microsecond.
+Two kinds of signals are left as they are: those of faults, which belong to an instruction, and real-time signals.
+"""
+
+import signal
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final
+
+_signal: Any = import_module("_signal")
+"""`signal` without its enums, which cost each call a dozen calls of Python."""
+
+_OTHERS: Final = {"SIGKILL", "SIGSTOP", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV", "SIGSYS"}
+_SIGNALS: Final = sorted(int(it) for it in signal.Signals if it.name not in _OTHERS and it < signal.SIGRTMIN)
+
+_known: tuple[list[Any], list[tuple[int, Any]]] = ([], [])
+"""The handlers of all signals at the last call, and of them those in Python, with their signals."""
+
+
+def without_signals(call: Callable[..., None], *arguments: object) -> None:
+    """Make a call in the main thread. Handlers of signals that come meanwhile are called after it, each once."""
+    global _known  # noqa: PLW0603 - a cache
+    handlers = [*map(_signal.getsignal, _SIGNALS)]
+    if handlers != _known[0]:
+        _known = handlers, [it for it in zip(_SIGNALS, handlers, strict=True) if callable(it[1])]
+    ours, is_over = _known[1], False
+    waiting: dict[int, object] = {}
+
+    def hold(number: int, frame: object) -> None:
+        if is_over:  # a handler that was put back before this one has raised
+            dict(ours)[number](number, frame)
+        else:
+            waiting[number] = frame
+
+    try:
+        for number, _ in ours:
+            _signal.signal(number, hold)
+        call(*arguments)
+    finally:
+        try:
+            for number, handler in ours:
+                _signal.signal(number, handler)
+        except BaseException:  # of a handler that is back already
+            for number, handler in ours:
+                _signal.signal(number, handler)
+            raise
+        finally:
+            is_over = True
+            if waiting:
+                _deliver(waiting, dict(ours))
+
+
+def _deliver(waiting: dict[int, object], handlers: dict[int, Any]) -> None:
+    """Call the handlers of signals that wait, also after one of them has raised."""
+    while waiting:
+        number, frame = waiting.popitem()
+        try:
+            handlers[number](number, frame)
+        finally:
+            _deliver(waiting, handlers)
