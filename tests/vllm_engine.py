@@ -22,6 +22,7 @@ from kvtier.config.sections import Config, HostConfig, LimitsConfig
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.copier import open_copier
 from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.request_history import RequestHistory
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
@@ -57,7 +58,8 @@ class SmallEngine:
         rest: share of steps before which all copies are made that were asked for; in between, none goes on. So the seed
             decides how late they are, and not the machine. None: they take the time that they take.
         is_protected: with the setting `vllm.prefix_protection`.
-        roles: `stores`, `announces` and `drafted_tokens` of the scheduler side.
+        remembers: with the history of requests.
+        roles: `stores`, `announces`, `drafted_tokens` and `events` of the scheduler side.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SmallEngine:
         failing: float = 0.0,
         rest: float | None = None,
         is_protected: bool = True,
+        remembers: bool = False,
         **roles: Any,
     ) -> None:
         self.draw = random.Random(seed)
@@ -96,7 +99,11 @@ class SmallEngine:
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
         self.rank.mover.on_note = self._hear
         ranks = OpenRanks(self.rank.mover, self.rank.slots, self.rank.tiers)
-        self.opened = open_core(config, self.geometry.layout, bytes(32), ranks, on_close=self.rank.close)
+        events = roles.get("events")
+        self.opened = open_core(
+            config, self.geometry.layout, bytes(32), ranks, on_close=self.rank.close, observer=events, texts=events
+        )
+        history = RequestHistory(self.opened.session, self.geometry, str) if remembers else None
         self.pool = Pool(blocks, has_caching=has_caching)
         self.scheduler = Scheduler(
             session=self.opened.session,
@@ -109,6 +116,9 @@ class SmallEngine:
             open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),
             rank_count=1,
             has_prefix_caching=has_caching,
+            recorder=self.opened.recorder,
+            journal=self.opened.journal,
+            history=history,
             **roles,
         )
         self.announced: dict[str, Any] = {}

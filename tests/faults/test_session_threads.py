@@ -16,8 +16,8 @@ from tests.system import in_child
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.runtime import locked_core as module
 from kvtier.runtime.executor import Completion, Threads
+from kvtier.runtime.guards import LogLine
 from kvtier.runtime.session import Closed, Session, SessionError
-from kvtier.runtime.session_events import LogLine
 from kvtier.types import Command, LoadDone, Outcome, Presence, RequestId, StoreDone, Tell, Transfer
 
 PATIENCE_S = 60.0

@@ -52,11 +52,11 @@ class CommandCounters:
 
     def submitted(self, command: Work) -> None:
         """See `Observer`."""
+        for other in self._others:
+            other.submitted(command)
         if isinstance(command, Transfer):
             way = command.direction, command.tier
             self.in_flight[way] = self.in_flight.get(way, 0) + 1
-        for other in self._others:
-            other.submitted(command)
 
     def completed(self, completion: Completion) -> None:
         """See `Observer`."""

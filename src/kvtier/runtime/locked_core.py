@@ -1,9 +1,12 @@
 """The core behind one lock: what a session and an object store have in common.
 
 A call takes the lock, settles the completions that wait, calls the core, queues the core's commands in the executor and
-lets go. It does no I/O under the lock, and neither waits nor logs. Handlers of signals, such as that of Ctrl-C, are
-called after the call. A thread that has completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the holder does
-so after it has let go.
+lets go. It does no I/O under the lock, and neither waits nor logs. Handlers of signals run after the call. A thread
+that has completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the
+holder does so after it has let go.
+
+An exception in the middle of a decision leaves the core half changed, so it shuts, also where the reason passes, as
+with a moment without memory. What is optional stands behind guards (`guards`).
 
     callers' threads     what `Session` and `ObjectStore` add
     executor's threads   `ready`, after they have put completions into the inbox
@@ -27,9 +30,9 @@ from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
 from kvtier.runtime.fault_record import FaultRecord, TierFaults
+from kvtier.runtime.guards import Feature, Guards, LogLine
 from kvtier.runtime.held_signals import without_signals
 from kvtier.runtime.mailbox import Mailbox
-from kvtier.runtime.session_events import LogLine
 from kvtier.types import (
     Cancel,
     ChunkKey,
@@ -104,7 +107,7 @@ class LockedCore:
         on_second: called about once a second, under the lock, to refresh gauges.
         metrics: gets the state of tiers.
         observer: receives every command and every completion, under the lock.
-        lines: lines for the log, written once the lock is free.
+        guards: of what is optional; their lines for the log are written once the lock is free.
         clock: monotonic seconds; the executor's clock.
         annotate: adds the text of its chunk to a demote, under the lock; None: demotes have none.
     """
@@ -124,7 +127,7 @@ class LockedCore:
         on_second: Callable[[], None],
         metrics: Metrics,
         observer: Observer | None,
-        lines: deque[LogLine],
+        guards: Guards,
         clock: Callable[[], float],
         annotate: Callable[[Transfer], Transfer] | None = None,
     ) -> None:
@@ -132,6 +135,7 @@ class LockedCore:
         self.fault_record = FaultRecord()
         self._cache, self._executor = cache, executor
         self._publish, self._fail = publish, fail
+        self.guards = guards
         self._observer = observer
         self._watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] = lambda _tier: ()
         self._each_second: Callable[[], None] = lambda: None
@@ -148,7 +152,7 @@ class LockedCore:
         """Filled by executors, without the lock; bounded by the commands in flight."""
         self._wishes: deque[Callable[[float], None]] = deque()
         """Calls that the next holder makes; filled without the lock."""
-        self._lines = lines
+        self._lines = guards.lines
         self._warned: set[str] = set()
         """Limits whose warning was logged."""
         self._settles = 0
@@ -371,11 +375,14 @@ class LockedCore:
             self._send(self._cache.take_commands())
         for event in self._cache.take_events() if self._cache.events else ():
             if isinstance(event, TierNotice):
-                self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
-                self.fault_record.changed(event)
+                self.guards.run(Feature.HEALTH, self._note, event, otherwise=None)
                 level = logging.INFO if event.is_up else logging.WARNING
                 self._lines.append(LogLine(level, "tier %s %s", (event.tier, event.detail)))
             self._publish(event)
+
+    def _note(self, notice: TierNotice) -> None:
+        self.metrics.set(table.TIER_UP, float(notice.is_up), tier=notice.tier, way=notice.way)
+        self.fault_record.changed(notice)
 
     def _settle(self, now_s: float) -> None:
         """Pass completions to the core, and make the calls that wait."""
@@ -383,9 +390,12 @@ class LockedCore:
             completion = self._inbox.popleft()
             command = completion.command
             if self._observer is not None:
-                self._observer.completed(completion)
+                try:
+                    self._observer.completed(completion)
+                except Exception as error:
+                    self.guards.failed(Feature.METRICS, error)
             if completion.is_tier_fault:
-                self.fault_record.faulted(completion)
+                self.guards.run(Feature.HEALTH, self.fault_record.faulted, completion, otherwise=None)
             if isinstance(command, Transfer):
                 self._cache.complete(command.id, completion.outcome, now_s, is_fault=completion.is_tier_fault)
             elif isinstance(command, Probe):
@@ -422,14 +432,21 @@ class LockedCore:
         """Queue the core's commands in the executor."""
         due_s = self._due_s
         if (annotate := self._annotate) is not None:
+            run = self.guards.run
             commands = [
-                annotate(it) if isinstance(it, Transfer) and it.direction is Direction.DEMOTE else it for it in commands
+                run(Feature.EVENTS, annotate, it, otherwise=it)
+                if isinstance(it, Transfer) and it.direction is Direction.DEMOTE
+                else it
+                for it in commands
             ]
         for command in commands:
             if isinstance(command, Cancel):
                 continue
             if self._observer is not None:
-                self._observer.submitted(command)
+                try:
+                    self._observer.submitted(command)
+                except Exception as error:
+                    self.guards.failed(Feature.METRICS, error)
             if isinstance(command, Transfer | Probe) and command.deadline_s < due_s:
                 due_s = command.deadline_s
         self._executor.submit(*commands)

@@ -311,7 +311,11 @@ class Mover:
     def _recall(self, command: Recall) -> None:
         is_closed = self._transfers.closing.is_set()
         closed = Completion(command, Outcome.CANCELLED, detail=CLOSED)
-        self._put(closed if is_closed else self._transfers.recall(command))
+        try:
+            answer = closed if is_closed else self._transfers.recall(command)
+        except Exception as error:  # noqa: BLE001 - the caller holds the session's lock, and a recall is optional
+            answer = Completion(command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
+        self._put(answer)
         self._ready()
 
     def _cancel(self, ids: frozenset[int]) -> None:

@@ -11,7 +11,6 @@ I/O needs pages, and the engine's memory has neither (ADR 19). The core is a ses
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -32,11 +31,11 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
 from kvtier.runtime.executor import Completion, Threads
+from kvtier.runtime.guards import Feature, Guards
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.locked_core import Closed, LockedCore, SessionError
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.session_events import LogLine
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.tier.base import Figures, Tier
 from kvtier.types import (
@@ -172,6 +171,7 @@ class ObjectStore(LockedCore):
         down: names of tiers that are not open yet.
         metrics: counts objects, transfers and probes.
         journal: gets a line for each object that a tier reads or writes, if enabled.
+        guards: of what is optional.
         on_close: called once at the end, with the remaining seconds, to close the tiers.
         clock: monotonic seconds.
 
@@ -197,6 +197,7 @@ class ObjectStore(LockedCore):
         down: Collection[str] = (),
         metrics: Metrics | None = None,
         journal: Journal | None = None,
+        guards: Guards | None = None,
         on_close: Callable[[float], None] = lambda _seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -240,7 +241,7 @@ class ObjectStore(LockedCore):
             on_second=self._each_second,
             metrics=metrics,
             observer=counters,
-            lines=deque[LogLine](),
+            guards=guards or Guards(),
             clock=clock,
         )
         self._start()
@@ -294,7 +295,7 @@ class ObjectStore(LockedCore):
             return self._run_call(len(objects), until_s, begin, memory)
 
         outcomes = self._answered("get", len(objects), deadline_s, run)
-        self._count("read", outcomes)
+        self.guards.run(Feature.METRICS, self._count, "read", outcomes, otherwise=None)
         return outcomes
 
     def put_from(self, writes: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
@@ -329,7 +330,7 @@ class ObjectStore(LockedCore):
             return outcomes
 
         outcomes = self._answered("put", len(objects), deadline_s, run)
-        self._count("write", outcomes)
+        self.guards.run(Feature.METRICS, self._count, "write", outcomes, otherwise=None)
         return outcomes
 
     def health(self) -> dict[str, TierHealth]:
@@ -385,7 +386,10 @@ class ObjectStore(LockedCore):
             return [Outcome.CANCELLED] * objects
         began_s = self._clock()
         outcomes = run(began_s + min(deadline_s, DEADLINE_S_MAX))
-        self.metrics.observe(table.OBJECT_CALL_SECONDS, self._clock() - began_s, call=name)
+        seconds = self._clock() - began_s
+        self.guards.run(
+            Feature.METRICS, lambda: self.metrics.observe(table.OBJECT_CALL_SECONDS, seconds, call=name), otherwise=None
+        )
         return outcomes
 
     def _run_call(
@@ -460,7 +464,7 @@ class ObjectStore(LockedCore):
 
     def _each_second(self) -> None:
         """Refresh gauges, and end operations whose threads have left in the middle of an interrupt. Under the lock."""
-        self._gauges()
+        self.guards.run(Feature.METRICS, self._gauges, otherwise=None)
         for request in self._objects.requests():
             if request not in self._calls:
                 self._forget(request, self._clock())

@@ -27,6 +27,7 @@ from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
 from kvtier.runtime.executor import ChunkTexts, Observer
+from kvtier.runtime.guards import Feature, Guards
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
@@ -150,7 +151,7 @@ def open_core(
         ConfigError: a setting is wrong, or the secret or the recording's path cannot be used.
         TierError: the secret of a required tier could not be read in time.
     """
-    metrics = Metrics()
+    metrics, guards = Metrics(), Guards()
     start_at_zero(metrics, ranks.tiers)
     for name in ranks.tiers:
         for way in get_args(Way):
@@ -167,9 +168,12 @@ def open_core(
     )
     recorder = None
     if config.trace.path is not None:
-        recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
-    journal = open_journal(config, layout, root, metrics, ranks.rank_count)
-    counters = CommandCounters(metrics, *(it for it in (journal, observer) if it is not None))
+        counted = guards.around(Feature.METRICS, metrics)
+        made = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, counted)
+        recorder = guards.around(Feature.RECORDER, made)
+    journal = open_journal(config, layout, root, metrics, guards, ranks.rank_count)
+    others = [] if observer is None else [guards.around(Feature.EVENTS, observer)]
+    counters = CommandCounters(metrics, *([] if journal is None else [journal]), *others)
     own = open_key_source(config, configured_secret(config)) if keys is None and config.tiers else None
     sealing = {tier.name for tier in config.tiers if is_sealed(tier)}
     known = texts if config.events.token_ids and sealing else None
@@ -184,6 +188,7 @@ def open_core(
         annotate=None if known is None else partial(_with_text, known, sealing, 4 * layout.chunk_tokens),
         recalls=None if known is None else Recalls(sealing, known.text_group),
         recalled=_ignore if known is None else known.recalled,
+        guards=guards,
     )
     return OpenedSession(session, root, metrics, recorder, journal)
 
@@ -200,15 +205,19 @@ def _ignore(_records: object, _tier: str) -> None:
     """Take no records."""
 
 
-def open_journal(config: Config, layout: KvLayout, root: bytes, metrics: Metrics, ranks: int = 1) -> Journal | None:
-    """The journal; None without `journal.path`.
+def open_journal(
+    config: Config, layout: KvLayout, root: bytes, metrics: Metrics, guards: Guards, ranks: int = 1
+) -> Journal | None:
+    """The journal, guarded; None without `journal.path`.
 
     Raises:
         ConfigError: the file cannot be created.
     """
     if config.journal.path is None:
         return None
-    return Journal(config.journal.path, config.journal.capacity_bytes, layout, root, metrics, ranks)
+    counted = guards.around(Feature.METRICS, metrics)
+    made = Journal(config.journal.path, config.journal.capacity_bytes, layout, root, counted, ranks)
+    return guards.around(Feature.JOURNAL, made)
 
 
 def closing_lines(on_close: Callable[[float], None], *files: Recorder | Journal) -> Callable[[float], None]:

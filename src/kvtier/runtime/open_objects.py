@@ -9,6 +9,7 @@ from kvtier.keys.secret import model_id
 from kvtier.layout import KvLayout
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena, slots_for
+from kvtier.runtime.guards import Guards
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import closing_lines, open_journal, tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
@@ -51,8 +52,8 @@ def open_object_store(
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
         root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)
-        metrics = Metrics()
-        journal = open_journal(config, layout, root, metrics)
+        metrics, guards = Metrics(), Guards()
+        journal = open_journal(config, layout, root, metrics, guards)
         return ObjectStore(
             layout=layout.on_rank(rank, ranks),
             name_root=root,
@@ -66,6 +67,7 @@ def open_object_store(
             down=down,
             metrics=metrics,
             journal=journal,
+            guards=guards,
             on_close=closing_lines(close, *(() if journal is None else (journal,))),
         )
     except BaseException:

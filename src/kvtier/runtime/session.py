@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvtier.core.cache import Cache
@@ -14,8 +14,9 @@ from kvtier.core.survey import Survey
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Observer
+from kvtier.runtime.guards import Feature, Guards, LogLine
 from kvtier.runtime.locked_core import FLUSH_STEP_S, TICK_S, Closed, LockedCore, SessionError
-from kvtier.runtime.session_events import LogLine, OpenCall, SessionEvents
+from kvtier.runtime.session_events import OpenCall, SessionEvents
 from kvtier.types import (
     ChunkKey,
     ChunkRecord,
@@ -61,6 +62,7 @@ class Session(LockedCore):
         annotate: adds the text of its chunk to a demote; see `LockedCore`.
         recalls: of tiers that may hold texts; None: none is recalled.
         recalled: receives the records that tiers hold, and the tier's name; under the lock, in any thread.
+        guards: of what is optional.
 
     Raises:
         RuntimeError: the system cannot start a thread.
@@ -84,24 +86,26 @@ class Session(LockedCore):
         annotate: Callable[[Transfer], Transfer] | None = None,
         recalls: Recalls | None = None,
         recalled: Callable[[Sequence[ChunkRecord], str], None] = lambda _records, _tier: None,
+        guards: Guards | None = None,
     ) -> None:
         self._is_locked = is_locked
-        metrics, lines = metrics or Metrics(), deque[LogLine]()
-        self._events = SessionEvents(metrics, lines, clock)
+        metrics, guards = metrics or Metrics(), guards or Guards()
+        self._events = SessionEvents(metrics, guards, clock)
         super().__init__(
             cache,
             executor,
             publish=self._events.publish,
             fail=self._events.fail,
             on_close=on_close,
-            on_second=on_second,
+            on_second=partial(guards.run, Feature.METRICS, on_second, otherwise=None),
             metrics=metrics,
             observer=observer,
-            lines=lines,
+            guards=guards,
             clock=clock,
             annotate=annotate,
         )
-        self._recalls, self._on_recalled = recalls, recalled
+        self._recalls = None if recalls is None else guards.around(Feature.RECALL, recalls, due=(), answered=())
+        self._on_recalled = recalled
         self._counted: dict[RequestId, None] = {}
         """Requests whose tokens are counted, so that repeated lookups of a request count once."""
         if has_thread:
@@ -145,7 +149,7 @@ class Session(LockedCore):
             )
             seen, now_s = self._settles, at_s
             if answer.presence is not Presence.PROBING or now_s >= until_s:
-                self._count(request, prefix, answer, announced_tokens)
+                self.guards.run(Feature.METRICS, self._count, request, prefix, answer, announced_tokens, otherwise=None)
 
         while not self._is_locked():
             self._uninterrupted(self._call, look_up)
@@ -241,9 +245,9 @@ class Session(LockedCore):
             watched: gives the objects of a tier's next check, under the session's lock; None: no objects.
             each_second: called about once a second, under the session's lock.
         """
-        self._each_second = each_second
+        self._each_second = partial(self.guards.run, Feature.IDLE_STEPS, each_second, otherwise=None)
         if watched is not None:
-            self._watched = watched
+            self._watched = partial(self.guards.run, Feature.EVENTS, watched, otherwise=())
 
     def recall(self, tier: str) -> None:
         """Ask once more for the chunks whose tokens `tier` holds, see `open.open_core`. Other tiers hold none."""
@@ -357,7 +361,7 @@ class Session(LockedCore):
             return
         records, is_last = completion.page or ((), False)
         if records:
-            self._on_recalled(records, command.tier)
+            self.guards.run(Feature.EVENTS, self._on_recalled, records, command.tier, otherwise=None)
         elif completion.outcome is Outcome.FAILED:
             self._lines.append(LogLine(logging.DEBUG, "no recall of tier %s: %s", (command.tier, completion.detail)))
         if following := self._recalls.answered(command, completion.outcome, len(records), now_s, is_last=is_last):

@@ -2,27 +2,17 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
 
 from kvtier.errors import BadCallError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Bound, Metrics
+from kvtier.runtime.guards import Feature, Guards, LogLine
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.types import Event, LoadDone, Place, RequestId, StoreDone
 
 EVENTS_MAX = 65_536
 """Events kept for an engine that does not poll; more drop the oldest."""
-
-
-class LogLine(NamedTuple):
-    """A line for the log, written once the session's lock is free, because a log may block."""
-
-    level: int
-    text: str
-    values: tuple[Any, ...] = ()
-    error: BaseException | None = None
 
 
 class OpenCall:
@@ -45,13 +35,13 @@ class SessionEvents:
 
     Args:
         metrics: counts ended loads and stores.
-        lines: receives lines for the log.
+        guards: of the metrics; their lines for the log.
         clock: seconds.
     """
 
-    def __init__(self, metrics: Metrics, lines: "deque[LogLine]", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: Metrics, guards: Guards, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
-        self._lines = lines
+        self._guards = guards
         self._clock = clock
         self._loads: dict[RequestId, OpenCall] = {}
         self._stores: list[OpenCall] = []
@@ -107,13 +97,10 @@ class SessionEvents:
             except BaseException:  # it is still open, and `fail` ends it
                 self._loads[event.request] = call
                 raise
-            share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
-            counts = [(self._loaded[share], 1.0), (self._load_seconds, self._clock() - call.time_s)]
-            for place, tokens in event.sources:
-                if place not in self._load_tokens:
-                    self._load_tokens[place] = self._metrics.bind(table.LOAD_TOKENS, place=place)
-                counts.append((self._load_tokens[place], tokens))
-            self._metrics.count(counts)
+            try:
+                self._count_load(event, self._clock() - call.time_s)
+            except Exception as error:  # noqa: BLE001 - it is optional
+                self._guards.failed(Feature.METRICS, error)
         elif isinstance(event, StoreDone):
             call = next(call for call in list(self._stores) if call.request == event.request)
             self._stores.remove(call)  # not by its position: `withdraw` may remove another one meanwhile
@@ -122,14 +109,26 @@ class SessionEvents:
             except BaseException:
                 self._stores.append(call)
                 raise
-            self._metrics.add(table.STORES)
-            self._metrics.add(table.STORE_CHUNKS, event.held, result="held")
-            self._metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")
-            self._metrics.observe(table.STORE_SECONDS, self._clock() - call.time_s)
+            self._guards.run(Feature.METRICS, self._count_store, event, self._clock() - call.time_s, otherwise=None)
         else:
             waiting = self._queue.put(event)
         if waiting > EVENTS_MAX:
             self._drop_oldest()
+
+    def _count_load(self, event: LoadDone, seconds: float) -> None:
+        share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
+        counts = [(self._loaded[share], 1.0), (self._load_seconds, seconds)]
+        for place, tokens in event.sources:
+            if place not in self._load_tokens:
+                self._load_tokens[place] = self._metrics.bind(table.LOAD_TOKENS, place=place)
+            counts.append((self._load_tokens[place], tokens))
+        self._metrics.count(counts)
+
+    def _count_store(self, event: StoreDone, seconds: float) -> None:
+        self._metrics.add(table.STORES)
+        self._metrics.add(table.STORE_CHUNKS, event.held, result="held")
+        self._metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")
+        self._metrics.observe(table.STORE_SECONDS, seconds)
 
     def fail(self, copying: Collection[RequestId] = ()) -> None:
         """Fail all open loads and stores, except those of requests in `copying`."""
@@ -147,4 +146,4 @@ class SessionEvents:
         if not self._has_dropped:
             self._has_dropped = True
             text = "the engine has not polled %d events; kvtier drops the oldest, which end no load or store"
-            self._lines.append(LogLine(logging.WARNING, text, (EVENTS_MAX,)))
+            self._guards.lines.append(LogLine(logging.WARNING, text, (EVENTS_MAX,)))

@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections import deque
 
 import pytest
 from tests.memory_tier import GatedTier, MemoryTier
@@ -33,6 +32,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime import locked_core as module
 from kvtier.runtime import session_events
 from kvtier.runtime.executor import Threads
+from kvtier.runtime.guards import Guards
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import SessionError
 from kvtier.runtime.session_events import SessionEvents
@@ -194,13 +194,13 @@ def test_an_internal_error_of_the_session_ends_the_cache_only(monkeypatch, caplo
 
 def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch):
     monkeypatch.setattr(session_events, "EVENTS_MAX", 3)
-    lines = deque()
-    events = SessionEvents(Metrics(), lines)
+    guards = Guards()
+    events = SessionEvents(Metrics(), guards)
     for number in range(6):
         events.begin_store(RequestId(str(number)), [])
         events.publish(StoreDone(RequestId(str(number)), 0, 0))
     assert [event.request for event in events.poll(0.0)] == ["3", "4", "5"]
-    assert [line.level for line in lines] == [logging.WARNING]
+    assert [line.level for line in guards.lines] == [logging.WARNING]
 
 
 def test_a_lookup_waits_for_the_probe_up_to_its_wait_s():

@@ -5,10 +5,8 @@ times a second.
 """
 
 import importlib
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
@@ -48,14 +46,10 @@ class StorageStats:
         """Export these metrics from now on."""
         self._reader = StatsReader(metrics)
 
-    @contextmanager
-    def timed(self, way: CallKind, pages: int, page_bytes: int) -> Generator[None]:
+    def called(self, way: CallKind, pages: int, page_bytes: int, seconds: float) -> None:
         """Count a call."""
-        began_s = time.perf_counter()
-        yield
-        seconds = max(time.perf_counter() - began_s, 1e-9)
         if self._is_wanted and pages:
-            self._calls[way].append((pages, pages * page_bytes / seconds / GB))
+            self._calls[way].append((pages, pages * page_bytes / max(seconds, 1e-9) / GB))
 
     def take(self, make: Callable[[], Any]) -> Any:  # noqa: ANN401 - SGLang's `StorageMetrics`
         """SGLang's figures since the last call. Exports kvtier's."""

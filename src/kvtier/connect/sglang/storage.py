@@ -30,6 +30,7 @@ from kvtier.connect.sglang.stats import CallKind, StorageStats
 from kvtier.connect.sglang.weight_updates import forget, watch_weights
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
+from kvtier.runtime.guards import Feature
 from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.registry import kind_of
@@ -257,8 +258,11 @@ class KvtierStorage(sglang.HiCacheStorage):
         def run() -> list[bool]:
             store, pool = self._usable(name)
             call = store.get_into if way == "prefetch" else store.put_from
-            with self._stats.timed(way, len(keys), pool.page_bytes):
-                outcomes = call(_items(pool, keys, indices, extra_info), until_s - time.monotonic())
+            began_s = time.perf_counter()
+            outcomes = call(_items(pool, keys, indices, extra_info), until_s - time.monotonic())
+            seconds = time.perf_counter() - began_s
+            stats = way, len(keys), pool.page_bytes, seconds
+            store.guards.run(Feature.METRICS, self._stats.called, *stats, otherwise=None)
             return [outcome is Outcome.DONE for outcome in outcomes]
 
         return self._guarded(f"{way} of {name}", run, [False] * len(keys))

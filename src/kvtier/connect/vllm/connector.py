@@ -17,6 +17,7 @@ from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
 from kvtier.connect.vllm.support import check_others
 from kvtier.connect.vllm.vllm_imports import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     ConnectorBase,
@@ -189,8 +190,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return events or []
 
     def _taken(self, side: SchedulerSide) -> list[Any]:
-        found = side.scheduler.take_events(is_off=self._is_broken)
-        return [self._event(it, side.events_table) for it in found]
+        found = side.scheduler.take_events(is_off=self._is_broken, form=lambda it: self._event(it, side.events_table))
+        return [AllBlocksCleared()] if found is None else found
 
     def _event(self, event: BlockEvent, table: TableLayout | None) -> Any:  # noqa: ANN401 - vLLM's class
         """In the form of vLLM 0.32's own events (`BlockPool.cache_full_blocks`), without `ownership` and `locality`."""

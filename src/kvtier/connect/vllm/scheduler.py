@@ -26,7 +26,7 @@ from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.request_hints import Problem, request_hints
+from kvtier.connect.vllm.request_hints import NO_HINTS, Problem, RequestHints, request_hints
 from kvtier.connect.vllm.request_history import WEIGHTS_CHANGED, RequestHistory
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
@@ -44,6 +44,7 @@ from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worker import StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
 from kvtier.keys.chain import Chain
+from kvtier.runtime.guards import Feature
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.session import Session
@@ -129,10 +130,13 @@ class Scheduler:
         """First step after the last cache reset of an idle engine."""
         self._is_reset = False
         """Other engines have other keys since a cache reset."""
-        self._events = events
+        self._guards = guards = session.guards
+        self._events = events and guards.around(Feature.EVENTS, events, take=(), has_news=False)
+        self._is_end_told = False
+        """Routers know that the events have ended."""
         self._recorder = recorder
         self._journal = journal
-        self._history = history
+        self._history = history and guards.around(Feature.HISTORY, history)
         self._cleared_salts: set[str] = set()
         """Other engines have other keys for their requests, as for all since a cache reset."""
         self._wishes: deque[str | None] = deque()
@@ -163,6 +167,17 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """Track a new request."""
+        hints, announced = self._guards.run(Feature.HINTS, self._said_by, request, otherwise=(NO_HINTS, 0))
+        self._clear_wished()
+        tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hints)
+        tracked.announced_tokens = 0 if self._has_own_keys(request) or not self._is_alone else announced
+        self._requests[request.request_id] = tracked
+        if self._history is not None:
+            self._history.arrived(tracked, is_off=self._is_off)
+        self._protection.joined(tracked)
+
+    def _said_by(self, request: Request) -> tuple[RequestHints, int]:
+        """The hints of a request, and the leading tokens that another engine has announced."""
         hints, problems = request_hints(request)
         announced, lie = announced_tokens(request)
         unknown = unknown_fields(request) if self._is_alone else ""
@@ -171,13 +186,7 @@ class Scheduler:
             if text and field not in self._warned:
                 self._warned.add(field)
                 logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
-        self._clear_wished()
-        tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hints)
-        tracked.announced_tokens = 0 if self._has_own_keys(request) or not self._is_alone else announced
-        self._requests[request.request_id] = tracked
-        if self._history is not None:
-            self._history.arrived(tracked, is_off=self._is_off)
-        self._protection.joined(tracked)
+        return hints, announced
 
     def _keys_of(self, request: Request) -> Chain | None:
         keys = self._begin_keys(request)  # identifies an adapter, also while kvtier is off
@@ -219,11 +228,14 @@ class Scheduler:
 
     def _note_end(self, tracked: TrackedRequest) -> None:
         """Pass an ended request on to the recording, the journal and the history."""
-        if self._recorder is not None:
+        run = self._guards.run
+        if (recorder := self._recorder) is not None:
             earliest = next(iter(self._requests.values()), None)
-            self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
-        if self._journal is not None:
-            self._journal.ended(tracked.account.line(tracked.request, tracked.arrived_s))
+            since_s = None if earliest is None else earliest.arrived_s
+            run(Feature.RECORDER, lambda: recorder.served(tracked.served(), since_s), otherwise=None)
+        if (journal := self._journal) is not None:
+            account, request = tracked.account, tracked.request
+            run(Feature.JOURNAL, lambda: journal.ended(account.line(request, tracked.arrived_s)), otherwise=None)
         if self._history is not None:
             self._history.ended(tracked)
 
@@ -242,7 +254,7 @@ class Scheduler:
         self._loads.forget_landed(tracked.id)
         self._forget_offers(tracked)
         self._mark_cached(tracked, resident_tokens, resident_tokens)
-        tracked.account.resident(resident_tokens)
+        self._guards.run(Feature.JOURNAL, tracked.account.resident, resident_tokens, otherwise=None)
         most = self._geometry.hit_tokens(request.num_tokens)
         if tracked.cap_tokens is not None:
             most = min(most, tracked.cap_tokens)
@@ -318,7 +330,7 @@ class Scheduler:
             now_s=time.monotonic(),
             ahead_s=self._step_timer.ahead_s(tracked.id),
         )
-        tracked.account.chosen(lookup, plan, self._planner)
+        self._guards.run(Feature.JOURNAL, tracked.account.chosen, lookup, plan, self._planner, otherwise=None)
         if plan.tokens <= resident_tokens:
             return None
         return PrefixMatch(plan, prefix)
@@ -332,7 +344,7 @@ class Scheduler:
         load = self._loads.register(tracked, match, tables)
         load.is_void = match.external_tokens != external_tokens or match is tracked.outdated
         self._planner.begun(match.plan, time.monotonic())
-        tracked.account.load_begins(match.external_tokens)
+        self._guards.run(Feature.JOURNAL, tracked.account.load_begins, match.external_tokens, otherwise=None)
         targets = self._loads.locate(load)
         self._revoked += self._stores.cancel_lost()
         load.blocked_by = self._stores.reading(targets)
@@ -464,17 +476,20 @@ class Scheduler:
     def _give_hints(self) -> None:
         """Pass on the hints of requests that have ended: the session knows their last stores now."""
         for tracked in self._hinted:
-            session, hints, conversation = self._session, tracked.hints, tracked.hints.conversation
-            prefix = tracked.prefix(tracked.request.num_tokens)
-            is_high = hints.priority == "high"
-            if is_high or hints.retain_s is not None:
-                session.retain(prefix, math.inf if hints.retain_s is None else hints.retain_s, is_high=is_high)
-            elif hints.priority == "low":
-                session.lower(prefix, conversation)
-            if hints.prefetch_in_s is not None:
-                name = RequestId(f"P{tracked.number}/{tracked.id}")
-                session.prefetch(name, prefix, hints.prefetch_in_s, conversation)
+            self._guards.run(Feature.HINTS, self._give_hint, tracked, otherwise=None)
         self._hinted.clear()
+
+    def _give_hint(self, tracked: TrackedRequest) -> None:
+        session, hints, conversation = self._session, tracked.hints, tracked.hints.conversation
+        prefix = tracked.prefix(tracked.request.num_tokens)
+        is_high = hints.priority == "high"
+        if is_high or hints.retain_s is not None:
+            session.retain(prefix, math.inf if hints.retain_s is None else hints.retain_s, is_high=is_high)
+        elif hints.priority == "low":
+            session.lower(prefix, conversation)
+        if hints.prefetch_in_s is not None:
+            name = RequestId(f"P{tracked.number}/{tracked.id}")
+            session.prefetch(name, prefix, hints.prefetch_in_s, conversation)
 
     def _store_full_chunks(self, tracked: TrackedRequest, tables: BlockTables) -> bool:
         """Store the chunks that have become full since the last call; whether there were any."""
@@ -515,7 +530,8 @@ class Scheduler:
             return
         plan, tracked = load.match.plan, load.tracked
         seconds = load.ended_s - load.began_s
-        tracked.account.load_ended(done, seconds, load.places, self._geometry.layout, self._rank_count)
+        ended = done, seconds, load.places, self._geometry.layout, self._rank_count
+        self._guards.run(Feature.JOURNAL, tracked.account.load_ended, *ended, otherwise=None)
         self._planner.ended(plan, done, seconds, load.ended_s)
         tracked.loaded_s = self._idle_s(load.ended_s)
         if not load.is_void and done.tokens >= plan.tokens:
@@ -628,14 +644,23 @@ class Scheduler:
     @property
     def has_news(self) -> bool:
         """Whether an idle engine should take a step: to free pinned blocks, publish events or clear. Any thread."""
-        has_events = self._events is not None and self._events.has_news
+        has_events = self._events is not None and (self._events.has_news or self._has_untold_end)
         return has_events or bool(self._wishes) or self._stores.has_pins
 
-    def take_events(self, *, is_off: bool = False) -> list[BlockEvent]:
+    @property
+    def _has_untold_end(self) -> bool:
+        """Whether an error has ended the events, and routers still believe what was published."""
+        return not self._is_end_told and self._guards.has_ended(Feature.EVENTS)
+
+    def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:
         """KV events for routers, at the end of a step. After an internal error all chunks are withdrawn.
 
+        None, once: the error was in the events, so what was published is unknown. All of it is to be withdrawn, that
+        of vLLM's own cache, too.
+
         Args:
-            is_off: there was one in the connector.
+            form: makes vLLM's form of an event.
+            is_off: there was an error in the connector.
         """
         if not is_off:
             self._clear_wished()
@@ -643,7 +668,12 @@ class Scheduler:
             return []
         if is_off or self._session.fault_record.failure:
             self._events.reset()
-        return self._events.take()
+        events = self._events
+        found = self._guards.run(Feature.EVENTS, lambda: list(map(form, events.take())), otherwise=[])
+        if self._has_untold_end:
+            self._is_end_told = True
+            return None
+        return found
 
     def close(self) -> None:
         """Stop the thread that polls the session."""

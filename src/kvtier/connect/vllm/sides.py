@@ -33,6 +33,7 @@ from kvtier.core.planner import Planner
 from kvtier.layout import History
 from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError, ControlSocket
+from kvtier.runtime.guards import Feature
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
@@ -158,7 +159,7 @@ class SchedulerSide:
             lambda name: self.scheduler.weights_change(f"adapter {name!r}"),
         )
         history = RequestHistory(opened.session, geometry, lambda: self._keys.refusal)
-        self.stats = StatsReader(opened.metrics)
+        self.stats = opened.session.guards.around(Feature.EXPORT, StatsReader(opened.metrics), hurry=False)
         self.scheduler = Scheduler(
             session=opened.session,
             ranks=ranks.executor,

@@ -15,6 +15,7 @@ ConnectorBase: Any = base.KVConnectorBase_V1
 SupportsHMA: Any = base.SupportsHMA
 ConnectorRole: Any = base.KVConnectorRole
 TransferResults: Any = base.KVConnectorTransferResults
+AllBlocksCleared: Any = kv_events.AllBlocksCleared
 BlockStored: Any = kv_events.BlockStored
 BlockRemoved: Any = kv_events.BlockRemoved
 transfer_group: Any = kv_transfer_state.get_kv_transfer_group
