@@ -203,7 +203,7 @@ class PendingWrites:
             The entry to demote, with None; or an entry of the staging area, with the tier to promote it from.
         """
         queue = self.queues[tier_state.name]
-        self._drop_stranded(queue)
+        self._drop_stranded(queue, now_s)
         if not (queue.staged or queue.relays) or tier_state.breakers[DEMOTE].trial:
             return None
         if not tier_state.can_write(now_s):  # a relay that waits for it holds no slot
@@ -237,11 +237,12 @@ class PendingWrites:
         self._host.stage(staged)
         return staged, faster
 
-    def _drop_stranded(self, queue: WriteQueue) -> None:
-        """Drop leading relays that left host memory and have no staging area, so that they hold up no others."""
+    def _drop_stranded(self, queue: WriteQueue, now_s: float) -> None:
+        """Drop leading relays that left host memory and cannot be staged or read, so that they hold up no others."""
         while queue.relays:
-            item = next(iter(queue.relays))
-            if self._host.staging_slots[item[1]] or self._host.find(*item) is not None:
+            item, (_, source) = next(iter(queue.relays.items()))
+            can_stage = self._host.staging_slots[item[1]] and not self._tiers.by_name[source].is_left_alone(item, now_s)
+            if can_stage or self._host.find(*item) is not None:
                 return
             del queue.relays[item]
             self._output.counters.relays_dropped += 1

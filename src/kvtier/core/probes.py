@@ -398,6 +398,12 @@ class Probes:
                 self._end_find(search)
                 search.is_wanted = False
 
+    def lost(self, item: Item, tier: str) -> None:
+        """`tier` could not deliver `item`: no request counts on its copy any more."""
+        for answers in self._answers.values():
+            if answers.held_by.get(item) == tier:
+                del answers.held_by[item]
+
     def finding(self) -> list[RequestId]:
         """Requests with an open `find`."""
         return [it.request for answers in self._answers.values() for it in answers.searches if it.objects is not None]
@@ -607,6 +613,8 @@ class Probes:
         if present is not None and tier_state.rules.is_remote:
             for item, is_there in zip(objects, present, strict=True):
                 tier_state.remember(item, now_s, is_present=is_there)
+        if present is not None:
+            present = tier_state.readable(objects, present, now_s)
         if open_probe.survey is not None:
             open_probe.survey.answered(tier_state.name, objects, present)
             self._ask_survey(open_probe.survey, tier_state, now_s)

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvtier.core.host_memory import Item
 from kvtier.core.limits import TierRules
@@ -15,6 +16,10 @@ WAYS: dict[Direction, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
 SUSPECT_MAX = 1 << 16
 """Suspect objects per tier; of more, the oldest are trusted again."""
+
+PAUSE_S_MIN = 5.0
+PAUSE_S_MAX = 300.0
+"""How long an object is left alone after its first failed read in a tier, and after many in a row."""
 
 ANSWER_WEIGHT = 0.1
 """Weight of the newest answer in `TierState.hit_rate` and `TierState.answer_s`."""
@@ -100,6 +105,17 @@ class CircuitBreaker:
         return opens
 
 
+@dataclass(slots=True)
+class FailedReads:
+    """The failed reads of one object in one tier, since the last read that the tier answered."""
+
+    pause_s: float = 0.0
+    until_s: float = 0.0
+    """The object is left alone until then; infinite while a read of it is stuck."""
+    is_replaced: bool = False
+    """A write has replaced the copy. A second replacement ends no pause, so that useless ones end."""
+
+
 class TierState:
     """One lower tier: its circuit breakers, its limits, and what is known of its objects.
 
@@ -128,6 +144,8 @@ class TierState:
         """Moving average of how long its probes take."""
         self._suspect: dict[Item, bool] = {}
         """Suspect objects, and whether the next write must drop the copy first."""
+        self._failed: OrderedDict[Item, FailedReads] = OrderedDict()
+        """Objects whose last read failed or was late; of more than `SUSPECT_MAX`, the oldest are forgotten."""
         self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
         """Answers of a remote tier, and when they expire."""
         self._pool = pool
@@ -177,6 +195,46 @@ class TierState:
         """The copy of `item` was read or will be replaced; returns whether it must be dropped first."""
         return bool(self._suspect) and self._suspect.pop(item, False)
 
+    def read_failed(self, item: Item, now_s: float, *, is_stuck: bool) -> None:
+        """A read of `item` failed or was late: its copy is suspect, and left alone for twice as long as before.
+
+        The breaker does not see this: reads of other objects succeed in between.
+        """
+        self.mark_suspect([item])
+        failed = self._failed.pop(item, None) or FailedReads()
+        failed.pause_s = min(max(PAUSE_S_MIN, RETRY_GROWTH * failed.pause_s), PAUSE_S_MAX)
+        failed.until_s = inf if is_stuck else now_s + failed.pause_s
+        self._failed[item] = failed
+        if len(self._failed) > SUSPECT_MAX:
+            self._failed.popitem(last=False)
+
+    def late_read_ended(self, item: Item, now_s: float) -> None:
+        """A late read of `item` has ended, whatever its result: the pause begins."""
+        failed = self._failed.get(item)
+        if failed is not None and failed.until_s == inf:
+            failed.until_s = now_s + failed.pause_s
+
+    def read_answered(self, item: Item) -> None:
+        """The tier answered a read of `item` in time, or a late read never began: failures are forgotten."""
+        self._failed.pop(item, None)
+
+    def replaced(self, item: Item) -> None:
+        """A write of `item` has ended well. A copy that became suspect meanwhile is still the old one."""
+        failed = self._failed.get(item)
+        if failed is not None and not failed.is_replaced and item not in self._suspect:
+            failed.until_s, failed.is_replaced = 0.0, True
+
+    def is_left_alone(self, item: Item, now_s: float) -> bool:
+        """Whether the tier is not asked for `item`, because reads of it have failed."""
+        failed = self._failed.get(item) if self._failed else None
+        return failed is not None and now_s < failed.until_s
+
+    def readable(self, items: Sequence[Item], present: Sequence[bool], now_s: float) -> Sequence[bool]:
+        """The answers of the tier for `items`, in which objects that are left alone are absent."""
+        if not self._failed:
+            return present
+        return [it and not self.is_left_alone(item, now_s) for item, it in zip(items, present, strict=True)]
+
     def remember(self, item: Item, now_s: float, *, is_present: bool) -> None:
         """Keep the answer of a remote tier for other requests, for a bounded time. Tiers with an index answer anew.
 
@@ -193,7 +251,9 @@ class TierState:
             self._remembered.pop(item, None)
 
     def remembered(self, item: Item, now_s: float) -> bool | None:
-        """The remembered answer for `item`, or None."""
+        """The remembered answer for `item`, or None. An object that is left alone counts as absent."""
+        if self.is_left_alone(item, now_s):
+            return False
         answer = self._remembered.get(item)
         if answer is None:
             return None

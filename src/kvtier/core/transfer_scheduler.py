@@ -24,6 +24,7 @@ from kvtier.types import Cancel, Direction, Drop, Outcome, Transfer
 GATHER, SCATTER, DEMOTE, PROMOTE = Direction.GATHER, Direction.SCATTER, Direction.DEMOTE, Direction.PROMOTE
 PROMOTING = Residency.PROMOTING
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
+ANSWERS = (DONE, CORRUPT, Outcome.ABSENT)
 
 COPY_DEADLINE_S = 10.0
 """Time in which a gather or scatter must begin."""
@@ -44,6 +45,10 @@ class InFlightTransfer:
     is_late: bool = False
     is_cancelled: bool = False
     """A Cancel was sent; it may come too late."""
+    is_blamed: bool = False
+    """A promotion that is past its deadline: its object is left alone."""
+    is_doubted: bool = False
+    """The copy became suspect by that alone."""
 
 
 class TransferScheduler:
@@ -101,7 +106,12 @@ class TransferScheduler:
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             flight = self.flights.get(heappop(self._deadlines)[1])
-            if flight is not None and not flight.is_late:
+            if flight is None:
+                continue
+            if flight.transfer.direction is PROMOTE:
+                flight.is_blamed = True
+                self._read_failed(flight, now_s)
+            if not flight.is_late:
                 self._overdue(flight, now_s)
                 changed = True
         for work in self._operations.overdue(now_s):
@@ -214,8 +224,14 @@ class TransferScheduler:
         waiters = () if self._host.stages_only else self._operations.waiters.get(entry, ())
         if flight.outcome is DONE or flight.outcome is CORRUPT:
             tier_state.clear_suspect(item)
-        elif flight.is_fault and now_s < flight.transfer.deadline_s:
-            tier_state.mark_suspect([item])  # as with a bad block: the tier has a copy that cannot be read
+        elif flight.is_fault and not flight.is_blamed:
+            self._read_failed(flight, now_s)  # as with a bad block: the tier has a copy that cannot be read
+        if flight.is_blamed and flight.outcome is not CANCELLED:
+            tier_state.late_read_ended(item, now_s)
+        elif flight.is_blamed or flight.outcome in ANSWERS:
+            tier_state.read_answered(item)
+            if flight.is_doubted and flight.outcome is CANCELLED:  # it waited for others, and has not read
+                tier_state.clear_suspect(item)
         if flight.outcome is CORRUPT:
             self._output.counters.corrupt += 1
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
@@ -230,9 +246,19 @@ class TransferScheduler:
             tier_state.remember(item, now_s, is_present=False)
             self._pending_writes.lost(item, tier_state.name)
 
+    def _read_failed(self, flight: InFlightTransfer, now_s: float) -> None:
+        """The copy that a promotion reads is left alone for a time, also by requests that have found it before."""
+        item, tier_state = (flight.entry.key, flight.entry.group), self._tiers.by_name[flight.transfer.tier]
+        flight.is_doubted = not tier_state.is_suspect(item)
+        tier_state.read_failed(item, now_s, is_stuck=flight.is_blamed)
+        self._probes.lost(item, tier_state.name)
+        self._pending_writes.lost(item, tier_state.name)
+
     def _demoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tier_ended(flight, now_s)
         is_done, is_fault = flight.outcome is DONE, flight.is_fault
+        if is_done:
+            tier_state.replaced((entry.key, entry.group))
         self._pending_writes.ended(
             entry, tier_state, now_s, is_done=is_done, is_late=flight.is_late, is_fault=is_fault and not is_done
         )
@@ -325,7 +351,7 @@ class TransferScheduler:
                 item = load.todo[0]
                 group = item.place.group
                 entry = self._host.find(item.key, group)
-                tier_state = self._next_tier(item) if entry is None else None
+                tier_state = self._next_tier(item, now_s) if entry is None else None
                 if tier_state is not None:
                     if not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
                         is_starving |= not self._host.has_room(group)
@@ -355,7 +381,7 @@ class TransferScheduler:
             while prefetch.todo:
                 item, group = prefetch.todo[0], prefetch.todo[0].place.group
                 entry = self._host.find(item.key, group)
-                tier_state = self._next_tier(item) if entry is None else None
+                tier_state = self._next_tier(item, now_s) if entry is None else None
                 if tier_state is not None:
                     is_idle = 2 * tier_state.out[PROMOTE] < tier_state.limit[PROMOTE]
                     can_read = is_idle and tier_state.has_room(PROMOTE, self._host.object_bytes[group])
@@ -385,26 +411,34 @@ class TransferScheduler:
             while get.todo:
                 item = get.todo.popleft()
                 entry = self._host.find(item.key, item.place.group)
-                tier_state = self._next_tier(item) if entry is None else None
+                tier_state = self._next_tier(item, now_s) if entry is None else None
                 if entry is not None:
                     self._operations.found(item, entry)
                 elif tier_state is not None:
                     get.aside.setdefault(tier_state.name, deque()).append(item)
                 else:
                     self._operations.fail(item)
-            started = [self._promote_from(items, by_name[tier], full, now_s) for tier, items in get.aside.items()]
+            started = [self._promote_from(get, by_name[tier], full, now_s) for tier in get.aside]
             if any(started):
                 has_promoted = True
                 loads[get.request] = loads.pop(get.request)
         return has_promoted
 
-    def _promote_from(self, items: deque[WorkItem], tier_state: TierState, full: set[int], now_s: float) -> bool:
-        """Promote objects of a get from one tier; `full` gets groups without a slot. Whether a promotion started."""
-        has_promoted = False
+    def _promote_from(self, get: LoadOperation, tier_state: TierState, full: set[int], now_s: float) -> bool:
+        """Promote objects of a get from one tier; `full` gets groups without a slot.
+
+        Returns:
+            Whether a promotion started, or the next tier is to be asked for an object that is left alone meanwhile.
+        """
+        items, has_promoted = get.aside[tier_state.name], False
         while items:
             item, group = items[0], items[0].place.group
             entry = self._host.find(item.key, group)
             if entry is None:
+                if tier_state.is_left_alone((item.key, group), now_s):
+                    get.todo.append(items.popleft())
+                    has_promoted = True
+                    continue
                 if group in full or not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
                     break
                 slot = self._pending_writes.slot_for_load(group, len(items))
@@ -421,10 +455,12 @@ class TransferScheduler:
         item = load.todo[0]
         return self._probes.tiers_for(load.request, (item.key, item.place.group))[0]
 
-    def _next_tier(self, item: WorkItem) -> TierState | None:
-        for tier in self._probes.tiers_for(item.work.request, (item.key, item.place.group)):
-            if tier not in item.tried and self._tiers.by_name[tier].can_load():
-                return self._tiers.by_name[tier]
+    def _next_tier(self, item: WorkItem, now_s: float) -> TierState | None:
+        which = (item.key, item.place.group)
+        for tier in self._probes.tiers_for(item.work.request, which):
+            tier_state = self._tiers.by_name[tier]
+            if tier not in item.tried and tier_state.can_load() and not tier_state.is_left_alone(which, now_s):
+                return tier_state
         return None
 
     def _promote(self, item: WorkItem, slot: int, tier_state: TierState, now_s: float) -> HostEntry:
