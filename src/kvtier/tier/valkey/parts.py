@@ -47,7 +47,9 @@ def part_count(frame_bytes: int) -> int:
 
 def look(slot: int, key: bytes) -> Request:
     """A request for the header alone; `frame_bytes` reads its answer."""
-    return Request(slot, [command(b"GETRANGE", key, b"0", b"%d" % (HEADER.size - 1))])
+    found = Request(slot, [command(b"GETRANGE", key, b"0", b"%d" % (HEADER.size - 1))])
+    found.may_stall = True
+    return found
 
 
 def frame_bytes(answer: Reply) -> int | None:
@@ -103,6 +105,7 @@ class Part(Request):
     """
 
     payload_bytes_max = PART_BYTES
+    may_stall = True
 
     def __init__(self, slot: int, key: bytes, number: int, into: memoryview, offset: int, lifetime: bytes) -> None:
         name = part_key(key, number)

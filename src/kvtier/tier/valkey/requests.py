@@ -6,6 +6,7 @@ The keys of one object are in one slot. A request is what one server does at onc
 import random
 import time
 from collections.abc import Sequence
+from math import inf
 
 from kvtier.tier.deadline_calls import remaining_s
 from kvtier.tier.valkey.servers import ServerDownError, Servers
@@ -29,6 +30,8 @@ PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
 """Before the second repetition, and before later ones: it doubles, and half of it is drawn at random."""
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})
 """Refusals that another attempt may not get."""
+STALL_SHARE = 0.25
+"""Part of the deadline that a read may take without a byte: its object cannot be read, if the server is well."""
 MOVING = frozenset({"ASK", "TRYAGAIN"})
 """Refusals while a slot is on its way to another server."""
 
@@ -41,8 +44,13 @@ class Request:
         buffers: what is sent.
     """
 
+    may_stall = False
+    """A read of an object: without a byte for `STALL_SHARE` of the deadline it has failed, and others go on."""
+
     def __init__(self, slot: int, buffers: Sequence[Buffer]) -> None:
         self.slot, self.buffers = slot, buffers
+        self.is_alone = False
+        """It gets no connection with requests of other slots: it has waited for one that stalled."""
         self.answer: Reply = None
         """Of the server: a refusal, too. It counts only when there is no `failure`."""
         self.failure = ""
@@ -99,7 +107,7 @@ class Requests:
             self._servers.refresh(end_s)
         waiting = requests
         while waiting:
-            self._round(waiting, end_s)
+            self._round(waiting, end_s, (end_s - start_s) * STALL_SHARE)
             waiting = [each for each in waiting if self._goes_on(each)]
             if not waiting:
                 return
@@ -109,25 +117,26 @@ class Requests:
             self._servers.refresh(end_s)
             time.sleep(pause_s)
 
-    def _round(self, requests: Sequence[Request], end_s: float) -> None:
+    def _round(self, requests: Sequence[Request], end_s: float, stall_s: float) -> None:
         """Send all, and only then read: the servers work at the same time."""
-        groups: dict[Node, list[Request]] = {}
+        groups: dict[tuple[Node, int | None], list[Request]] = {}
         for each in requests:
             each.failure = ""
-            groups.setdefault(self._servers.node_of(each.slot), []).append(each)
+            which = (self._servers.node_of(each.slot), each.slot if each.is_alone else None)
+            groups.setdefault(which, []).append(each)
         sent: list[tuple[Wire, list[Request]]] = []
         try:
-            for node, group in groups.items():
-                wire = self._sent(node, group, end_s)
+            for (node, _), group in groups.items():
+                wire = self._sent(node, group, end_s, stall_s)
                 if wire is not None:
                     sent.append((wire, group))
             while sent:
-                self._read(*sent.pop())
+                self._read(*sent.pop(), end_s, stall_s)
         finally:  # after an interrupt, replies may still come on these
             for wire, _ in sent:
                 wire.close()
 
-    def _sent(self, node: Node, group: list[Request], end_s: float) -> Wire | None:
+    def _sent(self, node: Node, group: list[Request], end_s: float, stall_s: float) -> Wire | None:
         try:
             remaining_s(end_s)  # another server may have taken all of the time
             wire = self._servers.take(node, end_s)
@@ -138,7 +147,8 @@ class Requests:
             _fail(node, group, error)
         else:
             try:
-                wire.send([part for each in group for part in each.buffers], end_s)
+                longest_s = stall_s if all(each.may_stall for each in group) else inf
+                wire.send([part for each in group for part in each.buffers], end_s, longest_s)
             except (BrokenWireError, OSError) as error:
                 self._broke(wire, group, error)
             except BaseException:
@@ -148,19 +158,34 @@ class Requests:
                 return wire
         return None
 
-    def _read(self, wire: Wire, group: list[Request]) -> None:
+    def _read(self, wire: Wire, group: list[Request], end_s: float, stall_s: float) -> None:
         done = 0
         try:
             for each in group:
                 each.answer = each.take(wire.reader)
                 done += 1
         except (BrokenWireError, OSError) as error:
-            self._broke(wire, group[done:], error)
+            has_stalled = isinstance(error, TimeoutError) and time.monotonic() < end_s
+            if has_stalled and self._is_well(wire.node, min(end_s, time.monotonic() + stall_s / 2)):
+                wire.close()
+                for each in group[done:]:
+                    each.failure, each.is_down, each.is_alone = f"{wire.node}: no byte for {stall_s:g} s", False, True
+                    each.may_pass = each.slot != group[done].slot
+            else:
+                self._broke(wire, group[done:], error)
         except BaseException:
             wire.close()
             raise
         else:
             self._servers.give(wire)
+
+    def _is_well(self, node: Node, end_s: float) -> bool:
+        """Whether the server answers."""
+        try:
+            self._servers.ask(node, b"PING", end_s=end_s)
+        except (ServerDownError, BrokenWireError, RefusedError, OSError):
+            return False
+        return True
 
     def _broke(self, wire: Wire, group: list[Request], error: Exception) -> None:
         """The connection failed. A server that is well may have closed it while it was idle."""

@@ -167,12 +167,17 @@ class ValkeyTier(Tier):
             return answers
 
     def delete(self, name: ObjectName) -> None:
-        """Delete `name` and all of its parts, if it exists."""
+        """Delete `name` and all of its parts, if it exists. Of one that cannot be read only the first part is known.
+
+        Its other parts are no object without the first, and the next write of the name replaces them.
+        """
         with self._guard:
             slot, key = self._key(name)
             header = look(slot, key)
             end_s = self._end_s()
-            self._run([header], "delete", end_s)
+            self._requests.run([header], end_s)
+            if header.refusal is not None:
+                raise self._error(header, "delete")
             self._run([removal(slot, key, frame_bytes(header.answer) or 0)], "delete", end_s)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:

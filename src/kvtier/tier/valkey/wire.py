@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -98,6 +99,10 @@ class Reader:
     def __init__(self, line: socket.socket, end_s: float) -> None:
         self.end_s = end_s
         """When the running operation must have ended, on the monotonic clock."""
+        self.stall_s = inf
+        """Longest time without a byte."""
+        self.progress_s = 0.0
+        """When the last byte came, or the operation began."""
         self._socket = line
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -201,13 +206,14 @@ class Reader:
 
     def _receive(self, into: memoryview) -> int:
         # After the deadline, what has come is still read: the thread may have waited for another server.
-        self._socket.settimeout(max(0.0, self.end_s - time.monotonic()))
+        self._socket.settimeout(max(0.0, min(self.end_s, self.progress_s + self.stall_s) - time.monotonic()))
         try:
             count = self._socket.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError):
             raise TimeoutError("no answer in time") from None
         if count == 0:
             raise BrokenWireError("the server has closed the connection")
+        self.progress_s = time.monotonic()
         return count
 
 
@@ -245,13 +251,13 @@ class Wire:
             self.close()
             raise
 
-    def send(self, buffers: Sequence[Buffer], end_s: float) -> None:
-        """Send all of `buffers`, and set the deadline of the replies.
+    def send(self, buffers: Sequence[Buffer], end_s: float, stall_s: float = inf) -> None:
+        """Send all of `buffers`, and set the deadline of the replies and the longest time without a byte of them.
 
         Raises:
             OSError: the connection failed, or not in time.
         """
-        self.reader.end_s = end_s
+        self.reader.end_s, self.reader.stall_s, self.reader.progress_s = end_s, stall_s, time.monotonic()
         if isinstance(self._socket, ssl.SSLSocket):  # it has no sendmsg
             for each in _joined(buffers):
                 self._socket.settimeout(remaining_s(end_s))
