@@ -165,6 +165,30 @@ def write_through_writes_nothing(patch: Patch) -> None:
     patch.setattr(pending_writes.PendingWrites, "mark_pending", mark_pending)
 
 
+# ---- failed reads ----------------------------------------------------------------------------------------------------
+
+
+@mutant
+def a_copy_whose_reads_fail_is_offered_for_ever(patch: Patch) -> None:
+    patch.setattr(tier_state.TierState, "is_left_alone", lambda self, item, now_s: False)
+
+
+@mutant
+def a_copy_that_was_replaced_is_still_left_alone(patch: Patch) -> None:
+    patch.setattr(tier_state.TierState, "replaced", lambda self, item: None)
+
+
+@mutant
+def a_copy_is_read_again_while_a_read_of_it_is_stuck(patch: Patch) -> None:
+    real = tier_state.TierState.read_failed
+
+    def read_failed(self: tier_state.TierState, item: host_memory.Item, now_s: float, *, is_stuck: bool) -> None:
+        del is_stuck
+        real(self, item, now_s - tier_state.PAUSE_S_MAX, is_stuck=False)
+
+    patch.setattr(tier_state.TierState, "read_failed", read_failed)
+
+
 # ---- objects that pass through ---------------------------------------------------------------------------------------
 
 
@@ -215,6 +239,11 @@ def an_object_stays_in_its_slot(patch: Patch) -> None:
 @object_mutant
 def a_search_that_is_released_has_no_end(patch: Patch) -> None:
     patch.setattr(probes.Probes, "forget", lambda self, request: self._answers.pop(request, None))
+
+
+@object_mutant
+def an_object_whose_reads_fail_is_offered_for_ever(patch: Patch) -> None:
+    a_copy_whose_reads_fail_is_offered_for_ever(patch)
 
 
 @object_mutant

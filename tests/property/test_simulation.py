@@ -76,6 +76,15 @@ def test_places_may_be_asked_for_and_host_memory_cleared_at_any_moment() -> None
     assert run_seeds(60_000, 80, operators=0.05)["evicted"]
 
 
+def test_copies_whose_reads_fail_or_hang_until_they_are_written_anew_are_left_alone_and_replaced() -> None:
+    seen = run_seeds(70_000, 80, deaths=0.1)
+    assert seen["failed"]
+    assert seen["hangs"]
+    for seed in range(70_000, 70_080):
+        report = objects.run(seed, deaths=0.1)
+        assert report.is_good, f"seed {seed} step {report.steps}: {report.failure}\n{report.where}"
+
+
 def test_the_seeds_reach_every_kind_of_fault() -> None:
     seen = run_seeds(40_000, 50, mode=Mode.STORM, steps=400)
     faults = ["absent", "cancelled", "corrupt", "damaged", "evicted", "failed", "flipped", "hangs", "late", "removed"]

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from math import inf
 
 from tests.sim.engine import Operation, SimJob
+from tests.sim.failed_reads import ReadRecord
 from tests.sim.scenario import OBJECT_BYTES, Mode
 from tests.sim.trace import RecordKind
 from tests.sim.world import Item, Violation, World
 
-from kvtier.core import tier_state
 from kvtier.core.cache import Cache
 from kvtier.core.host_memory import Residency
 from kvtier.core.tier_state import WAYS
@@ -41,8 +41,6 @@ class OpenTransfer:
     is_cancelled: bool = False
     is_given_up: bool = False
     """Reads of its tier stopped while it was in flight."""
-    is_stuck: bool = False
-    """A promotion that the core must have noticed to be late."""
     only_load: Operation | None = None
     """The load that needs this promotion, if exactly one does."""
     operation: Operation | None = None
@@ -81,18 +79,6 @@ class OpenLoad:
     present: dict[Item, bool]
 
 
-@dataclass(slots=True)
-class DeadReads:
-    """Reads of one copy that failed or were late, since the last that was answered in time."""
-
-    count: int = 0
-    until_s: float = 0.0
-    """The core surely leaves the object alone until then."""
-    may_last: bool = True
-    """The core may leave it alone."""
-    is_replaced: bool = False
-
-
 TICK_LATENESS_S_MAX = 0.01
 """Longest delay of a tick after its deadline."""
 
@@ -129,8 +115,7 @@ class EventLog:
         """Copies that the core may replace: a read failed, or the tier gave an open load a corrupt object."""
         self._replacing: tuple[str, Item] | None = None
         """A doubted copy that was just dropped: the next command must be the demotion that replaces it."""
-        self._dead: dict[tuple[str, Item], DeadReads] = {}
-        """By tier and object."""
+        self.reads = ReadRecord(self._doubt)
         self._harmed: dict[Item, float] = {}
         """Object -> time at which a tier's copy was last removed or damaged, other than by the core."""
         self._hints_due: dict[tuple[str, str], NextTurn | None] = {}
@@ -240,9 +225,7 @@ class EventLog:
                 raise Violation(f"{transfer.direction.value} {transfer.id} begins after its request was released")
         if transfer.direction is Direction.PROMOTE:
             item = (transfer.key, transfer.group)
-            dead = self._dead.get((transfer.tier, item))
-            if dead is not None and self._world.now_s < dead.until_s:
-                raise Violation(f"promote {transfer.id}, of an object whose last {dead.count} reads have failed")
+            self.reads.begins(transfer, self._world.now_s)
             if any(entry.slot == transfer.slot for entry in self.cache.host.relayed if entry.group == transfer.group):
                 self._check_relay(transfer)
                 return
@@ -278,9 +261,11 @@ class EventLog:
             wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
             fetching = [items for items in self._prefetched.values() if item in items]
             self._doubted.update((transfer.tier, other) for items in (*wanting, *fetching) for other in items)
-        elif transfer.direction is Direction.PROMOTE and outcome is not Outcome.DONE and is_fault:
-            self._doubted.add((transfer.tier, item))
-        self._note_read(sent, outcome, is_fault=is_fault)
+        if transfer.direction is Direction.PROMOTE:
+            self.reads.read(transfer, outcome, self._world.now_s, is_fault=is_fault)
+        elif transfer.direction is Direction.DEMOTE and outcome is Outcome.DONE:
+            which = (transfer.tier, item)
+            self.reads.written(which, is_doubted=which in self._doubted)
         if sent.replaces_since_s is not None and outcome is Outcome.DONE:
             is_harmed = self._harmed.get(item, -inf) >= sent.replaces_since_s
             if not is_harmed and not self._world.tiers[transfer.tier].holds(item):
@@ -293,43 +278,10 @@ class EventLog:
         if transfer.tier and outcome is not Outcome.CANCELLED:
             self._count_fault(transfer.tier, WAYS[transfer.direction], is_fault, transfer.deadline_s)
 
-    def _note_read(self, sent: OpenTransfer, outcome: Outcome, *, is_fault: bool) -> None:
-        """Note how long the core leaves the object of a transfer alone, which has ended."""
-        transfer = sent.transfer
-        item, now_s = (transfer.key, transfer.group), self._world.now_s
-        which = (transfer.tier, item)
-        if transfer.direction is Direction.DEMOTE and outcome is Outcome.DONE and which in self._dead:
-            dead = self._dead[which]
-            dead.may_last = dead.is_replaced or which in self._doubted
-            dead.until_s = dead.until_s if dead.is_replaced else 0.0
-            dead.is_replaced = True
-        elif transfer.direction is Direction.PROMOTE and is_fault:
-            self._read_failed(sent, now_s)
-        elif transfer.direction is Direction.PROMOTE and sent.is_stuck and outcome is not Outcome.CANCELLED:
-            dead = self._dead[which]
-            dead.until_s = now_s + tier_state.PAUSE_S_MIN if dead.until_s == inf else dead.until_s
-        elif transfer.direction is Direction.PROMOTE and now_s >= transfer.deadline_s and which in self._dead:
-            self._dead[which].until_s = 0.0  # the core may not have noticed that it is late, and forgets the failures
-        elif transfer.direction is Direction.PROMOTE and (outcome is not Outcome.CANCELLED or sent.is_stuck):
-            self._dead.pop(which, None)
-
-    def _read_failed(self, sent: OpenTransfer, now_s: float) -> None:
-        """A read has failed, or is late."""
-        transfer = sent.transfer
-        item = (transfer.key, transfer.group)
-        dead = self._dead.setdefault((transfer.tier, item), DeadReads())
-        dead.count += not sent.is_stuck
-        dead.may_last = True
+    def _doubt(self, which: tuple[str, Item]) -> None:
+        self._doubted.add(which)
         for answers in self._answers.values():
-            answers.sure.discard((transfer.tier, item))
-        pause_s = min(tier_state.PAUSE_S_MIN * 2 ** (dead.count - 1), tier_state.PAUSE_S_MAX)
-        if not sent.is_stuck or dead.until_s == inf:
-            dead.until_s = now_s + pause_s
-
-    def is_surely_read(self, tier: str, item: Item) -> bool:
-        """Whether the core asks the tier for the object, if it reads the tier."""
-        dead = self._dead.get((tier, item))
-        return dead is None or not dead.may_last
+            answers.sure.discard(which)
 
     def _count_fault(self, tier: str, way: Way, is_fault: bool, deadline_s: float) -> None:
         is_in_time = self._world.now_s < deadline_s
@@ -403,7 +355,7 @@ class EventLog:
         for item, is_there in zip(probe.objects, present, strict=True):
             if is_there:
                 answers.holders.setdefault(item, []).append(probe.tier)
-                if self.is_surely_read(probe.tier, item):
+                if self.reads.is_surely_read(probe.tier, item):
                     answers.sure.add((probe.tier, item))
 
     def forgotten(self, request: RequestId) -> None:
@@ -464,7 +416,7 @@ class EventLog:
                 not wanted.present[item],
                 bool(holes) and min(holes) < chunk,
                 storm and self._incidents.get(item, -inf) >= operation.start_s,
-                any(not self.is_surely_read(tier, item) for tier in self._scenario.tiers),
+                any(not self.reads.is_surely_read(tier, item) for tier in self._scenario.tiers),
                 storm and tiers_in_trouble,
                 done.was_cut,  # `Invariants` checks the cut itself
             )
@@ -479,14 +431,7 @@ class EventLog:
                 self._troubled_s[transfer.tier, WAYS[transfer.direction]] = now_s
                 if transfer.direction is Direction.PROMOTE:
                     self._unusable_s[transfer.tier] = now_s
-                    which = (transfer.tier, (transfer.key, transfer.group))
-                    self._doubted.add(which)
-                    self._dead.setdefault(which, DeadReads()).may_last = True
-                    for answers in self._answers.values():
-                        answers.sure.discard(which)
-                    if now_s > transfer.deadline_s + TICK_LATENESS_S_MAX and not sent.is_stuck:
-                        self._read_failed(sent, now_s)
-                        sent.is_stuck, self._dead[which].until_s = True, inf
+                    self.reads.is_late(transfer, now_s, TICK_LATENESS_S_MAX)
                 self._incidents[transfer.key, transfer.group] = now_s
             elif sent.is_given_up:  # its thread still counts against the limit of the tier
                 self._unusable_s[transfer.tier] = now_s

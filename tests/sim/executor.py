@@ -5,8 +5,10 @@ A slot holds garbage from the start to the end of a write. A read returns the co
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
+from random import Random
 
-from tests.sim.scenario import Outage
+from tests.sim.scenario import Mode, Outage
 from tests.sim.world import Condition, Content, Item, SimTier, SlotUse, StoredCopy, Violation, World
 
 from kvtier.types import Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Transfer
@@ -93,6 +95,8 @@ class SimExecutor:
             task.copy = self._world.tiers[transfer.tier].copies.get((transfer.key, transfer.group))
         if transfer.tier:
             outage = self._outage(transfer.tier, is_read=transfer.direction is Direction.PROMOTE)
+            if task.copy is not None and task.copy.death is not None:
+                outage = task.copy.death
             if outage is not None:
                 self._fail_or_hang(task, outage)
                 return
@@ -281,11 +285,23 @@ class SimExecutor:
 
 
 class OtherWriters:
-    """Other processes that add, remove and damage objects in the tiers, unknown to the core."""
+    """Other processes that add, remove and damage objects in the tiers, unknown to the core; and copies that die."""
 
     def __init__(self, world: World, executor: SimExecutor) -> None:
         self._world = world
         self._executor = executor
+        self._deaths = Random(f"deaths {world.scenario.seed}")
+
+    def kill(self) -> None:
+        """Let a copy die, with the chance of the seed."""
+        dice, scenario = self._deaths, self._world.scenario
+        if scenario.mode is Mode.STORM and self._world.tiers and dice.random() < scenario.deaths:
+            tier = dice.choice(list(self._world.tiers.values()))
+            alive = [item for item in tier.copies if tier.holds(item)]
+            if alive:
+                item = dice.choice(alive)
+                tier.copies[item].death = Outage(tier.name, 0.0, inf, hangs=dice.random() < 0.3)
+                self._executor.damaged(item)
 
     def act(self) -> None:
         """Change one tier once."""

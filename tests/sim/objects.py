@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from tests.sim.executor import OtherWriters, SimExecutor
+from tests.sim.failed_reads import ReadRecord, is_read
 from tests.sim.invariants import expect
-from tests.sim.run import SeedReport, Simulation, report_of
+from tests.sim.run import SeedReport, Simulation, report_of, short_pauses
 from tests.sim.scenario import Mode, Scenario, draw
 from tests.sim.trace import RecordKind
 from tests.sim.world import Condition, Item, Violation
@@ -91,6 +92,7 @@ class ObjectSimulation(Simulation):
         self._count = 0
         self._threads = 1 if scenario.mode is Mode.QUIET else self._dice.randint(1, 6)
         self._next_health_s = 0.0
+        self._reads = ReadRecord()
         self._undropped: set[tuple[str, ObjectId]] = set()
         """Bad copies that could not be dropped, as the core knows."""
 
@@ -216,6 +218,9 @@ class ObjectSimulation(Simulation):
             self._next_health_s = self.world.now_s + 1.0
             self.cache.check_tiers(self.world.now_s)
         self._settle()
+        for flight in self._flights.values():
+            if is_read(flight) and self.world.now_s > flight.deadline_s:
+                self._reads.is_late(flight, self.world.now_s, 0.0)
         self.cache.check()
         self._check_readable()
         self._check_released()
@@ -235,6 +240,8 @@ class ObjectSimulation(Simulation):
         for command in commands:
             if isinstance(command, Transfer):
                 self._flights[command.id] = command
+                if is_read(command):
+                    self._reads.begins(command, self.world.now_s)
                 self.counts.relays += command.direction is Direction.PROMOTE and self._is_relay(command)
             elif isinstance(command, Probe):
                 self._probes.add(command.id)
@@ -266,6 +273,7 @@ class ObjectSimulation(Simulation):
             self._release(dice.choice(list(self.calls.values())))
         if faults.other_writers and dice.random() < faults.other_writers:
             self.others.act()
+        self.others.kill()
         self._settle()
 
     def _flush(self) -> None:
@@ -305,6 +313,10 @@ class ObjectSimulation(Simulation):
 
     def _complete(self, transfer: Transfer, outcome: Outcome, is_fault: bool) -> None:
         del self._flights[transfer.id]
+        if is_read(transfer):
+            self._reads.read(transfer, outcome, self.world.now_s, is_fault=is_fault)
+        elif transfer.direction is Direction.DEMOTE and outcome is Outcome.DONE:
+            self._reads.written((transfer.tier, (transfer.key, transfer.group)), is_doubted=True)
         if transfer.direction is Direction.PROMOTE and outcome is Outcome.DONE:  # so the copy is good, or was just now
             self._undropped.discard((transfer.tier, ObjectId(transfer.key, transfer.group)))
         self.world.note(RecordKind.ANSWER, transfer.id, outcome, is_fault)
@@ -328,7 +340,9 @@ class ObjectSimulation(Simulation):
 
 def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> SeedReport:
     """Run one seed; every failure ends in the report, as with `tests.sim.run.run`."""
-    return report_of(ObjectSimulation(_scenario(seed, steps, **overrides), has_digest=has_digest))
+    scenario = _scenario(seed, steps, **overrides)
+    with short_pauses(scenario):
+        return report_of(ObjectSimulation(scenario, has_digest=has_digest))
 
 
 def _scenario(seed: int, steps: int | None, **overrides: object) -> Scenario:

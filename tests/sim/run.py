@@ -2,7 +2,8 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from tests.sim.scenario import Mode, Scenario, draw
 from tests.sim.trace import RecordKind, RunTrace
 from tests.sim.world import Violation, World
 
-from kvtier.core import operations, probes
+from kvtier.core import operations, probes, tier_state
 from kvtier.core.cache import Cache
 from kvtier.core.object_cache import ObjectCache
 from kvtier.core.survey import Survey
@@ -71,8 +72,20 @@ def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **over
     with (
         patch.object(operations, "WAITING_MAX", scenario.waiting),
         patch.object(probes, "REQUESTS_MAX", scenario.requests),
+        short_pauses(scenario),
     ):
         return report_of(simulation)
+
+
+@contextmanager
+def short_pauses(scenario: Scenario) -> Iterator[None]:
+    """Where copies die, pauses after failed reads may be so short that several are in one run."""
+    least_s = Random(f"pauses {scenario.seed}").choice((0.05, 0.3, 5.0)) if scenario.deaths else tier_state.PAUSE_S_MIN
+    with (
+        patch.object(tier_state, "PAUSE_S_MIN", least_s),
+        patch.object(tier_state, "PAUSE_S_MAX", min(16 * least_s, tier_state.PAUSE_S_MAX)),
+    ):
+        yield
 
 
 class _ObservedEvictor:
@@ -319,6 +332,7 @@ class _Simulation(Simulation):
             self.engine.abort_some()
         if faults.other_writers and dice.random() < faults.other_writers:
             self.others.act()
+        self.others.kill()
         if self._operators.random() < self.scenario.operators:
             self._operate()
         self._settle()

@@ -97,6 +97,8 @@ class Scenario:
 
     operators: float = 0.0
     """Per step: a person asks for all places of a prompt, or clears host memory."""
+    deaths: float = 0.0
+    """Per step of a storm: a copy in a tier dies. Every read of it fails or hangs, until it is written anew."""
 
     @property
     def has_remote(self) -> bool:

@@ -6,7 +6,7 @@ from enum import Enum
 from heapq import heappop, heappush
 from random import Random
 
-from tests.sim.scenario import Scenario
+from tests.sim.scenario import Outage, Scenario
 from tests.sim.trace import RecordKind, RunTrace
 
 from kvtier.types import ChunkKey
@@ -36,6 +36,8 @@ class StoredCopy:
 
     content: Content
     condition: Condition = Condition.GOOD
+    death: Outage | None = None
+    """How every read of it fails."""
 
 
 class SimTier:
@@ -50,8 +52,9 @@ class SimTier:
         self.copies[item] = StoredCopy(item, condition)
 
     def holds(self, item: Item) -> bool:
-        """Whether the tier has a good copy."""
-        return item in self.copies and self.copies[item].condition is Condition.GOOD
+        """Whether the tier has a good copy that can be read."""
+        copy = self.copies.get(item)
+        return copy is not None and copy.condition is Condition.GOOD and copy.death is None
 
 
 @dataclass(slots=True)

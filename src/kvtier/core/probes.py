@@ -610,11 +610,8 @@ class Probes:
     def _close(self, probe_id: int, open_probe: OpenProbe, present: Sequence[bool] | None, now_s: float) -> None:
         tier_state, search, objects = self._tiers.by_name[open_probe.tier], open_probe.search, open_probe.objects
         tier_state.record(Direction.PROMOTE, probe_id, now_s, is_fault=present is None)
-        if present is not None and tier_state.rules.is_remote:
-            for item, is_there in zip(objects, present, strict=True):
-                tier_state.remember(item, now_s, is_present=is_there)
         if present is not None:
-            present = tier_state.readable(objects, present, now_s)
+            present = tier_state.answered(objects, present, now_s)
         if open_probe.survey is not None:
             open_probe.survey.answered(tier_state.name, objects, present)
             self._ask_survey(open_probe.survey, tier_state, now_s)

@@ -229,8 +229,11 @@ class TierState:
         failed = self._failed.get(item) if self._failed else None
         return failed is not None and now_s < failed.until_s
 
-    def readable(self, items: Sequence[Item], present: Sequence[bool], now_s: float) -> Sequence[bool]:
-        """The answers of the tier for `items`, in which objects that are left alone are absent."""
+    def answered(self, items: Sequence[Item], present: Sequence[bool], now_s: float) -> Sequence[bool]:
+        """Remember the answers of the tier for `items`; returns them, with objects that are left alone as absent."""
+        if self.rules.is_remote:
+            for item, is_there in zip(items, present, strict=True):
+                self.remember(item, now_s, is_present=is_there)
         if not self._failed:
             return present
         return [it and not self.is_left_alone(item, now_s) for item, it in zip(items, present, strict=True)]

@@ -222,16 +222,7 @@ class TransferScheduler:
         entry = flight.entry
         item = (entry.key, entry.group)
         waiters = () if self._host.stages_only else self._operations.waiters.get(entry, ())
-        if flight.outcome is DONE or flight.outcome is CORRUPT:
-            tier_state.clear_suspect(item)
-        elif flight.is_fault and not flight.is_blamed:
-            self._read_failed(flight, now_s)  # as with a bad block: the tier has a copy that cannot be read
-        if flight.is_blamed and flight.outcome is not CANCELLED:
-            tier_state.late_read_ended(item, now_s)
-        elif flight.is_blamed or flight.outcome in ANSWERS:
-            tier_state.read_answered(item)
-            if flight.is_doubted and flight.outcome is CANCELLED:  # it waited for others, and has not read
-                tier_state.clear_suspect(item)
+        self._judge_read(flight, tier_state, now_s)
         if flight.outcome is CORRUPT:
             self._output.counters.corrupt += 1
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
@@ -245,6 +236,18 @@ class TransferScheduler:
                 tier_state.forget(product(waiter.work.prefix.keys, range(len(self._host.slots))))
             tier_state.remember(item, now_s, is_present=False)
             self._pending_writes.lost(item, tier_state.name)
+
+    def _judge_read(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
+        """Note whether the tier's copy can be read, and how long it is left alone otherwise."""
+        item, outcome = (flight.entry.key, flight.entry.group), flight.outcome
+        if outcome is DONE or outcome is CORRUPT or (flight.is_doubted and outcome is CANCELLED):
+            tier_state.clear_suspect(item)  # one that is late and cancelled has waited for others, and has not read
+        elif flight.is_fault and not flight.is_blamed:
+            self._read_failed(flight, now_s)  # as with a bad block: the tier has a copy that cannot be read
+        if flight.is_blamed and outcome is not CANCELLED:
+            tier_state.late_read_ended(item, now_s)
+        elif flight.is_blamed or outcome in ANSWERS:
+            tier_state.read_answered(item)
 
     def _read_failed(self, flight: InFlightTransfer, now_s: float) -> None:
         """The copy that a promotion reads is left alone for a time, also by requests that have found it before."""
