@@ -23,7 +23,7 @@ from tests.shared.proxy import Proxy
 from tests.waiting import wait_until
 
 from kvtier.errors import TierError
-from kvtier.tier.base import Write
+from kvtier.tier.base import Read, Write
 from kvtier.tier.valkey import requests as valkey_requests
 from kvtier.tier.valkey.parts import PART_BYTES
 
@@ -83,6 +83,39 @@ def test_a_network_that_stops_in_the_middle_of_a_value_ends_within_the_deadline(
         proxy.heal()
         assert tier.read(name_of(1), into) == 8 * MIB
         assert into == frame
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize("dead", [{2}, {1, 3}])
+def test_an_object_whose_read_hangs_fails_in_a_share_of_the_deadline_and_no_other_object_with_it(valkey, dead):
+    """As in a store that lists objects of a node that is gone."""
+    with Proxy(valkey.port) as proxy:
+        tier = open_tier(proxy, prefix=fresh_prefix(), deadline_s=DEADLINE_S)
+        keys = [key_of(tier, name_of(number)).encode() for number in dead]
+        reads = [Read(name_of(number), memoryview(bytearray(SIZE))) for number in range(8)]
+        for number in range(8):
+            assert tier.write(name_of(number), frame_of(number, SIZE))
+
+        def swallows(sent: bytes) -> bool:
+            return b"GET" in sent and any(key in sent for key in keys)
+
+        proxy.swallows = swallows
+        proxy.cut()
+        proxy.heal()
+        answers = timed(lambda: tier.read_many(reads), DEADLINE_S * (2 * valkey_requests.STALL_SHARE + 0.2))
+        assert [number for number, each in enumerate(answers) if isinstance(each, TierError)] == sorted(dead)
+        for number in set(range(8)) - dead:
+            assert answers[number] == SIZE
+            assert reads[number].into == frame_of(number, SIZE)
+        for number in dead:
+            timed(lambda number=number: tier.delete(name_of(number)), DEADLINE_S)
+            assert tier.contains([name_of(number)]) == [False]
+            assert tier.write(name_of(number), frame_of(number, SIZE))
+        proxy.swallows = lambda _sent: False
+        proxy.cut()
+        proxy.heal()
+        assert tier.read_many(reads) == [SIZE] * 8
+        assert [each.into for each in reads] == [frame_of(number, SIZE) for number in range(8)]
 
 
 def test_idle_connections_that_the_server_closed_are_replaced(valkey, tier):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 _CHUNK_BYTES = 1 << 18
@@ -23,6 +24,8 @@ class Proxy:
         self.target_port = target_port
         self.delay_s = 0.0
         """What every byte takes longer, in each direction."""
+        self.swallows: Callable[[bytes], bool] = lambda _sent: False
+        """Whether a connection stops, and stays open, at these bytes of the client."""
         self._answer_bytes: int | None = None
         self._is_refusing = False
         self._loop = asyncio.new_event_loop()
@@ -90,14 +93,19 @@ class Proxy:
                 self._writers.add(far_writer)
                 try:
                     await asyncio.gather(
-                        self._forward(reader, far_writer, None), self._forward(far_reader, writer, self._answer_bytes)
+                        self._forward(reader, far_writer, None, self.swallows),
+                        self._forward(far_reader, writer, self._answer_bytes),
                     )
                 finally:
                     self._abort(far_writer)
         self._abort(writer)
 
     async def _forward(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_left: int | None
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        bytes_left: int | None,
+        swallows: Callable[[bytes], bool] = lambda _sent: False,
     ) -> None:
         """Forward until an end; the connection ends with its first direction."""
         line: asyncio.Queue[_Chunk] = asyncio.Queue(_CHUNKS_MAX)
@@ -116,6 +124,8 @@ class Proxy:
                 if chunk.due_s > now():
                     await asyncio.sleep(chunk.due_s - now())
                 await self._passes.wait()
+                if swallows(chunk.data):
+                    await asyncio.Event().wait()
                 data = chunk.data if bytes_left is None else chunk.data[:bytes_left]
                 writer.write(data)
                 await writer.drain()

@@ -384,7 +384,7 @@ def test_what_a_tier_took_and_did_not_keep_is_written_again_with_the_rest_of_its
 
 
 def test_a_copy_found_bad_after_its_object_was_stored_again_is_written_at_the_next_use() -> None:
-    """The write replaced a copy whose read was late. That read says later that the copy is bad; it may be the new one."""
+    """The write replaced a copy whose read was late. That read says later that the copy is bad; perhaps the new one."""
     core = Driver(slots=16, transfer_deadline_s=2.0)
     core.fill("disk", prefix_of("a"))
     core.load("r", prefix_of("a"))

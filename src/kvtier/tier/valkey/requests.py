@@ -30,8 +30,9 @@ PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
 """Before the second repetition, and before later ones: it doubles, and half of it is drawn at random."""
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})
 """Refusals that another attempt may not get."""
-STALL_SHARE = 0.25
-"""Part of the deadline that a read may take without a byte: its object cannot be read, if the server is well."""
+STALL_SHARE = 0.15
+"""Part of the deadline that reads may take without a byte. If the server is well then, each object is read once more on
+a connection of its own; one without a byte on its own connection cannot be read."""
 MOVING = frozenset({"ASK", "TRYAGAIN"})
 """Refusals while a slot is on its way to another server."""
 
@@ -168,9 +169,10 @@ class Requests:
             has_stalled = isinstance(error, TimeoutError) and time.monotonic() < end_s
             if has_stalled and self._is_well(wire.node, min(end_s, time.monotonic() + stall_s / 2)):
                 wire.close()
+                is_alone = len({each.slot for each in group}) == 1
                 for each in group[done:]:
-                    each.failure, each.is_down, each.is_alone = f"{wire.node}: no byte for {stall_s:g} s", False, True
-                    each.may_pass = each.slot != group[done].slot
+                    each.failure, each.is_down = f"{wire.node}: no byte for {stall_s:g} s", False
+                    each.may_pass, each.is_alone = not is_alone, True
             else:
                 self._broke(wire, group[done:], error)
         except BaseException:
