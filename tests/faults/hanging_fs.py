@@ -111,6 +111,8 @@ class Server:
             if "hang" in question:
                 self._hung.update(question["hang"])
                 self._go_on.clear()
+            elif "only_these" in question:
+                self._hung.clear()
             elif "go_on" in question:
                 self._hung.clear()
                 self._go_on.set()
@@ -313,6 +315,10 @@ class HangingFs:
     def hang(self, *whats: str) -> None:
         """Calls of these kinds hang from now on; "everything" is all of them."""
         self._ask({"hang": whats})
+
+    def only_these(self) -> None:
+        """Calls that hang now go on to hang, and no others."""
+        self._ask({"only_these": True})
 
     def go_on(self) -> None:
         """No call hangs any more."""

@@ -309,6 +309,7 @@ class EventLog:
         self._faults_in_a_row[which] = 0
         if notice.is_up:
             if notice.way == "read":
+                self.reads.is_back(notice.tier)
                 self._unusable_s[notice.tier] = self._world.now_s
             self.down.discard(which)
             self._back_due.discard(which)

@@ -81,6 +81,12 @@ class ReadRecord:
         elif is_stuck or not is_cancelled:
             self._failed.pop(which, None)
 
+    def is_back(self, tier: str) -> None:
+        """Reads of a tier succeed again, which ends some pauses."""
+        for (of_tier, _), failed in self._failed.items():
+            if of_tier == tier and failed.until_s != inf:
+                failed.until_s = 0.0
+
     def _failed_at(self, promote: Transfer, now_s: float) -> None:
         """A read has failed, or is late."""
         which = _which(promote)

@@ -235,6 +235,8 @@ class ObjectSimulation(Simulation):
     def _happened(self, event: Event) -> None:
         if isinstance(event, ObjectsDone):
             self._done(event)
+        elif isinstance(event, TierNotice) and event.is_up and event.way == "read":
+            self._reads.is_back(event.tier)
 
     def _ordered(self, commands: list[Command]) -> list[Command]:
         for command in commands:

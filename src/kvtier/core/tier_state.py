@@ -309,8 +309,16 @@ class TierState:
         elif breaker.succeeded():
             self._output.events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))
             self._remembered.clear()  # it may have come back empty
+            if direction is PROMOTE:
+                self._end_first_pauses()
             for other in self.breakers.values():
                 other.retry_now(now_s)  # the other way may have had the same cause
+
+    def _end_first_pauses(self) -> None:
+        """The tier was away, which may have made reads fail. Objects that fail again have pauses that do not end so."""
+        for failed in self._failed.values():
+            if failed.pause_s <= PAUSE_S_MIN and failed.until_s != inf:
+                failed.until_s = 0.0
 
     def probed_first(self, *, is_hit: bool) -> None:
         """A request's first missing chunk was probed."""

@@ -18,7 +18,7 @@ from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.types import Cancel, Direction, Drop, Outcome, Transfer
+from kvtier.types import SEVERITY, Cancel, Direction, Drop, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Direction.GATHER, Direction.SCATTER, Direction.DEMOTE, Direction.PROMOTE
@@ -462,8 +462,11 @@ class TransferScheduler:
         which = (item.key, item.place.group)
         for tier in self._probes.tiers_for(item.work.request, which):
             tier_state = self._tiers.by_name[tier]
-            if tier not in item.tried and tier_state.can_load() and not tier_state.is_left_alone(which, now_s):
+            if tier in item.tried or not tier_state.can_load():
+                continue
+            if not tier_state.is_left_alone(which, now_s):
                 return tier_state
+            item.outcome = max(item.outcome, Outcome.ABSENT, key=SEVERITY.__getitem__)
         return None
 
     def _promote(self, item: WorkItem, slot: int, tier_state: TierState, now_s: float) -> HostEntry:

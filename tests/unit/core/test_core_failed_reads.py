@@ -26,7 +26,9 @@ def read_badly(core: Driver, request: str, what: str) -> None:
 
 def near(*, is_remote: bool) -> Driver:
     """A tier that holds "a" and "ab"."""
-    core = Driver(tiers=[TierRules(name="near", is_remote=is_remote, transfer_deadline_s=2.0, failures=3)], slots=16)
+    core = Driver(
+        tiers=[TierRules(name="near", is_remote=is_remote, transfer_deadline_s=2.0, failures=3, retry_s=0.5)], slots=16
+    )
     core.fill("near", prefix_of("ab"))
     return core
 
@@ -104,6 +106,33 @@ def test_a_late_read_that_never_began_says_nothing_about_its_object() -> None:
     assert core.lookup("s", prefix_of("ab")).tokens == 2 * CHUNK
     store_near(core, prefix_of("ab"))
     assert not core.drops
+
+
+def test_a_tier_that_was_away_is_read_again_but_for_objects_that_failed_before() -> None:
+    core = near(is_remote=False)
+    for number in range(2):
+        read_badly(core, f"r{number}", "fails")
+        core.wait(6.0)
+    for number in range(3):  # and now everything fails
+        core.load(f"away {number}", prefix_of("ab"))
+        core.load(f"away too {number}", long_prefix(number))
+        for one in core.going(Direction.PROMOTE):
+            core.answer(one, Outcome.FAILED, is_fault=True)
+    assert not core.notices()[-1].is_up
+    core.wait(1.0)
+    core.check_tiers()
+    core.run()
+    assert core.notices()[-1].is_up
+    core.lookup_and_run("r", prefix_of("ab"))
+    assert core.lookup("r", prefix_of("ab")).tokens == 0
+    core.fill("near", long_prefix(1))
+    core.lookup_and_run("s", long_prefix(1))
+    assert core.lookup("s", long_prefix(1)).tokens == CHUNK
+
+
+def long_prefix(number: int) -> Prefix:
+    """One chunk of another prompt."""
+    return prefix_of(str(number))
 
 
 def test_a_slower_tier_delivers_what_a_faster_one_fails_to() -> None:
