@@ -220,6 +220,15 @@ class TierContract:
                 time.sleep(_LATE_S)
             assert not is_free or memory == other, "bytes arrived after the read had ended"
 
+    def test_what_was_deleted_is_written_anew(self, tier: Tier) -> None:
+        """So kvtier replaces an object that cannot be read. Sealed frames of one name differ."""
+        for number, size in enumerate((5 * BLOCK_BYTES, BLOCK_BYTES, 8 * BLOCK_BYTES)):
+            assert tier.write(object_name(1), frame_of(number, size))
+            if not self.forgets_below_capacity:
+                check_held(tier, object_name(1), frame_of(number, size))
+            tier.delete(object_name(1))
+            assert tier.contains([object_name(1)]) == [False]
+
     def test_reads_ranges(self, tier: Tier) -> None:
         """Reads may begin at any offset and have any length, up to the frame's end."""
         size = 5 * BLOCK_BYTES

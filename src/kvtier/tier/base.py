@@ -108,7 +108,12 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, name: ObjectName) -> None:
-        """Delete `name`, if it exists."""
+        """Delete `name`, if it exists. It must not depend on a read of the object, which may be what fails.
+
+        To replace an object, kvtier deletes it and writes it. A name has one content, so that whoever writes between
+        the two writes the same, and a reader in between has a miss; with a replacement that is conditional on the old
+        copy, a writer that comes second would fail, and not every kind of storage has it.
+        """
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
