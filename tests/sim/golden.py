@@ -10,6 +10,9 @@ a number of ranks, which the core does not see. Object stores came last. All but
 waiting request asked for what has left host memory since its first lookup. Hints that retain, lower and prefetch came
 later, in runs of their own, which were recorded again when an object that several hints retain counted for the newest.
 
+All were recorded again when an object whose read failed was left alone in that tier: only runs in which a read failed
+or was late have changed.
+
 A change of the core that is meant to change no decision leaves every digest as it is.
 """
 
