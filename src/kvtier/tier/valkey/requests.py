@@ -6,6 +6,7 @@ The keys of one object are in one slot. A request is what one server does at onc
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 
 from kvtier.tier.deadline_calls import remaining_s
@@ -169,10 +170,9 @@ class Requests:
             has_stalled = isinstance(error, TimeoutError) and time.monotonic() < end_s
             if has_stalled and self._is_well(wire.node, min(end_s, time.monotonic() + stall_s / 2)):
                 wire.close()
-                is_alone = len({each.slot for each in group}) == 1
                 for each in group[done:]:
                     each.failure, each.is_down = f"{wire.node}: no byte for {stall_s:g} s", False
-                    each.may_pass, each.is_alone = not is_alone, True
+                    each.may_pass, each.is_alone = not each.is_alone, True
             else:
                 self._broke(wire, group[done:], error)
         except BaseException:
@@ -182,10 +182,11 @@ class Requests:
             self._servers.give(wire)
 
     def _is_well(self, node: Node, end_s: float) -> bool:
-        """Whether the server answers."""
+        """Whether the server answers, be it with a refusal."""
         try:
-            self._servers.ask(node, b"PING", end_s=end_s)
-        except (ServerDownError, BrokenWireError, RefusedError, OSError):
+            with suppress(RefusedError):
+                self._servers.ask(node, b"PING", end_s=end_s)
+        except (ServerDownError, BrokenWireError, OSError):
             return False
         return True
 
