@@ -6,6 +6,7 @@ request uses it. When only the pin is left, the block goes to the end of the fre
 pool calls back when it hands the block out (`BlockPool.unpin_blocks`, which vLLM's HiSparse uses in the same way).
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,10 +39,13 @@ class BlockPins:
         self._pool = pool
         self._on_reuse = on_reuse
         self._watched = guarded(self._reused)
+        self._pins: Counter[int] = Counter()
+        """Pins of each block: stores of several requests may read the same one."""
 
     def pin(self, blocks: Collection[int]) -> None:
         """Keep `blocks`, which are in use."""
         self._pool.touch(self._blocks(blocks))
+        self._pins.update(blocks)
 
     def yield_idle(self, blocks: Sequence[int], *, is_thorough: bool) -> list[int]:
         """Free the pinned `blocks` that nothing else uses, and watch them for reuse; returns these.
@@ -52,16 +56,18 @@ class BlockPins:
                 blocks together, and a window frees the shallowest.
         """
         ends = (blocks[:1], blocks[-1:])
-        if not is_thorough and all(block.ref_cnt != 1 for end in ends for block in self._blocks(end)):
+        if not is_thorough and not any(self._is_idle(block) for end in ends for block in self._blocks(end)):
             return []
-        idle = [block for block in self._blocks(blocks) if block.ref_cnt == 1]
+        idle = list(filter(self._is_idle, self._blocks(blocks)))
         numbers = [block.block_id for block in idle]
         self._pool.unpin_blocks(idle, self._watched)
+        self._forget_pins(numbers)
         return numbers
 
     def unpin(self, blocks: Collection[int]) -> None:
         """Release pinned `blocks`."""
         self._pool.free_blocks(self._blocks(blocks))
+        self._forget_pins(blocks)
 
     @property
     def is_idle(self) -> bool:
@@ -90,6 +96,15 @@ class BlockPins:
 
     def _blocks(self, blocks: Iterable[int]) -> list[Block]:
         return [self._pool.blocks[block] for block in blocks]
+
+    def _is_idle(self, block: Block) -> bool:
+        return block.ref_cnt == self._pins[block.block_id]
+
+    def _forget_pins(self, blocks: Collection[int]) -> None:
+        self._pins.subtract(blocks)
+        for block in blocks:
+            if not self._pins[block]:
+                del self._pins[block]
 
     def _reused(self, block: Block) -> None:
         if block.next_free_block is None:

@@ -111,7 +111,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         if self._others:
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
         self._upper = side = SchedulerSide(
-            *(self._setup, handshakes, self._kv_cache_manager, self._guard, lambda: self._failure),
+            *(self._setup, handshakes, on_stack("scheduler"), self._guard, lambda: self._failure),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
             hash_of=partial(hash_block, hash_function(self._setup.vllm_config.cache_config.prefix_caching_hash_algo)),
             wake=_waking(),

@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -89,6 +89,7 @@ class Scheduler:
         drafted_tokens: a step with a longer request leaves draft KV unwritten; see `support.drafted_tokens`.
         is_alone: False: beside another connector, which passes KV between engines. Requests that come with
             `do_remote_prefill` are the other's to load, and nothing is announced or waited for.
+        restart: see `OwnCache.restart`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Scheduler:
         history: RequestHistory | None = None,
         drafted_tokens: int = sys.maxsize,
         is_alone: bool = True,
+        restart: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
         self._session = session
         self._ranks = ranks
@@ -124,10 +126,13 @@ class Scheduler:
         self._is_storing = stores
         self._is_alone = is_alone
         self._announces = announces if is_alone else None
+        self._restart = restart
         self._is_off = False
         """The weights have changed since the last cache reset: nothing is loaded or stored."""
         self._reset_step = 0
         """First step after the last cache reset of an idle engine."""
+        self._own_is_empty = False
+        """vLLM's own cache was reset, and no step has been scheduled since."""
         self._is_reset = False
         """Other engines have other keys since a cache reset."""
         self._guards = guards = session.guards
@@ -368,6 +373,7 @@ class Scheduler:
         """Metadata for the workers of the step that vLLM has just scheduled."""
         self._settle()
         self._step += 1
+        self._own_is_empty = False
         self._probe_wait_s = PROBE_WAIT_S
         self._is_busy = bool(output.num_scheduled_tokens)
         self._protection.step_ends()
@@ -570,18 +576,46 @@ class Scheduler:
             what,
         )
         self._revoked += self._stores.cancel_all()
+        self._stores.yield_idle(is_thorough=True)
         self._renew()
+        self._restart_waiting()
+
+    def _restart_waiting(self) -> None:
+        """Let the requests that wait for a load, or have one and have not begun, start anew without it."""
+        waiting = {name: it for name, it in self._requests.items() if it.match is not None and it.began_step is None}
+        for tracked in waiting.values():
+            if tracked.load is not None:
+                self._loads.void(tracked.load)
+        self._loads.forget_all_landed()
+        self._restart(waiting)
+
+    def own_reset_begins(self, is_running: bool) -> None:  # noqa: FBT001 - one fact
+        """Give vLLM all blocks back that no running request uses: it is about to reset its own cache.
+
+        Args:
+            is_running: requests are running, so that vLLM will keep its cache.
+        """
+        self._stores.yield_idle(is_thorough=True)
+        if not is_running:
+            for tracked in self._requests.values():
+                if not tracked.request.num_in_flight_tokens:
+                    self._forget_offers(tracked)
+            self._restart_waiting()
+
+    def own_reset_ended(self, was_reset: bool) -> None:  # noqa: FBT001
+        """Record whether vLLM has reset its own cache."""
+        self._own_is_empty = was_reset
 
     def reset(self) -> bool:
         """Make everything cached before now unreachable: vLLM resets its caches.
 
-        False after a change of weights, if blocks are in use: vLLM has kept its own cache, with KV of those before.
+        False after a change of weights, if vLLM has kept its own cache, with KV of those before.
         """
-        is_idle = self._stores.pins.is_idle
-        if self._is_off and not is_idle:
+        is_empty = self._own_is_empty or self._stores.pins.is_idle
+        if self._is_off and not is_empty:
             return False
         self._is_off = False
-        if is_idle:  # else a change that is noticed later may have come before
+        if is_empty:  # else a change that is noticed later may have come before
             self._reset_step = self._step + 1
             self._has_undrafted = False
         self._renew()

@@ -16,6 +16,7 @@ from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
 from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.held_parts import held_parts
 from kvtier.connect.vllm.log import follow_engine
+from kvtier.connect.vllm.own_cache import OwnCache
 from kvtier.connect.vllm.request_history import RequestHistory
 from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.scheduler import Scheduler
@@ -27,6 +28,7 @@ from kvtier.connect.vllm.vllm_types import (
     LoraRequest,
     Request,
     VllmConfig,
+    VllmScheduler,
 )
 from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
@@ -116,7 +118,7 @@ class SchedulerSide:
     Args:
         setup: settings and identity of the engine.
         handshakes: of the workers.
-        manager: vLLM's `KVCacheManager`.
+        engine: vLLM's scheduler.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
         failure: the internal error that has switched the connector off; empty without one.
         extras_of, hash_of: see `Events`.
@@ -125,14 +127,15 @@ class SchedulerSide:
 
     Raises:
         ProtocolError: a worker cannot be reached.
-        ConfigError: the store's secret cannot be read, or the control socket cannot be used.
+        ConfigError: the store's secret cannot be read, the control socket cannot be used, or vLLM's scheduler is of an
+            unknown kind.
     """
 
     def __init__(
         self,
         setup: EngineSetup,
         handshakes: Sequence[Mapping[str, Any]],
-        manager: KvCacheManager,
+        engine: VllmScheduler,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
         failure: Callable[[], str],
         *,
@@ -142,6 +145,8 @@ class SchedulerSide:
         is_alone: bool = True,
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
+        own_cache = OwnCache(engine, is_alone=is_alone)
+        manager = engine.kv_cache_manager
         has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
         for warning in support.warnings(vllm_config.kv_transfer_config, setup.role, has_shared=has_shared):
             logger.warning("%s", warning)
@@ -181,7 +186,9 @@ class SchedulerSide:
             history=None if config.control.socket is None else history,
             drafted_tokens=support.drafted_tokens(vllm_config),
             is_alone=is_alone,
+            restart=own_cache.restart,
         )
+        own_cache.watch_resets(guarded(self.scheduler.own_reset_begins), guarded(self.scheduler.own_reset_ended))
         self._session.watch(
             None if events is None else events.watched, lambda: wake() if self.scheduler.has_news else None
         )

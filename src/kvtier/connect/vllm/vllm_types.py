@@ -30,6 +30,9 @@ BlockPool: TypeAlias = Any
 KvCacheManager: TypeAlias = Any
 """`vllm.v1.core.kv_cache_manager.KVCacheManager`: block tables, the block pool and vLLM's own cache."""
 
+VllmScheduler: TypeAlias = Any
+"""`vllm.v1.core.sched.scheduler.Scheduler`: queues of requests, and the block manager."""
+
 SchedulerOutput: TypeAlias = Any
 """`vllm.v1.core.sched.output.SchedulerOutput`: one scheduled step."""
 
