@@ -51,6 +51,22 @@ def sleep(engine: Any, path: str) -> None:
     _copy(_model(engine), path)
 
 
+def interrupt(engine: Any, prompts: list[list[int]], steps: int) -> None:
+    """Ask for `prompts`, and leave them after some steps: running, or waiting for their loads."""
+    from vllm import SamplingParams
+
+    for number, tokens in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False)
+        engine.add_request(f"left{id(prompts)}.{number}", {"prompt_token_ids": tokens}, sampling)
+    for _ in range(steps):
+        engine.step()
+
+
+def reset(engine: Any, preempts: bool, everywhere: bool) -> bool:
+    """One of vLLM's resets."""
+    return engine.reset_prefix_cache(preempts, everywhere)
+
+
 def harmless(engine: Any, path: str) -> None:
     """What monitoring and benchmarks call."""
     for name in ("check_health", "get_model_inspection", "synchronize_device", "get_supported_tasks"):

@@ -169,6 +169,22 @@ def test_copies_that_come_too_late_are_given_up(start, monkeypatch):
     check_all_is_over(engine)
 
 
+def test_a_block_that_two_stores_read_is_given_back_when_no_request_uses_it(start):
+    engine = start(seed=1, blocks=200, rest=0.0, step_tokens=2048)
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    for number in range(2):  # the second shares blocks with the first before they are stored
+        engine.add([*prompt, *range(600 * number)], 1)
+    while engine.requests:
+        engine.step()
+    stores = engine.scheduler._stores
+    read = list(stores._read.values())
+    assert len(read) >= 2
+    assert read[0] & read[-1]
+    engine.scheduler.own_reset_begins(is_running=False)
+    assert len(stores.open) == len(read), "no copy has ended"
+    assert stores.pins.is_idle, "vLLM can reset its own cache"
+
+
 def test_of_blocks_that_only_a_store_holds_the_deepest_is_reused_first(start):
     engine = start(blocks=60)
     engine.copier.gate.clear()
@@ -605,12 +621,13 @@ class Guarded:
         return external
 
     def stepped(self, done) -> None:
-        self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=done))
+        self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=done, finished_recving=None))
 
 
 class Upper(NamedTuple):
     scheduler: Scheduler
     events_table: None = None
+    own_cache: SimpleNamespace = SimpleNamespace(reported=lambda names: None)
 
     @property
     def has_news(self) -> bool:

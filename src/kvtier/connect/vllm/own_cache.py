@@ -6,7 +6,7 @@ request. So before each reset these requests start anew. Blocks that a copy may 
 until vLLM has the load's report. The reset counts them as free: no other request can find them, and none gets them.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 
 from kvtier.connect.vllm.geometry import NULL_BLOCK
@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _WAITING = ("WAITING", "PREEMPTED")
-_NEEDED = ("kv_cache_manager", "requests", "running", "failed_recving_kv_req_ids")
+_NEEDED = ("kv_cache_manager", "requests", "running", "finished_recving_kv_req_ids", "failed_recving_kv_req_ids")
 
 
 class OwnCache:
@@ -41,15 +41,27 @@ class OwnCache:
 
     def restart(self, names: Collection[str]) -> None:
         """Let these requests start anew if they wait with blocks: what their loads have brought is not used."""
-        for request in [found for name in names if (found := self._scheduler.requests.get(name)) is not None]:
+        for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             status = plain_name(request.status)
             if status == _LOADING:
-                # As vLLM itself does for a failed load: it frees the blocks when the load's end has been reported.
+                # As vLLM itself does for a failed load.
                 self._scheduler.failed_recving_kv_req_ids.add(request.request_id)
                 request.num_computed_tokens = 0
+                if request.request_id in self._scheduler.finished_recving_kv_req_ids:
+                    self._scheduler.kv_cache_manager.free(request)
             elif status in _WAITING and request.num_computed_tokens:
                 self._scheduler.kv_cache_manager.free(request)
                 request.num_computed_tokens = 0
+
+    def reported(self, names: Iterable[str]) -> None:
+        """Free the blocks of requests that start anew, now that vLLM gets the reports of their loads.
+
+        vLLM frees them when it comes to the request. But it stops at a request that it has no blocks for, and those
+        may be with requests behind it.
+        """
+        for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
+            if self._starts_anew(request) and not request.is_finished():
+                self._scheduler.kv_cache_manager.free(request)
 
     def watch_resets(self, begins: Callable[[bool], None], ended: Callable[[bool], None]) -> None:
         """Call `begins` before each reset and `ended` after it.
@@ -87,6 +99,7 @@ class OwnCache:
         return blocks - {NULL_BLOCK}
 
     def _leaves(self, request: Request) -> bool:
-        if request.is_finished():
-            return self._is_alone
+        return self._is_alone if request.is_finished() else self._starts_anew(request)
+
+    def _starts_anew(self, request: Request) -> bool:
         return request.request_id in self._scheduler.failed_recving_kv_req_ids and not request.num_computed_tokens

@@ -145,7 +145,7 @@ class SchedulerSide:
         is_alone: bool = True,
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
-        own_cache = OwnCache(engine, is_alone=is_alone)
+        self.own_cache = own_cache = OwnCache(engine, is_alone=is_alone)
         manager = engine.kv_cache_manager
         has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
         for warning in support.warnings(vllm_config.kv_transfer_config, setup.role, has_shared=has_shared):

@@ -1,0 +1,355 @@
+"""Flows of requests, new weights and cache resets, on vLLM's own scheduler and block pool and kvtier's connector.
+
+The forward is a stand-in: it writes into each page of the KV memory whose tokens these are and which weights computed
+them, and looks at each page that it reads. So a thousand flows take a minute, and one page that is wrong is seen.
+"""
+
+import random
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+BLOCK, BLOCKS, VOCABULARY, LEAST_TOKEN = 32, 120, 1024, 3
+STEP_TOKENS, REQUESTS_MAX, DEADLINE_S = 512, 6, 60.0
+COPY_S = 0.004
+"""Copies take up to so much longer: some steps."""
+
+
+class Page(NamedTuple):
+    """What the forward has written into a page."""
+
+    weights: int
+    """Number of the oldest weights that had a part in it."""
+    tokens: int
+    """Hash of all tokens up to its end."""
+
+
+class Step(NamedTuple):
+    """A step that is under way."""
+
+    output: Any
+    work: list[tuple[str, int, int, list[int], bool]]
+    """For each request: its name, its first token and those after its last one, its blocks, whether it samples."""
+
+
+class Flows:
+    """An engine without its model.
+
+    Args:
+        core: vLLM's `EngineCore`.
+        seed: of everything that is left to chance.
+        is_overlapped: a step is scheduled before the one before it has returned.
+    """
+
+    def __init__(self, core: Any, seed: int, *, is_overlapped: bool) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.core, self.scheduler, self.worker = core, core.scheduler, get_kv_transfer_group()
+        self.depth = 1 + is_overlapped
+        (self.memory,) = core.model_executor.driver_worker.worker.model_runner.kv_caches
+        self.draw = random.Random(seed)
+        self.pages: list[Page] = []
+        self.weights = self.oldest = 0
+        """The present weights, and the oldest that vLLM's own cache may have KV of."""
+        self.texts: dict[str, list[int]] = {}
+        self.loads: dict[str, tuple[int, int]] = {}
+        """Of requests that have not begun: their tokens before a load, and with it."""
+        self.under_way: deque[Step] = deque()
+        self.seen: Counter[str] = Counter()
+        connector = self.scheduler.connector
+        matched, inner = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+        def asked(request: Any, resident: int) -> tuple[int | None, bool]:
+            self.loads.pop(request.request_id, None)
+            return matched(request, resident)
+
+        def allocated(request: Any, blocks: Any, external: int) -> None:
+            inner(request, blocks, external)
+            if external:
+                end = external + sum(it.block_hash is not None for it in blocks.blocks[0]) * BLOCK
+                self.loads[request.request_id] = end - external, end
+
+        connector.get_num_new_matched_tokens, connector.update_state_after_alloc = asked, allocated
+        common = [[self.draw.randrange(LEAST_TOKEN, VOCABULARY) for _ in range(1200)] for _ in range(3)]
+        self.prompts = [
+            [*text[: self.draw.randrange(260, 1100)], self.draw.randrange(LEAST_TOKEN, VOCABULARY)]
+            for text in common
+            for _ in range(3)
+        ]
+
+    # ---- what users do ---------------------------------------------------------------------------------------------
+
+    def flow(self) -> None:
+        """Some requests, then new weights and resets in any order, with requests that begin and end in between."""
+        acts = [self.add] * 4 + [self.steps] * 6 + [self.settle] * 2 + [self.reset] * 3 + [self.change, self.abort]
+        for act in (self.add, self.steps, *self.draw.choices(acts, k=self.draw.randrange(3, 12))):
+            act()
+        if self.draw.random() < 0.5:
+            self.finish()
+
+    def add(self) -> None:
+        """Ask for some prompts."""
+        from vllm.v1.request import Request
+
+        from vllm import SamplingParams
+
+        for _ in range(self.draw.randrange(1, 4)):
+            if len(self.scheduler.requests) >= REQUESTS_MAX:
+                return
+            name, prompt = f"r{len(self.texts)}", self.draw.choice(self.prompts)
+            sampling = SamplingParams(temperature=0, max_tokens=self.draw.randrange(1, 20), ignore_eos=True)
+            hasher = self.core.request_block_hasher
+            request = Request(name, list(prompt), sampling, None, block_hasher=hasher)
+            self.texts[name] = list(prompt)
+            self.scheduler.add_request(request)
+
+    def abort(self) -> None:
+        """End one request, or all."""
+        from vllm.v1.request import RequestStatus
+
+        names = [name for name, it in self.scheduler.requests.items() if not it.is_finished()]
+        if names:
+            gone = names if self.draw.random() < 0.5 else [self.draw.choice(names)]
+            self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+
+    def change(self) -> None:
+        """Other weights, by a call that vLLM passes on to its workers."""
+        self.launch()
+        self.core.model_executor.collective_rpc(lambda worker: None)
+        self.weights += 1
+        self.seen["changes with loads"] += self.count("REMOTE") > 0
+        if self.draw.random() < 0.7:
+            self.reset()
+
+    def reset(self) -> None:
+        """One of vLLM's resets, whose error or False a loop may swallow, or try once more."""
+        for _ in range(self.draw.choice((1, 1, 2))):
+            preempts, everywhere = self.draw.random() < 0.5, self.draw.random() < 0.3
+            self.launch()
+            is_due = preempts or not self.scheduler.running
+            for kind in ("running", "REMOTE", "deferred", "pins"):
+                self.seen[f"resets with {kind}"] += self.count(kind) > 0
+            try:
+                was_reset = self.scheduler.reset_prefix_cache(preempts, everywhere)
+            except RuntimeError:
+                was_reset = None
+            if was_reset is not is_due:
+                kinds = {kind: self.count(kind) for kind in ("running", "REMOTE", "deferred", "pins")}
+                raise AssertionError(f"reset({preempts}, {everywhere}) is {was_reset}: {kinds}")
+            self.seen[f"resets that are {was_reset}"] += 1
+            if was_reset:
+                self.oldest = self.weights
+            if self.draw.random() < 0.5:
+                self.steps()
+
+    def count(self, kind: str) -> int:
+        """Requests that run, wait for a load, or have ended with blocks; or blocks that only stores hold."""
+        if kind == "running":
+            return len(self.scheduler.running)
+        if kind == "deferred":
+            return len(self.scheduler.deferred_frees)
+        if kind == "pins":
+            return sum(it.ref_cnt > 0 for it in self.scheduler.kv_cache_manager.block_pool.blocks[1:])
+        return sum(kind in str(it.status) for it in self.scheduler.requests.values())
+
+    # ---- what the engine does --------------------------------------------------------------------------------------
+
+    def steps(self) -> None:
+        """Some steps."""
+        for _ in range(self.draw.choice((1, 2, 3, 5, 8))):
+            self.step()
+
+    def settle(self) -> None:
+        """Give copies time."""
+        time.sleep(COPY_S * self.draw.random() * 2)
+        self.step()
+
+    def launch(self) -> None:
+        """Run the forwards of all steps that are under way: they come before what is called next."""
+        for step in self.under_way:
+            self.execute(step)
+
+    def finish(self) -> None:
+        """Step until nothing is left to do."""
+        until_s = time.monotonic() + DEADLINE_S
+        while self.scheduler.has_requests() or self.under_way:
+            self.step()
+            assert time.monotonic() < until_s, f"stalled: {self.scheduler.requests}"
+
+    def step(self) -> None:
+        """What the engine's core does again and again."""
+        has_more = self.scheduler.has_requests()
+        if has_more:
+            self.under_way.append(self.scheduled())
+            if self.draw.random() < 0.5:
+                self.execute(self.under_way[-1])
+        if self.under_way and (len(self.under_way) >= self.depth or not has_more):
+            step = self.under_way[0]
+            result = self.execute(step)
+            self.under_way.popleft()
+            self.scheduler.update_from_output(step.output, result)
+
+    def scheduled(self) -> Step:
+        """The next step."""
+        output = self.scheduler.schedule()
+        work = []
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            end = request.num_computed_tokens
+            work.append((name, end - count, end, list(blocks), not request.is_prefill_chunk))
+        return Step(output, work)
+
+    def execute(self, step: Step) -> Any:
+        """The workers' part of a step, after those before it; its result."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        for other in self.under_way:
+            if other is step:
+                break
+            self.execute(other)
+        if (known := getattr(step.output, "result", None)) is not None:
+            return known
+        orders, worker = step.output.kv_connector_metadata, self.worker
+        worker.handle_preemptions(orders)
+        worker.bind_connector_metadata(orders)
+        sampled = [[token] if samples else [] for samples, token in map(self.forward, step.work)]
+        worker.wait_for_save()
+        results = worker.get_transfer_results(step.output.finished_req_ids)
+        told = KVConnectorOutput(
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        names = [name for name, *_ in step.work]
+        result = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled, kv_connector_output=told)
+        step.output.result = result
+        return result
+
+    def forward(self, work: tuple[str, int, int, list[int], bool]) -> tuple[bool, int]:
+        """Look at the pages before `start`, and write those up to `end`."""
+        name, start, end, blocks, samples = work
+        text = self.texts[name]
+        while len(text) <= end:
+            text.append(LEAST_TOKEN + hash(tuple(text)) % (VOCABULARY - LEAST_TOKEN))
+        weights = self.weights
+        first, last = self.loads.pop(name, (0, 0))
+        for number in range(-(-start // BLOCK)):
+            page = self.look(blocks[number])
+            assert page.tokens == hash(tuple(text[: min(start, (number + 1) * BLOCK)])), f"{name}: foreign KV {number}"
+            assert page.weights >= self.oldest, f"{name}: block {number} is of weights {page}, reset at {self.oldest}"
+            if first <= number * BLOCK < min(last, start):
+                self.seen["loaded pages"] += 1
+                assert page.weights == self.weights, f"{name}: block {number} was loaded, of {page} at {self.weights}"
+            weights = min(weights, page.weights)
+        for number in range(start // BLOCK, -(-end // BLOCK)):
+            self.memory[blocks[number]] = float(len(self.pages))
+            self.pages.append(Page(weights, hash(tuple(text[: min(end, (number + 1) * BLOCK)]))))
+        return samples, text[end]
+
+    def look(self, block: int) -> Page:
+        """What a page holds."""
+        found = self.memory[block].flatten()
+        number = round(found[0].item())
+        assert bool((found == found[0]).all()), f"block {block} is torn"
+        return self.pages[number]
+
+
+def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequence[str], sabotage: str) -> None:
+    """Run so many flows, in a process of its own.
+
+    Args:
+        checkpoint: of a model with one layer.
+        seed: of all flows.
+        flows: their number.
+        is_overlapped: see `Flows`.
+        needs: names of counts that must not be 0.
+        sabotage: name of a function below.
+
+    Raises:
+        AssertionError: a reset did not do what it does without a connector, or a page is wrong.
+    """
+    from settings import connector
+    from vllm.v1.engine.core import EngineCore
+
+    from vllm import LLM
+
+    inner = EngineCore._initialize_kv_caches
+
+    def initialize(core: Any, config: Any) -> Any:
+        found = inner(core, config)
+        config.scheduler_config.async_scheduling = is_overlapped  # which vLLM's workers for CPUs cannot do
+        return found
+
+    EngineCore._initialize_kv_caches = initialize  # type: ignore[method-assign]
+    _slow(random.Random(seed))
+    if sabotage:
+        globals()[sabotage]()
+    llm = LLM(
+        checkpoint,
+        kv_transfer_config=connector(None, host__capacity_bytes="4MiB"),
+        **{"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": 2048},
+        **{"block_size": BLOCK, "num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": STEP_TOKENS},
+        kv_cache_memory_bytes=16 << 20,
+    )
+    world = Flows(llm.llm_engine.engine_core.engine_core, seed, is_overlapped=is_overlapped)
+    for number in range(flows):
+        try:
+            world.flow()
+        except AssertionError as error:
+            raise AssertionError(f"flow {number} of seed {seed}: {error}") from error
+    world.finish()
+    print(flows, "flows:", dict(world.seen), flush=True)  # noqa: T201
+    assert not world.scheduler.connector._is_broken
+    assert all(world.seen[name] for name in needs), world.seen
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _slow(draw: random.Random) -> None:
+    """Copies take some steps."""
+    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+
+    def late(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def copy(self: CpuPageCopy, *arguments: Any) -> Any:
+            time.sleep(COPY_S * draw.random())
+            return inner(self, *arguments)
+
+        return copy
+
+    CpuPageCopy.gather = late(CpuPageCopy.gather)  # type: ignore[method-assign]
+    CpuPageCopy.scatter = late(CpuPageCopy.scatter)  # type: ignore[method-assign]
+
+
+# ---- controls: what is broken on purpose ---------------------------------------------------------------------------
+
+
+def keep_pins() -> None:
+    """Blocks go back to vLLM only when their stores have ended."""
+    from kvtier.connect.vllm.stores import Stores
+
+    inner = Stores.yield_idle
+    Stores.yield_idle = lambda self, *, is_thorough=False: not is_thorough and inner(self)  # type: ignore[method-assign]
+
+
+def unwatched() -> None:
+    """Blocks go back to vLLM, and nobody looks whether they are handed out while a store reads them."""
+    from kvtier.connect.vllm.block_pool import BlockPins
+
+    global COPY_S
+    COPY_S = 0.05  # long after the blocks are needed again
+    BlockPins._reused = lambda self, block: None  # type: ignore[method-assign]
+
+
+def keep_loads() -> None:
+    """Requests that wait for loads go on waiting."""
+    from kvtier.connect.vllm.own_cache import OwnCache
+
+    OwnCache.restart = lambda self, names: None  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "overlapped", (), *sys.argv[5:6] or [""])
