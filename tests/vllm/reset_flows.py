@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 BLOCK, BLOCKS, VOCABULARY, LEAST_TOKEN = 32, 120, 1024, 3
 STEP_TOKENS, REQUESTS_MAX, DEADLINE_S = 512, 6, 60.0
-COPY_S = 0.004
+COPY_S = [0.004]
 """Copies take up to so much longer: some steps."""
 
 
@@ -163,7 +163,7 @@ class Flows:
 
     def settle(self) -> None:
         """Give copies time."""
-        time.sleep(COPY_S * self.draw.random() * 2)
+        time.sleep(COPY_S[0] * self.draw.random() * 2)
         self.step()
 
     def launch(self) -> None:
@@ -292,8 +292,13 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
     llm = LLM(
         checkpoint,
         kv_transfer_config=connector(None, host__capacity_bytes="4MiB"),
-        **{"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": 2048},
-        **{"block_size": BLOCK, "num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": STEP_TOKENS},
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=2048,
+        block_size=BLOCK,
+        num_gpu_blocks_override=BLOCKS,
+        max_num_batched_tokens=STEP_TOKENS,
         kv_cache_memory_bytes=16 << 20,
     )
     world = Flows(llm.llm_engine.engine_core.engine_core, seed, is_overlapped=is_overlapped)
@@ -303,7 +308,7 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
         except AssertionError as error:
             raise AssertionError(f"flow {number} of seed {seed}: {error}") from error
     world.finish()
-    print(flows, "flows:", dict(world.seen), flush=True)  # noqa: T201
+    print(flows, "flows:", dict(world.seen), flush=True)
     assert not world.scheduler.connector._is_broken
     assert all(world.seen[name] for name in needs), world.seen
     llm.llm_engine.engine_core.shutdown()
@@ -315,7 +320,7 @@ def _slow(draw: random.Random) -> None:
 
     def late(inner: Callable[..., Any]) -> Callable[..., Any]:
         def copy(self: CpuPageCopy, *arguments: Any) -> Any:
-            time.sleep(COPY_S * draw.random())
+            time.sleep(COPY_S[0] * draw.random())
             return inner(self, *arguments)
 
         return copy
@@ -339,8 +344,7 @@ def unwatched() -> None:
     """Blocks go back to vLLM, and nobody looks whether they are handed out while a store reads them."""
     from kvtier.connect.vllm.block_pool import BlockPins
 
-    global COPY_S
-    COPY_S = 0.05  # long after the blocks are needed again
+    COPY_S[0] = 0.05  # long after the blocks are needed again
     BlockPins._reused = lambda self, block: None  # type: ignore[method-assign]
 
 

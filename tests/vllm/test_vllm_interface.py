@@ -83,6 +83,26 @@ def check_pool() -> None:
     assert list(map(pins.is_free, mine)) == [False, True], "block 1 holds nothing any more"
 
 
+def check_resets() -> None:
+    """Runs where vLLM is imported: a reset passes where kvtier waits for it, and the scheduler has what it reads."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from kvtier.connect.vllm.own_cache import NEEDED
+
+    text = inspect.getsource(Scheduler.__init__)
+    for name in (*NEEDED, "deferred_frees"):
+        assert f"self.{name}: " in text or f"self.{name} = " in text, name
+    text = inspect.getsource(Scheduler.reset_prefix_cache)
+    assert text.index("self._preempt_request(") < text.index("self.kv_cache_manager.reset_prefix_cache()")
+    assert text.index("self.kv_cache_manager.reset_prefix_cache()") < text.index("self.reset_connector_cache()")
+    pool = BlockPool(10, True, 16)
+    pool.get_new_blocks(3)
+    assert not pool.reset_prefix_cache()
+    pool.num_gpu_blocks -= 3
+    assert pool.reset_prefix_cache(), "the number of blocks decides"
+
+
 def check_calls() -> None:
     """Runs where vLLM is imported: what is taken for harmless is a method of vLLM's workers, not a name misspelt."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -135,6 +155,6 @@ def check_tiering() -> None:
     assert text.index("self.model_executor =") < text.index("self.scheduler: SchedulerInterface = Scheduler(")
 
 
-@pytest.mark.parametrize("one", [check, check_role, check_pool, check_calls, check_tiering])
+@pytest.mark.parametrize("one", [check, check_role, check_pool, check_resets, check_calls, check_tiering])
 def test_the_connector_fits_vllm(one: Callable[[], None]) -> None:
     in_process(one)

@@ -8,7 +8,9 @@ import torch
 
 from kvtier.connect.vllm import sides
 from kvtier.connect.vllm import weights as module
+from kvtier.connect.vllm.own_cache import OwnCache
 from kvtier.connect.vllm.weights import WeightSample, on_stack, watch_calls
+from kvtier.errors import ConfigError
 
 
 class Executor:
@@ -108,6 +110,13 @@ def test_a_reset_that_the_scheduler_refuses_is_none(side):
     for answer in (False, True):
         side.scheduler.reset.return_value = answer
         assert side.reset() is answer
+
+
+def test_a_scheduler_of_another_kind_is_refused():
+    engine = SimpleNamespace(kv_cache_manager=None, requests={}, running=[])
+    names = "finished_recving_kv_req_ids, failed_recving_kv_req_ids"
+    with pytest.raises(ConfigError, match=rf"SimpleNamespace has no {names}: .*allowed: vLLM's schedulers"):
+        OwnCache(engine, is_alone=True)
 
 
 def test_the_model_is_found_on_the_stack():

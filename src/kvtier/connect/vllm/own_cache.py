@@ -15,7 +15,8 @@ from kvtier.errors import ConfigError
 
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 _WAITING = ("WAITING", "PREEMPTED")
-_NEEDED = ("kv_cache_manager", "requests", "running", "finished_recving_kv_req_ids", "failed_recving_kv_req_ids")
+NEEDED = ("kv_cache_manager", "requests", "running", "finished_recving_kv_req_ids", "failed_recving_kv_req_ids")
+"""Attributes of vLLM's scheduler."""
 
 
 class OwnCache:
@@ -30,7 +31,7 @@ class OwnCache:
     """
 
     def __init__(self, scheduler: VllmScheduler, *, is_alone: bool) -> None:
-        missing = [name for name in _NEEDED if not hasattr(scheduler, name)]
+        missing = [name for name in NEEDED if not hasattr(scheduler, name)]
         if missing:
             raise ConfigError(
                 f"{type(scheduler).__qualname__} has no {', '.join(missing)}: kvtier could not keep vLLM's own prefix "
