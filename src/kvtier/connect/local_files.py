@@ -17,7 +17,7 @@ from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import model_id
-from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
+from kvtier.keys.weights import FileVersion, WeightsDigest, checkpoint_files, digest_files, file_versions, home_cache
 from kvtier.runtime.secret import configured_secret
 from kvtier.tier import store_notes as notes
 from kvtier.tier.registry import is_sealed, kind_of
@@ -93,8 +93,7 @@ def checkpoint_digest(folder: Path, *, is_code_trusted: bool = False) -> Weights
         ConfigError: it has no weights, or they cannot be read.
     """
     files, cache_file = checkpoint_files(folder), home_cache()
-    if is_code_trusted and folder.is_dir():
-        files += sorted(folder.glob("*.py"))
+    files += _code(folder, is_code_trusted=is_code_trusted)
     with _in_turn(cache_file):
         digest = digest_files(files, cache_file)
     logger.info(
@@ -105,6 +104,25 @@ def checkpoint_digest(folder: Path, *, is_code_trusted: bool = False) -> Weights
         digest.seconds,
     )
     return digest
+
+
+def checkpoint_versions(folder: Path | None, *, is_code_trusted: bool = False) -> dict[Path, FileVersion]:
+    """The version of each file that an engine may read from a checkpoint and that changes numbers.
+
+    These are the weights and their indexes, all settings (``*.json``, which include the model's and the
+    quantisation's), and trusted code. Empty without a folder. Take it before the engine loads, and pass it with the
+    one after the load, updated by `WeightsDigest.versions`, to `changed_file`.
+    """
+    if folder is None:
+        return {}
+    files = [folder] if folder.is_file() else [*folder.glob("*.json")]
+    with suppress(ConfigError):  # no weights yet
+        files += checkpoint_files(folder)
+    return file_versions(files + _code(folder, is_code_trusted=is_code_trusted))
+
+
+def _code(folder: Path, *, is_code_trusted: bool) -> list[Path]:
+    return sorted(folder.glob("*.py")) if is_code_trusted and folder.is_dir() else []
 
 
 def adapter_files(folder: Path) -> Iterator[Path]:

@@ -11,6 +11,7 @@ weights give different digests.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -18,11 +19,12 @@ import struct
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
@@ -46,6 +48,16 @@ _log = logging.getLogger(__name__)
 Bytes = bytes | bytearray | memoryview
 
 
+class FileVersion(NamedTuple):
+    """Identifies the content of a file without reading it."""
+
+    inode: int
+    device: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
 class WeightsDigest(NamedTuple):
     """A digest and its cost."""
 
@@ -55,6 +67,8 @@ class WeightsDigest(NamedTuple):
     hashed_bytes: int
     """Bytes that were read and hashed; the others came from the cache file."""
     seconds: float
+    versions: Mapping[Path, FileVersion] = MappingProxyType({})
+    """Of each file, the version that the digest covers, by absolute path; empty for tensors."""
 
 
 class _WeightsPart(NamedTuple):
@@ -65,16 +79,6 @@ class _WeightsPart(NamedTuple):
     size_bytes: int
     piece: Callable[[int, int], bytes]
     """(offset, length) -> SHA-256 of that piece."""
-
-
-class _Version(NamedTuple):
-    """Identifies the content of a file without reading it."""
-
-    inode: int
-    device: int
-    size_bytes: int
-    mtime_ns: int
-    ctime_ns: int
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
@@ -145,7 +149,33 @@ def digest_files(
         _write_cache(Path(cache_file), known, settle_s)
     combined = _combined({name: known[version] for name, version in versions.items()})
     total_bytes = sum(version.size_bytes for version in versions.values())
-    return WeightsDigest(combined, total_bytes, hashed_bytes, perf_counter() - started)
+    covered = {files[name]: version for name, version in versions.items()}
+    return WeightsDigest(combined, total_bytes, hashed_bytes, perf_counter() - started, covered)
+
+
+def file_versions(paths: Iterable[str | os.PathLike[str]]) -> dict[Path, FileVersion]:
+    """The version of each file now, by absolute path. A file that cannot be looked at is left out."""
+    found: dict[Path, FileVersion] = {}
+    for path in paths:
+        absolute = Path(os.path.abspath(path))  # noqa: PTH100 (resolve() would follow links)
+        with suppress(ConfigError):
+            found[absolute] = _version(absolute)
+    return found
+
+
+def changed_file(
+    before: Mapping[Path, FileVersion], after: Mapping[Path, FileVersion], *, may_download: bool
+) -> Path | None:
+    """The first file that is not the same at two looks; None if all are. The age of a file decides nothing.
+
+    Args:
+        before: versions at the first look, before an engine reads the files.
+        after: versions at a later look; for digested files those that the digest covers.
+        may_download: the first look may have come before a download, so a file that is new is no change.
+    """
+    changed = (path for path, version in before.items() if after.get(path) != version)
+    new = (path for path in after if path not in before and not may_download)
+    return min(itertools.chain(changed, new), default=None)
 
 
 def digest_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]]) -> WeightsDigest:
@@ -182,12 +212,12 @@ def _named(paths: Sequence[Path]) -> dict[str, Path]:
     return named
 
 
-def _version(path: Path) -> _Version:
+def _version(path: Path) -> FileVersion:
     try:
         about = path.stat()
     except OSError as error:
         raise ConfigError(f"weights file {path} cannot be read: {error.strerror}") from error
-    return _Version(about.st_ino, about.st_dev, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+    return FileVersion(about.st_ino, about.st_dev, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
 
 class _Local(threading.local):
@@ -276,7 +306,7 @@ def _combined(digests: dict[str, bytes]) -> bytes:
     return hashlib.sha256(b"kvtier.weights\0" + b"".join(fields)).digest()
 
 
-def _read_cache(path: Path) -> dict[_Version, bytes]:
+def _read_cache(path: Path) -> dict[FileVersion, bytes]:
     """Every digest in the cache file; none if the file is not as `_write_cache` makes it."""
     try:
         return _cached(path)
@@ -287,7 +317,7 @@ def _read_cache(path: Path) -> dict[_Version, bytes]:
         return {}
 
 
-def _cached(path: Path) -> dict[_Version, bytes]:
+def _cached(path: Path) -> dict[FileVersion, bytes]:
     """The cache file's digests. Losing them costs time, and a wrong one would cost wrong tokens: any error may rise."""
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
@@ -299,13 +329,13 @@ def _cached(path: Path) -> dict[_Version, bytes]:
     document = json.loads(text)
     if document["version"] != 1:
         raise ValueError("it has another version")
-    known = {_Version(*map(int, label.split(":"))): bytes.fromhex(it) for label, it in document["digests"].items()}
+    known = {FileVersion(*map(int, label.split(":"))): bytes.fromhex(it) for label, it in document["digests"].items()}
     if any(len(digest) != _DIGEST_BYTES for digest in known.values()):
         raise ValueError("a digest is damaged")
     return known
 
 
-def _write_cache(path: Path, known: dict[_Version, bytes], settle_s: float) -> None:
+def _write_cache(path: Path, known: dict[FileVersion, bytes], settle_s: float) -> None:
     """Atomically replace the cache file with the newest settled digests of `known`."""
     temporary: Path | None = None
     try:

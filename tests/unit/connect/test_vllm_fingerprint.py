@@ -13,7 +13,7 @@ import pytest
 from tests.vllm_config import vllm_config, with_draft
 
 from kvtier.connect import local_files
-from kvtier.connect.local_files import local_folder
+from kvtier.connect.local_files import checkpoint_versions, local_folder
 from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.installed import check_engine
 from kvtier.errors import ConfigError
@@ -289,3 +289,20 @@ def test_a_draft_model_that_cannot_be_identified_makes_the_engine_private(checkp
     found = identify(with_draft(vllm_config(checkpoint), tmp_path / "nowhere"), "0.32.0")
     assert found.is_private
     assert "nowhere" in found.detail
+
+
+def test_everything_that_an_engine_reads_of_a_checkpoint_has_a_version(tmp_path):
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "hf_quant_config.json",
+        "model.safetensors.index.json",
+        "model.py",
+    ):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "README.md").touch()
+    names = {path.name for path in checkpoint_versions(tmp_path)}
+    assert names == {"model.safetensors", "config.json", "hf_quant_config.json", "model.safetensors.index.json"}
+    assert {path.name for path in checkpoint_versions(tmp_path, is_code_trusted=True)} == names | {"model.py"}
+    assert [*checkpoint_versions(tmp_path / "model.safetensors")] == [tmp_path / "model.safetensors"]
+    assert checkpoint_versions(tmp_path / "later") == checkpoint_versions(None) == {}

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import stat
+import time
 import weakref
 
 import numpy as np
@@ -11,7 +12,15 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keys import weights
-from kvtier.keys.weights import PIECE_BYTES, checkpoint_files, digest_files, digest_tensors, home_cache
+from kvtier.keys.weights import (
+    PIECE_BYTES,
+    changed_file,
+    checkpoint_files,
+    digest_files,
+    digest_tensors,
+    file_versions,
+    home_cache,
+)
 
 
 @pytest.fixture
@@ -299,3 +308,66 @@ def test_a_tensors_bytes_are_let_go_once_they_are_hashed():
             yield (f"layer {number}", "uint8", content.shape, content)
 
     digest_tensors(tensors())
+
+
+TICK_S = 0.02
+"""File systems take their times from a clock that older kernels advance every 4 to 10 ms."""
+
+
+def replaced(path):
+    (path.parent / "new").write_bytes(path.read_bytes())
+    os.replace(path.parent / "new", path)
+
+
+def rewritten(path):
+    """Other bytes in the same file, with the time of the old ones."""
+    about = path.stat()
+    path.write_bytes(bytes(about.st_size))
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def repointed(path):
+    """Turn the file into a link to a copy, as hub caches have them."""
+    blob = path.rename(path.parent / "blob")
+    (path.parent / "other").write_bytes(blob.read_bytes())
+    path.symlink_to("other")
+
+
+def restored(path):
+    """Another file and then the first one again, with its inode and time."""
+    first = path.rename(path.parent / "first")
+    path.write_bytes(b"other")
+    first.replace(path)
+
+
+@pytest.mark.parametrize("change", [replaced, rewritten, repointed, restored, os.remove])
+def test_a_file_that_changes_between_two_looks_is_found(checkpoint, change):
+    before = file_versions(files_of(checkpoint))
+    assert changed_file(before, digest_files(files_of(checkpoint)).versions, may_download=False) is None
+    time.sleep(TICK_S)
+    change(checkpoint / "sub" / "b.bin")
+    assert changed_file(before, file_versions(files_of(checkpoint)), may_download=True) == checkpoint / "sub" / "b.bin"
+
+
+def test_a_file_that_a_download_wrote_is_no_change(checkpoint):
+    before = file_versions(files_of(checkpoint)[:1])
+    after = digest_files(files_of(checkpoint)).versions
+    assert changed_file({}, after, may_download=True) is None
+    assert changed_file(before, after, may_download=True) is None
+    assert changed_file(before, after, may_download=False) == checkpoint / "sub" / "b.bin"
+
+
+def test_a_link_that_stays_is_no_change(checkpoint):
+    repointed(checkpoint / "sub" / "b.bin")
+    before = file_versions(files_of(checkpoint))
+    assert changed_file(before, digest_files(files_of(checkpoint)).versions, may_download=False) is None
+    (checkpoint / "sub" / "b.bin").unlink()
+    (checkpoint / "sub" / "b.bin").symlink_to("blob")
+    assert changed_file(before, file_versions(files_of(checkpoint)), may_download=False) is not None
+
+
+def test_the_versions_of_a_digest_are_those_before_its_read(checkpoint):
+    before = file_versions(files_of(checkpoint))
+    digest = digest_files(files_of(checkpoint))
+    replaced(checkpoint / "a.safetensors")
+    assert digest.versions == before != file_versions(files_of(checkpoint))
