@@ -3,6 +3,7 @@
 Each gets vLLM's engine and the directory of another checkpoint of the same model.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,34 @@ def _tensors(model: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _model(engine: Any) -> Any:
     return engine.engine_core.engine_core.model_executor.driver_worker.get_model()
+
+
+def ask_and_replace(engine: Any, tokens: list[int], path: str, number: int, other: str) -> list[int]:
+    """What the engine answers with an adapter whose weights are replaced after the request has arrived.
+
+    Args:
+        engine: vLLM's.
+        tokens: the prompt.
+        path: of the adapter.
+        number: of the adapter.
+        other: path of the adapter whose weights come into its place.
+    """
+    from vllm.lora.request import LoRARequest
+
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    adapter = LoRARequest(Path(path).name, number, path)
+    engine.add_request(f"replaced-{number}", {"prompt_token_ids": tokens}, sampling, lora_request=adapter)
+    replace_adapter(engine, path, other)
+    while True:
+        for output in engine.step():
+            if output.finished:
+                return list(output.outputs[0].token_ids)
+
+
+def replace_adapter(engine: Any, path: str, other: str) -> None:
+    """The weights of an adapter are replaced, as rsync and downloads do it."""
+    new = Path(path) / "new"
+    shutil.copyfile(Path(other) / "adapter_model.safetensors", new)
+    new.replace(Path(path) / "adapter_model.safetensors")

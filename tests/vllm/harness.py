@@ -7,6 +7,7 @@ the process of the tests.
 import json
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -230,6 +231,10 @@ class Engine:
     def printed(self) -> str:
         """Everything that the engine has printed so far."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+
+    def private(self) -> list[str]:
+        """What it has said of KV that it shares with no other engine."""
+        return re.findall(r" WARNING .*(KV is kept in host memory only.*)", self.printed())
 
     def close(self) -> None:
         """End the engine properly.

@@ -1,15 +1,18 @@
 """Draft models with KV of their own, whose KV at a position depends on the next token."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sabotage
 from engines import ARGUMENTS, Start
 from harness import Answer, Engine, EngineError, in_process
 from judge import TOLERANCE, apart, prompt
 from models import make_checkpoint, make_draft
 from settings import CHUNK, connector, tiering, whole
+from storage import heads
 
 pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 
@@ -195,3 +198,16 @@ def test_a_step_without_the_draft_model_stores_nothing(draft: Callable[..., Engi
     engine.forget()
     engine.ask(prompt(longest - 2, 6), count=1)
     assert engine.external_hits() == 3 * CHUNK
+
+
+def test_a_draft_model_that_changes_after_vllm_has_read_it_names_no_kv(
+    draft: Callable[..., Engine], drafts: Path, tmp_path: Path
+) -> None:
+    weights = tmp_path / "eagle" / "model.safetensors"
+    shutil.copytree(drafts / "eagle", weights.parent)
+    settings = {"method": "eagle", "num_speculative_tokens": 3, "model": str(weights.parent)}
+    fields = sabotage.changing(weights, "loaded", "rewrite")
+    engine = draft(connector(tmp_path / "kv"), speculative_config=settings, **fields)
+    engine.ask_and_close(ONE)
+    assert engine.private() == [f"KV is kept in host memory only: {weights} changed while the engine started"]
+    assert not heads(tmp_path / "kv")

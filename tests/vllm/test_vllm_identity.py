@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import sabotage
 from engines import LONG, Start
 from harness import Ask, in_process
 from judge import TOLERANCE, apart
 from models import make_adapter
 from settings import connector, whole
+from storage import heads
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
@@ -56,6 +58,46 @@ def test_adapters_have_kv_of_their_own(start: Start, checkpoints: Path, tmp_path
     assert third.external_hits() == 0
 
 
+def test_an_adapter_that_changes_before_vllm_reads_it_names_no_kv(
+    start: Start, checkpoints: Path, tmp_path: Path
+) -> None:
+    sources = {name: str(checkpoints / f"adapter-{number}") for number, name in enumerate(("one", "two"), 1)}
+    path, directory = tmp_path / "one", tmp_path / "kv"
+    shutil.copytree(sources["one"], path)
+    one, two = Ask(LONG, lora=str(path)), Ask(LONG, lora=sources["two"], lora_number=2)
+    # vLLM holds one adapter: each that is used evicts the other.
+    engine = start("llama", connector(directory), enable_lora=True, max_lora_rank=8, max_loras=1)
+    wrong = engine.do("changes:ask_and_replace", LONG, str(path), 1, sources["two"])
+    assert wrong == engine.ask(two)[0].tokens, "the worker has read the files that came later"
+    engine.forget()
+    assert engine.hits_of(one) == 0
+    assert len(re.findall(r" WARNING .*is not cached: .* of adapter 'one'", engine.printed())) == 1
+
+    # Loaded again unchanged, it is cached again, apart from what vLLM has computed with the wrong files.
+    engine.do("changes:replace_adapter", str(path), sources["one"])
+    engine.ask(two)
+    engine.forget()
+    right = engine.ask(one)[0].tokens
+    assert right != wrong
+    engine.forget()
+    assert engine.hits_of(one) == 0, "the request before this one has loaded it"
+    engine.forget()
+    assert engine.hits_of(one) == whole(len(LONG))
+
+    # Evicted, it is read again, and its KV must not be loaded for what is read then.
+    engine.ask(two)
+    engine.forget()
+    assert engine.do("changes:ask_and_replace", LONG, str(path), 1, sources["two"]) == wrong
+    engine.forget()
+    assert engine.hits_of(one) == 0
+    engine.close()
+
+    again = start("llama", connector(directory), enable_lora=True, max_lora_rank=8, max_loras=1)
+    shutil.copytree(sources["one"], path, dirs_exist_ok=True)
+    assert again.ask(one)[0].tokens == right
+    assert again.external_hits() == whole(len(LONG))
+
+
 def test_a_reset_forgets_what_the_connector_knows_only_if_told_so(start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv"))
     engine.ask(LONG)
@@ -99,3 +141,40 @@ def test_engines_without_weight_files_share_nothing(start: Start, tmp_path: Path
         assert engine.hits_of(LONG) == whole(len(LONG)), "within a process it is the same model"
         assert re.search(r" WARNING .*KV is kept in host memory only: its weights are random", engine.printed())
         engine.close()
+
+
+@pytest.mark.parametrize("how", ["replace", "rewrite", "link"])
+def test_weights_that_change_after_vllm_has_read_them_name_no_kv(
+    how: str, start: Start, checkpoints: Path, tmp_path: Path
+) -> None:
+    model, weights = tmp_path / "model", tmp_path / "model" / "model.safetensors"
+    shutil.copytree(checkpoints / "llama", model)
+    if how == "link":  # as in a hub's cache
+        weights.rename(model / "blob")
+        weights.symlink_to("blob")
+    engine = start(model, connector(tmp_path / "kv"), **sabotage.changing(weights, "loaded", how))
+    plain = engine.ask(LONG)[0]
+    engine.forget()
+    assert engine.hits_of(LONG) == whole(len(LONG)), "within the process it is the same model"
+    engine.close()
+    assert engine.private() == [f"KV is kept in host memory only: {weights} changed while the engine started"]
+    assert not heads(tmp_path / "kv")
+    # The control: an engine of the new weights answers otherwise. Nothing changes while it starts, so it shares.
+    other = start(model, connector(tmp_path / "kv"))
+    assert apart(other.ask(LONG)[0], plain) > TOLERANCE
+    other.close()
+    assert not other.private()
+    assert heads(tmp_path / "kv")
+
+
+def test_weights_that_a_download_brings_while_the_engine_starts_are_shared(
+    start: Start, checkpoints: Path, tmp_path: Path
+) -> None:
+    model, weights = tmp_path / "model", tmp_path / "model" / "model.safetensors"
+    shutil.copytree(checkpoints / "llama", model)
+    fields = sabotage.changing(weights, "download", "replace")
+    weights.rename(f"{weights}.other")
+    engine = start(model, connector(tmp_path / "kv"), **fields)
+    engine.ask_and_close(LONG)
+    assert not engine.private()
+    assert start("llama", connector(tmp_path / "kv")).hits_of(LONG) == whole(len(LONG)), "the same weights elsewhere"

@@ -1,9 +1,11 @@
 """Two workers in processes of their own (tensor parallelism): a chunk counts only when both have it."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import sabotage
 from engines import ARGUMENTS, LONG, Expected, Start
 from harness import in_process
 from judge import TOLERANCE, apart
@@ -50,6 +52,25 @@ def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: E
     third = start("llama", connector(directory), **TWO)
     assert apart(third.ask(LONG)[0], plain) > 100 * TOLERANCE
     assert third.external_hits() == whole(len(LONG)), "the second engine has completed what was missing"
+
+
+@pytest.mark.vllm_core
+def test_weights_that_change_between_the_loads_of_two_workers_name_no_kv(
+    start: Start, checkpoints: Path, tmp_path: Path
+) -> None:
+    model, directory = tmp_path / "model", tmp_path / "kv"
+    shutil.copytree(checkpoints / "llama", model)
+    weights = model / "model.safetensors"
+    fields = sabotage.changing(weights, "second", "replace")
+    engine = start(
+        model, connector(directory), **TWO | {**fields, "environment": fields["environment"] | TWO["environment"]}
+    )
+    engine.ask(LONG)
+    engine.forget()
+    assert engine.hits_of(LONG) == whole(len(LONG)), "both workers have the same private identity"
+    engine.close()
+    assert engine.private() == [f"KV is kept in host memory only: {weights} changed while the engine started"]
+    assert not heads(directory)
 
 
 @pytest.mark.parametrize("model", ["deepseek", "llama-mqa"])

@@ -92,8 +92,7 @@ def checkpoint_digest(folder: Path, *, is_code_trusted: bool = False) -> Weights
     Raises:
         ConfigError: it has no weights, or they cannot be read.
     """
-    files, cache_file = checkpoint_files(folder), home_cache()
-    files += _code(folder, is_code_trusted=is_code_trusted)
+    files, cache_file = digested_files(folder, is_code_trusted=is_code_trusted), home_cache()
     with _in_turn(cache_file):
         digest = digest_files(files, cache_file)
     logger.info(
@@ -117,12 +116,18 @@ def checkpoint_versions(folder: Path | None, *, is_code_trusted: bool = False) -
         return {}
     files = [folder] if folder.is_file() else [*folder.glob("*.json")]
     with suppress(ConfigError):  # no weights yet
-        files += checkpoint_files(folder)
-    return file_versions(files + _code(folder, is_code_trusted=is_code_trusted))
+        files += digested_files(folder, is_code_trusted=is_code_trusted)
+    return file_versions(files)
 
 
-def _code(folder: Path, *, is_code_trusted: bool) -> list[Path]:
-    return sorted(folder.glob("*.py")) if is_code_trusted and folder.is_dir() else []
+def digested_files(folder: Path, *, is_code_trusted: bool = False) -> list[Path]:
+    """The files that `checkpoint_digest` covers.
+
+    Raises:
+        ConfigError: the folder has no weights, or cannot be read.
+    """
+    code = folder.glob("*.py") if is_code_trusted and folder.is_dir() else ()
+    return [*checkpoint_files(folder), *sorted(code)]
 
 
 def adapter_files(folder: Path) -> Iterator[Path]:
@@ -130,6 +135,13 @@ def adapter_files(folder: Path) -> Iterator[Path]:
     for file in sorted(folder.iterdir()):
         if file.name.startswith(("adapter_", "new_embeddings")) or file.suffix == ".safetensors":
             yield file
+
+
+def adapter_versions(folder: Path | None) -> dict[Path, FileVersion]:
+    """The version of each file of an adapter; empty without a folder, or if it cannot be read."""
+    with suppress(OSError):
+        return {} if folder is None else file_versions(adapter_files(folder))
+    return {}
 
 
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:

@@ -374,9 +374,8 @@ def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shar
     for name in ("follow_engine", "Geometry", "installed"):
         monkeypatch.setattr(sides, name, MagicMock())
     for is_private, names in ((True, ["passing"]), (False, [*declared])):
-        found = MagicMock(is_private=is_private)
-        monkeypatch.setattr(sides.identity, "identify", lambda *_, found=found: found)
-        setup = sides.EngineSetup.of(MagicMock(), MagicMock())
+        monkeypatch.setattr(sides, "identify", MagicMock())
+        setup = sides.EngineSetup.of(MagicMock(), MagicMock()).identified_as(MagicMock(is_private=is_private))
         assert [tier.name for tier in setup.config.tiers] == names
 
 

@@ -14,7 +14,7 @@ def test_the_configuration_is_seen_only_while_it_is_made():
     class VllmConfig:
         def __init__(self, model: object, connector: str = "KvtierConnector") -> None:
             self.model_config = model
-            self.kv_transfer_config = SimpleNamespace(kv_connector=connector)
+            self.kv_transfer_config = SimpleNamespace(kv_connector=connector) if connector else None
             self.__post_init__()
 
         def __post_init__(self) -> None:
@@ -26,7 +26,7 @@ def test_the_configuration_is_seen_only_while_it_is_made():
     made = VllmConfig("a model")
     assert made.seen is made
     assert VllmConfig(None).seen is None, "vLLM makes some without a model"
-    assert VllmConfig("a model", "MultiConnector").seen is None, "with ours as one of several"
+    assert VllmConfig("a model", "").seen is None, "the draft model's, say"
     assert asked() is None
 
 
@@ -57,3 +57,31 @@ def test_the_plug_in_imports_next_to_nothing():
         "kvtier.connect.vllm",
     }
     assert not {"vllm", "torch", "numpy"} & set(done.stdout.split())
+
+
+LOADERS = """
+class DefaultModelLoader:
+    def _prepare_weights(self): ...
+class ShardedStateLoader:
+    def load_weights(self): ...
+"""
+
+
+def test_vllms_loaders_are_watched_when_they_are_imported_and_not_before(tmp_path):
+    place = tmp_path / "vllm" / "model_executor" / "model_loader"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text(LOADERS)
+    found = """if True:
+        import sys
+        from kvtier.connect.vllm import register
+        register(), register()
+        assert "vllm.model_executor" not in sys.modules
+        import vllm.model_executor.model_loader as loaders
+        first = loaders.DefaultModelLoader._prepare_weights
+        assert first.__module__ == "vllm.model_executor.model_loader"  # by functools.wraps
+        assert "files_read" in first.__code__.co_filename
+        register()
+        assert loaders.DefaultModelLoader._prepare_weights is first
+    """
+    path = f"{tmp_path}:{Path(__file__).parents[3] / 'src'}"
+    subprocess.run([sys.executable, "-c", found], env={"PYTHONPATH": path}, timeout=60, check=True)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from tests.vllm_config import request, vllm_config
 
+from kvtier.connect.local_files import adapter_versions
 from kvtier.connect.vllm import request_keys as module
+from kvtier.connect.vllm.files_read import AdapterRead
 from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.keys.chain import Extra, chunk_keys
@@ -207,7 +209,7 @@ def test_an_adapter_that_changes_while_it_is_used_is_not_cached_any_more(adapter
     before = keys(request(TOKENS, lora_request=lora(adapter)), requests)
     _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
     assert requests.begin(request(TOKENS, lora_request=lora(adapter))) is None
-    assert "the files of adapter 'sql' have changed since vLLM loaded it" in caplog.text
+    assert "the files of adapter 'sql' have changed since kvtier identified them" in caplog.text
     after = keys(request(TOKENS, lora_request=lora(adapter, again=True)), requests)
     assert after != before
     assert keys(request(TOKENS, lora_request=lora(adapter)), requests) == after
@@ -277,7 +279,7 @@ def test_as_many_adapters_are_remembered_as_there_is_room_for(adapter, monkeypat
     requests = lora_requests()
     for number in range(1, 5):
         keys(request(TOKENS, lora_request=lora(adapter, f"a{number}", number)), requests)
-    assert len(requests._adapters._known) == 2
+    assert len(requests.adapters._known) == 2
 
 
 def test_reasons_are_told_once_and_not_without_end(monkeypatch, caplog):
@@ -360,3 +362,53 @@ def test_a_reset_is_never_undone_by_clearing_at_the_same_moment(monkeypatch):
     requests.clear_salt("one")
     thread.join()
     assert not set(before) & set(keys(request(TOKENS), requests))
+
+
+def reads(*numbered, adapter):
+    """What workers report that have read the adapter's files as they are now, or while they changed."""
+    return [AdapterRead(number, {} if is_torn else adapter_versions(adapter)) for number, is_torn in numbered]
+
+
+def test_an_adapter_of_which_vllm_reads_other_files_is_not_cached_until_it_reads_the_identified_ones(adapter):
+    requests = lora_requests()
+    weights = adapter / "adapter_model.safetensors"
+    right, asked = weights.read_bytes(), request(TOKENS, lora_request=lora(adapter))
+    before = keys(asked, requests)
+    _rewrite(weights, b"LORA" * 100)
+    assert requests.adapters.read(reads((1, False), adapter=adapter)) == {1}
+    _rewrite(weights, right)
+    assert requests.begin(asked) is None, "vLLM still holds the other one"
+    assert requests.adapters.read(reads((1, False), adapter=adapter)) == set()
+    assert keys(asked, requests) == before
+
+
+def test_workers_that_read_different_files_are_a_doubt_as_are_files_that_change_during_a_read(adapter):
+    requests = lora_requests()
+    asked = request(TOKENS, lora_request=lora(adapter))
+    keys(asked, requests)
+    good, torn = (1, False), (1, True)
+    for found, doubted in (([good, good], set()), ([good, torn], {1}), ([torn], {1}), ([good], set())):
+        assert requests.adapters.read(reads(*found, adapter=adapter)) == doubted
+        assert (requests.begin(asked) is None) == bool(doubted)
+
+
+def test_an_adapter_that_vllm_has_read_before_it_was_identified_must_be_the_same(adapter):
+    requests = lora_requests()
+    assert requests.adapters.read(reads((1, False), (2, False), adapter=adapter)) == set()
+    assert requests.begin(request(TOKENS, lora_request=lora(adapter))) is not None
+    _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
+    assert requests.begin(request(TOKENS, lora_request=lora(adapter, number=2))) is None
+
+
+def test_the_same_content_in_other_files_is_the_same_adapter(adapter, monkeypatch):
+    requests = lora_requests()
+    asked = request(TOKENS, lora_request=lora(adapter))
+    before = keys(asked, requests)
+    requests.adapters.read(reads((1, False), adapter=adapter))
+    _rewrite(adapter / "adapter_model.safetensors", (adapter / "adapter_model.safetensors").read_bytes())
+    assert keys(asked, requests) == before
+    assert len(requests.adapters.named(1)) == 2
+    _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
+    assert requests.begin(asked) is None
+    monkeypatch.setattr(module, "digest_files", None)
+    assert requests.begin(asked) is None, "other content is digested once"

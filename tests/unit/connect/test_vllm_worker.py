@@ -1,10 +1,12 @@
 """A worker reports each load once, whichever way it hears of it, and lets no copy spoil a forward, nor the reverse."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.connect.vllm import worker as module
+from kvtier.connect.vllm.files_read import AdapterRead
 from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport, StepDone, StepOrders, Worker
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
@@ -49,6 +51,20 @@ def test_a_load_is_reported_once(order):
         assert worker.take_bad_blocks() == ({4, 5} if not number else set())
     assert reported == ["r7"]
     assert len(worker._received_once) == len(steps) % 2
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_load_for_an_adapter_counts_only_if_the_worker_has_read_that_adapter(is_read):
+    asked, reads = [], (AdapterRead(7, {}),)
+    adapters = SimpleNamespace(has_read=lambda *given: asked.append(given) or is_read, take=lambda: reads)
+    worker = Worker(Copier().revoke, adapters=adapters)
+    adapter = SimpleNamespace(lora_int_id=7)
+    worker.begin(StepOrders(1, ended=(ended()._replace(adapter=adapter),), named={7: ["versions"]}))
+    assert asked == [(adapter, ["versions"])]
+    assert worker.results() == ({"r7"}, set() if is_read else {"r7"})
+    assert worker.done == StepDone(1, adapters=reads)
+    assert worker.done.aggregate(worker.done).adapters == reads + reads
+    assert not worker._received_once
 
 
 def test_a_failed_load_is_reported_as_received_and_failed():

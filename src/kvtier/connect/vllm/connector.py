@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.connect.vllm.events import BlockEvent
+from kvtier.connect.vllm.files_read import doubt
 from kvtier.connect.vllm.geometry import TableLayout
+from kvtier.connect.vllm.identity import EngineIdentity
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
 from kvtier.connect.vllm.support import check_others
@@ -26,6 +28,7 @@ from kvtier.connect.vllm.vllm_imports import (
     TransferResults,
     external_hash,
     extra_keys,
+    gathered,
     hash_block,
     hash_function,
     published_keys,
@@ -40,6 +43,9 @@ from kvtier.connect.vllm.worker import StepDone, StepOrders
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_IDENTITY = "identity"
+"""Field of a handshake."""
 
 FAILURE_CHARACTERS = 500
 """A longer text of an internal error is cut where it is kept."""
@@ -63,6 +69,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._failure = ""
         """The first internal error; empty without one."""
         self._setup = EngineSetup.of(vllm_config, kv_cache_config)
+        """In a scheduler's connector identified as its workers say, once they are up."""
+        if role is ConnectorRole.WORKER:
+            self._setup = self._setup.identified_as(_agreed(self._setup))
         self._connectors = _connectors_around()
         """All connectors of the `MultiConnector` that makes this one."""
         self._upper: SchedulerSide | None = None
@@ -110,6 +119,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         executor, handshakes = on_stack("model_executor"), list(metadata.values())
         if self._others:
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
+        handshakes = [dict(it) for it in handshakes]
+        self._setup = self._setup.identified_as([it.pop(_IDENTITY) for it in handshakes].pop())
         self._upper = side = SchedulerSide(
             *(self._setup, handshakes, on_stack("scheduler"), self._guard, lambda: self._failure),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
@@ -246,8 +257,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @property
     def _handshake(self) -> Any:  # noqa: ANN401
-        """Arguments of `rank_server.connect`; None before vLLM has registered its KV memory."""
-        return None if self._lower is None else self._lower.server.handshake
+        """Arguments of `rank_server.connect`, and the identity; None before vLLM has registered its KV memory."""
+        if self._lower is None:
+            return None
+        return {**self._lower.server.handshake, _IDENTITY: self._setup.identity._replace(weights=None, versions={})}
 
     @staticmethod
     def _handshake_of_worker(worker: Any) -> Any:  # noqa: ANN401, ARG004 - vLLM's worker
@@ -315,6 +328,21 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     ) -> PromMetrics:
         """Metrics for `/metrics`."""
         return PromMetrics(metric_types, labelnames, per_engine_labelvalues)
+
+
+def _agreed(setup: EngineSetup) -> EngineIdentity:
+    """The identity of an engine, the same in all workers: private if one may have read other files than it identified.
+
+    Called in each worker, where it waits for the others.
+    """
+    config, own = setup.vllm_config, setup.identity
+    found = [(own.fingerprint.digest, own.detail or doubt(config, own.versions))]
+    if setup.ranks > 1:
+        found = gathered(found[0])
+    detail = next((detail for _, detail in found if detail), "")
+    if len({digest for digest, _ in found}) > 1 and not detail:
+        detail = "its workers have identified different weights"
+    return own.made_private(config, detail) if detail else own
 
 
 def _connectors_around() -> list[Any]:

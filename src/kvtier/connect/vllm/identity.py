@@ -9,6 +9,8 @@ object's name; and everything that belongs to single requests (`request_keys`).
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
@@ -18,12 +20,12 @@ from kvtier.connect.vllm.support import draft_model
 from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.weights import WeightsDigest
+from kvtier.keys.weights import FileVersion, WeightsDigest
 
 LOCAL_FORMATS = frozenset({
-    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "sharded_state",
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "sharded_state",
 })  # fmt: skip
-"""Load formats that read files of a checkpoint's folder."""
+"""Load formats that read only files of a checkpoint's folder. `npcache` reads what an earlier start has converted."""
 
 
 class EngineIdentity(NamedTuple):
@@ -36,6 +38,13 @@ class EngineIdentity(NamedTuple):
     """No other engine can use this KV, now or later, so it is not written below host memory."""
     detail: str
     """Why it is private."""
+    versions: Mapping[Path, FileVersion] = {}
+    """Of the files that the digests of the weights and of the draft model's cover."""
+
+    def made_private(self, config: VllmConfig, detail: str) -> "EngineIdentity":
+        """The identity of an engine that may have read other files than were identified."""
+        fingerprint = replace(self.fingerprint, weights=_own_digest(config))
+        return EngineIdentity(fingerprint, None, is_private=True, detail=detail)
 
 
 def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
@@ -51,13 +60,13 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
     weights, detail = _weights(config.model_config, config.load_config)
     draft = draft_model(config)
     drafts: dict[str, object] = {}
+    versions = {} if weights is None else dict(weights.versions)
     if draft is not None and weights is not None:
         own_draft, detail = _weights(draft, config.speculative_config.draft_load_config or config.load_config)
         weights = None if own_draft is None else weights
         drafts = {"drafts": None if own_draft is None else _drafts(config, own_draft)}
-    # Without weights: 32 bytes that only the processes of this engine have in common.
-    own = f"kvtier.own\0{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
-    digest = hashlib.sha256(own).digest() if weights is None else weights.digest
+        versions |= {} if own_draft is None else own_draft.versions
+    digest = _own_digest(config) if weights is None else weights.digest
     model, cache = config.model_config, config.cache_config
     settings = cast("Mapping[str, object]", model.hf_config.to_dict())
     fingerprint = Fingerprint(
@@ -80,7 +89,12 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
             **drafts,
         },
     )
-    return EngineIdentity(fingerprint, weights, weights is None, detail)
+    return EngineIdentity(fingerprint, weights, weights is None, detail, versions)
+
+
+def _own_digest(config: VllmConfig) -> bytes:
+    """32 bytes that only the processes of this engine have in common, in place of a digest of its weights."""
+    return hashlib.sha256(f"kvtier.own\0{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()).digest()
 
 
 def _drafts(config: VllmConfig, weights: WeightsDigest) -> dict[str, object]:

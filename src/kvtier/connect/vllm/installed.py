@@ -75,10 +75,7 @@ def config_being_made() -> VllmConfig | None:
     for frame, _ in islice(walk_stack(inspect.currentframe()), _FRAMES_MAX):
         found: Any = frame.f_locals.get("self")
         if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
-            transfer = found.kv_transfer_config
-            # Under a MultiConnector the settings belong to a configuration that does not exist yet.
-            is_ours = getattr(transfer, "kv_connector", None) == "KvtierConnector"
-            return found if is_ours and found.model_config is not None else None
+            return None if found.model_config is None or found.kv_transfer_config is None else found
     return None
 
 

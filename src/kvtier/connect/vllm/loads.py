@@ -232,7 +232,8 @@ class Loads:
         self._events.append(done)
         if report is not None:
             self._reports.append(report)
-            self._send_note(Note(LOADED_NOTE, report.load, report.bad_blocks, report.is_failed))
+            if report.adapter is None:
+                self._send_note(Note(LOADED_NOTE, report.load, report.bad_blocks, report.is_failed))
 
     def _report(self, load: OpenLoad, tokens: int) -> LoadReport:
         plan = load.match.plan
@@ -242,7 +243,7 @@ class Loads:
         if not is_whole and self._geometry.can_load_in_part:
             bad_blocks = self._geometry.unfilled(load.tables, filled, plan.tokens)
         is_failed = not is_whole and not self._geometry.can_load_in_part
-        return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed)
+        return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed, load.tracked.request.lora_request)
 
 
 def shared_chunks(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:

@@ -11,17 +11,18 @@ import logging
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.connect.local_files import adapter_files, local_folder
+from kvtier.connect.vllm.files_read import AdapterRead
 from kvtier.connect.vllm.support import looks_ahead, reason_against
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, KvError
 from kvtier.keys.chain import Chain, Extra
-from kvtier.keys.weights import digest_files, home_cache
+from kvtier.keys.weights import FileVersion, digest_files, file_versions, home_cache
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ EPOCH_BYTES = 16
 
 CLEARED_SALTS_MAX = 4096
 """Salts that may be cleared one by one until everything is."""
+
+VERSIONS_MAX = 8
+"""Earlier versions of an adapter's files, with the same content, that are remembered."""
 
 REASONS_MAX = 100
 """Different reasons logged. Reasons may name adapters, whose number is unbounded."""
@@ -57,7 +61,7 @@ class KeyMaker:
         self._root = root
         self._chunk_tokens = chunk_tokens
         self._config = config
-        self._adapters = Adapters(config.lora_config, replaced)
+        self.adapters = Adapters(config.lora_config, replaced)
         self._epochs: tuple[bytes, dict[str, bytes]] = (b"", {})
         """Of all requests, and of those with cleared salts. Replaced as a whole, because other threads read it."""
         self._epochs_lock = threading.Lock()
@@ -85,7 +89,7 @@ class KeyMaker:
     def loaded(self, adapter: LoraRequest) -> None:
         """Identify an adapter that vLLM is about to load: its files may be others when a request comes."""
         with suppress(NotCacheableError):
-            self._adapters.identify(adapter)
+            self.adapters.identify(adapter)
 
     def chain_of(self, salt: str, adapter: str) -> Chain:
         """The key chain of a request of text, still without tokens.
@@ -97,7 +101,7 @@ class KeyMaker:
         Raises:
             NotCacheableError: no request has used an adapter of this name.
         """
-        return self._chain(self._common(salt, self._adapters.known(adapter)))
+        return self._chain(self._common(salt, self.adapters.known(adapter)))
 
     def _chain(self, extras: list[Extra]) -> Chain:
         return Chain(self._root, self._chunk_tokens, extras, looks_ahead=looks_ahead(self._config))
@@ -120,7 +124,7 @@ class KeyMaker:
         reason = reason_against(request, self._config)
         if reason:
             raise NotCacheableError(reason)
-        adapter = None if request.lora_request is None else self._adapters.identify(request.lora_request)
+        adapter = None if request.lora_request is None else self.adapters.identify(request.lora_request)
         extras = self._common(request.cache_salt or "", adapter)
         for item in request.mm_features:
             identified = [item.modality, item.identifier, item.mm_position.length]
@@ -139,34 +143,36 @@ class KeyMaker:
         return extras
 
 
-_FileStamps = tuple[tuple[str, int, int, int, int], ...]
-"""Stamp of each file: name, inode, size, modification time, change time."""
-
-
 class _Adapter(NamedTuple):
     name: str
     path: str
     folder: Path
-    stamps: _FileStamps
+    versions: tuple[Mapping[Path, FileVersion], ...]
+    """Of its files, at several times. All had the content that `identity` is made of."""
     identity: bytes
+    other: Mapping[Path, FileVersion] = {}
+    """The last versions with another content, so that they are digested once."""
 
 
 class Adapters:
     """Identities of the adapters in vLLM's memory.
 
-    Files of an adapter are read at first use, and perhaps again later. So their digest is taken once. After its files
-    change an adapter is no longer cached, because vLLM may hold either version. An adapter that is reloaded on purpose
-    (`load_inplace`) is digested again.
+    Files of an adapter are digested when the first request arrives. vLLM's workers read them later, and perhaps again
+    and again. Each read is compared with what was digested (`read`). After a difference the adapter is not cached until
+    it is loaded again from files of the digested content. Nor is it while its files have another content: vLLM may hold
+    either. An adapter that is reloaded on purpose (`load_inplace`) gets a new identity.
 
     Args:
         settings: `LoRAConfig`, or None.
-        replaced: called with the name of an adapter that is digested again.
+        replaced: called with the name of an adapter that gets a new identity.
     """
 
     def __init__(self, settings: VllmConfig, replaced: Callable[[str], None]) -> None:
         self._settings = settings
         self._replaced = replaced
         self._known: OrderedDict[int, _Adapter] = OrderedDict()
+        self._read: OrderedDict[int, Mapping[Path, FileVersion]] = OrderedDict()
+        """What the workers have read last; empty: different files. Both forget the adapter used least recently."""
 
     def known(self, name: str) -> bytes | None:
         """The identity of the newest adapter of this name; None for no name. Any thread.
@@ -179,40 +185,77 @@ class Adapters:
             raise NotCacheableError(f"no request has used an adapter of the name {name[:40]!r}")
         return found[-1] if name else None
 
+    def named(self, number: int) -> tuple[Mapping[Path, FileVersion], ...]:
+        """The versions of files that an adapter's identity belongs to; empty for an unknown one."""
+        known = self._known.get(number)
+        return () if known is None else known.versions
+
+    def read(self, reads: Collection[AdapterRead]) -> set[int]:
+        """Take the reads of all workers in a step; returns the numbers of those that read other files than digested."""
+        doubted: set[int] = set()
+        for number in {it.number for it in reads}:
+            versions, *others = (it.versions for it in reads if it.number == number)
+            self._read[number] = versions if all(it == versions for it in others) else {}
+            self._read.move_to_end(number)
+            if number in self._known and self._read[number] not in self.named(number):
+                doubted.add(number)
+        while len(self._read) > ADAPTERS_MAX:
+            self._read.popitem(last=False)
+        return doubted
+
     def identify(self, adapter: LoraRequest) -> bytes:
         """Everything that determines an adapter's effect on KV.
 
         Raises:
             NotCacheableError: the adapter cannot be identified; the message says why.
         """
-        name, path = adapter.lora_name, adapter.lora_path
-        known = self._known.get(adapter.lora_int_id)
+        name, path, number = adapter.lora_name, adapter.lora_path, adapter.lora_int_id
+        known = self._known.get(number)
         is_same = known is not None and (known.name, known.path) == (name, path)
         folder = known.folder if known is not None and is_same else local_folder(path, None, None)
         if folder is None or not folder.is_dir():
             raise NotCacheableError(f"the files of adapter {name!r} are not at {path}")
         try:
-            stamps = _stamps(folder)
-            if known is not None and is_same and known.stamps == stamps:
-                return known.identity
-            if known is not None and not adapter.load_inplace:
-                raise NotCacheableError(f"the files of adapter {name!r} have changed since vLLM loaded it")
-            digest = digest_files(adapter_files(folder), home_cache()).digest
+            versions = _versions(folder)
+            if known is None or not is_same or versions not in known.versions:
+                known = self._digested(adapter, folder, known, versions)
         except (OSError, ConfigError) as error:
             raise NotCacheableError(f"the files of adapter {name!r} cannot be read: {error}") from error
+        self._known.move_to_end(number)
+        if number in self._read:
+            self._read.move_to_end(number)
+            if self._read[number] not in known.versions:
+                raise NotCacheableError(f"vLLM has loaded other files of adapter {name!r} than kvtier has identified")
+        return known.identity
+
+    def _digested(
+        self, adapter: LoraRequest, folder: Path, known: _Adapter | None, versions: Mapping[Path, FileVersion]
+    ) -> _Adapter:
+        """The adapter with its files as they are now."""
+        name, number = adapter.lora_name, adapter.lora_int_id
+        changed = NotCacheableError(f"the files of adapter {name!r} have changed since kvtier identified them")
+        if known is not None and versions == known.other and not adapter.load_inplace:
+            raise changed
+        digest = digest_files(adapter_files(folder), home_cache())
         dtype = plain_name(getattr(self._settings, "lora_dtype", None))
         modules = getattr(self._settings, "target_modules", None)
-        identity = json.dumps([name, digest.hex(), dtype, modules, adapter.is_3d_lora_weight]).encode()
-        self._known[adapter.lora_int_id] = _Adapter(name, path, folder, stamps, identity)
+        identity = json.dumps([name, digest.digest.hex(), dtype, modules, adapter.is_3d_lora_weight]).encode()
+        found = _Adapter(name, adapter.lora_path, folder, (digest.versions,), identity)
+        if known is not None and known[:3] == found[:3] and known.identity == identity:
+            found = found._replace(versions=(*known.versions[-VERSIONS_MAX:], digest.versions))
+        elif known is not None and not adapter.load_inplace:
+            self._known[number] = known._replace(other=versions)
+            raise changed
+        self._known[number] = found
         if known is not None and known.identity != identity:
             self._replaced(name)
         if len(self._known) > ADAPTERS_MAX:
             self._known.popitem(last=False)
-        return identity
+        return found
 
 
-def _stamps(folder: Path) -> _FileStamps:
-    found = [(file.name, file.stat()) for file in adapter_files(folder)]
-    if "adapter_config.json" not in {name for name, _ in found}:
+def _versions(folder: Path) -> dict[Path, FileVersion]:
+    versions = file_versions(adapter_files(folder))
+    if "adapter_config.json" not in {path.name for path in versions}:
         raise ConfigError(f"{folder} holds no adapter_config.json")
-    return tuple((name, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in found)
+    return versions

@@ -28,6 +28,7 @@ from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.request_hints import NO_HINTS, Problem, RequestHints, request_hints
 from kvtier.connect.vllm.request_history import WEIGHTS_CHANGED, RequestHistory
+from kvtier.connect.vllm.request_keys import Adapters
 from kvtier.connect.vllm.requests import (
     LookupAnswer,
     PrefixMatch,
@@ -90,6 +91,7 @@ class Scheduler:
         is_alone: False: beside another connector, which passes KV between engines. Requests that come with
             `do_remote_prefill` are the other's to load, and nothing is announced or waited for.
         restart: see `OwnCache.restart`.
+        adapters: identities of the engine's adapters, if it has any.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Scheduler:
         drafted_tokens: int = sys.maxsize,
         is_alone: bool = True,
         restart: Callable[[Collection[str]], None] = lambda _: None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._session = session
         self._ranks = ranks
@@ -149,6 +152,9 @@ class Scheduler:
         self._drafted_tokens = drafted_tokens
         self._has_undrafted = False
         """vLLM's own cache may hold blocks of a step without the draft model."""
+        self._adapters = adapters
+        self._mixed_adapters: set[int] = set()
+        """vLLM's own cache may hold blocks that were computed with other files of these adapters."""
         self._numbers = itertools.count()
         self._warned: set[str] = set()
         self._requests: dict[str, TrackedRequest] = {}
@@ -259,6 +265,8 @@ class Scheduler:
         self._loads.forget_landed(tracked.id)
         self._forget_offers(tracked)
         self._mark_cached(tracked, resident_tokens, resident_tokens)
+        if resident_tokens and _adapter_of(request) in self._mixed_adapters:
+            tracked.renew(None)
         self._guards.run(Feature.JOURNAL, tracked.account.resident, resident_tokens, otherwise=None)
         most = self._geometry.hit_tokens(request.num_tokens)
         if tracked.cap_tokens is not None:
@@ -403,6 +411,11 @@ class Scheduler:
             is_waiting=not self._is_busy and bool(self._loads),
             is_off=self._is_off,
             is_reset=self._step == self._reset_step,
+            named={
+                it.adapter.lora_int_id: self._adapters.named(it.adapter.lora_int_id)
+                for it in ended
+                if it.adapter is not None and self._adapters is not None
+            },
         )
         # Last, when nothing can raise any more: after an error `last_orders` reports them.
         self._loads.reported(ended)
@@ -469,6 +482,8 @@ class Scheduler:
         self._step_timer.step_ended(done.step, time.monotonic())
         if done.changed and done.step >= self._reset_step:
             self.weights_change(done.changed)
+        if done.adapters and self._adapters is not None:
+            self._doubt(self._adapters.read(done.adapters))
         self._settle()
         self._stores.yield_idle()
         for name, tracked in list(self._due.items()):
@@ -606,6 +621,14 @@ class Scheduler:
         """Record whether vLLM has reset its own cache."""
         self._own_is_empty = was_reset
 
+    def _doubt(self, adapters: set[int]) -> None:
+        """Name nothing by adapters of which the workers have read other files than kvtier has identified."""
+        if adapters:
+            self._mixed_adapters |= adapters
+            # Those of the step that has returned hold what it has computed, and were not sent yet.
+            self._revoked += self._stores.cancel_all()
+            self._renew_keys([it for it in self._requests.values() if _adapter_of(it.request) in adapters])
+
     def reset(self) -> bool:
         """Make everything cached before now unreachable: vLLM resets its caches.
 
@@ -618,6 +641,7 @@ class Scheduler:
         if is_empty:  # else a change that is noticed later may have come before
             self._reset_step = self._step + 1
             self._has_undrafted = False
+            self._mixed_adapters.clear()
         self._renew()
         return True
 
@@ -712,3 +736,7 @@ class Scheduler:
     def close(self) -> None:
         """Stop the thread that polls the session."""
         self._loads.close()
+
+
+def _adapter_of(request: Request) -> int | None:
+    return None if request.lora_request is None else request.lora_request.lora_int_id

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.vllm.files_read import doubt_of
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
 from kvtier.connect.vllm.tiering_calls import Calls
@@ -113,6 +114,8 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             self.block_size_bytes,
             workers.collective_rpc(page_details, timeout=ASK_WORKERS_S),
         )
+        doubts: list[str] = workers.collective_rpc(doubt_of, timeout=ASK_WORKERS_S, args=(setup.identity.versions,))
+        private = setup.identity.detail or max(doubts)
         self._config = setup.config
         follow_engine(self._config.log.level)
         self._prefix_groups = setup.prefix_groups
@@ -121,11 +124,11 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         )
         self._epoch = b""
         """Random after a reset, and part of every name since."""
-        self._is_off = setup.identity.is_private
+        self._is_off = bool(private)
         self._pages = np.asarray(primary_kv_view)
         self._store: ObjectStore | None = None
         if self._is_off:
-            logger.warning("kvtier stores and finds nothing in this engine: %s", setup.identity.detail)
+            logger.warning("kvtier stores and finds nothing in this engine: %s", private)
         else:
             replica = int(vllm_config.parallel_config.data_parallel_index)
             self._store = open_object_store(

@@ -10,11 +10,13 @@ from typing import Any
 from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
-from kvtier.connect.vllm import identity, installed, support, weights
+from kvtier.connect.vllm import installed, support, weights
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
+from kvtier.connect.vllm.files_read import AdaptersRead
 from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.held_parts import held_parts
+from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.own_cache import OwnCache
 from kvtier.connect.vllm.request_history import RequestHistory
@@ -83,13 +85,13 @@ class EngineSetup:
     kv_cache_config: KvCacheConfig
     config: Config
     geometry: Geometry
-    identity: identity.EngineIdentity
+    identity: EngineIdentity
     role: str
     """`kv_role`: ``kv_both``, ``kv_producer`` for a prefill engine, or ``kv_consumer`` for a decode engine."""
 
     @staticmethod
     def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "EngineSetup":
-        """Check and identify an engine.
+        """Check and identify an engine, as this process sees it: `identified_as` follows.
 
         Raises:
             ConfigError: a setting is wrong, or this release of vLLM is not supported.
@@ -98,13 +100,18 @@ class EngineSetup:
         config, version = check_start(vllm_config)
         follow_engine(config.log.level)
         geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens)
-        identified = identity.identify(vllm_config, version)
+        identified = identify(vllm_config, version)
+        role = vllm_config.kv_transfer_config.kv_role
+        return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, role)
+
+    def identified_as(self, identified: EngineIdentity) -> "EngineSetup":
+        """The same engine with the identity that all of its workers agree on."""
+        config = self.config
         if identified.is_private:
             # No later engine could identify the stored bytes.
             kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
             config = replace(config, tiers=tuple(kept))
-        role = vllm_config.kv_transfer_config.kv_role
-        return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, role)
+        return replace(self, config=config, identity=identified)
 
     @property
     def ranks(self) -> int:
@@ -187,6 +194,7 @@ class SchedulerSide:
             drafted_tokens=support.drafted_tokens(vllm_config),
             is_alone=is_alone,
             restart=own_cache.restart,
+            adapters=self._keys.adapters,
         )
         own_cache.watch_resets(guarded(self.scheduler.own_reset_begins), guarded(self.scheduler.own_reset_ended))
         self._session.watch(
@@ -328,8 +336,11 @@ class WorkerSide:
         )
         if number == 0:
             note_fingerprint(config, setup.identity.fingerprint)
+        has_lora = setup.vllm_config.lora_config is not None
         self.worker = Worker(
-            copier.revoke, look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb)
+            copier.revoke,
+            look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb),
+            AdaptersRead(weights.on_stack("lora_manager")) if has_lora else None,
         )
         self.server = RankServer(self._rank, self.worker.receive)
 

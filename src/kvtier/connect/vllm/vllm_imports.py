@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from vllm.distributed import kv_events
+import torch
+from vllm.distributed import kv_events, parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils import hashing
@@ -26,3 +27,11 @@ wake_up: Any = EngineCoreRequestType.WAKEUP
 hash_block: Any = kv_cache_utils.hash_block_tokens
 hash_function: Any = hashing.get_hash_fn_by_name
 spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
+
+
+def gathered(own: object) -> list[Any]:
+    """What each worker of the engine calls this with, by rank. Waits for all of them."""
+    group: Any = parallel_state.get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found

@@ -5,10 +5,14 @@ be ordered with the forward: blocks that copies must keep off, and loads that ha
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.connect.vllm.files_read import AdapterRead, AdaptersRead
+from kvtier.connect.vllm.vllm_types import LoraRequest
+from kvtier.keys.weights import FileVersion
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 
@@ -31,6 +35,8 @@ class LoadReport(NamedTuple):
     """Blocks that vLLM takes for filled, but that the load did not fill."""
     is_failed: bool
     """The load delivered nothing that vLLM can use."""
+    adapter: LoraRequest | None = None
+    """The request's. Then only orders report the load, because the worker first looks at the adapter."""
 
     @property
     def request(self) -> str:
@@ -47,6 +53,10 @@ class StepOrders:
     """Stores and loads whose blocks vLLM reuses in this step. Their copies no longer count."""
     ended: tuple[LoadReport, ...] = ()
     """All loads that ended since the last step. Most were already announced by a note."""
+    named: Mapping[int, Collection[Mapping[Path, FileVersion]]] = field(
+        default_factory=dict[int, Collection[Mapping[Path, FileVersion]]]
+    )
+    """Of the adapters of these loads, by number: the versions of their files that the loaded KV belongs to."""
     is_empty: bool = False
     """The step computes nothing."""
     is_waiting: bool = False
@@ -64,10 +74,13 @@ class StepDone:
     step: int
     changed: str = ""
     """What has changed the worker's weights before the step's end, since the last reset; empty if nothing has."""
+    adapters: tuple[AdapterRead, ...] = ()
+    """The adapters that were loaded since the step before."""
 
     def aggregate(self, other: "StepDone") -> "StepDone":
         """Combine two workers' metadata; called by vLLM."""
-        return StepDone(min(self.step, other.step), self.changed or other.changed)
+        changed = self.changed or other.changed
+        return StepDone(min(self.step, other.step), changed, self.adapters + other.adapters)
 
 
 def no_look(*, is_reset: bool) -> str:  # noqa: ARG001
@@ -81,13 +94,19 @@ class Worker:
     Args:
         revoke: stops all copies of some requests, in its rank's copier; False if one still runs at the end of its wait.
         look: what has changed the weights; see `weights.WeightSample.look`.
+        adapters: that vLLM reads in this process; None without any.
     """
 
     def __init__(
-        self, revoke: Callable[[Sequence[RequestId], float], bool], look: Callable[..., str] = no_look
+        self,
+        revoke: Callable[[Sequence[RequestId], float], bool],
+        look: Callable[..., str] = no_look,
+        adapters: AdaptersRead | None = None,
     ) -> None:
         self._revoke = revoke
         self._look = look
+        self._adapters = adapters
+        self._adapters_read: tuple[AdapterRead, ...] = ()
         self._changed_weights = ""
         self._changed = threading.Condition()
         self._loaded: list[LoadReport] = []
@@ -110,7 +129,13 @@ class Worker:
         if orders.revoked:
             self._fence(orders.revoked)
         for report in orders.ended:
-            self._receive(report)
+            if report.adapter is None:
+                self._receive(report)
+            else:
+                named = orders.named.get(report.adapter.lora_int_id, ())
+                is_read = self._adapters is not None and self._adapters.has_read(report.adapter, named)
+                with self._changed:
+                    self._loaded.append(report._replace(is_failed=report.is_failed or not is_read))
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them whose loads failed. After the forward.
@@ -131,6 +156,8 @@ class Worker:
             loaded, self._loaded = self._loaded, []
         if loaded or not self._orders.is_empty:
             self._changed_weights = self._look(is_reset=False)
+        if self._adapters is not None:
+            self._adapters_read = self._adapters.take()
         if self._orders.is_off or self._changed_weights:
             loaded = [each._replace(is_failed=True) for each in loaded]
         # vLLM computes the tokens of unfilled blocks, possibly in other blocks.
@@ -149,7 +176,7 @@ class Worker:
     @property
     def done(self) -> StepDone:
         """Metadata for the scheduler, after every step."""
-        return StepDone(self._orders.step, self._changed_weights)
+        return StepDone(self._orders.step, self._changed_weights, self._adapters_read)
 
     def _receive(self, report: LoadReport) -> None:
         with self._changed:

@@ -1,0 +1,184 @@
+"""Which versions of files vLLM has read, of checkpoints and adapters: compared with those that kvtier identifies.
+
+vLLM loads the weights before it makes a connector, minutes earlier with a large model. In between a checkpoint may be
+replaced in its folder. So versions are taken twice, and travel with vLLM's `LoadConfig` to all of its processes:
+
+early    while vLLM's configuration is made: of settings and code, which it reads then. A download may come later
+read     in each worker, when the loader is about to open its first file, after any download: of all weights
+
+An adapter is identified when a request arrives, and read by the workers in the step that first uses it. It is read
+again after vLLM has evicted it from its own cache. `AdaptersRead` takes the versions around each read.
+
+Only a difference to the files that were identified is a doubt. Their age decides nothing.
+"""
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.connect.local_files import adapter_versions, checkpoint_versions, digested_files, local_folder
+from kvtier.connect.vllm.vllm_types import LoraRequest, VllmConfig
+from kvtier.errors import ConfigError
+from kvtier.keys.weights import FileVersion, changed_file, file_versions
+
+logger = logging.getLogger(__name__)
+
+_EARLY, _READ = "_kvtier_early", "_kvtier_read"
+"""Attributes of a `LoadConfig`."""
+
+
+_Versions = dict[Path, FileVersion]
+
+
+def look_early(config: VllmConfig) -> None:
+    """Take the versions of all files of the model and its draft model, while vLLM makes its configuration."""
+    if _EARLY in config.load_config.__dict__:
+        return  # vLLM copies its configuration for a draft model, when the weights are loaded
+    for model, load in models_of(config):
+        folder = local_folder(str(model.model_weights or model.model), model.revision, load.download_dir)
+        now = checkpoint_versions(folder, is_code_trusted=bool(model.trust_remote_code))
+        load.__dict__.setdefault(_EARLY, {}).update(now)
+
+
+def models_of(config: VllmConfig) -> list[tuple[Any, Any]]:
+    """The `ModelConfig` and the `LoadConfig` of the model, and of its draft model."""
+    found = [(config.model_config, config.load_config)]
+    drafting = config.speculative_config
+    draft = getattr(drafting, "draft_model_config", None)
+    if draft is not None:
+        found.append((draft, getattr(drafting, "draft_load_config", None) or config.load_config))
+    return found
+
+
+def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
+    """Take the versions of what vLLM's loaders are about to read. Idempotent.
+
+    Args:
+        loaders: vLLM's `vllm.model_executor.model_loader`.
+    """
+    default, sharded = loaders.DefaultModelLoader, loaders.ShardedStateLoader
+    if hasattr(default, _READ):
+        return
+    setattr(default, _READ, True)
+    prepare, load_weights = default._prepare_weights, sharded.load_weights  # noqa: SLF001
+
+    @wraps(prepare)
+    def _prepare_weights(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        found = prepare(self, *args, **kwargs)
+        _note(self.load_config, args[0] if args else kwargs["model_name_or_path"], found[0], found[1])
+        return found
+
+    @wraps(load_weights)
+    def _load_weights(self: Any, model: Any, model_config: Any) -> None:  # noqa: ANN401
+        name = str(model_config.model_weights or model_config.model)
+        _note(self.load_config, str(model_config.model), name, ())
+        load_weights(self, model, model_config)
+
+    default._prepare_weights, sharded.load_weights = _prepare_weights, _load_weights  # noqa: SLF001
+
+
+def _note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # noqa: ANN401
+    paths = list(map(Path, files))
+    with suppress(ConfigError):  # the digest will say it
+        paths += digested_files(Path(folder))
+    read: _Versions = load.__dict__.setdefault(_READ, {}).setdefault(name, {})
+    # A file that is read twice and changes in between differs from one of its two versions in any case.
+    read.update({path: version for path, version in file_versions(paths).items() if path not in read})
+
+
+def doubt(config: VllmConfig, identified: Mapping[Path, FileVersion]) -> str:
+    """Why what the workers of this process have read may not be what was identified; empty without a doubt.
+
+    Args:
+        config: the engine's, after its weights were loaded in this process.
+        identified: the versions that the digests of the weights cover.
+    """
+    models = models_of(config)
+    loads: list[dict[str, Any]] = list({id(load): load.__dict__ for _, load in models}.values())
+    reads: list[tuple[str, _Versions]] = list(itertools.chain(*(it.get(_READ, {}).items() for it in loads)))
+    if not reads:
+        return "kvtier did not see which files vLLM read; check that VLLM_PLUGINS, if it is set, names kvtier"
+    other = next((name for name, _ in reads if all(name != str(model.model) for model, _ in models)), "")
+    if other:
+        return f"vLLM also reads weights of {other}, which kvtier does not identify"
+    looks: list[_Versions] = [*(it.get(_EARLY, {}) for it in loads), *(versions for _, versions in reads)]
+    for seen in looks:
+        path = changed_file(seen, {**file_versions(seen), **identified}, may_download=True)
+        if path is not None:
+            return f"{path} changed while the engine started"
+    new = next((path for path in identified if not any(path in seen for seen in looks)), None)
+    return "" if new is None else f"{new} came after vLLM had read the weights"
+
+
+def doubt_of(worker: Any, identified: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - vLLM's `WorkerWrapperBase`
+    """`doubt` in a worker's process. vLLM calls it in each worker."""
+    return doubt(worker.vllm_config, identified)
+
+
+class AdapterRead(NamedTuple):
+    """An adapter that a worker has loaded, or is about to."""
+
+    number: int
+    """Its `lora_int_id`."""
+    versions: Mapping[Path, FileVersion]
+    """Of its files, before and after the load; empty if they were not the same."""
+
+
+class AdaptersRead:
+    """The adapters that one worker has read. Used by the thread of its steps.
+
+    Args:
+        manager: vLLM's `LRUCacheWorkerLoRAManager`.
+    """
+
+    def __init__(self, manager: Any) -> None:  # noqa: ANN401
+        self._manager = manager
+        self._last: dict[int, AdapterRead] = {}
+        """Of the adapters that vLLM holds, the last read."""
+        self._new: list[AdapterRead] = []
+        self._load = manager._load_adapter  # noqa: SLF001
+        manager._load_adapter = self._watched  # noqa: SLF001
+
+    def take(self) -> tuple[AdapterRead, ...]:
+        """The reads since the last call."""
+        new, self._new = self._new, []
+        return tuple(new)
+
+    def has_read(self, adapter: LoraRequest, named: Collection[Mapping[Path, FileVersion]]) -> bool:
+        """Whether a step with this adapter computes with files of versions `named`. Called before a step's forward.
+
+        The adapter is loaded unless that evicted another one. If it is not, its files count as they are now.
+        """
+        manager, number = self._manager, adapter.lora_int_id
+        try:
+            held = manager._adapter_manager  # noqa: SLF001
+            if number not in manager.list_adapters() and len(held) < held.capacity:
+                manager.add_adapter(adapter)
+            if number in manager.list_adapters():
+                read = self._last[number]
+            else:
+                read = AdapterRead(number, _versions_of(adapter))
+        except Exception as error:  # noqa: BLE001 - vLLM meets it in a step, and answers for it
+            logger.warning("adapter %r cannot be loaded: %r", adapter.lora_name, error)
+            read = AdapterRead(number, {})
+        if read.versions not in named:
+            self._new.append(read)
+            return False
+        return True
+
+    def _watched(self, adapter: LoraRequest) -> object:
+        before = _versions_of(adapter)
+        loaded = self._load(adapter)
+        read = AdapterRead(adapter.lora_int_id, before if before == _versions_of(adapter) else {})
+        held = self._manager.list_adapters()
+        self._last = {number: it for number, it in self._last.items() if number in held} | {read.number: read}
+        self._new.append(read)
+        return loaded
+
+
+def _versions_of(adapter: LoraRequest) -> dict[Path, FileVersion]:
+    return adapter_versions(local_folder(adapter.lora_path, None, None))
