@@ -93,21 +93,20 @@ CHANGE = "SABOTAGE_CHANGE"
 """When, how, and in which file: see `change_checkpoint`."""
 
 
-def changing(file: Path, when: str, how: str, **environment: str) -> dict[str, Any]:
+def changing(file: Path, when: str, how: str) -> dict[str, Any]:
     """Fields of an engine that starts while `file` becomes another one: half of its bytes are zero."""
     content = file.read_bytes()
     file.with_name(f"{file.name}.other").write_bytes(content[: len(content) // 2] + bytes(-(-len(content) // 2)))
-    environment |= {CHANGE: f"{when}:{how}:{file}"}
+    environment = {CHANGE: f"{when}:{how}:{file}"}
     return {"sabotage": "sabotage:change_checkpoint", "environment": environment}
 
 
 def change_checkpoint() -> None:
     """A file of a checkpoint changes while the engine starts.
 
-    It changes when vLLM has loaded the weights of its folder (``loaded``), or before the second of two workers loads
-    them (``second``). Or it comes only with the download that the loader makes (``download``).
+    It changes when vLLM has loaded the weights of its folder (``loaded``), or it comes only with the download that the
+    loader makes (``download``).
     """
-    import torch
     from vllm.model_executor.model_loader import DefaultModelLoader
 
     when, how, place = os.environ[CHANGE].split(":")
@@ -115,13 +114,9 @@ def change_checkpoint() -> None:
     load, prepare = DefaultModelLoader.load_weights, DefaultModelLoader._prepare_weights
 
     def load_weights(self: Any, model: Any, model_config: Any) -> Any:
-        if when == "second" and torch.distributed.get_rank() == 1:
-            _wait_for(file.with_name("loaded"))
-            _changes(how, file)
         done = load(self, model, model_config)
         if when == "loaded" and str(file.parent) == model_config.model:
             _changes(how, file)
-        file.with_name("loaded").touch()
         return done
 
     def _prepare_weights(self: Any, *arguments: Any) -> Any:
@@ -131,13 +126,6 @@ def change_checkpoint() -> None:
 
     DefaultModelLoader.load_weights = load_weights  # type: ignore[method-assign]
     DefaultModelLoader._prepare_weights = _prepare_weights  # type: ignore[method-assign]
-
-
-def _wait_for(flag: Path) -> None:
-    until_s = time.monotonic() + HANG_S
-    while not flag.exists():
-        assert time.monotonic() < until_s, f"{flag} never came"
-        time.sleep(0.01)
 
 
 def _changes(how: str, file: Path) -> None:

@@ -2,16 +2,17 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
-import sabotage
 from engines import ARGUMENTS, LONG, Expected, Start
-from harness import in_process
+from harness import START_S, in_process
 from judge import TOLERANCE, apart
 from models import make_checkpoint
 from settings import CHUNK, connector, whole
 from storage import corrupt, heads, remove
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.engine,
@@ -55,16 +56,22 @@ def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: E
 
 
 @pytest.mark.vllm_core
-def test_weights_that_change_between_the_loads_of_two_workers_name_no_kv(
+def test_weights_that_change_when_a_worker_has_loaded_them_name_no_kv(
     start: Start, checkpoints: Path, tmp_path: Path
 ) -> None:
-    model, directory = tmp_path / "model", tmp_path / "kv"
+    model, directory, log = tmp_path / "model", tmp_path / "kv", tmp_path / "engine0.log"
     shutil.copytree(checkpoints / "llama", model)
     weights = model / "model.safetensors"
-    fields = sabotage.changing(weights, "second", "replace")
-    engine = start(
-        model, connector(directory), **TWO | {**fields, "environment": fields["environment"] | TWO["environment"]}
-    )
+    shutil.copy(weights, tmp_path / "other")
+
+    def replace() -> None:
+        wait_until(lambda: log.exists() and "Loading weights took" in log.read_text("utf-8"), "the load", START_S)
+        (tmp_path / "other").replace(weights)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    engine = start(model, connector(directory), **TWO)
+    thread.join()
     engine.ask(LONG)
     engine.forget()
     assert engine.hits_of(LONG) == whole(len(LONG)), "both workers have the same private identity"

@@ -19,7 +19,7 @@ from kvtier.connect.vllm import scheduler as module
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.requests import TrackedRequest
-from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.scheduler import Scheduler, _adapter_of
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.worker import StepDone, StepOrders, Worker
@@ -795,3 +795,68 @@ def test_whatever_a_call_raises_vllm_goes_on_and_waits_for_nothing(start, connec
         planted = run(site)
         errors = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(errors) == bool(planted.where), planted.where
+
+
+class ReadAdapters:
+    """The adapters of a small engine, on both sides. The worker reads `reads` of them in each step."""
+
+    def __init__(self, engine: SmallEngine) -> None:
+        self.reads: set[int] = set()
+        self.wrong: set[int] = set()
+        self.is_read = True
+        engine.scheduler._adapters = engine.worker._adapters = self
+        keys_of = engine.scheduler._begin_keys
+        engine.scheduler._begin_keys = lambda it: None if _adapter_of(it) in self.wrong else keys_of(it)
+
+    def take(self) -> tuple[int, ...]:
+        return tuple(self.reads)
+
+    def read(self, reads: tuple[int, ...]) -> set[int]:
+        """All are read wrong."""
+        self.wrong |= {*reads}
+        return {*reads}
+
+    def named(self, number: int) -> tuple[int, ...]:
+        return (number,)
+
+    def has_read(self, adapter: SimpleNamespace, named: tuple[int, ...]) -> bool:
+        assert named == (adapter.lora_int_id,)
+        self.reads = set() if self.is_read else {adapter.lora_int_id}
+        return self.is_read
+
+
+def asked_with(engine: SmallEngine, prompt: list[int], *, ends: int = 1) -> int:
+    """Ask with adapter 1; how many tokens were loaded."""
+    before = engine.loaded_tokens
+    request = engine.ask(prompt, ends, lora_request=SimpleNamespace(lora_int_id=1, lora_name="sql"))
+    assert not request.is_failed
+    return engine.loaded_tokens - before
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_nothing_of_a_step_in_which_another_adapter_was_read_is_stored(start, is_overlapped):
+    engine = start(seed=1, is_overlapped=is_overlapped)
+    adapters, prompt = ReadAdapters(engine), [7] * 1000
+    adapters.reads = {1}
+    assert asked_with(engine, prompt) == 0
+    adapters.reads, adapters.wrong = set(), set()
+    # Read again as identified. But vLLM's own cache has blocks of the wrong one.
+    assert asked_with(engine, prompt + [8] * 600) == 0
+    engine.forget()
+    assert asked_with(engine, prompt + [8] * 600) == 0, "nothing was stored"
+    engine.forget()
+    assert asked_with(engine, prompt + [8] * 600) > 1000, "until vLLM had computed all of it with the right one"
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_load_for_an_adapter_that_the_worker_has_not_read_fails_and_its_request_is_computed(start, is_overlapped):
+    engine = start(seed=1, is_overlapped=is_overlapped)
+    adapters, prompt = ReadAdapters(engine), [7] * 1000
+    asked_with(engine, prompt)
+    engine.forget()
+    assert asked_with(engine, prompt) == 768
+    engine.forget()
+    adapters.is_read = False
+    assert asked_with(engine, prompt) == 768, "one load, which is not tried again"
+    assert engine.failures == 1
+    assert adapters.wrong == {1}
