@@ -218,6 +218,22 @@ def test_an_adapter_whose_files_change_is_another_adapter(start: Start, checkpoi
             engine.close()
 
 
+def test_files_that_change_around_vllms_read_name_nothing(start: Start, checkpoints: Path, tmp_path: Path) -> None:
+    model, adapter, directory = tmp_path / "model", tmp_path / "adapter", tmp_path / "kv"
+    shutil.copytree(checkpoints / "llama", model)
+    shutil.copytree(checkpoints / "adapter-1", adapter)
+    given = tiering(f"directory:{directory}")
+    engine = start("llama", given, enable_lora=True, max_lora_rank=8)
+    engine.do("changes:ask_and_replace", LONG, str(adapter), 1, str(checkpoints / "adapter-2"))
+    engine.close()
+    assert not objects(directory)
+    engine = start(model, given, **sabotage.changing(model / "model.safetensors", "loaded", "replace"))
+    engine.ask_and_close(LONG)
+    assert "kvtier stores and finds nothing in this engine: " in engine.printed()
+    assert "model.safetensors changed while the engine started" in engine.printed()
+    assert not objects(directory)
+
+
 def test_salts_share_nothing(start: Start, tmp_path: Path) -> None:
     given = tiering(f"directory:{tmp_path / 'kv'}")
     start("llama", given).ask_and_close(LONG, salt="one")

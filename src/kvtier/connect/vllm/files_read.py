@@ -172,8 +172,8 @@ class AdaptersRead:
 
     def _watched(self, adapter: LoraRequest) -> object:
         before = _versions_of(adapter)
-        loaded = self._load(adapter)
-        read = AdapterRead(adapter.lora_int_id, before if before == _versions_of(adapter) else {})
+        loaded, after = self._load(adapter), _versions_of(adapter)
+        read = AdapterRead(adapter.lora_int_id, after if not before or before == after else {})  # or a download
         held = self._manager.list_adapters()
         self._last = {number: it for number, it in self._last.items() if number in held} | {read.number: read}
         self._new.append(read)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.local_files import adapter_versions, local_folder, note_fingerprint
 from kvtier.connect.vllm.files_read import doubt_of
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
@@ -53,9 +53,10 @@ T = TypeVar("T")
 class _Named:
     """What the names of a request's objects depend on besides vLLM's keys."""
 
-    def __init__(self, adapter: bytes) -> None:
+    def __init__(self, adapter: bytes, loaded: LoraRequest | None) -> None:
         self.adapter = adapter
         """32 bytes that identify the contents of the adapter; or none."""
+        self.loaded = loaded
         self.ends: dict[tuple[int, int], ChunkKey] = {}
         """Keys of objects that were stored or loaded, by group and number of tokens up to their end."""
 
@@ -161,7 +162,15 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         if extras is not None:
             # Salt and images are in vLLM's hashes; of an adapter only its name and path.
             adapter = b"".join(extra.value for extra in extras if extra.kind == "adapter")
-            context.set_state(_Named(hashlib.sha256(adapter).digest() if adapter else b""))
+            digest = hashlib.sha256(adapter).digest() if adapter else b""
+            context.set_state(_Named(digest, None if request is None else request.lora_request))
+
+    def _is_unchanged(self, adapter: LoraRequest | None) -> bool:
+        """Whether an adapter has the files that it had at its first request, so that all reads were of these."""
+        if adapter is None:
+            return True
+        now = adapter_versions(local_folder(adapter.lora_path, None, None))
+        return self._keys.adapters.named(adapter.lora_int_id) == (now,)
 
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401
         """Forget the request's answers."""
@@ -201,7 +210,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     def _items(self, keys: Sequence[bytes], chunks: Iterable[int], context: Any) -> list[ObjectBytes]:  # noqa: ANN401
         """The objects, and their memory; none if the request's objects have no names."""
         named: _Named | None = context.get_state(_Named)
-        if named is None:
+        if named is None or not self._is_unchanged(named.loaded):
             return []
         objects = [self._object(key, named) for key in keys]
         ends = [(_group_of(key), context.get_offload_key_position(key) or 0) for key in keys]
