@@ -68,9 +68,10 @@ def test_an_adapter_that_changes_before_vllm_reads_it_names_no_kv(
     # vLLM holds one adapter: each that is used evicts the other.
     engine = start("llama", connector(directory), enable_lora=True, max_lora_rank=8, max_loras=1)
     wrong = engine.do("changes:ask_and_replace", LONG, str(path), 1, sources["two"])
-    assert wrong == engine.ask(two)[0].tokens, "the worker has read the files that came later"
     engine.forget()
     assert engine.hits_of(one) == 0
+    assert not heads(directory)
+    assert wrong == engine.ask(two)[0].tokens, "the worker has read the files that came later"
     assert len(re.findall(r" WARNING .*is not cached: .* of adapter 'one'", engine.printed())) == 1
 
     # Loaded again unchanged, it is cached again, apart from what vLLM has computed with the wrong files.

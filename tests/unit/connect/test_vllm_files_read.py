@@ -115,6 +115,17 @@ def test_files_that_are_read_and_not_identified_are_a_doubt(config, checkpoint, 
     assert f"vLLM also reads weights of {other}" in doubt(config, versions(checkpoint))
 
 
+def test_trusted_code_is_seen_although_vllm_did_not_import_the_connector_early(checkpoint):
+    (checkpoint / "model.py").write_text("1")
+    config = vllm_config(checkpoint)
+    read(config)
+    digested = checkpoint_digest(checkpoint, is_code_trusted=True).versions
+    assert doubt(config, digested) == ""
+    (checkpoint / "model.py").unlink()
+    (checkpoint / "model.py").write_text("1")
+    assert "model.py changed" in doubt(config, checkpoint_digest(checkpoint, is_code_trusted=True).versions)
+
+
 def test_an_engine_whose_reads_were_not_seen_is_a_doubt(config, checkpoint):
     assert "VLLM_PLUGINS" in doubt(config, versions(checkpoint))
 

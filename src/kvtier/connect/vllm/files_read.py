@@ -84,7 +84,7 @@ def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
 def _note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # noqa: ANN401
     paths = list(map(Path, files))
     with suppress(ConfigError):  # the digest will say it
-        paths += digested_files(Path(folder))
+        paths += digested_files(Path(folder), is_code_trusted=True)
     read: _Versions = load.__dict__.setdefault(_READ, {}).setdefault(name, {})
     # A file that is read twice and changes in between differs from one of its two versions in any case.
     read.update({path: version for path, version in file_versions(paths).items() if path not in read})
