@@ -88,6 +88,7 @@ def vllm_config(model: str | Path = "/nowhere", **changes: Any) -> Any:
         speculative_config=None,
         weight_transfer_config=None,
         lora_config=None,
+        ec_transfer_config=None,
         instance_id="1700000000",
         num_prefill_lookahead_tokens=0,
     )

@@ -135,6 +135,7 @@ class Request:
     shared_prefix_boundary: int = 0
     lora_request: None = None
     cache_salt: str | None = None
+    mm_features: list[Any] = field(default_factory=list)
     session_id: str | None = None
     kv_transfer_params: dict[str, object] | None = None
     tables: list[list[Block | None]] = field(default_factory=list)

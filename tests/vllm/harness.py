@@ -57,6 +57,10 @@ class Ask:
     lora_number: int = 1
     embedding_seed: int | None = None
     """Instead of `tokens`, as many embeddings drawn with this seed."""
+    image_seed: int | None = None
+    """Of the pixels of an image, at `models.IMAGE` among the tokens."""
+    image_name: str = ""
+    """The `uuid` that the client gives it."""
     at_step: int = 0
     """Arrives when the engine has done this many steps."""
     abort_at_step: int | None = None

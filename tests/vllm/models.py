@@ -13,6 +13,10 @@ VOCABULARY = 1024
 FIRST_TOKEN = 3
 """Smaller numbers are special tokens."""
 
+IMAGE = 1000
+"""The token that stands for an image."""
+IMAGE_SIDE = 112
+
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -133,6 +137,34 @@ def make_checkpoint(name: str, directory: Path, seed: int = 7, device: str = "cp
             model.get_input_embeddings().weight.div_(math.sqrt(config.hidden_size))
     model.to(torch.bfloat16).save_pretrained(directory)
     _write_tokenizer(directory)
+
+
+def make_llava(directory: Path, seed: int = 7) -> None:
+    """Write a checkpoint of llama's sizes that sees images of `IMAGE_SIDE` pixels, each as 64 tokens."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(image_size=IMAGE_SIDE, patch_size=IMAGE_SIDE // 8, **sizes)
+    text = LlamaConfig(**{name: it for name, it in CONFIGS["llama"].items() if name != "model_type"})
+    torch.manual_seed(seed)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, image_token_id=IMAGE)
+    model = LlavaForConditionalGeneration(config)
+    with torch.no_grad():
+        for label, weight in model.named_parameters():
+            weight.copy_(_drawn(label, weight))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    file, old, new = directory / "model.safetensors", "vision_tower.", "vision_tower.vision_model."
+    weights = {(name if new in name else name.replace(old, new)): it for name, it in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})  # by the names that vLLM knows
+    _write_tokenizer(directory)
+    square = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
+    pixels = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": IMAGE_SIDE}, "crop_size": square}
+    (directory / "preprocessor_config.json").write_text(json.dumps(pixels), encoding="utf-8")
+    fields = {"processor_class": "LlavaProcessor", "image_token": f"t{IMAGE}", "patch_size": IMAGE_SIDE // 8}
+    fields |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    (directory / "processor_config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
 def make_adapter(checkpoint: Path, directory: Path, seed: int) -> None:

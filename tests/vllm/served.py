@@ -141,6 +141,10 @@ class Served:
         prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
         if (seed := request.get("embedding_seed")) is not None:
             prompt = {"prompt_embeds": self._embeddings(len(request["tokens"]), seed)}
+        if (seed := request.get("image_seed")) is not None:
+            prompt["multi_modal_data"] = {"image": [_image(seed)]}
+            if request.get("image_name"):
+                prompt["multi_modal_uuids"] = {"image": [request["image_name"]]}
         if request.get("salt"):
             prompt["cache_salt"] = request["salt"]
         lora = request.get("lora")
@@ -256,3 +260,11 @@ def serve(connection: Connection, job: str) -> None:
 def _called(place: str, *given: Any) -> Any:
     module, _, function = place.partition(":")
     return getattr(import_module(module), function)(*given)
+
+
+def _image(seed: int) -> Any:
+    import numpy as np
+    from models import IMAGE_SIDE
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8))

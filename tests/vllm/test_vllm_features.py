@@ -1,17 +1,21 @@
 """vLLM's other features go together with kvtier: guessed tokens, embeddings and images as prompts, several engines."""
 
+import os
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
-from engines import LONG, Start
-from harness import Ask
+from engines import LONG, SHORT, Start
+from harness import Ask, in_process
 from judge import TOLERANCE, apart, prompt
+from models import IMAGE, make_llava
 from record_events import published, publisher
 from settings import CHUNK, connector, whole
 
 pytestmark = pytest.mark.engine
+
+SGLANG = Path(__file__).parents[1] / "sglang"
 
 
 def test_tokens_that_were_only_guessed_are_never_stored(start: Start, tmp_path: Path) -> None:
@@ -54,6 +58,34 @@ def test_prompts_of_embeddings_are_told_apart(start: Start, tmp_path: Path) -> N
             assert apart(engine.ask(it)[0], wanted) < TOLERANCE
             engine.forget()
         engine.close()
+
+
+def test_two_images_of_one_name_are_told_apart(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client calls them as it likes, and engines share a store. Each engine sees one of them under the name."""
+    in_process(make_llava, tmp_path / "llava")
+    # vLLM looks at the model's class in a process of its own, which needs torchvision or its stand-in, too.
+    paths = [str(SGLANG / "cpu_engine"), os.environ.get("PYTHONPATH", "")]
+    settings = {
+        "environment": {"PYTHONPATH": os.pathsep.join(paths)},
+        "sabotage": "tests.sglang.torchvision_shim:install",
+        "limit_mm_per_prompt": {"image": 1},
+        "skip_tokenizer_init": False,
+        "skip_mm_profiling": True,
+    }
+    tokens = [*SHORT[:40], IMAGE, *SHORT[40:640]]
+    answers = []
+    for seed in (1, 2, 1):
+        engine = start(tmp_path / "llava", connector(tmp_path / "kv"), **settings)
+        answers.append(engine.ask(Ask(tokens, image_seed=seed, image_name="logo"))[0])
+        wanted = 0 if len(answers) < 3 else 2 * CHUNK
+        assert engine.external_hits() == wanted
+        if seed == 2:
+            engine.forget()
+            named = engine.ask(Ask(tokens, image_seed=1, image_name="another"))[0]
+            assert apart(named, answers[0]) < TOLERANCE
+        engine.close()
+    assert apart(answers[0], answers[1]) > 1.0
+    assert apart(answers[0], answers[2]) < TOLERANCE
 
 
 def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: Start, tmp_path: Path) -> None:

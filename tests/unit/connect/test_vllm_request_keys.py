@@ -3,14 +3,18 @@
 import os
 import threading
 import time
+from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.vllm_config import request, vllm_config
 
 from kvtier.connect.local_files import adapter_versions
+from kvtier.connect.vllm import request_items as items_module
 from kvtier.connect.vllm import request_keys as module
 from kvtier.connect.vllm.files_read import AdapterRead
 from kvtier.connect.vllm.request_keys import KeyMaker
@@ -129,9 +133,23 @@ def test_after_a_reset_nothing_from_before_is_found():
 # ---- images ------------------------------------------------------------------------------------------------------
 
 
-def item(identifier: str, offset: int, length: int = 40) -> Any:
+class ItemData(UserDict[str, Any]):
+    """Data of an item, with the fields of vLLM's `MultiModalKwargsItem`."""
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__({name: SimpleNamespace(data=value) for name, value in fields.items()})
+
+
+def item(identifier: str, offset: int, length: int = 40, data: ItemData | str | None = "of the identifier") -> Any:
     place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(modality="image", identifier=identifier, mm_position=place)
+    if isinstance(data, str):
+        data = pixels(sum(identifier.encode()))
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=place, data=data)
+
+
+def pixels(seed: int, **others: object) -> ItemData:
+    values = torch.arange(seed, seed + 48, dtype=torch.float32).reshape(3, 4, 4)
+    return ItemData(pixel_values=values.to(torch.bfloat16), grid=[torch.tensor([1, 4, 4])], **others)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +180,100 @@ def test_images_that_vllm_only_numbers_are_not_cached(caplog):
     assert "request r is not cached" in result.message
     config.model_config.multimodal_config.mm_processor_cache_gb = 4
     assert requests.begin(request(TOKENS, mm_features=[item("a1b2", 3)])) is not None
+
+
+def one_image(number: int, data: ItemData | None, name: str = "logo") -> Any:
+    return request(TOKENS, request_id=f"r{number}", mm_features=[item(name, 300, data=data)])
+
+
+def test_the_same_name_for_another_image_is_another_identity():
+    """In engines of their own, as on two nodes with a shared store: a client names its images as it likes."""
+    first, second, again = (one_image(0, pixels(seed)) for seed in (0, 1, 0))
+    assert (shared(first, second), shared(first, again)) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pixel_values": torch.ones(4, dtype=torch.bfloat16)},
+        {"pixel_values": torch.ones(2, 2)},
+        {"pixel_values": [torch.ones(2), torch.ones(2)]},
+        {"pixel_values": np.ones((2, 2), np.float64)},
+        {"images": torch.ones(4)},
+        {"pixel_values": torch.ones(4), "count": 1},
+    ],
+)
+def test_every_part_of_the_data_counts(other):
+    made = {"pixel_values": torch.ones(4)}
+    assert shared(one_image(0, ItemData(**made)), one_image(0, ItemData(**other))) == 1
+    assert shared(one_image(0, ItemData(**other)), one_image(0, ItemData(**other))) == 3
+
+
+def test_a_name_that_has_meant_two_images_is_not_cached_any_more(caplog):
+    """vLLM keeps what it has computed under the name, and may use it for either image."""
+    doubted: list[str] = []
+    requests = KeyMaker(ROOT, 256, vllm_config(), doubted=doubted.append)
+    assert requests.begin(one_image(0, pixels(0))) is not None
+    assert requests.begin(one_image(1, pixels(0))) is not None, "the same image once more"
+    assert not doubted
+    assert requests.begin(one_image(2, pixels(1))) is None
+    assert requests.begin(one_image(3, pixels(0))) is None
+    assert requests.begin(one_image(4, pixels(0), "cat")) is not None
+    assert doubted == ["logo"]
+    assert "'logo', had other data before" in caplog.records[0].message
+
+
+@pytest.mark.parametrize("refused", [{"prompt_embeds": object()}, {"lora_request": None, "pooling_params": object()}])
+def test_an_image_counts_also_in_a_request_that_is_not_cached(refused):
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    unrelated = one_image(0, pixels(0))
+    for name, value in refused.items():
+        setattr(unrelated, name, value)
+    assert requests.begin(unrelated) is None
+    assert requests.begin(one_image(1, pixels(1))) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "comes without data"),
+        (ItemData(address=4096, monotonic_id=1, signature=[1]), "shared memory"),
+        (pixels(0, other=object()), "/other is of class object"),
+        (pixels(0, other={"a": {1, 2}}), "/other/a is of class set"),
+    ],
+)
+def test_an_image_without_readable_data_is_not_cached(data, reason):
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    assert requests.begin(one_image(0, data)) is None
+    assert reason in requests.refusal
+    assert requests.begin(one_image(1, pixels(0))) is None, "vLLM may reuse what it has computed for the first"
+    assert requests.begin(request(TOKENS)) is not None
+
+
+def test_an_image_whose_data_is_too_large_to_digest_is_not_cached(monkeypatch):
+    monkeypatch.setattr(items_module, "ITEM_BYTES_MAX", 100)
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    assert requests.begin(one_image(0, ItemData(pixel_values=torch.ones(26)))) is None
+    assert "bytes of data; allowed: 100" in requests.refusal
+    assert requests.begin(one_image(0, ItemData(pixel_values=torch.ones(25)), "cat")) is not None
+
+
+def test_data_that_vllm_passes_again_is_digested_once(monkeypatch):
+    digested: list[int] = []
+    inner = items_module.digest_tensors
+    monkeypatch.setattr(items_module, "digest_tensors", lambda leaves: digested.append(1) or inner(leaves))
+    requests, data = KeyMaker(ROOT, 256, vllm_config()), pixels(0)
+    assert all(requests.begin(one_image(number, data)) is not None for number in range(3))
+    assert len(digested) == 1
+    assert requests.begin(one_image(3, pixels(0))) is not None
+    assert len(digested) == 2, "equal data in another object"
+
+
+def test_what_is_remembered_of_images_is_bounded(monkeypatch):
+    monkeypatch.setattr(items_module, "IDENTIFIERS_MAX", 2)
+    requests = KeyMaker(ROOT, 256, vllm_config())
+    assert all(requests.begin(one_image(0, pixels(number), f"image {number}")) is not None for number in range(4))
+    assert len(requests._items._contents) == 2
 
 
 # ---- adapters ----------------------------------------------------------------------------------------------------

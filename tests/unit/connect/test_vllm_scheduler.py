@@ -386,6 +386,29 @@ def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there
     assert engine.loaded_tokens <= 256  # what was stored before the reset; the salt is another test's
 
 
+@pytest.mark.parametrize("doubted", ["logo", "another"])
+def test_a_request_whose_image_is_doubted_is_stored_no_further(start, monkeypatch, doubted):
+    """Another request has other data under the same name, and vLLM may go on with either."""
+    engine = start(seed=1, blocks=200, step_tokens=256)
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler, "_begin_keys", keys_until_doubted(scheduler))
+    engine.add(prompt, 1)
+    next(iter(scheduler._requests.values())).request.mm_features = [SimpleNamespace(identifier="logo")]
+    engine.step()
+    scheduler.item_doubted(doubted)
+    engine.run()
+    engine.forget()
+    engine.ask(prompt, 1)
+    assert (engine.loaded_tokens <= 256) == (doubted == "logo")
+
+
+def keys_until_doubted(scheduler: Scheduler):
+    """Keys as of a `KeyMaker`: none for a request with an image."""
+    begin = scheduler._begin_keys
+    return lambda request: None if request.mm_features else begin(request)
+
+
 def settled(engine: SmallEngine, *prompts: list[int]) -> None:
     """Steps until `prompts` are computed and nothing is left to do, with all copies between two of them."""
     for prompt in prompts:

@@ -2,7 +2,7 @@
 
 salt     from the first token: tenants with different `cache_salt` share nothing
 adapter  from the first token: its name, and a digest of its files at first use
-item     an image or other item: vLLM's identifier of its content, at its position
+item     an image or other item: vLLM's identifier, and a digest of its data, at its position
 epoch    from the first token, after a cache reset, or after clearing a salt: KV from before is not found
 """
 
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvtier.connect.local_files import adapter_files, local_folder
 from kvtier.connect.vllm.files_read import AdapterRead
+from kvtier.connect.vllm.request_items import Items
 from kvtier.connect.vllm.support import looks_ahead, reason_against
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, KvError
@@ -53,15 +54,22 @@ class KeyMaker:
         chunk_tokens: tokens of a chunk.
         config: the engine's.
         replaced: called with the name of an adapter that vLLM loads again from other files.
+        doubted: called with the identifier of an item that turns out to stand for several contents.
     """
 
     def __init__(
-        self, root: bytes, chunk_tokens: int, config: VllmConfig, replaced: Callable[[str], None] = lambda _: None
+        self,
+        root: bytes,
+        chunk_tokens: int,
+        config: VllmConfig,
+        replaced: Callable[[str], None] = lambda _: None,
+        doubted: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._root = root
         self._chunk_tokens = chunk_tokens
         self._config = config
         self.adapters = Adapters(config.lora_config, replaced)
+        self._items = Items(doubted)
         self._epochs: tuple[bytes, dict[str, bytes]] = (b"", {})
         """Of all requests, and of those with cleared salts. Replaced as a whole, because other threads read it."""
         self._epochs_lock = threading.Lock()
@@ -121,13 +129,15 @@ class KeyMaker:
         return True
 
     def _extras(self, request: Request) -> list[Extra]:
-        reason = reason_against(request, self._config)
+        # First, because vLLM computes the items of every request, and may reuse them for another one.
+        digests, unidentified = self._items.identify(request.mm_features)
+        reason = reason_against(request, self._config) or unidentified
         if reason:
             raise NotCacheableError(reason)
         adapter = None if request.lora_request is None else self.adapters.identify(request.lora_request)
         extras = self._common(request.cache_salt or "", adapter)
-        for item in request.mm_features:
-            identified = [item.modality, item.identifier, item.mm_position.length]
+        for item, digest in zip(request.mm_features, digests, strict=True):
+            identified = [item.modality, item.identifier, item.mm_position.length, digest.hex()]
             extras.append(Extra("item", json.dumps(identified).encode(), item.mm_position.offset))
         return extras
 

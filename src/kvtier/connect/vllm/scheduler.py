@@ -629,6 +629,11 @@ class Scheduler:
             self._revoked += self._stores.cancel_all()
             self._renew_keys([it for it in self._requests.values() if _adapter_of(it.request) in adapters])
 
+    def item_doubted(self, identifier: str) -> None:
+        """End the caching of open requests with this image or other item: vLLM may go on with what another one was."""
+        requests = self._requests.values()
+        self._renew_keys([it for it in requests if identifier in {item.identifier for item in it.request.mm_features}])
+
     def reset(self) -> bool:
         """Make everything cached before now unreachable: vLLM resets its caches.
 

@@ -31,6 +31,7 @@ from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, ORIGIN, page_detail
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, TransferJob
 from kvtier.connect.vllm.weights import on_stack, watch_calls
 from kvtier.errors import ConfigError
+from kvtier.keys.chain import Extra
 from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.types import ChunkKey
@@ -53,12 +54,24 @@ T = TypeVar("T")
 class _Named:
     """What the names of a request's objects depend on besides vLLM's keys."""
 
-    def __init__(self, adapter: bytes, loaded: LoraRequest | None) -> None:
-        self.adapter = adapter
-        """32 bytes that identify the contents of the adapter; or none."""
+    def __init__(self, extras: Sequence[Extra], loaded: LoraRequest | None, identifiers: frozenset[str]) -> None:
         self.loaded = loaded
+        adapter = b"".join(extra.value for extra in extras if extra.kind == "adapter")
+        self._adapter = hashlib.sha256(adapter).digest() if adapter else b""
+        self._items = [extra for extra in extras if extra.kind == "item"]
+        self.identifiers = identifiers
+        """vLLM's, of its images and other items."""
+        self.is_doubted = False
+        """One of them stands for several contents."""
         self.ends: dict[tuple[int, int], ChunkKey] = {}
         """Keys of objects that were stored or loaded, by group and number of tokens up to their end."""
+
+    def content(self, end: int) -> bytes:
+        """32 bytes that identify the adapter and the items that begin before token `end`; or none without any."""
+        items = [extra.value for extra in self._items if extra.offset < end]
+        if not items:
+            return self._adapter
+        return hashlib.sha256(b"items\0" + b"\0".join((self._adapter.hex().encode(), *items))).digest()
 
 
 class KvtierSecondaryTier(tiering.SecondaryTierManager):
@@ -121,8 +134,12 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         follow_engine(self._config.log.level)
         self._prefix_groups = setup.prefix_groups
         self._keys = KeyMaker(
-            b"", setup.layout.chunk_tokens, vllm_config, lambda name: self._weights_change(f"adapter {name!r}")
+            *(b"", setup.layout.chunk_tokens, vllm_config),
+            lambda name: self._weights_change(f"adapter {name!r}"),
+            self._item_doubted,
         )
+        self._named: dict[str, _Named] = {}
+        """Of the open requests that can be cached."""
         self._epoch = b""
         """Random after a reset, and part of every name since."""
         self._is_off = bool(private)
@@ -159,11 +176,16 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     def _name(self, context: Any) -> None:  # noqa: ANN401
         request = _request_on_stack(context.req_id)
         extras = None if request is None else self._keys.extras(request)
-        if extras is not None:
-            # Salt and images are in vLLM's hashes; of an adapter only its name and path.
-            adapter = b"".join(extra.value for extra in extras if extra.kind == "adapter")
-            digest = hashlib.sha256(adapter).digest() if adapter else b""
-            context.set_state(_Named(digest, None if request is None else request.lora_request))
+        if request is not None and extras is not None:
+            # The salt is in vLLM's hashes; of an adapter only its name and path, of an item what its client calls it.
+            items = frozenset(item.identifier for item in request.mm_features)
+            named = _Named(extras, request.lora_request, items)
+            context.set_state(named)
+            self._named[context.req_id] = named
+
+    def _item_doubted(self, identifier: str) -> None:
+        for named in self._named.values():
+            named.is_doubted |= identifier in named.identifiers
 
     def _is_unchanged(self, adapter: LoraRequest | None) -> bool:
         """Whether an adapter has the files that it had at its first request, so that all reads were of these."""
@@ -174,6 +196,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401
         """Forget the request's answers."""
+        self._named.pop(req_context.req_id, None)
         self._calls.forget(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:  # noqa: ANN401
@@ -184,10 +207,11 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
 
     def _found(self, key: bytes, context: Any) -> bool | None:  # noqa: ANN401
         named = context.get_state(_Named)
-        if named is None:
+        if named is None or named.is_doubted:
             return False
+        end = context.get_offload_key_position(key) or 0
         is_prefix = _group_of(key) in self._prefix_groups
-        return self._calls.ask(context.req_id, key, lambda: self._object(key, named), is_prefix=is_prefix)
+        return self._calls.ask(context.req_id, key, lambda: self._object(key, end, named), is_prefix=is_prefix)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ANN401, ARG002
         """Pass the questions of this step to a thread."""
@@ -210,10 +234,10 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     def _items(self, keys: Sequence[bytes], chunks: Iterable[int], context: Any) -> list[ObjectBytes]:  # noqa: ANN401
         """The objects, and their memory; none if the request's objects have no names."""
         named: _Named | None = context.get_state(_Named)
-        if named is None or not self._is_unchanged(named.loaded):
+        if named is None or named.is_doubted or not self._is_unchanged(named.loaded):
             return []
-        objects = [self._object(key, named) for key in keys]
         ends = [(_group_of(key), context.get_offload_key_position(key) or 0) for key in keys]
+        objects = [self._object(key, end, named) for key, (_, end) in zip(keys, ends, strict=True)]
         named.ends.update((end, item.key) for end, item in zip(ends, objects, strict=True))
         origins = [self._origin(*end, named) for end in ends]
         rows = [(self._pages[chunk],) for chunk in chunks]
@@ -223,9 +247,9 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         chunk = self._prefix_groups.get(group, 0)
         return Origin(named.ends.get((group, end - chunk)), max(end // chunk - 1, 0)) if chunk else Origin()
 
-    def _object(self, key: bytes, named: _Named) -> ObjectId:
+    def _object(self, key: bytes, end: int, named: _Named) -> ObjectId:
         # vLLM's key has one length, and the other parts have 0 or 16, and 0 or 32 bytes: no two inputs are equal.
-        return ObjectId(ChunkKey(hashlib.sha256(_KEY_DOMAIN + self._epoch + named.adapter + key).digest()))
+        return ObjectId(ChunkKey(hashlib.sha256(_KEY_DOMAIN + self._epoch + named.content(end) + key).digest()))
 
     def get_finished_jobs(self) -> list[Any]:
         """Results of the jobs that have ended since the last call."""

@@ -169,6 +169,7 @@ class SchedulerSide:
         self._keys = KeyMaker(
             *(opened.root, geometry.chunk_tokens, vllm_config),
             lambda name: self.scheduler.weights_change(f"adapter {name!r}"),
+            lambda identifier: self.scheduler.item_doubted(identifier),  # noqa: PLW0108 - it is made below
         )
         history = RequestHistory(opened.session, geometry, lambda: self._keys.refusal)
         self.stats = opened.session.guards.around(Feature.EXPORT, StatsReader(opened.metrics), hurry=False)

@@ -327,6 +327,8 @@ def reason_against(request: Request, config: VllmConfig) -> str:
             "vLLM numbers its images or other items instead of identifying their content; turn on prefix caching or "
             "the multimodal processor cache (mm_processor_cache_gb)"
         )
+    if request.mm_features and config.ec_transfer_config is not None:
+        return "another engine may compute its images or other items, and names them as their clients do"
     return ""
 
 

@@ -18,6 +18,9 @@ Request: TypeAlias = Any
 LoraRequest: TypeAlias = Any
 """`vllm.lora.request.LoRARequest`: the adapter of a request."""
 
+Item: TypeAlias = Any
+"""`vllm.multimodal.inputs.MultiModalFeatureSpec`: an image or other item of a request, with its data and its place."""
+
 Layer: TypeAlias = Any
 """A layer of the model, from `CompilationConfig.static_forward_context`."""
 
