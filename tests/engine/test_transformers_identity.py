@@ -1,5 +1,9 @@
 """A model that has changed in any way that matters shares no KV with what it was; one that has not, does."""
 
+import copy
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,11 @@ from attaching import Attach
 from tiny_transformers import batch, gemma3, llama, mistral, tokens
 from transformers import LlamaForCausalLM
 
+from kvtier.connect.transformers import identity
+from kvtier.connect.transformers.checkpoint import difference
 from kvtier.connect.transformers.identity import ModelWatch, fingerprint, fixed_rope_tokens, weights_digest
 from kvtier.errors import ConfigError, UnsupportedModelError
+from kvtier.keys.weights import checkpoint_files, digest_files
 
 pytestmark = pytest.mark.engine
 
@@ -218,6 +225,117 @@ def test_a_named_checkpoint_is_digested_instead_of_the_tensors(
     assert kv.last.restored_tokens == 0
     with pytest.raises(ConfigError, match="cannot be read"):
         attached(model, checkpoint=tmp_path / "nowhere")
+
+
+def rewritten(path: Path, source: Path) -> None:
+    """Other bytes in the same file, of the same size and with the same modification time."""
+    about = path.stat()
+    path.write_bytes(source.read_bytes())
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def moved(path: Path, source: Path) -> None:
+    """As rsync and downloads replace a file."""
+    new = path.with_name("new")
+    shutil.copy(source, new)
+    new.replace(path)
+
+
+def linked(path: Path, source: Path) -> None:
+    """As the cache of a hub does."""
+    path.unlink()
+    path.symlink_to(source)
+
+
+@pytest.mark.parametrize("replaced", [rewritten, moved, linked])
+def test_a_checkpoint_that_is_replaced_after_it_was_loaded_names_nothing(
+    replaced: Callable[[Path, Path], None],
+    attached: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else the old weights' KV would have the new ones' name: a correct model then gets wrong tokens."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    model, other = tmp_path / "model", tmp_path / "other"
+    llama().save_pretrained(model)
+    llama(seed=8).save_pretrained(other)
+    loaded = copy.deepcopy(LlamaForCausalLM.from_pretrained(model))  # on a CPU the tensors are the file's pages
+    replaced(model / "model.safetensors", other / "model.safetensors")
+    fill(attached, loaded, checkpoint=model)
+    assert "model.embed_tokens.weight has other values" in caplog.text
+    assert restored(attached, LlamaForCausalLM.from_pretrained(model), checkpoint=model) == 0
+    # The tensors in memory are named instead.
+    assert restored(attached, loaded) == 96
+
+
+@pytest.mark.parametrize("position", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+def test_one_other_weight_is_enough(name: str, position: float, tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    files = digest_files(checkpoint_files(tmp_path))
+    assert not difference(model, files)
+    weight = dict(model.named_parameters())[name].data.view(-1)
+    weight[int(position * (weight.numel() - 1)) // 48 * 48] += 1.0
+    assert difference(model, files) == f"{name} has other values"
+
+
+def test_weights_of_another_type_and_tied_ones_are_those_of_the_files(tmp_path: Path) -> None:
+    half, single = torch.bfloat16, torch.float32
+    for stored, dtype, is_tied in ((single, half, False), (half, single, False), (single, torch.float16, True)):
+        folder = tmp_path / f"{stored} {dtype}"
+        llama(tie_word_embeddings=is_tied).to(stored).save_pretrained(folder)
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        assert loaded.dtype == dtype
+        assert not difference(loaded, digest_files(checkpoint_files(folder)))
+
+
+def test_a_base_model_s_files_are_compared_with_and_without_its_prefix(tmp_path: Path) -> None:
+    model = llama()
+    model.model.save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "whole")
+    base, whole = (digest_files(checkpoint_files(tmp_path / name)) for name in ("base", "whole"))
+    assert not difference(model.model, whole)
+    assert not difference(model.model, base)
+    assert difference(model, base) == "lm_head.weight is in none of the files"
+
+
+def test_files_that_cannot_be_compared_name_nothing(tmp_path: Path) -> None:
+    model = llama()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    files = digest_files(checkpoint_files(tmp_path))
+    assert "only *.safetensors files are compared" in difference(model, files)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    assert "they cannot be compared" in difference(model, digest_files(checkpoint_files(tmp_path)))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    files = digest_files(checkpoint_files(tmp_path))
+    assert not difference(model, files)
+    (tmp_path / "model.safetensors").touch()
+    assert "has changed meanwhile" in difference(model, files)
+
+
+def test_weights_that_nobody_can_identify_are_cached_in_host_memory_alone(
+    attached: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(identity, "_content", refuse)
+    for _ in range(2):
+        kv = attached(model, checkpoint=tmp_path)
+        for wanted in (0, 96):
+            assert torch.equal(kv.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+            assert kv.last.restored_tokens == wanted
+            assert kv.flush()
+        kv.close()
+    assert "KV is kept in host memory only" in caplog.text
+    with pytest.raises(UnsupportedModelError):
+        attached(model)
+
+
+def refuse(name: str, tensor: torch.Tensor) -> memoryview:
+    raise UnsupportedModelError(f"the bytes of weight {name!r} ({tensor.dtype}) cannot be read")
 
 
 def test_the_cost_of_the_digest_is_told(kv: Any) -> None:

@@ -1,14 +1,15 @@
 """Identity of a model: the fingerprint of its weights and settings, and the detection of changes while it is in use.
 
 The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits), or the files of the
-checkpoint that the caller names. The whole configuration enters the fingerprint, except `IGNORED_FIELDS`: an unknown
-field may change KV, and then a miss is right.
+checkpoint that the caller names, if a sample of every weight is equal there. The whole configuration enters the
+fingerprint, except `IGNORED_FIELDS`: an unknown field may change KV, and then a miss is right.
 
 Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
 original length has other frequencies from its first token on, so its KV must not be used for a shorter text, nor the
 reverse. A call is cached only if it stays below that length.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -17,9 +18,12 @@ import torch
 
 from kvtier.connect.fingerprint_exclusions import UNRELATED_FIELDS, plain
 from kvtier.connect.transformers.caches import Argument, Model, ModelConfig
+from kvtier.connect.transformers.checkpoint import difference
 from kvtier.errors import UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, digest_tensors
+
+logger = logging.getLogger(__name__)
 
 IGNORED_FIELDS = UNRELATED_FIELDS | {
     "dtype", "torch_dtype", "_attn_implementation", "_attn_implementation_internal", "rope_parameters", "rope_scaling",
@@ -76,7 +80,7 @@ def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | Non
 
     Args:
         model: its tensors are digested if there is no checkpoint.
-        checkpoint: file or directory of the weights. The caller guarantees that the model still has them.
+        checkpoint: file or directory of the weights. Files that differ from the tensors are not used.
         cache_file: caches the digests of checkpoint files.
 
     Raises:
@@ -84,7 +88,11 @@ def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | Non
         UnsupportedModelError: the tensors are not in memory, or their bytes cannot be read.
     """
     if checkpoint is not None:
-        return digest_files(checkpoint_files(checkpoint), cache_file)
+        files = digest_files(checkpoint_files(checkpoint), cache_file)
+        doubt = difference(model, files)
+        if not doubt:
+            return files
+        logger.warning("the weights are not known to be those of %s: %s. They are digested instead", checkpoint, doubt)
     return digest_tensors(_tensors(model))
 
 

@@ -1,7 +1,8 @@
 """Opens a session for a model in its current state: KV layout, fingerprint, copier."""
 
 import logging
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier.config.sections import Config
@@ -12,12 +13,14 @@ from kvtier.connect.transformers.open_requests import OpenRequests
 from kvtier.connect.transformers.restore import Restorer
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.device.page_lock import cuda_page_lock
+from kvtier.errors import UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, home_cache
 from kvtier.layout import KvLayout
 from kvtier.runtime import open as runtime
 from kvtier.runtime.session import Session
 from kvtier.runtime.trace_recorder import Recorder
+from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,16 @@ def open_model(model: Model, config: Config, *, checkpoint: Path | None, revisio
     watch = identity.ModelWatch(model)
     shape = inspect_cache(model)
     layout = shape.layout(runtime.choose_chunk_tokens(config.store.chunk_tokens, _ALIGNMENT))
-    weights = identity.weights_digest(model, checkpoint, home_cache() if checkpoint else None)
+    try:
+        weights = identity.weights_digest(model, checkpoint, home_cache() if checkpoint else None)
+    except UnsupportedModelError as error:
+        if checkpoint is None:
+            raise
+        logger.warning("KV is kept in host memory only, because the weights cannot be identified: %s", error)
+        weights = WeightsDigest(secrets.token_bytes(32), 0, 0, 0.0)
+        # No other process could identify the stored bytes.
+        kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
+        config = replace(config, tiers=tuple(kept))
     logger.info(
         "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
         type(model).__name__,
