@@ -4,6 +4,7 @@ Nothing is broken until the file at `FLAG` says so.
 """
 
 import os
+import shutil
 from ctypes import memmove
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,32 @@ def repeat_pages() -> None:
 
 def borrow_identity() -> None:
     """kvtier identifies the model in the folder that the file names, in place of this one."""
-    from kvtier.connect.sglang import identity
+    from kvtier.connect.sglang import identity, model_files
 
+    model_files.doubt = lambda *_: ""
     inner = identity._folder
 
     def folder(*given: Any) -> Path:
         return Path(_flag()) if _flag().startswith("/") else inner(*given)
 
     identity._folder = folder
+
+
+def replace_checkpoint() -> None:
+    """The folder of the model gets the files of the one that the file names, as soon as SGLang has read its own."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    inner = DefaultModelLoader.load_model
+
+    def load_model(loader: DefaultModelLoader, *, model_config: Any, device_config: Any) -> Any:
+        model = inner(loader, model_config=model_config, device_config=device_config)
+        for file in Path(_flag()).glob("*.safetensors"):
+            new = Path(model_config.model_path) / "new"
+            shutil.copy(file, new)
+            new.replace(new.with_name(file.name))
+        return model
+
+    DefaultModelLoader.load_model = load_model
 
 
 def _flag() -> str:

@@ -3,6 +3,7 @@
 The weights are random, and every token of a prompt counts: `test_wrong_pages_change_the_tokens` is the control.
 """
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -139,6 +140,30 @@ def test_a_foreign_model_restores_nothing(server: Server, other: Server, place: 
     wrong = other.ask(asked)
     assert wrong.cached == {"storage": WHOLE}
     assert wrong.tokens != foreign.tokens
+
+
+def test_a_checkpoint_that_is_replaced_while_sglang_starts_gives_its_name_to_nothing(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else KV of the old weights would have the new ones' name, and a correct server would restore it."""
+    model, flag, asked = tmp_path / "model", tmp_path / "flag", prompt(12)
+    shutil.copytree(place.model, model)
+    flag.write_text(str(place.other))
+    monkeypatch.setenv(sabotage.FLAG, str(flag))
+    given, broken = [*flags(tmp_path / "store"), *WAITS], ["replace_checkpoint"]
+    with Server(model, tmp_path / "first.log", *given, sabotage=broken) as first:
+        first.await_up()
+        old = first.ask(asked)
+        first.forget()
+        assert first.ask(asked) == old, "nothing is restored"
+        assert "has changed since SGLang began to read it" in first.log()
+    with Server(model, tmp_path / "second.log", *given) as second:
+        second.await_up()
+        new = second.ask_and_keep(asked)
+        assert new.cached == {}
+        assert new.tokens != old.tokens
+        second.forget()
+        assert second.ask(asked) == new._replace(storage=WHOLE)
 
 
 @pytest.mark.sglang_core

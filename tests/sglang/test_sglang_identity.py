@@ -1,6 +1,7 @@
 """Which engines share pages: the same model, settings, release and layout. Anything else is a miss, or is refused."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 from engines import PAGE, Engine, checkpoint, engine, mha, mla, published, resolved
 from sglang.srt.runtime_context import get_context
 
-from kvtier.connect.sglang import weight_updates
+from kvtier.connect.sglang import identity, model_files, weight_updates
 from kvtier.connect.sglang.identity import SETTINGS, identify, leaves
 from kvtier.errors import ConfigError
 
@@ -72,7 +73,7 @@ def digest(model: Path, changes: dict[str, object] | None = None) -> bytes:
     """An engine's fingerprint."""
     with published(model):
         resolved(**(changes or {}))
-        return identify(leaves(get_context()), "0.5.23").digest
+        return identify(leaves(get_context()), "0.5.23").fingerprint.digest
 
 
 def test_the_environment_is_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +125,98 @@ def test_a_changed_adapter_is_a_miss(tmp_path: Path) -> None:
     assert hit(tmp_path / "store", model, named) == len(PROMPT)
     (adapter / "adapter_model.safetensors").write_bytes(b"b" * 100)
     assert hit(tmp_path / "store", model, named) == 0
+
+
+def rewritten(path: Path) -> None:
+    """Other bytes in the same file, of the same size and with the same modification time."""
+    about = path.stat()
+    path.write_bytes(path.read_bytes().swapcase())
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def moved(path: Path) -> None:
+    """As rsync and downloads replace a file."""
+    new = path.with_name("new")
+    new.write_bytes(path.read_bytes().swapcase())
+    new.replace(path)
+
+
+def linked(path: Path) -> None:
+    """A link that is made to point to another file."""
+    other = path.parent / "other" / path.name
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes().swapcase())
+    path.unlink()
+    path.symlink_to(other)
+
+
+def added(path: Path) -> None:
+    """A further file, which the next engine will read instead."""
+    path.with_name("model-00001-of-00001.safetensors").write_bytes(b"others")
+
+
+def untouched(path: Path) -> None:
+    """However new a file is, its age decides nothing."""
+    path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("replace", "name"),
+    [
+        *((replace, "model.safetensors") for replace in (untouched, rewritten, moved, linked, added)),
+        (moved, "config.json"),
+        (moved, "hf_quant_config.json"),
+        (moved, "adapter/adapter_model.safetensors"),
+        (moved, "draft/model.safetensors"),
+        (moved, "modeling_own.py"),
+    ],
+)
+def test_files_that_change_while_sglang_starts_name_nothing(
+    replace: Callable[[Path], None], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang has read the old ones, and kvtier would digest the new ones: another engine would get wrong KV."""
+    model = checkpoint(tmp_path / "model")
+    (model / "hf_quant_config.json").write_text("{}")
+    (model / "modeling_own.py").write_text("# code")
+    checkpoint(model / "draft")
+    (model / "adapter").mkdir()
+    (model / "adapter" / "adapter_model.safetensors").write_bytes(b"a" * 100)
+    named = {
+        "lora_paths": [SimpleNamespace(lora_id="1234", lora_name="it", lora_path=str(model / "adapter"))],
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(model / "draft"),
+        "trust_remote_code": True,
+    }
+    is_same = replace is untouched
+    with published(model):
+        resolved(**named)
+        replace(model / name)
+        with engine({"tiers": [f"directory:{tmp_path / 'store'}"]}) as first:
+            assert first.backup(PROMPT)[0] == (len(PROMPT) if is_same else 0)
+            assert first.prefetch(PROMPT).hit == (len(PROMPT) if is_same else 0)
+    assert ("has changed since SGLang began to read it" in caplog.text) != is_same
+    assert hit(tmp_path / "store", model, named) == (len(PROMPT) if is_same else 0)
+
+
+def test_a_model_that_is_downloaded_is_shared_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a download wrote is no difference."""
+    place = tmp_path / "hub" / "model"
+    monkeypatch.setattr(identity, "local_folder", lambda *_: place if place.exists() else None)
+    with published(checkpoint(tmp_path / "settings")):
+        resolved(model_path="somebody/model")
+        checkpoint(place)
+        with engine({"tiers": [f"directory:{tmp_path / 'store'}"]}) as first:
+            assert first.backup(PROMPT)[0] == len(PROMPT)
+
+
+def test_without_the_plug_in_nothing_is_stored(
+    server: None, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has looked at the files before SGLang read them."""
+    monkeypatch.setattr(model_files, "_before", [])
+    engine = start()
+    assert (engine.backup(PROMPT)[0], engine.prefetch(PROMPT).hit) == (0, 0)
+    assert "has not loaded kvtier's plug-in" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -220,6 +313,19 @@ def test_replaced_weights_end_the_use(start: Start, caplog: pytest.LogCaptureFix
         assert "weights are replaced" in caplog.text
         assert engine.prefetch(PROMPT).hit == 0
         assert engine.backup(range(700, 700 + PAGE))[0] == 0
+        with pytest.raises(ConfigError, match="weights were replaced"):
+            start()
+    finally:
+        WeightUpdater._kvtier_has_changed_weights = False  # the process goes on here
+
+
+def test_weights_that_were_replaced_before_the_backend_is_attached_are_noticed(start: Start) -> None:
+    """It may be attached to a running server: the checkpoint does not identify the weights any more."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    try:
+        with pytest.raises(AttributeError):
+            WeightUpdater.update_weights_from_tensor(SimpleNamespace(), [])
         with pytest.raises(ConfigError, match="weights were replaced"):
             start()
     finally:

@@ -9,7 +9,14 @@ The backend is imported on demand, so that the other modules work, and are teste
 
 from typing import Any
 
-__all__ = ["KvtierStorage"]  # pyright: ignore[reportUnsupportedDunderAll] (see __getattr__)
+__all__ = ["KvtierStorage", "register"]  # pyright: ignore[reportUnsupportedDunderAll] (see __getattr__)
+
+
+def register() -> None:
+    """Note the files of the model before SGLang reads them; see `model_files`. SGLang calls it as a plug-in."""
+    from kvtier.connect.sglang.model_files import register as at_publication  # noqa: PLC0415
+
+    at_publication()
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class whose base is SGLang's

@@ -10,15 +10,16 @@ Ranks, the layout and the page size are not: they are in the name of every objec
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
-from kvtier.connect.local_files import adapter_files, checkpoint_digest, local_folder
+from kvtier.connect.local_files import adapter_files, checkpoint_digest, checkpoint_versions, local_folder
 from kvtier.connect.sglang.sglang_types import Leaves
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.weights import digest_files, home_cache
+from kvtier.keys.weights import FileVersion, digest_files, file_versions, home_cache
 
 LOCAL_FORMATS = frozenset({
     "auto", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "layered",
@@ -101,7 +102,15 @@ PATH_MAX = 4096
 NO_MODEL = frozenset({"", "none", "dummy"})
 
 
-def identify(leaf: Leaves, release: str) -> Fingerprint:
+class Identified(NamedTuple):
+    """What an engine is."""
+
+    fingerprint: Fingerprint
+    digested: dict[Path, FileVersion]
+    """Versions of the files whose digests are part of it."""
+
+
+def identify(leaf: Leaves, release: str) -> Identified:
     """The fingerprint of this process's engine, the same in all of its processes.
 
     Args:
@@ -121,20 +130,39 @@ def identify(leaf: Leaves, release: str) -> Fingerprint:
             "allowed: 'off'"
         )
     folder = _folder(leaf, release)
+    weights = checkpoint_digest(folder, is_code_trusted=bool(_value(leaf, "trust_remote_code", release)))
+    digested = dict(weights.versions)
     others: dict[str, object] = {name: plain(_value(leaf, name, release), frozenset()) for name in SETTINGS}
-    return Fingerprint(
-        weights=checkpoint_digest(folder, is_code_trusted=bool(_value(leaf, "trust_remote_code", release))).digest,
+    fingerprint = Fingerprint(
+        weights=weights.digest,
         dtype=str(_value(leaf, "dtype", release)),
         other={
             # The layout of pages and the numerics change between releases.
             "engine": ["sglang", release],
             "config": _model_config(folder),
             "settings": others,
-            "adapters": _adapters(leaf, release),
-            "draft": _draft(leaf, release),
+            "adapters": _adapters(leaf, release, digested),
+            "draft": _draft(leaf, release, digested),
             "environment": environment(os.environ),
         },
     )
+    return Identified(fingerprint, digested)
+
+
+def model_files(leaf: Leaves) -> tuple[dict[Path, FileVersion], bool]:
+    """Versions of the files that SGLang reads of a model, its draft model and adapters; as far as they are here.
+
+    Returns:
+        The versions, and whether SGLang may download further ones.
+    """
+    files: dict[Path, FileVersion] = {}
+    for find in (_folder, _draft_folder):
+        with suppress(ConfigError):  # it is not here yet
+            files |= checkpoint_versions(find(leaf, ""), is_code_trusted=bool(leaf("trust_remote_code")))
+    for adapter in cast("list[Any]", leaf("lora_paths") or []):
+        files |= file_versions(_adapter_files(adapter))
+    paths = [str(path) for path in (leaf("model_path"), leaf("speculative_draft_model_path")) if path]
+    return files, not all(Path(path).expanduser().exists() for path in paths)
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -213,37 +241,56 @@ def _model_config(folder: Path) -> dict[str, object]:
     return found
 
 
-def _adapters(leaf: Leaves, release: str) -> list[object]:
+def _adapter_files(adapter: Any) -> list[Path]:  # noqa: ANN401 - SGLang's `LoRARef`
+    path = getattr(adapter, "lora_path", None)
+    folder = None if path is None else local_folder(str(path), None, None)
+    return [] if folder is None or not folder.is_dir() else list(adapter_files(folder))
+
+
+def _adapters(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> list[object]:
     """Id and files of each adapter that is named at start. The id of one that is loaded later is random."""
     found: list[object] = []
     for adapter in cast("list[Any]", _value(leaf, "lora_paths", release) or []):
-        path = getattr(adapter, "lora_path", None)
-        folder = None if path is None else local_folder(str(path), None, None)
-        files = [] if folder is None or not folder.is_dir() else list(adapter_files(folder))
+        files = _adapter_files(adapter)
         if not files:
             raise ConfigError(
                 f"SGLang's lora_paths: the files of adapter {adapter} are in no local folder, so its KV cannot be "
                 "identified; allowed: a folder with the adapter"
             )
-        found.append([str(adapter.lora_id), digest_files(files, home_cache()).digest.hex()])
+        digest = digest_files(files, home_cache())
+        digested |= digest.versions
+        found.append([str(adapter.lora_id), digest.digest.hex()])
     return sorted(found, key=str)
 
 
-def _draft(leaf: Leaves, release: str) -> dict[str, object]:
+def _draft_folder(leaf: Leaves, release: str) -> Path | None:
+    """The folder of the draft model; None without one.
+
+    Raises:
+        ConfigError: its files are not here.
+    """
+    name = _value(leaf, "speculative_draft_model_path", release)
+    if name is None:
+        return None
+    revision = cast("str | None", _value(leaf, "speculative_draft_model_revision", release))
+    folder = local_folder(str(name), revision, cast("str | None", _value(leaf, "download_dir", release)))
+    if folder is None:
+        raise ConfigError(f"the draft model's weights {name} are in no local folder, so KV cannot be identified")
+    return folder
+
+
+def _draft(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> dict[str, object]:
     """Speculative decoding: its algorithm, settings, and the draft model's weights."""
     algorithm = _value(leaf, "speculative_algorithm", release)
     if algorithm is None:
         return {}
     found: dict[str, object] = {"algorithm": str(algorithm)}
     found |= {name: plain(_value(leaf, name, release), frozenset()) for name in DRAFT_SETTINGS}
-    name = _value(leaf, "speculative_draft_model_path", release)
-    if name is not None:
-        revision = cast("str | None", _value(leaf, "speculative_draft_model_revision", release))
-        place = cast("str | None", _value(leaf, "download_dir", release))
-        folder = local_folder(str(name), revision, place)
-        if folder is None:
-            raise ConfigError(f"the draft model's weights {name} are in no local folder, so KV cannot be identified")
-        found |= {"weights": checkpoint_digest(folder).digest.hex(), "config": _model_config(folder)}
+    folder = _draft_folder(leaf, release)
+    if folder is not None:
+        weights = checkpoint_digest(folder)
+        digested |= weights.versions
+        found |= {"weights": weights.digest.hex(), "config": _model_config(folder)}
     return found
 
 

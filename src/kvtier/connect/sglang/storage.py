@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.sglang import model_files
 from kvtier.connect.sglang import sglang_imports as sglang
 from kvtier.connect.sglang.identity import identify, leaves
 from kvtier.connect.sglang.installed import EXTRA, check_version, installed, settings_in
@@ -78,7 +79,7 @@ class KvtierStorage(sglang.HiCacheStorage):
                 f"SGLang's dcp_size = {storage_config.dcp_size} is not supported; allowed: 1. Serve without kvtier"
             )
         _check_common(self._config, storage_config)
-        self._fingerprint = identify(leaves(sglang.context()), self._release)
+        self._fingerprint, digested = identify(leaves(sglang.context()), self._release)
         self._place = _place()
         self._hosts: dict[str, HostPool] = {}
         """Pools by name, as SGLang registers them."""
@@ -86,7 +87,9 @@ class KvtierStorage(sglang.HiCacheStorage):
         """By name; without those that have no bytes."""
         self._store: ObjectStore | None = None
         """None before all pools are known, and after the end."""
-        self._is_over = False
+        self._is_over = bool(doubt := model_files.doubt(sglang.context(), digested))
+        if doubt:
+            logger.warning("kvtier stores and finds nothing in this engine, whose KV cannot be named: %s", doubt)
         self._noticed: set[str] = set()
         self._stats = StorageStats(bool(storage_config.enable_storage_metrics), _labels(storage_config))
         watch_weights(self._weights_change)
@@ -129,6 +132,8 @@ class KvtierStorage(sglang.HiCacheStorage):
         return describe(name, pool, self._ranks, sglang.arange(getattr(pool, "page_size", 1) or 1), number)
 
     def _open(self) -> None:
+        if self._is_over:
+            return
         self._pools = {}
         # In SGLang's order, in which later pools come last: the numbers of groups are in the names of objects.
         for name, pool in self._hosts.items():

@@ -30,6 +30,17 @@ def watch_weights(changed: Callable[[], None]) -> None:
     Raises:
         ConfigError: they have changed already, so the checkpoint no longer identifies them; or SGLang lacks a method.
     """
+    if getattr(install(), _SEEN):
+        raise ConfigError("the engine's weights were replaced while it ran, so its KV cannot be identified; restart it")
+    _watchers.append(changed)
+
+
+def install() -> Any:  # noqa: ANN401 - SGLang's class
+    """Notice changes of this process's weights from now on. Returns SGLang's class that makes them.
+
+    Raises:
+        ConfigError: SGLang lacks a method.
+    """
     try:
         module = importlib.import_module(UPDATER[0])
     except (ImportError, OSError) as error:
@@ -42,9 +53,7 @@ def watch_weights(changed: Callable[[], None]) -> None:
         setattr(updater, _SEEN, False)
         for name in UPDATES:
             setattr(updater, name, _announced(updater, getattr(updater, name)))
-    if getattr(updater, _SEEN):
-        raise ConfigError("the engine's weights were replaced while it ran, so its KV cannot be identified; restart it")
-    _watchers.append(changed)
+    return updater
 
 
 def forget(changed: Callable[[], None]) -> None:

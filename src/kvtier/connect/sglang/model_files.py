@@ -1,0 +1,58 @@
+"""Files of a model before SGLang reads them, to be compared with what the backend digests after.
+
+SGLang reads the weights long before it makes a storage backend, and a folder may get other files in between. kvtier is
+a plug-in (``sglang.srt.plugins``): SGLang calls it in each process first of all, and again when it has published its
+arguments, before it reads the model.
+"""
+
+import logging
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kvtier.connect.sglang import weight_updates
+from kvtier.connect.sglang.identity import leaves, model_files
+from kvtier.keys.weights import FileVersion, changed_file
+
+logger = logging.getLogger(__name__)
+
+PUBLISH = "sglang.srt.runtime_context.publish"
+
+_before: list[tuple[dict[Path, FileVersion], bool]] = []
+"""The last look, if there was one: versions, and whether SGLang may download further files."""
+
+
+def register() -> None:
+    """Ask SGLang for a call in each process that is about to read the model. SGLang calls it as a plug-in."""
+    hooks: Any = import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(PUBLISH, _published, hooks.HookType.AFTER)
+
+
+def _published(context: Any, *_: object, role: str = "", **__: object) -> None:  # noqa: ANN401 - SGLang's
+    if role == "scheduler":
+        try:
+            look(context)
+        except Exception:
+            logger.exception("the model's files cannot be looked at, so kvtier will store and find nothing")
+
+
+def look(context: Any) -> None:  # noqa: ANN401 - SGLang's runtime context
+    """Note the versions of the model's files, which SGLang is about to read in this process."""
+    _before.clear()
+    _before.append(model_files(leaves(context)))
+    weight_updates.install()
+
+
+def doubt(context: Any, digested: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - SGLang's runtime context
+    """Why the digested files may not be those that SGLang has read; empty if they are.
+
+    Args:
+        context: SGLang's.
+        digested: the versions that digests cover.
+    """
+    if not _before:
+        return "SGLang has not loaded kvtier's plug-in; allowed: SGLANG_PLUGINS (environment) unset, or with kvtier"
+    versions, may_download = _before[0]
+    changed = changed_file(versions, model_files(leaves(context))[0] | dict(digested), may_download=may_download)
+    return "" if changed is None else f"{changed} has changed since SGLang began to read it"
