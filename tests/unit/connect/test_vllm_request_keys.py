@@ -240,6 +240,8 @@ def test_an_image_counts_also_in_a_request_that_is_not_cached(refused):
         (ItemData(address=4096, monotonic_id=1, signature=[1]), "shared memory"),
         (pixels(0, other=object()), "/other is of class object"),
         (pixels(0, other={"a": {1, 2}}), "/other/a is of class set"),
+        (object(), "cannot be digested"),
+        ({"pixel_values": torch.ones(4)}, "cannot be digested"),
     ],
 )
 def test_an_image_without_readable_data_is_not_cached(data, reason):

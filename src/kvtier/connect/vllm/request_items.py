@@ -73,18 +73,18 @@ class Items:
         """The digest of an item's data; or `_UNKNOWN`, and why."""
         if data is None:
             return _UNKNOWN, "comes without data, so only its name is known"
-        if "address" in data and "monotonic_id" in data:
-            return _UNKNOWN, "has its data in shared memory; allowed: mm_processor_cache_type = 'lru'"
         if known := cast("bytes", getattr(data, _DIGEST, b"")):
             return known, ""
         try:
+            if "address" in data and "monotonic_id" in data:
+                return _UNKNOWN, "has its data in shared memory; allowed: mm_processor_cache_type = 'lru'"
             leaves = list(_leaves("", {name: element.data for name, element in data.items()}))
             if (size := sum(memoryview(leaf[3]).nbytes for leaf in leaves)) > ITEM_BYTES_MAX:
                 return _UNKNOWN, f"has {size} bytes of data; allowed: {ITEM_BYTES_MAX}"
             digest = digest_tensors(leaves).digest
-        except (ConfigError, RuntimeError, TypeError, ValueError) as error:
+            setattr(data, _DIGEST, digest)
+        except (AttributeError, ConfigError, RuntimeError, TypeError, ValueError) as error:
             return _UNKNOWN, f"has data that cannot be digested: {error}"
-        setattr(data, _DIGEST, digest)
         return digest, ""
 
 
