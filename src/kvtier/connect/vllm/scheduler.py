@@ -118,12 +118,8 @@ class Scheduler:
         restart: Callable[[Collection[str]], None] = lambda _: None,
         adapters: Adapters | None = None,
     ) -> None:
-        self._session = session
-        self._ranks = ranks
-        self._geometry = geometry
-        self._begin_keys = begin_keys
-        self._planner = planner
-        self._tables = tables
+        self._session, self._ranks, self._geometry = session, ranks, geometry
+        self._begin_keys, self._planner, self._tables = begin_keys, planner, tables
         self._rank_count = rank_count
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
@@ -142,8 +138,7 @@ class Scheduler:
         self._events = events and guards.around(Feature.EVENTS, events, take=(), has_news=False)
         self._is_end_told = False
         """Routers know that the events have ended."""
-        self._recorder = recorder
-        self._journal = journal
+        self._recorder, self._journal = recorder, journal
         self._history = history and guards.around(Feature.HISTORY, history)
         self._cleared_salts: set[str] = set()
         """Other engines have other keys for their requests, as for all since a cache reset."""
