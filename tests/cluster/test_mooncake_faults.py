@@ -1,22 +1,26 @@
 """A Mooncake store that fails costs misses within the deadline: nodes and masters are killed, paused and restarted."""
 
 import contextlib
+import json
 import os
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.cluster.hostile import Hostile
 from tests.shared.calls import SLACK_S, result, timed
+from tests.shared.proxy import Proxy
 from tests.waiting import wait_until
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
-from kvtier.tier.mooncake.client import LANES
-from kvtier.tier.mooncake.sockets import data_port
+from kvtier.tier.mooncake.client import LANES, STALL_S
+from kvtier.tier.mooncake.sockets import data_port, split_address
 
 SIZE = 1 << 20
 COUNT = 12
@@ -156,6 +160,61 @@ def test_a_connection_of_the_engine_to_a_silent_node_stays_open(mooncake, filled
         link.settimeout(0.2)
         with pytest.raises(TimeoutError):
             link.recv(1)
+
+
+@contextlib.contextmanager
+def between(tier, monkeypatch):
+    """A proxy before the first node's data; the tier reads copies on that node by way of it."""
+    (found,) = tier._client.copies([tier._root + object_name(0).hex()], DEADLINE_S).values()
+    endpoint = found[0].endpoint
+
+    def named(_asked):
+        host, port = split_address(endpoint)
+        with socket.create_connection((host, port)) as link:
+            link.sendall(struct.pack("<QB", 3, 1) + b"{}")
+            size = struct.unpack("<Q", link.recv(8, socket.MSG_WAITALL))[0]
+            answer = link.recv(size, socket.MSG_WAITALL)
+        told = answer[:1] + json.dumps(json.loads(answer[1:]) | {"tcp_data_port": proxy.port}).encode()
+        return [struct.pack("<Q", len(told)) + told]
+
+    with Proxy(data_port(endpoint, 1.0)) as proxy, Hostile(named) as front:
+        copies = tier._client.copies
+
+        def moved(keys, deadline_s):
+            return {
+                key: [it._replace(endpoint=f"127.0.0.1:{front.port}") if it.endpoint == endpoint else it for it in each]
+                for key, each in copies(keys, deadline_s).items()
+            }
+
+        monkeypatch.setattr(tier._client, "copies", moved)
+        yield proxy
+
+
+@pytest.mark.cluster_core
+def test_an_object_whose_read_stalls_on_a_node_that_lives_has_failed_and_can_be_replaced(mooncake, monkeypatch):
+    """Others of its batch have their bytes, be they before or behind it."""
+    tier, count = mooncake.tier(transfer_deadline_s=10.0), 3 * LANES
+    names = [object_name(number) for number in range(count)]
+    assert tier.write_many([Write(each, frame_of(n, SIZE)) for n, each in enumerate(names)]) == [True] * count
+    with between(tier, monkeypatch) as proxy:
+        found = tier._client.copies([tier._root + each.hex() for each in names], DEADLINE_S)
+        front = found[tier._root + names[0].hex()][0].endpoint
+        there = [n for n, each in enumerate(names) if found[tier._root + each.hex()][0].endpoint == front]
+        dead = sorted({there[0], there[-1]})
+        places = [struct.pack("<Q", found[tier._root + names[n].hex()][0].address) for n in dead]
+        proxy.swallows = lambda sent: any(each in sent for each in places)
+        reads = [Read(each, empty_frame(SIZE)) for each in names]
+        answers = timed(lambda: tier.read_many(reads), STALL_S + SLACK_S)
+        assert [n for n, each in enumerate(answers) if isinstance(each, TierError)] == dead
+        assert [each for n, each in enumerate(answers) if n not in dead] == [SIZE] * (count - len(dead))
+        assert all(each.into == frame_of(n, SIZE) for n, each in enumerate(reads) if n not in dead)
+        assert tier.contains(names) == [True] * count, "the node is not left alone"
+        for number in dead:
+            tier.delete(names[number])
+            assert tier.write(names[number], frame_of(number, SIZE))
+        proxy.swallows = lambda _sent: False
+        assert tier.read_many(reads) == [SIZE] * count
+        assert all(each.into == frame_of(n, SIZE) for n, each in enumerate(reads))
 
 
 def test_many_small_objects_on_a_silent_node_wait_for_it_once(mooncake):

@@ -8,6 +8,7 @@ progress, see `mooncake.client.STALL_S`.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,12 @@ class Want:
     offset: int
     is_done: bool = False
     tried: int = 0
+    failure: str = ""
+    """Why a copy on a node that lives cannot be read."""
+
+
+_Running = tuple[Want, Copy, int]
+"""A transfer that has begun: its object, the copy and the library's number."""
 
 
 class MooncakeNodes:
@@ -72,18 +79,27 @@ class MooncakeNodes:
         Only the whole bytes of one copy count. It returns when no further byte can arrive.
         """
         end_s = time.monotonic() + deadline_s
-        for first in range(0, len(wants), LANES):
-            remaining = list(wants[first : first + LANES])
-            while remaining:
-                running: list[tuple[Want, Copy, int]] = []
-                for want in remaining:
-                    begun = self._begin(want, end_s)
-                    if begun is not None:
-                        running.append(begun)
-                self._finish(running, end_s)
-                remaining = [want for want, _, _ in running if not want.is_done]
+        waiting, running = deque(wants), list[_Running]()
+        pause_s, is_logged = POLL_S, False
+        while waiting or running:
+            while waiting and len(running) < LANES:  # what stalls holds a lane, and not those behind it
+                begun = self._begin(waiting.popleft(), end_s)
+                if begun is not None:
+                    running.append(begun)
+            still = [each for each in running if not self._has_ended(each, waiting)]
+            has_ended, running = len(still) < len(running), still
+            if has_ended or not running:
+                pause_s = POLL_S
+                continue
+            if time.monotonic() > end_s + CONTACT_DEADLINE_S and not is_logged:
+                logger.warning("tier %s: a read is past its deadline and keeps its memory until it ends", self._tier)
+                is_logged = True
+                for _, copy, _ in running:
+                    self._leave_alone(copy.endpoint, "a read from it does not end")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, POLL_MAX_S)
 
-    def _begin(self, want: Want, end_s: float) -> tuple[Want, Copy, int] | None:
+    def _begin(self, want: Want, end_s: float) -> _Running | None:
         """Submit the read of the next copy; None: there is none."""
         while want.tried < len(want.copies) and time.monotonic() < end_s:
             copy = want.copies[want.tried]
@@ -98,31 +114,20 @@ class MooncakeNodes:
             self._leave_alone(copy.endpoint, "a read cannot begin")
         return None
 
-    def _finish(self, running: Sequence[tuple[Want, Copy, int]], end_s: float) -> None:
-        """Wait until each of `running` has ended."""
-        pending, pause_s, is_logged = list(running), POLL_S, False
-        while pending:
-            still: list[tuple[Want, Copy, int]] = []
-            for each in pending:
-                want, copy, batch = each
-                status = self._engine.transfer_check_status(batch)
-                if status == _DONE:
-                    want.is_done = True
-                    self._met_until[copy.endpoint] = time.monotonic() + MET_S
-                elif status == _PENDING:
-                    still.append(each)
-                elif not self.is_silent(copy.endpoint):  # it is dead, or the object has just been evicted
-                    self._answers(copy.endpoint)
-            pending = still
-            if not pending:
-                return
-            if time.monotonic() > end_s + CONTACT_DEADLINE_S and not is_logged:
-                logger.warning("tier %s: a read is past its deadline and keeps its memory until it ends", self._tier)
-                is_logged = True
-                for _, copy, _ in pending:
-                    self._leave_alone(copy.endpoint, "a read from it does not end")
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.2, POLL_MAX_S)
+    def _has_ended(self, running: _Running, waiting: deque[Want]) -> bool:
+        """Whether the transfer has ended. If it has failed, its object waits for its next copy."""
+        want, copy, batch = running
+        status = self._engine.transfer_check_status(batch)
+        if status == _PENDING:
+            return False
+        if status == _DONE:
+            want.is_done = True
+            self._met_until[copy.endpoint] = time.monotonic() + MET_S
+            return True
+        if not self.is_silent(copy.endpoint) and self._answers(copy.endpoint):
+            want.failure = f"node {copy.endpoint} answers, but does not send the object"
+        waiting.append(want)
+        return True
 
     def _contact(self, endpoint: str) -> bool:
         """Whether the node lives. Silent nodes would block the library's other reads."""

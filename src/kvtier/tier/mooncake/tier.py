@@ -104,7 +104,10 @@ class MooncakeTier(Tier):
             return [any(not self._nodes.is_silent(each.endpoint) for each in copies.get(key, ())) for key in keys]
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`. All at once, each from the first copy whose node answers."""
+        """See `Tier`. All at once, each from the first copy that can be read.
+
+        What is only on silent nodes is absent; what a node that answers does not send has failed.
+        """
         with self._guard:
             end_s = time.monotonic() + self._deadline_s
             keys = [self._root + each.name.hex() for each in reads]
@@ -119,7 +122,7 @@ class MooncakeTier(Tier):
                     size = max(0, min(view.nbytes, copies[0].size_bytes - offset)) if copies else 0
                     wants.append(Want(copies, place, size, offset, is_done=size == 0) if copies else None)
                 self._nodes.read([want for want in wants if want and not want.is_done], end_s - time.monotonic())
-            return [want.size_bytes if want is not None and want.is_done else None for want in wants]
+            return [self._found(want) for want in wants]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """See `Tier`. All at once. False without room, and when a node does not take its copy."""
@@ -155,6 +158,11 @@ class MooncakeTier(Tier):
             logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
             return
         self._memory.clear()
+
+    def _found(self, want: Want | None) -> int | TierError | None:
+        if want is None or want.is_done:
+            return want and want.size_bytes
+        return TierError(self.name, f"cannot read: {want.failure}") if want.failure else None
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         """In pieces of `LANES`, none after one that a node or the master has not taken: each would wait as long."""
