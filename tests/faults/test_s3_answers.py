@@ -4,6 +4,7 @@ import math
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import obstore
 import pytest
@@ -144,6 +145,50 @@ def test_an_error_without_end_is_bounded_by_time(server, tier, status):
         start_s = time.monotonic()
         assert refused(act)
         assert time.monotonic() - start_s < DEADLINE_S + 2
+
+
+@pytest.mark.parametrize("sent", [None, 0, SIZE // 2], ids=["nothing", "the head", "half of the body"])
+def test_a_read_that_stalls_ends_in_a_share_of_the_deadline_on_its_second_connection(server, sent):
+    """Reads of other objects go on meanwhile, and a read whose bytes come slowly does not stall."""
+    tier, ends, asked = open_tier(server.endpoint, deadline_s=10.0), threading.Event(), []
+    dead, slow, other = (name_of(number) for number in range(3))
+    for name in (dead, slow, other):
+        assert tier.write(name, memoryview(bytes(SIZE)))
+
+    def answer(request):
+        if request.command != "GET" or request.key not in {key_of(dead), key_of(slow)}:
+            return False
+        same = {"ETag": '"1"', "Last_Modified": "Mon, 05 Jan 2026 10:00:00 GMT", "Content_Length": SIZE}
+        if request.key == key_of(slow):
+            request.head(206, Content_Range=f"bytes 0-{SIZE - 1}/{SIZE}", **same)
+            for _ in range(4):
+                ends.wait(0.75)
+                request.wfile.write(bytes(SIZE // 4))
+            return True
+        asked.append(request.client_address)
+        if sent is not None:
+            request.head(206, Content_Range=f"bytes 0-{SIZE - 1}/{SIZE}", **same)
+            request.wfile.write(bytes(sent))
+        ends.wait(20.0)
+        request.close_connection = True
+        return True
+
+    server.answers.append(answer)
+    ended = []
+
+    def read(name):
+        answers = tier.read_many([Read(name, memoryview(bytearray(SIZE)))])
+        ended.append(name)
+        return answers[0]
+
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(read, (dead, slow, other)))
+    ends.set()
+    assert isinstance(answers[0], TierError)
+    assert answers[1:] == [SIZE, SIZE]
+    assert len(set(asked)) == len(asked) == 2
+    assert ended == [other, slow, dead]
+    tier.close()
 
 
 def test_the_text_of_an_error_is_searched_up_to_a_limit():

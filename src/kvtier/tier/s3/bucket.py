@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 MARKER_NAME = "kvtier"
 MARKER = b"kvtier objects, format 1\n"
 
+STALL_SHARE = 0.2
+STALL_S_MIN = 1.0
+"""A read without a byte for this part of the deadline has stalled, but not before the minimum: a store with slow disks
+may take so long for its first byte, whatever the deadline is."""
+
 _FORMAT = re.compile(rb"kvtier objects, format \d+\n?")
 KEY_ID = re.compile(r"[0-9a-f]{32}")
 _PREFIX_PART = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,128}")
@@ -43,6 +48,8 @@ class Bucket(NamedTuple):
     store: S3Store
     lookups: S3Store
     """A client whose requests end with the probe's deadline."""
+    reads: S3Store
+    """A client whose requests end when no byte comes. Writes get none before their own are sent."""
     prefix: str
     """Empty, or with a slash at its end."""
     place: str
@@ -96,9 +103,13 @@ def connect(
     }
     client: dict[str, Any] = {"allow_http": allow_http}
 
-    def store(attempt_s: float) -> S3Store:
+    def store(attempt_s: float, stall_s: float) -> S3Store:
         attempt = timedelta(seconds=attempt_s)
-        limits = {"timeout": attempt, "connect_timeout": timedelta(seconds=min(connect_deadline_s, attempt_s))}
+        limits = {
+            "timeout": attempt,
+            "connect_timeout": timedelta(seconds=min(connect_deadline_s, attempt_s)),
+            "read_timeout": timedelta(seconds=stall_s),
+        }
         return S3Store(
             bucket,
             config=cast("Any", {key: value for key, value in options.items() if value}),
@@ -113,7 +124,9 @@ def connect(
         if ca_file is not None:
             client["root_certificate"] = ca_file.read_bytes()
         place = f"bucket {bucket!r} at {endpoint or 'AWS'}"
-        return Bucket(store(deadline_s / 2), store(probe_deadline_s), prefix, place)
+        half_s = deadline_s / 2
+        reads = store(half_s, min(half_s, max(STALL_S_MIN, deadline_s * STALL_SHARE)))
+        return Bucket(store(half_s, half_s), store(probe_deadline_s, probe_deadline_s), reads, prefix, place)
     except OSError as error:
         raise ConfigError(f"tier {name!r}: ca_file {str(ca_file)!r}: {error.strerror}") from error
     except Exception:  # noqa: BLE001 - its text may have the options

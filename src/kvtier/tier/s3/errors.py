@@ -9,6 +9,8 @@ TEXT_MAX = 1 << 16
 """Characters of an error that are searched. The body of an answer, which may be long, is at its end."""
 BACKOFF_S, BACKOFF_MAX_S = 0.05, 1.0
 
+NO_ANSWER = "no answer in time"
+
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _IO_ERROR = re.compile(r'message: "([^"\n]{1,120})"')
@@ -81,7 +83,7 @@ def refusal_of(error: BaseException) -> Refusal:
     if "dns error" in text or "lookup address" in text:
         return Refusal("the endpoint's name cannot be resolved", 0, "", is_passing=True)
     if isinstance(error, TimeoutError) or "TimedOut" in text or "Timeout" in text:
-        return Refusal("no answer in time", 0, "", is_passing=True)
+        return Refusal(NO_ANSWER, 0, "", is_passing=True)
     return Refusal(f"the connection failed ({type(error).__name__})", 0, "", is_passing=True)
 
 

@@ -5,7 +5,8 @@ and writes the marker where it is missing.
 
 Frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups have threads of
 their own. The client does not retry; this module does, with jitter. An attempt takes at most half of the deadline and
-begins in its first half, so that every operation ends within it.
+begins in its first half, so that every operation ends within it. A read that stalls is made once more on a connection
+of its own, see `bucket.STALL_SHARE`.
 
 Payloads are not signed and have no checksum of S3: the reader verifies frames, and both halve the speed of a store.
 """
@@ -29,7 +30,7 @@ from kvtier.tier.loan import Loan
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.refusal_log import NO_ROOM
 from kvtier.tier.s3.bucket import KEY_ID, MARKER, MARKER_NAME, Bucket, flaw, is_there, pages, read_marker
-from kvtier.tier.s3.errors import Refusal, hint, pause_s, refusal_of
+from kvtier.tier.s3.errors import NO_ANSWER, Refusal, hint, pause_s, refusal_of
 from kvtier.tier.s3.sweep import S3Sweeper
 from kvtier.types import Figures, ObjectName
 
@@ -42,6 +43,8 @@ PUT_BYTES_MAX = 5 << 30
 """The largest object that S3 accepts in one request."""
 PART_BYTES = 1 << 18
 """A body is copied in parts of at least this size. Larger ones leave the processor's cache, which costs a fifth."""
+STALLS_MAX = 2
+"""Attempts of one operation that get no answer."""
 LOOKUPS = 32
 """Concurrent requests of lookups."""
 HEALTH_INTERVAL_S = 10.0
@@ -197,7 +200,7 @@ class S3Tier(OneByOneTier):
 
     def _fetch(self, key: str, view: memoryview, offset: int) -> int | None:
         try:
-            found = obstore.get(self._store, key, options={"range": (offset, offset + view.nbytes)})
+            found = obstore.get(self._bucket.reads, key, options={"range": (offset, offset + view.nbytes)})
         except FileNotFoundError as error:
             if refusal_of(error).code == "NoSuchBucket":
                 raise TierError(self.name, f"{self._bucket.place} is gone") from None
@@ -257,7 +260,7 @@ class S3Tier(OneByOneTier):
     def _attempt(self, what: str, act: Callable[[], _T], deadline_s: float | None = None) -> _T:
         """`act`, as often as the deadline permits."""
         last_start_s = time.monotonic() + (deadline_s or self._deadline_s) / 2
-        made = 0
+        made = stalls = 0
         while True:
             made += 1
             try:
@@ -266,7 +269,8 @@ class S3Tier(OneByOneTier):
                 raise
             except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
                 refusal = refusal_of(error)
-                rest_s = pause_s(refusal, made)
+                stalls += refusal.cause == NO_ANSWER
+                rest_s = pause_s(refusal, made) if stalls < STALLS_MAX else None
                 if rest_s is None or time.monotonic() + rest_s > last_start_s:
                     self._answered_s = 0.0
                     raise self._error(what, refusal) from None
