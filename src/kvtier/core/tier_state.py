@@ -142,6 +142,8 @@ class TierState:
         """Moving average of the probes of first missing chunks that found it; for remote tiers."""
         self.answer_s = 0.0
         """Moving average of how long its probes take."""
+        self.has_doubts = False
+        """Some object is suspect, or reads of it have failed. Plain, because every promotion looks here."""
         self._suspect: dict[Item, bool] = {}
         """Suspect objects, and whether the next write must drop the copy first."""
         self._failed: OrderedDict[Item, FailedReads] = OrderedDict()
@@ -177,7 +179,7 @@ class TierState:
     def mark_suspect(self, items: Iterable[Item]) -> None:
         """The tier's copies of `items` may be bad: a read failed, or an earlier chunk of the prefix was corrupt."""
         for item in items:
-            self._suspect[item] = True
+            self._suspect[item] = self.has_doubts = True
             self._remembered.pop(item, None)
         while len(self._suspect) > SUSPECT_MAX:
             del self._suspect[next(iter(self._suspect))]
@@ -217,6 +219,7 @@ class TierState:
     def read_answered(self, item: Item) -> None:
         """The tier answered a read of `item` in time, or a late read never began: failures are forgotten."""
         self._failed.pop(item, None)
+        self.has_doubts = bool(self._suspect or self._failed)
 
     def replaced(self, item: Item) -> None:
         """A write of `item` has ended well. A copy that became suspect meanwhile is still the old one."""

@@ -194,7 +194,8 @@ class TransferScheduler:
     def _promoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tier_ended(flight, now_s)
         self._record_transfer(tier_state.name, flight, now_s)
-        self._judge_copy(flight, tier_state, now_s)
+        if tier_state.has_doubts or flight.outcome is not DONE:
+            self._judge_copy(flight, tier_state, now_s)
         if flight.is_late:
             self._host.settled(entry)
         elif entry.is_staged:
