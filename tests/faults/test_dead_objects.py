@@ -2,28 +2,41 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hanging_fs import hanging_fs, missing
 from tests.conftest import opened_by
 from tests.memory_tier import MemoryTier
-from tests.object_store_contract import LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
+from tests.object_store_contract import (
+    LAYOUT,
+    STAGED,
+    STAGING_BYTES,
+    empty_pieces,
+    got,
+    object_id,
+    pieces_of,
+    put,
+)
+from tests.rig import CHUNK_TOKENS, Engine, ended, load_places, loaded, looked_up, places_of, prefix_of, stored
+from tests.shared.node_sessions import opened as opened_session
 from tests.small_s3 import BUCKET, SmallS3
 from tests.system import until
 
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
+from kvtier.connect.vllm.tiering_calls import Calls
 from kvtier.core.limits import TierRules
 from kvtier.errors import TierError
 from kvtier.keys.secret import Secret
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.object_store import ObjectStore
+from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.s3.kind import S3Settings
 from kvtier.tier.shared_directory.kind import SharedDirectorySettings
-from kvtier.types import Outcome
+from kvtier.types import LoadDone, Outcome
 
 DEADLINE_S = 1.0
 AT_ONCE_S = 0.5 * DEADLINE_S
@@ -95,6 +108,109 @@ def test_a_file_whose_read_hangs(kind, hanging, opened):
     )
     reading.join()
     check_dead(store)
+    hanging.go_on()
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("kind", FILES)
+def test_as_many_files_whose_reads_hang_as_the_tier_has_threads(kind, hanging, opened):
+    made = FILES[kind](name=kind, path=hanging.place / kind, capacity_bytes=64 << 20, read_threads=2)
+    store = opened(made)
+    assert put(store, range(COUNT)) == [DONE] * COUNT
+    hanging.hang("read")
+    reading = [threading.Thread(target=got, args=(store, [number])) for number in range(2)]
+    for each in reading:
+        each.start()
+    until(lambda: len(hanging.waiting()) == 2)
+    hanging.only_these()
+    assert got(store, range(2, COUNT)) == [DONE] * (COUNT - 2), "they are read by another thread"
+    hanging.go_on()
+    for each in reading:
+        each.join()
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("kind", FILES)
+def test_a_session_waits_once_for_a_file_whose_read_hangs_and_replaces_it(kind, hanging):
+    made = FILES[kind](name=kind, path=hanging.place / kind, capacity_bytes=64 << 20, transfer_deadline_s=DEADLINE_S)
+    tokens, places, engine = 4 * CHUNK_TOKENS, places_of(range(4)), Engine(64, seed=1)
+    session = opened_session(engine, made)
+    stored(session, "first", prefix_of(4), places)
+    session.close()
+    session = opened_session(engine, made)
+    half, most = 2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS
+    assert looked_up(session, "leads", prefix_of(2)).tokens == half
+    assert loaded(session, "leads", prefix_of(2), half, load_places(half)).tokens == half
+    hanging.hang("read")
+    assert looked_up(session, "waits", prefix_of(3)).tokens == most
+    session.load("waits", prefix_of(3), most, load_places(most))
+    until(hanging.waiting)
+    hanging.only_these()
+    assert ended(session, "waits", LoadDone).tokens < most
+    began_s = time.monotonic()
+    assert looked_up(session, "again", prefix_of(4)).tokens == half
+    assert loaded(session, "again", prefix_of(4), half, load_places(half)).tokens == half
+    assert time.monotonic() - began_s < AT_ONCE_S, "it was waited for again"
+    stored(session, "computed", prefix_of(4), places)
+    hanging.go_on()
+    session.close()
+    other = Engine(64, seed=2)
+    session = opened_session(other, made)
+    assert looked_up(session, "later", prefix_of(4)).tokens == tokens
+    assert loaded(session, "later", prefix_of(4), tokens, load_places(tokens)).tokens == tokens
+    assert other.same(engine, load_places(tokens))
+    session.close()
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("kind", FILES)
+def test_vllms_secondary_tier_waits_once_for_a_file_whose_read_hangs(kind, hanging, opened):
+    made = FILES[kind](name=kind, path=hanging.place / kind, capacity_bytes=64 << 20, transfer_deadline_s=DEADLINE_S)
+    store = opened(made)
+    assert put(store, range(COUNT)) == [DONE] * COUNT
+    calls = Calls(store, 5.0, lambda act, _otherwise: act())
+
+    def asked(request: str) -> list[bool | None]:
+        def ask() -> list[bool | None]:
+            return [
+                calls.ask(request, b"%d...." % it, lambda it=it: object_id(it), is_prefix=True) for it in range(COUNT)
+            ]
+
+        ask()
+        calls.flush()
+        until(lambda: None not in ask())
+        return ask()
+
+    def submit(*numbers: int, is_load: bool) -> None:
+        for number in numbers:
+            pieces = empty_pieces() if is_load else pieces_of(number)
+            job = SimpleNamespace(job_id=number, keys=[b"%d" % number], is_promotion=is_load)
+            calls.submit(job, [ObjectBytes(object_id(number), pieces)], time.monotonic() + 60.0)
+
+    def finished(count: int) -> list[tuple[int, bool]]:
+        done = []
+        until(lambda: done.extend(calls.finished()) or len(done) == count)
+        return [(it.job.job_id, bool(it.keys)) for it in done]
+
+    assert asked("first") == [True] * COUNT
+    hanging.hang("read")
+    submit(DEAD, is_load=True)
+    until(hanging.waiting)
+    hanging.only_these()
+    others = [number for number in range(COUNT) if number != DEAD]
+    submit(*others, is_load=True)
+    assert finished(COUNT)[-1] == (DEAD, False), "others are loaded meanwhile"
+    began_s = time.monotonic()
+    assert asked("second") == [number < DEAD for number in range(COUNT)]
+    submit(DEAD, is_load=True)
+    assert finished(1) == [(DEAD, False)]
+    assert time.monotonic() - began_s < AT_ONCE_S, "it was waited for again"
+    submit(DEAD, is_load=False)
+    assert finished(1) == [(DEAD, True)]
+    assert asked("third") == [True] * COUNT
+    submit(DEAD, is_load=True)
+    assert finished(1) == [(DEAD, True)]
+    calls.close(0.0)
     hanging.go_on()
 
 

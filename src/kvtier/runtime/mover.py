@@ -263,10 +263,12 @@ class Mover:
         self._put, self._ready = put, ready
 
     def flush(self) -> bool:
-        """See `Executor`: always True. Logs a warning of stuck queues, about once a second."""
+        """See `Executor`: always True. Relieves tiers' queues and logs a warning of stuck ones, about once a second."""
         now_s = self._clock()
         if now_s >= self.next_stuck_check_s:
             self.next_stuck_check_s = now_s + FIGURES_EVERY_S
+            for queue in self._queues[1:]:  # a device copy is never given up
+                queue.relieve()
             self._warn_of_stuck_queues()
         return True
 

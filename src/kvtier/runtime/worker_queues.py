@@ -2,7 +2,8 @@
 
 Each job leaves the queue once, under the lock. The code that removes it completes it: a worker thread, or the caller of
 `withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline, so a thread that hangs in a tier
-delays neither `close` nor the exit of the process. A thread ends only after `close`.
+delays neither `close` nor the exit of the process, and jobs behind it get another thread. A thread ends only after
+`close`.
 """
 
 import logging
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from kvtier.runtime.arena import page_aligned
@@ -21,6 +23,9 @@ IDLE_WAIT_S = 60.0
 
 STUCK_S = 30.0
 """A queue is stuck when all of its threads have been in their present jobs for this long."""
+
+STALL_SHARE = 0.2
+"""While all threads are in calls, a job waits for about this part of its time. Then the queue gets another thread."""
 
 SHARES_MOST = 4
 """Most threads that share one batch's worth of jobs. A thread switch costs more than a small job."""
@@ -84,9 +89,26 @@ class WorkerQueue:
             RuntimeError: the system cannot start a thread.
         """
         for _ in range(self._wanted):
-            thread = threading.Thread(target=self._serve, name=f"kvtier {self.name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._serve, name=f"kvtier {self.name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def relieve(self) -> None:
+        """Start another thread if jobs wait for threads of which none begins a job; at most twice as many in all.
+
+        Otherwise a few objects whose reads hang, one for each thread, would hold all others.
+        """
+        with self._lock:
+            first = next(iter(self.urgent_jobs or self.jobs), None)
+            if first is None or not self.is_open or not len(self._threads) == len(self._began_s) < 2 * self._wanted:
+                return
+            patience_s = STALL_SHARE * min(first.deadline_s - first.submitted_s, STUCK_S)
+            if max(self._began_s.values()) + patience_s <= self._clock():
+                with suppress(RuntimeError):  # the system has no more threads
+                    self._start_thread()
 
     @property
     def is_stuck(self) -> bool:
