@@ -119,9 +119,9 @@ def test_as_many_files_whose_reads_hang_as_the_tier_has_threads(kind, hanging, o
     assert put(store, range(COUNT)) == [DONE] * COUNT
     hanging.hang("read")
     reading = [threading.Thread(target=got, args=(store, [number])) for number in range(2)]
-    for each in reading:
+    for number, each in enumerate(reading):  # one after the other, so that they are no batch
         each.start()
-    until(lambda: len(hanging.waiting()) == 2)
+        until(lambda number=number: len(hanging.waiting()) == number + 1)
     hanging.only_these()
     assert got(store, range(2, COUNT)) == [DONE] * (COUNT - 2), "they are read by another thread"
     hanging.go_on()
