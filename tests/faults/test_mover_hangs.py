@@ -16,7 +16,7 @@ from tests.system import until
 from kvtier.runtime import mover as mover_module
 from kvtier.runtime.executor import Threads, TierView, Work
 from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE, FiguresSampler
-from kvtier.runtime.worker_queues import STUCK_S
+from kvtier.runtime.worker_queues import STALL_SHARE, STUCK_S
 from kvtier.tier.base import Figures
 from kvtier.types import Cancel, Direction, Outcome
 
@@ -93,6 +93,37 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
         tier.release.set()
         world.take(2)
         until(lambda: not stuck_queues())
+
+
+def test_jobs_behind_threads_that_hang_get_as_many_further_threads() -> None:
+    tier, clock = HangingTier(_memory()), ManualClock()
+    with World({"memory": tier}, threads=Threads(device=1, read=1, write=1), clock=clock) as world:
+        world.stored(1, 2, 3)
+
+        def threads() -> int:
+            return sum(each.name == "kvtier memory read" for each in threading.enumerate()) - before
+
+        def flushed_after(seconds: float) -> None:
+            clock.now_s += seconds
+            world.mover.flush()
+
+        tier.hanging, before = {"read"}, 0
+        before = threads() - 1
+        world.mover.submit(world.transfer(Direction.PROMOTE, 1, 5))
+        tier.wait_begun()
+        patience_s = STALL_SHARE * STUCK_S
+        flushed_after(0.3 * patience_s)
+        for chunk in (2, 3):
+            world.mover.submit(world.transfer(Direction.PROMOTE, chunk, 4 + chunk))
+        flushed_after(0.6 * patience_s)
+        assert threads() == 1, "its call has begun not long ago"
+        flushed_after(STUCK_S)
+        tier.wait_begun()
+        for _ in range(3):
+            flushed_after(STUCK_S)
+        assert threads() == 2, "twice as many at most"
+        tier.release.set()
+        assert [each.outcome for each in world.take(3)] == [Outcome.DONE] * 3
 
 
 def test_figures_are_left_by_the_tiers_threads_and_one_at_a_time() -> None:
