@@ -261,11 +261,12 @@ def check(k: int, error: type[Exception], caplog: pytest.LogCaptureFixture) -> N
     recording, planted = replayed(k, error)
     about = f"call {k}, {error.__name__} in {planted.where}"
     assert recording.ended == recording.begun, about
+    assert error is not MemoryError or not recording.session.fault_record.failure, about  # it ends by itself
     with pytest.raises(SessionError):
         recording.session.lookup(RequestId("later"), prefix_of("xyz"))
     assert recording.closed_below, about
     assert recording.mover.is_closed, about
-    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR or "forgets" in record.msg]
     assert len(errors) + len(recording.refused) == 1, about
     for record in caplog.records:
         record.exc_info = None  # pytest keeps the records of a test until its end, and each a whole session

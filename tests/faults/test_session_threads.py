@@ -268,6 +268,9 @@ class Inside:
     def completed(self, completion: object) -> None:
         pass
 
+    def renewed(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("name", ["release", "expects", "poll", "lookup", "load", "store", "close"])
 def test_a_call_inside_of_a_call_neither_hangs_nor_harms(name: str) -> None:

@@ -240,6 +240,9 @@ class _Written:
     def submitted(self, command: Work) -> None:
         """See `Observer`."""
 
+    def renewed(self) -> None:
+        """See `Observer`."""
+
     def completed(self, completion: Completion) -> None:
         """See `Observer`."""
         command = completion.command

@@ -79,18 +79,25 @@ class Cache:
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
             raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
-        self._layout = layout
+        self._layout, self._slots, self._rules, self._evictor = layout, slots, tiers, evictor
         self._limits = limits or Limits()
+        self._stages_only = stages_only
+        self._output = Output()
+        self._begin(down)
+
+    def _begin(self, down: Collection[str]) -> None:
+        """Begin with empty host memory, and with these tiers down."""
+        layout, slots, tiers, stages_only = self._layout, self._slots, self._rules, self._stages_only
         self._next_turns: dict[str, NextTurn | None] = {}
         """Next turns of conversations with open stores: evictors see the stores first."""
         self._may_move = False
         """An operation has ended since the last `advance`."""
-        self._output = Output()
+        self._output = Output(counters=self._output.counters, new_id=self._output.new_id)
         self.commands, self.events = self._output.commands, self._output.events
         """Commands and events since they were last taken."""
         self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
-        self.host = HostMemory(slots, evictor, layout, has_staging=has_staging, stages_only=stages_only)
+        self.host = HostMemory(slots, self._evictor, layout, has_staging=has_staging, stages_only=stages_only)
         self._tiers = TierStates(tiers, int(min(slots) * _share(stages_only=stages_only)), self._output, down)
         order = [HOST, *self._tiers.by_name]
         self._estimators = {source: LinkEstimator() for source in order}
@@ -138,6 +145,16 @@ class Cache:
             scatters=lambda: len(self._operations.scatters),
             first_tier=self._transfers.first_tier,
         )
+
+    def renew(self) -> None:
+        """Forget every object, operation, hint and answer, after an error in the middle of a decision.
+
+        No command of before is in flight any more. Tiers that are down stay down until a trial. Ids and counters go on.
+        """
+        evictions = self.host.evictions
+        ways = Direction.PROMOTE, Direction.DEMOTE
+        self._begin([name for name in self.tier_names if not all(self.is_up(name, way) for way in ways)])
+        self.host.evictions = evictions
 
     # ---- lookup ----------------------------------------------------------------------------------------------------
 
@@ -250,14 +267,6 @@ class Cache:
     def in_flight(self) -> int:
         """Commands without an answer."""
         return len(self._transfers.flights) + len(self._probes)
-
-    def copies(self) -> dict[int, RequestId]:
-        """The request of each gather and scatter in flight, by transfer id."""
-        return {
-            flight.transfer.id: flight.transfer.request
-            for flight in self._transfers.flights.values()
-            if flight.transfer.request is not None
-        }
 
     @property
     def tier_names(self) -> tuple[str, ...]:

@@ -84,6 +84,11 @@ class CommandCounters:
         elif isinstance(command, Drop) and outcome is Outcome.DONE:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
 
+    def renewed(self) -> None:
+        """See `Observer`."""
+        for other in self._others:
+            other.renewed()
+
     def gauge(self) -> None:
         """Refresh the gauge of transfers in flight."""
         for (direction, tier), count in self.in_flight.items():

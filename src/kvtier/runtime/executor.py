@@ -98,6 +98,10 @@ class Observer(Protocol):
         """A command was completed."""
         ...
 
+    def renewed(self) -> None:
+        """Host memory holds nothing any more, see `Cache.renew`."""
+        ...
+
 
 class ChunkTexts(Protocol):
     """An engine adapter that knows the tokens of chunks. Called under the session's lock, in any thread.

@@ -2,9 +2,10 @@
 
 What can be repeated without its past goes on after an error, and only the record is lost. What an error leaves half
 changed ends until a restart. Either way there is one line in the log for each feature. The core is not optional: after
-an error in a decision of it the session shuts (`LockedCore`).
+an error in a decision of it the session shuts, or begins anew (`LockedCore`).
 """
 
+import errno
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,17 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 T = TypeVar("T")
+
+
+PASSING: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of the system for want of something that a moment later may be there."""
+
+
+def ends_by_itself(error: BaseException) -> bool:
+    """Whether the error is a moment without memory, threads or file descriptors, rather than a defect."""
+    if isinstance(error, OSError):
+        return error.errno in PASSING
+    return isinstance(error, MemoryError) or "can't start new thread" in error.args
 
 
 class LogLine(NamedTuple):

@@ -123,6 +123,9 @@ class Journal:
         if isinstance(command, Transfer) and command.tier:
             self._file.put((time.time(), completion))
 
+    def renewed(self) -> None:
+        """See `Observer`."""
+
     def ended(self, request: RequestLine) -> None:
         """Queue the line of a request. Never blocks."""
         self._file.put((time.time(), request))

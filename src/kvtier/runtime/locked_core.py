@@ -5,8 +5,9 @@ lets go. It does no I/O under the lock, and neither waits nor logs. Handlers of 
 that has completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the
 holder does so after it has let go.
 
-An exception in the middle of a decision leaves the core half changed, so it shuts, also where the reason passes, as
-with a moment without memory. What is optional stands behind guards (`guards`).
+An exception in the middle of a decision leaves the core half changed, so it shuts. If the reason passes, as with a
+moment without memory, it begins anew with empty host memory once every command has ended. What is optional stands
+behind guards (`guards`).
 
     callers' threads     what `Session` and `ObjectStore` add
     executor's threads   `ready`, after they have put completions into the inbox
@@ -18,6 +19,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import get_ident
 from typing import ClassVar
@@ -28,9 +30,9 @@ from kvtier.core.probes import REQUESTS_MAX
 from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.executor import Completion, Executor, Observer
+from kvtier.runtime.executor import Completion, Executor, Observer, Work
 from kvtier.runtime.fault_record import FaultRecord, TierFaults
-from kvtier.runtime.guards import Feature, Guards, LogLine
+from kvtier.runtime.guards import Feature, Guards, LogLine, ends_by_itself
 from kvtier.runtime.held_signals import without_signals
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.types import (
@@ -75,9 +77,13 @@ MOVER_DEADLINE_S = 5.0
 """How long the executor may take to end after an internal error. Then loads and stores without a running copy fail."""
 
 COPY_DEADLINE_S = 30.0
-"""How long a load or store waits for its running copy after an internal error before it fails, too."""
+"""How long a load or store waits for its running copy after an internal error before it fails, too. A core that cannot
+begin anew by then stays shut."""
 
 COPY_STEP_S = 0.05
+
+RENEWALS_MAX, RENEWALS_S = 8, 3600.0
+"""How often a core begins anew within so many seconds. Then it stays shut: what does not pass is a defect."""
 
 
 class SessionError(KvError):
@@ -166,12 +172,12 @@ class LockedCore:
         """Wakes the thread. At most a few entries, see `_wake`."""
         self._has_sent = False
         """Whether commands were submitted since the last `flush`."""
-        self._is_broken = False
-        self._copies: dict[int, RequestId] | None = None
-        """Copies that may still run after an internal error, by transfer id. None: the executor has not ended yet."""
-        self._copies_until_s = 0.0
-        self._ended_ids: set[int] = set()
-        """Transfers completed after an internal error."""
+        self._open: dict[int, Work] = {}
+        """Submitted commands without a completion, by object identity. Changed under the lock."""
+        self._is_broken = self._is_lasting = self._has_ended = False
+        """After an internal error nothing begins; it stays so (set before `_is_broken`); the executor was closed."""
+        self._copies_until_s = 0.0  # deadline of what still runs then; 0: not set yet
+        self._renewals: deque[float] = deque(maxlen=RENEWALS_MAX)  # times at which the core began anew
         self._close_until_s: float | None = None
         """Deadline of `close`, once it was called."""
         self._closed: Closed | None = None
@@ -240,8 +246,9 @@ class LockedCore:
         try:
             for _ in range(READY_ROUNDS):
                 while self._lines:
-                    level, text, values, error = self._lines.popleft()
-                    logger.log(level, text, *values, exc_info=error)
+                    with suppress(Exception):  # of a handler, or another thread has taken the last line
+                        level, text, values, error = self._lines.popleft()
+                        logger.log(level, text, *values, exc_info=error)
                 if self._has_sent:
                     self._has_sent = False
                     if not self._executor.flush():
@@ -267,14 +274,16 @@ class LockedCore:
             if not self._over.is_set():
                 self._end(self._close_until_s)
             return 0.0
-        if self._is_broken and self._copies is None:
+        if self._is_broken and not self._is_lasting:
+            self._locked(self._renew, TICK_S)
+        elif self._is_broken and not self._has_ended:
             self._end_after_error()
         self._locked(self._check, TICK_S)
         self.ready()
         if not self._executor.flush():
             return RETRY_S
         if self._is_broken:
-            return COPY_STEP_S if self._copies else TICK_S
+            return COPY_STEP_S if self._open or not self._is_lasting else TICK_S
         return max(0.0, min(TICK_S, self._due_s - self._clock()))
 
     def _uninterrupted(self, call: Callable[..., None], *arguments: object) -> None:
@@ -366,6 +375,8 @@ class LockedCore:
         """Settle what waits, call `act` unless the session is shut, and pass on what the core wants done."""
         if self._is_broken or self._is_over:
             self._settle_shut(now_s)
+            if act == self._renew and not self._is_over:
+                self._renew(now_s)
             return
         if self._inbox or self._wishes:
             self._settle(now_s)
@@ -384,11 +395,13 @@ class LockedCore:
         self.metrics.set(table.TIER_UP, float(notice.is_up), tier=notice.tier, way=notice.way)
         self.fault_record.changed(notice)
 
-    def _settle(self, now_s: float) -> None:
+    def _settle(self, now_s: float) -> None:  # noqa: C901 - in one piece, because it runs for each object
         """Pass completions to the core, and make the calls that wait."""
         for _ in range(len(self._inbox)):
             completion = self._inbox.popleft()
             command = completion.command
+            if self._open.pop(id(command), None) is None:
+                continue  # it was completed before
             if self._observer is not None:
                 try:
                     self._observer.completed(completion)
@@ -411,19 +424,51 @@ class LockedCore:
         self._settles += 1
 
     def _settle_shut(self, now_s: float) -> None:
-        """After an internal error or the end: fail open loads and stores without a running copy."""
+        """After an internal error or the end: fail open loads and stores without a running copy.
+
+        Their commands that have not begun are cancelled by now, or the executor refuses them.
+        """
         self._wishes.clear()
         while self._inbox:
-            command = self._inbox.popleft().command
-            if isinstance(command, Transfer):
-                self._ended_ids.add(command.id)
-        if self._copies is None:
+            completion = self._inbox.popleft()
+            command = self._open.pop(id(completion.command), None)
+            if command is not None and self._observer is not None:
+                self.guards.run(Feature.METRICS, self._observer.completed, completion, otherwise=None)
+            if isinstance(command, Recall):
+                self._recalled(command, Completion(command, Outcome.FAILED, detail="kvtier was shut"), now_s)
+        if not self._copies_until_s:
             return
-        if self._is_over or now_s >= self._copies_until_s:
-            self._copies.clear()
-        for ended in self._ended_ids:
-            self._copies.pop(ended, None)
-        self._fail(set(self._copies.values()))
+        if self._is_over or (self._is_lasting and now_s >= self._copies_until_s):
+            self._open.clear()
+        self._fail({it.request for it in self._open.values() if isinstance(it, Transfer) and it.request is not None})
+
+    def _renew(self, now_s: float) -> None:
+        """Begin anew after an error that has ended by itself, once no command runs. The session's thread.
+
+        Commands that have not begun are cancelled first. Until the others have ended, slots and blocks are theirs.
+        """
+        if self._is_lasting:
+            return
+        if not self._copies_until_s:
+            self._copies_until_s = now_s + COPY_DEADLINE_S
+            ids = (it.id for it in self._open.values() if isinstance(it, Transfer | Probe))
+            self._executor.submit(Cancel(tuple(ids)))
+            self._has_sent = self._executor.needs_flush
+            self._settle_shut(now_s)
+        if now_s >= self._copies_until_s:
+            raise TimeoutError(f"{len(self._open)} commands still run, {COPY_DEADLINE_S:g} s after the error")
+        if self._open:
+            return
+        self._fail(())
+        self._cache.renew()
+        if self._observer is not None:
+            self.guards.run(Feature.METRICS, self._observer.renewed, otherwise=None)
+        self._renewals.append(now_s)
+        self._copies_until_s = 0.0
+        self._lines.append(LogLine(logging.INFO, "kvtier goes on after the error, with empty host memory"))
+        self._is_broken = False
+        if self._is_lasting:  # since a moment: another thread has had an error
+            self._is_broken = True
 
     def _recalled(self, command: Recall, completion: Completion, now_s: float) -> None:
         """A recall is completed. A subclass that sends recalls overrides this."""
@@ -442,6 +487,7 @@ class LockedCore:
         for command in commands:
             if isinstance(command, Cancel):
                 continue
+            self._open[id(command)] = command
             if self._observer is not None:
                 try:
                     self._observer.submitted(command)
@@ -554,25 +600,27 @@ class LockedCore:
         """Shut the session down after an internal error, so that the engine goes on without it. Any thread.
 
         The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
-        loads and stores fail.
+        loads and stores fail. After an error that ends by itself it waits for the executor instead, and begins anew.
         """
         level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
-        if not self._is_broken:
-            self._is_broken = True
+        if ends_by_itself(error) and not self._is_lasting and (self._is_broken or self._may_renew()):
+            if self._is_broken:
+                return
+            text = "a decision failed: kvtier forgets what host memory holds, and goes on when all transfers have ended"
+        elif not self._is_lasting:
+            self._is_lasting = True
             self.fault_record.failed(error)
             level = logging.ERROR
             text = self.SHUT_TEXT
+        self._is_broken = True
         self._lines.append(LogLine(level, text, (), error))
         self._wake()
 
+    def _may_renew(self) -> bool:
+        return len(self._renewals) < RENEWALS_MAX or self._clock() - self._renewals[0] > RENEWALS_S
+
     def _end_after_error(self) -> None:
-        copies: dict[int, RequestId] = {}
-        try:
-            copies = self._cache.copies()
-        except Exception as error:
-            text = "internal error: kvtier does not know which copies still run"
-            self._lines.append(LogLine(logging.WARNING, text, (), error))
         if self._executor.close(MOVER_DEADLINE_S):
-            copies = {}
-        self._copies_until_s = self._clock() + COPY_DEADLINE_S
-        self._copies = copies
+            self._open.clear()
+        self._has_ended = True
+        self._copies_until_s = self._copies_until_s or self._clock() + COPY_DEADLINE_S

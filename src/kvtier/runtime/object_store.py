@@ -493,6 +493,12 @@ class ObjectStore(LockedCore):
             if call is not None:
                 call.inbox.put(event)
 
+    def _settle_shut(self, now_s: float) -> None:
+        for command in self._open.values():
+            if isinstance(command, Transfer) and command.request and command.request not in self._calls:
+                self._inbox.append(Completion(command, Outcome.CANCELLED))  # its thread has left, and never copies it
+        super()._settle_shut(now_s)
+
     def _miss(self, _copying: Collection[RequestId] = ()) -> None:
         """End all calls. A copy runs only in the thread of its call, so none goes on afterwards."""
         for call in list(self._calls.values()):

@@ -186,7 +186,9 @@ class Session(LockedCore):
             BadCallError: the arguments do not fit. No `LoadDone` follows.
         """
 
-        def begin(now_s: float) -> None:
+        def begin(call: OpenCall, now_s: float) -> None:
+            if call.is_over:  # it has failed with a call of another thread
+                return
             self._cache.load(
                 request,
                 prefix,
@@ -212,8 +214,9 @@ class Session(LockedCore):
         """
         wanted = () if self._is_locked() else places
 
-        def begin(now_s: float) -> None:
-            self._cache.store(request, prefix, wanted, now_s, conversation)
+        def begin(call: OpenCall, now_s: float) -> None:
+            if not call.is_over:
+                self._cache.store(request, prefix, wanted, now_s, conversation)
 
         self._uninterrupted(self._begin, begin, self._events.begin_store, request, wanted)
 
@@ -377,11 +380,11 @@ class Session(LockedCore):
         self._uninterrupted(self._call, note)
         return answers[0]
 
-    def _begin(self, act: Callable[[float], None], register: Callable[..., OpenCall], *what: object) -> None:
+    def _begin(self, act: Callable[[OpenCall, float], None], register: Callable[..., OpenCall], *what: object) -> None:
         """`_call` for a load or store, which is registered before it begins."""
         call = register(*what)
         try:
-            self._call(act)
+            self._call(partial(act, call))
         except Exception:
             if self._events.withdraw(call):
                 raise

@@ -18,13 +18,15 @@ EVENTS_MAX = 65_536
 class OpenCall:
     """A load or store without its event."""
 
-    __slots__ = ("places", "request", "time_s", "tokens")
+    __slots__ = ("is_over", "places", "request", "time_s", "tokens")
 
     def __init__(self, request: RequestId, time_s: float, tokens: int, places: Sequence[Place]) -> None:
         self.request = request
         self.time_s = time_s
         self.tokens = tokens
         self.places = places
+        self.is_over = False
+        """It was refused or has failed."""
 
 
 class SessionEvents:
@@ -72,6 +74,7 @@ class SessionEvents:
 
     def withdraw(self, call: OpenCall) -> bool:
         """Forget a call that was refused; False if it was answered meanwhile."""
+        call.is_over = True
         if self._loads.get(call.request) is call:
             return self._loads.pop(call.request, None) is call
         try:

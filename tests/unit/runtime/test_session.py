@@ -310,6 +310,9 @@ def test_the_observer_gets_every_command_and_completion_under_the_lock():
         def completed(self, completion):
             see("completed", completion.command)
 
+        def renewed(self):
+            pass
+
     tier = MemoryTier("below", capacity_bytes=64 << 20)
     session, _, _ = local(Engine(64).copier(), {"below": tier}, observer=Recorder())
     sessions.append(session)

@@ -206,6 +206,11 @@ class Events:
         elif command.direction is Direction.DEMOTE:
             self._moved.append((command.key, command.tier, True))
 
+    def renewed(self) -> None:
+        """Note that host memory holds nothing any more."""
+        self._moved.extend((key, HOST, False) for key in self._slots.values())
+        self._slots.clear()
+
     def watched(self, tier: str) -> tuple[tuple[ChunkKey, int], ...]:
         """Published chunks that the next health check of `tier` asks for, as (key, group)."""
         source = self._tiers.get(tier)
