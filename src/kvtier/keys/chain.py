@@ -121,23 +121,25 @@ class Chain:
         return Prefix(tuple(self._keys[: limit // self._chunk_tokens]), self._chunk_tokens)
 
     def _append(self, words: memoryview) -> None:
-        """Hash the chunks that `words` complete, after the pending tail."""
+        """Hash the chunks that `words` complete, after the pending tail. After an error the chain is unchanged."""
         data = memoryview(self._tail + bytes(words)) if self._tail else words
         width = self._chunk_tokens * TOKEN_BYTES
         count = _U32.pack(self._chunk_tokens)
         parent: bytes = self._keys[-1] if self._keys else self._root
         whole = max(0, len(data) - TOKEN_BYTES * self.looks_ahead) // width * width
-        for start, stop in pairwise(range(0, whole + 1, width)):
-            chunk = len(self._keys)
+        keys: list[ChunkKey] = []
+        for chunk, (start, stop) in enumerate(pairwise(range(0, whole + 1, width)), len(self._keys)):
             of_chunk = self._extras.get(chunk, [])
             if self.looks_ahead:
                 after = Extra(NEXT, bytes(data[stop : stop + TOKEN_BYTES]), (chunk + 1) * self._chunk_tokens)
                 of_chunk = [*of_chunk, after]
             extras = canonical_extras(of_chunk, chunk * self._chunk_tokens) if of_chunk else _NO_EXTRAS
             key = ChunkKey(hashlib.sha256(b"".join((parent, count, data[start:stop], extras))).digest())
-            self._keys.append(key)
+            keys.append(key)
             parent = key
-        self._tail = bytes(data[whole:])
+        tail = bytes(data[whole:])
+        self._keys += keys
+        self._tail = tail
 
 
 def chunk_keys(

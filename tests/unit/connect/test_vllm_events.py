@@ -264,6 +264,17 @@ def test_an_eviction_among_the_dropped_movements_is_published_all_the_same(world
     assert world.taken() == [(True, STORAGE, 0), (False, CPU, 1)]
 
 
+def test_a_core_that_begins_anew_withdraws_what_host_memory_held_and_nothing_else(world):
+    one, two = world.keys
+    world.moves(GATHER, one, slot=5)
+    world.moves(DEMOTE, one, tier="disk")
+    assert world.taken() == [(True, CPU, 0), (True, STORAGE, 0)]
+    world.events.renewed()
+    world.moves(GATHER, two, slot=5)
+    world.moves(GATHER, one, slot=6)
+    assert world.taken() == [(False, CPU, 0), (True, CPU, 1), (True, CPU, 0)]
+
+
 def test_after_a_reset_all_is_withdrawn_and_nothing_comes_again():
     world = World(repeat_s=60).learn()
     world.moves(GATHER, world.keys[0], slot=1)

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "FaultRecord.faulted": "tiers that fail; see below",
     "Metrics.get": "tests",
     "Recalls.again": "a request to recall once more",
+    **dict.fromkeys(("CommandCounters.renewed", "Events.renewed", "Journal.renewed"), "a core that begins anew"),
 }
 """Methods that this engine does not reach, and who calls them."""
 UNSEEN = {"TierRecall.page"}

@@ -1,5 +1,6 @@
 """Two requests share a chunk exactly when everything that determines its numbers is equal, from the first token on."""
 
+import errno
 import os
 import threading
 import time
@@ -42,6 +43,33 @@ def shared(first: Any, second: Any, requests: KeyMaker | None = None) -> int:
     """Leading chunks that two requests have in common."""
     pairs = zip(keys(first, requests), keys(second, requests), strict=False)
     return next((number for number, (a, b) in enumerate(pairs) if a != b), 3)
+
+
+# ---- a moment without memory -------------------------------------------------------------------------------------
+
+
+def test_a_moment_without_memory_costs_one_requests_keys(monkeypatch, caplog):
+    maker = KeyMaker(ROOT, 256, vllm_config())
+    with monkeypatch.context() as patch:
+        for name, fail in (("_chain", MemoryError()), ("_extras", OSError(errno.EMFILE, "too many open files"))):
+            patch.setattr(maker, name, raising(fail))
+            assert maker.begin(request(TOKENS)) is None
+        assert maker.extras(request(TOKENS)) is None
+        patch.setattr(maker, "_extras", raising(KeyError()))
+        with pytest.raises(KeyError):
+            maker.begin(request(TOKENS))
+    assert [it.getMessage().split(": ")[1].split(" (")[0] for it in caplog.records] == [
+        "MemoryError",
+        "[Errno 24] too many open files",
+    ]
+    assert keys(request(TOKENS), maker) == chunk_keys(ROOT, TOKENS, 256)
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Whatever vLLM does, each block holds the bytes that vLLM takes it to hold, and every load is reported once."""
 
 import importlib
+import itertools
 import sys
 import threading
 import time
+from random import Random
 from types import FrameType, SimpleNamespace
 from typing import NamedTuple
 
@@ -679,6 +681,46 @@ def connector_class():
             sys.modules.pop(name, None)
             if module_before is not None:
                 sys.modules[name] = module_before
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 8])
+def test_a_moment_without_memory_for_keys_costs_one_request(start, connector_class, monkeypatch, at):
+    engine = start(seed=at, blocks=60)
+    connector, extend, calls = Guarded(engine, connector_class).connector, Chain.extend, itertools.count(1)
+
+    def short(chain, tokens):
+        if next(calls) == at:
+            raise MemoryError
+        extend(chain, tokens)
+
+    monkeypatch.setattr(Chain, "extend", short)
+    conversations(engine)
+    assert next(calls) > at
+    assert not connector._is_broken
+    check_it_goes_on(engine)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_core_that_begins_anew_again_and_again_gives_no_request_another_ones_bytes(start, monkeypatch, seed):
+    monkeypatch.setattr(locked_core, "RENEWALS_MAX", 1 << 30)
+    monkeypatch.setattr(locked_core, "COPY_STEP_S", 0.001)
+    engine, draw, advance = start(seed=seed, slow_s=0.004, **RUSH), Random(seed), Cache.advance
+    session, moments = engine.opened.session, []
+
+    def short(cache, now_s):
+        if draw.random() < 0.005 and not session._is_broken and session._holds_lock():
+            moments.append(now_s)
+            raise MemoryError
+        advance(cache, now_s)
+
+    monkeypatch.setattr(Cache, "advance", short)
+    rush(engine, requests=60)
+    assert len(moments) > 5
+    monkeypatch.undo()
+    while session._is_broken and not session._is_lasting:
+        time.sleep(0.001)
+    assert len(session._renewals) == len(moments)
+    check_it_goes_on(engine)
 
 
 def test_after_an_internal_error_no_request_waits_and_no_block_is_kept(start, connector_class):

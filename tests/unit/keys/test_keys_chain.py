@@ -6,6 +6,7 @@ from array import array
 import numpy as np
 import pytest
 
+from kvtier.keys import chain as chain_module
 from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, canonical_extras, chunk_keys
 from kvtier.types import Prefix
 
@@ -179,3 +180,25 @@ def test_a_chain_that_looks_ahead_grows_in_any_steps():
         chain = ahead(range_of(0, cut), *extras)
         chain.extend(range_of(cut, 14))
         assert (chain.keys, chain.tokens) == (whole.keys, 14)
+
+
+def test_a_chain_without_memory_for_its_keys_is_unchanged(monkeypatch):
+    tokens = list(range(20))
+    chain, whole = (Chain(ROOT, 4, [], looks_ahead=True) for _ in range(2))
+    whole.extend(tokens)
+    chain.extend(tokens[:6])
+    real, left = chain_module.canonical_extras, [1]
+
+    def short(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return real(*arguments)
+
+    monkeypatch.setattr(chain_module, "canonical_extras", short)
+    with pytest.raises(MemoryError):
+        chain.extend(tokens[6:])
+    monkeypatch.undo()
+    assert chain.tokens == 6
+    chain.extend(tokens[6:])
+    assert chain.prefix() == whole.prefix()

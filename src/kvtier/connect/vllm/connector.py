@@ -89,6 +89,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             try:
                 return act()
             except Exception as error:
+                # Also after a moment without memory: the scheduler side may be half changed. Making keys, which takes
+                # the most, has guards of its own (`KeyMaker`, `Scheduler._prefix_of`).
                 self._is_broken = True
                 self._failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
                 logger.exception("kvtier has failed and is off until a restart; requests are computed without it")

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvtier.connect.local_files import adapter_files, local_folder
 from kvtier.connect.vllm.files_read import AdapterRead
@@ -24,8 +24,11 @@ from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, pla
 from kvtier.errors import ConfigError, KvError
 from kvtier.keys.chain import Chain, Extra
 from kvtier.keys.weights import FileVersion, digest_files, file_versions, home_cache
+from kvtier.runtime.guards import ends_by_itself
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ADAPTERS_MAX = 4096
 """Adapters remembered, far more than vLLM keeps in memory."""
@@ -80,19 +83,24 @@ class KeyMaker:
 
     def begin(self, request: Request) -> Chain | None:
         """The key chain of a request, still without tokens; None if it cannot be cached. Logs each reason once."""
-        extras = self.extras(request)
-        return None if extras is None else self._chain(extras)
+        return self._made(request, lambda: self._chain(self._extras(request)))
 
     def extras(self, request: Request) -> list[Extra] | None:
         """What determines a request's KV besides its tokens; None if it cannot be cached. Logs each reason once."""
+        return self._made(request, lambda: self._extras(request))
+
+    def _made(self, request: Request, make: Callable[[], T]) -> T | None:
+        """The result of `make`; None if the request cannot be cached, or for a moment without memory."""
         try:
-            return self._extras(request)
-        except NotCacheableError as error:
-            self.refusal = str(error)
-            if str(error) not in self._logged and len(self._logged) < REASONS_MAX:
-                self._logged.add(str(error))
-                logger.warning("request %s is not cached: %s (logged once)", request.request_id, error)
-            return None
+            return make()
+        except Exception as error:
+            if not isinstance(error, NotCacheableError) and not ends_by_itself(error):
+                raise
+            self.refusal = reason = str(error) or type(error).__name__
+        if reason not in self._logged and len(self._logged) < REASONS_MAX:
+            self._logged.add(reason)
+            logger.warning("request %s is not cached: %s (logged once)", request.request_id, reason)
+        return None
 
     def loaded(self, adapter: LoraRequest) -> None:
         """Identify an adapter that vLLM is about to load: its files may be others when a request comes."""

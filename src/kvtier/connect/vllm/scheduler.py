@@ -45,7 +45,7 @@ from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worker import StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
 from kvtier.keys.chain import Chain
-from kvtier.runtime.guards import Feature
+from kvtier.runtime.guards import Feature, ends_by_itself
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.session import Session
@@ -198,6 +198,20 @@ class Scheduler:
         keys = self._begin_keys(request)  # identifies an adapter, also while kvtier is off
         return None if self._is_off else keys
 
+    def _prefix_of(self, tracked: TrackedRequest, tokens: int) -> Prefix | None:
+        """The chunks within the leading `tokens`; None for a request that is not cached.
+
+        A moment without memory ends the caching of this one request, before anything has changed.
+        """
+        try:
+            return None if tracked.keys is None else tracked.prefix(tokens)
+        except Exception as error:
+            if not ends_by_itself(error):
+                raise
+            tracked.keys = None
+            logger.warning("request %s is not cached any more: %r", tracked.id, error)
+            return None
+
     def forget(self, request: Request) -> None:
         """End a request after an internal error."""
         self._requests.pop(request.request_id, None)
@@ -270,8 +284,8 @@ class Scheduler:
             most = min(most, resident_tokens + tracked.hints.max_load_tokens)
             most -= most % self._geometry.chunk_tokens
         is_ours = self._is_alone or not comes_from_another(request)
-        if most > resident_tokens and tracked.keys is not None and is_ours and not request.skip_reading_prefix_cache:
-            prefix = tracked.prefix(most)
+        is_wanted = most > resident_tokens and is_ours and not request.skip_reading_prefix_cache
+        if is_wanted and (prefix := self._prefix_of(tracked, most)) is not None:
             if self._is_being_loaded(prefix, resident_tokens):
                 return None
             lookup = self._look_up(tracked, prefix, resident_tokens)
@@ -512,12 +526,14 @@ class Scheduler:
         computed = tracked.computed_tokens(self._confirmed_step)
         end = tracked.stores_up_to(computed)
         end -= end % self._geometry.chunk_tokens
-        if tracked.keys is None or end <= tracked.handed_tokens or not self._is_storing:
+        if end <= tracked.handed_tokens or not self._is_storing:
+            return False
+        prefix = self._prefix_of(tracked, end)
+        if prefix is None:
             return False
         first = tracked.handed_tokens // self._geometry.chunk_tokens
         places = self._selection.take(tracked, end, tables)
         if places:
-            prefix = tracked.prefix(end)
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)
             self._stores.begin(tracked.id, prefix, places, tracked.hints.conversation)

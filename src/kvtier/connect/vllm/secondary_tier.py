@@ -32,6 +32,7 @@ from kvtier.connect.vllm.vllm_types import LoraRequest, Request, TransferJob
 from kvtier.connect.vllm.weights import on_stack, watch_calls
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Extra
+from kvtier.runtime.guards import Feature, Guards
 from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.types import ChunkKey
@@ -163,6 +164,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
                 ", ".join(tier.label for tier in self._config.tiers),
             )
         probe_s = sum(tier.probe_deadline_s for tier in self._config.tiers)
+        self._guards = Guards() if self._store is None else self._store.guards
         self._calls = Calls(self._store, probe_s, self._guarded)
         watch_calls(workers, self._called)
 
@@ -261,7 +263,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             keys = () if self._is_off else keys  # after a change of weights it may be KV of before
             self._calls.miss(job.req_context.req_id, frozenset(job.keys).difference(keys))
         elif self._has_events and keys and len(self._events) < EVENTS_MAX:
-            self._events.append(offload.OffloadingEvent([*keys], self.medium, removed=False, locality=self.locality))
+            self._guards.run(Feature.EVENTS, self._announce, keys, otherwise=None)
         return tiering.JobResult(
             job_id=job.job_id,
             success=len(keys) == len(job.keys),
@@ -269,6 +271,9 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             transfer_time=seconds,
             transfer_bytes=len(keys) * self.block_size_bytes,
         )
+
+    def _announce(self, keys: Sequence[bytes]) -> None:
+        self._events.append(offload.OffloadingEvent([*keys], self.medium, removed=False, locality=self.locality))
 
     def take_events(self) -> list[Any]:
         """Announcements of stored blocks. Evictions are not announced."""
