@@ -708,14 +708,14 @@ def test_a_core_that_begins_anew_again_and_again_gives_no_request_another_ones_b
     session, moments = engine.opened.session, []
 
     def short(cache, now_s):
-        if draw.random() < 0.005 and not session._is_broken and session._holds_lock():
+        if draw.random() < 0.03 and not session._is_broken and session._holds_lock():
             moments.append(now_s)
             raise MemoryError
         advance(cache, now_s)
 
     monkeypatch.setattr(Cache, "advance", short)
     rush(engine, requests=60)
-    assert len(moments) > 5
+    assert len(moments) > 2
     monkeypatch.undo()
     while session._is_broken and not session._is_lasting:
         time.sleep(0.001)
