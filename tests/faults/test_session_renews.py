@@ -10,8 +10,11 @@ from inspect import CO_GENERATOR
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import pytest
 from tests.memory_tier import GatedTier, MemoryTier
+from tests.object_store_contract import LAYOUT as OBJECTS
+from tests.object_store_contract import STAGED, empty_pieces, got, object_id, pieces_of, put
 from tests.rig import (
     CHUNK_TOKENS,
     Engine,
@@ -27,11 +30,15 @@ from tests.rig import (
 
 import kvtier
 from kvtier.core.cache import Cache
+from kvtier.core.limits import TierRules
 from kvtier.runtime import locked_core as module
+from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Threads
 from kvtier.runtime.guards import ends_by_itself
-from kvtier.runtime.session import Session, SessionError
-from kvtier.types import LoadDone, RequestId, StoreDone
+from kvtier.runtime.locked_core import LockedCore
+from kvtier.runtime.object_store import ObjectBytes, ObjectStore
+from kvtier.runtime.session import SessionError
+from kvtier.types import LoadDone, Outcome, RequestId, StoreDone
 
 CORE = str(Path(kvtier.__file__).parent / "core")
 CHUNKS = 4
@@ -58,7 +65,7 @@ class Plant:
             self.calls += 1
             is_here = self.calls == self.at
         if is_here:
-            raise self.error
+            raise self.error.with_traceback(None)
 
 
 @pytest.fixture
@@ -172,6 +179,36 @@ def test_every_session_stays_shut_after_an_error_that_does_not_end(plant: Plant)
     assert shut_after(plant, calls) == list(calls)
 
 
+def test_no_object_store_stays_shut_after_a_moment_without_memory(plant: Plant) -> None:
+    """The copies of a call whose thread has left end, too."""
+    rules, slots = [TierRules(name="below")], (STAGED,) * len(OBJECTS.groups)
+    numbers = range(2 * STAGED)
+    for plant.at in (0, *range(1, 4000, EVERY)):
+        plant.calls = 0
+        tiers = {"below": MemoryTier("below", capacity_bytes=64 << 20)}
+        arena = Arena(OBJECTS, slots)
+        store = ObjectStore(layout=OBJECTS, name_root=bytes(32), model=bytes(16), tiers=tiers, rules=rules, arena=arena)
+        plant.is_on = True
+        sys.setprofile(plant)
+        put(store, numbers)
+        memory = [empty_pieces(0) for _ in numbers]
+        reads = [ObjectBytes(object_id(number, 0), pieces) for number, pieces in zip(numbers, memory, strict=True)]
+        outcomes = store.get_into(reads, PATIENCE_S)
+        plant.is_on = False
+        sys.setprofile(None)
+        for number, outcome, pieces in zip(numbers, outcomes, memory, strict=True):
+            if outcome is Outcome.DONE:
+                assert all(map(np.array_equal, pieces, pieces_of(number, 0))), plant.at
+        waiting(store)
+        assert not store._is_broken, plant.at
+        assert put(store, numbers) == [Outcome.DONE] * len(numbers), plant.at
+        assert got(store, numbers) == [Outcome.DONE] * len(numbers), plant.at
+        assert store.close().flushed
+        if plant.calls < plant.at:
+            break
+    assert plant.at > 3 * EVERY
+
+
 def test_what_ends_by_itself() -> None:
     passing = MemoryError(), RuntimeError("can't start new thread"), OSError(EMFILE, "files"), OSError(ENOMEM, "memory")
     assert all(map(ends_by_itself, passing))
@@ -193,7 +230,7 @@ def fail(cache: Cache, error: Exception) -> Callable[..., object]:
     return lookup
 
 
-def waiting(session: Session) -> None:
+def waiting(session: LockedCore) -> None:
     until_s = time.monotonic() + PATIENCE_S
     while session._is_broken and not session._is_lasting and time.monotonic() < until_s:
         time.sleep(0.001)
