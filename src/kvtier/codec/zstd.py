@@ -42,13 +42,22 @@ class Zstd:
         return raw_bytes + (raw_bytes >> 8) + 512
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - of the interface
-        """Compress `raw` into the front of `into`."""
+        """Compress `raw` into the front of `into`.
+
+        Raises:
+            MemoryError: the encoder gets no memory now.
+        """
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if compressor is None:
             compressor = self._local.compressor = zstandard.ZstdCompressor(
                 level=LEVEL, compression_params=self._parameters
             )
-        stored = compressor.compress(raw)
+        try:
+            stored = compressor.compress(raw)
+        except zstandard.ZstdError as error:
+            if "memory" in str(error):  # it passes, and the codec is not refused
+                raise MemoryError(f"zstd: {error}") from None
+            raise
         into[: len(stored)] = stored
         return len(stored)
 

@@ -1,6 +1,8 @@
 """A codec that changes bytes or fails: the frame is raw, one error names the codec, and it is not used again."""
 
 import logging
+import subprocess
+import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -235,6 +237,29 @@ def test_want_of_memory_is_not_the_codecs_fault(monkeypatch):
     with pytest.raises(MemoryError):
         sealed(codec)
     assert not proof.is_refused(codec)
+
+
+ZSTD_WITHOUT_MEMORY = """
+import resource
+from pathlib import Path
+from kvtier.codec import proof
+from kvtier.codec.zstd import Zstd
+
+codec, raw, rooms = Zstd(), memoryview(bytes(1 << 16)), [memoryview(bytearray(1 << 17)) for _ in range(2)]
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+try:
+    proof.encoded(codec, raw, rooms[0], rooms[1][: len(raw)], "bf16")
+except Exception as error:
+    print(type(error).__name__, proof.is_refused(codec))
+"""
+
+
+def test_want_of_memory_within_zstd_is_not_its_fault():
+    pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+    command = [sys.executable, "-c", ZSTD_WITHOUT_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "MemoryError False\n"
 
 
 @pytest.mark.parametrize("kind", WRONG)
