@@ -314,6 +314,18 @@ def test_files_that_cannot_be_compared_name_nothing(tmp_path: Path) -> None:
     assert not difference(model, files)
     (tmp_path / "model.safetensors").touch()
     assert "has changed meanwhile" in difference(model, files)
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.data.as_subclass(WithoutSlices))
+    assert difference(model, files) == "they cannot be compared: no slices"
+
+
+class WithoutSlices(torch.Tensor):
+    """Quantised and distributed tensors are subclasses, which support what they like."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__:
+            raise TypeError("no slices")
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def test_weights_that_nobody_can_identify_are_cached_in_host_memory_alone(
