@@ -99,6 +99,8 @@ def _environment_notes(config: Config, python: Path | None, flags: list[str]) ->
         raise ConfigError(f"SGLang {environment.version} does not take these flags: {environment.refused}")
     if not environment.has_kvtier:
         found.append(f"kvtier is not installed in the environment of {python}: the server does not start before it is")
+    elif environment.no_plug_in:
+        found.append(f"kvtier would store and find nothing, because SGLang does not load it: {environment.no_plug_in}")
     if not is_supported(environment.version or ""):
         found.append(f"SGLang {environment.version} is not supported; sglang.unsupported is allow")
     return found

@@ -169,6 +169,9 @@ def release(
     if found.version is not None and not found.has_kvtier:
         text = f"is not installed in {place}, so SGLang cannot import the backend"
         yield DoctorFinding("error", "kvtier", text, "install it there, in the same release as here")
+    elif found.version is not None and found.no_plug_in:
+        text = "is not loaded by SGLang, so kvtier stores and finds nothing"
+        yield DoctorFinding("error", "plug-in", text, found.no_plug_in)
     if found.refused:
         yield DoctorFinding("error", "flags", f"SGLang refuses them: {found.refused}", "correct the server's flags")
 

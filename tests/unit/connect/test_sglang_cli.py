@@ -43,7 +43,7 @@ RECORDED = dict.fromkeys(FIELDS) | {
 @pytest.fixture
 def environment(monkeypatch) -> SimpleNamespace:
     """The environment of SGLang; by default of a supported release, which takes every flag."""
-    result = SimpleNamespace(version="0.5.23", has_kvtier=True, fields={}, asked={}, refused="")
+    result = SimpleNamespace(version="0.5.23", has_kvtier=True, fields={}, asked={}, refused="", no_plug_in="")
 
     def look_there(_python: Path | None = None, arguments: object = None, _deadline_s: float = 0) -> Environment:
         return Environment(
@@ -52,6 +52,7 @@ def environment(monkeypatch) -> SimpleNamespace:
             fields=result.fields,
             asked=result.asked or result.fields,
             refused=result.refused if arguments else "",
+            no_plug_in=result.no_plug_in,
         )
 
     monkeypatch.setattr(sglang, "look", look_there)
@@ -202,7 +203,38 @@ def test_the_program_for_the_other_environment_describes_this_one(tmp_path, monk
     (tmp_path / "json.py").write_text("raise RuntimeError")
     monkeypatch.chdir(tmp_path)
     found = look(Path(sys.executable), ["--model-path", "m"])
-    assert found == Environment(version=None, has_kvtier=True, fields={}, asked={}, refused="")
+    assert found._replace(no_plug_in="") == Environment(version=None, has_kvtier=True, fields={}, asked={}, refused="")
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen", "problem"),
+    [
+        ("kvtier", None, ""),
+        ("kvtier", "other, kvtier", ""),
+        ("kvtier", "", ""),
+        ("kvtier", "other", "SGLANG_PLUGINS is 'other'"),
+        ("another", None, "names no plug-in of SGLang"),
+    ],
+)
+def test_whether_sglang_loads_the_plug_in_is_seen(tmp_path, monkeypatch, names, chosen, problem):
+    """Without it kvtier stores and finds nothing."""
+    about = tmp_path / "kvtier-9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier\nVersion: 9\n")
+    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{names} = kvtier.connect.sglang:register\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    if chosen is not None:
+        monkeypatch.setenv("SGLANG_PLUGINS", chosen)
+    found = look().no_plug_in
+    assert problem in found
+    assert bool(found) is bool(problem)
+
+
+def test_a_note_says_that_sglang_does_not_load_the_plug_in(config, environment, tmp_path):
+    environment.no_plug_in = "SGLANG_PLUGINS is 'other'"
+    code, _, err = config("--tier", f"directory:{tmp_path}/kv")
+    assert code == 0
+    assert "SGLANG_PLUGINS is 'other'" in err
 
 
 # ---- the backend's configuration -------------------------------------------------------------------------------------
@@ -302,6 +334,7 @@ def test_a_prompt_below_the_threshold_is_found(doctor, served, tokens, threshold
         ({"version": None}, "SGLang"),
         ({"version": "0.5.24"}, "SGLang"),
         ({"has_kvtier": False}, "kvtier"),
+        ({"no_plug_in": "SGLANG_PLUGINS is 'other'"}, "plug-in"),
         ({"refused": "unrecognized arguments: --hicache"}, "flags"),
     ],
 )

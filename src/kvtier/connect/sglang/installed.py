@@ -56,6 +56,8 @@ class Environment(NamedTuple):
     """The same fields as given, before SGLang's rules changed them."""
     refused: str
     """SGLang's message, if it does not take the command line."""
+    no_plug_in: str = ""
+    """Why SGLang does not load kvtier as a plug-in, and what to do; empty if it does. `SGLANG_PLUGINS` is read here."""
 
 
 def installed() -> str | None:
@@ -114,6 +116,7 @@ def look(
         fields=found.get("fields", {}),
         asked=found.get("asked", {}),
         refused=found.get("refused", ""),
+        no_plug_in=found.get("no_plug_in", ""),
     )
 
 

@@ -3,7 +3,8 @@
     python -P -c SOURCE '["--model-path", "MODEL", "--enable-hierarchical-cache"]'
 
 It needs the standard library alone, because kvtier may be missing there. It writes one line of JSON to stdout: the
-versions, and SGLang's own resolution of `FIELDS`, which needs neither a model nor a GPU. Other output goes to stderr.
+versions, whether SGLang loads kvtier as a plug-in, and SGLang's own resolution of `FIELDS`, which needs neither a model
+nor a GPU. Other output goes to stderr.
 Without an argument the command line is not read, and SGLang is not imported.
 """
 
@@ -12,6 +13,7 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import sys
 from importlib import metadata
 from typing import Any
@@ -39,6 +41,7 @@ FIELDS = (
 def main(text: str | None) -> None:
     """Write the line of JSON."""
     result: dict[str, Any] = {"sglang": _version("sglang"), "kvtier": importlib.util.find_spec("kvtier") is not None}
+    result["no_plug_in"] = _no_plug_in()
     if text is not None and result["sglang"] is not None:
         messages = io.StringIO()
         try:
@@ -56,6 +59,16 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _no_plug_in() -> str:
+    """Why SGLang does not load kvtier as a plug-in; empty if it does."""
+    chosen = os.environ.get("SGLANG_PLUGINS")
+    if "kvtier" not in metadata.entry_points(group="sglang.srt.plugins").names:
+        return "kvtier's installation there names no plug-in of SGLang; install this release of kvtier again"
+    if chosen and "kvtier" not in map(str.strip, chosen.split(",")):
+        return f"SGLANG_PLUGINS is {chosen!r}; add kvtier to it, or unset it"
+    return ""
 
 
 def _resolved(arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
