@@ -73,7 +73,7 @@ def digest(model: Path, changes: dict[str, object] | None = None) -> bytes:
     """An engine's fingerprint."""
     with published(model):
         resolved(**(changes or {}))
-        return identify(leaves(get_context()), "0.5.23").fingerprint.digest
+        return identify(leaves(get_context()), "0.5.23")[0].digest
 
 
 def test_the_environment_is_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

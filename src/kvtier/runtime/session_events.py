@@ -100,10 +100,7 @@ class SessionEvents:
             except BaseException:  # it is still open, and `fail` ends it
                 self._loads[event.request] = call
                 raise
-            try:
-                self._count_load(event, self._clock() - call.time_s)
-            except Exception as error:  # noqa: BLE001 - it is optional
-                self._guards.failed(Feature.METRICS, error)
+            self._guards.run(Feature.METRICS, self._count_load, event, self._clock() - call.time_s, otherwise=None)
         elif isinstance(event, StoreDone):
             call = next(call for call in list(self._stores) if call.request == event.request)
             self._stores.remove(call)  # not by its position: `withdraw` may remove another one meanwhile

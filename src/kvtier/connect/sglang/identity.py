@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.local_files import adapter_files, checkpoint_digest, checkpoint_versions, local_folder
@@ -102,20 +102,15 @@ PATH_MAX = 4096
 NO_MODEL = frozenset({"", "none", "dummy"})
 
 
-class Identified(NamedTuple):
-    """What an engine is."""
-
-    fingerprint: Fingerprint
-    digested: dict[Path, FileVersion]
-    """Versions of the files whose digests are part of it."""
-
-
-def identify(leaf: Leaves, release: str) -> Identified:
-    """The fingerprint of this process's engine, the same in all of its processes.
+def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVersion]]:
+    """The fingerprint of this process's engine, the same in all of its processes, and the files that it digests.
 
     Args:
         leaf: the resolved server arguments.
         release: SGLang's release, such as ``0.5.23``.
+
+    Returns:
+        The fingerprint, and the version of each file whose digest is part of it.
 
     Raises:
         ConfigError: the model cannot be identified, or a setting is not supported; the message says what was found.
@@ -146,7 +141,7 @@ def identify(leaf: Leaves, release: str) -> Identified:
             "environment": environment(os.environ),
         },
     )
-    return Identified(fingerprint, digested)
+    return fingerprint, digested
 
 
 def model_files(leaf: Leaves) -> tuple[dict[Path, FileVersion], bool]:

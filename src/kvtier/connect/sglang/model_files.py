@@ -39,8 +39,7 @@ def _published(context: Any, *_: object, role: str = "", **__: object) -> None: 
 
 def look(context: Any) -> None:  # noqa: ANN401 - SGLang's runtime context
     """Note the versions of the model's files, which SGLang is about to read in this process."""
-    _before.clear()
-    _before.append(model_files(leaves(context)))
+    _before[:] = [model_files(leaves(context))]
     weight_updates.install()
 
 

@@ -265,8 +265,7 @@ class KvtierStorage(sglang.HiCacheStorage):
             call = store.get_into if way == "prefetch" else store.put_from
             began_s = time.perf_counter()
             outcomes = call(_items(pool, keys, indices, extra_info), until_s - time.monotonic())
-            seconds = time.perf_counter() - began_s
-            stats = way, len(keys), pool.page_bytes, seconds
+            stats = way, len(keys), pool.page_bytes, time.perf_counter() - began_s
             store.guards.run(Feature.METRICS, self._stats.called, *stats, otherwise=None)
             return [outcome is Outcome.DONE for outcome in outcomes]
 
