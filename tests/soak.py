@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.soak_places import COLUMNS, CONTROLS, KINDS, Counts, Opened, Place, Step
+from tests.soak_places import COLUMNS, CONTROLS, KINDS, Counts, Opened, Place
 
 from kvtier.errors import TierError
 
@@ -56,7 +56,7 @@ def work(open_place: Callable[[int], Opened], folder: Path, number: int, seed: i
     sys.stdout = (folder / "printed").open("a")  # repairs say what they did
     table = table_of(folder)
     try:
-        opened = patiently(lambda: open_place(number))
+        opened = patiently(open_place, number)
 
         def run(thread: int) -> None:
             step = opened.step(random.Random(f"{seed} {thread}"), Counts(table[number * 2 + thread]))
@@ -73,16 +73,14 @@ def work(open_place: Callable[[int], Opened], folder: Path, number: int, seed: i
         raise SystemExit(1) from None
 
 
-def patiently(act: Callable[[], Opened]) -> Opened:
+def patiently(open_place: Callable[[int], Opened], number: int) -> Opened:
     """Open a place whose server may be away, and which the children of a killed process may hold a little longer."""
     end_s = time.monotonic() + OPENING_S
-    while True:
-        try:
-            return act()
-        except TierError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(0.2)
+    while time.monotonic() < end_s:
+        with suppress(TierError):
+            return open_place(number)
+        time.sleep(0.2)
+    return open_place(number)
 
 
 def table_of(folder: Path) -> Any:
@@ -120,80 +118,58 @@ class Row:
 
     def summary(self) -> dict[str, Any]:
         """What the table and the record say."""
-        happened = self.harm["fault"] + self.count("begun", "damaged", "lost", "forked")
         return {
             "kind": self.name,
             "operations": self.count("operations"),
             "compared": self.count("right"),
             "kills": self.harm["kill"],
             "stops": self.harm["stop"],
-            "faults": happened,
+            "faults": self.harm["fault"] + self.count("begun", "damaged", "lost", "forked"),
             "wrong": self.failures.count("AssertionError: wrong bytes") + self.failures.count("with a new owner"),
             "seconds": round(self.seconds),
             "is_right": self.is_right,
         }
 
 
-class Processes:
-    """Those of a row, which can be killed and stopped."""
+class Processes(dict[int, Any]):
+    """Those of a row by number, which can be killed and stopped."""
 
     def __init__(self, chance: random.Random) -> None:
+        super().__init__()
         self.chance = chance
-        self.begin: Callable[[int], Any] = lambda number: None
-        self.running: dict[int, Any] = {}
 
-    def start(self, begin: Callable[[int], Any]) -> None:
-        self.begin = begin
-        self.running = {number: begin(number) for number in range(PROCESSES)}
+    def kill(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self[number].kill()
+            self[number].join(30)
 
-    def kill_one(self) -> None:
-        number = self.chance.choice([*self.running])
-        self.running[number].kill()
-        self.running[number].join(30)
-        self.running[number] = self.begin(number)
-
-    def stop_one(self) -> None:
-        self.stop(STOPPED_S, [self.chance.choice([*self.running.values()])])
-
-    def stop(self, seconds: float, chosen: Sequence[Any] = ()) -> None:
+    def stop(self, seconds: float, chosen: Sequence[int] = range(PROCESSES)) -> None:
         """Stop all of them, or those that are chosen."""
-        pids = [each.pid for each in chosen or self.running.values() if each.is_alive()]
+        pids = [self[number].pid for number in chosen if self[number].is_alive()]
         for signum in (signal.SIGSTOP, signal.SIGCONT):
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signum)
-            if signum == signal.SIGSTOP:
-                time.sleep(seconds)
-
-    def end(self) -> None:
-        for each in self.running.values():
-            each.kill()
-            each.join(30)
+            time.sleep(seconds if signum == signal.SIGSTOP else 0)
 
 
 def drive(row: Row, place: Place, opens: Callable[[int], Opened], processes: Processes) -> None:
     """Run the processes of a row and harm them, until the operations are done or something is wrong."""
     chance, context = processes.chance, multiprocessing.get_context("forkserver")
 
-    def begin(number: int) -> Any:
+    def begin(number: int) -> None:
         given = (opens, row.folder, number, chance.randrange(1 << 30), row.wanted)
-        process = context.Process(target=work, args=given, daemon=True)
-        process.start()
-        return process
+        processes[number] = context.Process(target=work, args=given, daemon=True)
+        processes[number].start()
 
-    harms: dict[str, Sequence[Step]] = {
-        "kill": [processes.kill_one],
-        "stop": [processes.stop_one],
-        "fault": place.faults,
-    }
     shares = [4, 2, 5 if place.faults else 0]
     spacing = max(1000, round(OPERATIONS / FAULTS / place.rate))
     began_s = moved_s = time.monotonic()
     last, next_harm = 0, min(spacing, row.wanted) // 2
     try:
-        if not row.failures:  # nobody has interrupted it
-            processes.start(begin)
-        while any(each.is_alive() for each in processes.running.values()):
+        for number in range(PROCESSES):
+            begin(number)
+        while any(each.is_alive() for each in processes.values()) and not row.failures:
             time.sleep(0.02)
             now_s, done = time.monotonic(), row.count("operations")
             row.seconds = now_s - began_s
@@ -201,16 +177,20 @@ def drive(row: Row, place: Place, opens: Callable[[int], Opened], processes: Pro
                 last, moved_s = done, now_s
             elif now_s - moved_s > STALL_S:
                 row.fail(f"nothing happened for {STALL_S:g} s")
-            if row.failures:
-                return
-            if next_harm <= done < row.wanted:
+            if next_harm <= done < row.wanted and not row.failures:
                 next_harm = done + spacing
-                (what,) = chance.choices([*harms], shares)
-                chance.choice(harms[what])()
-                place.heal()
+                (what,) = chance.choices(["kill", "stop", "fault"], shares)
                 row.harm[what] += 1
+                if what == "fault":
+                    chance.choice(place.faults)()
+                elif what == "stop":
+                    processes.stop(STOPPED_S, [chance.randrange(PROCESSES)])
+                else:
+                    processes.kill([number := chance.randrange(PROCESSES)])
+                    begin(number)
+                place.heal()
     finally:
-        processes.end()
+        processes.kill([*processes])
 
 
 def soak_kind(kind: str, folder: Path, rows: Sequence[tuple[Row, str]], seed: int) -> None:
@@ -219,9 +199,8 @@ def soak_kind(kind: str, folder: Path, rows: Sequence[tuple[Row, str]], seed: in
     try:
         with (KINDS | CONTROLS)[kind](folder, processes.chance, processes.stop) as place:
             for row, what in rows:
-                opens = getattr(place, what)
-                if opens is not None:
-                    drive(row, place, opens, processes)
+                if not row.failures:  # nobody has interrupted it
+                    drive(row, place, getattr(place, what), processes)
     except Exception:  # noqa: BLE001 - whatever it is, the row has failed
         for row, _ in rows:
             if row.count("operations") < row.wanted:
@@ -230,22 +209,21 @@ def soak_kind(kind: str, folder: Path, rows: Sequence[tuple[Row, str]], seed: in
 
 def progress(rows: Sequence[Row]) -> str:
     """How far the rows are that have begun and have not ended."""
-    parts = [(row, row.count("operations")) for row in rows]
-    running = [f"{row.name} {min(99, 100 * n // row.wanted)} %" for row, n in parts if 0 < n < row.wanted]
-    done, compared = sum(n for _, n in parts), sum(row.count("right") for row in rows)
+    shares = {row.name: row.count("operations") / row.wanted for row in rows}
+    running = [f"{name} {share:.0%}" for name, share in shares.items() if 0 < share < 1]
+    done, compared = (sum(row.count(column) for row in rows) for column in ("operations", "right"))
     return f"{done:,} operations, {compared:,} compared | {', '.join(running)}"
 
 
 def render(summaries: Sequence[dict[str, Any]]) -> str:
     """The table."""
-    columns = ["kind", "operations", "compared", "kills", "stops", "faults", "wrong", "seconds"]
-    lines = [[f"{row[it]:,}" if it != "kind" else row[it] for it in columns] for row in summaries]
-    widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
-    rows = [columns, *lines]
+    columns = [it for it in summaries[0] if it != "is_right"]
+    lines = [columns, *([f"{row[it]:,}" if it != "kind" else row[it] for it in columns] for row in summaries)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     marks = ["", *("" if row["is_right"] else "  FAILED" for row in summaries)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + mark
-        for row, mark in zip(rows, marks, strict=True)
+        for row, mark in zip(lines, marks, strict=True)
     )
 
 

@@ -9,7 +9,8 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,10 +88,9 @@ class Place(NamedTuple):
     """Of harm; less where it takes long to heal."""
 
 
-def open_tier(settings: Callable[[int], TierSettings], number: int) -> Opened:
-    """A tier with its settings."""
-    mine = settings(number)
-    tier: Tier = kind_of(mine).open(mine, TierContext(layout=LAYOUT, key_id=KEY_ID, model=MODEL))
+def open_tier(settings: TierSettings, _number: int) -> Opened:
+    """A tier with these settings."""
+    tier: Tier = kind_of(settings).open(settings, TierContext(layout=LAYOUT, key_id=KEY_ID, model=MODEL))
     return Opened(lambda chance, counts: Worker(tier, chance, counts).step, tier.close)
 
 
@@ -105,12 +105,13 @@ def open_local(kind: type[Soak], root: Path, number: int) -> Opened:
     return Opened(step, lambda: soaks[0].finish(), threads=1)  # noqa: PLW0108 - there is none yet
 
 
-def open_objects(settings: Callable[[int], TierSettings], number: int) -> Opened:
-    """An object store over a tier with its settings."""
+def open_objects(settings: TierSettings, number: int) -> Opened:
+    """An object store over a tier with these settings. A drive is the process's own."""
+    mine = replace(settings, path=settings.path / str(number)) if isinstance(settings, DiskSettings) else settings
     config = Config(
         host=HostConfig(staging_bytes=4 * STAGING_BYTES),
         store=StoreConfig(secret=Secret(bytes(range(32)))),
-        tiers=(settings(number),),
+        tiers=(mine,),
     )
     store = open_object_store(config, LAYOUT, bytes(range(32)))
     return Opened(lambda chance, counts: functools.partial(object_step, store, chance, counts), store.close)
@@ -145,74 +146,36 @@ def object_step(store: ObjectStore, chance: random.Random, counts: Counts) -> No
             counts["right" if outcome is Outcome.DONE else outcome.value] += 1
 
 
-def on_settings(settings: Callable[[int], TierSettings], faults: Sequence[Step], heal: Step, rate: float = 1) -> Place:
+def on_settings(settings: TierSettings, faults: Sequence[Step], heal: Step, rate: float = 1) -> Place:
     """A place of settings, with and without an object store."""
     return Place(functools.partial(open_tier, settings), functools.partial(open_objects, settings), faults, heal, rate)
 
 
-def directory_settings(root: Path, _number: int) -> TierSettings:
-    return DirectorySettings(path=root, capacity_bytes=8 * MIB, shared=True, **QUICK)
-
-
-def disk_settings(root: Path, number: int) -> TierSettings:
-    return DiskSettings(path=root / str(number), capacity_bytes=8 * MIB, reserve_bytes=0, **QUICK)
-
-
-def shared_settings(root: Path, _number: int) -> TierSettings:
-    return SharedDirectorySettings(path=root, capacity_bytes=6 * MIB, **QUICK)
-
-
-def s3_settings(access: S3Access, _number: int) -> TierSettings:
-    return S3Settings(
-        url=f"{access.bucket}/soak",
-        endpoint=access.endpoint,
-        region=access.region,
-        access_key_id=PrivateText(access.access_key),
-        secret_access_key=PrivateText(access.secret_key),
-        allow_http=True,
-        **QUICK,
-    )
-
-
-def valkey_settings(port: int, _number: int) -> TierSettings:
-    return ValkeySettings(addresses=f"127.0.0.1:{port}", prefix="soak", **QUICK)
-
-
-def mooncake_settings(port: int, _number: int) -> TierSettings:
-    return MooncakeSettings(master=f"127.0.0.1:{port}", prefix="soak", **QUICK)
-
-
 @contextmanager
 def directory(root: Path, _chance: random.Random, _stop: Stop) -> Iterator[Place]:
-    settings = functools.partial(directory_settings, root / "store")
+    settings = DirectorySettings(path=root / "store", capacity_bytes=8 * MIB, shared=True, **QUICK)
     yield Place(functools.partial(open_local, DirectorySoak, root), functools.partial(open_objects, settings))
 
 
 @contextmanager
 def disk(root: Path, _chance: random.Random, _stop: Stop) -> Iterator[Place]:
-    settings = functools.partial(disk_settings, root / "store")
+    settings = DiskSettings(path=root / "store", capacity_bytes=8 * MIB, reserve_bytes=0, **QUICK)
     yield Place(functools.partial(open_local, Soak, root), functools.partial(open_objects, settings))
 
 
 @contextmanager
 def shared_directory(root: Path, chance: random.Random, _stop: Stop) -> Iterator[Place]:
-    yield on_settings(
-        functools.partial(shared_settings, root / "store"), *shared_directory_faults(root / "store", chance)
-    )
+    settings = SharedDirectorySettings(path=root / "store", capacity_bytes=6 * MIB, **QUICK)
+    yield on_settings(settings, *shared_directory_faults(root / "store", chance))
 
 
 @contextmanager
 def s3_ceph(root: Path, chance: random.Random, stop: Stop) -> Iterator[Place]:
     """Ceph's gateway."""
     install_ceph()
-    ceph = Ceph(root / "ceph")
-    try:
+    with closing(Ceph(root / "ceph")) as ceph:
         ceph.start()
-        access = ceph.s3()
-        with s3_place(access, ceph.gateway, ceph.wait_gateway, chance, stop) as place:
-            yield place
-    finally:
-        ceph.close()
+        yield from s3_place(ceph.s3(), ceph.gateway, ceph.wait_gateway, chance, stop)
 
 
 @contextmanager
@@ -220,22 +183,13 @@ def s3(root: Path, chance: random.Random, stop: Stop) -> Iterator[Place]:
     """A small server, which is a process of its own, and which forgets all when it is killed."""
     port = free_port()
     daemon = Daemon([sys.executable, "-c", SMALL_S3, str(port)], root / "server", dict(os.environ))
-
-    def wait() -> None:
-        wait_until(lambda: is_listening(port), "the server")
-
-    daemon.start()
-    wait()
+    access = S3Access(f"http://127.0.0.1:{port}", BUCKET, "key", "secret")
     try:
-        with s3_place(
-            S3Access(f"http://127.0.0.1:{port}", BUCKET, "key", "secret"), daemon, wait, chance, stop
-        ) as place:
-            yield place
+        yield from s3_place(access, daemon, lambda: wait_until(lambda: is_listening(port), "the server"), chance, stop)
     finally:
         daemon.kill()
 
 
-@contextmanager
 def s3_place(access: S3Access, daemon: Daemon, wait: Step, chance: random.Random, stop: Stop) -> Iterator[Place]:
     from tests.shared.test_s3_soak import faults_of
 
@@ -248,9 +202,19 @@ def s3_place(access: S3Access, daemon: Daemon, wait: Step, chance: random.Random
                 daemon.start()
                 wait()
 
-        faults = [*faults_of(proxy, access.client(), "soak/", chance, stop), daemon.kill, daemon.pause]
-        settings = functools.partial(s3_settings, access._replace(endpoint=f"http://127.0.0.1:{proxy.port}"))
-        yield on_settings(settings, faults, heal)
+        heal()
+        settings = S3Settings(
+            url=f"{access.bucket}/soak",
+            endpoint=f"http://127.0.0.1:{proxy.port}",
+            region=access.region,
+            access_key_id=PrivateText(access.access_key),
+            secret_access_key=PrivateText(access.secret_key),
+            allow_http=True,
+            **QUICK,
+        )
+        yield on_settings(
+            settings, [*faults_of(proxy, access.client(), "soak/", chance, stop), daemon.kill, daemon.pause], heal
+        )
 
 
 @contextmanager
@@ -261,8 +225,8 @@ def valkey(root: Path, chance: random.Random, stop: Stop) -> Iterator[Place]:
     server = Server(root / "valkey", install())
     server.restart()
     try:
-        faults = valkey_faults(server, "soak", chance, stop)
-        yield on_settings(functools.partial(valkey_settings, server.port), faults, server.resume)
+        settings = ValkeySettings(addresses=f"127.0.0.1:{server.port}", prefix="soak", **QUICK)
+        yield on_settings(settings, valkey_faults(server, "soak", chance, stop), server.resume)
     finally:
         server.kill()
 
@@ -272,13 +236,10 @@ def mooncake(root: Path, chance: random.Random, stop: Stop) -> Iterator[Place]:
     from tests.cluster.mooncake_store import MooncakeStore
     from tests.cluster.test_cluster_soak import mooncake_faults
 
-    store = MooncakeStore(root)
-    try:
+    with closing(MooncakeStore(root)) as store:
         store.start()
-        faults = [*mooncake_faults(store, chance, stop), store.master.kill]
-        yield on_settings(functools.partial(mooncake_settings, store.port), faults, store.heal, rate=0.4)
-    finally:
-        store.close()
+        settings = MooncakeSettings(master=f"127.0.0.1:{store.port}", prefix="soak", **QUICK)
+        yield on_settings(settings, [*mooncake_faults(store, chance, stop), store.master.kill], store.heal, rate=0.4)
 
 
 @contextmanager
