@@ -42,6 +42,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/bench/serve/server.py"): "starts servers with an environment of their own",
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
     ("environment", "src/kvtier/connect/sglang/identity.py"): "variables of SGLang itself change its KV",
+    ("environment", "src/kvtier/connect/sglang/server_arguments.py"): "SGLang itself chooses its plug-ins there",
     ("environment", "src/kvtier/tier/mooncake/client.py"): "Mooncake's library takes its limits from there only",
     ("environment", "src/kvtier/bench/serve/request_stats.py"): "vLLM makes the plug-in, without settings of ours",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
