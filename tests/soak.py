@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,9 @@ def patiently(open_place: Callable[[int], Opened], number: int) -> Opened:
     return open_place(number)
 
 
-def table_of(folder: Path) -> Any:
+def table_of(folder: Path, mode: Any = "r+") -> Any:
     """Counts of all threads, a row each."""
-    return np.memmap(folder / "counts", np.int64, "r+", shape=(2 * PROCESSES, len(COLUMNS)))
+    return np.memmap(folder / "counts", np.int64, mode, shape=(2 * PROCESSES, len(COLUMNS)))
 
 
 class Row:
@@ -96,8 +96,7 @@ class Row:
         self.harm: Counter[str] = Counter()
         self.seconds = 0.0
         folder.mkdir(parents=True)
-        (folder / "counts").write_bytes(bytes(8 * 2 * PROCESSES * len(COLUMNS)))
-        self.table = table_of(folder)
+        self.table = table_of(folder, "w+")
 
     def count(self, *columns: str) -> int:
         return int(sum(self.table[:, COLUMNS.index(column)].sum() for column in columns))
@@ -253,13 +252,10 @@ def main() -> int:
                 mine.append((Row(f"object store on {kind}", folder / kind / "objects", share), "objects"))
             rows += [row for row, _ in mine]
             running.append(threads.submit(soak_kind, kind, folder / kind, mine, arguments.seed))
-        told_s, every_s = 0.0, 1.0 if sys.stdout.isatty() else 15.0
+        every_s, end = (1, "\x1b[K\r") if sys.stdout.isatty() else (15, "\n")
         try:
-            while not all(each.done() for each in running):
-                time.sleep(0.2)
-                if time.monotonic() - told_s > every_s:
-                    told_s = time.monotonic()
-                    print(progress(rows), end="\x1b[K\r" if sys.stdout.isatty() else "\n", flush=True)
+            while wait(running, every_s).not_done:
+                print(progress(rows), end=end, flush=True)
         except KeyboardInterrupt:
             for row in rows:
                 row.fail("interrupted")
