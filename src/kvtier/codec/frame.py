@@ -285,7 +285,7 @@ def codecs_of(head: Head) -> dict[int, Codec]:
             detail = f"codec {number} is not installed here: {error}"
             raise UnreadableChunkError(head.identity.name, detail, "codec") from error
         if proof.is_refused(found[number]):
-            raise UnreadableChunkError(head.identity.name, f"codec {number} is not exact, and not used", "codec")
+            raise UnreadableChunkError(head.identity.name, f"codec {number} has changed bytes or failed", "codec")
     return found
 
 

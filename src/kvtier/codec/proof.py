@@ -1,7 +1,7 @@
 """Codes sections, and compares what they decode to with what they were, before anyone can read them.
 
 A codec that changed bytes or failed is refused from then on in this process: objects are written raw, and coded ones
-count as unreadable. Frames tell nothing of this, so deployed readers read them as before.
+count as unreadable. The frame's format does not change, so deployed readers read it as before.
 """
 
 import logging
@@ -27,12 +27,12 @@ class InexactError(Exception):
 def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, element: Element) -> int:
     """Code `raw` into the front of `into`, and prove what is shorter than `raw`. Returns the bytes used.
 
-    Another instance decodes, as in another process: what the codec has kept of `raw` is of no use there.
+    Another instance decodes, as in another process. It has nothing that the first one may have kept of `raw`.
 
     Args:
-        codec: that may be used.
-        raw: a section, which the codec cannot write to.
-        into: room for what is coded.
+        codec: one that is not refused.
+        raw: a section. The codec gets it read-only.
+        into: room for the coded section.
         back: `len(raw)` bytes, apart from `raw` and `into`, which `decode` must fill.
         element: type of the section's numbers.
 
@@ -68,8 +68,8 @@ def _refusing(codec: Codec) -> Generator[None]:
     except Exception as error:
         if _refused.setdefault(codec.name, mine := object()) is mine:
             logger.error(  # noqa: TRY400 - the message has what the error says
-                "codec %r is not exact, and is no longer used: %s: %.300s. Objects are written raw until the next "
-                "start, and coded ones are misses. Choose another codec, and report this to its authors",
+                "codec %r has changed bytes or failed, and is no longer used: %s: %.300s. Objects are written raw "
+                "until the next start, and coded ones are misses. Choose another codec, and report this to its authors",
                 codec.name,
                 type(error).__name__,
                 error,
@@ -78,7 +78,7 @@ def _refusing(codec: Codec) -> Generator[None]:
 
 
 def is_refused(codec: Codec) -> bool:
-    """Whether it changed bytes or failed in this process."""
+    """Whether `codec` has changed bytes or failed in this process."""
     return codec.name in _refused
 
 

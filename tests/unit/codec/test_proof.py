@@ -183,7 +183,7 @@ def test_a_wrong_codec_is_found_before_anything_is_published(kind, caplog):
     codec = kind()
     assert sealed(codec) == sealed(Raw())
     (message,) = errors(caplog)
-    assert "codec 'packs' is not exact, and is no longer used" in message
+    assert "codec 'packs' has changed bytes or failed, and is no longer used" in message
     calls = kind.calls
     assert sealed(codec) == sealed(Raw())
     assert kind.calls == calls
@@ -209,7 +209,7 @@ def test_what_a_refused_codec_wrote_earlier_is_unreadable(monkeypatch):
     codec = known(monkeypatch, Packs())
     frame = sealed(codec)
     sealed(RaisesInDecode())  # has the same name
-    with pytest.raises(UnreadableChunkError, match="not exact"):
+    with pytest.raises(UnreadableChunkError, match="changed bytes or failed"):
         opened(frame)
 
 

@@ -1,8 +1,8 @@
-"""Files of a model before SGLang reads them, to be compared with what the backend digests after.
+"""Looks at a model's files before SGLang reads them, to compare them with those that the backend digests later.
 
 SGLang reads the weights long before it makes a storage backend, and a folder may get other files in between. kvtier is
-a plug-in (``sglang.srt.plugins``): SGLang calls it in each process first of all, and again when it has published its
-arguments, before it reads the model.
+a plug-in (``sglang.srt.plugins``), which SGLang calls first in each process. The plug-in registers a hook, which SGLang
+calls when it has published its arguments, before it reads the model.
 """
 
 import logging
@@ -44,7 +44,7 @@ def look(context: Any) -> None:  # noqa: ANN401 - SGLang's runtime context
 
 
 def doubt(context: Any, digested: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - SGLang's runtime context
-    """Why the digested files may not be those that SGLang has read; empty if they are.
+    """The reason why SGLang may have read other files than the digested ones; empty if there is none.
 
     Args:
         context: SGLang's.

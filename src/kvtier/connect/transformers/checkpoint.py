@@ -1,4 +1,4 @@
-"""Comparison of a model's weights in memory with the checkpoint that the caller names for them.
+"""Compares a model's weights in memory with the checkpoint that the caller names for them.
 
 The library reads the files before `attach` is called, so nobody has seen which ones. A few places of every weight are
 compared, which costs far less than a digest of all bytes. Training changes whole weights.
@@ -23,7 +23,7 @@ _SUFFIX = ".safetensors"
 
 
 def difference(model: Model, files: WeightsDigest) -> str:
-    """Why the weights in memory are not, or cannot be shown to be, those of the digested files; empty if they are.
+    """The reason why the weights in memory may not be those of the digested files; empty if they are.
 
     The dtype may be another: values of the files are cast as the library does.
     """
