@@ -101,6 +101,7 @@ class Side:
     """`SchedulerSide`, as far as the connector needs it."""
 
     events_table = None
+    own_cache = SimpleNamespace(reported=lambda names: None)
 
     def __init__(self, engine: SmallEngine) -> None:
         opened = engine.opened
