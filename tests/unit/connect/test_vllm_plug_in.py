@@ -61,27 +61,67 @@ def test_the_plug_in_imports_next_to_nothing():
 
 LOADERS = """
 class DefaultModelLoader:
-    def _prepare_weights(self): ...
+    load_config = None
+    def _prepare_weights(self, *given): return given
 class ShardedStateLoader:
     def load_weights(self): ...
 """
 
 
-def test_vllms_loaders_are_watched_when_they_are_imported_and_not_before(tmp_path):
+def run_beside_loaders(tmp_path: Path, program: str) -> None:
+    """Run `program` beside a package that looks like vLLM's loaders."""
     place = tmp_path / "vllm" / "model_executor" / "model_loader"
     place.mkdir(parents=True)
     (place / "__init__.py").write_text(LOADERS)
+    path = f"{tmp_path}:{Path(__file__).parents[3] / 'src'}"
+    subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path}, timeout=60, check=True)
+
+
+def test_vllms_loaders_are_watched_when_they_are_imported_and_not_before(tmp_path):
     found = """if True:
-        import sys
+        import importlib.util, sys
         from kvtier.connect.vllm import register
         register(), register()
         assert "vllm.model_executor" not in sys.modules
+        assert importlib.util.find_spec("vllm.model_executor.model_loader")  # asking is no import
         import vllm.model_executor.model_loader as loaders
         first = loaders.DefaultModelLoader._prepare_weights
         assert first.__module__ == "vllm.model_executor.model_loader"  # by functools.wraps
-        assert "files_read" in first.__code__.co_filename
+        assert "kvtier" in first.__code__.co_filename
         register()
         assert loaders.DefaultModelLoader._prepare_weights is first
     """
-    path = f"{tmp_path}:{Path(__file__).parents[3] / 'src'}"
-    subprocess.run([sys.executable, "-c", found], env={"PYTHONPATH": path}, timeout=60, check=True)
+    run_beside_loaders(tmp_path, found)
+
+
+def test_an_engine_that_passes_no_kv_on_loads_as_without_the_plug_in(tmp_path):
+    found = """if True:
+        import importlib.util, sys, types
+        from kvtier.connect.vllm import register
+        register()
+        import vllm.model_executor.model_loader as loaders
+        config = types.SimpleNamespace(kv_transfer_config=None)
+        settings = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: config)
+        sys.modules["vllm.config"] = settings
+        assert loaders.DefaultModelLoader()._prepare_weights("/model", []) == ("/model", [])
+        assert "kvtier.connect.vllm.files_read" not in sys.modules
+        config.kv_transfer_config = "kvtier's"
+        assert loaders.DefaultModelLoader()._prepare_weights("/model") == ("/model",), "of another form"
+    """
+    run_beside_loaders(tmp_path, found)
+
+
+def test_loaders_that_do_not_exist_are_missed_as_without_the_plug_in(tmp_path):
+    found = """if True:
+        import shutil, vllm.model_executor
+        from kvtier.connect.vllm import register
+        register()
+        shutil.rmtree(vllm.model_executor.__path__[0] + "/model_loader")
+        try:
+            import vllm.model_executor.model_loader
+        except ModuleNotFoundError:
+            pass
+        else:
+            raise AssertionError
+    """
+    run_beside_loaders(tmp_path, found)

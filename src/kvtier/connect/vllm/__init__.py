@@ -7,16 +7,21 @@
 The connector is imported on demand, so that the other modules work, and are tested, without vLLM.
 """
 
+import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from importlib import import_module
-from importlib.util import find_spec as find_module
 from typing import Any
 
 __all__ = ["KvtierConnector", "register"]  # pyright: ignore[reportUnsupportedDunderAll] (see __getattr__)
 
+logger = logging.getLogger(__name__)
+
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _LOADERS = "vllm.model_executor.model_loader"
+_IS_WATCHED = "_kvtier_is_watched"
 
 
 class _OnImport:
@@ -26,25 +31,66 @@ class _OnImport:
     """
 
     @staticmethod
-    def find_spec(name: str, *_: object) -> Any:  # noqa: ANN401
+    def find_spec(name: str, *given: Any) -> Any:  # noqa: ANN401
         """The spec of vLLM's package of loaders, whose execution ends with the watch; None for all other modules."""
         if name != _LOADERS:
             return None
-        sys.meta_path.remove(_OnImport)
-        spec: Any = find_module(name)
-        execute = spec.loader.exec_module
+        finders = [getattr(it, "find_spec", None) for it in sys.meta_path if it is not _OnImport]
+        spec: Any = next(filter(None, (find(name, *given) for find in finders if find is not None)), None)
+        execute = getattr(getattr(spec, "loader", None), "exec_module", None)
+        if execute is not None:
 
-        def exec_module(module: Any) -> None:  # noqa: ANN401
-            execute(module)
-            _watch(module)
+            def exec_module(module: Any) -> None:  # noqa: ANN401
+                execute(module)
+                watch_loaders(module)
 
-        spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module
         return spec
 
 
-def _watch(loaders: object) -> None:
-    with suppress(AttributeError):  # another release, whose engine cannot be identified then
-        import_module(f"{__name__}.files_read").watch_loaders(loaders)
+def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
+    """Note the files that vLLM's loaders are about to read. Idempotent.
+
+    Args:
+        loaders: vLLM's `vllm.model_executor.model_loader`. In another form it is left alone, and its engine cannot be
+            identified.
+    """
+    with suppress(AttributeError):
+        default, sharded = loaders.DefaultModelLoader, loaders.ShardedStateLoader
+        prepare, load_weights = default._prepare_weights, sharded.load_weights  # noqa: SLF001
+        if hasattr(default, _IS_WATCHED):
+            return
+        setattr(default, _IS_WATCHED, True)
+
+        @wraps(prepare)
+        def _prepare_weights(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            found = prepare(self, *args, **kwargs)
+            _note(lambda: (self.load_config, args[0] if args else kwargs["model_name_or_path"], found[0], found[1]))
+            return found
+
+        @wraps(load_weights)
+        def _load_weights(self: Any, model: Any, model_config: Any) -> Any:  # noqa: ANN401
+            _note(
+                lambda: (
+                    self.load_config,
+                    str(model_config.model),
+                    str(model_config.model_weights or model_config.model),
+                    (),
+                )
+            )
+            return load_weights(self, model, model_config)
+
+        default._prepare_weights, sharded.load_weights = _prepare_weights, _load_weights  # noqa: SLF001
+
+
+def _note(read: Callable[[], tuple[Any, ...]]) -> None:
+    """Call `files_read.note` with `read()`. An engine that passes no KV on loads as without kvtier."""
+    try:
+        config = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+        if config is None or config.kv_transfer_config is not None:
+            import_module(f"{__name__}.files_read").note(*read())
+    except Exception as error:  # noqa: BLE001 - the engine must load, and cannot be identified then
+        logger.warning("kvtier cannot note which files vLLM reads: %r", error)
 
 
 def register() -> None:
@@ -52,10 +98,10 @@ def register() -> None:
 
     vLLM calls it in each of its processes, as a plug-in (`vllm.general_plugins`). It imports nothing of the connector.
     """
-    if _LOADERS in sys.modules:
-        _watch(sys.modules[_LOADERS])
-    elif _OnImport not in sys.meta_path:
+    if _OnImport not in sys.meta_path:
         sys.meta_path.insert(0, _OnImport)
+    if _LOADERS in sys.modules:
+        watch_loaders(sys.modules[_LOADERS])
     with suppress(ImportError, ValueError):  # no such vLLM; the name is registered already
         factory: Any = import_module(_FACTORY)
         factory.KVConnectorFactory.register_connector("KvtierConnector", __name__, "KvtierConnector")

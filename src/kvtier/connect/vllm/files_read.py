@@ -16,7 +16,6 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,34 +53,15 @@ def models_of(config: VllmConfig) -> list[tuple[Any, Any]]:
     return found
 
 
-def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
-    """Take the versions of what vLLM's loaders are about to read. Idempotent.
+def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # noqa: ANN401
+    """Take the versions of files that vLLM is about to read.
 
     Args:
-        loaders: vLLM's `vllm.model_executor.model_loader`.
+        load: vLLM's `LoadConfig`, which keeps the versions.
+        name: the model's, as vLLM was asked for it.
+        folder: where the model is.
+        files: of its weights.
     """
-    default, sharded = loaders.DefaultModelLoader, loaders.ShardedStateLoader
-    if hasattr(default, _READ):
-        return
-    setattr(default, _READ, True)
-    prepare, load_weights = default._prepare_weights, sharded.load_weights  # noqa: SLF001
-
-    @wraps(prepare)
-    def _prepare_weights(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        found = prepare(self, *args, **kwargs)
-        _note(self.load_config, args[0] if args else kwargs["model_name_or_path"], found[0], found[1])
-        return found
-
-    @wraps(load_weights)
-    def _load_weights(self: Any, model: Any, model_config: Any) -> None:  # noqa: ANN401
-        name = str(model_config.model_weights or model_config.model)
-        _note(self.load_config, str(model_config.model), name, ())
-        load_weights(self, model, model_config)
-
-    default._prepare_weights, sharded.load_weights = _prepare_weights, _load_weights  # noqa: SLF001
-
-
-def _note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # noqa: ANN401
     paths = list(map(Path, files))
     with suppress(ConfigError):  # the digest will say it
         paths += digested_files(Path(folder), is_code_trusted=True)
