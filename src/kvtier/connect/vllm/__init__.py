@@ -35,10 +35,10 @@ class _OnImport:
         """The spec of vLLM's package of loaders, whose execution ends with the watch; None for all other modules."""
         if name != _LOADERS:
             return None
-        finders = [getattr(it, "find_spec", None) for it in sys.meta_path if it is not _OnImport]
-        spec: Any = next(filter(None, (find(name, *given) for find in finders if find is not None)), None)
-        execute = getattr(getattr(spec, "loader", None), "exec_module", None)
-        if execute is not None:
+        finders: list[Any] = [it for it in sys.meta_path if it is not _OnImport and hasattr(it, "find_spec")]
+        spec: Any = next((found for it in finders if (found := it.find_spec(name, *given)) is not None), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            execute: Any = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:  # noqa: ANN401
                 execute(module)
@@ -70,14 +70,7 @@ def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
 
         @wraps(load_weights)
         def _load_weights(self: Any, model: Any, model_config: Any) -> Any:  # noqa: ANN401
-            _note(
-                lambda: (
-                    self.load_config,
-                    str(model_config.model),
-                    str(model_config.model_weights or model_config.model),
-                    (),
-                )
-            )
+            _note(lambda: (self.load_config, str(model_config.model), model_config.model_weights, ()))
             return load_weights(self, model, model_config)
 
         default._prepare_weights, sharded.load_weights = _prepare_weights, _load_weights  # noqa: SLF001

@@ -59,12 +59,12 @@ def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # no
     Args:
         load: vLLM's `LoadConfig`, which keeps the versions.
         name: the model's, as vLLM was asked for it.
-        folder: where the model is.
+        folder: of the model, if not `name`.
         files: of its weights.
     """
     paths = list(map(Path, files))
     with suppress(ConfigError):  # the digest will say it
-        paths += digested_files(Path(folder), is_code_trusted=True)
+        paths += digested_files(Path(folder or name), is_code_trusted=True)
     read: _Versions = load.__dict__.setdefault(_READ, {}).setdefault(name, {})
     # A file that is read twice and changes in between differs from one of its two versions in any case.
     read.update({path: version for path, version in file_versions(paths).items() if path not in read})
