@@ -72,9 +72,11 @@ def ask_program(command: Sequence[str], deadline_s: float, allowed: str) -> dict
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
     """Folder of a model or adapter: the path `name`, or its entry in the local hub cache; None without either."""
-    place = Path(name).expanduser()
-    if place.exists():
-        return place
+    # A name that is too long, of an unknown user's home, or on a file system that is gone is no path.
+    with suppress(OSError, RuntimeError):
+        place = Path(name).expanduser()
+        if place.exists():
+            return place
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         return Path(hub.snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))

@@ -168,6 +168,11 @@ class ItemData(UserDict[str, Any]):
         super().__init__({name: SimpleNamespace(data=value) for name, value in fields.items()})
 
 
+class OutOfMemory(ItemData):
+    def items(self):
+        raise MemoryError
+
+
 def item(identifier: str, offset: int, length: int = 40, data: ItemData | str | None = "of the identifier") -> Any:
     place = SimpleNamespace(offset=offset, length=length)
     if isinstance(data, str):
@@ -269,6 +274,7 @@ def test_an_image_counts_also_in_a_request_that_is_not_cached(refused):
         (pixels(0, other=object()), "/other is of class object"),
         (pixels(0, other={"a": {1, 2}}), "/other/a is of class set"),
         (object(), "cannot be digested"),
+        (OutOfMemory(), "cannot be digested"),
         ({"pixel_values": torch.ones(4)}, "cannot be digested"),
     ],
 )
@@ -399,14 +405,31 @@ def test_a_number_that_names_another_adapter_is_not_believed(adapter, tmp_path):
     ("breach", "problem"),
     [
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
-        (lambda folder: folder.rename(folder.parent / "gone"), "are not at"),
+        (lambda folder: folder.rename(folder.parent / "gone") and folder, "are not at"),
+        (lambda folder: os.fspath(folder) + "x" * 300, "are not at"),
+        (lambda folder: "~a-user-that-is-not-here/adapter", "are not at"),
     ],
 )
 def test_an_adapter_that_cannot_be_read_is_not_cached(adapter, breach, problem, caplog, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    breach(adapter)
-    assert lora_requests().begin(request(TOKENS, lora_request=lora(adapter))) is None
+    place = breach(adapter) or adapter
+    assert lora_requests().begin(request(TOKENS, lora_request=lora(place))) is None
     assert problem in caplog.text
+
+
+def test_an_adapter_on_a_file_system_that_is_gone_is_not_cached(adapter, monkeypatch):
+    requests = lora_requests()
+    asked = request(TOKENS, lora_request=lora(adapter))
+    before = keys(asked, requests)
+
+    def stat(path: Path, **_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat)
+        assert requests.begin(asked) is None
+        assert lora_requests().begin(asked) is None
+    assert keys(asked, requests) == before
 
 
 def test_adapters_are_digested_once(adapter, monkeypatch):
@@ -540,6 +563,15 @@ def test_an_adapter_that_vllm_has_read_before_it_was_identified_must_be_the_same
     assert requests.begin(request(TOKENS, lora_request=lora(adapter))) is not None
     _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
     assert requests.begin(request(TOKENS, lora_request=lora(adapter, number=2))) is None
+    assert requests.adapters.mixed == {2}, "vLLM's own cache has blocks of the files before"
+
+
+def test_an_adapter_that_vllm_reads_again_from_other_files_before_it_is_identified_is_a_doubt(adapter):
+    adapters = lora_requests().adapters
+    assert adapters.read(reads((1, False), adapter=adapter)) == set()
+    _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
+    assert adapters.read(reads((1, False), adapter=adapter)) == {1}
+    assert adapters.read(reads((1, False), adapter=adapter)) == set()
 
 
 def test_the_same_content_in_other_files_is_the_same_adapter(adapter, monkeypatch):

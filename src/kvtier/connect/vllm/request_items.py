@@ -83,7 +83,7 @@ class Items:
                 return _UNKNOWN, f"has {size} bytes of data; allowed: {ITEM_BYTES_MAX}"
             digest = digest_tensors(leaves).digest
             setattr(data, _DIGEST, digest)
-        except (AttributeError, ConfigError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, ConfigError, MemoryError, RuntimeError, TypeError, ValueError) as error:
             return _UNKNOWN, f"has data that cannot be digested: {error}"
         return digest, ""
 

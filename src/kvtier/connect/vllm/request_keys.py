@@ -191,6 +191,8 @@ class Adapters:
         self._known: OrderedDict[int, _Adapter] = OrderedDict()
         self._read: OrderedDict[int, Mapping[Path, FileVersion]] = OrderedDict()
         """What the workers have read last; empty: different files. Both forget the adapter used least recently."""
+        self.mixed: set[int] = set()
+        """vLLM's own cache may hold blocks that were computed with other files of these adapters."""
 
     def known(self, name: str) -> bytes | None:
         """The identity of the newest adapter of this name; None for no name. Any thread.
@@ -213,9 +215,11 @@ class Adapters:
         doubted: set[int] = set()
         for number in {it.number for it in reads}:
             versions, *others = (it.versions for it in reads if it.number == number)
+            # One that could not be identified yet must stay as it was read before.
+            named = self.named(number) or (self._read.get(number, versions),)
             self._read[number] = versions if all(it == versions for it in others) else {}
             self._read.move_to_end(number)
-            if number in self._known and self._read[number] not in self.named(number):
+            if self._read[number] not in named:
                 doubted.add(number)
         while len(self._read) > ADAPTERS_MAX:
             self._read.popitem(last=False)
@@ -231,9 +235,9 @@ class Adapters:
         known = self._known.get(number)
         is_same = known is not None and (known.name, known.path) == (name, path)
         folder = known.folder if known is not None and is_same else local_folder(path, None, None)
-        if folder is None or not folder.is_dir():
-            raise NotCacheableError(f"the files of adapter {name!r} are not at {path}")
         try:
+            if folder is None or not folder.is_dir():
+                raise NotCacheableError(f"the files of adapter {name!r} are not at {path}")
             versions = _versions(folder)
             if known is None or not is_same or versions not in known.versions:
                 known = self._digested(adapter, folder, known, versions)
@@ -243,6 +247,7 @@ class Adapters:
         if number in self._read:
             self._read.move_to_end(number)
             if self._read[number] not in known.versions:
+                self.mixed.add(number)
                 raise NotCacheableError(f"vLLM has loaded other files of adapter {name!r} than kvtier has identified")
         return known.identity
 

@@ -148,8 +148,7 @@ class Scheduler:
         self._has_undrafted = False
         """vLLM's own cache may hold blocks of a step without the draft model."""
         self._adapters = adapters
-        self._mixed_adapters: set[int] = set()
-        """vLLM's own cache may hold blocks that were computed with other files of these adapters."""
+        self._mixed_adapters: set[int] = set() if adapters is None else adapters.mixed
         self._numbers = itertools.count()
         self._warned: set[str] = set()
         self._requests: dict[str, TrackedRequest] = {}
