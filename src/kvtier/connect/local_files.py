@@ -139,8 +139,9 @@ def adapter_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def adapter_versions(folder: Path | None) -> dict[Path, FileVersion]:
-    """The version of each file of an adapter; empty without a folder, or if it cannot be read."""
+def adapter_versions(name: str) -> dict[Path, FileVersion]:
+    """The version of each file of an adapter (see `local_folder`); empty without files, or if they cannot be read."""
+    folder = local_folder(name, None, None)
     with suppress(OSError):
         return {} if folder is None else file_versions(adapter_files(folder))
     return {}

@@ -185,7 +185,7 @@ def write(place: Path) -> None:
 
 
 def of(adapter: Any) -> tuple[AdapterRead, ...]:
-    return (AdapterRead(7, adapter_versions(Path(adapter.lora_path))),)
+    return (AdapterRead(7, adapter_versions(adapter.lora_path)),)
 
 
 def test_each_load_of_an_adapter_is_told_with_the_files_that_it_has_read(adapter):

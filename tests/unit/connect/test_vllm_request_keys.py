@@ -531,7 +531,7 @@ def test_a_reset_is_never_undone_by_clearing_at_the_same_moment(monkeypatch):
 
 def reads(*numbered, adapter):
     """What workers report that have read the adapter's files as they are now, or while they changed."""
-    return [AdapterRead(number, {} if is_torn else adapter_versions(adapter)) for number, is_torn in numbered]
+    return [AdapterRead(number, {} if is_torn else adapter_versions(str(adapter))) for number, is_torn in numbered]
 
 
 def test_an_adapter_of_which_vllm_reads_other_files_is_not_cached_until_it_reads_the_identified_ones(adapter):

@@ -40,7 +40,7 @@ class BlockPins:
         self._on_reuse = on_reuse
         self._watched = guarded(self._reused)
         self._pins: Counter[int] = Counter()
-        """Pins of each block: stores of several requests may read the same one."""
+        """Pins of each block: stores of several requests may read the same one. Bounded by the number of blocks."""
 
     def pin(self, blocks: Collection[int]) -> None:
         """Keep `blocks`, which are in use."""
@@ -61,13 +61,13 @@ class BlockPins:
         idle = list(filter(self._is_idle, self._blocks(blocks)))
         numbers = [block.block_id for block in idle]
         self._pool.unpin_blocks(idle, self._watched)
-        self._forget_pins(numbers)
+        self._pins.subtract(numbers)
         return numbers
 
     def unpin(self, blocks: Collection[int]) -> None:
         """Release pinned `blocks`."""
         self._pool.free_blocks(self._blocks(blocks))
-        self._forget_pins(blocks)
+        self._pins.subtract(blocks)
 
     @property
     def is_idle(self) -> bool:
@@ -99,12 +99,6 @@ class BlockPins:
 
     def _is_idle(self, block: Block) -> bool:
         return block.ref_cnt == self._pins[block.block_id]
-
-    def _forget_pins(self, blocks: Collection[int]) -> None:
-        self._pins.subtract(blocks)
-        for block in blocks:
-            if not self._pins[block]:
-                del self._pins[block]
 
     def _reused(self, block: Block) -> None:
         if block.next_free_block is None:

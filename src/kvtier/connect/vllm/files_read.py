@@ -138,10 +138,8 @@ class AdaptersRead:
             held = manager._adapter_manager  # noqa: SLF001
             if number not in manager.list_adapters() and len(held) < held.capacity:
                 manager.add_adapter(adapter)
-            if number in manager.list_adapters():
-                read = self._last[number]
-            else:
-                read = AdapterRead(number, _versions_of(adapter))
+            is_held = number in manager.list_adapters()
+            read = self._last[number] if is_held else AdapterRead(number, adapter_versions(adapter.lora_path))
         except Exception as error:  # noqa: BLE001 - vLLM meets it in a step, and answers for it
             logger.warning("adapter %r cannot be loaded: %r", adapter.lora_name, error)
             read = AdapterRead(number, {})
@@ -151,14 +149,10 @@ class AdaptersRead:
         return True
 
     def _watched(self, adapter: LoraRequest) -> object:
-        before = _versions_of(adapter)
-        loaded, after = self._load(adapter), _versions_of(adapter)
+        before = adapter_versions(adapter.lora_path)
+        loaded, after = self._load(adapter), adapter_versions(adapter.lora_path)
         read = AdapterRead(adapter.lora_int_id, after if not before or before == after else {})  # or a download
         held = self._manager.list_adapters()
         self._last = {number: it for number, it in self._last.items() if number in held} | {read.number: read}
         self._new.append(read)
         return loaded
-
-
-def _versions_of(adapter: LoraRequest) -> dict[Path, FileVersion]:
-    return adapter_versions(local_folder(adapter.lora_path, None, None))

@@ -92,15 +92,16 @@ class OwnCache:
     def _leaving(self) -> set[int]:
         """Blocks in use that no request will compute with: vLLM frees them after a load's report or a step's end."""
         manager = self._scheduler.kv_cache_manager
-        leaving = [it.request_id for it in self._scheduler.requests.values() if self._leaves(it)]
+        leaving = [
+            it.request_id
+            for it in self._scheduler.requests.values()
+            if (self._is_alone if it.is_finished() else self._starts_anew(it))
+        ]
         blocks = {block for name in leaving for table in manager.get_block_ids(name) for block in table}
         # vLLM has it for overlapped steps. In a release without it vLLM's own answer stands.
         for _, freed in getattr(self._scheduler, "deferred_frees", ()):
             blocks.update(block.block_id for block in freed)
         return blocks - {NULL_BLOCK}
-
-    def _leaves(self, request: Request) -> bool:
-        return self._is_alone if request.is_finished() else self._starts_anew(request)
 
     def _starts_anew(self, request: Request) -> bool:
         return request.request_id in self._scheduler.failed_recving_kv_req_ids and not request.num_computed_tokens

@@ -99,16 +99,12 @@ def _leaves(name: str, value: object) -> Iterator[Leaf]:
     elif isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         yield name, str(value.dtype), tuple(value.shape), memoryview(cast("bytes", flat))
-    elif isinstance(value, Mapping):
-        named = cast("Mapping[str, object]", value)
-        yield name, "mapping", (len(named),), b""
-        for key, inner in named.items():
-            yield from _leaves(f"{name}/{key}", inner)
-    elif isinstance(value, (list, tuple)):
-        several = cast("list[object]", value)
-        yield name, "list", (len(several),), b""
-        for number, inner in enumerate(several):
-            yield from _leaves(f"{name}/{number}", inner)
+    elif isinstance(value, (Mapping, list, tuple)):
+        is_named = isinstance(value, Mapping)
+        inner = cast("dict[object, object]", value if is_named else dict(enumerate(cast("list[object]", value))))
+        yield name, "mapping" if is_named else "list", (len(inner),), b""
+        for key, it in inner.items():
+            yield from _leaves(f"{name}/{key}", it)
     elif value is None or type(value) in {bool, int, float, str}:
         yield name, type(value).__name__, (), repr(value).encode("utf-8", "surrogatepass")
     else:

@@ -238,7 +238,9 @@ class Adapters:
         try:
             if folder is None or not folder.is_dir():
                 raise NotCacheableError(f"the files of adapter {name!r} are not at {path}")
-            versions = _versions(folder)
+            versions = file_versions(adapter_files(folder))
+            if all(path.name != "adapter_config.json" for path in versions):
+                raise NotCacheableError(f"{folder}, of adapter {name!r}, holds no adapter_config.json")
             if known is None or not is_same or versions not in known.versions:
                 known = self._digested(adapter, folder, known, versions)
         except (OSError, ConfigError) as error:
@@ -275,10 +277,3 @@ class Adapters:
         if len(self._known) > ADAPTERS_MAX:
             self._known.popitem(last=False)
         return found
-
-
-def _versions(folder: Path) -> dict[Path, FileVersion]:
-    versions = file_versions(adapter_files(folder))
-    if "adapter_config.json" not in {path.name for path in versions}:
-        raise ConfigError(f"{folder} holds no adapter_config.json")
-    return versions

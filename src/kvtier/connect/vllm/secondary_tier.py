@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvtier.connect.local_files import adapter_versions, local_folder, note_fingerprint
+from kvtier.connect.local_files import adapter_versions, note_fingerprint
 from kvtier.connect.vllm.files_read import doubt_of
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
@@ -191,10 +191,9 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
 
     def _is_unchanged(self, adapter: LoraRequest | None) -> bool:
         """Whether an adapter has the files that it had at its first request, so that all reads were of these."""
-        if adapter is None:
-            return True
-        now = adapter_versions(local_folder(adapter.lora_path, None, None))
-        return self._keys.adapters.named(adapter.lora_int_id) == (now,)
+        return adapter is None or self._keys.adapters.named(adapter.lora_int_id) == (
+            adapter_versions(adapter.lora_path),
+        )
 
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401
         """Forget the request's answers."""
