@@ -68,7 +68,7 @@ class WeightsDigest(NamedTuple):
     """Bytes that were read and hashed; the others came from the cache file."""
     seconds: float
     versions: Mapping[Path, FileVersion] = MappingProxyType({})
-    """Of each file, the version that the digest covers, by absolute path; empty for tensors."""
+    """The version of each file that the digest covers, by absolute path; empty for tensors."""
 
 
 class _WeightsPart(NamedTuple):
@@ -166,7 +166,7 @@ def file_versions(paths: Iterable[str | os.PathLike[str]]) -> dict[Path, FileVer
 def changed_file(
     before: Mapping[Path, FileVersion], after: Mapping[Path, FileVersion], *, may_download: bool
 ) -> Path | None:
-    """The first file that is not the same at two looks; None if all are. The age of a file decides nothing.
+    """The first file that differs between two looks; None if none does. The age of a file decides nothing.
 
     Args:
         before: versions at the first look, before an engine reads the files.

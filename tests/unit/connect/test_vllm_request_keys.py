@@ -290,7 +290,10 @@ def test_an_image_whose_data_is_too_large_to_digest_is_not_cached(monkeypatch):
     monkeypatch.setattr(items_module, "ITEM_BYTES_MAX", 100)
     requests = KeyMaker(ROOT, 256, vllm_config())
     assert requests.begin(one_image(0, ItemData(pixel_values=torch.ones(26)))) is None
-    assert "bytes of data; allowed: 100" in requests.refusal
+    assert "bytes of data; allowed: 100 for all items" in requests.refusal
+    several = [item(str(number), 100 * number, data=ItemData(pixel_values=torch.ones(20))) for number in range(2)]
+    assert requests.begin(request(TOKENS, mm_features=several)) is None, "together they are too large"
+    assert requests.begin(request(TOKENS, mm_features=several[:1])) is not None
     assert requests.begin(one_image(0, ItemData(pixel_values=torch.ones(25)), "cat")) is not None
 
 

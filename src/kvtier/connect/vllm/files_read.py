@@ -1,4 +1,4 @@
-"""Which versions of files vLLM has read, of checkpoints and adapters: compared with those that kvtier identifies.
+"""The versions of the files that vLLM reads, of checkpoints and adapters, compared with those that kvtier identifies.
 
 vLLM loads the weights before it makes a connector, minutes earlier with a large model. In between a checkpoint may be
 replaced in its folder. So versions are taken twice, and travel with vLLM's `LoadConfig` to all of its processes:
@@ -9,7 +9,7 @@ read     in each worker, when the loader is about to open its first file, after 
 An adapter is identified when a request arrives, and read by the workers in the step that first uses it. It is read
 again after vLLM has evicted it from its own cache. `AdaptersRead` takes the versions around each read.
 
-Only a difference to the files that were identified is a doubt. Their age decides nothing.
+Only a difference from the files that were identified is a doubt. Their age decides nothing.
 """
 
 import itertools
@@ -105,7 +105,7 @@ class AdapterRead(NamedTuple):
     number: int
     """Its `lora_int_id`."""
     versions: Mapping[Path, FileVersion]
-    """Of its files, before and after the load; empty if they were not the same."""
+    """The versions of its files, the same before and after the load; empty if they were not."""
 
 
 class AdaptersRead:
@@ -118,7 +118,7 @@ class AdaptersRead:
     def __init__(self, manager: Any) -> None:  # noqa: ANN401
         self._manager = manager
         self._last: dict[int, AdapterRead] = {}
-        """Of the adapters that vLLM holds, the last read."""
+        """The last read of each adapter that vLLM holds."""
         self._new: list[AdapterRead] = []
         self._load = manager._load_adapter  # noqa: SLF001
         manager._load_adapter = self._watched  # noqa: SLF001

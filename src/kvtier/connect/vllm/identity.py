@@ -39,7 +39,7 @@ class EngineIdentity(NamedTuple):
     detail: str
     """Why it is private."""
     versions: Mapping[Path, FileVersion] = {}
-    """Of the files that the digests of the weights and of the draft model's cover."""
+    """The versions of the files that the digests of the weights and of the draft model's weights cover."""
 
     def made_private(self, config: VllmConfig, detail: str) -> "EngineIdentity":
         """The identity of an engine that may have read other files than were identified."""

@@ -1,9 +1,9 @@
 """vLLM's own prefix cache, and what keeps it from being reset: blocks of requests that wait for loads.
 
 vLLM resets its cache only while no block is in use. It can preempt running requests before, but not a request that
-waits for a load, or whose load has ended while the request could not begin yet. Without a connector there is no such
-request. So before each reset these requests start anew. Blocks that a copy may still write to stay with their request
-until vLLM has the load's report. The reset counts them as free: no other request can find them, and none gets them.
+waits for a load, or has one and could not begin yet. Without a connector there is no such request. So before each
+reset these requests start anew. Blocks that a copy may still write to stay with their request until vLLM has the load's
+report. The reset counts them as free: no other request can find them, and none gets them.
 """
 
 from collections.abc import Callable, Collection, Iterable

@@ -2,8 +2,8 @@
 
 vLLM's identifier of an item is a digest of its content, or whatever its client calls it (a `uuid`), and nothing in a
 request tells which: a client may also give what looks like a digest. vLLM keeps what it computes of an item under its
-identifier. So an identifier whose data were others once, or are not known, is not cached from then on: what vLLM reuses
-for it may belong to either.
+identifier. So once the data of an identifier have differed, or were not known, it is not cached any more: what vLLM
+reuses for it may belong to either.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.weights import Bytes, digest_tensors
 
 ITEM_BYTES_MAX = 512 << 20
-"""Data of an item that the scheduler's thread digests: at most a third of a second."""
+"""Data of a request's items that the scheduler's thread digests: at most a third of a second."""
 
 IDENTIFIERS_MAX = 1 << 16
 """Identifiers remembered, more than vLLM's own caches hold items. Each takes about 300 bytes."""
@@ -38,19 +38,22 @@ class Items:
     """Digests of items, and what each identifier stands for. Used by one thread.
 
     Args:
-        doubted: called with an identifier whose data were others before, or are not known now.
+        doubted: called with an identifier whose data were different before, or are not known now.
     """
 
     def __init__(self, doubted: Callable[[str], None]) -> None:
         self._doubted = doubted
         self._contents: OrderedDict[bytes, bytes] = OrderedDict()
         """The digest of the data by that of the identifier; `_UNKNOWN` when in doubt."""
+        self._left_bytes = 0
+        """Data that may be digested for the current request."""
 
     def identify(self, items: Iterable[Item]) -> tuple[list[bytes], str]:
         """The digest of each item's data, and why an item cannot be identified, or ``""``.
 
         Looks at every item, also after one that cannot be identified: vLLM computes all of them.
         """
+        self._left_bytes = ITEM_BYTES_MAX
         digests: list[bytes] = []
         reasons: list[str] = []
         for item in items:
@@ -68,8 +71,7 @@ class Items:
             self._contents.popitem(last=False)
         return digests, next(iter(reasons), "")
 
-    @staticmethod
-    def _digest(data: Any) -> tuple[bytes, str]:  # noqa: ANN401 - vLLM's `MultiModalKwargsItem`
+    def _digest(self, data: Any) -> tuple[bytes, str]:  # noqa: ANN401 - vLLM's `MultiModalKwargsItem`
         """The digest of an item's data; or `_UNKNOWN`, and why."""
         if data is None:
             return _UNKNOWN, "comes without data, so only its name is known"
@@ -79,8 +81,9 @@ class Items:
             if "address" in data and "monotonic_id" in data:
                 return _UNKNOWN, "has its data in shared memory; allowed: mm_processor_cache_type = 'lru'"
             leaves = list(_leaves("", {name: element.data for name, element in data.items()}))
-            if (size := sum(memoryview(leaf[3]).nbytes for leaf in leaves)) > ITEM_BYTES_MAX:
-                return _UNKNOWN, f"has {size} bytes of data; allowed: {ITEM_BYTES_MAX}"
+            self._left_bytes -= (size := sum(memoryview(leaf[3]).nbytes for leaf in leaves))
+            if self._left_bytes < 0:
+                return _UNKNOWN, f"has {size} bytes of data; allowed: {ITEM_BYTES_MAX} for all items of a request"
             digest = digest_tensors(leaves).digest
             setattr(data, _DIGEST, digest)
         except (AttributeError, ConfigError, MemoryError, RuntimeError, TypeError, ValueError) as error:

@@ -166,10 +166,10 @@ class _Adapter(NamedTuple):
     path: str
     folder: Path
     versions: tuple[Mapping[Path, FileVersion], ...]
-    """Of its files, at several times. All had the content that `identity` is made of."""
+    """The versions of its files at several times, all with the content that `identity` is made of."""
     identity: bytes
     other: Mapping[Path, FileVersion] = {}
-    """The last versions with another content, so that they are digested once."""
+    """The last versions with different content. They are kept so that they are digested once."""
 
 
 class Adapters:

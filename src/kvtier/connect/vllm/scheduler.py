@@ -632,7 +632,7 @@ class Scheduler:
         self._own_is_empty = was_reset
 
     def _doubt(self, adapters: set[int]) -> None:
-        """Name nothing by adapters of which the workers have read other files than kvtier has identified."""
+        """Stop naming KV by adapters whose files, as the workers have read them, kvtier has not identified."""
         if adapters:
             self._mixed_adapters |= adapters
             # Those of the step that has returned hold what it has computed, and were not sent yet.

@@ -140,7 +140,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             self._item_doubted,
         )
         self._named: dict[str, _Named] = {}
-        """Of the open requests that can be cached."""
+        """The open requests that can be cached, by their ids."""
         self._epoch = b""
         """Random after a reset, and part of every name since."""
         self._is_off = bool(private)

@@ -36,7 +36,7 @@ class LoadReport(NamedTuple):
     is_failed: bool
     """The load delivered nothing that vLLM can use."""
     adapter: LoraRequest | None = None
-    """The request's. Then only orders report the load, because the worker first looks at the adapter."""
+    """The request's adapter. Only orders report such a load, because the worker looks at the adapter first."""
 
     @property
     def request(self) -> str:
@@ -56,7 +56,7 @@ class StepOrders:
     named: Mapping[int, Collection[Mapping[Path, FileVersion]]] = field(
         default_factory=dict[int, Collection[Mapping[Path, FileVersion]]]
     )
-    """Of the adapters of these loads, by number: the versions of their files that the loaded KV belongs to."""
+    """The versions of files that the KV of these loads belongs to, by number of the adapter."""
     is_empty: bool = False
     """The step computes nothing."""
     is_waiting: bool = False
@@ -94,7 +94,7 @@ class Worker:
     Args:
         revoke: stops all copies of some requests, in its rank's copier; False if one still runs at the end of its wait.
         look: what has changed the weights; see `weights.WeightSample.look`.
-        adapters: that vLLM reads in this process; None without any.
+        adapters: watches the adapters that vLLM reads in this process; None without any.
     """
 
     def __init__(
