@@ -75,7 +75,7 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
             if time.monotonic() > ends_s or max(os.fstat(it.fileno()).st_size for it in (output, errors)) > BYTES_MAX:
                 with suppress(OSError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, signal.SIGKILL)  # it was not waited for, so the number is still its own
-                    child.wait(1)
+                    child.wait(5)  # a busy machine takes more than a second to end it
                 raise ConfigError(f"{_COMMAND} exceeds {deadline_s:g} s or {BYTES_MAX} bytes")
             time.sleep(0.01)
         written, complaint = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, errors))
