@@ -196,7 +196,8 @@ class Mover:
         reads = {name: self._queue(f"{name} read", of[name].read) for name in tiers}
         writes = {name: self._queue(f"{name} write", of[name].write) for name in tiers}
         probes = {name: self._queue(f"{name} probe", of[name].probe) for name in tiers}
-        self._queues = [device, *reads.values(), *writes.values(), *probes.values()]
+        self._reads = reads.values()
+        self._queues = [device, *self._reads, *writes.values(), *probes.values()]
         self.views = {name: TierView() for name in tiers}
         """Each tier's figures, for the session."""
         self._samplers = {name: FiguresSampler(tier, self.views[name]) for name, tier in tiers.items()}
@@ -263,11 +264,11 @@ class Mover:
         self._put, self._ready = put, ready
 
     def flush(self) -> bool:
-        """See `Executor`: always True. Relieves tiers' queues and logs a warning of stuck ones, about once a second."""
+        """See `Executor`: always True. Relieves read queues and logs a warning of stuck ones, about once a second."""
         now_s = self._clock()
         if now_s >= self.next_stuck_check_s:
             self.next_stuck_check_s = now_s + FIGURES_EVERY_S
-            for queue in self._queues[1:]:  # a device copy is never given up
+            for queue in self._reads:  # one object may hang there; a probe or write hangs with the whole tier
                 queue.relieve()
             self._warn_of_stuck_queues()
         return True
