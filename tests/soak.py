@@ -13,7 +13,6 @@ import platform
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 from tests.soak_places import COLUMNS, CONTROLS, KINDS, Counts, Opened, Place
 
+from kvtier.bench.record import commit
 from kvtier.errors import TierError
 
 OPERATIONS = 1_000_000
@@ -271,9 +271,8 @@ def report(rows: Sequence[Row], seed: int, out: Path | None, folder: Path) -> in
         if row.failures:
             print(f"{row.name}:\n{row.failures[-3000:]}")
     if out:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
         machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
-        record = {"commit": commit.stdout.strip(), "seed": seed, "machine": machine, "rows": summaries}
+        record = {"commit": commit(), "seed": seed, "machine": machine, "rows": summaries}
         record["failures"] = {row.name: row.failures for row in rows if row.failures}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(record, indent=1) + "\n")
