@@ -192,7 +192,8 @@ def test_no_control_thread_is_in_a_tier_that_hangs(hanging: HangingFs, kind: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_that_hang_do_not_stop_reads(hanging: HangingFs, kind: str) -> None:
     made = settings(kind, hanging.place / "kv", probe_deadline_s=2.0, load_deadline_s=5.0, transfer_deadline_s=1.0)
-    kv = open_session(made, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
+    patient = replace(made, tiers=(replace(made.tiers[0], transfer_deadline_s=PATIENCE_S),))  # on a busy machine, too
+    kv = open_session(patient, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
     for seed in range(FILLS_HOST):
         assert stored(kv.session, f"s{seed}", prefix_of(CHUNKS, kv.root, seed=seed), places_of(range(CHUNKS))).held
     assert kv.session.close(PATIENCE_S).flushed
