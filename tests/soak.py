@@ -32,7 +32,7 @@ from kvtier.errors import TierError
 
 OPERATIONS = 1_000_000
 SHARES = {"s3_ceph": 0.2}
-"""Of the operations, where a server is too slow for all; the small S3 server gets all."""
+"""The part of the operations that a slow server gets. The small S3 server gets all of them."""
 NOTE = """
 operations: objects that were written, read, deleted or looked up. compared: objects of which every byte was compared.
 faults: of servers, networks, files and devices. s3 is a small server of the tests, s3_ceph a fifth of the operations on
@@ -131,7 +131,7 @@ class Row:
 
 
 class Processes(dict[int, Any]):
-    """Those of a row by number, which can be killed and stopped."""
+    """The processes of a row by number. They can be killed and stopped."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()

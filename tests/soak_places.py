@@ -85,7 +85,7 @@ class Place(NamedTuple):
     faults: Sequence[Step] = ()
     heal: Step = lambda: None
     rate: float = 1.0
-    """Of harm; less where it takes long to heal."""
+    """The rate of harm, which is lower where it takes long to heal."""
 
 
 def open_tier(settings: TierSettings, _number: int) -> Opened:

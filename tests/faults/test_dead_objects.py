@@ -77,6 +77,13 @@ def hanging(tmp_path):
     yield from hanging_fs(tmp_path)
 
 
+def filled(opened, kind, place, **settings):
+    """An object store with all objects in a tier of files."""
+    store = opened(FILES[kind](name=kind, path=place / kind, capacity_bytes=64 << 20, **settings))
+    assert put(store, range(COUNT)) == [DONE] * COUNT
+    return store
+
+
 def check_dead(store: ObjectStore) -> None:
     """The object `DEAD` has been read in vain: it is absent, its neighbours are not, and a put replaces it."""
     objects = [object_id(number) for number in range(COUNT)]
@@ -95,9 +102,7 @@ def check_dead(store: ObjectStore) -> None:
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_whose_read_hangs(kind, hanging, opened):
-    made = FILES[kind](name=kind, path=hanging.place / kind, capacity_bytes=64 << 20, transfer_deadline_s=DEADLINE_S)
-    store = opened(made)
-    assert put(store, range(COUNT)) == [DONE] * COUNT
+    store = filled(opened, kind, hanging.place, transfer_deadline_s=DEADLINE_S)
     hanging.hang("read")
     reading = threading.Thread(target=got, args=(store, [DEAD]))
     reading.start()
@@ -114,9 +119,7 @@ def test_a_file_whose_read_hangs(kind, hanging, opened):
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("kind", FILES)
 def test_as_many_files_whose_reads_hang_as_the_tier_has_threads(kind, hanging, opened):
-    made = FILES[kind](name=kind, path=hanging.place / kind, capacity_bytes=64 << 20, read_threads=2)
-    store = opened(made)
-    assert put(store, range(COUNT)) == [DONE] * COUNT
+    store = filled(opened, kind, hanging.place, read_threads=2)
     hanging.hang("read")
     reading = [threading.Thread(target=got, args=(store, [number])) for number in range(2)]
     for number, each in enumerate(reading):  # one after the other, so that they are no batch
@@ -165,9 +168,7 @@ def test_a_session_waits_once_for_a_file_whose_read_hangs_and_replaces_it(kind, 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("kind", FILES)
 def test_vllms_secondary_tier_waits_once_for_a_file_whose_read_hangs(kind, hanging, opened):
-    made = FILES[kind](name=kind, path=hanging.place / kind, capacity_bytes=64 << 20, transfer_deadline_s=DEADLINE_S)
-    store = opened(made)
-    assert put(store, range(COUNT)) == [DONE] * COUNT
+    store = filled(opened, kind, hanging.place, transfer_deadline_s=DEADLINE_S)
     calls = Calls(store, 5.0, lambda act, _otherwise: act())
 
     def asked(request: str) -> list[bool | None]:

@@ -44,7 +44,7 @@ CORE = str(Path(kvtier.__file__).parent / "core")
 CHUNKS = 4
 PATIENCE_S = 10.0
 EVERY = 97
-"""`make test` raises in one call of so many."""
+"""`make test` raises in every 97th call."""
 
 
 class Plant:

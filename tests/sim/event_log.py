@@ -64,7 +64,7 @@ class TierAnswers:
     probed: set[Item] = field(default_factory=set[Item])
     holders: dict[Item, list[str]] = field(default_factory=dict[Item, list[str]])
     sure: set[tuple[str, Item]] = field(default_factory=set[tuple[str, Item]])
-    """Of these, the ones that no read has made doubtful."""
+    """The holders that no read has made doubtful."""
     open: int = 0
     is_unsure: bool = False
     """An answer arrived at its deadline; the core may or may not have counted it."""

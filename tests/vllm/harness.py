@@ -58,7 +58,7 @@ class Ask:
     embedding_seed: int | None = None
     """Instead of `tokens`, as many embeddings drawn with this seed."""
     image_seed: int | None = None
-    """Of the pixels of an image, at `models.IMAGE` among the tokens."""
+    """Seed for the pixels of an image, at `models.IMAGE` among the tokens."""
     image_name: str = ""
     """The `uuid` that the client gives it."""
     at_step: int = 0

@@ -55,7 +55,7 @@ class Flows:
         """The present weights, and the oldest that vLLM's own cache may have KV of."""
         self.texts: dict[str, list[int]] = {}
         self.loads: dict[str, tuple[int, int]] = {}
-        """Of requests that have not begun: their tokens before a load, and with it."""
+        """The tokens of requests that have not begun: before a load, and with it."""
         self.under_way: deque[Step] = deque()
         self.seen: Counter[str] = Counter()
         connector = self.scheduler.connector
@@ -260,7 +260,7 @@ class Flows:
 
 
 def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequence[str], sabotage: str) -> None:
-    """Run so many flows, in a process of its own.
+    """Run `flows` flows, in a process of their own.
 
     Args:
         checkpoint: of a model with one layer.

@@ -241,7 +241,7 @@ class _Written:
         """See `Observer`."""
 
     def renewed(self) -> None:
-        """See `Observer`."""
+        """Count nothing."""
 
     def completed(self, completion: Completion) -> None:
         """See `Observer`."""

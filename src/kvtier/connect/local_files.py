@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,12 @@ def adapter_versions(name: str) -> dict[Path, FileVersion]:
     with suppress(OSError):
         return {} if folder is None else file_versions(adapter_files(folder))
     return {}
+
+
+def private(config: Config) -> Config:
+    """The settings without the tiers that outlive the engine or are shared: nobody else could identify its KV."""
+    kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
+    return replace(config, tiers=tuple(kept))
 
 
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:

@@ -465,7 +465,7 @@ class TransferScheduler:
             tier_state = self._tiers.by_name[tier]
             if tier in item.tried or not tier_state.can_load():
                 continue
-            if not tier_state.is_left_alone(which, now_s):
+            if not (tier_state.has_doubts and tier_state.is_left_alone(which, now_s)):
                 return tier_state
             item.outcome = max(item.outcome, Outcome.ABSENT, key=SEVERITY.__getitem__)
         return None

@@ -85,7 +85,7 @@ class CommandCounters:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
 
     def renewed(self) -> None:
-        """See `Observer`."""
+        """Pass on that host memory holds nothing any more."""
         for other in self._others:
             other.renewed()
 

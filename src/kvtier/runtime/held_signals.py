@@ -43,7 +43,7 @@ def without_signals(call: Callable[..., None], *arguments: object) -> None:
         try:
             for number, handler in ours:
                 _signal.signal(number, handler)
-        except BaseException:  # of a handler that is back already
+        except BaseException:  # a handler that is back already has raised
             for number, handler in ours:
                 _signal.signal(number, handler)
             raise

@@ -124,7 +124,7 @@ class Journal:
             self._file.put((time.time(), completion))
 
     def renewed(self) -> None:
-        """See `Observer`."""
+        """Write nothing: the journal has no line for host memory."""
 
     def ended(self, request: RequestLine) -> None:
         """Queue the line of a request. Never blocks."""

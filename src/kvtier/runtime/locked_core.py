@@ -83,7 +83,7 @@ begin anew by then stays shut."""
 COPY_STEP_S = 0.05
 
 RENEWALS_MAX, RENEWALS_S = 8, 3600.0
-"""How often a core begins anew within so many seconds. Then it stays shut: what does not pass is a defect."""
+"""A core begins anew at most this often within this time. Then it stays shut: what does not pass is a defect."""
 
 
 class SessionError(KvError):

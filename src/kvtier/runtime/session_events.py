@@ -100,7 +100,10 @@ class SessionEvents:
             except BaseException:  # it is still open, and `fail` ends it
                 self._loads[event.request] = call
                 raise
-            self._guards.run(Feature.METRICS, self._count_load, event, self._clock() - call.time_s, otherwise=None)
+            try:
+                self._count_load(event, self._clock() - call.time_s)
+            except Exception as error:  # noqa: BLE001 - loads are too many for `Guards.run`
+                self._guards.failed(Feature.METRICS, error)
         elif isinstance(event, StoreDone):
             call = next(call for call in list(self._stores) if call.request == event.request)
             self._stores.remove(call)  # not by its position: `withdraw` may remove another one meanwhile

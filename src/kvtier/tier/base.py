@@ -110,7 +110,7 @@ class Tier(ABC):
     def delete(self, name: ObjectName) -> None:
         """Delete `name`, if it exists. It must not depend on a read of the object, which may be what fails.
 
-        To replace an object, kvtier deletes it and writes it. A name has one content, so that whoever writes between
+        To replace an object, kvtier deletes it and writes it. A name has one content, so that another writer between
         the two writes the same, and a reader in between has a miss; with a replacement that is conditional on the old
         copy, a writer that comes second would fail, and not every kind of storage has it.
         """

@@ -12,6 +12,7 @@ from tests.vllm_recorded import recorded
 
 from kvtier.config import sections
 from kvtier.config.sections import Config, StoreConfig
+from kvtier.connect import local_files
 from kvtier.connect.vllm import sides
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, shared_chunks
@@ -367,7 +368,7 @@ def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shar
             name="passing", help="", settings=TierSettings, where="name", open=MagicMock(), persists=False
         ),
     }  # fmt: skip
-    monkeypatch.setattr(sides, "kind_of", lambda tier: declared[tier.name])
+    monkeypatch.setattr(local_files, "kind_of", lambda tier: declared[tier.name])
     monkeypatch.setattr(sections.registry, "kind_of", lambda tier: declared[tier.name])
     config = Config(tiers=tuple(TierSettings(name=name) for name in declared), store=StoreConfig(secret=bytes(32)))
     monkeypatch.setattr(sides, "check_start", lambda _: (config, "0.32.0"))

@@ -1,7 +1,7 @@
 """Compares a model's weights in memory with the checkpoint that the caller names for them.
 
-The library reads the files before `attach` is called, so nobody has seen which ones. A few places of every weight are
-compared, which costs far less than a digest of all bytes. Training changes whole weights.
+The library reads the files before `attach` is called, so kvtier has not seen which ones. A few places of every weight
+are compared, which costs far less than a digest of all bytes. Training changes whole weights.
 """
 
 from collections import defaultdict
@@ -55,7 +55,7 @@ def _differing(model: Model, files: Iterable[Any]) -> str:
         stored = {other for name in given for other in (name, name.removeprefix(prefix), prefix + name)} & held.keys()
         if not stored and isinstance(tensor, torch.nn.Parameter):
             return f"{given[0]} is in none of the files"
-        # Of tied weights the files may have an unused one, too.
+        # The files may also hold an unused copy of a tied weight.
         if stored and not any(_is_equal(tensor.detach(), held[name].get_slice(name)) for name in stored):
             return f"{given[0]} has other values"
     return ""

@@ -2,10 +2,11 @@
 
 import logging
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config.sections import Config
+from kvtier.connect.local_files import private
 from kvtier.connect.transformers import identity
 from kvtier.connect.transformers.caches import CacheShape, Model
 from kvtier.connect.transformers.copier import CacheCopier
@@ -20,7 +21,6 @@ from kvtier.layout import KvLayout
 from kvtier.runtime import open as runtime
 from kvtier.runtime.session import Session
 from kvtier.runtime.trace_recorder import Recorder
-from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,7 @@ def open_model(model: Model, config: Config, *, checkpoint: Path | None, revisio
             raise
         logger.warning("KV is kept in host memory only, because the weights cannot be identified: %s", error)
         weights = WeightsDigest(secrets.token_bytes(32), 0, 0, 0.0)
-        # No other process could identify the stored bytes.
-        kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
-        config = replace(config, tiers=tuple(kept))
+        config = private(config)
     logger.info(
         "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
         type(model).__name__,

@@ -64,7 +64,8 @@ def is_plain(value: object, depth: int = EXTRAS_DEPTH_MAX) -> bool:
     Extras hold what clients have sent, and those of a sealed object what any engine of the tenant has written.
     """
     if isinstance(value, str):
-        return not any("\ud800" <= each <= "\udfff" for each in value)  # halves of a pair have no UTF-8
+        # Halves of a pair have no UTF-8.
+        return value.isascii() or not any("\ud800" <= each <= "\udfff" for each in value)
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 64
     if isinstance(value, float):

@@ -136,8 +136,8 @@ class Scheduler:
         """Other engines have other keys since a cache reset."""
         self._guards = guards = session.guards
         self._events = events and guards.around(Feature.EVENTS, events, take=(), has_news=False)
-        self._is_end_told = False
-        """Routers know that the events have ended."""
+        self._has_cleared = False
+        """Routers were told to forget everything, because the events have ended."""
         self._recorder, self._journal = recorder, journal
         self._history = history and guards.around(Feature.HISTORY, history)
         self._cleared_salts: set[str] = set()
@@ -635,7 +635,7 @@ class Scheduler:
         """Stop naming KV by adapters whose files, as the workers have read them, kvtier has not identified."""
         if adapters:
             self._mixed_adapters |= adapters
-            # Those of the step that has returned hold what it has computed, and were not sent yet.
+            # Stores of the step that has returned hold what it has computed, and were not sent yet.
             self._revoked += self._stores.cancel_all()
             self._renew_keys([it for it in self._requests.values() if _adapter_of(it.request) in adapters])
 
@@ -717,13 +717,13 @@ class Scheduler:
     @property
     def has_news(self) -> bool:
         """Whether an idle engine should take a step: to free pinned blocks, publish events or clear. Any thread."""
-        has_events = self._events is not None and (self._events.has_news or self._has_untold_end)
+        has_events = self._events is not None and (self._events.has_news or self._must_clear)
         return has_events or bool(self._wishes) or self._stores.has_pins
 
     @property
-    def _has_untold_end(self) -> bool:
+    def _must_clear(self) -> bool:
         """Whether an error has ended the events, and routers still believe what was published."""
-        return not self._is_end_told and self._guards.has_ended(Feature.EVENTS)
+        return not self._has_cleared and self._guards.has_ended(Feature.EVENTS)
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:
         """KV events for routers, at the end of a step. After an internal error all chunks are withdrawn.
@@ -743,8 +743,8 @@ class Scheduler:
             self._events.reset()
         events = self._events
         found = self._guards.run(Feature.EVENTS, lambda: list(map(form, events.take())), otherwise=[])
-        if self._has_untold_end:
-            self._is_end_told = True
+        if self._must_clear:
+            self._has_cleared = True
             return None
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
-from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.local_files import note_fingerprint, private
 from kvtier.connect.vllm import installed, support, weights
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
@@ -106,11 +106,7 @@ class EngineSetup:
 
     def identified_as(self, identified: EngineIdentity) -> "EngineSetup":
         """The same engine with the identity that all of its workers agree on."""
-        config = self.config
-        if identified.is_private:
-            # No later engine could identify the stored bytes.
-            kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
-            config = replace(config, tiers=tuple(kept))
+        config = private(self.config) if identified.is_private else self.config
         return replace(self, config=config, identity=identified)
 
     @property
