@@ -154,10 +154,13 @@ class Machine:
         self.calls += 1
         while self.freed:
             self._free(*self.freed.popleft())
-        if self.fault is not None:
-            raise DeviceError(f"CUDA error: device-side assert triggered: {self.fault!r}")
+        self._check_fault()
         if self.fail_at(name):
             raise DeviceError(f"CUDA error: refused {name}")
+
+    def _check_fault(self) -> None:
+        if self.fault is not None:
+            raise DeviceError(f"CUDA error: device-side assert triggered: {self.fault!r}") from self.fault
 
     def record(self, event: int, stream: int) -> Op:
         """Queue that an event happens."""
@@ -184,6 +187,7 @@ class Machine:
                     self._vain += 1
                     if self._vain <= 2 or not self._wake():
                         break
+            self._check_fault()
             return op.is_over
 
     def finish(self, op: Op) -> None:
@@ -192,6 +196,7 @@ class Machine:
         with self.changed:
             while not op.is_over:
                 if self._run_one() or self._wake():
+                    self._check_fault()
                     continue
                 if self._actors or time.monotonic() > until_s:
                     raise StalledError(f"the host waits for {op.name}, behind a stream that is held")
@@ -357,7 +362,7 @@ class Machine:
         return op
 
     def _free(self, number: int, stream: int, near: torch.Tensor, used_on: set[int]) -> None:
-        """Poison freed memory as the next user on its stream would; it is kept, so that addresses are unique."""
+        """Poison freed memory, as the next user on its stream would."""
         parts, after = self._parts_of.pop(number, set()), []
         for other in used_on - {stream}:
             event = next(self.numbers)

@@ -205,10 +205,8 @@ def test_memory_is_not_unlocked_under_a_copy_and_no_copy_crosses_an_edge():
 
 
 def test_an_operation_that_fails_breaks_the_device():
-    begin()
-    index = torch.tensor([COUNT], device="cuda")
-    torch.index_select(sevens(), 0, index)
-    torch.cuda.synchronize()
+    lazy()
+    torch.index_select(sevens(), 0, torch.tensor([COUNT], device="cuda"))
     with pytest.raises(DeviceError, match="assert triggered"):
         torch.cuda.synchronize()
 
