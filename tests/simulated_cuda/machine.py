@@ -79,13 +79,17 @@ class Machine:
 
     Args:
         seed: decides the order of execution.
-        part_bytes: accesses are compared in parts of so many bytes.
+        part_bytes: accesses to the device's memory are compared in parts of so many bytes.
+        host_part_bytes: the same for the host's memory.
         stream_count: streams of the pool. Further ones share them, as in PyTorch.
     """
 
-    def __init__(self, seed: int = 0, *, part_bytes: int = 256, stream_count: int = 32) -> None:
+    def __init__(
+        self, seed: int = 0, *, part_bytes: int = 256, host_part_bytes: int = 256, stream_count: int = 32
+    ) -> None:
         self.rng = random.Random(seed)
         self.part_bytes = part_bytes
+        self._host_part_bytes = host_part_bytes
         self.stream_count = stream_count
         self.numbers = count(1)
         self.changed = threading.Condition(threading.RLock())
@@ -111,8 +115,9 @@ class Machine:
         self._sanitizer = _sanitizer.EventHandler()
         self._parts_of: dict[int, set[int]] = defaultdict(set)
         self._host_is_new = False
-        self._actors: list[int] = []
-        self._turn = 0
+        self._turns: dict[int, threading.Semaphore] = {}
+        """Of each thread of `together`."""
+        self._idle: dict[int, Callable[[], object]] = {}
 
     # ---- what the host calls ------------------------------------------------------------------------------------
 
@@ -128,7 +133,12 @@ class Machine:
         """The current stream of this thread."""
         return getattr(self.local, "stream", 0)
 
-    def launch(
+    def launch(self, name: str, run: Callable[[], object], reads: Parts = (), writes: Parts = (), **options: Any) -> Op:
+        """Queue an operation on a stream, by default the current one."""
+        self.switch()
+        return self._launch(name, run, reads, writes, **options)
+
+    def _launch(
         self,
         name: str,
         run: Callable[[], object],
@@ -140,8 +150,6 @@ class Machine:
         host_range: tuple[int, int] | None = None,
         is_sleep: bool = False,
     ) -> Op:
-        """Queue an operation on a stream, by default the current one."""
-        self.switch()
         with self.changed:
             self.check_call(name)
             op = self._queue(name, run, reads, writes, self.stream if stream is None else stream, after)
@@ -164,15 +172,17 @@ class Machine:
 
     def record(self, event: int, stream: int) -> Op:
         """Queue that an event happens."""
+        self.switch()
         with self.changed:
-            op = self.launch("record", _nothing, stream=stream)
+            op = self._launch("record", _nothing, stream=stream)
             self._sanitizer._handle_event_record(event, stream)
             return op
 
     def wait(self, event: int, op: Op, stream: int) -> None:
         """Queue that a stream waits for an event."""
+        self.switch()
         with self.changed:
-            self.launch("wait", _nothing, stream=stream, after=(op,))
+            self._launch("wait", _nothing, stream=stream, after=(op,))
             self._sanitizer._handle_event_wait(event, stream)
 
     def query(self, op: Op) -> bool:
@@ -198,7 +208,7 @@ class Machine:
                 if self._run_one() or self._wake():
                     self._check_fault()
                     continue
-                if self._actors or time.monotonic() > until_s:
+                if self._turns or time.monotonic() > until_s:
                     raise StalledError(f"the host waits for {op.name}, behind a stream that is held")
                 self.changed.wait(0.01)
 
@@ -233,8 +243,16 @@ class Machine:
 
     def sleep(self) -> None:
         """Keep the current stream busy: until nothing else can run, and the host waits or has polled in vain."""
-        with self.changed:
-            self.launch("sleep", _nothing, is_sleep=True)
+        self._launch("sleep", _nothing, is_sleep=True)
+
+    @contextmanager
+    def label(self, label: str) -> Iterator[None]:
+        """Name what this thread launches, for reports of races."""
+        self.local.label = f"{label}: "
+        try:
+            yield
+        finally:
+            self.local.label = ""
 
     @contextmanager
     def held(self, stream: int = 0) -> Iterator[None]:
@@ -267,7 +285,7 @@ class Machine:
 
     def host_parts(self, address: int, size_bytes: int) -> range:
         """The keys of a range of host memory: negative, unlike the device's."""
-        first, last = address // self.part_bytes, (address + size_bytes - 1) // self.part_bytes
+        first, last = address // self._host_part_bytes, (address + size_bytes - 1) // self._host_part_bytes
         return range(-last - 1, -first) if size_bytes else range(0)
 
     def is_pinned(self, address: int, size_bytes: int) -> bool:
@@ -318,16 +336,14 @@ class Machine:
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 errors.append(error)
             finally:
-                with self.changed:
-                    self._actors.remove(number)
-                    self._turn = self.rng.choice(self._actors) if self._actors else 0
-                    self.changed.notify_all()
+                del self._turns[number]
+                self._pass_turn(self._next())
 
-        self._actors = list(range(1, len(works) + 1))
-        self._turn = self.rng.choice(self._actors)
-        threads = [threading.Thread(target=run, args=it) for it in enumerate(works, 1)]
+        self._turns = {number: threading.Semaphore(0) for number in range(1, len(works) + 1)}
+        threads = [threading.Thread(target=run, args=it, daemon=True) for it in enumerate(works, 1)]
         for thread in threads:
             thread.start()
+        self._pass_turn(self._next())
         for thread in threads:
             thread.join(STALLED_S)
         if errors:
@@ -336,26 +352,38 @@ class Machine:
     def switch(self) -> None:
         """Let another thread of `together` go on, or not. Not for a thread that holds a lock which others need."""
         actor = getattr(self.local, "actor", 0)
-        if not actor or self._turn != actor:
-            return
-        with self.changed:
-            if (turn := self.rng.choice(self._actors)) == actor:
-                return
-            self._turn = turn
-            self.changed.notify_all()
-        self._await_turn(actor)
+        if actor and (turn := self._next()) != actor:
+            self._pass_turn(turn)
+            self._await_turn(actor)
+
+    def wait_for(self, is_ready: Callable[[], object]) -> None:
+        """Let the other threads of `together` go on until `is_ready`."""
+        self._idle[self.local.actor] = is_ready
+        while not is_ready():
+            self.switch()
+        del self._idle[self.local.actor]
+
+    def _next(self) -> int:
+        """The thread that goes on; 0: none is left."""
+        ready = [actor for actor in self._turns if actor not in self._idle or self._idle[actor]()]
+        if self._turns and not ready:
+            raise StalledError("all threads wait for each other")
+        return self.rng.choice(ready) if ready else 0
+
+    def _pass_turn(self, turn: int) -> None:
+        if turn:
+            self._turns[turn].release()
 
     def _await_turn(self, actor: int) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self._turn == actor, STALLED_S):
-                raise StalledError("no thread passes its turn")
+        if not self._turns[actor].acquire(timeout=STALLED_S):
+            raise StalledError("no thread passes its turn")
 
     # ---- the device ---------------------------------------------------------------------------------------------
 
     def _queue(
         self, name: str, run: Callable[[], object], reads: Parts, writes: Parts, stream: int, after: Sequence[Op]
     ) -> Op:
-        self._note(stream, name, reads, writes)
+        self._note(stream, f"{getattr(self.local, 'label', '')}{name}", reads, writes)
         op = Op(name, run, after)
         self.queues[stream].append(op)
         self._vain = self._polls = 0

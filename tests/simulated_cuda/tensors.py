@@ -7,14 +7,13 @@ Copies follow the driver: to or from page-locked memory they are asynchronous. F
 source was read, and to pageable memory when they are complete.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Self
 
 import torch
 from tests.simulated_cuda.machine import Machine, Memory, Op
 from torch.cuda._sanitizer import zip_arguments
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten: Any = torch.ops.aten
 
@@ -173,6 +172,24 @@ def _chosen(tensor: SimulatedTensor, dim: int, index: Any) -> set[int]:
 # ---- operations --------------------------------------------------------------------------------------------------
 
 
+def _mapped(act: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists and tuples, of what `act` makes from their items."""
+    if isinstance(value, dict):
+        return {name: _mapped(act, it) for name, it in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)([_mapped(act, it) for it in value])
+    return act(value)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """All items of lists in lists."""
+    if isinstance(value, list | tuple):
+        for it in value:
+            yield from _items(it)
+    else:
+        yield value
+
+
 @cache
 def _kind(func: Any) -> tuple[bool, bool]:
     """Whether it makes a view; whether it returns what is no tensor."""
@@ -206,22 +223,22 @@ def _launch(func: Any, run: Callable[[], object], reads: set[int], writes: set[i
 def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     is_view, is_number = _kind(func)
     if is_view:
-        owner = next(it for it in tree_flatten((args, kwargs))[0] if isinstance(it, SimulatedTensor))
-        made = func(*tree_map(_near, args), **tree_map(_near, kwargs))
-        return tree_map(lambda it: SimulatedTensor(it, owner.memory) if isinstance(it, torch.Tensor) else it, made)
+        owner = next(it for it in _items((args, *kwargs.values())) if isinstance(it, SimulatedTensor))
+        made = func(*_mapped(_near, args), **_mapped(_near, kwargs))
+        return _mapped(lambda it: SimulatedTensor(it, owner.memory) if isinstance(it, torch.Tensor) else it, made)
     written = [
         value
         for argument, value in zip_arguments(func._schema, args, kwargs)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    reads = _all_parts(tree_flatten((args, kwargs))[0])
+    reads = _all_parts(_items((args, *kwargs.values())))
     if written:
         return _written(func, args, kwargs, written, reads)
     on_host = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs
     if not is_number:
         try:
             on_meta = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
-            made = func(*tree_map(_meta, args), **tree_map(_meta, on_meta))
+            made = func(*_mapped(_meta, args), **_mapped(_meta, on_meta))
         except (RuntimeError, NotImplementedError):
             made = None
         if made is not None:
@@ -239,7 +256,7 @@ def _written(func: Any, args: Any, kwargs: Any, written: list[Any], reads: set[i
             reads = (reads - own) | chosen
         else:
             reads, writes = reads - own, chosen
-    kept = tree_map(_kept, args), {name: _near(it) for name, it in kwargs.items()}
+    kept = _mapped(_kept, args), {name: _near(it) for name, it in kwargs.items()}
     _launch(func, lambda: func(*kept[0], **kept[1]), reads, writes, written)
     results = written[: len(func._schema.returns)]
     return results[0] if len(results) == 1 else tuple(results) or None
@@ -247,17 +264,17 @@ def _written(func: Any, args: Any, kwargs: Any, written: list[Any], reads: set[i
 
 def _queued(func: Any, args: Any, kwargs: Any, made: Any, reads: set[int]) -> Any:
     """Queue an operation with new results, of the shapes in `made`."""
-    results = tree_map(
+    results = _mapped(
         lambda it: allocated(it.shape, it.stride(), it.dtype) if isinstance(it, torch.Tensor) else it, made
     )
-    flat = [it for it in tree_flatten(results)[0] if isinstance(it, SimulatedTensor)]
+    flat = [it for it in _items(results) if isinstance(it, SimulatedTensor)]
     if func._schema.name in _BLANK:
         return results
     nears = [it.near for it in flat]
-    kept_args, kept_kwargs = tree_map(_kept, args), tree_map(_kept, kwargs)
+    kept_args, kept_kwargs = _mapped(_kept, args), _mapped(_kept, kwargs)
 
     def run() -> None:
-        found = tree_flatten(func(*kept_args, **kept_kwargs))[0]
+        found = _items(func(*kept_args, **kept_kwargs))
         for near, it in zip(nears, [it for it in found if isinstance(it, torch.Tensor)], strict=True):
             near.copy_(it)
 
@@ -272,8 +289,8 @@ def _blocking(func: Any, args: Any, kwargs: Any, reads: set[int]) -> Any:
     machine = Current.machine
     machine.launch(str(func), lambda: None, reads)
     machine.finish_stream(machine.stream)
-    found = func(*tree_map(_near, args), **tree_map(_near, kwargs))
-    return tree_map(lambda it: _of(it) if isinstance(it, torch.Tensor) else it, found)
+    found = func(*_mapped(_near, args), **_mapped(_near, kwargs))
+    return _mapped(lambda it: _of(it) if isinstance(it, torch.Tensor) else it, found)
 
 
 def _of(near: torch.Tensor) -> SimulatedTensor:
