@@ -21,11 +21,13 @@ from unittest import mock
 import numpy as np
 import torch
 from tests.simulated_cuda import Machine, begin
-from tests.simulated_cuda.machine import POISON, DeviceError
+from tests.simulated_cuda.machine import POISON, DeviceError, StalledError
 from tests.simulated_cuda.tensors import parts
 from tests.vllm_recorded import Recorded, recorded
 from tests.vllm_world import made
 
+from kvtier.connect.transformers.caches import CachedLayer, Span, Spans, blank_spans, group_layers
+from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.vllm.copier import BlockCopier, RevokedError, open_copier
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.device.copier import Copier
@@ -40,6 +42,7 @@ from kvtier.types import ChunkKey, Direction, Outcome, RequestId, Transfer
 HOST_PART_BYTES = 4096
 SLOTS = 3
 MOVERS = 2
+POLLS_MAX = 2000
 REFUSED = 0.02
 """Share of the calls that the driver refuses, in schedules with errors."""
 
@@ -137,10 +140,20 @@ class Movers:
         key, request = ChunkKey(bytes(16)), RequestId(command.request)
         what = command.group, slot, "", request, command.blocks
         transfer = Transfer(next(self._ids), command.direction, key, *what, None, 0, math.inf, None)
-        clock = SimpleNamespace(sleep=lambda _s: self.machine.switch())
+        polls = count()
+
+        def sleep(_s: float) -> None:
+            self.machine.switch()
+            if next(polls) > POLLS_MAX:
+                raise StalledError("the copy waits for a stream that is held")
+
+        clock = SimpleNamespace(sleep=sleep)
         try:
             with mock.patch.object(command_runner, "time", clock):
                 (result,) = self.runner.run([Job(transfer, 0.0)], Scratch())
+        except StalledError as error:
+            self.problems.append(f"{command.direction.value} of {command.request}: {error}")
+            return False
         except (DeviceError, RevokedError, LookupError) as error:
             if isinstance(error, DeviceError) and "refused" not in str(error):
                 self.problems.append(f"{command.direction.value} of {command.request}: {error}")
@@ -225,6 +238,7 @@ class VllmEngine:
             name: memory.view(getattr(torch, view["dtype"])).as_strided(view["shape"], view["stride"], view["offset"])
             for name, view in engine.views.items()
         }
+        torch.cuda.synchronize()
         self.copier: BlockCopier = open_copier(Geometry.of(engine.config), engine.config, tensors, engine.layers)
         self.pages = self.copier.pages
         self.movers = Movers(machine, rng, self.copier, self.pages.layout)
@@ -264,6 +278,18 @@ class VllmEngine:
         for chunk in self.chunks:
             if chunk.is_resident:
                 self._read(chunk)
+
+    def run_held(self) -> None:
+        """Store and load while the default stream holds later steps."""
+        stored, loaded = self._new(self._group()), self._new(self._group())
+        assert stored is not None
+        assert loaded is not None
+        self._compute(stored, stored.blocks)
+        torch.cuda.synchronize()
+        with self.machine.held():
+            self._returned([stored], torch.cuda.Event(), 0)
+            self._load(loaded)
+            self.movers.wait()
 
     def _group(self) -> int:
         return self.rng.randrange(len(self.pages.groups))
@@ -386,3 +412,197 @@ def run_vllm(seed: int) -> list[str]:
     worker = VllmEngine(machine, engine(), rng, has_draft=rng.random() < 0.5)
     problems = run_schedule(machine, worker.movers, worker.run, has_errors=rng.random() < 0.3)
     return problems + worker.races()
+
+
+# ---- Transformers ------------------------------------------------------------------------------------------------
+
+CHUNK_TOKENS, WINDOW = 4, 6
+CALLS = 4
+
+
+@dataclass
+class Row:
+    """The tensors of one request, with a value for each chunk of each group."""
+
+    request: str
+    pad: int
+    spans: Spans
+    values: list[list[int]]
+    open_copies: int = 0
+    is_failed: bool = False
+
+
+class TransformersEngine:
+    """`generate` calls: restores a prompt, computes more, stores it, and forgets its tensors.
+
+    Args:
+        is_hasty: as at the end of a session whose device hangs, tensors may be forgotten while they are copied.
+    """
+
+    def __init__(self, machine: Machine, rng: random.Random, *, is_hasty: bool) -> None:
+        self.machine = machine
+        self.rng = rng
+        self.is_hasty = is_hasty
+        device = torch.device("cuda", 0)
+        layers = [
+            CachedLayer(number, WINDOW if number % 2 else None, 2, 4, 1, 8, torch.bfloat16, device)
+            for number in range(4)
+        ]
+        self.shape = group_layers(None, layers)
+        self.layout = self.shape.layout(CHUNK_TOKENS)
+        self.copier = CacheCopier(self.shape, self.layout)
+        self.movers = Movers(machine, rng, self.copier, self.layout)
+        self.problems = self.movers.problems
+        self._names = count()
+        self._values = count()
+
+    def run(self) -> None:
+        for _ in range(CALLS):
+            pad, chunks = self.rng.choice((0, CHUNK_TOKENS)), self.rng.choice((1, 2, 3))
+            if self.rng.random() < 0.5:
+                self._restore(pad, chunks)
+            self._store(pad, chunks)
+        self.movers.wait()
+
+    def run_held(self) -> None:
+        """Store and load while the default stream holds what the engine has queued since."""
+        stored, loaded = self._exposed_store(0, 2), self._exposed_load(0, 2)
+        torch.cuda.synchronize()
+        with self.machine.held():
+            self._submit_all(Direction.GATHER, stored)
+            self._submit_all(Direction.SCATTER, loaded)
+            self.movers.wait()
+
+    def _row(self, what: str, pad: int, chunks: int, spans: Spans) -> Row:
+        values = [[1 + next(self._values) % 250 for _ in range(chunks)] for _ in self.shape.groups]
+        return Row(f"{what} {next(self._names)}", pad, spans, values)
+
+    def _exposed_load(self, pad: int, chunks: int) -> Row:
+        with self.machine.label("engine"):
+            row = self._row("load", pad, chunks, blank_spans(self.shape, (pad,), pad + chunks * CHUNK_TOKENS))
+            self.copier.expose(RequestId(row.request), 0, pad, row.spans)
+        return row
+
+    def _submit_all(self, direction: Direction, row: Row) -> None:
+        for group, values in enumerate(row.values):
+            for chunk in range(len(values)):
+                self._submit(direction, row, group, chunk)
+
+    def _restore(self, pad: int, chunks: int) -> None:
+        row = self._exposed_load(pad, chunks)
+        self._submit_all(Direction.SCATTER, row)
+        if self.is_hasty and self.rng.random() < 0.5:
+            self.copier.forget(RequestId(row.request))
+            row.spans = ()
+            return
+        self.machine.wait_for(lambda: not row.open_copies)
+        self.copier.forget(RequestId(row.request))
+        if row.is_failed:
+            return
+        for values, layers in zip(row.values, row.spans, strict=True):
+            for (span,) in layers:
+                for chunk, value in enumerate(values):
+                    first = max(0, pad + chunk * CHUNK_TOKENS - span.start)
+                    stop = pad + (chunk + 1) * CHUNK_TOKENS - span.start
+                    if stop > first:
+                        self._read(span.keys[0, :, first:stop], value, row)
+                        self._read(span.values[0, :, first:stop], value, row)
+
+    def _read(self, tensor: Any, value: int, row: Row) -> None:
+        near = tensor.near
+
+        def check() -> None:
+            if not bool((near == value).all()):
+                self.problems.append(f"the engine reads wrong bytes of {row.request}")
+
+        with self.machine.label("engine"):
+            self.machine.launch(f"attention to {row.request}", check, parts(near, tensor.memory))
+
+    def _store(self, pad: int, chunks: int) -> None:
+        row = self._exposed_store(pad, chunks)
+        self._submit_all(Direction.GATHER, row)
+        row.spans = ()
+        if self.is_hasty and self.rng.random() < 0.5:
+            self.copier.forget(RequestId(row.request))
+
+    def _exposed_store(self, pad: int, chunks: int) -> Row:
+        row = self._row("store", pad, chunks, ())
+        with self.machine.label("engine"):
+            row.spans = tuple(
+                tuple(
+                    self._computed(layer, pad, values, in_runs=layer.window is not None and self.rng.random() < 0.5)
+                    for layer in group
+                )
+                for group, values in zip(self.shape.groups, row.values, strict=True)
+            )
+            self.copier.expose(RequestId(row.request), 0, pad, row.spans)
+        return row
+
+    def _computed(self, layer: CachedLayer, pad: int, values: Sequence[int], *, in_runs: bool) -> tuple[Span, ...]:
+        columns = pad + len(values) * CHUNK_TOKENS
+        made = []
+        for heads, dim in ((layer.key_heads, layer.key_dim), (layer.value_heads, layer.value_dim)):
+            tensor = torch.empty((1, heads, columns, dim), dtype=layer.dtype, device=layer.device)
+            for chunk, value in enumerate(values):
+                start = pad + chunk * CHUNK_TOKENS
+                tensor[:, :, start : start + CHUNK_TOKENS].fill_(value)
+            made.append(tensor)
+        keys, values_ = made
+        if not in_runs:
+            return (Span(keys, values_, 0),)
+        cut = pad + CHUNK_TOKENS // 2
+        return (
+            Span(keys[:, :, :cut].clone(), values_[:, :, :cut].clone(), 0),
+            Span(keys[:, :, cut:], values_[:, :, cut:], cut),
+        )
+
+    def _submit(self, direction: Direction, row: Row, group: int, chunk: int) -> None:
+        layout, value = self.layout.groups[group], row.values[group][chunk]
+        bits = torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item()
+
+        def layers(payload: memoryview) -> list[Any]:
+            memory = np.frombuffer(payload, np.uint8)
+            places = zip(layout.layer_offsets, layout.layer_bytes, strict=True)
+            return [memory[start : start + size].view(np.int16) for start, size in places]
+
+        def fill(payload: memoryview) -> None:
+            for each in layers(payload):
+                each[:] = bits
+
+        def ended(is_done: bool) -> None:
+            row.open_copies -= 1
+            row.is_failed |= not is_done
+            if not row.open_copies and direction is Direction.GATHER:
+                self.copier.forget(RequestId(row.request))
+
+        def wanted(payload: memoryview) -> bool:
+            return all((each == bits).all() for each in layers(payload))
+
+        row.open_copies += 1
+        blocks = chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS
+        self.movers.submit(Command(direction, row.request, group, blocks, wanted, fill, ended))
+
+
+def run_transformers(seed: int) -> list[str]:
+    """What went wrong in one schedule."""
+    rng = random.Random(f"transformers {seed}")
+    machine = begin(seed, part_bytes=32, host_part_bytes=HOST_PART_BYTES)
+    engine = TransformersEngine(machine, rng, is_hasty=rng.random() < 0.3)
+    problems = run_schedule(machine, engine.movers, engine.run, has_errors=rng.random() < 0.3)
+    return problems + machine.races
+
+
+# ---- the engine's stream -----------------------------------------------------------------------------------------
+
+
+def run_held(seed: int) -> list[str]:
+    """Which copies wait for the engine's stream, when it holds steps that were launched ahead."""
+    rng = random.Random(f"held {seed}")
+    if seed % 2:
+        machine = begin(seed, part_bytes=32, host_part_bytes=HOST_PART_BYTES)
+        engine: Any = TransformersEngine(machine, rng, is_hasty=False)
+    else:
+        made_of, part_bytes = GEOMETRIES[seed // 2 % len(GEOMETRIES)]
+        machine = begin(seed, part_bytes=part_bytes, host_part_bytes=HOST_PART_BYTES)
+        engine = VllmEngine(machine, made_of(), rng, has_draft=False)
+    return run_schedule(machine, engine.movers, engine.run_held, has_errors=False) + machine.races

@@ -64,11 +64,17 @@ class Memory:
         self.machine = machine
         self.number = next(machine.numbers)
         self.stream = stream
-        self.near = torch.full((size_bytes,), POISON, dtype=torch.uint8)
+        self.near = near = torch.full((size_bytes,), POISON, dtype=torch.uint8)
         self.used_on: set[int] = set()
         """Streams of `record_stream`."""
         self.written: Op | None = None
         """The last operation that writes to it."""
+        with machine.changed:
+            machine.check_call("allocate")
+            # Until the stream gets there, its earlier operations may use this memory, as that of freed tensors.
+            parts = range(size_bytes // machine.part_bytes + 1)
+            keys = [self.number << 40 | part for part in parts]
+            machine.queue("allocate", lambda: near.fill_(POISON), (), keys, stream)
 
     def __del__(self) -> None:
         self.machine.freed.append((self.number, self.stream, self.near, self.used_on))
@@ -118,6 +124,7 @@ class Machine:
         self._turns: dict[int, threading.Semaphore] = {}
         """Of each thread of `together`."""
         self._idle: dict[int, Callable[[], object]] = {}
+        self._has_failed = False
 
     # ---- what the host calls ------------------------------------------------------------------------------------
 
@@ -152,7 +159,7 @@ class Machine:
     ) -> Op:
         with self.changed:
             self.check_call(name)
-            op = self._queue(name, run, reads, writes, self.stream if stream is None else stream, after)
+            op = self.queue(name, run, reads, writes, self.stream if stream is None else stream, after)
             op.host_range, op.is_sleep = host_range, is_sleep
             self._progress()
             return op
@@ -335,9 +342,13 @@ class Machine:
                 work()
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 errors.append(error)
+                self._has_failed = True
             finally:
                 del self._turns[number]
-                self._pass_turn(self._next())
+                for turn in self._turns.values() if self._has_failed else ():
+                    turn.release()
+                if not self._has_failed:
+                    self._pass_turn(self._next())
 
         self._turns = {number: threading.Semaphore(0) for number in range(1, len(works) + 1)}
         threads = [threading.Thread(target=run, args=it, daemon=True) for it in enumerate(works, 1)]
@@ -365,6 +376,8 @@ class Machine:
 
     def _next(self) -> int:
         """The thread that goes on; 0: none is left."""
+        if self._has_failed:
+            raise StalledError("another thread has failed")
         ready = [actor for actor in self._turns if actor not in self._idle or self._idle[actor]()]
         if self._turns and not ready:
             raise StalledError("all threads wait for each other")
@@ -380,9 +393,16 @@ class Machine:
 
     # ---- the device ---------------------------------------------------------------------------------------------
 
-    def _queue(
-        self, name: str, run: Callable[[], object], reads: Parts, writes: Parts, stream: int, after: Sequence[Op]
+    def queue(
+        self,
+        name: str,
+        run: Callable[[], object],
+        reads: Parts,
+        writes: Parts,
+        stream: int,
+        after: Sequence[Op] = (),
     ) -> Op:
+        """Queue an operation, without a call of the driver. The caller has the lock."""
         self._note(stream, f"{getattr(self.local, 'label', '')}{name}", reads, writes)
         op = Op(name, run, after)
         self.queues[stream].append(op)
@@ -397,7 +417,7 @@ class Machine:
             self._sanitizer._handle_event_record(event, other)
             self._sanitizer._handle_event_wait(event, stream)
             after += list(self.queues[other])[-1:]
-        self._queue("free", lambda: near.fill_(POISON), (), parts, stream, after)
+        self.queue("free", lambda: near.fill_(POISON), (), parts, stream, after)
 
     def _progress(self) -> None:
         for _ in range(int(self.eagerness + self.rng.random())):

@@ -113,8 +113,6 @@ class SimulatedTensor(torch.Tensor):
 def allocated(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> SimulatedTensor:
     """A tensor in new memory, allocated on the current stream."""
     machine = Current.machine
-    with machine.changed:
-        machine.check_call("allocate")
     if stride is None:
         stride = torch.empty(shape, device="meta").stride()
     count = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if 0 not in shape else 0

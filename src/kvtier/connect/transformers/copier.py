@@ -50,10 +50,14 @@ class ExposedRow:
 
 
 class CudaFence:
-    """Events behind the copies of one chunk, one per CUDA device."""
+    """Events behind the copies of one chunk, one per CUDA device.
 
-    def __init__(self, events: Sequence[CudaEvent]) -> None:
+    It holds the tensors, even if the request is forgotten meanwhile. Freed memory would be reused under the copy.
+    """
+
+    def __init__(self, events: Sequence[CudaEvent], row: ExposedRow) -> None:
         self.events = events
+        self.row = row
 
 
 class CacheCopier:
@@ -149,7 +153,7 @@ class CacheCopier:
                     slot.copy_(near, non_blocking=True)
             if not streams:
                 return None
-            return CudaFence([stream.record_event() for stream in streams.values()])
+            return CudaFence([stream.record_event() for stream in streams.values()], row)
 
 
 @contextmanager
