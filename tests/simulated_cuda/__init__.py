@@ -49,6 +49,7 @@ def installed() -> Iterator[None]:
             undo.enter_context(mock.patch.object(torch.cuda, name, double, create=True))
         for owner, name, double in cuda.with_device(DEVICE):
             undo.enter_context(mock.patch.object(owner, name, double))
+        undo.enter_context(mock.patch.object(ctypes, "CDLL", cuda.open_library(ctypes.CDLL)))
         # `Module.to` would put the device's memory into the host's parameters.
         undo.enter_context(mock.patch.object(torch.__future__, "_overwrite_module_params_on_conversion", new=True))
         yield

@@ -139,6 +139,24 @@ class _Runtime:
         return _machine().unregister(address)
 
 
+class _Library:
+    """The CUDA runtime, as C has it."""
+
+    @staticmethod
+    def cudaThreadExchangeStreamCaptureMode(mode: Any) -> int:  # noqa: N802
+        mode._obj.value = _machine().exchange_capture_mode(mode._obj.value)
+        return 0
+
+
+def open_library(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`ctypes.CDLL`, which finds the CUDA runtime behind PyTorch's own library."""
+
+    def opened(name: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return _Library if str(name).endswith("libc10_cuda.so") else real(name, *args, **kwargs)
+
+    return opened
+
+
 def _set_stream(chosen: Stream) -> None:
     _machine().local.stream = chosen.number
 

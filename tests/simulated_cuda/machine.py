@@ -125,6 +125,7 @@ class Machine:
         """Of each thread of `together`."""
         self._idle: dict[int, Callable[[], object]] = {}
         self._has_failed = False
+        self._captures = self._is_broken = False
 
     # ---- what the host calls ------------------------------------------------------------------------------------
 
@@ -309,9 +310,33 @@ class Machine:
                     raise DeviceError("CUDA error: invalid argument: a copy crosses the edge of a locked range")
         return False
 
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture a CUDA graph, in the mode that PyTorch and vLLM use: no thread may call what is unsafe meanwhile.
+
+        Raises:
+            DeviceError: a thread has done so.
+        """
+        self._captures = True
+        try:
+            yield
+        finally:
+            self._captures, is_broken, self._is_broken = False, self._is_broken, False
+        if is_broken:
+            raise DeviceError("CUDA error: operation failed due to a previous error during capture")
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """What other threads' captures mean for this one: 0 (global, the default) to 2 (relaxed); the mode before."""
+        before = getattr(self.local, "capture_mode", 0)
+        self.local.capture_mode = mode
+        return before
+
     def register(self, address: int, size_bytes: int) -> int:
         """Page-lock a range; a CUDA error code."""
         with self.changed:
+            if self._captures and not getattr(self.local, "capture_mode", 0):
+                self._is_broken = True
+                return 900
             if any(address < start + size and start < address + size_bytes for start, size in self.pinned.items()):
                 return 712
             self.pinned[address] = size_bytes

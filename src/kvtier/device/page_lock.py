@@ -3,8 +3,12 @@
 Locking some GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
 until then copies run at the speed of pageable memory. It locks parts of whole slots: the driver rejects a copy that
 crosses the edge of a locked range, and blocks its other calls while it locks.
+
+An engine captures CUDA graphs at its start, at the same time. By default the driver then refuses to lock in any thread
+(error 900), and the capture fails with it. So the thread first declares that captures do not concern it.
 """
 
+import ctypes
 import logging
 import resource
 import threading
@@ -20,7 +24,17 @@ PART_BYTES = 256 << 20
 """Approximate bytes that one call locks; the driver blocks other calls for about 50 ms meanwhile."""
 STOP_DEADLINE_S = 30.0
 
-_MEANINGS = {1: "invalid value", 2: "out of memory", 304: "the system refused", 801: "not supported here"}
+_MEANINGS = {
+    1: "invalid value",
+    2: "out of memory",
+    304: "the system refused",
+    801: "not supported here",
+    900: "a CUDA graph was captured",
+}
+
+_NOT_SUPPORTED = 801
+_RELAXED = 2
+"""The capture mode of a thread whose calls no capture forbids."""
 
 
 class CudaRegistrar:
@@ -30,7 +44,8 @@ class CudaRegistrar:
 
     def register(self, address: int, size_bytes: int) -> int:
         """Page-lock `size_bytes` from `address` on, for all devices."""
-        return int(self._runtime().cudaHostRegister(address, size_bytes, self._PORTABLE))
+        runtime = self._runtime()  # the driver is initialized before its mode is set
+        return _relaxed() or int(runtime.cudaHostRegister(address, size_bytes, self._PORTABLE))
 
     def unregister(self, address: int) -> int:
         """Unlock the range that was registered at `address`."""
@@ -41,6 +56,20 @@ class CudaRegistrar:
         import torch  # noqa: PLC0415 - the rest of the module is tested without torch
 
         return cast("Any", torch.cuda.cudart())
+
+
+def _relaxed() -> int:
+    """Allow this thread to call the driver during a capture of another thread; a CUDA error code."""
+    import torch  # noqa: PLC0415
+
+    own = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"  # finds the CUDA runtime that torch uses
+    for library, name in ((own, "cudaThreadExchange"), ("libcuda.so.1", "cuThreadExchange")):
+        try:
+            exchange = getattr(ctypes.CDLL(str(library)), f"{name}StreamCaptureMode")
+        except (OSError, AttributeError):
+            continue
+        return int(exchange(ctypes.byref(ctypes.c_int(_RELAXED))))
+    return _NOT_SUPPORTED
 
 
 class Lock:

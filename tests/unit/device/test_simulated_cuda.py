@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 torch: Any = pytest.importorskip("torch")
 
 from tests.simulated_cuda import Machine, begin, installed  # noqa: E402 - after the check
 from tests.simulated_cuda.machine import DeviceError, StalledError  # noqa: E402
 
+from kvtier.device.page_lock import cuda_page_lock  # noqa: E402
 from kvtier.runtime.arena import page_aligned  # noqa: E402
 
 SEEDS = range(40)
@@ -202,6 +204,23 @@ def test_memory_is_not_unlocked_under_a_copy_and_no_copy_crosses_an_edge():
     machine.register(held.data_ptr(), COUNT // 2)
     with pytest.raises(DeviceError, match="crosses the edge"):
         held.copy_(sevens(), non_blocking=True)
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_host_memory_is_locked_while_the_engine_captures_its_graphs(mode):
+    """As vLLM does at its start. In a thread that cares nothing, the driver refuses the call and breaks the capture."""
+    machine = begin()
+    memory = page_aligned(COUNT)
+    address = int(memory.ctypes.data)
+    lock = cuda_page_lock(mode)
+    assert lock is not None
+    with machine.capture():
+        unlock = lock(address, COUNT)
+        wait_until(lambda: address in machine.pinned, "the lock", 10.0)
+    unlock()
+    assert not machine.pinned
+    with pytest.raises(DeviceError, match="during capture"), machine.capture():
+        assert machine.register(address, COUNT) == 900
 
 
 def test_an_operation_that_fails_breaks_the_device():
