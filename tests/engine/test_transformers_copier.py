@@ -2,10 +2,12 @@
 
 import itertools
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.simulated_cuda import begin, installed, seen_by_host
 from tiny_transformers import llama
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -30,37 +32,32 @@ pytestmark = pytest.mark.engine
 
 CHUNK, ROW, PAD, ROWS = 10, 1, 3, 2
 REQUEST = RequestId("row")
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def layer(index: int, window: int | None, *sizes: int, dtype: torch.dtype = torch.float32) -> CachedLayer:
-    key_heads, key_dim, value_heads, value_dim = sizes
-    return CachedLayer(index, window, key_heads, key_dim, value_heads, value_dim, dtype, CPU)
-
-
-def shape(dtype: torch.dtype) -> CacheShape:
+def shape(dtype: torch.dtype, device: torch.device = CPU) -> CacheShape:
     """Two layers with full attention, of different sizes, and two with windows, of different lengths."""
-    return group_layers(
-        None,
-        [
-            layer(0, 8, 2, 5, 2, 5, dtype=dtype),
-            layer(1, None, 3, 4, 3, 4, dtype=dtype),
-            layer(2, None, 1, 6, 2, 7, dtype=dtype),
-            layer(3, 20, 2, 3, 2, 3, dtype=dtype),
-        ],
-    )
+    sizes = [(8, 2, 5, 2, 5), (None, 3, 4, 3, 4), (None, 1, 6, 2, 7), (20, 2, 3, 2, 3)]
+    return group_layers(None, [CachedLayer(number, *size, dtype, device) for number, size in enumerate(sizes)])
 
 
 def noise(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
     return torch.randint(0, 256, (*sizes[:-1], sizes[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
+def on_device(spans: Spans) -> Spans:
+    return tuple(
+        tuple(tuple(Span(*seen_by_host((span.keys, span.values)), span.start) for span in one) for one in group)
+        for group in spans
+    )
+
+
 class World(CopierWorld):
     """Tensors of 60 columns: whole in the first group, in runs of several sizes in the others, and strange strides."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU) -> None:
         torch.manual_seed(5)
-        self.shape = shape(dtype)
+        self.shape = shape(dtype, device)
         cuts = [(0, 60), (0, 7, 40, 60), (0, 60)]
         self.spans: Spans = tuple(
             tuple(
@@ -78,7 +75,7 @@ class World(CopierWorld):
             for group, cut in zip(self.shape.groups, cuts, strict=True)
         )
         copier = CacheCopier(self.shape, self.shape.layout(CHUNK))
-        copier.expose(REQUEST, ROW, PAD, self.spans)
+        copier.expose(REQUEST, ROW, PAD, self.spans if device is CPU else on_device(self.spans))
         super().__init__(copier, self.shape.layout(CHUNK), REQUEST)
 
     def chunks(self, group: int) -> list[tuple[int, ...]]:
@@ -139,15 +136,15 @@ class TestFloat8(CopierContract):
         return World(torch.float8_e4m3fn)
 
 
-class TestThroughABuffer(CopierContract):
-    """The arithmetic of a CUDA device's copies, on the CPU."""
-
+class TestOnADevice(CopierContract):
     @pytest.fixture(autouse=True)
-    def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvtier.connect.transformers.copier.STAGED_DEVICES", {"cpu"})
+    def _device(self) -> Iterator[None]:
+        with installed():
+            yield
 
     def make(self) -> World:
-        return World(torch.float8_e4m3fn)
+        begin(1)
+        return World(torch.float8_e4m3fn, CUDA)
 
 
 def payload_of(world: World, group: int) -> memoryview:

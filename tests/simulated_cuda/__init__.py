@@ -11,7 +11,7 @@ It shows races, stale or freed memory, and waits that should not be. It shows no
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from unittest import mock
 
 import torch
 from tests.simulated_cuda import cuda
-from tests.simulated_cuda.machine import Machine, without_stacks
-from tests.simulated_cuda.tensors import DEVICE, Current, kernels
+from tests.simulated_cuda.machine import Machine, Memory, without_stacks
+from tests.simulated_cuda.tensors import DEVICE, Current, SimulatedTensor, kernels
 
-__all__ = ["Machine", "begin", "installed"]
+__all__ = ["Machine", "begin", "installed", "seen_by_host"]
 
 _CUDA, _META = 1, 14
 """Numbers of kinds of devices (`c10/core/DeviceType.h`)."""
@@ -32,6 +32,17 @@ def begin(seed: int = 0, **options: Any) -> Machine:
     """A new device, on which all tensors are from now on; see `Machine`."""
     Current.machine = Machine(seed, **options)
     return Current.machine
+
+
+def seen_by_host(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Tensors of the device over the memory of these, where the host sees what the device has done."""
+    memories: dict[int, Memory] = {}
+    made: list[Any] = []
+    for near in tensors:
+        memory = memories.setdefault(near.untyped_storage().data_ptr(), Memory(Current.machine, 0, 0))
+        memory.near = near
+        made.append(SimulatedTensor(near, memory))
+    return made
 
 
 @contextmanager

@@ -214,8 +214,7 @@ def test_an_allocation_may_begin_within_a_tensors_storage():
 @pytest.mark.parametrize("case", ["llama32", "swa_win100", "gdn", "mla"])
 def test_a_chunk_goes_to_a_gpu_and_back(case):
     engine = recorded(case, BLOCKS)
-    tensors = {name: tensor.cuda() for name, tensor in _on_gpu(engine).items()}
-    opened = open_copier(Geometry.of(engine.config), engine.config, tensors, engine.layers)
+    opened = open_copier(Geometry.of(engine.config), engine.config, _on_gpu(engine), engine.layers)
     for group, layout in enumerate(opened.pages.layout.groups):
         size = sum(table.blocks for table in Geometry.of(engine.config).groups[group].tables)
         source, target = tuple(range(1, 1 + size)), tuple(range(2 * size, size, -1))
@@ -254,6 +253,7 @@ def test_copies_wait_for_a_noted_step():
 
 def _on_gpu(engine: Recorded) -> dict[str, torch.Tensor]:
     memory = torch.ones(max(tensor.size for tensor in engine.config.kv_cache_tensors), dtype=torch.int8, device="cuda")
+    torch.cuda.synchronize()  # copies wait for noted steps only
     return {
         name: memory.view(getattr(torch, view["dtype"])).as_strided(view["shape"], view["stride"], view["offset"])
         for name, view in engine.views.items()

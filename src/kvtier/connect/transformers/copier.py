@@ -30,10 +30,6 @@ from kvtier.types import RequestId
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a KV number, since numpy has no bfloat16."""
 
-STAGED_DEVICES = frozenset({"cuda"})
-"""Kinds of devices whose layers pass through a buffer; tests add the CPU."""
-
-
 CudaEvent: TypeAlias = Any
 """torch has two types for it."""
 
@@ -144,7 +140,7 @@ class CacheCopier:
             for number, layer in enumerate(self._shape.groups[group]):
                 offset = layout.layer_offsets[number]
                 slot = torch.frombuffer(payload[offset : offset + layout.layer_bytes[number]], dtype=torch.uint8)
-                is_staged = layer.device.type in STAGED_DEVICES
+                is_staged = layer.device.type == "cuda"
                 near = torch.empty_like(slot, device=layer.device) if is_staged else slot
                 if is_staged and not is_gather:
                     near.copy_(slot, non_blocking=True)
