@@ -169,6 +169,11 @@ class Movers:
         self.free[group].append(slot)
 
 
+def _options(rng: random.Random) -> dict[str, int]:
+    """A pool of streams that is never empty, or so small that threads share them."""
+    return {"host_part_bytes": HOST_PART_BYTES, "stream_count": rng.choice((1, 2, 32, 32))}
+
+
 def run_schedule(machine: Machine, movers: Movers, engine: Callable[[], None], *, has_errors: bool) -> list[str]:
     """Run the engine and the movers in one order; what went wrong."""
     rng = random.Random(machine.rng.random())
@@ -408,7 +413,7 @@ def run_vllm(seed: int) -> list[str]:
     """What went wrong in one schedule."""
     rng = random.Random(f"vllm {seed}")
     engine, part_bytes = GEOMETRIES[seed % len(GEOMETRIES)]
-    machine = begin(seed, part_bytes=part_bytes, host_part_bytes=HOST_PART_BYTES)
+    machine = begin(seed, part_bytes=part_bytes, **_options(rng))
     worker = VllmEngine(machine, engine(), rng, has_draft=rng.random() < 0.5)
     problems = run_schedule(machine, worker.movers, worker.run, has_errors=rng.random() < 0.3)
     return problems + worker.races()
@@ -586,7 +591,7 @@ class TransformersEngine:
 def run_transformers(seed: int) -> list[str]:
     """What went wrong in one schedule."""
     rng = random.Random(f"transformers {seed}")
-    machine = begin(seed, part_bytes=32, host_part_bytes=HOST_PART_BYTES)
+    machine = begin(seed, part_bytes=32, **_options(rng))
     engine = TransformersEngine(machine, rng, is_hasty=rng.random() < 0.3)
     problems = run_schedule(machine, engine.movers, engine.run, has_errors=rng.random() < 0.3)
     return problems + machine.races
@@ -599,10 +604,10 @@ def run_held(seed: int) -> list[str]:
     """Which copies wait for the engine's stream, when it holds steps that were launched ahead."""
     rng = random.Random(f"held {seed}")
     if seed % 2:
-        machine = begin(seed, part_bytes=32, host_part_bytes=HOST_PART_BYTES)
+        machine = begin(seed, part_bytes=32, **_options(rng))
         engine: Any = TransformersEngine(machine, rng, is_hasty=False)
     else:
         made_of, part_bytes = GEOMETRIES[seed // 2 % len(GEOMETRIES)]
-        machine = begin(seed, part_bytes=part_bytes, host_part_bytes=HOST_PART_BYTES)
+        machine = begin(seed, part_bytes=part_bytes, **_options(rng))
         engine = VllmEngine(machine, made_of(), rng, has_draft=False)
     return run_schedule(machine, engine.movers, engine.run_held, has_errors=False) + machine.races

@@ -26,7 +26,7 @@ from kvtier.runtime.command_runner import CommandRunner  # noqa: E402
 Patch = pytest.MonkeyPatch
 Run = Callable[[int], list[str]]
 
-SEEDS = 60
+SEEDS = 100
 NIGHTLY_SEEDS = 3000
 MUTANT_SEEDS = 200
 """A mutant that survives as many seeds breaks something that nothing checks."""
