@@ -1,6 +1,6 @@
 """Copies on a simulated device: for every seed every byte is right and nothing races. Planted bugs are found.
 
-`tests/device_copies.py` says what a schedule is. A mutant is found by PyTorch's race checker, by wrong bytes, or by a
+`tests/device_copies` says what a schedule is. A mutant is found by PyTorch's race checker, by wrong bytes, or by a
 host that waits for the engine's stream. Each names what must see it.
 """
 

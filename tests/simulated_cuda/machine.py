@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tests.simulated_cuda.turns import STALLED_S, StalledError, Turns
 from torch.cuda import _sanitizer
 
 POISON = 0xDB
@@ -27,17 +28,10 @@ POISON = 0xDB
 HOST = -1
 """The host's number among streams."""
 
-STALLED_S = 30.0
-"""Longest wait of the host for what only another thread can end."""
-
 _ALIASES: Any = defaultdict(list)
 
 Parts = Iterable[int]
 """Keys of parts of memory."""
-
-
-class StalledError(AssertionError):
-    """The host waits for a stream that is held."""
 
 
 class DeviceError(RuntimeError):
@@ -121,10 +115,7 @@ class Machine:
         self._sanitizer = _sanitizer.EventHandler()
         self._parts_of: dict[int, set[int]] = defaultdict(set)
         self._host_is_new = False
-        self._turns: dict[int, threading.Semaphore] = {}
-        """Of each thread of `together`."""
-        self._idle: dict[int, Callable[[], object]] = {}
-        self._has_failed = False
+        self.turns = Turns(self.rng)
         self._captures = self._is_broken = False
 
     # ---- what the host calls ------------------------------------------------------------------------------------
@@ -143,7 +134,7 @@ class Machine:
 
     def launch(self, name: str, run: Callable[[], object], reads: Parts = (), writes: Parts = (), **options: Any) -> Op:
         """Queue an operation on a stream, by default the current one."""
-        self.switch()
+        self.turns.switch()
         return self._launch(name, run, reads, writes, **options)
 
     def _launch(
@@ -180,7 +171,7 @@ class Machine:
 
     def record(self, event: int, stream: int) -> Op:
         """Queue that an event happens."""
-        self.switch()
+        self.turns.switch()
         with self.changed:
             op = self._launch("record", _nothing, stream=stream)
             self._sanitizer._handle_event_record(event, stream)
@@ -188,7 +179,7 @@ class Machine:
 
     def wait(self, event: int, op: Op, stream: int) -> None:
         """Queue that a stream waits for an event."""
-        self.switch()
+        self.turns.switch()
         with self.changed:
             self._launch("wait", _nothing, stream=stream, after=(op,))
             self._sanitizer._handle_event_wait(event, stream)
@@ -216,7 +207,7 @@ class Machine:
                 if self._run_one() or self._wake():
                     self._check_fault()
                     continue
-                if self._turns or time.monotonic() > until_s:
+                if self.turns.are_taken or time.monotonic() > until_s:
                     raise StalledError(f"the host waits for {op.name}, behind a stream that is held")
                 self.changed.wait(0.01)
 
@@ -353,68 +344,6 @@ class Machine:
                     if op.host_range and op.host_range[0] < address + size and address < op.host_range[1]:
                         self.races.append(f"host memory is unlocked under {op.name}")
             return 0
-
-    # ---- threads that take turns --------------------------------------------------------------------------------
-
-    def together(self, *works: Callable[[], object]) -> None:
-        """Run these in threads, one at a time; at each launch the seed decides who goes on. Raises what they raise."""
-        errors: list[BaseException] = []
-
-        def run(number: int, work: Callable[[], object]) -> None:
-            self.local.actor = number
-            try:
-                self._await_turn(number)
-                work()
-            except BaseException as error:  # noqa: BLE001 - the caller raises it
-                errors.append(error)
-                self._has_failed = True
-            finally:
-                del self._turns[number]
-                for turn in self._turns.values() if self._has_failed else ():
-                    turn.release()
-                if not self._has_failed:
-                    self._pass_turn(self._next())
-
-        self._turns = {number: threading.Semaphore(0) for number in range(1, len(works) + 1)}
-        threads = [threading.Thread(target=run, args=it, daemon=True) for it in enumerate(works, 1)]
-        for thread in threads:
-            thread.start()
-        self._pass_turn(self._next())
-        for thread in threads:
-            thread.join(STALLED_S)
-        if errors:
-            raise errors[0]
-
-    def switch(self) -> None:
-        """Let another thread of `together` go on, or not. Not for a thread that holds a lock which others need."""
-        actor = getattr(self.local, "actor", 0)
-        if actor and (turn := self._next()) != actor:
-            self._pass_turn(turn)
-            self._await_turn(actor)
-
-    def wait_for(self, is_ready: Callable[[], object]) -> None:
-        """Let the other threads of `together` go on until `is_ready`."""
-        self._idle[self.local.actor] = is_ready
-        while not is_ready():
-            self.switch()
-        del self._idle[self.local.actor]
-
-    def _next(self) -> int:
-        """The thread that goes on; 0: none is left."""
-        if self._has_failed:
-            raise StalledError("another thread has failed")
-        ready = [actor for actor in self._turns if actor not in self._idle or self._idle[actor]()]
-        if self._turns and not ready:
-            raise StalledError("all threads wait for each other")
-        return self.rng.choice(ready) if ready else 0
-
-    def _pass_turn(self, turn: int) -> None:
-        if turn:
-            self._turns[turn].release()
-
-    def _await_turn(self, actor: int) -> None:
-        if not self._turns[actor].acquire(timeout=STALLED_S):
-            raise StalledError("no thread passes its turn")
 
     # ---- the device ---------------------------------------------------------------------------------------------
 

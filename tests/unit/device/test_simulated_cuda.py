@@ -10,7 +10,8 @@ from tests.waiting import wait_until
 torch: Any = pytest.importorskip("torch")
 
 from tests.simulated_cuda import Machine, begin, installed  # noqa: E402 - after the check
-from tests.simulated_cuda.machine import DeviceError, StalledError  # noqa: E402
+from tests.simulated_cuda.machine import DeviceError  # noqa: E402
+from tests.simulated_cuda.turns import StalledError  # noqa: E402
 
 from kvtier.device.page_lock import cuda_page_lock  # noqa: E402
 from kvtier.runtime.arena import page_aligned  # noqa: E402
@@ -254,7 +255,7 @@ def test_threads_take_turns_by_the_seed():
                 machine.launch("work", lambda: None)
                 order.append(number)
 
-        machine.together(lambda: work(1), lambda: work(2))
+        machine.turns.together(lambda: work(1), lambda: work(2))
         return order
 
     assert trace(5) == trace(5)
