@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.simulated_cuda import seen_by_host
 from tests.vllm_recorded import Recorded, recorded
 
 from kvtier.connect.vllm.copier import BlockCopier
 from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+from kvtier.connect.vllm.cuda_copy import CudaPageCopy
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.pages import EnginePages, engine_pages
 from kvtier.testing.copier import CopierWorld
@@ -51,7 +53,12 @@ def made(layout: str, parts: int = 1) -> Recorded:
 
 
 class VllmWorld(CopierWorld):
-    """A worker's KV memory with random bytes in it."""
+    """A worker's KV memory with random bytes in it.
+
+    Args:
+        engine: its geometry.
+        copy: copies on its device. A GPU is a simulated one, which the test has installed.
+    """
 
     def __init__(self, engine: Recorded, copy: Callable[[EnginePages], Any] = CpuPageCopy) -> None:
         self.engine = engine
@@ -61,7 +68,10 @@ class VllmWorld(CopierWorld):
         flat = torch.empty(0, dtype=torch.uint8).set_(self.memory)
         flat.copy_(torch.randint(1, 256, flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)))
         self.flat = flat
-        pages = engine_pages(self.geometry, engine.config, self.tensors, engine.layers)
+        tensors = self.tensors
+        if copy is CudaPageCopy:
+            tensors = dict(zip(tensors, seen_by_host(tensors.values()), strict=True))
+        pages = engine_pages(self.geometry, engine.config, tensors, engine.layers)
         super().__init__(BlockCopier(pages, copy(pages)), pages.layout)
 
     def chunks(self, group: int) -> list[tuple[int, ...]]:

@@ -4,6 +4,7 @@
 host that waits for the engine's stream. Each names what must see it.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,16 +90,16 @@ def copies_do_not_wait_for_what_the_engine_had_queued(patch: Patch) -> None:
 
 @mutant(run_vllm, RACE, BYTES)
 def a_fence_stands_before_the_copies(patch: Patch) -> None:
-    real = cuda_copy.CudaPageCopy._on_stream
+    real, early = cuda_copy.CudaPageCopy._on_stream, threading.local()
 
     @contextmanager
-    def on_stream(self: Any) -> Iterator[None]:
-        with real(self):
-            self._local.early = self._local.stream.record_event()
-            yield
+    def on_stream(self: Any) -> Iterator[Any]:
+        with real(self) as stream:
+            early.event = stream.record_event()
+            yield stream
 
     patch.setattr(cuda_copy.CudaPageCopy, "_on_stream", on_stream)
-    patch.setattr(cuda_copy.CudaPageCopy, "_fence", lambda self: cuda_copy.CudaFence(self._local.early))
+    patch.setattr(cuda_copy.CudaFence, "__init__", lambda self, _event: setattr(self, "event", early.event))
 
 
 @mutant(run_transformers, RACE, BYTES)

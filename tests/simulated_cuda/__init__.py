@@ -11,6 +11,7 @@ It shows races, stale or freed memory, and waits that should not be. It shows no
 """
 
 import ctypes
+import unittest
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,7 +48,12 @@ def seen_by_host(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Put the simulated device behind `torch.cuda` and `device="cuda"`, in all threads of this process."""
+    """Put the simulated device behind `torch.cuda` and `device="cuda"`, in all threads of this process.
+
+    A test is skipped where there is a real one.
+    """
+    if torch.cuda.is_available():
+        raise unittest.SkipTest("there is a CUDA device")
     begin()
     library = torch.library.Library("aten", "IMPL", "CUDA")
     for name, kernel in kernels().items():

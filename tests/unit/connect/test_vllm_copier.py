@@ -2,11 +2,13 @@
 
 import random
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests import simulated_cuda
 from tests.vllm_recorded import Recorded, recorded
 from tests.vllm_world import BLOCKS, PAGE_ORDER, VllmWorld, made, payload_of
 
@@ -46,13 +48,19 @@ class TestStates(CopierContract):
         return VllmWorld(recorded("gdn", BLOCKS))
 
 
-class TestStatesOnADevice(CopierContract):
-    """The way over a buffer, by its arithmetic."""
+@pytest.fixture
+def simulated() -> Iterator[None]:
+    with simulated_cuda.installed():
+        yield
 
+
+@pytest.mark.usefixtures("simulated")
+class TestStatesOnADevice(CopierContract):
     def make(self) -> CopierWorld:
         return VllmWorld(recorded("gdn", BLOCKS), CudaPageCopy)
 
 
+@pytest.mark.usefixtures("simulated")
 class TestSlidingWindowOnADevice(CopierContract):
     def make(self) -> CopierWorld:
         return VllmWorld(recorded("swa_win100", BLOCKS), CudaPageCopy)
@@ -65,6 +73,7 @@ def in_another_order(order: tuple[int, ...]) -> Recorded:
     return engine
 
 
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("copy", [CpuPageCopy, CudaPageCopy])
 @pytest.mark.parametrize(
     "engine",
@@ -96,6 +105,7 @@ def test_every_layout_is_read_and_written_as_it_says(engine, copy):
 # ---- what is skipped ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("copy", [CpuPageCopy, CudaPageCopy])
 @pytest.mark.parametrize("case", ["llama32", "swa_win100", "gdn"])
 def test_resident_blocks_are_not_written(case, copy):
@@ -106,7 +116,7 @@ def test_resident_blocks_are_not_written(case, copy):
         before = world.read(group, blocks)
         payload = payload_of(layout.payload_bytes)
         payload[:] = random.Random(3).randbytes(len(payload))
-        world.copier.scatter(REQUEST, group, address, payload)
+        _ended(world.copier, world.copier.scatter(REQUEST, group, address, payload))
         after = world.read(group, blocks)
         for number, (name, ids) in enumerate(world.layers(group, address)):
             size = layout.layer_bytes[number] // len(ids)
@@ -115,6 +125,11 @@ def test_resident_blocks_are_not_written(case, copy):
                 piece = slice(position * size, (position + 1) * size)
                 wanted = before[number] if block == SKIP else found
                 assert after[number][piece] == wanted[piece], name
+
+
+def _ended(copier: Any, fence: Any) -> None:
+    while fence is not None and not copier.done(fence):
+        time.sleep(1e-4)
 
 
 def test_what_is_not_there_cannot_be_stored():
@@ -225,9 +240,7 @@ def test_a_chunk_goes_to_a_gpu_and_back(case):
             (opened.gather, target, back),
             (opened.gather, source, payload_of(layout.payload_bytes)),
         ):
-            fence = start(REQUEST, group, blocks, payload)
-            while fence is not None and not opened.done(fence):
-                time.sleep(1e-4)
+            _ended(opened, start(REQUEST, group, blocks, payload))
         for offset, size_bytes in zip(layout.layer_offsets, layout.layer_bytes, strict=True):
             assert back[offset : offset + size_bytes] == out[offset : offset + size_bytes]
 
@@ -245,9 +258,7 @@ def test_copies_wait_for_a_noted_step():
         torch.cuda._sleep(200_000_000)
         tensors[layer][5] = number
         opened.note_step()
-        fence = opened.gather(REQUEST, 0, (5, 6, 7, 8, 9, 10, 11, 12), payload)
-        while fence is not None and not opened.done(fence):
-            time.sleep(1e-4)
+        _ended(opened, opened.gather(REQUEST, 0, (5, 6, 7, 8, 9, 10, 11, 12), payload))
         assert torch.frombuffer(payload[start : start + 16384], dtype=torch.bfloat16).eq(number).all()
 
 

@@ -12,21 +12,17 @@ pytest.importorskip("transformers")
 
 from tests.gpu import test_cuda_copies as on_gpu  # noqa: E402 - after the check
 from tests.gpu import test_transformers_on_gpu as transformers_on_gpu  # noqa: E402
-from tests.simulated_cuda import Machine, begin, installed, seen_by_host  # noqa: E402
+from tests.simulated_cuda import Machine, begin, installed  # noqa: E402
 from tests.unit.connect import test_vllm_copier as vllm_on_gpu  # noqa: E402
-from tests.vllm_recorded import Recorded, recorded  # noqa: E402
-from tests.vllm_world import BLOCKS, VllmWorld, made  # noqa: E402
+from tests.vllm_world import made  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 
-from kvtier.connect.vllm.copier import BlockCopier, open_copier  # noqa: E402
-from kvtier.connect.vllm.cuda_copy import CudaPageCopy  # noqa: E402
+from kvtier.connect.vllm.copier import open_copier  # noqa: E402
 from kvtier.connect.vllm.geometry import Geometry  # noqa: E402
-from kvtier.connect.vllm.pages import engine_pages  # noqa: E402
 from kvtier.connect.vllm.weights import WeightSample  # noqa: E402
 from kvtier.runtime.arena import Arena  # noqa: E402
 from kvtier.runtime.executor import Completion  # noqa: E402
 from kvtier.runtime.mover import Mover  # noqa: E402
-from kvtier.testing.copier import CopierContract, CopierWorld  # noqa: E402
 from kvtier.types import Cancel, ChunkKey, Direction, Outcome, RequestId, Transfer  # noqa: E402
 
 WAIT_S = 30.0
@@ -79,29 +75,6 @@ def test_a_chunk_goes_to_a_gpu_and_back(machine, case):
 def test_copies_wait_for_a_noted_step(machine):
     vllm_on_gpu.test_copies_wait_for_a_noted_step()
     assert not machine.races
-
-
-# ---- vLLM's copier -----------------------------------------------------------------------------------------------
-
-
-class DeviceWorld(VllmWorld):
-    """KV memory of a device, which the host sees."""
-
-    def __init__(self, engine: Recorded) -> None:
-        super().__init__(engine)
-        tensors = dict(zip(self.tensors, seen_by_host(self.tensors.values()), strict=True))
-        pages = engine_pages(self.geometry, engine.config, tensors, engine.layers)
-        self.copier = BlockCopier(pages, CudaPageCopy(pages))
-
-
-class TestStates(CopierContract):
-    def make(self) -> CopierWorld:
-        return DeviceWorld(recorded("gdn", BLOCKS))
-
-
-class TestPieces(CopierContract):
-    def make(self) -> CopierWorld:
-        return DeviceWorld(made("LHBNC", 2))
 
 
 # ---- the mover ---------------------------------------------------------------------------------------------------

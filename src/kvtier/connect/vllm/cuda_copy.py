@@ -45,7 +45,7 @@ class _ThreadState(threading.local):
 
 
 class CudaPageCopy:
-    """Copies pages on CUDA streams. On a CPU it copies at once, so that its arithmetic is tested without a GPU.
+    """Copies pages on CUDA streams.
 
     Args:
         pages: the worker's KV memory.
@@ -64,21 +64,21 @@ class CudaPageCopy:
         """Order all later copies after what the calling thread has launched: a step, with its draft model."""
         self._step = torch.cuda.current_stream(self._device).record_event()
 
-    def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
+    def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence:
         """Begin to copy the pages of these blocks into `payload`."""
         slot = torch.frombuffer(payload, dtype=torch.uint8)
-        with self._on_stream():
+        with self._on_stream() as stream:
             for table, near, stack in self._parts(group):
                 engine, dense = _worded(stack.pages, near)
                 torch.index_select(engine, 1, self._index(ids[table]), out=dense)
                 for part, place in _pieces(near, stack):
                     slot[place].copy_(part, non_blocking=True)
-            return self._fence()
+            return CudaFence(stream.record_event())
 
-    def scatter(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
+    def scatter(self, group: int, ids: BlockIds, payload: memoryview) -> Fence:
         """Begin to copy `payload` into the pages of these blocks, except `SKIP`."""
         slot = torch.frombuffer(payload, dtype=torch.uint8)
-        with self._on_stream():
+        with self._on_stream() as stream:
             for table, near, stack in self._parts(group):
                 for part, place in _pieces(near, stack):
                     part.copy_(slot[place], non_blocking=True)
@@ -87,7 +87,7 @@ class CudaPageCopy:
                 if len(kept) < len(ids[table]):
                     dense = dense.index_select(1, self._index(kept))
                 engine.index_copy_(1, self._index([ids[table][position] for position in kept]), dense)
-            return self._fence()
+            return CudaFence(stream.record_event())
 
     def done(self, fence: Fence) -> bool:
         """Whether the copy behind `fence` is complete. Never blocks."""
@@ -95,24 +95,19 @@ class CudaPageCopy:
         return fence.event.query()
 
     @contextmanager
-    def _on_stream(self) -> Generator[None]:
-        if self._device.type != "cuda":
-            yield
-            return
+    def _on_stream(self) -> Generator[torch.cuda.Stream]:
         if self._local.stream is None:
             self._local.stream = torch.cuda.Stream(self._device)
+        stream = self._local.stream
         if self._step is not None:
-            self._local.stream.wait_event(self._step)
-        with torch.cuda.stream(self._local.stream):
+            stream.wait_event(self._step)
+        with torch.cuda.stream(stream):
             try:
-                yield
+                yield stream
             except BaseException:
                 # Copies that have begun must end before the failure is reported.
-                self._local.stream.synchronize()
+                stream.synchronize()
                 raise
-
-    def _fence(self) -> Fence | None:
-        return CudaFence(self._local.stream.record_event()) if self._local.stream is not None else None
 
     def _index(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
