@@ -2,7 +2,8 @@
 
 Locking some GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
 until then copies run at the speed of pageable memory. It locks parts of whole slots: the driver rejects a copy that
-crosses the edge of a locked range, and blocks its other calls while it locks.
+crosses the edge of a locked range, and blocks its other calls while it locks. All calls are made in that thread,
+because CUDA keeps an error for the calling thread, where torch would raise it.
 
 An engine captures CUDA graphs at its start, at the same time. By default the driver then refuses to lock in any thread
 (error 900), and the capture fails with it. So the thread first declares that captures do not concern it.
@@ -13,6 +14,7 @@ import logging
 import resource
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,12 +24,16 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 256 << 20
 """Approximate bytes that one call locks; the driver blocks other calls for about 50 ms meanwhile."""
-STOP_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 2.0
+"""How long one call of the driver may take at the end. After that the memory stays mapped until the process ends."""
+WORD_S = 10.0
+"""With mode ``on``: the time after which a start that still waits says what it waits for."""
 
 _MEANINGS = {
     1: "invalid value",
     2: "out of memory",
     304: "the system refused",
+    712: "already registered",
     801: "not supported here",
     900: "a CUDA graph was captured",
 }
@@ -35,6 +41,10 @@ _MEANINGS = {
 _NOT_SUPPORTED = 801
 _RELAXED = 2
 """The capture mode of a thread whose calls no capture forbids."""
+
+_told: set[str] = set()
+"""Failures that this process has logged, of all mappings."""
+_telling = threading.Lock()
 
 
 class CudaRegistrar:
@@ -80,51 +90,73 @@ class Lock:
         address: of the mapping.
         size_bytes: its length.
         unit_bytes: a slot; no copy crosses a multiple of it. 0 locks the mapping in one call.
+        is_required: the caller raises a failure. Otherwise it is logged.
     """
 
-    def __init__(self, registrar: CudaRegistrar, address: int, size_bytes: int, unit_bytes: int) -> None:
-        self._registrar = registrar
+    def __init__(
+        self, registrar: CudaRegistrar, address: int, size_bytes: int, unit_bytes: int, *, is_required: bool = False
+    ) -> None:
+        self._registrar, self._is_required = registrar, is_required
         self._parts = _parts(address, size_bytes, unit_bytes)
         self._locked: list[int] = []
         self._stop = threading.Event()
+        self._unlocked = threading.Event()
         self.size_bytes = size_bytes
         self.locked_bytes = 0
         self.error = 0
-        """CUDA error code that ended it."""
+        """CUDA error code that ended it; -1 after an exception."""
+        self.failure = ""
+        """The same in words; empty without one."""
         self.ended = threading.Event()
-        # In its own thread even if the start waits: CUDA keeps an error in the calling thread, where torch would raise.
+        """Nothing more will be locked."""
         threading.Thread(target=self._run, name="kvtier page lock", daemon=True).start()
 
     def unlock(self) -> None:
-        """Stop locking, and unlock all locked parts."""
+        """Stop locking, and unlock all locked parts.
+
+        Raises:
+            RuntimeError: some memory is still locked, or being locked, and must stay mapped.
+        """
         self._stop.set()
-        if not self.ended.wait(STOP_DEADLINE_S):
-            logger.warning(
-                "%d MiB of host memory stay page-locked: the CUDA driver did not return within %g s",
-                self.locked_bytes >> 20,
-                STOP_DEADLINE_S,
-            )
-            return
-        for address in self._locked:
-            code = self._registrar.unregister(address)
-            if code:
-                logger.warning("host memory at %#x stays page-locked: CUDA error %d", address, code)
-        self._locked.clear()
+        left = len(self._locked)
+        while not self._unlocked.wait(STOP_DEADLINE_S):
+            if len(self._locked) == left:
+                raise RuntimeError(f"the CUDA driver did not return within {STOP_DEADLINE_S:g} s")
+            left = len(self._locked)
+        if self._locked:
+            raise RuntimeError(f"CUDA error {self.error} at {self._locked[0]:#x}")
 
     def _run(self) -> None:
+        self._lock_all()
+        if self.failure and not self._is_required and not self._stop.is_set():
+            with _telling:
+                is_new = self.failure not in _told
+                _told.add(self.failure)
+            if is_new:
+                logger.warning("%s Copies of the remaining memory are slower, but correct.", explained(self))
+        self.ended.set()
+        self._stop.wait(timeout=None)  # until the mapping's end
+        while self._locked:
+            self.error = self._registrar.unregister(self._locked[-1])
+            if self.error:
+                break
+            self._locked.pop()
+        self._unlocked.set()
+
+    def _lock_all(self) -> None:
         try:
             for address, size_bytes in self._parts:
                 if self._stop.is_set():
                     return
                 self.error = self._registrar.register(address, size_bytes)
                 if self.error:
+                    meaning = _MEANINGS.get(self.error, "see the CUDA documentation")
+                    self.failure = f"CUDA error {self.error} ({meaning})"
                     return
                 self._locked.append(address)
                 self.locked_bytes += size_bytes
-        finally:
-            if self.error and not self._stop.is_set():
-                logger.warning("%s Copies of the remaining memory are slower, but correct.", explained(self))
-            self.ended.set()
+        except Exception as error:  # noqa: BLE001 - torch raises it without a usable device
+            self.error, self.failure = -1, repr(error)
 
 
 def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callable[..., Callable[[], None]] | None:
@@ -142,12 +174,19 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
     locks = registrar or CudaRegistrar()
 
     def lock(address: int, size_bytes: int, unit_bytes: int = 0) -> Callable[[], None]:
-        made = Lock(locks, address, size_bytes, unit_bytes)
+        made = Lock(locks, address, size_bytes, unit_bytes, is_required=mode == "on")
         if mode == "on":
+            if not made.ended.wait(WORD_S):
+                logger.warning(
+                    "host.page_lock = on: the start waits: %d of %d MiB of host memory are page-locked after %g s. "
+                    "With auto it does not wait",
+                    *(made.locked_bytes >> 20, size_bytes >> 20, WORD_S),
+                )
             # Without a deadline: "on" asks to wait for as long as the kernel faults in pages.
             made.ended.wait(timeout=None)
-            if made.error:
-                made.unlock()
+            if made.failure:
+                with suppress(RuntimeError):  # what is raised here says more
+                    made.unlock()
                 raise ConfigError(
                     f"host.page_lock = on: {explained(made)} Allowed: a smaller host.capacity_bytes, or auto"
                 )
@@ -157,7 +196,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
 
 
 def explained(lock: Lock) -> str:
-    """How much is locked, the driver's error, and the limits of this host."""
+    """How much is locked, what stopped it, and the limits of this host."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limits = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
     for place in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -169,10 +208,9 @@ def explained(lock: Lock) -> str:
     )
     if available.isdigit():
         limits.append(f"available now {int(available) >> 10} MiB")
-    meaning = _MEANINGS.get(lock.error, "see the CUDA documentation")
     return (
-        f"{lock.locked_bytes >> 20} of {lock.size_bytes >> 20} MiB of host memory are page-locked; CUDA error "
-        f"{lock.error} ({meaning}) stopped it. Limits of this host: {', '.join(limits)}. In a container, raise them "
+        f"{lock.locked_bytes >> 20} of {lock.size_bytes >> 20} MiB of host memory are page-locked; {lock.failure} "
+        f"stopped it. Limits of this host: {', '.join(limits)}. In a container, raise them "
         "with --ulimit memlock=-1 and the memory limit."
     )
 

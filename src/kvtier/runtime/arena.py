@@ -24,13 +24,19 @@ SLOTS_MIN = 2
 """Fewest slots of a group: one is filled while the other is read."""
 
 PageLock = Callable[[int, int, int], Callable[[], None]]
-"""(address, bytes, bytes of a slot) -> unlock. Page-locks memory, perhaps later, in parts of whole slots."""
+"""(address, bytes, bytes of a slot) -> unlock. Page-locks memory, perhaps later, in parts of whole slots.
+
+`unlock` raises if some of it may stay locked."""
 
 Bytes = npt.NDArray[np.uint8]
 
 _HUGE_PAGE_BYTES = 2 << 20
 
 _log = logging.getLogger(__name__)
+
+_kept: list[object] = []
+"""Memory that may still be page-locked. It stays until the process ends: a driver must not lock what is mapped later
+at its address."""
 
 
 def chunk_bytes(layout: KvLayout) -> int:
@@ -159,15 +165,16 @@ def _region(size_bytes: int, slot_bytes: int, *, populate: bool, page_lock: Page
         unlock = page_lock(_address(region), size_bytes, slot_bytes)
         # The array is freed with its last view and before its mapping, so memory is unlocked before it is unmapped.
         # Not at exit, when a thread may still copy; the system unlocks it then.
-        weakref.finalize(region, _unlock, unlock).atexit = False
+        weakref.finalize(region, _unlock, unlock, region.base).atexit = False
     return region.data
 
 
-def _unlock(unlock: Callable[[], None]) -> None:
+def _unlock(unlock: Callable[[], None], memory: object) -> None:
     try:
         unlock()
-    except Exception as error:  # noqa: BLE001 - a finalizer has no caller; the memory is released in any case
-        _log.warning("page-locked host memory could not be unlocked: %s", error)
+    except Exception as error:  # noqa: BLE001 - a finalizer has no caller
+        _kept.append(memory)
+        _log.warning("page-locked host memory could not be unlocked, and stays until the process ends: %s", error)
 
 
 def _address(region: Bytes) -> int:
