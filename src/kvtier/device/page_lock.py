@@ -109,6 +109,8 @@ class Lock:
         """The same in words; empty without one."""
         self.ended = threading.Event()
         """Nothing more will be locked."""
+        self._refusal = ""
+        """Why some memory cannot be unlocked."""
         threading.Thread(target=self._run, name="kvtier page lock", daemon=True).start()
 
     def unlock(self) -> None:
@@ -124,7 +126,7 @@ class Lock:
                 raise RuntimeError(f"the CUDA driver did not return within {STOP_DEADLINE_S:g} s")
             left = len(self._locked)
         if self._locked:
-            raise RuntimeError(f"CUDA error {self.error} at {self._locked[0]:#x}")
+            raise RuntimeError(self._refusal)
 
     def _run(self) -> None:
         self._lock_all()
@@ -136,12 +138,7 @@ class Lock:
                 logger.warning("%s Copies of the remaining memory are slower, but correct.", explained(self))
         self.ended.set()
         self._stop.wait(timeout=None)  # until the mapping's end
-        while self._locked:
-            self.error = self._registrar.unregister(self._locked[-1])
-            if self.error:
-                break
-            self._locked.pop()
-        self._unlocked.set()
+        self._unlock_all()
 
     def _lock_all(self) -> None:
         try:
@@ -157,6 +154,18 @@ class Lock:
                 self.locked_bytes += size_bytes
         except Exception as error:  # noqa: BLE001 - torch raises it without a usable device
             self.error, self.failure = -1, repr(error)
+
+    def _unlock_all(self) -> None:
+        try:
+            for address in tuple(self._locked):
+                code = self._registrar.unregister(address)
+                if code:
+                    self._refusal = f"CUDA error {code} at {address:#x}"
+                else:
+                    self._locked.remove(address)
+        except Exception as error:  # noqa: BLE001
+            self._refusal = repr(error)
+        self._unlocked.set()
 
 
 def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callable[..., Callable[[], None]] | None:
