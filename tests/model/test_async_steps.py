@@ -20,7 +20,8 @@ CORE: dict[str, dict[str, Any]] = {
     "aborts": {"texts": (0, 1), "blocks": 2, "aborts": 1},
     "weights": {"texts": (0, 1), "blocks": 2, "changes": 1},
     "resets": {"texts": (0, 0), "blocks": 2, "changes": 1, "resets": 1},
-    "weights without a call": {"texts": (0, 0), "blocks": 2, "changes": 1, "resets": 1, "is_silent": True},
+    "weights without a call": {"texts": (0, 0), "blocks": 2, "changes": 1, "is_silent": True},
+    "resets after those": {"texts": (0,), "changes": 1, "resets": 1, "is_silent": True},
     "internal errors": {"texts": (0, 1), "blocks": 2, "errors": 1},
 }
 """Together they have every kind of event. Each takes seconds."""
