@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 256 << 20
 """Approximate bytes that one call locks; the driver blocks other calls for about 50 ms meanwhile."""
 STOP_DEADLINE_S = 2.0
-"""How long one call of the driver may take at the end. After that the memory stays mapped until the process ends."""
+"""How long the end waits for a call that locks. After that the memory stays mapped until the process ends."""
+UNLOCK_DEADLINE_S = 10.0
+"""The same for each call that unlocks."""
 WORD_S = 10.0
 """With mode ``on``: the time after which a start that still waits says what it waits for."""
 
@@ -120,10 +122,12 @@ class Lock:
             RuntimeError: some memory is still locked, or being locked, and must stay mapped.
         """
         self._stop.set()
+        if not self.ended.wait(STOP_DEADLINE_S):
+            raise RuntimeError(f"the CUDA driver did not return within {STOP_DEADLINE_S:g} s")
         left = len(self._locked)
-        while not self._unlocked.wait(STOP_DEADLINE_S):
+        while not self._unlocked.wait(UNLOCK_DEADLINE_S):
             if len(self._locked) == left:
-                raise RuntimeError(f"the CUDA driver did not return within {STOP_DEADLINE_S:g} s")
+                raise RuntimeError(f"the CUDA driver has unlocked nothing for {UNLOCK_DEADLINE_S:g} s")
             left = len(self._locked)
         if self._locked:
             raise RuntimeError(self._refusal)

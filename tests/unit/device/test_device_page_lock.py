@@ -64,6 +64,7 @@ class Registrar:
         return self._kept(code)
 
     def unregister(self, address: int) -> int:
+        assert self.may_go_on.wait(WAIT_S)
         if isinstance(self.unlock_code, Exception):
             raise self.unlock_code
         code, self.unlock_code = self.unlock_code, 0
@@ -238,7 +239,23 @@ def test_a_driver_that_blocks_delays_nothing_and_its_memory_stays(
     assert len(registrar.registered) == 2, "a part that had not begun must not begin"
 
 
-def test_memory_that_is_not_mapped_any_more_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_driver_that_hangs_while_it_unlocks_keeps_the_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNLOCK_DEADLINE_S", 0.2)
+    registrar = Registrar()
+    with session(registrar):
+        until(lambda: sum(registrar.locked.values()) > 900_000)
+        registrar.may_go_on.clear()
+    assert all(map(is_mapped, registrar.locked))
+    assert len(lines(caplog)) == 2
+    assert all("has unlocked nothing for 0.2 s" in line for line in lines(caplog))
+    registrar.may_go_on.set()
+    until(lambda: not threads())
+    assert not registrar.locked
+
+
+def test_memory_that_is_not_mapped_any_more_is_seen() -> None:
     registrar = Registrar()
     with session(registrar):
         until(lambda: len(registrar.locked) > 2)
