@@ -174,7 +174,7 @@ def _unlock(unlock: Callable[[], None], memory: object) -> None:
         unlock()
     except Exception as error:  # noqa: BLE001 - a finalizer has no caller
         _kept.append(memory)
-        _log.warning("page-locked host memory could not be unlocked, and stays until the process ends: %s", error)
+        _log.warning("page-locked host memory could not be unlocked, and stays until the process ends: %s", str(error))
 
 
 def _address(region: Bytes) -> int:
