@@ -28,12 +28,13 @@ CORE: dict[str, dict[str, Any]] = {
 
 FULL: dict[str, dict[str, Any]] = {
     "aborts": {"aborts": 1},
-    "weights and resets": {"changes": 1, "resets": 1},
+    "weights": {"changes": 1},
+    "weights and resets": {"texts": (0, 0), "changes": 1, "resets": 1},
     "weights without a call": {"texts": (0, 0), "changes": 1, "resets": 1, "is_silent": True},
     "internal errors": {"errors": 1},
     "chunks of two steps": {"texts": (0, 1), "parts": 2, "aborts": 1},
 }
-"""Three requests, three blocks and two steps unless it says otherwise. Each takes minutes."""
+"""Three requests, three blocks and two steps unless it says otherwise. Each takes up to a minute of processor time."""
 
 ALONE = {"texts": (0,), "changes": 1, "resets": 1}
 WEAKEST: dict[str, dict[str, Any]] = {
