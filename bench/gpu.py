@@ -3,10 +3,12 @@
 Each slice is a process with a time limit and writes its record while it runs; a failed slice does not stop the others.
 Without arguments all slices run, the tests first; ``ttft`` names all whose names begin so. A slice with a complete
 record is not run again, an interrupted one is continued. ``--list`` shows them. Records go to bench/records, or to
-``--out``. ``--quick`` runs the same programs on the CPU with a tiny model, in a minute.
+``--out``. ``--quick`` runs the same programs on the CPU with a tiny model, in a minute; ``--simulated`` runs the first
+slices so on a simulated CUDA device.
 """
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -24,12 +26,14 @@ from xml.etree import ElementTree as ET
 TOP = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TOP), str(TOP / "src")]  # not this folder: bench/vllm.py would hide vLLM
 
-from bench.parts.gpu_slices import LIMIT_S, QUICK, SLICES, Rates, Slice  # noqa: E402
+from bench.parts.gpu_slices import LIMIT_S, QUICK, SIMULATED, SLICES, Rates, Slice  # noqa: E402
 
 NEEDED = ("torch", "transformers", "numpy", "xxhash", "click", "rich")
 WANTED = ("matplotlib",)
-END_S = 30.0
+END_S = 20.0
 """For a stopped slice to end."""
+FOLDER = "kvtier-gpu-"
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Options:
     out: Path
     limit_s: float
     again: bool
-    is_quick: bool
+    is_dry: bool
+    """Tests that are skipped for want of a GPU are no failure."""
 
 
 def main() -> int:
@@ -55,15 +60,16 @@ def main() -> int:
         "--within", type=float, help="seconds for all of them; one that this stops is continued next time"
     )
     parser.add_argument("--gpu", default=Rates.gpu, help="the estimates' GPU, from kvtier's catalogue [%(default)s]")
+    parser.add_argument("--simulated", action="store_true", help="on a simulated CUDA device; records as for --quick")
     given = parser.parse_args()
-    slices = QUICK if given.quick else SLICES
+    slices = SIMULATED if given.simulated else QUICK if given.quick else SLICES
     chosen = [
         it for it in slices if not given.slices or any(it == name or it.startswith(f"{name}-") for name in given.slices)
     ]
     unknown = [name for name in given.slices if not any(it == name or it.startswith(f"{name}-") for it in slices)]
     if unknown:
         parser.error(f"no slice {', '.join(unknown)}; there are {', '.join(slices)}")
-    out: Path = given.out or TOP / "bench" / ("quick-out" if given.quick else "records")
+    out: Path = given.out or TOP / "bench" / ("records" if slices is SLICES else "quick-out")
     needed = ("click", "rich", "numpy") if given.list else NEEDED
     lacking = missing(needed)
     if lacking:
@@ -76,10 +82,11 @@ def main() -> int:
         print(f"missing: {name}; its part is left out", file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the slice under way ends, too
+    remove_leftovers(out)
     until_s = time.monotonic() + (given.within or float("inf"))
     outcomes: dict[str, list[str]] = {}
     for name in chosen:
-        options = Options(out, min(given.seconds, until_s - time.monotonic()), given.again, given.quick)
+        options = Options(out, min(given.seconds, until_s - time.monotonic()), given.again, slices is not SLICES)
         outcomes.setdefault(run(name, slices[name], options), []).append(name)
     for outcome, names in outcomes.items():
         print(f"{outcome}: {', '.join(names)}")
@@ -138,6 +145,16 @@ def show(slices: dict[str, Slice], out: Path, rates: Rates, limit_s: float) -> N
     )
 
 
+def remove_leftovers(out: Path) -> None:
+    """Remove the drafts and temporary folders of runs that were killed; a slice fills up to 40 GiB."""
+    for draft in out.glob(".gpu_*.json.*"):
+        draft.unlink(missing_ok=True)
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        process = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if process.isdecimal() and not Path("/proc", process).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def reason_against(the_slice: Slice) -> str | None:
     """Why a slice cannot run here, if it cannot."""
     lacking = missing((*the_slice.modules, *(("pytest",) if the_slice.is_tests else ())))
@@ -154,7 +171,7 @@ def command_of(name: str, the_slice: Slice, out: Path) -> list[str]:
     if the_slice.is_tests:
         return command
     command += ["--record", str(record_of(name, out)), "--resume"]
-    if the_slice.program[0] in {"bench/ttft.py", "bench/multiturn.py"} and not missing(("matplotlib",)):
+    if {"bench/ttft.py", "bench/multiturn.py"} & set(the_slice.program) and not missing(("matplotlib",)):
         command += ["--picture", str(record_of(name, out).with_suffix(".svg"))]
     return command
 
@@ -174,7 +191,7 @@ def run(name: str, the_slice: Slice, options: Options) -> str:
     if options.limit_s <= 0:
         print(f"== {name}: no time left", flush=True)
         return "stopped"
-    with tempfile.TemporaryDirectory(prefix="kvtier-gpu-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as folder:
         report = Path(folder) / "report.xml"
         command = command_of(name, the_slice, options.out)
         command += ["--junit-xml", str(report)] if the_slice.is_tests else []
@@ -183,12 +200,12 @@ def run(name: str, the_slice: Slice, options: Options) -> str:
         began = time.monotonic()
         # What a stopped slice leaves behind is below `folder`.
         code = end_of(command, environment_of(the_slice) | {"TMPDIR": folder}, options.limit_s)
-        if code is None:
-            print(f"== {name}: stopped after {options.limit_s:.0f} s; the record has the results so far", flush=True)
-            return "stopped"
-        print(f"== {name}: ended with {code} after {time.monotonic() - began:.0f} s", flush=True)
+        ended = f"ended with {code}" if code is not None else "stopped; the record has the results so far,"
+        print(f"== {name}: {ended} after {time.monotonic() - began:.0f} s", flush=True)
         if the_slice.is_tests:
-            return keep_tests(name, record, report, code, is_quick=options.is_quick)
+            return keep_tests(name, the_slice, record, report, code, is_dry=options.is_dry)
+        if code is None:
+            return "stopped"
     if code:
         return "failed"
     found = json.loads(record.read_text(encoding="utf-8"))
@@ -214,26 +231,38 @@ def environment_of(the_slice: Slice) -> dict[str, str]:
 
 def end_of(command: list[str], environment: dict[str, str], limit_s: float) -> int | None:
     """The exit code of a command; None if it was stopped, with all processes of its group."""
-    with subprocess.Popen(command, cwd=TOP, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(
+        command,
+        cwd=TOP,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_follow,  # noqa: PLW1509 - this process has no threads
+    ) as process:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
             return None
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            raise
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGINT)  # pytest writes its report, the others release the device
+                try:
+                    process.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
-def keep_tests(name: str, record: Path, report: Path, code: int, *, is_quick: bool) -> str:
+def _follow() -> None:
+    """End with the process that started this one, even if it is killed; a shell's background jobs ignore SIGINT."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def keep_tests(name: str, the_slice: Slice, record: Path, report: Path, code: int | None, *, is_dry: bool) -> str:
     """Write the record of a run of tests. It is complete if tests passed, and none failed or was skipped."""
     from kvtier.bench.record import make_record  # noqa: PLC0415 - `missing` comes first
 
     cases = list(ET.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - pytest's own
+    cases = [it for it in cases if it.get("name")]  # the one that was under way has no name
     by_kind = {kind: [it for it in cases if it.find(kind) is not None] for kind in ("failure", "error", "skipped")}
     bad = [*by_kind["failure"], *by_kind["error"]]
     passed = len(cases) - len(bad) - len(by_kind["skipped"])
@@ -250,13 +279,12 @@ def keep_tests(name: str, record: Path, report: Path, code: int, *, is_quick: bo
         f"== {name}: {passed} passed, {len(bad)} failed, {len(by_kind['skipped'])} skipped {reasons or ''}",
         flush=True,
     )
-    slices = QUICK if is_quick else SLICES
     made = make_record("gpu tests", settings={}, seed=None, results=results)
-    write(record, made | {"command": list(slices[name].program)})
+    write(record, made | {"command": list(the_slice.program)})
     if results["is_complete"]:
         return "succeeded"
     # Without a GPU most tests are skipped, which is all that the smoke test asks.
-    return "skipped" if code == 0 and is_quick else "failed"
+    return "stopped" if code is None else "skipped" if code == 0 and is_dry else "failed"
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -29,9 +29,17 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 import click
 import numpy as np
 import torch
-from bench.parts.command import continued, earlier_record, record_option, recorded_settings, resume_option, taken
+from bench.parts.command import (
+    continued,
+    earlier_record,
+    link_chunks_option,
+    record_option,
+    recorded_settings,
+    resume_option,
+    taken,
+)
 from bench.parts.command import run as run_script
-from bench.parts.links import CPU_CHUNKS, CopyBed, CudaDevice, Device, address_of, copies
+from bench.parts.links import CopyBed, CudaDevice, Device, address_of, copies
 from bench.parts.models import check_device, device_name
 
 from kvtier.bench.record import make_record
@@ -59,13 +67,13 @@ class LinkSettings:
     """Rows and columns of the matrices."""
     products: int
     repeats: int
+    link_chunks: int
 
 
 class CpuDevice:
     """The CPU in place of a device: the same steps, not the same speed."""
 
     name = "cpu"
-    chunks = CPU_CHUNKS
 
     def registrar(self) -> CudaRegistrar:
         """See `Device`."""
@@ -96,7 +104,7 @@ class _Toucher(CudaRegistrar):
 
 def measure_copies(device: Device, settings: LinkSettings) -> object:
     """GB/s of each link, and its share of a plain copy."""
-    with CopyBed(device) as bed:
+    with CopyBed(device, settings.link_chunks) as bed:
         return [{**asdict(it), "ratio": round(it.ratio, 4)} for it in copies(device, bed, settings.repeats)]
 
 
@@ -139,7 +147,7 @@ def measure_product(device: Device, settings: LinkSettings) -> object:
         for _ in range(2)
     )
     rows: list[dict[str, float]] = []
-    with CopyBed(device) as bed:
+    with CopyBed(device, settings.link_chunks) as bed:
 
         def multiply() -> float:
             device.settle_current()
@@ -223,6 +231,7 @@ PARTS: dict[str, Callable[[Device, LinkSettings], object]] = {
 @click.option("--order", type=click.IntRange(1, 65536), default=8192, show_default=True, help="Of the matrices.")
 @click.option("--products", type=click.IntRange(1), default=400, show_default=True, help="In a sample.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=7, show_default=True, help="Samples per median.")
+@link_chunks_option
 @record_option
 @resume_option
 def links(record: Path | None, resume: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags

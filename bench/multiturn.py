@@ -38,7 +38,7 @@ from bench.parts.command import (
     taken,
 )
 from bench.parts.command import run as run_script
-from bench.parts.models import build, check_device, device_name, skip_out_of_memory
+from bench.parts.models import attach_locked, build, check_device, device_name, skip_out_of_memory
 from bench.parts.power import PowerMeter, find_sensor
 from bench.parts.server import Answers, Server
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmRun, ArmSummary, MultiturnResult
@@ -46,7 +46,7 @@ from bench.parts.workload import Workload, WorkloadSpec, draw
 
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, tell_written
-from kvtier.connect.transformers import Attachment, attach
+from kvtier.connect.transformers import Attachment
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
 from kvtier.report.output import check_chart, print_json, progress, write_json
@@ -136,7 +136,7 @@ def run(
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-turns-", dir=settings.directory)))
         tick("attach")
-        bench = MultiturnBenchmark(model, settings, result, _attached(model, settings, place, stack))
+        bench = MultiturnBenchmark(model, settings, result, _attached(model, settings, place, stack, result.skipped))
         bench.warm_up()
         for number, (users, repeat) in enumerate(settings.workloads):
             if (users, repeat) in result.measured:
@@ -148,7 +148,13 @@ def run(
     return result
 
 
-def _attached(model: Any, settings: MultiturnSettings, place: Path, stack: ExitStack) -> dict[str, Attachment | None]:  # noqa: ANN401 - depends on its class
+def _attached(
+    model: Any,  # noqa: ANN401 - depends on its class
+    settings: MultiturnSettings,
+    place: Path,
+    stack: ExitStack,
+    skipped: list[str],
+) -> dict[str, Attachment | None]:
     common: dict[str, Any] = {
         "held_calls": _HELD_CALLS,
         "host__capacity_bytes": settings.host_bytes,
@@ -156,7 +162,7 @@ def _attached(model: Any, settings: MultiturnSettings, place: Path, stack: ExitS
         "limits__load_deadline_s": 60.0,
     }
     arms: dict[str, Attachment | None] = {RECOMPUTE: None}
-    arms[HOST] = stack.enter_context(attach(model, **common))
+    arms[HOST] = stack.enter_context(attach_locked(model, skipped.append, **common))
     if settings.disk_bytes:
         below = {
             "kind": "directory",
@@ -164,7 +170,7 @@ def _attached(model: Any, settings: MultiturnSettings, place: Path, stack: ExitS
             "capacity_bytes": settings.disk_bytes,
             "transfer_deadline_s": 60,
         }
-        arms[DISK] = stack.enter_context(attach(model, tiers=[below], **common))
+        arms[DISK] = stack.enter_context(attach_locked(model, skipped.append, tiers=[below], **common))
     return arms
 
 
@@ -291,6 +297,13 @@ def multiturn(record: Path | None, resume: bool, picture: Path | None, as_json: 
         earlier = earlier_record(record, "multiturn", settings=recorded, seed=settings.seed, device=name)
     if earlier is not None and earlier["results"]["is_complete"]:
         click.echo(f"{record}: complete, nothing is left to measure")
+        results = earlier["results"]
+        per_token = results["bytes_per_token"]
+        whole = MultiturnResult(
+            settings.shape, results["device"], per_token, settings.chunk_tokens * per_token, results["budget_tokens"]
+        )
+        whole.restore(earlier)
+        draw_picture(whole, picture)
         return
 
     def keep(result: MultiturnResult) -> None:
@@ -313,15 +326,20 @@ def multiturn(record: Path | None, resume: bool, picture: Path | None, as_json: 
 
     with progress("multiturn", len(settings.users) * settings.repeats * len(ARMS) + 2) as advance:
         result = run(settings, lambda _what: advance(1), keep, earlier)
-    if picture is not None:
-        from bench.parts.pictures import draw_multiturn  # noqa: PLC0415 - needs matplotlib
-
-        draw_multiturn(result, picture)
+    draw_picture(result, picture)
     tell_written(picture, record)
     if as_json:
         print_json(summary(result))
     else:
         show(result)
+
+
+def draw_picture(result: MultiturnResult, picture: Path | None) -> None:
+    """Draw what the record, which is complete and written by now, has."""
+    if picture is not None:
+        from bench.parts.pictures import draw_multiturn  # noqa: PLC0415 - needs matplotlib
+
+        draw_multiturn(result, picture)
 
 
 def summary(result: MultiturnResult) -> dict[str, object]:

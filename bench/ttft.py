@@ -10,8 +10,9 @@
     split k     the leading share k restored from host memory, the rest computed
 
 Samples of recompute and host alternate, so that drift affects both. The first tokens of every restored call are
-compared with the recomputed ones. A sample counts only if the call's report says that all KV came from the tier.
-The record (--record) is rewritten after each context; --resume continues it. Imports torch.
+compared with the recomputed ones; of a split, those of its first call. A sample counts only if the call's report says
+that all KV came from the tier. The record (--record) is rewritten after each sample; --resume continues it with the
+next. The picture is drawn last, from the record. Imports torch.
 """
 
 import logging
@@ -36,6 +37,7 @@ from bench.parts.command import (
     continued,
     dir_option,
     earlier_record,
+    link_chunks_option,
     picture_option,
     record_option,
     recorded_settings,
@@ -43,14 +45,14 @@ from bench.parts.command import (
     taken,
 )
 from bench.parts.command import run as run_script
-from bench.parts.links import LinkSpeed, measure_links
-from bench.parts.models import build, check_device, device_name, skip_out_of_memory
+from bench.parts.links import CHUNKS, LinkSpeed, measure_links
+from bench.parts.models import attach_locked, build, check_device, device_name, skip_out_of_memory
 from bench.parts.planner import PlannerChoice, choices
 from transformers import StoppingCriteria
 
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, tell_written
-from kvtier.connect.transformers import Attachment, attach
+from kvtier.connect.transformers import Attachment
 from kvtier.connect.transformers.call import FirstToken
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
@@ -87,6 +89,7 @@ class TtftSettings:
     disk_bytes: int
     directory: Path | None = None
     chunk_tokens: int
+    link_chunks: int = CHUNKS
     with_decode: bool = True
     with_splits: bool = True
 
@@ -99,7 +102,7 @@ class TtftSettings:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The samples of one arm at one context length."""
+    """The samples of one arm at one context length. An interrupted run has fewer of them than it was to take."""
 
     name: str
     context: int
@@ -122,9 +125,10 @@ class Decoding:
     """Another request's time per token, alone and beside this one."""
 
     context: int
-    alone_ms: float
-    beside_recompute_ms: float
-    beside_restore_ms: float
+    alone_ms: float | None
+    """None: no token was generated meanwhile."""
+    beside_recompute_ms: float | None
+    beside_restore_ms: float | None
 
 
 @dataclass(slots=True)
@@ -144,12 +148,12 @@ class TtftResult:
     """Contexts that are done, those without memory among them."""
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Take the contexts that `record` has measured."""
+        """Take all samples of `record`."""
         results = record["results"]
         self.measured += results["measured"]
         self.skipped += results["skipped"]
         self.links += [LinkSpeed(**{k: v for k, v in it.items() if k != "ratio"}) for it in results["links"]]
-        rows = [it for it in record["samples"] if it["context"] in self.measured]
+        rows = record["samples"]
         self.arms += [Arm(**it | {"ttft_s": tuple(it["ttft_s"]), "load_s": tuple(it["load_s"])}) for it in rows]
         self.splits += [PlannerChoice(**{k: v for k, v in it.items() if k != "regret"}) for it in results["splits"]]
         self.decoding += [Decoding(**it) for it in results["decoding"]]
@@ -157,6 +161,19 @@ class TtftResult:
     def arm(self, name: str, context: int) -> Arm | None:
         """The arm of that name at that context length, if it was measured."""
         return next((arm for arm in self.arms if (arm.name, arm.context) == (name, context)), None)
+
+    def put(self, arm: Arm) -> None:
+        """Take an arm with its samples so far."""
+        names = [(it.name, it.context) for it in self.arms]
+        if (arm.name, arm.context) in names:
+            self.arms[names.index((arm.name, arm.context))] = arm
+        else:
+            self.arms.append(arm)
+
+    def skip(self, reason: str) -> None:
+        """Note what was not measured, once."""
+        if reason not in self.skipped:
+            self.skipped.append(reason)
 
     def medians(self, name: str) -> list[tuple[int, float]]:
         """(context, median seconds) of an arm."""
@@ -195,6 +212,7 @@ class TtftResult:
 
     def add_choices(self, context: int, step: int, splits: dict[int, float]) -> None:
         """Add the planner's choices at `context`, given everything measured so far."""
+        self.splits = [it for it in self.splits if it.context != context]
         loaded = {
             place: [(arm.restored_tokens, arm.median_s) for arm in self.arms if arm.name == place]
             for place in ("host", "disk")
@@ -213,8 +231,8 @@ def run(
     Args:
         settings: what to measure.
         tick: called before each step with its name.
-        keep: called with the result after each context.
-        earlier: a record of the same settings, whose contexts are not measured again.
+        keep: called with the result after each sample.
+        earlier: a record of the same settings, whose samples are not measured again.
 
     Raises:
         ConfigError: a setting is impossible here.
@@ -222,14 +240,15 @@ def run(
     tick("model")
     model = build(settings.shape, settings.device, settings.dtype, settings.seed)
     with tempfile.TemporaryDirectory(prefix="kvtier-ttft-", dir=settings.directory) as place:
-        bench = TtftBenchmark(model, settings, Path(place))
+        bench = TtftBenchmark(model, settings, Path(place), keep)
         result = bench.result
         try:
             if earlier is not None:
                 result.restore(earlier)
             tick("links")
             if not result.links:
-                result.links += measure_links(settings.device, Path(place), settings.repeats)
+                result.links += measure_links(settings.device, Path(place), settings.repeats, settings.link_chunks)
+                keep(result)
             for context in sorted(set(settings.contexts) - set(result.measured)):
                 tick(f"{context} tokens")
                 with skip_out_of_memory(f"{context} tokens", result.skipped):
@@ -244,8 +263,14 @@ def run(
 class TtftBenchmark:
     """One model with two attachments: one with enough host memory, one that reads from disk."""
 
-    def __init__(self, model: Any, settings: TtftSettings, place: Path) -> None:  # noqa: ANN401 - see `build`
-        self._model, self._settings = model, settings
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - see `build`
+        settings: TtftSettings,
+        place: Path,
+        keep: Callable[[TtftResult], None] = lambda _result: None,
+    ) -> None:
+        self._model, self._settings, self._keep = model, settings, keep
         common: dict[str, Any] = {
             "store__chunk_tokens": settings.chunk_tokens,
             "limits__load_deadline_s": 120.0,
@@ -253,15 +278,16 @@ class TtftBenchmark:
         }
         self._layout = inspect_cache(model).layout(settings.chunk_tokens)
         self._disk_host_bytes = max(1 << 20, _DISK_HOST_CHUNKS * chunk_bytes(self._layout))
-        self._host = attach(model, config=None, host__capacity_bytes=settings.host_bytes, **common)
+        self.result = TtftResult(settings.shape, device_name(settings.device), round(self._layout.bytes_per_token))
+        skip = self.result.skip
+        self._host = attach_locked(model, skip, config=None, host__capacity_bytes=settings.host_bytes, **common)
         below = {
             "kind": "directory",
             "path": place / "kv",
             "capacity_bytes": settings.disk_bytes,
             "transfer_deadline_s": 60,
         }
-        self._disk = attach(model, tiers=[below], host__capacity_bytes=self._disk_host_bytes, **common)
-        self.result = TtftResult(settings.shape, device_name(settings.device), round(self._layout.bytes_per_token))
+        self._disk = attach_locked(model, skip, tiers=[below], host__capacity_bytes=self._disk_host_bytes, **common)
 
     def close(self) -> None:
         """Close both attachments."""
@@ -269,45 +295,47 @@ class TtftBenchmark:
         self._disk.close(5.0)
 
     def measure(self, context: int) -> None:
-        """All arms of one context length."""
-        settings = self._settings
+        """Take the samples of one context length that are missing."""
         # One token longer: the chunk that holds the last token of a prompt is never loaded.
         prompt = self._prompt(context, 0)
-        wanted = self._first(prompt)  # also warms up
-        plain, stored, host = _Samples(), _Samples(), _Samples()
-        self._cached(self._host, prompt, wanted, _Samples())
-        self._host.flush(_FLUSH_S)
-        for number in range(settings.repeats):
-            plain.add(*self._plain(prompt, wanted))
-            self._cached(self._host, prompt, wanted, host, "host")
-            if number < max(2, settings.repeats // 2):
-                fresh = self._prompt(context, 100 + number)
-                self._cached(self._host, fresh, None, stored)
-                self._host.flush(_FLUSH_S)
-        self._add_arm("recompute", context, plain)
-        self._add_arm("store", context, stored)
-        self._add_arm("host", context, host)
+        self._measure_whole(context, prompt, self._first(prompt))  # which also warms up
         self._measure_disk(context)
         self._measure_splits(context)
-        if settings.with_decode:
+        if self._settings.with_decode and all(it.context != context for it in self.result.decoding):
             self._measure_decoding(context, prompt)
+
+    def _measure_whole(self, context: int, prompt: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Compute the prompt, restore it from host memory, and store others like it, in turn."""
+        repeats = self._settings.repeats
+        plain, stored, host = (self._samples(name, context) for name in ("recompute", "store", "host"))
+        if plain.count < repeats:
+            self._store(self._host, prompt, wanted)
+        for number in range(plain.count, repeats):
+            plain.add(*self._plain(prompt, wanted))
+            self._cached(self._host, prompt, wanted, host, "host")
+            if number < max(2, repeats // 2):
+                self._store(self._host, self._prompt(context, 100 + number), None, stored)
+            self._show(plain, stored, host)
+        self._end(plain, stored, host)
 
     def _measure_disk(self, context: int) -> None:
         """Prompts in turn, enough of them that host memory never holds the next one."""
         size = -(-context // self._layout.chunk_tokens) * chunk_bytes(self._layout)
         count = 2 + int(1.5 * self._disk_host_bytes / size)
         if count * size > self._settings.disk_bytes:
-            self.result.skipped.append(f"{context} tokens from disk: {count} prompts of {size} bytes do not fit")
+            self.result.skip(f"{context} tokens from disk: {count} prompts of {size} bytes do not fit")
+            return
+        samples, wanted_count = self._samples("disk", context), max(self._settings.repeats, count)
+        if samples.count >= wanted_count:
             return
         prompts = [self._prompt(context, 1000 + number) for number in range(count)]
         wanted = [self._first(prompt) for prompt in prompts]
         for prompt, tokens in zip(prompts, wanted, strict=True):
-            self._cached(self._disk, prompt, tokens, _Samples())
-            self._disk.flush(_FLUSH_S)
-        samples = _Samples()
-        for number in range(max(self._settings.repeats, count)):
+            self._store(self._disk, prompt, tokens)
+        for number in range(wanted_count - samples.count):
             self._cached(self._disk, prompts[number % count], wanted[number % count], samples, "directory")
-        self._add_arm("disk", context, samples)
+            self._show(samples)
+        self._end(samples)
 
     def _measure_splits(self, context: int) -> None:
         """Prompts whose leading part is stored: the splits that the planner can choose from."""
@@ -321,31 +349,39 @@ class TtftBenchmark:
             tokens = int(context * share) // size * size
             if tokens in found or not tokens:
                 continue
-            samples = _Samples()
-            for repeat in range(self._settings.repeats):
-                start = self._prompt(tokens, 2000 + 10 * number)
+            samples = self._samples(f"split {share:g}", context)
+            start = self._prompt(tokens, 2000 + 10 * number)
+            if samples.count < self._settings.repeats:
+                self._store(self._host, start, None)
+            for repeat in range(samples.count, self._settings.repeats):
                 rest = self._prompt(context - tokens, 3000 + 100 * number + repeat)
-                if repeat == 0:
-                    self._cached(self._host, start, None, _Samples())
-                    self._host.flush(_FLUSH_S)
                 prompt = torch.cat([start[:, :-1], rest], dim=1)
-                self._cached(self._host, prompt, self._first(prompt), samples, "host", tokens)
+                wanted = self._first(prompt) if repeat == 0 else None
+                self._cached(self._host, prompt, wanted, samples, "host", tokens)
                 self._host.flush(_FLUSH_S)
-            self._add_arm(f"split {share:g}", context, samples)
-            if samples.ttft_s:
+                self._show(samples)
+            self._end(samples)
+            if samples.count:
                 found[tokens] = statistics.median(samples.ttft_s)
         self.result.add_choices(context, size, found)
 
     def _measure_decoding(self, context: int, prompt: torch.Tensor) -> None:
         other = self._prompt(min(512, context), 4000)
         calls = self._settings.repeats
+        self._store(self._host, prompt, None)  # the splits may have taken its place
+        restored = _Samples("beside a decode", context)
         alone = self._decoding(other, lambda: None, calls=0)
         beside_plain = self._decoding(other, lambda: self._first(prompt), calls=calls)
-        beside_restore = self._decoding(other, lambda: self._cached(self._host, prompt, None, _Samples()), calls=calls)
+        beside_restore = self._decoding(
+            other, lambda: self._cached(self._host, prompt, None, restored, "host"), calls=calls
+        )
+        if restored.count < calls:
+            self.result.skip(f"{context} tokens beside a decode: {calls - restored.count} of {calls} not restored")
+            beside_restore = None
         self.result.decoding.append(Decoding(context, alone, beside_plain, beside_restore))
 
-    def _decoding(self, other: torch.Tensor, act: Callable[[], object], calls: int) -> float:
-        """Mean milliseconds per token of `other`, which decodes in a thread while `act` is called."""
+    def _decoding(self, other: torch.Tensor, act: Callable[[], object], calls: int) -> float | None:
+        """Mean milliseconds per token of `other`, which decodes in a thread while `act` is called; None without one."""
         clock = _TokenClock(64 if calls == 0 else 1 << 20)
 
         def decode() -> None:
@@ -368,7 +404,7 @@ class TtftBenchmark:
         thread.join(_JOIN_S)
         times = clock.times[first:last] if calls else clock.times
         gaps = [after - before for before, after in pairwise(times)]
-        return 1e3 * statistics.mean(gaps) if gaps else float("nan")
+        return 1e3 * statistics.mean(gaps) if gaps else None
 
     def _prompt(self, tokens: int, number: int) -> torch.Tensor:
         """[1, tokens + 1]: the same tokens for the same `number`."""
@@ -393,6 +429,13 @@ class TtftBenchmark:
         found = self._model.generate(prompt, stopping_criteria=clock.among(None), **self._arguments(prompt))
         return clock.ttft_s, 0.0, 0, bool(torch.equal(found[:, prompt.shape[1] :], wanted))
 
+    def _store(
+        self, kv: Attachment, prompt: torch.Tensor, wanted: torch.Tensor | None, samples: "_Samples | None" = None
+    ) -> None:
+        """Generate with kvtier, and wait until everything is stored."""
+        self._cached(kv, prompt, wanted, samples or _Samples("store", prompt.shape[1]))
+        kv.flush(_FLUSH_S)
+
     def _cached(
         self,
         kv: Attachment,
@@ -414,35 +457,48 @@ class TtftBenchmark:
         is_same = wanted is None or bool(torch.equal(found[:, prompt.shape[1] :], wanted))
         samples.add(report.ttft_s, report.load_s, report.restored_tokens, is_same)
 
-    def _add_arm(self, name: str, context: int, samples: "_Samples") -> None:
-        if not samples.ttft_s:
-            self.result.skipped.append(f"{context} tokens, {name}: no sample was restored from this tier alone")
-            return
-        tokens = max(samples.restored)
-        self.result.arms.append(
-            Arm(
-                name,
-                context,
-                tokens,
-                tuple(samples.ttft_s),
-                tuple(samples.load_s),
-                tokens * self.result.bytes_per_token,
-                samples.is_same,
-            )
-        )
+    def _samples(self, name: str, context: int) -> "_Samples":
+        """The samples of an arm that the record has."""
+        found, arm = _Samples(name, context), self.result.arm(name, context)
+        if arm is not None:
+            found.ttft_s, found.load_s = list(arm.ttft_s), list(arm.load_s)
+            found.restored, found.is_same = arm.restored_tokens, arm.same_tokens
+        return found
+
+    def _show(self, *arms: "_Samples") -> None:
+        """Write these samples to the record."""
+        for it in arms:
+            if it.count:
+                size = it.restored * self.result.bytes_per_token
+                times = tuple(it.ttft_s), tuple(it.load_s)
+                self.result.put(Arm(it.name, it.context, it.restored, *times, size, it.is_same))
+        self._keep(self.result)
+
+    def _end(self, *arms: "_Samples") -> None:
+        for it in arms:
+            if not it.count:
+                self.result.skip(f"{it.context} tokens, {it.name}: no sample was restored from this tier alone")
 
 
 class _Samples:
-    def __init__(self) -> None:
+    """The samples of an arm so far."""
+
+    def __init__(self, name: str, context: int) -> None:
+        self.name = name
+        self.context = context
         self.ttft_s: list[float] = []
         self.load_s: list[float] = []
-        self.restored: list[int] = []
+        self.restored = 0
         self.is_same = True
+
+    @property
+    def count(self) -> int:
+        return len(self.ttft_s)
 
     def add(self, ttft_s: float, load_s: float, restored: int, is_same: bool) -> None:  # noqa: FBT001 - a sample's values
         self.ttft_s.append(ttft_s)
         self.load_s.append(load_s)
-        self.restored.append(restored)
+        self.restored = max(self.restored, restored)
         self.is_same = self.is_same and is_same
 
 
@@ -477,6 +533,7 @@ class _TokenClock(StoppingCriteria):
 @click.option("--disk", "disk_bytes", type=Bytes(), default="40GiB", show_default=True, help="Capacity on disk.")
 @dir_option
 @click.option("--chunk-tokens", type=click.IntRange(16, 65536), default=256, show_default=True)
+@link_chunks_option
 @click.option("--splits/--no-splits", "with_splits", default=True, show_default=True, help="Also partial hits.")
 @click.option("--decode/--no-decode", "with_decode", default=True, show_default=True, help="Also beside a decode.")
 @record_option
@@ -495,7 +552,10 @@ def ttft(record: Path | None, resume: bool, picture: Path | None, as_json: bool,
         earlier = earlier_record(record, "ttft", settings=recorded, seed=settings.seed, device=name)
     if earlier is not None and earlier["results"]["is_complete"]:
         click.echo(f"{record}: complete, nothing is left to measure")
+        draw(earlier["results"], picture)
         return
+    # Git and the driver are asked once: the record is rewritten often.
+    made = make_record("ttft", settings=recorded, seed=settings.seed, results={}, directory=settings.directory)
 
     def keep(result: TtftResult) -> None:
         if record is None:
@@ -509,27 +569,24 @@ def ttft(record: Path | None, resume: bool, picture: Path | None, as_json: bool,
             "is_complete": set(settings.contexts) <= set(result.measured),
             "continues": continued(earlier),
         }
-        made = make_record(
-            "ttft",
-            settings=recorded,
-            seed=settings.seed,
-            results=results,
-            samples=[asdict(arm) for arm in result.arms],
-            directory=settings.directory,
-        )
-        write_json("--record", record, made)
+        write_json("--record", record, made | {"results": results, "samples": [asdict(arm) for arm in result.arms]})
 
     with progress("ttft", len(settings.contexts) + 2) as advance:
         result = run(settings, lambda _what: advance(1), keep, earlier)
-    if picture is not None:
-        from bench.parts.pictures import draw_ttft  # noqa: PLC0415 - needs matplotlib
-
-        draw_ttft(result.summary(), picture)
+    draw(result.summary(), picture)
     tell_written(picture, record)
     if as_json:
         print_json({**result.summary(), "arms": [asdict(arm) for arm in result.arms]})
     else:
         show(result)
+
+
+def draw(summary: Mapping[str, Any], picture: Path | None) -> None:
+    """Draw the results of a record, which is complete and written by now."""
+    if picture is not None:
+        from bench.parts.pictures import draw_ttft  # noqa: PLC0415 - needs matplotlib
+
+        draw_ttft(summary, picture)
 
 
 def show(result: TtftResult) -> None:
@@ -550,9 +607,12 @@ def show(result: TtftResult) -> None:
     for link in result.links:
         click.echo(f"{link.name}: {link.gb_per_s:.2f} GB/s, {link.ratio:.2f} of a plain copy ({link.note})")
     for it in result.decoding:
+        alone, plain, restore = (
+            "-" if ms is None else f"{ms:.1f} ms" for ms in (it.alone_ms, it.beside_recompute_ms, it.beside_restore_ms)
+        )
         click.echo(
-            f"{it.context:,} tokens, time per token of another request: {it.alone_ms:.1f} ms alone, "
-            f"{it.beside_recompute_ms:.1f} ms beside a recompute, {it.beside_restore_ms:.1f} ms beside a restore"
+            f"{it.context:,} tokens, time per token of another request: {alone} alone, {plain} beside a recompute, "
+            f"{restore} beside a restore"
         )
     for split in result.splits:
         source = "measured" if split.is_tried else "interpolated"

@@ -36,6 +36,9 @@ record_option = click.option("--record", type=OutputFile(), metavar="FILE", help
 resume_option = click.option(
     "--resume", is_flag=True, help="Continue the record of an interrupted run: what it has is not measured again."
 )
+link_chunks_option = click.option(
+    "--link-chunks", type=click.IntRange(1, 1024), default=16, show_default=True, help="Of 32 MiB, in a copy."
+)
 picture_option = click.option("--picture", type=OutputFile(), metavar="FILE", help="Draw a PNG or SVG.")
 
 

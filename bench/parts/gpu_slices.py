@@ -11,7 +11,10 @@ START_S = 40.0
 """A process until it measures: imports, weights drawn on the device, kernels compiled."""
 ENGINE_START_S = 60.0
 """The same of a vLLM engine."""
-TEST_S = 1.5
+TEST_S = 5.0
+"""Most of them wait for the device to be busy or idle."""
+TESTS, COPIER_TESTS = 7, 3
+"""Tests that a GPU runs, and those of them that run under compute-sanitizer."""
 SANITIZED = 10.0
 """A test under compute-sanitizer takes this many times as long."""
 STEP_S = 0.03
@@ -96,12 +99,12 @@ class Slice:
 
 def tests_s(_words: Words, _rates: Rates) -> float:
     """A fixed number of seconds for each test of tests/gpu."""
-    return START_S + 19 * TEST_S
+    return START_S + TESTS * TEST_S
 
 
 def sanitizer_s(_words: Words, _rates: Rates) -> float:
     """The same for those of the copier, and the start, under compute-sanitizer."""
-    return 2 * START_S + 13 * TEST_S * SANITIZED
+    return 2 * START_S + COPIER_TESTS * TEST_S * SANITIZED
 
 
 def links_s(words: Words, rates: Rates) -> float:
@@ -117,16 +120,17 @@ def links_s(words: Words, rates: Rates) -> float:
 
 def ttft_s(words: Words, rates: Rates) -> float:
     """Every prefill, load and generated token of `TtftBenchmark.measure`, for each context."""
-    model, repeats, total = words.get("--shape", "llama-3.1-8b"), int(words.get("--repeats", "5")), START_S
+    model, repeats = words.get("--shape", "llama-3.1-8b"), int(words.get("--repeats", "5"))
+    total = START_S + bytes_of(words.get("--host", "32GiB")) / LOCK_BYTES_PER_S
     for context in map(int, words["--contexts"].split(",")):
         prompts = 2 + int(1.5 * 16 * 256 / context)  # of the disk arm
         whole, loads = 2 + repeats + max(2, repeats // 2) + 2 * prompts, repeats + 0.0
         calls = whole + loads + max(repeats, prompts)
-        if "--no-splits" not in words:  # each stores its share; then it is computed whole, and the rest of it again
-            whole += sum(share + repeats * (2 - share) for share in (0.25, 0.5, 0.75))
-            loads, calls = loads + 1.5 * repeats, calls + 6 * repeats + 3
+        if "--no-splits" not in words:  # each stores its share; then it is computed whole once, and its rest each time
+            whole += sum(share + 1 + repeats * (1 - share) for share in (0.25, 0.5, 0.75))
+            loads, calls = loads + 1.5 * repeats, calls + 3 * repeats + 6
         if "--no-decode" not in words:
-            whole, loads, calls = whole + repeats, loads + repeats, calls + 2 * repeats + 16
+            whole, loads, calls = whole + 1 + repeats, loads + repeats, calls + 2 * repeats + 17
         moved = context * rates.bytes_per_token(model)
         total += whole * rates.prefill_s(model, context) + calls * 4 * STEP_S
         total += loads * moved / (LINK_SHARE * rates.rate("link_bytes_per_s"))
@@ -172,7 +176,10 @@ def bytes_of(text: str) -> int:
     return parse_size(text)
 
 
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
+# The plug-ins of the project's settings may be missing, and a test that hangs must leave time for the others.
+PYTEST = (
+    "-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=", "-o", "timeout=120",
+)  # fmt: skip
 TTFT = ("bench/ttft.py",)
 TURNS = ("bench/multiturn.py",)
 
@@ -187,16 +194,17 @@ def sanitizer(tool: str, *flags: str) -> Slice:
     )
 
 
+# In the order of their worth: time may end at any of them.
 SLICES: dict[str, Slice] = {
     "tests": Slice("tests/gpu: bytes, streams, page locks, restored tokens", (*PYTEST, "tests/gpu"), tests_s),
-    # Errors of calls are left out: torch's start looks for functions that a driver may lack, which is no error.
-    "sanitizer-memcheck": sanitizer("memcheck", "--report-api-errors", "no"),
     "links": Slice("copies, page-locking, a product next to copies", ("bench/links.py", "--lock", "64GiB"), links_s),
     "ttft-8b-32k": Slice(
         "TTFT of Llama-3.1-8B, 1K to 32K",
         (*TTFT, "--contexts", "1024,2048,4096,8192,16384,32768", "--disk", "24GiB", "--host", "40GiB"),
         ttft_s,
     ),
+    # Errors of calls are left out: torch's start looks for functions that a driver may lack, which is no error.
+    "sanitizer-memcheck": sanitizer("memcheck", "--report-api-errors", "no"),
     "ttft-8b-64k": Slice(
         "TTFT of Llama-3.1-8B, 64K",
         (*TTFT, "--contexts", "65536", "--disk", "30GiB", "--host", "48GiB", "--no-decode"),
@@ -254,6 +262,12 @@ SLICES: dict[str, Slice] = {
 }  # fmt: skip
 
 
+SMALL_LINKS = (
+    "--lock", "64MiB", "--order", "64", "--products", "20", "--repeats", "1", "--link-chunks", "2",
+)  # fmt: skip
+SMALL_TTFT = ("--chunk-tokens", "16", "--host", "16MiB", "--disk", "64MiB", "--link-chunks", "2")
+
+
 def none_s(_words: Words, _rates: Rates) -> float:
     """A quick slice takes seconds."""
     return 15.0
@@ -264,14 +278,14 @@ QUICK: dict[str, Slice] = {
     "sanitizer": SLICES["sanitizer-memcheck"],
     "links": Slice(
         SLICES["links"].what,
-        ("bench/links.py", "--device", "cpu", "--lock", "64MiB", "--order", "64", "--products", "20", "--repeats", "1"),
+        ("bench/links.py", "--device", "cpu", *SMALL_LINKS),
         none_s,
     ),
     "ttft": Slice(
         "TTFT of a tiny model",
         (
             *TTFT, "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--contexts", "64,256", "--repeats", "2",
-            "--chunk-tokens", "16", "--host", "16MiB", "--disk", "64MiB",
+            *SMALL_TTFT,
         ),
         none_s,
     ),
@@ -292,3 +306,16 @@ QUICK: dict[str, Slice] = {
     ),
 }  # fmt: skip
 """The same programs on the CPU with a tiny model, as a smoke test."""
+
+SIMULATOR = ("-m", "tests.simulated_cuda")
+"""Runs a program like the interpreter, with a simulated device behind torch."""
+
+SIMULATED: dict[str, Slice] = {
+    name: Slice(SLICES[name].what, (*SIMULATOR, *program), none_s)
+    for name, program in (
+        ("tests", SLICES["tests"].program),
+        ("links", ("bench/links.py", *SMALL_LINKS)),
+        ("ttft-8b-32k", (*TTFT, "--shape", "tiny", "--contexts", "64,128", "--repeats", "2", *SMALL_TTFT)),
+    )
+}
+"""The first slices with a tiny model and a tenth of a gigabyte, on a simulated CUDA device: the dry run."""

@@ -24,7 +24,7 @@ from kvtier.types import RequestId
 
 CHUNK_BYTES = 32 << 20
 CHUNKS = 16
-CPU_CHUNKS = 2
+"""In a copy, unless the command says otherwise."""
 CHUNK_TOKENS = 256
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
 """Of a model whose chunk has `CHUNK_BYTES` in bf16; a head has 64 KiB in one layer of a chunk."""
@@ -54,8 +54,6 @@ class Device(Protocol):
 
     name: str
     """As torch names it."""
-    chunks: int
-    """Of `CHUNK_BYTES`, for a copy."""
 
     def registrar(self) -> CudaRegistrar:
         """Page-locks memory."""
@@ -76,8 +74,6 @@ class Device(Protocol):
 
 class CudaDevice:
     """A CUDA device."""
-
-    chunks = CHUNKS
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,8 +103,8 @@ class CopyBed:
     A context manager: the memory stays locked until its end.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.size_bytes = CHUNK_BYTES * device.chunks
+    def __init__(self, device: Device, chunks: int) -> None:
+        self.size_bytes = CHUNK_BYTES * chunks
         self._host = [page_aligned(self.size_bytes) for _ in range(2)]
         for region in self._host:
             region[:: mmap.PAGESIZE] = 1
@@ -125,7 +121,7 @@ class CopyBed:
         shape = group_layers(None, layers)
         self._copier = CacheCopier(shape, shape.layout(CHUNK_TOKENS))
         for request in (_IN, _OUT):
-            self._copier.expose(request, 0, 0, blank_spans(shape, (0,), CHUNK_TOKENS * device.chunks))
+            self._copier.expose(request, 0, 0, blank_spans(shape, (0,), CHUNK_TOKENS * chunks))
 
     def __enter__(self) -> Self:
         return self
@@ -176,12 +172,12 @@ class CopyBed:
             yield (first, first + CHUNK_TOKENS), region.data[start : start + CHUNK_BYTES]
 
 
-def measure_links(device: str, place: Path, repeats: int) -> list[LinkSpeed]:
-    """The links between a device, host memory and the drive at `place`."""
-    read = plain_read(place, CHUNK_BYTES * (CHUNKS if device.startswith("cuda") else CPU_CHUNKS), repeats)
+def measure_links(device: str, place: Path, repeats: int, chunks: int = CHUNKS) -> list[LinkSpeed]:
+    """The links between a device, host memory and the drive at `place`, with copies of so many chunks."""
+    read = plain_read(place, CHUNK_BYTES * chunks, repeats)
     if not device.startswith("cuda"):
         return [read]
-    with CopyBed(cuda := CudaDevice(device)) as bed:
+    with CopyBed(cuda := CudaDevice(device), chunks) as bed:
         return [read, *copies(cuda, bed, repeats)]
 
 
@@ -246,7 +242,9 @@ def copies(device: Device, bed: CopyBed, repeats: int) -> list[LinkSpeed]:
             rates.append((moved / (middle - began) / 1e9, moved / (time.perf_counter() - middle) / 1e9))
         # The first of each warms up.
         plain_rate, our_rate = (statistics.median(column) for column in zip(*rates[1:], strict=True))
-        found.append(LinkSpeed(name, our_rate, plain_rate, f"{device.chunks} chunks of {CHUNK_BYTES >> 20} MiB"))
+        found.append(
+            LinkSpeed(name, our_rate, plain_rate, f"{bed.size_bytes // CHUNK_BYTES} chunks of {CHUNK_BYTES >> 20} MiB")
+        )
     return found
 
 

@@ -5,7 +5,7 @@ tokens differ. The KV of a token is what Transformers keeps, which for multi-hea
 values of every head.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from kvtier.bench.record import processor
+from kvtier.connect.transformers import Attachment, attach
 from kvtier.errors import ConfigError
 
 _LENGTH = 1 << 20
@@ -147,3 +148,17 @@ def skip_out_of_memory(what: str, skipped: list[str]) -> Generator[None]:
     except torch.OutOfMemoryError as error:
         skipped.append(f"{what}: {str(error).splitlines()[0]}")
         torch.cuda.empty_cache()
+
+
+def attach_locked(model: Any, skip: Callable[[str], None], **options: Any) -> Attachment:  # noqa: ANN401 - see `build`
+    """Attach kvtier, with host memory that is page-locked before anything is measured.
+
+    Where that fails, the memory stays pageable, and `skip` is told the reason.
+    """
+    try:
+        return attach(model, host__page_lock="on", **options)
+    except ConfigError as error:
+        if "page_lock" not in str(error):
+            raise
+        skip(str(error))
+        return attach(model, host__page_lock="off", **options)

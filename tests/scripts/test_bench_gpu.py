@@ -1,9 +1,12 @@
 """`bench/gpu.py`: its slices run on a CPU, stay within their time, go on where they were interrupted; their packs."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +22,7 @@ from bench.parts import gpu_slices
 from bench.parts.gpu_slices import QUICK, SLICES, Rates
 from click.testing import CliRunner
 from tests.programs import program
+from tests.waiting import wait_until
 
 TOP = Path(__file__).parents[2]
 SCRIPT = str(TOP / "bench" / "gpu.py")
@@ -89,6 +93,12 @@ def test_every_slice_is_expected_to_end_within_its_limit(name: str) -> None:
     assert 20 < SLICES[name].estimate_s(Rates()) < 0.9 * gpu_slices.LIMIT_S
 
 
+def test_the_slices_of_most_worth_come_first_and_fit_together() -> None:
+    first = list(SLICES)[:3]
+    assert first == ["tests", "links", "ttft-8b-32k"]
+    assert sum(SLICES[name].estimate_s(Rates()) for name in first) < 0.8 * gpu_slices.LIMIT_S
+
+
 @needs_engine
 def test_the_programs_take_the_options_of_their_slices(tmp_path: Path) -> None:
     import torch
@@ -131,60 +141,149 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
 
 
 def test_a_slice_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "command_of", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    assert gpu.run("links", QUICK["links"], gpu.Options(tmp_path, 0.2, again=False, is_quick=True)) == "stopped"
+    monkeypatch.setattr(gpu, "END_S", 0.2)
+    for script in (
+        "import time; time.sleep(60)",
+        "import signal, time; signal.signal(2, lambda *_: 0); time.sleep(60)",
+    ):
+        monkeypatch.setattr(gpu, "command_of", lambda *_, script=script: [sys.executable, "-c", script])
+        assert gpu.run("links", QUICK["links"], gpu.Options(tmp_path, 0.5, again=False, is_dry=True)) == "stopped"
+
+
+def test_the_record_of_tests_that_hang_has_those_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, begun, limit_s = tmp_path / "test_hangs.py", tmp_path / "begun", 77.0
+    script.write_text(f"""import time
+def test_a(): pass
+def test_b():
+    open({str(begun)!r}, "w").close()
+    time.sleep(90)
+""")
+
+    class Limited(subprocess.Popen[bytes]):
+        """Its time is over once the second test has begun."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == limit_s:
+                wait_until(begun.exists, "the second test")
+                raise subprocess.TimeoutExpired([], limit_s)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", Limited)
+    hanging = gpu_slices.Slice("", ("-m", "pytest", "-o", "addopts=", "-o", "timeout=0", str(script)), lambda *_: 0.0)
+    assert gpu.run("tests", hanging, gpu.Options(tmp_path, limit_s, again=False, is_dry=False)) == "stopped"
+    found = json.loads((tmp_path / "gpu_tests.json").read_text())["results"]
+    assert (found["passed"], found["failed"], found["is_complete"]) == (1, [], False)
+
+
+def test_what_killed_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    monkeypatch.setattr(gpu.tempfile, "tempdir", str(tmp_path))
+    names = (f"kvtier-gpu-{ended.pid}-x", f"kvtier-gpu-{os.getpid()}-x", "kvtier-gpu-x", "other")
+    for name in names:
+        (tmp_path / name).mkdir()
+    for name in (".gpu_links.json.0123456789abcdef", "gpu_links.json"):
+        (tmp_path / name).touch()
+    gpu.remove_leftovers(tmp_path)
+    assert {it.name for it in tmp_path.iterdir()} == {*names[1:], "gpu_links.json"}
+
+
+def samples_of(record: dict[str, Any]) -> dict[tuple[int, str], list[float]]:
+    return {(it["context"], it["name"]): it["ttft_s"] for it in record["samples"]}
+
+
+def processes_below(folder: Path) -> list[str]:
+    """The commands of processes that have this folder among their arguments."""
+    found: list[str] = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(place.read_text().replace("\0", " "))
+    return [it for it in found if str(folder) in it]
+
+
+KILLS = [(9, signal.SIGKILL, True)]
+"""Complete samples when the run is killed, the signal, and whether all of its group get it."""
+MORE_KILLS = [
+    (count, number, is_all)
+    for count in (0, 1, 9, 28, 33, 40)
+    for number, is_all in ((signal.SIGKILL, True), (signal.SIGTERM, False))
+]
 
 
 @needs_engine
 @pytest.mark.engine
-def test_a_killed_slice_goes_on_with_what_is_left(
-    tmp_path: Path, output: Output, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(MORE_KILLS, marks=pytest.mark.nightly)], ids=["few", "many"])
+def test_a_killed_run_loses_nothing_and_goes_on_with_what_is_left(
+    tmp_path: Path, output: Output, capsys: pytest.CaptureFixture[str], kills: list[tuple[int, signal.Signals, bool]]
 ) -> None:
-    record = tmp_path / "gpu_ttft.json"
-    command = gpu.command_of("ttft", QUICK["ttft"], tmp_path)
-    environment = gpu.environment_of(QUICK["ttft"]) | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, cwd=TOP, env=environment, stdout=subprocess.DEVNULL) as process:
-        until_s = time.monotonic() + 200
-        while not record.exists():
-            assert time.monotonic() < until_s
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
-    cut = json.loads(record.read_text())
-    assert (cut["results"]["measured"], cut["results"]["is_complete"]) == ([64], False)
-    assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "begun"
-    assert in_this_process([*command, "--repeats", "3"], {}, 60) != 0
+    record, cut = tmp_path / "gpu_ttft.json", {"samples": []}
+    command = [sys.executable, SCRIPT, "--quick", "ttft", "--out", str(tmp_path)]
+    for count, number, is_all in kills:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            until_s = time.monotonic() + 200
+            while not record.exists() or sum(map(len, samples_of(json.loads(record.read_text())).values())) < count:
+                assert time.monotonic() < until_s
+                assert process.poll() is None
+                time.sleep(0.002)
+            (os.killpg if is_all else os.kill)(process.pid, number)
+        wait_until(lambda: not processes_below(tmp_path), "the slice to end, too")
+        before, cut = cut, json.loads(record.read_text())
+        found = samples_of(cut)
+        assert all(found[arm][: len(times)] == times for arm, times in samples_of(before).items()), "measured once"
+        assert cut["results"]["is_complete"] is False
+        assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "begun"
+    words = gpu.command_of("ttft", QUICK["ttft"], tmp_path)
+    assert in_this_process([*words, "--repeats", "3"], {}, 60) != 0
     assert "gpu_ttft.json was measured with repeats = 2, here it is 3" in capsys.readouterr().out
     assert json.loads(record.read_text()) == cut, "measured with other options"
     output("--quick", "ttft", "--out", str(tmp_path))
     whole = json.loads(record.read_text())
     assert (whole["results"]["measured"], whole["results"]["is_complete"]) == ([64, 256], True)
-    kept = [it for it in whole["samples"] if it["context"] == 64]
-    assert kept == cut["samples"], "measured once"
-    assert [it["name"] for it in whole["samples"] if it["context"] == 256] == [it["name"] for it in kept]
+    assert {arm for _, arm in samples_of(whole)} == {arm for _, arm in samples_of(cut)} | {
+        "disk",
+        *(f"split {share:g}" for share in (0.25, 0.5, 0.75)),
+    }
+    assert all(samples_of(whole)[arm][: len(times)] == times for arm, times in samples_of(cut).items()), "measured once"
+    assert {len(times) for (_, arm), times in samples_of(whole).items() if arm != "disk"} == {2}
     assert whole["results"]["links"] == cut["results"]["links"]
-    assert whole["results"]["continues"] == [{"time": cut["time"], "commit": cut["commit"]}]
+    assert {"time": cut["time"], "commit": cut["commit"]} in whole["results"]["continues"]
     assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "complete"
     assert gpu.state_of("ttft", SLICES["ttft-mla"], tmp_path) == "of other options"
 
 
+@needs_engine
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_picture_that_is_missing_is_drawn_from_the_complete_record(tmp_path: Path, output: Output) -> None:
+    record, picture = tmp_path / "gpu_ttft.json", tmp_path / "gpu_ttft.svg"
+    output("--quick", "ttft", "--out", str(tmp_path))
+    found = json.loads(record.read_text())
+    picture.unlink()
+    del found["command"]  # which is written after the picture
+    record.write_text(json.dumps(found))
+    assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "begun"
+    assert "complete, nothing is left to measure" in output("--quick", "ttft", "--out", str(tmp_path))
+    assert "<svg" in picture.read_text()
+    assert json.loads(record.read_text())["samples"] == found["samples"]
+
+
 @pytest.mark.parametrize(
-    ("inside", "code", "is_quick", "outcome"),
+    ("inside", "code", "is_dry", "outcome"),
     [
         ("", 0, False, "succeeded"),
         ("<failure/>", 1, False, "failed"),
         ("<error/>", 1, True, "failed"),
         ('<skipped message="no GPU"/>', 0, False, "failed"),
         ('<skipped message="no GPU"/>', 0, True, "skipped"),
-        ('</testcase><testcase><skipped message="no GPU"/>', 0, False, "failed"),
+        ('</testcase><testcase name="c"><skipped message="no GPU"/>', 0, False, "failed"),
+        ("", None, False, "stopped"),
     ],
 )
 def test_tests_are_complete_only_if_all_passed(
-    tmp_path: Path, inside: str, code: int, is_quick: bool, outcome: str
+    tmp_path: Path, inside: str, code: int | None, is_dry: bool, outcome: str
 ) -> None:
     report, record = tmp_path / "report.xml", tmp_path / "gpu_tests.json"
     report.write_text(REPORT.format(inside))
-    assert gpu.keep_tests("tests", record, report, code, is_quick=is_quick) == outcome
+    assert gpu.keep_tests("tests", SLICES["tests"], record, report, code, is_dry=is_dry) == outcome
     assert (gpu.state_of("tests", SLICES["tests"], tmp_path) == "complete") is (outcome == "succeeded")
 
 
@@ -193,7 +292,7 @@ def test_what_the_sanitizer_finds_fails_the_slice(tmp_path: Path, monkeypatch: p
     script = f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > {arguments}\nexit 9\n'
     program(tmp_path / "compute-sanitizer", script)
     monkeypatch.setenv("PATH", str(tmp_path))
-    options = gpu.Options(tmp_path, 60, again=False, is_quick=False)
+    options = gpu.Options(tmp_path, 60, again=False, is_dry=False)
     assert gpu.run("sanitizer-memcheck", SLICES["sanitizer-memcheck"], options) == "failed"
     assert arguments.read_text().startswith("1 --tool memcheck --report-api-errors no --error-exitcode 9 ")
     found = json.loads((tmp_path / "gpu_sanitizer_memcheck.json").read_text())
