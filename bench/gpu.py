@@ -26,7 +26,7 @@ from xml.etree import ElementTree as ET
 TOP = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TOP), str(TOP / "src")]  # not this folder: bench/vllm.py would hide vLLM
 
-from bench.parts.gpu_slices import LIMIT_S, QUICK, SIMULATED, SLICES, Rates, Slice  # noqa: E402
+from bench.parts.gpu_slices import LIMIT_S, QUICK, SIMULATED, SIMULATOR, SLICES, Rates, Slice  # noqa: E402
 
 NEEDED = ("torch", "transformers", "numpy", "xxhash", "click", "rich")
 WANTED = ("matplotlib",)
@@ -224,7 +224,7 @@ def environment_of(the_slice: Slice) -> dict[str, str]:
         found["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     elif not the_slice.modules:  # vLLM's connectors refuse it
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if "cpu" in the_slice.program or "--quick" in the_slice.program:
+    if {"cpu", "--quick", *SIMULATOR} & set(the_slice.program):
         found["OMP_NUM_THREADS"] = "1"  # more threads contend on a busy machine
     return found
 

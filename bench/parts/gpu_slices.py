@@ -307,7 +307,7 @@ QUICK: dict[str, Slice] = {
 }  # fmt: skip
 """The same programs on the CPU with a tiny model, as a smoke test."""
 
-SIMULATOR = ("-m", "tests.simulated_cuda")
+SIMULATOR = ("tests/simulated_cuda/__main__.py",)
 """Runs a program like the interpreter, with a simulated device behind torch."""
 
 SIMULATED: dict[str, Slice] = {
@@ -315,7 +315,13 @@ SIMULATED: dict[str, Slice] = {
     for name, program in (
         ("tests", SLICES["tests"].program),
         ("links", ("bench/links.py", *SMALL_LINKS)),
-        ("ttft-8b-32k", (*TTFT, "--shape", "tiny", "--contexts", "64,128", "--repeats", "2", *SMALL_TTFT)),
+        (
+            "ttft-8b-32k",
+            (
+                *TTFT, "--shape", "tiny", "--contexts", "512,1024", "--repeats", "1", "--host", "16MiB",
+                "--disk", "64MiB", "--chunk-tokens", "128", "--link-chunks", "1",
+            ),
+        ),
     )
 }
 """The first slices with a tiny model and a tenth of a gigabyte, on a simulated CUDA device: the dry run."""
