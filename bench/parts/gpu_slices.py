@@ -318,7 +318,7 @@ SIMULATED: dict[str, Slice] = {
         (
             "ttft-8b-32k",
             (
-                *TTFT, "--shape", "tiny", "--contexts", "512,1024", "--repeats", "1", "--host", "16MiB",
+                *TTFT, "--shape", "tiny", "--contexts", "1024", "--repeats", "1", "--host", "16MiB",
                 "--disk", "64MiB", "--chunk-tokens", "128", "--link-chunks", "1",
             ),
         ),

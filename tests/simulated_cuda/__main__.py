@@ -19,7 +19,7 @@ WHOLE = 1 << 40
 def main(words: list[str]) -> None:
     """Run ``-m MODULE …`` or ``SCRIPT …``. `SIMULATED_CUDA_SEED` decides the order of execution."""
     with installed():
-        machine = begin(int(os.environ.get("SIMULATED_CUDA_SEED", "0")), part_bytes=WHOLE)
+        machine = begin(int(os.environ.get("SIMULATED_CUDA_SEED", "0")), part_bytes=WHOLE, host_part_bytes=WHOLE)
         try:
             if words[0] == "-m":
                 sys.argv = words[1:]

@@ -234,14 +234,32 @@ def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
         return _written(func, args, kwargs, written, reads)
     on_host = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs
     if not is_number:
-        try:
-            on_meta = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
-            made = func(*_mapped(_meta, args), **_mapped(_meta, on_meta))
-        except (RuntimeError, NotImplementedError):
-            made = None
+        made = _made(func, args, kwargs)
         if made is not None:
             return _queued(func, args, on_host, made, reads)
     return _blocking(func, args, on_host, reads)
+
+
+def _made(func: Any, args: Any, kwargs: Any) -> Any:
+    """The shapes of an operation's results; None if they depend on numbers. A model asks for the same ones often."""
+    key = func, _signature(args), _signature(tuple(kwargs.items()))
+    if key not in _MADE:
+        on_meta = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
+        try:
+            _MADE[key] = func(*_mapped(_meta, args), **_mapped(_meta, on_meta))
+        except (RuntimeError, NotImplementedError):
+            _MADE[key] = None
+    return _MADE[key]
+
+
+_MADE: dict[Any, Any] = {}
+
+
+def _signature(value: Any) -> Any:
+    """What the shapes of results depend on."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return (type(value), *map(_signature, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
 def _written(func: Any, args: Any, kwargs: Any, written: list[Any], reads: set[int]) -> Any:
