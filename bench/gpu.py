@@ -160,9 +160,18 @@ def reason_against(the_slice: Slice) -> str | None:
     lacking = missing((*the_slice.modules, *(("pytest",) if the_slice.is_tests else ())))
     if lacking:
         return f"{', '.join(lacking)} not installed"
+    available = available_bytes()
+    if the_slice.host_bytes > available:
+        return f"it page-locks {the_slice.host_bytes >> 30} GiB of host memory, and {available >> 30} GiB are available"
     if the_slice.under and shutil.which(the_slice.under[0]) is None:
         return f"no program {the_slice.under[0]}"
     return None
+
+
+def available_bytes() -> int:
+    """Host memory that is available."""
+    facts = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(it.split()[1]) << 10 for it in facts if it.startswith("MemAvailable"))
 
 
 def command_of(name: str, the_slice: Slice, out: Path) -> list[str]:

@@ -119,7 +119,7 @@ def measure_lock(device: Device, settings: LinkSettings) -> object:
     region = page_aligned(settings.lock_bytes)
     began = time.perf_counter()
     lock = Lock(device.registrar(), address_of(region), settings.lock_bytes, SLOT_BYTES)
-    while not waits_s or not lock.ended.is_set() and time.perf_counter() - began < _LOCK_S:
+    while not waits_s or (not lock.ended.is_set() and time.perf_counter() - began < _LOCK_S):
         before = time.perf_counter()
         small.to(device.name)
         device.settle_current()

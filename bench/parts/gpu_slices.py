@@ -92,6 +92,16 @@ class Slice:
                 found[word] = word if after.startswith("--") else after
         return found
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that it page-locks."""
+        default = {"bench/links.py": "64GiB", "bench/ttft.py": "32GiB", "bench/multiturn.py": "32GiB"}
+        words = self.words
+        found = words.get(
+            "--lock", words.get("--host", next((default[it] for it in self.program if it in default), "0"))
+        )
+        return bytes_of(found) if "cpu" not in self.program else 0
+
     def estimate_s(self, rates: Rates) -> float:
         """Seconds that the slice will take."""
         return self.estimate(self.words, rates)
@@ -318,8 +328,21 @@ SIMULATED: dict[str, Slice] = {
         (
             "ttft-8b-32k",
             (
-                *TTFT, "--shape", "tiny", "--contexts", "1024", "--repeats", "1", "--host", "16MiB",
-                "--disk", "64MiB", "--chunk-tokens", "128", "--link-chunks", "1",
+                *TTFT,
+                "--shape",
+                "tiny",
+                "--contexts",
+                "1024",
+                "--repeats",
+                "1",
+                "--host",
+                "16MiB",
+                "--disk",
+                "64MiB",
+                "--chunk-tokens",
+                "128",
+                "--link-chunks",
+                "1",
             ),
         ),
     )

@@ -19,7 +19,7 @@ import click
 import pytest
 from bench import gpu, pack
 from bench.parts import gpu_slices
-from bench.parts.gpu_slices import QUICK, SLICES, Rates
+from bench.parts.gpu_slices import QUICK, SIMULATED, SLICES, Rates
 from click.testing import CliRunner
 from tests.programs import program
 from tests.waiting import wait_until
@@ -140,6 +140,27 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
     assert "stopped: ttft" in output("--quick", "ttft", "--within", "-1", "--out", str(tmp_path), code=1)
 
 
+@needs_engine
+@pytest.mark.engine
+def test_a_dry_run_of_what_a_machine_with_a_gpu_would_run(tmp_path: Path) -> None:
+    names = list(SIMULATED)
+    assert names == list(SLICES)[:3]
+    for name in names:
+        assert not {"--device", "--dtype", "--no-splits", "--no-decode"} & SIMULATED[name].words.keys(), "only sizes"
+    command = [sys.executable, SCRIPT, "--simulated", "--within", "560", *names, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"succeeded: {', '.join(names)}" in done.stdout
+    tests, links, ttft = (json.loads(gpu.record_of(name, tmp_path).read_text())["results"] for name in names)
+    assert (tests["passed"], tests["is_complete"]) == (gpu_slices.TESTS, True)
+    assert (links["device"], links["lock"]["bytes"]) == ("simulated", 64 << 20)
+    assert min(links["product"][key] for key in ("alone", "plain_gb_per_s", "kvtier_gb_per_s")) > 0
+    assert (ttft["device"], ttft["same_tokens"], ttft["skipped"]) == ("simulated", True, [])
+    assert {*ttft["ttft_ms"]} == {"recompute", "store", "host", "disk", *(f"split {it:g}" for it in (0.25, 0.5, 0.75))}
+    assert [it["name"] for it in ttft["links"]] == ["disk", "host to device", "device to host", "both ways at once"]
+    assert min(ttft["decoding"][0].values()) > 0
+
+
 def test_a_slice_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "END_S", 0.2)
     for script in (
@@ -173,6 +194,15 @@ def test_b():
     assert gpu.run("tests", hanging, gpu.Options(tmp_path, limit_s, again=False, is_dry=False)) == "stopped"
     found = json.loads((tmp_path / "gpu_tests.json").read_text())["results"]
     assert (found["passed"], found["failed"], found["is_complete"]) == (1, [], False)
+
+
+def test_a_slice_that_would_take_all_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "available_bytes", lambda: 50 << 30)
+    assert gpu.reason_against(SLICES["links"]) == "it page-locks 64 GiB of host memory, and 50 GiB are available"
+    assert [SLICES[name].host_bytes >> 30 for name in ("tests", "ttft-8b-32k", "ttft-mla", "turns-8b-4k")] == [
+        0, 40, 32, 8,
+    ]  # fmt: skip
+    assert "page-locks" not in (gpu.reason_against(SLICES["ttft-8b-32k"]) or "")
 
 
 def test_what_killed_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,21 +279,13 @@ def test_a_killed_run_loses_nothing_and_goes_on_with_what_is_left(
     assert {"time": cut["time"], "commit": cut["commit"]} in whole["results"]["continues"]
     assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "complete"
     assert gpu.state_of("ttft", SLICES["ttft-mla"], tmp_path) == "of other options"
-
-
-@needs_engine
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_a_picture_that_is_missing_is_drawn_from_the_complete_record(tmp_path: Path, output: Output) -> None:
-    record, picture = tmp_path / "gpu_ttft.json", tmp_path / "gpu_ttft.svg"
-    output("--quick", "ttft", "--out", str(tmp_path))
-    found = json.loads(record.read_text())
-    picture.unlink()
-    del found["command"]  # which is written after the picture
-    record.write_text(json.dumps(found))
-    assert gpu.state_of("ttft", QUICK["ttft"], tmp_path) == "begun"
+    # A run that is killed while it draws leaves a complete record, from which the next one draws.
+    picture = tmp_path / "gpu_ttft.svg"
+    picture.unlink(missing_ok=True)
+    record.write_text(json.dumps({name: it for name, it in whole.items() if name != "command"}))
     assert "complete, nothing is left to measure" in output("--quick", "ttft", "--out", str(tmp_path))
-    assert "<svg" in picture.read_text()
-    assert json.loads(record.read_text())["samples"] == found["samples"]
+    assert picture.exists() is (importlib.util.find_spec("matplotlib") is not None)
+    assert json.loads(record.read_text()) == whole
 
 
 @pytest.mark.parametrize(

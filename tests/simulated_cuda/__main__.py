@@ -1,4 +1,4 @@
-"""Runs a program as the interpreter does, with a simulated device: ``python tests/simulated_cuda/__main__.py PROGRAM …``.
+"""Runs a program as the interpreter does, on a simulated device: ``python tests/simulated_cuda/__main__.py PROGRAM``.
 
 It looks for no races, which needs a hundred times as long.
 """
