@@ -100,7 +100,8 @@ class Slice:
         found = words.get(
             "--lock", words.get("--host", next((default[it] for it in self.program if it in default), "0"))
         )
-        return bytes_of(found) if "cpu" not in self.program else 0
+        attachments = 2 if "bench/multiturn.py" in self.program else 1
+        return attachments * bytes_of(found) if "cpu" not in self.program else 0
 
     def estimate_s(self, rates: Rates) -> float:
         """Seconds that the slice will take."""

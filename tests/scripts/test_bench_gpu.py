@@ -200,7 +200,7 @@ def test_a_slice_that_would_take_all_memory_is_left_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu, "available_bytes", lambda: 50 << 30)
     assert gpu.reason_against(SLICES["links"]) == "it page-locks 64 GiB of host memory, and 50 GiB are available"
     assert [SLICES[name].host_bytes >> 30 for name in ("tests", "ttft-8b-32k", "ttft-mla", "turns-8b-4k")] == [
-        0, 40, 32, 8,
+        0, 40, 32, 16,
     ]  # fmt: skip
     assert "page-locks" not in (gpu.reason_against(SLICES["ttft-8b-32k"]) or "")
 
@@ -235,7 +235,7 @@ KILLS = [(9, signal.SIGKILL, True)]
 """Complete samples when the run is killed, the signal, and whether all of its group get it."""
 MORE_KILLS = [
     (count, number, is_all)
-    for count in (0, 1, 9, 28, 33, 40)
+    for count in (1, 9, 28, 40)
     for number, is_all in ((signal.SIGKILL, True), (signal.SIGTERM, False))
 ]
 
