@@ -122,12 +122,10 @@ def test_the_programs_take_the_options_of_their_slices(tmp_path: Path) -> None:
 @needs_engine
 @pytest.mark.engine
 def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path, output: Output) -> None:
-    names = ("links", "ttft", "turns")
-    printed = output("--quick", "sanitizer", *names, "--out", str(tmp_path))
+    printed = output("--quick", "sanitizer", "links", "turns", "--out", str(tmp_path))
     assert "== sanitizer: left out, no program compute-sanitizer" in printed
-    assert re.search(r"^succeeded: links, ttft, turns$", printed, re.MULTILINE)
-    for name in ("ttft", "turns"):
-        assert json.loads((tmp_path / f"gpu_{name}.json").read_text())["results"]["same_tokens"] is True
+    assert re.search(r"^succeeded: links, turns$", printed, re.MULTILINE)
+    assert json.loads((tmp_path / "gpu_turns.json").read_text())["results"]["same_tokens"] is True
     found = json.loads((tmp_path / "gpu_links.json").read_text())["results"]
     assert [it["name"] for it in found["copies"]] == ["host to device", "device to host", "both ways at once"]
     assert found["lock"]["bytes"] == 64 << 20
