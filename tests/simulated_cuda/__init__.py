@@ -22,6 +22,7 @@ import torch
 from tests.simulated_cuda import cuda
 from tests.simulated_cuda.machine import Machine, Memory, without_stacks
 from tests.simulated_cuda.tensors import DEVICE, Current, SimulatedTensor, kernels
+from torch.utils import _device
 
 __all__ = ["Machine", "begin", "installed", "seen_by_host"]
 
@@ -66,6 +67,9 @@ def installed() -> Iterator[None]:
             undo.enter_context(mock.patch.object(torch.cuda, name, double, create=True))
         for owner, name, double in cuda.with_device(DEVICE):
             undo.enter_context(mock.patch.object(owner, name, double))
+        # It keeps the calls that a `with torch.device(...)` gives its device to, doubled ones or not.
+        _device._device_constructors.cache_clear()
+        undo.callback(_device._device_constructors.cache_clear)
         undo.enter_context(mock.patch.object(ctypes, "CDLL", cuda.open_library(ctypes.CDLL)))
         # `Module.to` would put the device's memory into the host's parameters.
         undo.enter_context(mock.patch.object(torch.__future__, "_overwrite_module_params_on_conversion", new=True))
