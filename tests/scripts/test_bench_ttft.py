@@ -161,3 +161,25 @@ def test_a_choice_that_is_not_the_best_has_a_regret(monkeypatch: pytest.MonkeyPa
     (choice,) = choices(1024, 256, computed=[(1024, 1.0)], loaded={"host": [(1024, 0.1)]}, splits={})
     assert (choice.best_tokens, choice.chosen_tokens) == (1024, 0)
     assert choice.regret == pytest.approx(9.0)
+
+
+@needs_engine
+@pytest.mark.engine
+def test_memory_that_the_driver_does_not_lock_is_said_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.parts.models import attach_locked, build
+    from tests.simulated_cuda import installed
+
+    from kvtier.device.page_lock import CudaRegistrar
+    from kvtier.errors import ConfigError
+
+    monkeypatch.setattr(CudaRegistrar, "register", lambda *_: 801)
+    said: list[str] = []
+    with installed():
+        model = build("tiny", "cuda", "float32", 1)
+        attach_locked(model, said.append, host__capacity_bytes="2MiB").close()
+        (reason,) = said
+        assert reason.startswith("host.page_lock = on: 0 of ")
+        assert "CUDA error 801" in reason
+        with pytest.raises(ConfigError, match="capacity_bytes"):
+            attach_locked(model, said.append, host__capacity_bytes="2 apples")
+    assert said == [reason]
