@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -224,7 +225,8 @@ def gpu_copies(sizes: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> tup
         locked = measures(gpu_points(region, device, sizes, ""), limits, tick)
     finally:
         torch.cuda.synchronize()
-        unlock()
+        with suppress(RuntimeError):  # it stays locked until the probe ends
+            unlock()
     return LinkMeasures("gpu", locked + pageable), True
 
 
