@@ -30,6 +30,9 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 
+SEED = "ASYNCHRONOUS_SEED"
+"""A variable. With it engines with a connector are asynchronous (see `asynchronous`), and others stay as they are."""
+
 START_S = 300.0
 ANSWER_S = 300.0
 END_S = 120.0
@@ -146,6 +149,9 @@ class Engine:
         given = {"model": str(model)} | arguments
         if connector is not None:
             given["kv_transfer_config"] = connector
+            if seed := os.environ.get(SEED):
+                environment = {SEED: seed} | (environment or {})
+                sabotage = ",".join(filter(None, ("asynchronous:apply", sabotage)))
         job = {"arguments": given, "environment": environment or {}, "log": str(log), "sabotage": sabotage}
         context = _context()
         self._connection, theirs = context.Pipe()

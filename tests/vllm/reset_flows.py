@@ -8,7 +8,8 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 BLOCK, BLOCKS, VOCABULARY, LEAST_TOKEN = 32, 120, 1024, 3
@@ -26,12 +27,30 @@ class Page(NamedTuple):
     """Hash of all tokens up to its end."""
 
 
-class Step(NamedTuple):
+class Work(NamedTuple):
+    """What a step computes for a request."""
+
+    name: str
+    start: int
+    end: int
+    """Its first token, and the one after its last."""
+    blocks: list[int]
+    is_sampled: bool
+    loaded: tuple[int, int]
+    """The tokens before a load that it begins with, and with it."""
+
+
+@dataclass
+class Step:
     """A step that is under way."""
 
     output: Any
-    work: list[tuple[str, int, int, list[int], bool]]
-    """For each request: its name, its first token and those after its last one, its blocks, whether it samples."""
+    work: list[Work]
+    oldest: int
+    """The oldest weights whose KV it may find."""
+    told: Any = None
+    """The connector's part of the result, once the step is launched."""
+    result: Any = None
 
 
 class Flows:
@@ -40,7 +59,8 @@ class Flows:
     Args:
         core: vLLM's `EngineCore`.
         seed: of everything that is left to chance.
-        is_overlapped: a step is scheduled before the one before it has returned.
+        is_overlapped: steps are asynchronous. One is scheduled before the one before it has returned, and the connector
+            is called at its launch. Its forward runs later, mostly when its result is waited for.
     """
 
     def __init__(self, core: Any, seed: int, *, is_overlapped: bool) -> None:
@@ -127,7 +147,7 @@ class Flows:
         """One of vLLM's resets, whose error or False a loop may swallow, or try once more."""
         for _ in range(self.draw.choice((1, 1, 2))):
             preempts, everywhere = self.draw.random() < 0.5, self.draw.random() < 0.3
-            self.launch()
+            self.seen["resets before a forward"] += any(it.result is None for it in self.under_way)
             is_due = preempts or not self.scheduler.running
             for kind in ("running", "REMOTE", "deferred", "pins"):
                 self.seen[f"resets with {kind}"] += self.count(kind) > 0
@@ -167,7 +187,7 @@ class Flows:
         self.step()
 
     def launch(self) -> None:
-        """Run the forwards of all steps that are under way: they come before what is called next."""
+        """Run the forwards of all steps that are under way: they come before what is called in the workers next."""
         for step in self.under_way:
             self.execute(step)
 
@@ -183,7 +203,7 @@ class Flows:
         has_more = self.scheduler.has_requests()
         if has_more:
             self.under_way.append(self.scheduled())
-            if self.draw.random() < 0.5:
+            if self.draw.random() < (0.2 if self.depth > 1 else 0.5):
                 self.execute(self.under_way[-1])
         if self.under_way and (len(self.under_way) >= self.depth or not has_more):
             step = self.under_way[0]
@@ -192,32 +212,31 @@ class Flows:
             self.scheduler.update_from_output(step.output, result)
 
     def scheduled(self) -> Step:
-        """The next step."""
+        """The next step. If steps overlap, the workers' connector gets its orders now."""
         output = self.scheduler.schedule()
+        self.seen["preemptions"] += len(output.preempted_req_ids or ())
         work = []
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            end = request.num_computed_tokens
-            work.append((name, end - count, end, list(blocks), not request.is_prefill_chunk))
-        return Step(output, work)
+            end, loaded = request.num_computed_tokens, self.loads.pop(name, (0, 0))
+            work.append(Work(name, end - count, end, list(blocks), not request.is_prefill_chunk, loaded))
+        step = Step(output, work, self.oldest)
+        if self.depth > 1:
+            self.seen["orders before a forward"] += any(it.result is None for it in self.under_way)
+            step.told = self.tell(output, lambda: None)
+        return step
 
-    def execute(self, step: Step) -> Any:
-        """The workers' part of a step, after those before it; its result."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    def tell(self, output: Any, forward: Callable[[], None]) -> Any:
+        """What the workers' connector says of a step: vLLM's calls in their order, around the launch of the forward."""
+        from vllm.v1.outputs import KVConnectorOutput
 
-        for other in self.under_way:
-            if other is step:
-                break
-            self.execute(other)
-        if (known := getattr(step.output, "result", None)) is not None:
-            return known
-        orders, worker = step.output.kv_connector_metadata, self.worker
+        orders, worker = output.kv_connector_metadata, self.worker
         worker.handle_preemptions(orders)
         worker.bind_connector_metadata(orders)
-        sampled = [[token] if samples else [] for samples, token in map(self.forward, step.work)]
+        forward()
         worker.wait_for_save()
-        results = worker.get_transfer_results(step.output.finished_req_ids)
+        results = worker.get_transfer_results(output.finished_req_ids)
         told = KVConnectorOutput(
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
@@ -225,31 +244,54 @@ class Flows:
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        names = [name for name, *_ in step.work]
-        result = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled, kv_connector_output=told)
-        step.output.result = result
-        return result
+        return told
 
-    def forward(self, work: tuple[str, int, int, list[int], bool]) -> tuple[bool, int]:
-        """Look at the pages before `start`, and write those up to `end`."""
-        name, start, end, blocks, samples = work
-        text = self.texts[name]
-        while len(text) <= end:
-            text.append(LEAST_TOKEN + hash(tuple(text)) % (VOCABULARY - LEAST_TOKEN))
-        weights = self.weights
-        first, last = self.loads.pop(name, (0, 0))
-        for number in range(-(-start // BLOCK)):
-            page = self.look(blocks[number])
-            assert page.tokens == hash(tuple(text[: min(start, (number + 1) * BLOCK)])), f"{name}: foreign KV {number}"
-            assert page.weights >= self.oldest, f"{name}: block {number} is of weights {page}, reset at {self.oldest}"
-            if first <= number * BLOCK < min(last, start):
-                self.seen["loaded pages"] += 1
-                assert page.weights == self.weights, f"{name}: block {number} was loaded, of {page} at {self.weights}"
-            weights = min(weights, page.weights)
-        for number in range(start // BLOCK, -(-end // BLOCK)):
-            self.memory[blocks[number]] = float(len(self.pages))
-            self.pages.append(Page(weights, hash(tuple(text[: min(end, (number + 1) * BLOCK)]))))
-        return samples, text[end]
+    def execute(self, step: Step) -> Any:
+        """The forward of a step, after those before it; its result."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        for other in self.under_way:
+            if other is step:
+                break
+            self.execute(other)
+        if step.result is not None:
+            return step.result
+        sampled: list[list[int]] = []
+
+        def forward() -> None:
+            sampled.extend([token] if work.is_sampled else [] for work, token in self.forward(step))
+
+        if step.told is None:
+            step.told = self.tell(step.output, forward)
+        else:
+            forward()
+        names = [it.name for it in step.work]
+        indices = {name: number for number, name in enumerate(names)}
+        step.result = ModelRunnerOutput(names, indices, sampled, kv_connector_output=step.told)
+        return step.result
+
+    def forward(self, step: Step) -> Iterator[tuple[Work, int]]:
+        """Look at the pages before each request's `start`, and write those up to `end`; the tokens that come next."""
+        for work in step.work:
+            name, start, end, blocks, _, (first, last) = work
+            text = self.texts[name]
+            while len(text) <= end:
+                text.append(LEAST_TOKEN + hash(tuple(text)) % (VOCABULARY - LEAST_TOKEN))
+            weights = self.weights
+            for number in range(-(-start // BLOCK)):
+                page = self.look(blocks[number])
+                assert page.tokens == hash(tuple(text[: min(start, (number + 1) * BLOCK)])), (
+                    f"{name}: foreign KV {number}"
+                )
+                assert page.weights >= step.oldest, f"{name}: block {number} is of {page}, reset at {step.oldest}"
+                if first <= number * BLOCK < min(last, start):
+                    self.seen["loaded pages"] += 1
+                    assert page.weights == self.weights, f"{name}: block {number} was loaded, of {page}"
+                weights = min(weights, page.weights)
+            for number in range(start // BLOCK, -(-end // BLOCK)):
+                self.memory[blocks[number]] = float(len(self.pages))
+                self.pages.append(Page(weights, hash(tuple(text[: min(end, (number + 1) * BLOCK)]))))
+            yield work, text[end]
 
     def look(self, block: int) -> Page:
         """What a page holds."""
@@ -274,6 +316,7 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
         AssertionError: a reset did not do what it does without a connector, or a page is wrong.
     """
     from settings import connector
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.engine.core import EngineCore
 
     from vllm import LLM
@@ -302,6 +345,7 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
         kv_cache_memory_bytes=16 << 20,
     )
     world = Flows(llm.llm_engine.engine_core.engine_core, seed, is_overlapped=is_overlapped)
+    assert isinstance(world.scheduler, AsyncScheduler) is is_overlapped
     for number in range(flows):
         try:
             world.flow()

@@ -175,9 +175,10 @@ class Served:
         Raises:
             TimeoutError: it never comes to rest.
         """
-        scheduler = self._engine.engine_core.engine_core.scheduler
+        core = self._engine.engine_core.engine_core
+        scheduler = core.scheduler
         deadline = time.monotonic() + DRAIN_S
-        while scheduler.has_requests():
+        while scheduler.has_requests() or core.batch_queue:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the scheduler is still busy with {list(scheduler.requests)} after {DRAIN_S:.0f} s")
             self._engine.step()

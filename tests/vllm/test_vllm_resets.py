@@ -13,7 +13,8 @@ from settings import connector
 
 pytestmark = pytest.mark.engine
 
-NEEDS = ("resets with running", "resets with REMOTE", "resets with pins", "loaded pages")
+NEEDS = ("resets with running", "resets with REMOTE", "resets with pins", "loaded pages", "preemptions")
+OVERLAPPED = ("resets with deferred", "resets before a forward", "orders before a forward")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.vllm_core), 2, 3, 4, 5])
 def test_resets_in_any_order_do_what_they_do_without_kvtier(seed: int, is_overlapped: bool, shallow: str) -> None:
     """A thousand flows in all: no reset fails because of kvtier, and no KV of weights before it is used after it."""
-    needs = (*NEEDS, "resets with deferred") if is_overlapped else NEEDS
+    needs = (*NEEDS, *OVERLAPPED) if is_overlapped else NEEDS
     in_process(reset_flows.run, shallow, seed, 100, is_overlapped, needs, "")
 
 
