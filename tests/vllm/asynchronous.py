@@ -406,6 +406,11 @@ def apply() -> None:
         threading.Thread(target=_run, kwargs={"is_device": is_device}, daemon=True).start()
 
 
+def read_early() -> None:
+    """Nobody waits for the copy of sampled tokens: the control of the doubles."""
+    Event.synchronize = lambda self: None  # type: ignore[method-assign]
+
+
 def told(engine: Any) -> dict[str, Any]:
     """What was seen, and what vLLM has chosen."""
     core = engine.engine_core.engine_core

@@ -1,6 +1,7 @@
 """Pages of all layers in an engine's process, and what is broken on purpose in those of a draft model."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 _freed: list[tuple[list[int], ...]] = []
@@ -9,13 +10,16 @@ _freed: list[tuple[list[int], ...]] = []
 def watch(engine: Any) -> None:
     """Remember the blocks of each request that ends from now on. A freed block keeps its bytes until it is reused."""
     manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-    inner = manager.free
 
-    def free(request: Any) -> None:
-        _freed.append(manager.get_block_ids(request.request_id))
-        inner(request)
+    def watched(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def free(request: Any) -> Any:
+            _freed.append(manager.get_block_ids(request.request_id))
+            return inner(request)
 
-    manager.free = free
+        return free
+
+    # The second, while a step that writes into the blocks is under way.
+    manager.free, manager.pop_blocks_for_free = watched(manager.free), watched(manager.pop_blocks_for_free)
 
 
 def last(engine: Any, tokens: int) -> dict[str, list[str]]:

@@ -4,8 +4,10 @@
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,58 @@ def unfenced_copies() -> None:
 
     slow_copies(LATE_S)
     BlockCopier.revoke = lambda self, requests, wait_s: True  # type: ignore[method-assign]
+
+
+def trust_launched_steps() -> None:
+    """A step counts as computed when it is launched."""
+    from kvtier.connect.vllm.requests import TrackedRequest
+
+    def computed_tokens(self: TrackedRequest, confirmed_step: int) -> int:
+        return 0 if self.began_step is None else min(self.request.num_computed_tokens, self.request.num_tokens)
+
+    TrackedRequest.computed_tokens = computed_tokens  # type: ignore[method-assign]
+
+
+def confirm_early() -> None:
+    """The workers report the step after the one that has returned."""
+    from kvtier.connect.vllm.worker import Worker
+
+    inner = Worker.done
+    Worker.done = property(lambda self: replace(found := inner.__get__(self), step=found.step + 1))  # type: ignore[assignment, method-assign]
+
+
+def watch_no_reuse() -> None:
+    """Stores are late, and nobody looks whether vLLM hands out a block that one reads."""
+    from kvtier.connect.vllm.block_pool import BlockPins
+    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+
+    inner = CpuPageCopy.gather
+
+    def gather(self: CpuPageCopy, group: int, ids: Any, payload: memoryview) -> None:
+        time.sleep(LATE_S / 3)
+        inner(self, group, ids, payload)
+
+    CpuPageCopy.gather = gather  # type: ignore[method-assign]
+    BlockPins._reused = lambda self, block: None  # type: ignore[method-assign]
+
+
+def free_at_once() -> None:
+    """vLLM hands out blocks that a step under way writes, as it does without a connector that loads."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    Scheduler._request_blocks_can_be_freed = lambda self, request: True  # type: ignore[method-assign]
+
+
+def load_late() -> None:
+    """A load is reported before its bytes are there."""
+    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+
+    inner = CpuPageCopy.scatter
+
+    def scatter(self: CpuPageCopy, group: int, ids: Any, payload: memoryview) -> None:
+        threading.Timer(SLOW_S, inner, (self, group, ids, memoryview(bytes(payload)))).start()
+
+    CpuPageCopy.scatter = scatter  # type: ignore[method-assign]
 
 
 def fail_lookups() -> None:

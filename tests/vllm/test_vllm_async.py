@@ -1,0 +1,122 @@
+"""Asynchronous steps, as every GPU has them: the engine is a step ahead of what has been computed (`asynchronous`).
+
+The scenarios are those of synchronous engines, and answers equal those of a synchronous engine without kvtier.
+"""
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Start, small_engine
+from harness import SEED, Answer, Ask, Engine, EngineError
+from judge import TOLERANCE, furthest, prompt
+from settings import connector
+
+pytestmark = pytest.mark.engine
+
+STORM: dict[str, Any] = {"max_model_len": 1300, "max_num_seqs": 8, "num_gpu_blocks_override": 26}
+"""Too few blocks for eight requests that grow."""
+MANY, FEW = 2048, 320
+"""Tokens of a step: for several prompts, or for a part of one."""
+SHARED = [prompt(520, number) for number in range(4)]
+POOL = [Ask([*SHARED[number % 4], *prompt(100 + 17 * number, 50 + number)], 20 + 9 * number) for number in range(16)]
+"""Each text is shared by four requests."""
+TURNS = 4
+LIMIT_S = 60.0
+"""Of processor time, for a mutant."""
+MUTANTS = [
+    ("sabotage:trust_launched_steps", FEW),
+    ("sabotage:confirm_early", MANY),
+    ("sabotage:watch_no_reuse", MANY),
+    ("sabotage:free_at_once", MANY),
+    ("sabotage:load_late", MANY),
+    ("asynchronous:read_early", MANY),
+]
+
+
+@pytest.fixture(autouse=True)
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are asynchronous wherever there is kvtier."""
+    monkeypatch.setenv(SEED, "1")
+
+
+@pytest.fixture(scope="module")
+def calm(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    """What the pool is answered by a synchronous engine with room for all."""
+    with small_engine(checkpoints, "llama", tmp_path_factory.mktemp("calm") / "log", None, max_num_seqs=8) as engine:
+        return engine.ask(*POOL)
+
+
+def turn(engine: Engine, calm: list[Answer], draw: random.Random, number: int) -> float:
+    """Ask for most of the pool at drawn steps, and abort some; the largest distance of the answers of the others.
+
+    Every other turn has KV of its own, which the next one loads.
+    """
+    chosen = draw.sample(range(len(POOL)), 12)
+    asked = []
+    for at in chosen:
+        fields = vars(POOL[at]) | {"at_step": draw.choice((0, 0, 3, 9, 20)), "salt": str(number // 2)}
+        if draw.random() < 0.4:
+            fields["abort_at_step"] = fields["at_step"] + draw.randrange(1, 30)
+        asked.append(Ask(**fields))
+    answers = engine.ask(*asked)
+    ended = [(it, calm[at]) for it, at in zip(answers, chosen, strict=True) if it.reason != "abort"]
+    assert ended
+    if draw.random() < 0.7:
+        engine.forget()
+    return furthest(*zip(*ended, strict=True))
+
+
+def started(start: Start, tmp_path: Path, sabotage: str = "", *, seed: int = 1, most: int = MANY) -> Engine:
+    fields = STORM | {"max_num_batched_tokens": most, "environment": {SEED: str(seed)}}
+    return start("llama", connector(tmp_path / "kv"), sabotage=sabotage, **fields)
+
+
+@pytest.mark.parametrize("most", [MANY, FEW])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.vllm_core), 2, 3])
+def test_a_storm_of_asynchronous_steps_changes_no_answer(
+    seed: int, most: int, start: Start, calm: list[Answer], tmp_path: Path
+) -> None:
+    """Requests share prefixes, are preempted and aborted, and load, while two steps are under way."""
+    engine, draw = started(start, tmp_path, seed=seed, most=most), random.Random(seed)
+    distances = [turn(engine, calm, draw, number) for number in range(TURNS)]
+    assert max(distances) < TOLERANCE, distances
+    assert engine.metrics()["vllm:num_preemptions"] > 0
+    assert engine.external_hits() > 0
+    engine.drain()
+    assert engine.metrics()["vllm:kv_cache_usage_perc"] == 0
+    was_asynchronous(engine)
+    engine.close()
+    after = start("llama", connector(tmp_path / "kv"))
+    again = [replace(it, salt=str((TURNS - 1) // 2)) for it in POOL]
+    assert furthest(after.ask_in_turn(*again), calm) < TOLERANCE, "what was stored on the way is right as well"
+    assert after.external_hits() > 0
+
+
+def was_asynchronous(engine: Engine) -> None:
+    """vLLM has chosen asynchronous steps, and what they need was late and out of order."""
+    told = engine.do("asynchronous:told")
+    print(told)
+    assert (told["scheduler"], told["batches"], told["defers"]) == ("AsyncScheduler", 2, True)
+    assert told["steps launched before the forward before them"] > told["steps"] / 3
+    for what in ("connector calls before the forward", "results that were not there", "waits for copies"):
+        assert told[what] > 10, what
+    assert told["steps that overtook a copy"] > 0
+
+
+@pytest.mark.vllm_core
+@pytest.mark.parametrize(("sabotage", "most"), MUTANTS)
+def test_the_control_what_is_broken_changes_an_answer(
+    sabotage: str, most: int, start: Start, calm: list[Answer], tmp_path: Path
+) -> None:
+    """Or it ends the engine, where no token is what was waited for."""
+    engine, draw, distances = started(start, tmp_path, sabotage, most=most), random.Random(1), [0.0]
+    with suppress(EngineError):
+        while max(distances) < 100 * TOLERANCE:
+            assert engine.cpu_s() < LIMIT_S, f"not seen in {len(distances)} turns"
+            distances.append(turn(engine, calm, draw, len(distances) - 1))
+    print(sabotage, len(distances), "turns", distances)
+    engine.kill()
