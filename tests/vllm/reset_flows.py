@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 BLOCK, BLOCKS, VOCABULARY, LEAST_TOKEN = 32, 120, 1024, 3
@@ -59,8 +60,8 @@ class Flows:
     Args:
         core: vLLM's `EngineCore`.
         seed: of everything that is left to chance.
-        is_overlapped: steps are asynchronous. One is scheduled before the one before it has returned, and the connector
-            is called at its launch. Its forward runs later, mostly when its result is waited for.
+        is_overlapped: steps are asynchronous. One is scheduled before the one before it has returned. The workers'
+            connector is mostly called at once, and the forward runs later, mostly when its result is waited for.
     """
 
     def __init__(self, core: Any, seed: int, *, is_overlapped: bool) -> None:
@@ -203,6 +204,10 @@ class Flows:
         has_more = self.scheduler.has_requests()
         if has_more:
             self.under_way.append(self.scheduled())
+            if self.depth > 1 and self.draw.random() < 0.7:  # else a worker in another process is behind
+                self.seen["orders before a forward"] += self.under_way[0].result is None and len(self.under_way) > 1
+                for step in self.under_way:
+                    step.told = step.told or self.tell(step.output, lambda: None)
             if self.draw.random() < (0.2 if self.depth > 1 else 0.5):
                 self.execute(self.under_way[-1])
         if self.under_way and (len(self.under_way) >= self.depth or not has_more):
@@ -212,7 +217,7 @@ class Flows:
             self.scheduler.update_from_output(step.output, result)
 
     def scheduled(self) -> Step:
-        """The next step. If steps overlap, the workers' connector gets its orders now."""
+        """The next step."""
         output = self.scheduler.schedule()
         self.seen["preemptions"] += len(output.preempted_req_ids or ())
         work = []
@@ -221,11 +226,7 @@ class Flows:
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             end, loaded = request.num_computed_tokens, self.loads.pop(name, (0, 0))
             work.append(Work(name, end - count, end, list(blocks), not request.is_prefill_chunk, loaded))
-        step = Step(output, work, self.oldest)
-        if self.depth > 1:
-            self.seen["orders before a forward"] += any(it.result is None for it in self.under_way)
-            step.told = self.tell(output, lambda: None)
-        return step
+        return Step(output, work, self.oldest)
 
     def tell(self, output: Any, forward: Callable[[], None]) -> Any:
         """What the workers' connector says of a step: vLLM's calls in their order, around the launch of the forward."""
@@ -310,7 +311,7 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
         flows: their number.
         is_overlapped: see `Flows`.
         needs: names of counts that must not be 0.
-        sabotage: name of a function below.
+        sabotage: name of a function below, or of `sabotage`.
 
     Raises:
         AssertionError: a reset did not do what it does without a connector, or a page is wrong.
@@ -331,7 +332,7 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
     EngineCore._initialize_kv_caches = initialize  # type: ignore[method-assign]
     _slow(random.Random(seed))
     if sabotage:
-        globals()[sabotage]()
+        (globals().get(sabotage) or getattr(import_module("sabotage"), sabotage))()
     llm = LLM(
         checkpoint,
         kv_transfer_config=connector(None, host__capacity_bytes="4MiB"),

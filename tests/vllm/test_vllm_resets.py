@@ -33,12 +33,21 @@ def test_resets_in_any_order_do_what_they_do_without_kvtier(seed: int, is_overla
     in_process(reset_flows.run, shallow, seed, 100, is_overlapped, needs, "")
 
 
-@pytest.mark.vllm_core
-@pytest.mark.parametrize("sabotage", ["keep_pins", "keep_loads", "unwatched"])
-def test_the_control_what_is_broken_is_seen(sabotage: str, shallow: str) -> None:
-    """Pins and loads that stay make resets fail; blocks that go back unwatched are stored with another request's KV."""
+@pytest.mark.parametrize(
+    ("sabotage", "is_overlapped"),
+    [
+        *(pytest.param(it, False, marks=pytest.mark.vllm_core) for it in ("keep_pins", "keep_loads", "unwatched")),
+        pytest.param("free_at_once", True, marks=pytest.mark.vllm_core),
+        ("trust_launched_steps", True),
+    ],
+)
+def test_the_control_what_is_broken_is_seen(sabotage: str, is_overlapped: bool, shallow: str) -> None:
+    """Pins and loads that stay make resets fail; blocks that go back unwatched are stored with another request's KV.
+
+    So are those that a step under way writes, or has not written yet.
+    """
     with pytest.raises(EngineError, match="run ended with exit code 1"):
-        in_process(reset_flows.run, shallow, 7, 1000, False, (), sabotage)
+        in_process(reset_flows.run, shallow, 7, 1000, is_overlapped, (), sabotage)
 
 
 @pytest.mark.vllm_core
