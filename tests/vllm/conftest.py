@@ -24,7 +24,7 @@ if IS_INSTALLED:
     from engines import PROMPTS, Expected, Start, small_engine
     from harness import Answer, Engine, in_process
     from judge import prompt
-    from models import make_all
+    from models import make_all, make_drafts
 
 
 def pytest_report_header() -> str:
@@ -38,6 +38,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("checkpoints")
     in_process(make_all, where)
     return where
+
+
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with draft models, and what they draft for; see `make_drafts`."""
+    place = tmp_path_factory.mktemp("drafts")
+    in_process(make_drafts, place)
+    return place
 
 
 @pytest.fixture

@@ -190,6 +190,18 @@ def make_adapter(checkpoint: Path, directory: Path, seed: int) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
+DRAFTED = {"eagle": "llama-shallow", "eagle3": "llama", "mtp": "deepseek-shallow"}
+"""What each method drafts for."""
+
+
+def make_drafts(place: Path) -> None:
+    """Write the models of `DRAFTED`, by name, and draft models for them, by method; two of EAGLE."""
+    for method, model in DRAFTED.items():
+        make_checkpoint(model, place / model)
+        make_draft(method, place / model, place / method)
+    make_draft("eagle", place / DRAFTED["eagle"], place / "eagle-2", seed=2)
+
+
 def make_draft(method: str, checkpoint: Path, directory: Path, seed: int = 1) -> None:
     """Write a draft model for a checkpoint: an ``eagle`` or ``eagle3`` head, or the checkpoint with an ``mtp`` layer.
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import sabotage
 from engines import ARGUMENTS, Start
-from harness import Answer, Engine, EngineError, in_process
+from harness import Answer, Engine, EngineError
 from judge import TOLERANCE, apart, prompt
-from models import make_checkpoint, make_draft
+from models import DRAFTED
 from settings import CHUNK, connector, tiering, whole
 from storage import heads
 
@@ -24,26 +24,6 @@ COUNT = 64
 Pages = dict[str, list[str]]
 
 
-MODELS = {"eagle": "llama-shallow", "eagle3": "llama", "mtp": "deepseek-shallow"}
-"""What each method drafts for."""
-
-
-@pytest.fixture(scope="session")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models of `MODELS`, by name, and draft models for them, by method; two of EAGLE."""
-    place = tmp_path_factory.mktemp("drafts")
-    in_process(make_drafts, place)
-    return place
-
-
-def make_drafts(place: Path) -> None:
-    """Write them."""
-    for method, model in MODELS.items():
-        make_checkpoint(model, place / model)
-        make_draft(method, place / model, place / method)
-    make_draft("eagle", place / MODELS["eagle"], place / "eagle-2", seed=2)
-
-
 @pytest.fixture
 def draft(start: Start, drafts: Path) -> Callable[..., Engine]:
     """Starts engines with a draft model, and without vLLM's own prefix cache."""
@@ -55,7 +35,7 @@ def draft(start: Start, drafts: Path) -> Callable[..., Engine]:
         else:
             settings["model"] = str(drafts / (head or method))
         known = {"speculative_config": settings, "enable_prefix_caching": False}
-        model = method if method == "mtp" else MODELS[method]
+        model = method if method == "mtp" else DRAFTED[method]
         engine = start(drafts / model, given, **known | (ARGUMENTS["deepseek"] if method == "mtp" else {}) | fields)
         engine.do("draft_pages:watch")
         return engine
