@@ -91,7 +91,8 @@ def begin(start: Start, drafts: Path, tmp_path: Path) -> Callable[..., Engine]:
             draft = {"method": "eagle", "num_speculative_tokens": 3, "model": str(drafts / "eagle")}
             given["speculative_config"] = draft
         path = drafts / DRAFTED["eagle"] if model == "eagle" else model
-        return start(path, connector(tmp_path / "kv"), sabotage=sabotage, environment={SEED: str(seed)}, **given)
+        transfer = given.pop("transfer", lambda it: it)(connector(tmp_path / "kv"))
+        return start(path, transfer, sabotage=sabotage, environment={SEED: str(seed)}, **given)
 
     return began
 
@@ -119,6 +120,27 @@ def test_a_storm_of_asynchronous_steps_changes_no_answer(
     again = [replace(it, salt=str((TURNS - 1) // 2)) for it in POOL]
     assert furthest(after.ask_in_turn(*again), calm(model)) < TOLERANCE, "what was stored on the way is right as well"
     assert after.external_hits() > 0
+
+
+def several(given: dict[str, Any], role: str) -> dict[str, Any]:
+    """kvtier in a `MultiConnector`, whose role is the one that vLLM's scheduler reads."""
+    connectors = {"connectors": [given | {"kv_role": role}]}
+    fields = {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": connectors}
+    return {"kv_connector": "MultiConnector", **fields}
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_prefill_engine_loads_into_no_block_that_a_step_still_writes(
+    is_alone: bool, begin: Callable[..., Engine], calm: Calm
+) -> None:
+    """vLLM delays the reuse of such blocks only in an engine whose role says that it loads."""
+    role = "kv_producer"
+    engine = begin("llama", transfer=lambda it: it | {"kv_role": role} if is_alone else several(it, role))
+    draw = random.Random(1)
+    distances = [turn(engine, calm("llama"), draw, number) for number in range(TURNS)]
+    assert max(distances) < TOLERANCE, distances
+    assert engine.external_hits() > 0
+    was_asynchronous(engine)
 
 
 def was_asynchronous(engine: Engine) -> None:

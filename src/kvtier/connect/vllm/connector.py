@@ -78,10 +78,15 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """None in a worker, and until all workers are up; until then every lookup is a miss."""
         self._lower: WorkerSide | None = None
         """None in the scheduler's connector, and until vLLM registers its KV memory."""
-        if role is ConnectorRole.SCHEDULER and self._setup.role == "kv_producer":
+        if role is ConnectorRole.SCHEDULER:
             # vLLM's scheduler reads the role after this, and delays the reuse of blocks that a running step still
-            # writes only in an engine that loads. A prefill engine of kvtier loads, too.
-            vllm_config.kv_transfer_config.kv_role = "kv_both"
+            # writes only in an engine that loads. A prefill engine of kvtier loads, too. In a `MultiConnector` this
+            # connector has another configuration than the scheduler.
+            config = vllm_config
+            with suppress(LookupError):
+                config = on_stack("vllm_config")
+            if config.kv_transfer_config.kv_role == "kv_producer":
+                config.kv_transfer_config.kv_role = "kv_both"
 
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
         """The result of `act`. After the first exception always `otherwise`: kvtier stays off until a restart."""
