@@ -13,7 +13,8 @@ Doubled:
 - the device. A launch only queues a step, with a pickled copy of what was scheduled. A thread runs the runner's
   `execute_model` and `sample_tokens` later. A seed decides: at once, after a pause, or when the result is waited for.
 - the connector's worker calls. The launch makes them, in the order and by the code of vLLM's mixin, so they come before
-  the step's forward, and mostly before that of the step before it. The runner itself sees no connector.
+  the step's forward, and mostly before that of the step before it. With an even seed they are queued before the step,
+  as for a worker in another process that is behind the scheduler. The runner itself sees no connector.
 - the runner's bookkeeping and zeroing of blocks run with the forward. On a GPU the bookkeeping runs at the launch.
 - `torch.cuda.Stream`, `torch.cuda.Event` and `torch.Event`. A copy that does not block is a queued operation. Its
   target is poisoned until another thread makes the copy, in the order of its stream. Streams have no order among them
@@ -274,10 +275,14 @@ def _pause() -> float | None:
     return _draw.choice((0.0, _draw.random() * PAUSE_S, None, None))
 
 
-def _worker() -> None:
-    """Let vLLM's worker queue its steps."""
+def _worker(*, is_behind: bool) -> None:
+    """Let vLLM's worker queue its steps.
+
+    Args:
+        is_behind: the connector's calls are queued, too.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-    from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
     from vllm.v1.worker import cpu_model_runner, gpu_model_runner, kv_connector_model_runner_mixin
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -286,7 +291,7 @@ def _worker() -> None:
     class Later(AsyncModelRunnerOutput):
         """The result of a step, when it is waited for."""
 
-        def __init__(self, operation: Operation, told: Any) -> None:
+        def __init__(self, operation: Operation, told: Callable[[], Any]) -> None:
             self.operation, self.told = operation, told
 
         def get_output(self) -> Any:
@@ -294,43 +299,70 @@ def _worker() -> None:
             counts["results that were not there"] += not self.operation.is_done
             wait(self.operation, compute)
             found = self.operation.result
+            if found is EMPTY_MODEL_RUNNER_OUTPUT:
+                return ModelRunnerOutput.with_kv_conn_output_only(self.told())
             if isinstance(found, AsyncModelRunnerOutput):
                 found = found.get_output()
-            found.kv_connector_output = self.told
+            found.kv_connector_output = self.told()
             return found
 
-    def launch(act: Callable[..., Any], given: Any) -> Operation:
-        given = pickle.dumps(given)
+    def launch(act: Callable[..., Any], given: bytes) -> Operation:
         return compute.queue(lambda: act(pickle.loads(given)), _pause())
 
-    def execute_model(worker: Any, output: Any) -> Any:
-        runner, told = worker.model_runner, None
-        with _changed:
-            pending = sum(not it.is_done for it in compute.waiting)
-        tokens = output.total_num_scheduled_tokens
-        counts["steps"] += tokens > 0
-        counts["steps launched before the forward before them"] += pending > 0 and tokens > 0
-        if getattr(runner, "lora_manager", None) is not None:
-            _load_adapters(runner, output)
-        orders, output.kv_connector_metadata = output.kv_connector_metadata, None
-        launched = launch(runner.execute_model, output)
-        output.kv_connector_metadata = orders
+    def finalize() -> None:
         if has_kv_transfer_group():
-            get_kv_transfer_group().handle_preemptions(orders)
-            is_deferred = runner.speculative_config is not None and tokens > 0
-            with mixin._get_kv_connector_output(output, defer_finalize=is_deferred) as told:
-                pass
-        counts["connector calls before the forward"] += told is not None and not launched.is_done
+            get_kv_transfer_group().wait_for_save()
+            get_kv_transfer_group().clear_connector_metadata()
+
+    def execute_model(worker: Any, output: Any) -> Any:
+        runner, tokens = worker.model_runner, output.total_num_scheduled_tokens
+        with _changed:
+            is_pending = any(not it.is_done for it in compute.waiting)
+        counts["steps"] += tokens > 0
+        counts["steps launched before the forward before them"] += is_pending and tokens > 0
+        orders, output.kv_connector_metadata = output.kv_connector_metadata, None
+        given, output.kv_connector_metadata = pickle.dumps(output), orders
+        found: list[Any] = [None]
+
+        def begin() -> None:
+            if has_kv_transfer_group():
+                get_kv_transfer_group().handle_preemptions(orders)
+            if getattr(runner, "lora_manager", None) is not None:
+                _load_adapters(runner, output)
+
+        def tell() -> None:
+            if has_kv_transfer_group():
+                is_deferred = runner.speculative_config is not None and tokens > 0
+                with mixin._get_kv_connector_output(output, defer_finalize=is_deferred) as found[0]:
+                    pass
+
+        if is_behind:
+            counts["late connector calls"] += 1
+            compute.queue(lambda: (begin(), tell()), _pause())
+            launched = launch(runner.execute_model, given)
+        else:
+            begin()
+            launched = launch(runner.execute_model, given)
+            tell()
+            counts["connector calls before the forward"] += not launched.is_done
         if not tokens:
-            return ModelRunnerOutput.with_kv_conn_output_only(told)
-        runner.told_later = told
+            later = Later(launched, lambda: found[0])
+            return later if is_behind else ModelRunnerOutput.with_kv_conn_output_only(found[0])
+        runner.told_later = lambda: found[0]
         return None
 
     def sample_tokens(worker: Any, grammar_output: Any) -> Any:
-        runner = worker.model_runner
-        operation = launch(runner.sample_tokens, grammar_output)
-        if runner.speculative_config is not None:
-            mixin.finalize_kv_connector()
+        runner, act = worker.model_runner, worker.model_runner.sample_tokens
+        is_deferred = runner.speculative_config is not None
+
+        def and_finalize(given: Any) -> Any:
+            result = act(given)
+            finalize()
+            return result
+
+        operation = launch(and_finalize if is_behind and is_deferred else act, pickle.dumps(grammar_output))
+        if is_deferred and not is_behind:
+            finalize()
         return Later(operation, runner.told_later)
 
     CPUWorker.execute_model, CPUWorker.sample_tokens = execute_model, sample_tokens  # type: ignore[method-assign]
@@ -358,7 +390,8 @@ def _load_adapters(runner: Any, output: Any) -> None:
     """Load the adapters of requests that begin, as `set_active_loras` does on a GPU before the forward's launch."""
     new = [it.lora_request for it in output.scheduled_new_reqs if it.lora_request is not None]
     if any(it.lora_int_id not in runner.lora_manager.list_adapters() for it in new):
-        compute.synchronize()
+        if not on_device():
+            compute.synchronize()
         for request in new:
             runner.lora_manager.add_adapter(request)
 
@@ -393,7 +426,8 @@ def _platform() -> None:
 
 def apply() -> None:
     """Make this process's engine asynchronous."""
-    _draw.seed(int(os.environ.get(SEED, "1")))
+    seed = int(os.environ.get(SEED, "1"))
+    _draw.seed(seed)
     torch.Event = torch.cuda.Event = Event  # type: ignore[misc, assignment]
     torch.cuda.Stream, torch.cuda.stream = Stream, on_stream  # type: ignore[misc, assignment]
     torch.cuda.current_stream = current_stream  # type: ignore[assignment]
@@ -401,7 +435,7 @@ def apply() -> None:
     torch.accelerator.empty_cache = lambda: None
     _platform()
     _calls()
-    _worker()
+    _worker(is_behind=seed % 2 == 0)
     for is_device in (True, False):
         threading.Thread(target=_run, kwargs={"is_device": is_device}, daemon=True).start()
 
