@@ -136,7 +136,7 @@ def several(given: dict[str, Any], role: str) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", **fields}
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("is_alone", [True, pytest.param(False, marks=pytest.mark.vllm_core)])
 def test_a_prefill_engine_loads_into_no_block_that_a_step_still_writes(
     is_alone: bool, begin: Callable[..., Engine], calm: Calm
 ) -> None:
