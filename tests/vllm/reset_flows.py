@@ -219,6 +219,9 @@ class Flows:
             result = self.execute(step)
             self.under_way.popleft()
             self.scheduler.update_from_output(step.output, result)
+            for request in self.scheduler._inflight_prefills:
+                (held,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+                assert held, f"{request.request_id} has no blocks, and those it will need are kept from all others"
 
     def scheduled(self) -> Step:
         """The next step."""

@@ -49,9 +49,9 @@ class OwnCache:
                 self._scheduler.failed_recving_kv_req_ids.add(request.request_id)
                 request.num_computed_tokens = 0
                 if request.request_id in self._scheduler.finished_recving_kv_req_ids:
-                    self._scheduler.kv_cache_manager.free(request)
+                    self._free(request)
             elif status in _WAITING and request.num_computed_tokens:
-                self._scheduler.kv_cache_manager.free(request)
+                self._free(request)
                 request.num_computed_tokens = 0
 
     def reported(self, names: Iterable[str]) -> None:
@@ -62,7 +62,16 @@ class OwnCache:
         """
         for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             if self._starts_anew(request) and not request.is_finished():
-                self._scheduler.kv_cache_manager.free(request)
+                self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """Free the blocks of a request, and those that vLLM keeps free for the rest of its prompt.
+
+        Otherwise vLLM begins no load that would need the latter. If the first request in its queue has such a load,
+        nothing goes on, because this request waits behind it.
+        """
+        self._scheduler.kv_cache_manager.free(request)
+        getattr(self._scheduler, "_inflight_prefills", set[Request]()).discard(request)  # vLLM 0.32 has it
 
     def watch_resets(self, begins: Callable[[bool], None], ended: Callable[[bool], None]) -> None:
         """Call `begins` before each reset and `ended` after it.
