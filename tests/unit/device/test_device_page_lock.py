@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tests.system import until
 from kvtier.device import page_lock as module
 from kvtier.device.page_lock import cuda_page_lock
 from kvtier.errors import ConfigError
+from kvtier.runtime import arena
 from kvtier.runtime.open import open_session
 
 WAIT_S = 30.0
@@ -57,7 +58,8 @@ class Registrar:
         if isinstance(self.code, Exception) and len(self.registered) > self.parts:
             raise self.code
         code = self.code if len(self.registered) > self.parts else 0
-        if any(address < known + size and known < address + size_bytes for known, size in self.locked.items()):
+        known = tuple(self.locked.items())  # two mappings are locked by two threads
+        if any(address < start + size and start < address + size_bytes for start, size in known):
             code = 712
         if not code:
             self.locked[address] = size_bytes
@@ -104,10 +106,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [it.getMessage() for it in caplog.records if it.name in (module.__name__, "kvtier.runtime.arena")]
 
 
-def is_mapped(address: int) -> bool:
-    """Whether this process has memory at `address`."""
+def mapped(addresses: Iterable[int]) -> list[int]:
+    """Those of `addresses` at which this process has memory."""
     ranges = re.findall(r"^(\w+)-(\w+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
-    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+    return [it for it in addresses if any(int(start, 16) <= it < int(end, 16) for start, end in ranges)]
 
 
 def threads() -> list[threading.Thread]:
@@ -202,7 +204,7 @@ def test_an_engine_works_unpinned_and_says_so_once(
     registrar = Registrar(parts, code)
     with caplog.at_level(logging.INFO), session(registrar), session(registrar):
         until(lambda: len(registrar.registered) >= parts + 1)
-        until(lambda: len(caplog.records))
+        until(lambda: lines(caplog))
     until(lambda: not threads())
     (line,) = lines(caplog)  # of four mappings in two sessions
     assert text in line
@@ -231,7 +233,7 @@ def test_a_driver_that_blocks_delays_nothing_and_its_memory_stays(
         addresses = [address for address, _ in registrar.registered]
         assert not lines(caplog)
     said = lines(caplog)
-    assert all(map(is_mapped, addresses)), "the driver works on memory that is gone"
+    assert mapped(addresses) == addresses, "the driver works on memory that is gone"
     assert len(said) == 2
     assert all("did not return within 0.2 s" in line for line in said)
     registrar.may_go_on.set()
@@ -249,7 +251,7 @@ def test_a_driver_that_hangs_while_it_unlocks_keeps_the_memory(
         until(lambda: sum(registrar.locked.values()) > 900_000)
         registrar.may_go_on.clear()
     said = lines(caplog)
-    assert all(map(is_mapped, registrar.locked))
+    assert mapped(registrar.locked) == list(registrar.locked)
     assert len(said) == 2
     assert all("has unlocked nothing for 0.2 s" in line for line in said)
     registrar.may_go_on.set()
@@ -258,12 +260,13 @@ def test_a_driver_that_hangs_while_it_unlocks_keeps_the_memory(
 
 
 def test_memory_that_is_not_mapped_any_more_is_seen() -> None:
-    registrar = Registrar()
+    registrar, kept = Registrar(), list(arena._kept)
     with session(registrar):
-        until(lambda: len(registrar.locked) > 2)
-        addresses = [address for address, _ in registrar.registered]
-        assert all(map(is_mapped, addresses))
-    assert not any(map(is_mapped, addresses))
+        until(lambda: sum(registrar.locked.values()) > 900_000)
+        addresses = [address for address, _ in tuple(registrar.registered)]
+        assert mapped(addresses) == addresses
+    assert arena._kept == kept
+    assert mapped(addresses) != addresses, "other memory may lie at some of them by now"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +281,7 @@ def test_memory_that_cannot_be_unlocked_stays_and_no_error_is_left_to_the_engine
     until(lambda: not threads())
     said = lines(caplog)
     assert registrar.locked
-    assert all(map(is_mapped, registrar.locked))
+    assert mapped(registrar.locked) == list(registrar.locked)
     assert len(registrar.locked) == 1 or mappings == 2, "the other parts are unlocked"
     assert len(said) == mappings, "one for each mapping"
     assert all(text in line for line in said)
@@ -296,7 +299,7 @@ def test_with_mode_on_a_start_that_waits_says_what_for(
     assert lock is not None
     starting = threading.Thread(target=lambda: unlocks.append(lock(0, 8 << 20, 1 << 20)))
     starting.start()
-    until(lambda: caplog.records)
+    until(lambda: lines(caplog))
     assert not unlocks
     registrar.may_go_on.set()
     starting.join(WAIT_S)
@@ -326,7 +329,7 @@ def test_two_locks_of_one_range_leave_it_to_the_first(caplog: pytest.LogCaptureF
     first = lock(70_000, 10 * UNIT, UNIT)
     until(lambda: len(registrar.locked) == 4)
     second = lock(70_000, 10 * UNIT, UNIT)
-    until(lambda: caplog.records)
+    until(lambda: lines(caplog))
     second()
     assert "CUDA error 712 (already registered)" in lines(caplog)[0]
     assert len(registrar.locked) == 4
@@ -356,12 +359,14 @@ def test_ranges_above_64_gib_are_covered_in_whole_slots(unit: int, monkeypatch: 
 KILLED = """
 import sys
 from pathlib import Path
+from tests.system import until
 from tests.unit.device.test_device_page_lock import Registrar, session
 
 registrar = Registrar()
 registrar.may_go_on.clear()
 with session(registrar, directory=Path(sys.argv[1])):
-    print("locking" if registrar.registered and not registrar.locked else "not locking", flush=True)
+    until(lambda: registrar.registered)
+    print("locking" if not registrar.locked else "not locking", flush=True)
     sys.stdin.read()
 """
 

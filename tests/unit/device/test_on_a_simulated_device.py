@@ -97,10 +97,11 @@ def test_an_overdue_or_cancelled_copy_keeps_its_slot_until_the_device_has_ended_
     with machine.held():
         copier.note_step()
         what = ChunkKey(bytes(16)), 0, 1, "", RequestId("r"), tuple(range(1, 9)), None, 0
-        mover.submit(Transfer(1, Direction.GATHER, *what, time.monotonic() + 0.2, None))
+        deadline_s = time.monotonic() + 1.0  # a busy machine begins the copy in this time
+        mover.submit(Transfer(1, Direction.GATHER, *what, deadline_s, None))
         wait_until(lambda: copier._running, "the copy", WAIT_S)
         mover.submit(Cancel((1,)))
-        time.sleep(0.5)
+        time.sleep(deadline_s + 0.1 - time.monotonic())
         assert not mover.close(0.1)
         assert not ended
     wait_until(lambda: ended, "the end", WAIT_S)
