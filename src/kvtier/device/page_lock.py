@@ -27,9 +27,9 @@ PART_BYTES = 256 << 20
 STOP_DEADLINE_S = 2.0
 """How long the end waits for a call that locks. After that the memory stays mapped until the process ends."""
 UNLOCK_DEADLINE_S = 10.0
-"""The same for each call that unlocks."""
+"""How long the end waits for each call that unlocks."""
 WORD_S = 10.0
-"""With mode ``on``: the time after which a start that still waits says what it waits for."""
+"""With mode ``on``, a start that waits longer logs what it waits for."""
 
 _MEANINGS = {
     1: "invalid value",
@@ -50,9 +50,17 @@ _telling = threading.Lock()
 
 
 class CudaRegistrar:
-    """The two calls of the CUDA runtime. Each returns 0 or an error code."""
+    """The two calls of the CUDA runtime. Each returns 0 or an error code.
+
+    Args:
+        device: the CUDA device that the calling thread uses from then on; None leaves it as it is. A new thread begins
+            with device 0, where the first call would take some hundred MiB for a context.
+    """
 
     _PORTABLE = 1
+
+    def __init__(self, device: int | None = None) -> None:
+        self._device = device
 
     def register(self, address: int, size_bytes: int) -> int:
         """Page-lock `size_bytes` from `address` on, for all devices."""
@@ -63,11 +71,18 @@ class CudaRegistrar:
         """Unlock the range that was registered at `address`."""
         return int(self._runtime().cudaHostUnregister(address))
 
-    @staticmethod
-    def _runtime() -> Any:  # noqa: ANN401 - torch gives the runtime as a module of its own making
+    def _runtime(self) -> Any:  # noqa: ANN401 - torch gives the runtime as a module of its own making
         import torch  # noqa: PLC0415 - the rest of the module is tested without torch
 
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         return cast("Any", torch.cuda.cudart())
+
+
+def _current_device() -> int:
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.current_device()
 
 
 def _relaxed() -> int:
@@ -108,7 +123,7 @@ class Lock:
         self.error = 0
         """CUDA error code that ended it; -1 after an exception."""
         self.failure = ""
-        """The same in words; empty without one."""
+        """The error in words; empty if there is none."""
         self.ended = threading.Event()
         """Nothing more will be locked."""
         self._refusal = ""
@@ -178,13 +193,13 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
     Args:
         mode: the setting `host.page_lock`. ``auto`` locks after the start and accepts failure; with ``on`` the start
             waits for it.
-        registrar: makes the driver calls; default: the CUDA runtime.
+        registrar: makes the driver calls; default: the CUDA runtime, on the device that the calling thread uses.
 
     The returned function raises `ConfigError` if the mode is ``on`` and the memory cannot be locked.
     """
     if mode == "off":
         return None
-    locks = registrar or CudaRegistrar()
+    locks = registrar or CudaRegistrar(_current_device())
 
     def lock(address: int, size_bytes: int, unit_bytes: int = 0) -> Callable[[], None]:
         made = Lock(locks, address, size_bytes, unit_bytes, is_required=mode == "on")

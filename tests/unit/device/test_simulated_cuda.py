@@ -224,6 +224,22 @@ def test_host_memory_is_locked_while_the_engine_captures_its_graphs(mode):
         assert machine.register(address, COUNT) == 900
 
 
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_host_memory_is_locked_from_the_device_of_the_thread_that_asks(mode):
+    """Each thread begins with device 0, where a context of its own would take memory from another engine."""
+    machine, devices = begin(), []
+    real = machine.register
+    machine.register = lambda *given: devices.append(torch.cuda.current_device()) or real(*given)
+    torch.cuda.set_device(1)
+    lock = cuda_page_lock(mode)
+    assert lock is not None
+    memory = page_aligned(COUNT)
+    unlock = lock(int(memory.ctypes.data), COUNT)
+    wait_until(lambda: machine.pinned, "the lock", 10.0)
+    unlock()
+    assert devices == [1]
+
+
 def test_an_operation_that_fails_breaks_the_device():
     lazy()
     torch.index_select(sevens(), 0, torch.tensor([COUNT], device="cuda"))
