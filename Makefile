@@ -70,8 +70,8 @@ test-cluster-core: setup
 test-vllm: $(VLLM_VENV)/.done $(AIPERF_VENV)/.done
 	$(VLLM_PYTHON) -m pytest -m 'not fleet and not nightly' --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
-# Its scenarios once more with asynchronous steps, as every GPU has them. Not those with MTP: its answers differ then in
-# vLLM itself, on a CPU.
+# Its scenarios once more with asynchronous steps, as every GPU has them. It leaves out those with MTP, whose answers then
+# differ in vLLM itself on a CPU.
 ASYNCHRONOUS = restore pressure identity weights features resets faults hints control drafts
 test-vllm-async: $(VLLM_VENV)/.done
 	ASYNCHRONOUS_SEED=1 $(VLLM_PYTHON) -m pytest -k 'not mtp' --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 \

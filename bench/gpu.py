@@ -31,7 +31,7 @@ from bench.parts.gpu_slices import LIMIT_S, QUICK, SIMULATED, SIMULATOR, SLICES,
 NEEDED = ("torch", "transformers", "numpy", "xxhash", "click", "rich")
 WANTED = ("matplotlib",)
 END_S = 20.0
-"""For a stopped slice to end."""
+"""A stopped slice has this long to end."""
 FOLDER = "kvtier-gpu-"
 _PR_SET_PDEATHSIG = 1
 

@@ -50,7 +50,7 @@ from kvtier.report.output import print_json, write_json
 from kvtier.runtime.arena import page_aligned
 
 SLOT_BYTES = 32 << 20
-"""Of a chunk of 256 tokens with 128 KiB each; memory is locked in parts of whole slots."""
+"""A chunk of 256 tokens with 128 KiB each; memory is locked in parts of whole slots."""
 SHARE_MAX = 0.03
 """Target: of the product's time."""
 _LOCK_S = 300.0
@@ -91,7 +91,7 @@ class CpuDevice:
 
 
 class _Toucher(CudaRegistrar):
-    """In place of the driver: touches each page."""
+    """Stands in for the driver, and touches each page."""
 
     def register(self, address: int, size_bytes: int) -> int:
         pages = np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), np.uint8)[:: mmap.PAGESIZE]

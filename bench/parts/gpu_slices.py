@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from bench.vllm_arms.sizes import GPU
 
 LIMIT_S = 570
-"""Of one slice."""
+"""A slice may take so long."""
 START_S = 40.0
 """A process until it measures: imports, weights drawn on the device, kernels compiled."""
 ENGINE_START_S = 60.0
-"""The same of a vLLM engine."""
+"""A vLLM engine takes so long to start."""
 TEST_S = 5.0
 """Most of them wait for the device to be busy or idle."""
 TESTS, COPIER_TESTS = 7, 3
@@ -24,9 +24,9 @@ LOCK_BYTES_PER_S = 3e9
 """Faulting in and page-locking host memory."""
 LINK_SHARE = 0.8
 PRODUCT_SHARE = 0.7
-"""Of the catalogue's rates: copies over the bus, and a large bf16 product."""
+"""The shares of the catalogue's rates that copies over the bus and a large bf16 product reach."""
 KEPT_BYTES = {"deepseek-v2-lite": 27 * 16 * (192 + 128) * 2}
-"""Of a token's KV, where Transformers keeps more than an engine: keys and values of every head, in bf16."""
+"""A token's KV where Transformers keeps more than an engine: keys and values of every head, in bf16."""
 
 VLLM = ("bench/vllm.py",)
 VLLM_WHEELS = ("vllm==0.33.0",)
@@ -49,7 +49,7 @@ class Rates:
         return prefill_of(model, gpu=find_parts(self.gpu, "--gpu", "gpu")).seconds(0, tokens)
 
     def bytes_per_token(self, model: str) -> float:
-        """Of KV in Transformers."""
+        """The size of a token's KV in Transformers."""
         from kvtier import size  # noqa: PLC0415
 
         return KEPT_BYTES.get(model) or size.of(model).bytes_per_token_stored

@@ -39,7 +39,7 @@ class Chunk:
     group: int
     blocks: tuple[int, ...]
     value: int
-    """Of each of its bytes."""
+    """Each of its bytes has this value."""
     is_resident: bool = False
     """A step with it has returned, or its load has ended."""
     is_copied: bool = False

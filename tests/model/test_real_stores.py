@@ -45,7 +45,7 @@ class Walk:
         self.session: Any = Session()
         self.stores = Stores(self.session, lambda on_reuse: BlockPins(self.pool, on_reuse))  # type: ignore[arg-type]
         self.names: list[RequestId] = []
-        """Of the model's stores, in its order."""
+        """The real names of the model's stores, in its order."""
 
     def event(self) -> str:
         acts = [self.hand_out] * 4 + [self.free] * 3 + [self.store] * 4 + [self.give_back] * 2

@@ -46,7 +46,7 @@ class Request(NamedTuple):
     computed: int = 0
     """Units in its blocks, those of steps under way included: 1 is the chunk, 2 the tail as well."""
     epoch: int = 0
-    """Of its keys; -1: none."""
+    """The epoch of its keys; -1 if it has none."""
     handed: bool = False
     """Its chunk is cached or was handed to the session."""
     began: bool = False

@@ -13,7 +13,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 from tests.simulated_cuda import begin, installed  # noqa: E402
 
 WHOLE = 1 << 40
-"""Accesses are compared in parts of so many bytes: none is told from another."""
+"""With parts of so many bytes, accesses are not told apart."""
 
 
 def main(words: list[str]) -> None:

@@ -190,7 +190,7 @@ def _items(value: Any) -> Iterator[Any]:
 
 @cache
 def _kind(func: Any) -> tuple[bool, bool]:
-    """Whether it makes a view; whether it returns what is no tensor."""
+    """Tells whether an operation makes a view, and whether it returns something other than tensors."""
     returns = func._schema.returns
     is_view = any(it.alias_info is not None and not it.alias_info.is_write for it in returns)
     return is_view, any("Tensor" not in str(it.type) for it in returns)

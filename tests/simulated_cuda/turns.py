@@ -64,6 +64,8 @@ class Turns:
             thread.join(STALLED_S)
         if errors:
             raise errors[0]
+        if any(thread.is_alive() for thread in threads):
+            raise StalledError("a thread does not end")
 
     def switch(self) -> None:
         """Let another thread of `together` go on, or not. Not for a thread that holds a lock which others need."""

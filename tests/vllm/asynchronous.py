@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 SEED = "ASYNCHRONOUS_SEED"
 PAUSE_S, LIMIT_S = 0.004, 120.0
 POISON = 1_000_003
-"""In place of numbers that are not there yet: no token, and no position."""
+"""Stands in place of numbers that are not there yet; it is neither a token nor a position."""
 
 counts: Counter[str] = Counter()
 """What was seen; see `told`."""
@@ -170,7 +170,7 @@ compute = Stream()
 
 
 def current_stream(*_: Any) -> Stream:
-    """Of this thread."""
+    """Return the stream of this thread."""
     return getattr(_current, "stream", compute)
 
 
