@@ -24,10 +24,10 @@ from kvtier.types import RequestId
 
 CHUNK_BYTES = 32 << 20
 CHUNKS = 16
-"""In a copy, unless the command says otherwise."""
+"""The number in a copy, unless the command says otherwise."""
 CHUNK_TOKENS = 256
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
-"""Of a model whose chunk has `CHUNK_BYTES` in bf16; a head has 64 KiB in one layer of a chunk."""
+"""A model whose chunk has `CHUNK_BYTES` in bf16; a head has 64 KiB in one layer of a chunk."""
 _READ_THREADS = 4
 _WAIT_S = 60.0
 _IN, _OUT = RequestId("in"), RequestId("out")
@@ -250,5 +250,5 @@ def copies(device: Device, bed: CopyBed, repeats: int) -> list[LinkSpeed]:
 
 
 def address_of(region: Any) -> int:  # noqa: ANN401 - an array of bytes
-    """Of its first byte."""
+    """Return the address of its first byte."""
     return int(region.__array_interface__["data"][0])

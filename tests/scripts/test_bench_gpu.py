@@ -140,6 +140,7 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
 
 @needs_engine
 @pytest.mark.engine
+@pytest.mark.timeout(620)
 def test_a_dry_run_of_what_a_machine_with_a_gpu_would_run(tmp_path: Path) -> None:
     import torch
 
@@ -150,7 +151,7 @@ def test_a_dry_run_of_what_a_machine_with_a_gpu_would_run(tmp_path: Path) -> Non
     for name in names:
         assert not {"--device", "--dtype", "--no-splits", "--no-decode"} & SIMULATED[name].words.keys(), "only sizes"
     command = [sys.executable, SCRIPT, "--simulated", "--within", "560", *names, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"succeeded: {', '.join(names)}" in done.stdout
     tests, links, ttft = (json.loads(gpu.record_of(name, tmp_path).read_text())["results"] for name in names)
