@@ -4,7 +4,7 @@ The promises: nothing is published under a key of other tokens or weights; no fo
 bytes than its table says, or that a load writes; no load writes into a block that another request has; after a reset no
 KV of before is read; a reset succeeds if no request runs; and from every state all requests can end.
 
-For each rule of `rules.RULES` a model without it breaks a promise, so no rule is idle, and the model is not too weak.
+For each rule of `rules.RULES` a model without it breaks a promise. So no rule is idle, and the model is not too weak.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """The model's blocks and stores against kvtier's own: random walks change both, and both must stay equal.
 
 The real ones are `Stores` and `BlockPins` on the block pool of `tests.vllm_engine_parts`. The walks hand out and free
-blocks, store, give pins back, reset vLLM's cache, and end stores. After each event both must agree on the blocks in
-use, on the stores that have lost theirs, on pins, and on the stores that a load would wait for.
+blocks, store, give pins back, reset vLLM's cache, and end stores. After each event both must agree on pins and on
+the blocks in use. They also agree on the stores that have lost their blocks, and on those that a load would wait for.
 """
 
 import random

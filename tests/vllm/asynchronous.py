@@ -12,9 +12,9 @@ Doubled:
 
 - the device. A launch only queues a step, with a pickled copy of what was scheduled. A thread runs the runner's
   `execute_model` and `sample_tokens` later. A seed decides: at once, after a pause, or when the result is waited for.
-- the connector's worker calls. The launch makes them, in the order and by the code of vLLM's mixin, so they come before
-  the step's forward, and mostly before that of the step before it. With an even seed they are queued before the step,
-  as for a worker in another process that is behind the scheduler. The runner itself sees no connector.
+- the connector's worker calls. The launch makes them, in the order and by the code of vLLM's mixin. So they come before
+  the step's forward, and mostly before that of the step before it. With an even seed they are queued before the step:
+  a worker in another process may be behind the scheduler. The runner itself sees no connector.
 - the runner's bookkeeping and zeroing of blocks run with the forward. On a GPU the bookkeeping runs at the launch.
 - `torch.cuda.Stream`, `torch.cuda.Event` and `torch.Event`. A copy that does not block is a queued operation. Its
   target is poisoned until another thread makes the copy, in the order of its stream. Streams have no order among them
