@@ -30,8 +30,8 @@ POOL = [Ask([*SHARED[number % 4], *prompt(100 + 17 * number, 50 + number)], 20 +
 """Each text is shared by four requests."""
 Calm = Callable[[str], list[Answer]]
 TURNS = 4
-LIMIT_S = 180.0
-"""A mutant is found in this much processor time, on a slow machine too."""
+LIMIT_S = 60.0
+"""A mutant is found in this much processor time, in seconds."""
 MUTANTS = [
     ("sabotage:trust_launched_steps", FEW),
     ("sabotage:confirm_early", MANY),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,19 @@ def test_a_chunk_goes_to_a_gpu_and_back(machine, case):
 def test_copies_wait_for_a_noted_step(machine):
     vllm_on_gpu.test_copies_wait_for_a_noted_step()
     assert not machine.races
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("copies", [on_gpu.test_there_and_back, vllm_on_gpu.test_a_chunk_goes_to_a_gpu_and_back])
+def test_a_thread_that_copies_is_first_on_the_device_of_the_memory(monkeypatch, copies):
+    """Else it would be on device 0, and its first call would take some hundred MiB there."""
+    seen: list[str] = []
+    for name in ("set_device", "stream"):
+        inner = getattr(torch.cuda, name)
+        monkeypatch.setattr(torch.cuda, name, lambda it, name=name, inner=inner: (seen.append(name), inner(it))[1])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(copies, False if copies is on_gpu.test_there_and_back else "llama32").result(WAIT_S)
+    assert seen[:2] == ["set_device", "stream"]
 
 
 # ---- the mover ---------------------------------------------------------------------------------------------------

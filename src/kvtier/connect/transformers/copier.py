@@ -16,6 +16,7 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -156,6 +157,8 @@ class CacheCopier:
 def _on_streams(streams: Mapping[torch.device, torch.cuda.Stream], row: ExposedRow) -> Generator[None]:
     """Queue the work of this thread on these streams, behind the events of the row."""
     with ExitStack() as entered:
+        for device in islice(streams, 1):
+            torch.cuda.set_device(device)  # a new thread is on device 0, where it would take memory for a context
         for device, stream in streams.items():
             stream.wait_event(row.ready[device])
             entered.enter_context(torch.cuda.stream(stream))
