@@ -169,9 +169,12 @@ def reason_against(the_slice: Slice) -> str | None:
 
 
 def available_bytes() -> int:
-    """Host memory that is available."""
+    """Host memory that is available, within the limit of a container."""
+    from kvtier.config.machine_checks import memory_bytes  # noqa: PLC0415 - `missing` comes first
+
     facts = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(it.split()[1]) << 10 for it in facts if it.startswith("MemAvailable"))
+    available = next(int(it.split()[1]) << 10 for it in facts if it.startswith("MemAvailable"))
+    return min(available, memory_bytes())
 
 
 def command_of(name: str, the_slice: Slice, out: Path) -> list[str]:
