@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class Movers:
         self.running = 0
         self.is_over = False
         self._ids = count()
+        self.polls = threading.local()
+        """How often each thread may still look at its fence."""
         for group in range(len(self.layout.groups)):
             for slot in range(SLOTS):
                 self._reuse(group, slot)
@@ -126,17 +129,9 @@ class Movers:
         key, request = ChunkKey(bytes(16)), RequestId(command.request)
         what = command.group, slot, "", request, command.blocks
         transfer = Transfer(next(self._ids), command.direction, key, *what, None, 0, math.inf, None)
-        polls = count()
-
-        def sleep(_s: float) -> None:
-            self.machine.turns.switch()
-            if next(polls) > POLLS_MAX:
-                raise StalledError("the copy waits for a stream that is held")
-
-        clock = SimpleNamespace(sleep=sleep)
+        self.polls.left = POLLS_MAX
         try:
-            with mock.patch.object(command_runner, "time", clock):
-                (result,) = self.runner.run([Job(transfer, 0.0)], Scratch())
+            (result,) = self.runner.run([Job(transfer, 0.0)], Scratch())
         except StalledError as error:
             self.problems.append(f"{command.direction.value} of {command.request}: {error}")
             return False
@@ -146,6 +141,13 @@ class Movers:
             return False
         assert not isinstance(result, Exception)
         return result.outcome is Outcome.DONE
+
+    def sleep(self, _s: float) -> None:
+        """Let the others go on, instead of `time.sleep` between two looks at a fence."""
+        self.machine.turns.switch()
+        self.polls.left -= 1
+        if self.polls.left < 0:
+            raise StalledError("the copy waits for a stream that is held")
 
     def _reuse(self, group: int, slot: int) -> None:
         """Give the slot to another object."""
@@ -173,6 +175,7 @@ def run_schedule(machine: Machine, movers: Movers, engine: Callable[[], None], *
         finally:
             movers.is_over = True
 
-    machine.turns.together(whole, *[movers.work] * MOVERS)
+    with mock.patch.object(command_runner, "time", SimpleNamespace(sleep=movers.sleep)):
+        machine.turns.together(whole, *[movers.work] * MOVERS)
     torch.cuda.synchronize()
     return movers.problems
