@@ -3,8 +3,8 @@
 Each slice is a process with a time limit and writes its record while it runs; a failed slice does not stop the others.
 Without arguments all slices run, the tests first; ``ttft`` names all whose names begin so. A slice with a complete
 record is not run again, an interrupted one is continued. ``--list`` shows them. Records go to bench/records, or to
-``--out``. ``--quick`` runs the same programs on the CPU with a tiny model, in a minute; ``--simulated`` runs the first
-slices so on a simulated CUDA device.
+``--out``. ``--quick`` runs the same programs on the CPU with a tiny model, in a minute. ``--simulated`` runs the first
+slices with a tiny model on a simulated CUDA device.
 """
 
 import argparse

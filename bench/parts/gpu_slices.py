@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from bench.vllm_arms.sizes import GPU
 
 LIMIT_S = 570
-"""A slice may take so long."""
+"""The limit of one slice, in seconds."""
 START_S = 40.0
 """A process until it measures: imports, weights drawn on the device, kernels compiled."""
 ENGINE_START_S = 60.0
-"""A vLLM engine takes so long to start."""
+"""A vLLM engine takes this long to start."""
 TEST_S = 5.0
 """Most of them wait for the device to be busy or idle."""
 TESTS, COPIER_TESTS = 7, 3
@@ -329,23 +329,10 @@ SIMULATED: dict[str, Slice] = {
         (
             "ttft-8b-32k",
             (
-                *TTFT,
-                "--shape",
-                "tiny",
-                "--contexts",
-                "1024",
-                "--repeats",
-                "1",
-                "--host",
-                "16MiB",
-                "--disk",
-                "64MiB",
-                "--chunk-tokens",
-                "128",
-                "--link-chunks",
-                "1",
+                *TTFT, "--shape", "tiny", "--contexts", "1024", "--repeats", "1", "--chunk-tokens", "128",
+                "--host", "16MiB", "--disk", "64MiB", "--link-chunks", "1",
             ),
         ),
     )
-}
+}  # fmt: skip
 """The first slices with a tiny model and a tenth of a gigabyte, on a simulated CUDA device: the dry run."""

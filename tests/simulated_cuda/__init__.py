@@ -22,6 +22,7 @@ import torch
 from tests.simulated_cuda import cuda
 from tests.simulated_cuda.machine import Machine, Memory, without_stacks
 from tests.simulated_cuda.tensors import DEVICE, Current, SimulatedTensor, kernels
+from torch import library as operators
 from torch.utils import _device
 
 __all__ = ["Machine", "begin", "installed", "seen_by_host"]
@@ -56,11 +57,11 @@ def installed() -> Iterator[None]:
     if torch.cuda.is_available():
         raise unittest.SkipTest("there is a CUDA device")
     begin()
-    library = torch.library.Library("aten", "IMPL", "CUDA")
+    ours = operators.Library("aten", "IMPL", "CUDA")
     for name, kernel in kernels().items():
-        library.impl(name, kernel)
+        ours.impl(name, kernel)
     with ExitStack() as undo:
-        undo.callback(library._destroy)
+        undo.callback(ours._destroy)
         undo.enter_context(_device_guard())
         undo.enter_context(without_stacks())
         for name, double in cuda.doubles().items():
