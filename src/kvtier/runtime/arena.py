@@ -45,20 +45,20 @@ def chunk_bytes(layout: KvLayout) -> int:
 
 
 def slots_for(
-    layout: KvLayout, capacity_bytes: int, ranks: int = 1, setting: str = "host.capacity_bytes"
+    layout: KvLayout, capacity_bytes: int, one: int = 0, setting: str = "host.capacity_bytes"
 ) -> tuple[int, ...]:
     """Slots of each group that fit in `capacity_bytes`: equal numbers, since a chunk needs one of each.
 
     Args:
         layout: of one rank.
         capacity_bytes: of all ranks together.
-        ranks: number of ranks; a chunk takes a slot on each.
+        one: host bytes of one chunk on all ranks together; 0: this rank is the only one.
         setting: the one that gives `capacity_bytes`.
 
     Raises:
         ConfigError: fewer than `SLOTS_MIN` fit.
     """
-    one = chunk_bytes(layout) * ranks
+    one = one or chunk_bytes(layout)
     count = capacity_bytes // one
     if count < SLOTS_MIN:
         raise ConfigError(

@@ -13,7 +13,7 @@ from kvtier.errors import KvError, TierError
 from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.layout import KvLayout
-from kvtier.runtime.arena import Arena, PageLock, slots_for
+from kvtier.runtime.arena import Arena, PageLock, chunk_bytes, slots_for
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.rank_group import in_threads
@@ -71,6 +71,7 @@ def open_rank(
     *,
     rank: int = 0,
     ranks: int = 1,
+    engine_chunk_bytes: int = 0,
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
 ) -> Rank:
@@ -83,6 +84,8 @@ def open_rank(
         copier: copies between this rank's blocks and host slots.
         rank: number of this rank, from 0.
         ranks: number of ranks.
+        engine_chunk_bytes: host bytes of one chunk on all ranks together, the same on every rank; 0: all ranks have as
+            many as this one.
         page_lock: page-locks host memory for a device.
         copy_threads: threads for gather and scatter.
 
@@ -91,7 +94,7 @@ def open_rank(
         TierError: a required tier cannot be opened. Other tiers may open later.
         RuntimeError: the system cannot start a thread.
     """
-    slots = slots_for(layout, config.host.capacity_bytes, ranks)
+    slots = slots_for(layout, config.host.capacity_bytes, engine_chunk_bytes or chunk_bytes(layout) * ranks)
     arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
     tiers: dict[str, Tier] = {}
     keys = None

@@ -37,7 +37,7 @@ from kvtier.observe.metric_definitions import CAPACITY_BYTES, EVICTIONS, HELD_BY
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime import rank_group as module
-from kvtier.runtime.arena import Arena, slots_for
+from kvtier.runtime.arena import Arena, chunk_bytes, slots_for
 from kvtier.runtime.counters import TierGauges
 from kvtier.runtime.executor import Completion, TierView
 from kvtier.runtime.mover import Mover
@@ -409,7 +409,7 @@ def test_host_memory_is_divided_among_the_ranks(servers):
 
 def test_too_little_host_memory_for_all_ranks_is_refused():
     with pytest.raises(ConfigError, match=r"host\.capacity_bytes = 100 is too small.*at least \d+"):
-        slots_for(LAYOUT, 100, ranks=2)
+        slots_for(LAYOUT, 100, 2 * chunk_bytes(LAYOUT))
 
 
 @pytest.mark.parametrize("numbers", [(0,), (1,), (0, 0)])

@@ -12,9 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.connect.vllm.events import BlockEvent
-from kvtier.connect.vllm.files_read import doubt
 from kvtier.connect.vllm.geometry import TableLayout
-from kvtier.connect.vllm.identity import EngineIdentity
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
 from kvtier.connect.vllm.support import check_others
@@ -71,7 +69,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._setup = EngineSetup.of(vllm_config, kv_cache_config)
         """In a scheduler's connector identified as its workers say, once they are up."""
         if role is ConnectorRole.WORKER:
-            self._setup = self._setup.identified_as(_agreed(self._setup))
+            own = self._setup.facts()
+            self._setup = self._setup.agreed(gathered(own) if self._setup.ranks > 1 else [own])
         self._connectors = _connectors_around()
         """All connectors of the `MultiConnector` that makes this one."""
         self._upper: SchedulerSide | None = None
@@ -121,10 +120,14 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     # ---- scheduler: requests ---------------------------------------------------------------------------------------
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """All workers are up, and those of later pipeline stages, too."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """All workers are up."""
         executor, handshakes = on_stack("model_executor"), list(metadata.values())
-        if self._others:
+        if self._others or len(handshakes) < self._setup.ranks:  # vLLM may give two workers one number
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
         handshakes = [dict(it) for it in handshakes]
         self._setup = self._setup.identified_as([it.pop(_IDENTITY) for it in handshakes].pop())
@@ -276,7 +279,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         Raises:
             StopIteration: there is none.
         """
-        connectors = transfer_group().sub_connectors
+        group = transfer_group()
+        connectors = getattr(group, "sub_connectors", [group])
         return next(it._handshake for it in connectors if isinstance(it, KvtierConnector))  # noqa: SLF001
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
@@ -335,21 +339,6 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     ) -> PromMetrics:
         """Metrics for `/metrics`."""
         return PromMetrics(metric_types, labelnames, per_engine_labelvalues)
-
-
-def _agreed(setup: EngineSetup) -> EngineIdentity:
-    """The identity of an engine, the same in all workers: private if one may have read other files than it identified.
-
-    Called in each worker, where it waits for the others.
-    """
-    config, own = setup.vllm_config, setup.identity
-    found = [(own.fingerprint.digest, own.detail or doubt(config, own.versions))]
-    if setup.ranks > 1:
-        found = gathered(found[0])
-    detail = next((detail for _, detail in found if detail), "")
-    if len({digest for digest, _ in found}) > 1 and not detail:
-        detail = "its workers have identified different weights"
-    return own.made_private(config, detail) if detail else own
 
 
 def _connectors_around() -> list[Any]:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
@@ -13,7 +13,7 @@ from kvtier.connect.local_files import note_fingerprint, private
 from kvtier.connect.vllm import installed, support, weights
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
-from kvtier.connect.vllm.files_read import AdaptersRead
+from kvtier.connect.vllm.files_read import AdaptersRead, doubt
 from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.held_parts import held_parts
 from kvtier.connect.vllm.identity import EngineIdentity, identify
@@ -35,6 +35,7 @@ from kvtier.connect.vllm.vllm_types import (
 from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
 from kvtier.layout import History
+from kvtier.runtime.arena import chunk_bytes
 from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError, ControlSocket
 from kvtier.runtime.guards import Feature
@@ -77,6 +78,17 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
     return config, version
 
 
+class WorkerFacts(NamedTuple):
+    """What a worker tells the others at start, before any of them allocates host memory."""
+
+    fingerprint: bytes
+    """Digest of the engine's identity, as this worker sees it."""
+    doubt: str
+    """Why it may have read other files than it has identified; empty if it has not."""
+    chunk_bytes: int
+    """Host bytes of a chunk on this rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
     """Settings and identity of an engine; equal in all its processes."""
@@ -88,6 +100,8 @@ class EngineSetup:
     identity: EngineIdentity
     role: str
     """`kv_role`: ``kv_both``, ``kv_producer`` for a prefill engine, or ``kv_consumer`` for a decode engine."""
+    workers: tuple[WorkerFacts, ...] = ()
+    """By rank; known in the workers only."""
 
     @staticmethod
     def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "EngineSetup":
@@ -112,7 +126,32 @@ class EngineSetup:
     @property
     def ranks(self) -> int:
         """Workers of the engine."""
-        return self.vllm_config.parallel_config.tensor_parallel_size
+        parallel = self.vllm_config.parallel_config
+        return parallel.pipeline_parallel_size * parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
+        return self.vllm_config.parallel_config.rank % self.ranks
+
+    def facts(self) -> WorkerFacts:
+        """What this worker tells the others."""
+        own = self.identity
+        detail = own.detail or doubt(self.vllm_config, own.versions)
+        return WorkerFacts(own.fingerprint.digest, detail, chunk_bytes(self.geometry.layout))
+
+    def agreed(self, workers: Sequence[WorkerFacts]) -> "EngineSetup":
+        """The same engine, as all of its workers see it. It is private if one may have read other files.
+
+        Args:
+            workers: of all ranks, by rank.
+        """
+        detail = next((it.doubt for it in workers if it.doubt), "")
+        if len({it.fingerprint for it in workers}) > 1 and not detail:
+            detail = "its workers have identified different weights"
+        own = self.identity
+        identity = own.made_private(self.vllm_config, detail) if detail else own
+        return replace(self.identified_as(identity), workers=tuple(workers))
 
 
 class SchedulerSide:
@@ -320,18 +359,18 @@ class WorkerSide:
         layers = setup.vllm_config.compilation_config.static_forward_context
         copier = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
         self._note_step = copier.note_step if support.looks_ahead(setup.vllm_config) else None
-        number = setup.vllm_config.parallel_config.rank % setup.ranks
-        held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, number)
+        held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank)
         self._rank = open_rank(
             config,
             copier.pages.layout.with_parts(held),
             setup.identity.fingerprint.digest,
             copier,
-            rank=number,
+            rank=setup.rank,
             ranks=setup.ranks,
+            engine_chunk_bytes=sum(it.chunk_bytes for it in setup.workers),
             page_lock=cuda_page_lock(config.host.page_lock) if copier.pages.device.type == "cuda" else None,
         )
-        if number == 0:
+        if setup.rank == 0:
             note_fingerprint(config, setup.identity.fingerprint)
         has_lora = setup.vllm_config.lora_config is not None
         self.worker = Worker(

@@ -30,8 +30,14 @@ spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
 
 
 def gathered(own: object) -> list[Any]:
-    """What each worker of the engine calls this with, by rank. Waits for all of them."""
-    group: Any = parallel_state.get_tp_group()
-    found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    """What each worker of the engine calls this with, by rank. Waits for all of them.
+
+    vLLM numbers them by stage, then by rank of prefill context parallelism, then by rank of tensor parallelism.
+    """
+    found = [own]
+    groups: list[Any] = [parallel_state.get_tp_group(), parallel_state.get_pcp_group(), parallel_state.get_pp_group()]
+    for group in groups:
+        parts: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(parts, found, group=group.cpu_group)
+        found = [it for part in parts for it in part]
     return found
