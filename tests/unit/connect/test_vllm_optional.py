@@ -141,13 +141,15 @@ def opened_engine(start: Callable[..., SmallEngine], config: Config) -> SmallEng
     return engine
 
 
+HINTED = {"session": "s", "next_turn": "user", "priority": "high", "retain_s": 5, "prefetch_in_s": 0, "odd": 1}
+
+
 def served(engine: SmallEngine, prompts: int) -> None:
     """Prompts that are stored and loaded, with hints, and both kinds of resets."""
-    hints = {"session": "s", "next_turn": "user", "priority": "high", "retain_s": 5, "prefetch_in_s": 0, "odd": 1}
     for number in range(prompts):
         prompt = [*PROMPT, number]
         for _ in range(2):
-            engine.ask(prompt, 2, kv_transfer_params=dict(hints))
+            engine.ask(prompt, 2, kv_transfer_params=dict(HINTED))
             engine.forget()
     engine.scheduler._scheduler.clear("")
     engine.ask(PROMPT, 2)
@@ -233,6 +235,13 @@ def test_vllm_loads_and_stores_whatever_an_optional_method_raises(
     ticks = session._settles
     wait_until(lambda: session._settles > ticks + 20, "ticks", 20.0)
     assert engine.loaded_tokens >= 768 * 2
+    if feature is Feature.HINTS:  # they may have said "store nothing"; a request without any has not
+        before = engine.loaded_tokens
+        for hints, tokens in ((HINTED, 0), (HINTED, 0), (None, 0), (None, 512)):
+            engine.ask([7] * 600, 1, kv_transfer_params=hints)
+            engine.settle()
+            engine.forget()
+            assert engine.loaded_tokens - before == tokens
     assert not connector._is_broken
     assert not session.obstacle
     engine.close()

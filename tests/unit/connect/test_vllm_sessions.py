@@ -1,9 +1,14 @@
-"""Hints of requests: invalid ones are ignored, names are scoped by tenant, the session gets them at the end."""
+"""Hints of requests: invalid ones are ignored, names are scoped by tenant, the session gets them at the end.
+
+A request whose hints cannot be read in full opts out: nothing of it is stored.
+"""
 
 from types import SimpleNamespace
 from typing import ClassVar, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Request
 from tests.waiting import wait_until
@@ -12,7 +17,9 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.config.sections import Config, HostConfig
 from kvtier.connect.vllm.request_hints import (
     NO_HINTS,
+    OPTED_OUT,
     RequestHints,
+    opts_out,
     request_hints,
     unknown_hints,
 )
@@ -99,9 +106,8 @@ def test_a_value_that_cannot_be_printed_is_ignored_with_a_short_message(field, m
     assert (hint == NO_HINTS) == (field == "session" and not isinstance(strange, str))
 
 
-@pytest.mark.parametrize("params", [[], "user", 5, {"do_remote_prefill": True}])
-def test_parameters_of_other_connectors_are_ignored(params):
-    assert request_hints(request(params)) == (NO_HINTS, [])
+def test_parameters_of_other_connectors_are_ignored():
+    assert request_hints(request({"do_remote_prefill": True})) == (NO_HINTS, [])
 
 
 def envelope(payload: object, kind: object = "kvtier.hints", version: object = "1.0") -> dict[str, object]:
@@ -115,8 +121,8 @@ def as_struct(made: dict[str, object]) -> SimpleNamespace:
     return SimpleNamespace(protocol_version="0.1", message_id="m", actions=actions)
 
 
-FIELDS = {"priority": "high", "retain_s": 60, "prefetch_in_s": 18.5, "store": False, "load": False}
-READ = RequestHints(None, None, "high", 60.0, 18.5, 0, 0)
+FIELDS = {"priority": "high", "retain_s": 60, "prefetch_in_s": 18.5, "max_offload_tokens": 512, "load": False}
+READ = RequestHints(None, None, "high", 60.0, 18.5, 0, 512)
 
 
 def test_hints_mean_the_same_in_every_place():
@@ -136,8 +142,8 @@ def test_a_field_of_the_request_counts_more_than_one_of_an_envelope():
 
 
 def test_vllms_own_limits_are_read():
-    limits = {"max_load_tokens": 512, "max_offload_tokens": 0}
-    assert request_hints(request(limits)) == (RequestHints(max_load_tokens=512, max_offload_tokens=0), [])
+    limits = {"max_load_tokens": 512, "max_offload_tokens": 256}
+    assert request_hints(request(limits)) == (RequestHints(max_load_tokens=512, max_offload_tokens=256), [])
     assert request_hints(request({**limits, "load": False, "store": True}))[0].max_load_tokens == 0
 
 
@@ -152,10 +158,8 @@ def test_vllms_own_limits_are_read():
         ("retain_s", float("inf"), "retain_s = inf; allowed"),
         pytest.param("retain_s", 10**10_000, "retain_s = a value of type int; allowed", id="long"),
         ("prefetch_in_s", "18", "prefetch_in_s = '18'; allowed"),
-        ("store", 0, "store = 0; allowed: true, false"),
         ("load", "no", "load = 'no'; allowed"),
         ("max_load_tokens", -5, "max_load_tokens = -5; allowed: a number of tokens, 0 or more"),
-        ("max_offload_tokens", 1.5, "max_offload_tokens = 1.5; allowed"),
     ],
 )
 @pytest.mark.parametrize("is_in_an_envelope", [False, True])
@@ -169,34 +173,92 @@ def test_an_invalid_hint_is_ignored_and_the_others_count(field, value, what, is_
     assert what in problems[0].text
 
 
+def test_an_action_that_is_not_for_kvtier_is_named_and_not_used():
+    asked = request({"kv_hint": envelope({"source": "tcp://x"}, "kv.fetch", "1.0")})
+    assert request_hints(asked) == (NO_HINTS, [])
+    assert "kv_hint has the action 'kv.fetch' '1.0'; known: " in unknown_hints(asked)
+
+
+OTHERS = cast("list[object]", envelope({}, "other")["actions"]) * 64
+
+
+def test_the_first_actions_of_an_envelope_are_read():
+    actions = [*OTHERS[1:], *cast("list[object]", envelope({"retain_s": 5})["actions"])]
+    assert request_hints(request({"kv_hint": {"actions": actions}})) == (RequestHints(retain_s=5.0), [])
+
+
 @pytest.mark.parametrize(
     "made",
     [
-        envelope({"source": "tcp://x"}, "kv.fetch", "1.0"),
-        envelope({"retain_s": 5}, version="2.0"),
-        envelope({"retain_s": 5}, version=1),
-        envelope([1]),
-        envelope({"retain_s": 5}, kind=10**4_000),
+        *(envelope({"retain_s": 5}, version=version) for version in ("2.0", 1, None)),
+        *(envelope(payload) for payload in ([1], None, "store")),
+        *(envelope({"retain_s": 5}, kind=kind) for kind in (10**4_000, None)),
+        *(5, "x", [], {}, {"actions": 5}, {"actions": [None]}, {"actions": ({"action_type": "kvtier.hints"},)}),
+        {"actions": [*OTHERS, *OTHERS]},
     ],
 )
-def test_an_action_that_is_not_for_kvtier_is_named_and_not_used(made):
-    asked = request({"kv_hint": made})
-    assert request_hints(asked) == (NO_HINTS, [])
-    assert "kv_hint has the action" in unknown_hints(asked)
+def test_an_envelope_that_cannot_be_read_in_full_opts_out(made):
+    asked = request({"priority": "high", "session": "s", "kv_hint": made, "max_load_tokens": 7})
+    hints, (problem,) = request_hints(asked)
+    assert hints == RequestHints(max_load_tokens=7, max_offload_tokens=0)
+    assert problem.text == "kv_hint cannot be read; allowed: 64 actions, as kvtier.hints 1"
     assert len(unknown_hints(asked)) < 1000
+    asked.kv_transfer_params, asked.kv_hints = None, made  # type: ignore[attr-defined]
+    assert request_hints(asked)[0] == OPTED_OUT
 
 
-@pytest.mark.parametrize("made", [5, "x", [], {}, {"actions": 5}, {"actions": [None, 3]}])
-def test_what_is_no_envelope_is_not_used(made):
-    asked = request({"kv_hint": made})
-    assert request_hints(asked) == (NO_HINTS, [])
+@pytest.mark.parametrize("params", [[], "user", 5, False, [("store", False)]])
+def test_parameters_that_are_no_table_opt_out(params):
+    hints, (problem,) = request_hints(request(params))
+    assert hints == OPTED_OUT
+    assert problem.text == f"kv_transfer_params is of type {type(params).__name__}; allowed: a table"
 
 
-def test_only_the_first_actions_of_an_envelope_are_read():
-    actions = cast("list[object]", envelope({}, "other")["actions"]) * 64
-    late = [*actions, *cast("list[object]", envelope({"retain_s": 5})["actions"])]
-    assert request_hints(request({"kv_hint": {"actions": late}})) == (NO_HINTS, [])
-    assert request_hints(request({"kv_hint": {"actions": late[1:]}})) == (RequestHints(retain_s=5.0), [])
+anything: st.SearchStrategy[object] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from([object, 1j]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3) | st.tuples(inner),
+    max_leaves=5,
+)
+counts = st.none() | st.integers(min_value=1)
+
+
+@given(said=st.lists(anything | st.just(value=True), min_size=1, max_size=3), most=counts, order=st.permutations("abc"))
+def test_no_value_of_store_but_true_leads_to_storing(said, most, order):
+    places = {"a": {"store": said[0]}, "b": {}, "c": {}}
+    places |= {place: {"store": value} for place, value in zip("bc", said[1:], strict=False)}
+    first, second, third = (places[name] for name in order)
+    made = request({**first, "max_offload_tokens": most, "session": "s", "kv_hint": envelope(second)})
+    made.kv_hints = as_struct(envelope(third))  # type: ignore[attr-defined]
+    is_stored = all(value is True for value in said)
+    assert request_hints(made)[0].opt_out is opts_out(made) is not is_stored
+    assert request_hints(made)[0].conversation is None or is_stored
+
+
+@given(value=anything | st.integers(), is_in_an_envelope=st.booleans())
+def test_a_limit_of_what_is_stored_that_cannot_be_read_opts_out(value, is_in_an_envelope):
+    fields = {"max_offload_tokens": value, "store": True}
+    hints = request_hints(request({"kv_hint": envelope(fields)} if is_in_an_envelope else fields))[0]
+    is_valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    assert hints.max_offload_tokens == (None if value is None else value if is_valid else 0)
+
+
+@pytest.mark.parametrize("make", [deep, Unprintable, lambda: 10**10_000, lambda: "secret" * 1000, lambda: None])
+def test_the_text_about_a_request_that_opts_out_shows_nothing_of_it(make):
+    made = make()
+    hints, problems = request_hints(request({"session": made, "store": made, "priority": "secret"}, salt="secret"))
+    assert hints == OPTED_OUT
+    texts = {problem.field: problem.text for problem in problems}
+    assert texts["store"] == f"store is of type {type(made).__name__}; allowed: true, false"
+    assert "secret" not in "".join(texts.values())
+
+
+def test_a_request_that_raises_opts_out():
+    class Raising(dict[str, object]):
+        def __contains__(self, _: object) -> bool:
+            raise RuntimeError("planted")
+
+    assert opts_out(request(Raising()))
+    assert not opts_out(request({}))
 
 
 def asked_twice(engine: SmallEngine, tokens: int = 1000, **params: object) -> int:
@@ -217,8 +279,10 @@ def asked_twice(engine: SmallEngine, tokens: int = 1000, **params: object) -> in
         ({"load": False}, 0),
         ({"max_offload_tokens": 600}, 512),
         *(({"max_load_tokens": most}, most // 256 * 256) for most in (1, 255, 256, 257, 300)),
+        ({"max_offload_tokens": 0}, 0),
         ({"store": True, "load": True}, 768),
-        ({"store": "no", "load": 0}, 768),
+        ({"store": True, "load": 0}, 768),
+        *(({"store": value}, 0) for value in ("no", 0, None, 1, "true")),
     ],
 )
 def test_a_request_limits_what_is_stored_and_loaded(start, params, loaded):

@@ -9,11 +9,17 @@
     max_offload_tokens, max_load_tokens
                          vLLM's own fields: only this many leading tokens are stored, or loaded. 0 is as false above
 
+A request *opts out* with `store` false or `max_offload_tokens` 0, in any of its places. Then no tier, host memory,
+event, journal, trace, history, announcement or log line gets its tokens, keys or names, and its other hints but `load`
+have no effect. It may load what others have stored. What vLLM keeps of it is vLLM's: its own prefix cache, its own
+events. A later request with the same tokens that does not opt out stores them as its own.
+
 `KvHintsEnvelope` (`vllm.v1.kv_hints` of 0.33) lists actions of a type, a version and a payload. An action of the type
 `kvtier.hints`, version 1, has the fields above as payload. Dynamo passes an envelope as `kv_transfer_params.kv_hint`.
 A field of `kv_transfer_params` counts more than one of an envelope.
 
-Hints never affect correctness. An invalid one is ignored.
+Hints never affect correctness. An invalid one is ignored, except that doubt opts out: about `store`,
+`max_offload_tokens`, or whatever may have held them.
 """
 
 import math
@@ -84,12 +90,19 @@ class RequestHints(NamedTuple):
     """Leading tokens; 0: none."""
 
     @property
+    def opt_out(self) -> bool:
+        """Whether nothing of the request is kept."""
+        return self.max_offload_tokens == 0
+
+    @property
     def concern_the_end(self) -> bool:
         """Whether there is anything to do once the request has ended, besides `next_turn`."""
         return (self.priority, self.retain_s, self.prefetch_in_s) != ("normal", None, None)
 
 
 NO_HINTS = RequestHints()
+OPTED_OUT = RequestHints(max_offload_tokens=0)
+"""Also the hints of a request whose hints cannot be read."""
 
 
 class Problem(NamedTuple):
@@ -118,24 +131,44 @@ def _shown(value: object) -> str:
 
 
 def request_hints(request: Request) -> tuple[RequestHints, list[Problem]]:
-    """The hints of a request, and those that are invalid."""
-    given = _fields(request)
+    """The hints of a request, and those that are invalid. The text about one that opts out shows no value of it."""
+    given, doubt = _fields(request)
     rules = ((name, value, *_RULES[name]) for name, value in given.items())
     wrong = {name: allowed for name, value, allowed, is_kept_by in rules if not is_kept_by(value)}
+    kept: Mapping[str, Any] = {name: value for name, value in given.items() if name not in wrong}
+    max_load_tokens = kept.get("max_load_tokens") if kept.get("load", True) else 0
+    if doubt or any(_opts_out(*it) for it in given.items()):
+        kinds = {name: f"{name} is of type {type(given[name]).__name__}; allowed: {it}" for name, it in wrong.items()}
+        texts = {"": doubt} | kinds if doubt else kinds
+        return OPTED_OUT._replace(max_load_tokens=max_load_tokens), [Problem(*it) for it in texts.items()]
+    named = "session" in kept
     if "next_turn" in given and "session" not in given:
         wrong["next_turn"] = "only together with session or session_id"
-    kept: Mapping[str, Any] = {name: value for name, value in given.items() if name not in wrong}
-    named = "session" in kept
     hints = RequestHints(
         _scoped_name(request.cache_salt or "", kept["session"]) if named else None,
         NextTurn(kept["next_turn"]) if named and "next_turn" in kept else None,
         kept.get("priority", "normal"),
         kept.get("retain_s"),
         kept.get("prefetch_in_s"),
-        kept.get("max_load_tokens") if kept.get("load", True) else 0,
-        kept.get("max_offload_tokens") if kept.get("store", True) else 0,
+        max_load_tokens,
+        kept.get("max_offload_tokens"),
     )
     return hints, [Problem(name, problem(name, given[name], allowed)) for name, allowed in wrong.items()]
+
+
+def opts_out(request: Request) -> bool:
+    """Whether nothing of a request is kept. Never raises: one that cannot be read opts out."""
+    try:
+        return request_hints(request)[0].opt_out
+    except Exception:  # noqa: BLE001 - whatever a client has sent
+        return True
+
+
+def _opts_out(name: str, value: object) -> bool:
+    """Whether one value opts out, readable or not."""
+    if name == "max_offload_tokens":
+        return not (value is None or (_RULES[name][1](value) and value))
+    return name == "store" and value is not True
 
 
 def unknown_hints(request: Request) -> str:
@@ -150,21 +183,35 @@ def unknown_hints(request: Request) -> str:
     return f"{found[0]}; known: {known}" if found else ""
 
 
-def _fields(request: Request) -> dict[str, object]:
-    """All hints of a request. The first value counts, in this order: `kv_transfer_params`, `_actions`, `session_id`."""
-    params = params_of(request)
-    fields = {name: params[name] for name in HINTS if params.get(name) is not None}
-    for *_, payload in _actions(request):
-        for name, value in payload.items() if payload is not None else ():
-            if name in HINTS and value is not None:
-                fields.setdefault(name, value)
+def _fields(request: Request) -> tuple[dict[str, object], str]:
+    """All hints of a request, and why others may not have been read, or ``""``.
+
+    The first value counts, in this order: `kv_transfer_params`, `_actions`, `session_id`. But any that opts out does.
+    """
+    fields: dict[str, object] = {}
+    params, doubt = params_of(request), ""
+    if (given := cast("object", request.kv_transfer_params)) is not None and given is not params:
+        doubt = f"kv_transfer_params is of type {type(given).__name__}; allowed: a table"
+    said = [(name, params[name]) for name in HINTS if name in params]
+    for name, kind, _, payload in _actions(request):
+        said += [(field, value) for field, value in (payload or {}).items() if field in HINTS]
+        if payload is None and (not isinstance(kind, str) or kind == ACTION_TYPE):
+            doubt = f"{name} cannot be read; allowed: {_ACTIONS_MAX} actions, as {ACTION_TYPE} {ACTION_VERSION}"
+    for name, value in said:
+        if _opts_out(name, value):
+            fields[name] = value
+        elif value is not None:
+            fields.setdefault(name, value)
     if (session := cast("object", getattr(request, "session_id", None))) is not None:
         fields.setdefault("session", session)
-    return fields
+    return fields, doubt
 
 
 def _actions(request: Request) -> Iterator[tuple[str, object, object, Mapping[str, object] | None]]:
-    """Name of the envelope, type, version and payload of its first `_ACTIONS_MAX` actions; None: not for kvtier."""
+    """Name of the envelope, type, version and payload of its first `_ACTIONS_MAX` actions; None: not for kvtier.
+
+    Of what is not read, an envelope without a list or further actions, the type is None.
+    """
     envelopes = (
         (ENVELOPE, params_of(request).get(ENVELOPE)),
         ("kv_hints", cast("object", getattr(request, "kv_hints", None))),
@@ -177,6 +224,8 @@ def _actions(request: Request) -> Iterator[tuple[str, object, object, Mapping[st
             payload = _part(action, "payload")
             is_ours = kind == ACTION_TYPE and isinstance(version, str) and version.partition(".")[0] == ACTION_VERSION
             yield name, kind, version, cast("Any", payload) if is_ours and isinstance(payload, dict) else None
+        if envelope is not None and (not isinstance(actions, list) or len(listed) > _ACTIONS_MAX):
+            yield name, None, None, None
 
 
 def _part(value: object, name: str) -> object:

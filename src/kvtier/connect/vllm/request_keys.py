@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.connect.local_files import adapter_files, local_folder
 from kvtier.connect.vllm.files_read import AdapterRead
+from kvtier.connect.vllm.request_hints import opts_out
 from kvtier.connect.vllm.request_items import Items
 from kvtier.connect.vllm.support import looks_ahead, reason_against
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, plain_name
@@ -90,12 +91,17 @@ class KeyMaker:
         return self._made(request, lambda: self._extras(request))
 
     def _made(self, request: Request, make: Callable[[], T]) -> T | None:
-        """The result of `make`; None if the request cannot be cached, or for a moment without memory."""
+        """The result of `make`; None if the request cannot be cached, or for a moment without memory.
+
+        The log says nothing of a request that opts out: reasons name adapters and items.
+        """
         try:
             return make()
         except Exception as error:
             if not isinstance(error, NotCacheableError) and not ends_by_itself(error):
                 raise
+            if opts_out(request):
+                return None
             self.refusal = reason = str(error) or type(error).__name__
         if reason not in self._logged and len(self._logged) < REASONS_MAX:
             self._logged.add(reason)

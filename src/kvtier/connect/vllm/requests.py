@@ -144,9 +144,14 @@ class TrackedRequest:
         return self.request.request_id
 
     @property
+    def name(self) -> str:
+        """Its id, for names of loads and for the log; empty for a request that opts out."""
+        return "" if self.hints.opt_out else self.id
+
+    @property
     def question(self) -> RequestId:
         """Request id of its lookups. Probe answers are kept per id, so each attempt has a new one."""
-        return RequestId(f"Q{self.number}.{self.attempts}/{self.id}")
+        return RequestId(f"Q{self.number}.{self.attempts}/{self.name}")
 
     def renew(self, keys: Chain | None) -> None:
         """Replace the keys after a cache reset."""
@@ -165,7 +170,7 @@ class TrackedRequest:
         if self._prefix is None or self._prefix[0] != tokens:
             known = self.request.all_token_ids
             if len(known) < self.keys.tokens:
-                raise ValueError(f"{self.id} has {len(known)} tokens, and had {self.keys.tokens}")
+                raise ValueError(f"{self.name} has {len(known)} tokens, and had {self.keys.tokens}")
             self.keys.extend(list(known[self.keys.tokens :]))
             self._prefix = (tokens, self.keys.prefix(tokens))
         return self._prefix[1]

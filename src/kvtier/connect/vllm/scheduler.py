@@ -26,7 +26,7 @@ from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.request_hints import NO_HINTS, Problem, RequestHints, request_hints
+from kvtier.connect.vllm.request_hints import NO_HINTS, OPTED_OUT, Problem, RequestHints, request_hints
 from kvtier.connect.vllm.request_history import WEIGHTS_CHANGED, RequestHistory
 from kvtier.connect.vllm.request_keys import Adapters
 from kvtier.connect.vllm.requests import (
@@ -172,12 +172,14 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """Track a new request."""
-        hints, announced = self._guards.run(Feature.HINTS, self._said_by, request, otherwise=(NO_HINTS, 0))
+        has_said = request.kv_transfer_params is not None or getattr(request, "kv_hints", None) is not None
+        otherwise = OPTED_OUT if has_said else NO_HINTS, 0
+        hints, announced = self._guards.run(Feature.HINTS, self._said_by, request, otherwise=otherwise)
         self._clear_wished()
         tracked = TrackedRequest(request, next(self._numbers), self._keys_of(request), hints)
         tracked.announced_tokens = 0 if self._has_own_keys(request) or not self._is_alone else announced
         self._requests[request.request_id] = tracked
-        if self._history is not None:
+        if self._history is not None and not hints.opt_out:
             self._history.arrived(tracked, is_off=self._is_off)
         self._protection.joined(tracked)
 
@@ -185,12 +187,15 @@ class Scheduler:
         """The hints of a request, and the leading tokens that another engine has announced."""
         hints, problems = request_hints(request)
         announced, lie = announced_tokens(request)
-        unknown = unknown_fields(request) if self._is_alone else ""
-        problems += [Problem("tokens", lie), Problem("unknown", unknown)]
+        who, outcome = "a request that opts out", "nothing of it is stored"
+        if not hints.opt_out:
+            who, outcome = f"request {request.request_id}", "ignored"
+            unknown = unknown_fields(request) if self._is_alone else ""
+            problems += [Problem("tokens", lie), Problem("unknown", unknown)]
         for field, text in problems:
             if text and field not in self._warned:
                 self._warned.add(field)
-                logger.warning("request %s: %s; ignored (logged once)", request.request_id, text)
+                logger.warning("%s: %s; %s (logged once)", who, text, outcome)
         return hints, announced
 
     def _keys_of(self, request: Request) -> Chain | None:
@@ -208,7 +213,7 @@ class Scheduler:
             if not ends_by_itself(error):
                 raise
             tracked.keys = None
-            logger.warning("request %s is not cached any more: %r", tracked.id, error)
+            logger.warning("request %s is not cached any more: %r", tracked.name, error)
             return None
 
     def forget(self, request: Request) -> None:
@@ -243,11 +248,15 @@ class Scheduler:
             return None
         if not self._announces and not wants_announcement(request):
             return None
+        if hints.opt_out:
+            return announcement_of(0) | {"store": False}  # a proxy passes it on
         return announcement_of(min(tracked.published_tokens, request.num_prompt_tokens))
 
     def _note_end(self, tracked: TrackedRequest) -> None:
-        """Pass an ended request on to the recording, the journal and the history."""
+        """Pass an ended request on to the recording, the journal and the history, unless it opts out."""
         run = self._guards.run
+        if tracked.hints.opt_out:
+            return
         if (recorder := self._recorder) is not None:
             earliest = next(iter(self._requests.values()), None)
             since_s = None if earliest is None else earliest.arrived_s
@@ -361,7 +370,7 @@ class Scheduler:
         tracked = self._requests[request.request_id]
         match = tracked.match
         if match is None:
-            raise AssertionError(f"{external_tokens} external tokens were never offered to {tracked.id}")
+            raise AssertionError(f"{external_tokens} external tokens were never offered to {tracked.name}")
         load = self._loads.register(tracked, match, tables)
         load.is_void = match.external_tokens != external_tokens or match is tracked.outdated
         self._planner.begun(match.plan, time.monotonic())
@@ -379,7 +388,7 @@ class Scheduler:
             self._loads.register(tracked, tracked.match, tables)
 
     def _start(self, load: OpenLoad) -> None:
-        if self._events is not None and not load.is_void:
+        if self._events is not None and not load.is_void and not load.tracked.hints.opt_out:
             self._events.learn(load.tracked.request, load.match.prefix)
         self._loads.start(load)
 
