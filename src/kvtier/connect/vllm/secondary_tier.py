@@ -14,7 +14,7 @@ import inspect
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from traceback import walk_stack
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ import numpy as np
 from kvtier.connect.local_files import adapter_versions, note_fingerprint
 from kvtier.connect.vllm.files_read import doubt_of
 from kvtier.connect.vllm.log import follow_engine
+from kvtier.connect.vllm.request_hints import opts_out
 from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
 from kvtier.connect.vllm.tiering_calls import Calls
 from kvtier.connect.vllm.tiering_imports import offload, tiering
@@ -64,6 +65,8 @@ class _Named:
         """vLLM's, of its images and other items."""
         self.is_doubted = False
         """One of them stands for several contents."""
+        self.opts_out = False
+        """Its request does: nothing of it is stored. What vLLM's host memory keeps of it is vLLM's."""
         self.ends: dict[tuple[int, int], ChunkKey] = {}
         """Keys of objects that were stored or loaded, by group and number of tokens up to their end."""
 
@@ -182,6 +185,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             # The salt is in vLLM's hashes; of an adapter only its name and path, of an item what its client calls it.
             items = frozenset(item.identifier for item in request.mm_features)
             named = _Named(extras, request.lora_request, items)
+            named.opts_out = opts_out(request)
             context.set_state(named)
             self._named[context.req_id] = named
 
@@ -229,19 +233,22 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._submit(job_metadata, self._config.limits.load_deadline_s)
 
     def _submit(self, job: TransferJob, limit_s: float) -> None:
-        items = self._guarded(lambda: self._items([*job.keys], job.chunk_ids, job.req_context), [])
+        items = self._guarded(lambda: self._items(job), [])
         self._calls.submit(job, items, time.monotonic() + limit_s)
 
-    def _items(self, keys: Sequence[bytes], chunks: Iterable[int], context: Any) -> list[ObjectBytes]:  # noqa: ANN401
-        """The objects, and their memory; none if the request's objects have no names."""
+    def _items(self, job: TransferJob) -> list[ObjectBytes]:
+        """The objects, and their memory; none if the request's objects have no names, or may not be stored."""
+        keys, context = [*job.keys], job.req_context
         named: _Named | None = context.get_state(_Named)
         if named is None or named.is_doubted or not self._is_unchanged(named.loaded):
+            return []
+        if named.opts_out and not job.is_promotion:
             return []
         ends = [(_group_of(key), context.get_offload_key_position(key) or 0) for key in keys]
         objects = [self._object(key, end, named) for key, (_, end) in zip(keys, ends, strict=True)]
         named.ends.update((end, item.key) for end, item in zip(ends, objects, strict=True))
         origins = [self._origin(*end, named) for end in ends]
-        rows = [(self._pages[chunk],) for chunk in chunks]
+        rows = [(self._pages[chunk],) for chunk in job.chunk_ids]
         return [ObjectBytes(*it) for it in zip(objects, rows, origins, strict=True)]
 
     def _origin(self, group: int, end: int, named: _Named) -> Origin:
