@@ -70,6 +70,10 @@ class Ask:
     logprobs: int | None = 5
     transfer: dict[str, Any] | None = None
     """`kv_transfer_params`."""
+    name: str = ""
+    """The request's id; by default ``r`` and its number."""
+    samples: int = 1
+    """More than one are drawn at random."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Served:
                 if request.get("at_step", 0) <= step:
                     del waiting[index]
                     began[index] = time.perf_counter()
-                    name = f"r{self._count}"
+                    name = request.get("name") or f"r{self._count}"
                     self._count += 1
                     inside[index] = self._add(name, request)
                     names[name] = index
@@ -152,7 +152,8 @@ class Served:
             name,
             prompt,
             SamplingParams(
-                temperature=0,
+                n=(samples := request.get("samples", 1)),
+                temperature=float(samples > 1),
                 max_tokens=request["count"],
                 logprobs=request.get("logprobs"),
                 detokenize=False,

@@ -153,6 +153,7 @@ class Attachment:
         *,
         return_report: bool = False,
         session: str | Sequence[str | None] | None = None,
+        store: bool = True,
         **arguments: Argument,
     ) -> Output:
         """The output of `model.generate` for the same arguments, computed from restored KV if possible.
@@ -162,6 +163,8 @@ class Attachment:
             generation_config: as for `model.generate`.
             session: name of the conversation, for `expects`; a list with several rows. A recorded trace contains
                 another name for it.
+            store: False: no tier, host memory, trace or log line gets tokens, keys or names of the call, and `session`
+                has no effect. It may restore what other calls have stored. So does any value but True.
             return_report: return (output, `CallReport`) instead of the output; `last` has the report in any case.
             arguments: as for `model.generate`.
 
@@ -169,7 +172,10 @@ class Attachment:
         the cache cannot serve; `CallReport.uncached_reason` says why.
         """
         with self._lock:
-            output = self._generate(inputs, generation_config, arguments, session)
+            if not isinstance(store, bool):
+                what = f"store is of type {type(store).__name__}; allowed: True, False"
+                self._log_once(what, "%s; nothing of the call is stored (logged once)")
+            output = self._generate(inputs, generation_config, arguments, session, opts_out=store is not True)
             return (output, self.last) if return_report else output
 
     def store(
@@ -326,10 +332,15 @@ class Attachment:
         given: GenerationConfig | None,
         arguments: dict[str, Argument],
         session: str | Sequence[str | None] | None,
+        *,
+        opts_out: bool,
     ) -> Output:
         clock = FirstToken()
-        call = self._guarded(lambda: self._prepare(inputs, given, arguments, session))
+        names = None if opts_out else session
+        call = self._guarded(lambda: self._prepare(inputs, given, arguments, names, opts_out=opts_out))
         if isinstance(call, str):
+            if not opts_out:  # a reason may name what the call was given
+                self._log_once(call, "generated without the cache: %s (logged once)")
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened, columns = self._current(), call.prompt.input_ids.shape[1]
         rows = [row.request for row in call.rows]
@@ -369,7 +380,6 @@ class Attachment:
         given: GenerationConfig | None,
         arguments: dict[str, Argument],
     ) -> Output:
-        self._log_once(reason, "generated without the cache: %s (logged once)")
         changed = dict(arguments)
         if arguments.get("custom_generate") is None:
             changed["stopping_criteria"] = clock.among(arguments.get("stopping_criteria"))
@@ -395,6 +405,8 @@ class Attachment:
         given: GenerationConfig | None,
         arguments: dict[str, Argument],
         session: str | Sequence[str | None] | None = None,
+        *,
+        opts_out: bool = False,
     ) -> "Call | str":
         """Everything before the first lookup; or why the call goes without the cache."""
         if self._ended:
@@ -406,7 +418,10 @@ class Attachment:
         if problem:
             self._log_once(problem, "%s; ignored (logged once)")
         opened = self._refreshed()
-        return Call.begun(next(self._numbers), prompt, opened.root, opened.layout.chunk_tokens, names, opened.recorder)
+        recorder, chunk_tokens = None if opts_out else opened.recorder, opened.layout.chunk_tokens
+        call = Call.begun(next(self._numbers), prompt, opened.root, chunk_tokens, names, recorder)
+        call.opts_out = opts_out
+        return call
 
     def _store_call(
         self, opened: ModelSession, call: Call, output: Output, cache: DynamicCache, report: CallReport
@@ -423,6 +438,8 @@ class Attachment:
                 computed_tokens=report.prompt_tokens,
                 uncached_reason="the model replaced the cache with its own",
             )
+        if call.opts_out:
+            return report
         groups, ends = len(opened.shape.groups), call.prompt.end_tokens
         new = [row.new_places(tokens, ends, groups) for row, tokens in zip(call.rows, sequences, strict=True)]
         count = self._begin_stores(opened, call, new, spans)

@@ -215,6 +215,8 @@ class Call:
     """Seconds spent on chunk keys."""
     arrived_s: float
     recorder: Recorder | None = None
+    opts_out: bool = False
+    """Nothing of it is stored."""
 
     @classmethod
     def begun(

@@ -1,0 +1,45 @@
+"""What a request has left behind: its tokens and names, in each form that a file, an answer or a log may hold."""
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+RUN = 5
+"""Tokens of one form. Random prompts of a vocabulary of a thousand share no five in a row."""
+RUNS = 3
+"""Forms of each kind that a prompt has, spread over it."""
+
+
+def forms_of_tokens(tokens: Sequence[int]) -> dict[str, list[bytes]]:
+    """By kind: runs of tokens as numbers of 4 and 8 bytes, in JSON, and separated by spaces."""
+    starts = range(0, len(tokens) - RUN, max(1, len(tokens) // RUNS))
+    runs = [list(tokens[start : start + RUN]) for start in starts]
+    return {
+        "int32": [array("i", run).tobytes() for run in runs],
+        "int64": [array("q", run).tobytes() for run in runs],
+        "JSON": [json.dumps(run).strip("[]").encode() for run in runs],
+        "compact JSON": [json.dumps(run, separators=(",", ":")).strip("[]").encode() for run in runs],
+        "words": [" ".join(map(str, run)).encode() for run in runs],
+    }
+
+
+def forms_of_digests(kind: str, digests: Iterable[bytes]) -> dict[str, list[bytes]]:
+    """Digests as bytes and in hexadecimal."""
+    given = list(digests)
+    return {kind: given, f"{kind}, hex": [it.hex().encode() for it in given]}
+
+
+def contents(folder: Path, *but: Path) -> bytes:
+    """Names and bytes of all files below a folder, without those below `but`."""
+    paths = [path for path in sorted(folder.rglob("*")) if not any(path.is_relative_to(it) for it in but)]
+    return b"\n".join(str(path).encode() + b"\n" + (path.read_bytes() if path.is_file() else b"") for path in paths)
+
+
+def left(forms: Mapping[str, Iterable[bytes]], places: Mapping[str, bytes]) -> dict[str, set[str]]:
+    """By place: the kinds of forms of which it holds one. A place with none is left out."""
+    found = {
+        place: {kind for kind, each in forms.items() if any(form in content for form in each)}
+        for place, content in places.items()
+    }
+    return {place: kinds for place, kinds in found.items() if kinds}
