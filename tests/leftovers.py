@@ -3,7 +3,10 @@
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
+
+from kvtier.runtime.journal import NAME_BYTES
 
 RUN = 5
 """Tokens of one form. Random prompts of a vocabulary of a thousand share no five in a row."""
@@ -28,6 +31,11 @@ def forms_of_digests(kind: str, digests: Iterable[bytes]) -> dict[str, list[byte
     """Digests as bytes and in hexadecimal."""
     given = list(digests)
     return {kind: given, f"{kind}, hex": [it.hex().encode() for it in given]}
+
+
+def journal_names(keys: Iterable[bytes], root: bytes) -> list[bytes]:
+    """How a journal names the chunks of the first KV group."""
+    return [blake2b(it, key=root, digest_size=NAME_BYTES, salt=bytes(8)).hexdigest().encode() for it in keys]
 
 
 def contents(folder: Path, *but: Path) -> bytes:

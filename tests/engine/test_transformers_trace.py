@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from attaching import Attach
+from tests.leftovers import contents, forms_of_digests, forms_of_tokens, journal_names, left
 from tiny_transformers import batch, llama, tokens
 
 from kvtier.cli.main import run
+from kvtier.connect.transformers import CallReport
 from kvtier.errors import ConfigError
+from kvtier.keys.chain import Chain
+from kvtier.keys.object_names import object_names
 from kvtier.policy.adaptive import Adaptive
 from kvtier.types import NextTurn
 
@@ -110,3 +114,69 @@ def test_sessions_are_recorded_and_what_they_expect_reaches_the_evictor(
     named = [it.get("session_id") for it in lines]
     assert [it is None for it in named] == [False, False, *[True] * 7]
     assert "chat" not in path.read_text()
+
+
+def test_nothing_is_left_of_a_call_that_opts_out(
+    attached: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each kind of call once with `store=False` and once without, which is the control."""
+    tiers = [f"{kind}:{tmp_path / kind}?capacity_bytes=24MiB" for kind in ("directory", "disk")]
+    folders = [tmp_path / name for name in ("directory", "disk", "trace", "journal")]
+    caplog.set_level("DEBUG", "kvtier")
+    kv = attached(
+        llama(), directory=None, tiers=tiers, trace__path=tmp_path / "trace", journal__path=tmp_path / "journal"
+    )
+    kv.generate(torch.tensor([PROMPTS[0]]), **GREEDY)  # others may share what it stores
+    assert kv.flush(60)
+    common, (hidden, shown) = PROMPTS[0], ([tokens(90, seed + number) for number in range(3)] for seed in (30, 40))
+
+    def call(own: list[list[int]], name: str, **store: Any) -> list[CallReport]:
+        input_ids, mask = batch(own[1], own[2])
+        reports = []
+        for given, more in (
+            (torch.tensor([[*common, *own[0]]]), {"session": f"{name}-session"}),
+            (input_ids, {"attention_mask": mask, "session": [f"{name}-session", 7], "return_dict_in_generate": True}),
+            (input_ids, {"attention_mask": mask, "do_sample": True, "num_return_sequences": 2}),
+        ):
+            kv.generate(given, **(GREEDY | more | store))
+            reports.append(kv.last)
+        with pytest.raises(ValueError, match="cache_implementation"):  # the library does; kvtier has said why
+            kv.generate(input_ids, cache_implementation=f"{name}-cache", **GREEDY, **store)
+        return reports
+
+    assert [it.stored_chunks for it in call(hidden, "hidden", store=False)] == [0] * 3
+    assert [it.stored_chunks for it in call(hidden, "hidden", store="no")] == [0] * 3
+    first = call(shown, "shown")[0]
+    assert first.stored_chunks > 0
+    assert first.restored_tokens == call(hidden, "hidden", store=None)[0].restored_tokens == 96
+    assert caplog.text.count("store is of type str; allowed: True, False; nothing of the call is stored") == 1
+    assert kv.flush(60)
+
+    def forms(own: list[list[int]], name: str) -> dict[str, list[bytes]]:
+        """Everything by which one of the calls could be known again."""
+        opened, found = kv._current(), {"name": [f"{name}-".encode()]}
+        layout, recorder = opened.layout, opened.recorder
+        assert recorder is not None
+        for each, shared in ((own[0], common), (own[1], []), (own[2], [])):
+            chain = Chain(opened.root, kv.chunk_tokens)
+            chain.extend([*shared, *each])
+            keys = chain.prefix().keys[len(shared) // kv.chunk_tokens :]
+            ids = {"trace": [str(recorder._named(it)).encode() for it in keys]}
+            ids["journal"] = journal_names(keys, opened.root)
+            names = object_names(keys, 0, layout.part(0), layout.digest(0))
+            hashed = forms_of_digests("key", keys) | forms_of_digests("object", names)
+            for kind, values in (forms_of_tokens(each) | hashed | ids).items():
+                found.setdefault(kind, []).extend(values)
+        return found
+
+    unwanted, wanted = forms(hidden, "hidden"), forms(shown, "shown")
+    kv.close()
+    places = {it.name: contents(it) for it in folders} | {"log": caplog.text.encode()}
+    assert left(unwanted, places | {"elsewhere": contents(tmp_path, *folders)}) == {}
+    assert left(wanted, places) == {
+        "directory": {"object", "object, hex"},
+        "disk": {"object"},
+        "trace": {"trace"},
+        "journal": {"journal"},
+        "log": {"name"},
+    }

@@ -166,16 +166,15 @@ class Server:
         """
         wait_until(self._is_up, f"the server ({self._log})", UP_S, pause_s=0.3)
 
-    def ask(self, tokens: Sequence[int], limit_s: float = ANSWER_S) -> Answer:
-        """The answer to a prompt."""
-        return Answer.of(
-            json.loads(self._call("/generate", {"input_ids": tokens, "sampling_params": sampling()}, limit_s))
-        )
+    def ask(self, tokens: Sequence[int], limit_s: float = ANSWER_S, **fields: Any) -> Answer:
+        """The answer to a prompt; `fields` are further ones of the request."""
+        body = {"input_ids": tokens, "sampling_params": sampling(), **fields}
+        return Answer.of(json.loads(self._call("/generate", body, limit_s)))
 
-    def ask_and_keep(self, tokens: Sequence[int]) -> Answer:
+    def ask_and_keep(self, tokens: Sequence[int], **fields: Any) -> Answer:
         """The answer to a prompt, when the store has all pages of both on all ranks. Pages of other places it has."""
         before = self.total(STORED)
-        answer = self.ask(tokens)
+        answer = self.ask(tokens, **fields)
         new = (len(tokens) + OUTPUT_TOKENS - 1) // PAGE * PAGE - sum(answer.cached.values())
         wait_until(lambda: self.total(STORED) >= before + new * self._ranks, f"{new} stored tokens")
         return answer

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import sabotage
 from engines import BACKEND
-from server import OUTPUT_TOKENS, PAGE, WAITS, Server, flags, offline, prompt
+from server import OUTPUT_TOKENS, PAGE, WAITS, Server, flags, offline, prompt, sampling
 from tests.faults.hanging_fs import HangingFs, hanging_fs, missing
+from tests.leftovers import contents, forms_of_tokens, left
 from tests.vllm.models import make_checkpoint
 from tests.waiting import wait_until
 
@@ -91,6 +92,26 @@ def test_tokens_are_equal_from_each_place(server: Server) -> None:
     assert again.tokens == restored.tokens == evicted.tokens == first.tokens
     assert server.total("sglang:cached_tokens_total", 'cache_source="storage"') == WHOLE
     assert server.total("sglang:kvtier_objects_total", 'way="read"', 'outcome="done"') == WHOLE // PAGE
+
+
+@pytest.mark.sglang_core
+def test_a_request_cannot_opt_out_and_none_of_its_names_reaches_the_store(server: Server, place: Place) -> None:
+    """SGLang passes a storage backend digests of pages and their positions, and no field of a request."""
+    hints = {"store": False, "max_offload_tokens": 0}
+    said = {
+        "rid": "hidden-rid",
+        "sampling_params": sampling() | {"custom_params": {**hints, "kv_transfer_params": hints}},
+        "no_logs": True,
+        **{name: f"hidden-{name}" for name in ("extra_key", "cache_salt", "routing_key", "conversation_id")},
+    }
+    asked, before = prompt(13), objects(place.store)
+    first = server.ask_and_keep(asked, **said)
+    server.forget()
+    restored = server.ask(asked, **said | {"rid": "hidden-rid-2"})
+    assert (restored.cached, restored.tokens) == ({"storage": WHOLE}, first.tokens)
+    assert len(objects(place.store) - before) >= WHOLE // PAGE
+    forms = forms_of_tokens(asked) | {"name": [b"hidden-"]}
+    assert left(forms, {"store": contents(place.store), "log": server.log().encode()}) == {}
 
 
 @pytest.mark.sglang_core

@@ -3,7 +3,6 @@
 import itertools
 import json
 import time
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from harness import Ask, Engine
 from judge import prompt
 from record_events import published, publisher
 from settings import CHUNK, connector, whole
-from tests.leftovers import contents, forms_of_digests, forms_of_tokens, left
+from tests.leftovers import contents, forms_of_digests, forms_of_tokens, journal_names, left
 from tests.sealed_places import _heads
 
 from kvtier.runtime.control_socket import ControlError, ask
@@ -44,7 +43,13 @@ WAYS: list[dict[str, Any]] = [
 def asks(name: str, seed: int, ways: list[dict[str, Any]]) -> list[Ask]:
     """Requests of every kind: alone, behind a prompt that is stored, sampled, aborted; each with tokens of its own."""
     said = {key.format(name): value.format(name) if isinstance(value, str) else value for key, value in FIELDS.items()}
-    kinds: list[dict[str, Any]] = [{}, {"start": SHORT}, {"samples": 3}, {"abort_at_step": 20, "count": 60}, {"count": 60}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"start": SHORT},
+        {"samples": 3},
+        {"abort_at_step": 20, "count": 60},
+        {"count": 60},
+    ]
     made: list[Ask] = []
     for number, (kind, way) in enumerate(zip(kinds, itertools.cycle(ways), strict=False)):
         tokens = [*kind.pop("start", ()), *prompt(700 + 10 * number, seed + number)]
@@ -68,7 +73,7 @@ def digests(engine: Any, tokens: list[int], salt: str) -> dict[str, list[bytes]]
     return {
         "key": list(keys),
         "object": names_of([(key, 0) for key in keys], heads),
-        "journal": [blake2b(it, key=root, digest_size=8, salt=bytes(8)).hexdigest().encode() for it in keys],
+        "journal": journal_names(keys, root),
         "trace": [str(recorder._named(it)).encode() for it in keys],
     }
 
