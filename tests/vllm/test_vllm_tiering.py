@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import sabotage
 from engines import LONG, SHORT, Expected, Start
-from harness import EngineError, in_process
-from judge import is_same
+from harness import Ask, EngineError, in_process
+from judge import is_same, prompt
 from models import make_checkpoint
 from settings import tiering
 from storage import corrupt, damage_behind, flip_a_bit, objects, truncate
@@ -239,6 +239,22 @@ def test_salts_share_nothing(start: Start, tmp_path: Path) -> None:
     start("llama", given).ask_and_close(LONG, salt="one")
     engine = start("llama", given)
     assert [engine.hits_of(LONG, salt=it) for it in ("two", "", "one")] == [0, 0, whole(len(LONG))]
+
+
+def test_of_a_request_that_opts_out_only_vllms_own_host_memory_holds_anything(start: Start, tmp_path: Path) -> None:
+    """And with vLLM's own limit not even that. A request that says nothing is the control."""
+    directory, count = tmp_path / "kv", whole(len(SHORT)) // BLOCK
+    given = tiering(f"directory:{directory}")
+    engine = start("llama", given)
+    for number, hints in enumerate([{"store": False}, {"store": "no"}, {"max_offload_tokens": 0}]):
+        asked = Ask(prompt(700, 40 + number), transfer=hints)
+        engine.ask(asked)
+        engine.forget()
+        assert engine.hits_of(asked) == (0 if "max_offload_tokens" in hints else whole(700))
+    engine.ask(Ask(SHORT, transfer={"store": True}))
+    engine.close()
+    assert len(objects(directory)) == count
+    assert start("llama", given).hits_of(Ask(SHORT, transfer={"store": False})) == whole(len(SHORT))
 
 
 @pytest.mark.fleet_core

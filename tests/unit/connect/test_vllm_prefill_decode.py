@@ -84,6 +84,21 @@ def test_beside_another_connector_requests_are_handed_over_by_the_other(start):
     assert engine.loaded_tokens == WHOLE, "the other has no more to load"
 
 
+@pytest.mark.parametrize("said", [{"store": False}, {"max_offload_tokens": 0}, {"store": "no"}, {"store": True}])
+@pytest.mark.parametrize("fields", [{"announces": True}, {"announces": None}, {"is_alone": False}, {"stores": False}])
+def test_the_decode_engine_hears_that_a_request_opts_out(start, said, fields):
+    """A proxy passes on what the response says, and perhaps nothing that the client has said."""
+    prefill, decode = start(**fields), start(seed=1)
+    passed_on = run(prefill, kv_transfer_params={"do_remote_decode": True, **said})
+    assert (passed_on == {"store": False}) == (said != {"store": True})
+    for hints in (passed_on, None):
+        decode.ask(PROMPT, 1, kv_transfer_params=hints)
+        decode.settle()
+        decode.forget()
+    assert decode.loaded_tokens == (WHOLE if said == {"store": True} else 0)
+    assert run(start(announces=False), kv_transfer_params=said) is None
+
+
 def test_a_cache_reset_ends_announcements_because_other_engines_have_other_keys(start):
     engine = start(announces=True)
     assert run(engine) is not None

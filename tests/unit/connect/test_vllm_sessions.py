@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.connect.test_vllm_scheduler import RUSH, WAYS
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Request
 from tests.waiting import wait_until
@@ -287,6 +288,32 @@ def asked_twice(engine: SmallEngine, tokens: int = 1000, **params: object) -> in
 )
 def test_a_request_limits_what_is_stored_and_loaded(start, params, loaded):
     assert asked_twice(start(), **params) == loaded
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_nothing_of_a_request_that_opts_out_is_stored_though_it_is_preempted_or_resumed(start, monkeypatch, way):
+    engine = start(seed=2, **RUSH, **way)
+    stored, preempted = set[str](), set[str]()
+    begin, preempt = engine.scheduler._stores.begin, engine._preempt
+    monkeypatch.setattr(engine.scheduler._stores, "begin", lambda name, *it: (stored.add(name), begin(name, *it)))
+    monkeypatch.setattr(engine, "_preempt", lambda it: (preempted.add(it.request_id), preempt(it)))
+    prompts = [[engine.draw.randrange(1000) for _ in range(600)] for _ in range(4)]
+    asked = [
+        engine.add(prompt, 60, kv_transfer_params={"store": number % 2 == 1, "session": "s", "priority": "high"})
+        for number, prompt in enumerate(prompts)
+    ]
+    engine.run()
+    assert stored == {it.request_id for it in asked[1::2]}
+    assert preempted & {it.request_id for it in asked[::2]}
+    # Another request with the same tokens stores them as its own, also what vLLM's own cache has of the first one.
+    engine.forget()
+    engine.ask(prompts[0], 1, kv_transfer_params={"store": False})
+    again = engine.ask([*prompts[0], *prompts[2][:300]], 1)
+    assert stored == {it.request_id for it in (*asked[1::2], again)}
+    engine.settle()
+    chain = engine.scheduler._begin_keys(again)
+    chain.extend(again.tokens)
+    assert engine.opened.session.host_tokens(chain.prefix()) == 768
 
 
 def test_what_may_not_be_loaded_may_be_stored(start):

@@ -172,10 +172,7 @@ class Attachment:
         the cache cannot serve; `CallReport.uncached_reason` says why.
         """
         with self._lock:
-            if not isinstance(store, bool):
-                what = f"store is of type {type(store).__name__}; allowed: True, False"
-                self._log_once(what, "%s; nothing of the call is stored (logged once)")
-            output = self._generate(inputs, generation_config, arguments, session, opts_out=store is not True)
+            output = self._generate(inputs, generation_config, arguments, session, opts_out=self._opts_out(store))
             return (output, self.last) if return_report else output
 
     def store(
@@ -398,6 +395,13 @@ class Attachment:
             uncached_reason=reason,
         )
         return output
+
+    def _opts_out(self, store: object) -> bool:
+        """Whether nothing of a call is stored."""
+        if not isinstance(store, bool):
+            what = f"store is of type {type(store).__name__}; allowed: True, False"
+            self._log_once(what, "%s; nothing of the call is stored (logged once)")
+        return store is not True
 
     def _prepare(
         self,

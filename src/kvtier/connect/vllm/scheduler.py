@@ -244,12 +244,12 @@ class Scheduler:
         if tracked.answer is not None:
             self._session.release(tracked.question)
         self._note_end(tracked)
+        if hints.opt_out:  # nothing is announced, and the proxy passes this on
+            return {"store": False} if self._announces or wants_announcement(request) else None
         if not self._is_storing or tracked.keys is None or self._announces is None or self._has_own_keys(request):
             return None
         if not self._announces and not wants_announcement(request):
             return None
-        if hints.opt_out:
-            return announcement_of(0) | {"store": False}  # a proxy passes it on
         return announcement_of(min(tracked.published_tokens, request.num_prompt_tokens))
 
     def _note_end(self, tracked: TrackedRequest) -> None:
