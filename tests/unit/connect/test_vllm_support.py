@@ -1,12 +1,20 @@
 """An engine that cannot be served correctly is refused when it starts, with what was found and what to do."""
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.vllm_config import vllm_config
 
+from kvtier.connect.sglang.identity import REFUSED, REFUSED_VARIABLES
 from kvtier.connect.vllm import sides, support
 from kvtier.errors import ConfigError, UnsupportedModelError
+
+TOP = Path(__file__).parents[3]
+CONNECT = TOP / "src" / "kvtier" / "connect"
 
 
 @pytest.mark.parametrize(
@@ -115,3 +123,77 @@ def test_the_length_at_which_vllm_stops_drafting_is_that_of_the_shorter_model():
     assert support.drafted_tokens(config) == 2045
     draft.max_model_len = None
     assert support.drafted_tokens(config) == 4093
+
+
+TABLE = (TOP / "docs" / "internals" / "shapes.md").read_text(encoding="utf-8")
+ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if line.count("|") == 5]
+SOURCES = {
+    "vLLM": ("vllm/support.py", "vllm/geometry.py", "vllm/tiering_setup.py"),
+    "SGLang": ("sglang/storage.py", "sglang/pools.py", "sglang/identity.py"),
+    "Transformers": ("transformers/support.py",),
+}
+OTHER = (
+    *("fits no block size", "kv_role = ", "store.write_policy = ", "no tier; allowed", "interface_v1 = "),
+    *("prefix_caching_hash_algo = ", "names no model", "no local folder", "not files of a folder", "MODELSCOPE"),
+    *("has no server argument", "cannot be read as JSON", "has no description of its model"),
+    *("published no server arguments", "no host pool with bytes"),
+)
+"""Refusals that are not about a shape."""
+
+
+def words_of(node: ast.expr | None, names: dict[str, str]) -> str:
+    """The text of an expression; ``…`` for what is not known before it runs."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(words_of(it, names) for it in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return words_of(node.value, names)
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return names.get(node.id, "…") if isinstance(node, ast.Name) else "…"
+
+
+def refusals(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
+    """The words of each refusal in a part of a source file; those in a loop over constants once for each of them."""
+    if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and isinstance(node.target, ast.Tuple):
+        for row in node.iter.elts:
+            values = {it.id: words_of(value, {}) for it, value in zip(node.target.elts, row.elts, strict=True)}
+            for inner in node.body:
+                yield from refusals(inner, names | values)
+        return
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        names[node.targets[0].id] = words_of(node.value, names)
+    is_raised = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    call = node.exc if is_raised else node
+    if isinstance(call, ast.Call) and getattr(call.func, "id", "") in {
+        "_refuse_if",
+        *(("ConfigError", "UnsupportedModelError") if is_raised else ()),
+    }:
+        yield words_of(call.args[-1], names)
+        return
+    for inner in ast.iter_child_nodes(node):
+        yield from refusals(inner, names)
+
+
+@pytest.mark.parametrize("engine", SOURCES)
+def test_the_table_of_shapes_names_every_refusal_and_nothing_else(engine):
+    words = [
+        found
+        for file in SOURCES[engine]
+        for found in refusals(ast.parse((CONNECT / file).read_text(encoding="utf-8")), {})
+        if found.strip("…: ") and not any(it in found for it in OTHER)
+    ]
+    assert len(words) > 5
+    refused = [row for row in ROWS if row[1:3] == [engine, "refused"]]
+    named = [it for row in refused for it in re.findall(r"`([^`]+)`", row[3])]
+    assert [it for it in words if not any(name in it for name in named)] == []
+    assert [name for name in named if not any(name in it for it in words)] == []
+    for name in (*REFUSED, *REFUSED_VARIABLES) if engine == "SGLang" else ():
+        assert f"`{name}`" in TABLE
+
+
+def test_each_shape_that_runs_names_its_tests():
+    ran = [row for row in ROWS if row[1] in SOURCES and row[2] != "refused"]
+    assert len(ran) > 10
+    for row in ran:
+        files = row[3].split(", ")
+        assert all((TOP / it).is_file() and re.fullmatch(r"tests/[\w/]+\.py", it) for it in files), row
