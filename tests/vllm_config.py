@@ -112,6 +112,7 @@ def request(tokens: list[int], **changes: Any) -> Any:
         "lora_request": None,
         "cache_salt": None,
         "prompt_embeds": None,
+        "kv_transfer_params": None,
     }
     return SimpleNamespace(**{**fields, **changes})
 

@@ -145,7 +145,7 @@ class TrackedRequest:
 
     @property
     def name(self) -> str:
-        """Its id, for names of loads and for the log; empty for a request that opts out."""
+        """Its id, for the names of its look-ups and for the log; empty for a request that opts out."""
         return "" if self.hints.opt_out else self.id
 
     @property
