@@ -209,7 +209,7 @@ def test_images_that_vllm_only_numbers_are_not_cached(caplog):
     for params in ({"store": False}, {"store": 0}, [7]):  # of one that opts out nothing is said
         hidden = request(TOKENS, mm_features=[item("hidden", 3)], kv_transfer_params=params)
         assert requests.begin(hidden) is None
-    assert not (caplog.records or requests.refusal or requests._logged)
+    assert (caplog.records, requests.refusal, requests._logged) == ([], "", set())
     assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-1-image-0", 3)])) is None
     assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-2-image-0", 3)])) is None
     assert requests.begin(request(TOKENS)) is not None
