@@ -55,11 +55,15 @@ def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
         words = " ".join(f"t{token}" for token in prompt(40, 4))
         chat = {"messages": [{"role": "user", "content": words}], "max_completion_tokens": COUNT}
         assert len(server.stream("/v1/chat/completions", chat, "chat-0-1")) == COUNT
+        # Its client may have opted out, and vLLM does not pass that on.
+        beams = {"prompt": prompt(600, 5), "max_tokens": 2, "n": 2, "use_beam_search": True}
+        server.post("/v1/completions", beams, "beams")
         server.complete([5], 1)  # counts travel with steps
         metrics = server.metrics()
         (journal,) = (tmp_path / "journal").iterdir()
         # vLLM kills its engine, and what is not written is lost.
-        wait_until(lambda: '"chat-0-1"' in journal.read_text(), "the journal", 60.0)
+        wait_until(lambda: '"prompt_tokens":1,' in journal.read_text(), "the journal", 60.0)
+        assert server.printed().count("no hints on to the requests of a beam search; nothing of it is stored") == 1
     stats = lines_of(tmp_path / "engine.jsonl")[: len(sent)]
     every = lines_of(journal)
     requests = [line for line in every if line["kind"] == "request"][: len(sent)]
@@ -87,6 +91,7 @@ def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
         assert of_lines == summed(metrics, "vllm:kvtier_load_tokens_total", place=place)
     read = [line for line in objects if line["way"] == "read"]
     assert sum(line["bytes"] for line in read) == summed(metrics, "vllm:kvtier_transfer_bytes_total", link="promote")
+    assert not [line for line in every if "beams" in line.get("id", "")]
     assert [line["stored_tokens"] for line in requests] == [TOKENS // CHUNK * CHUNK] * 3 + [0, 0]
 
 

@@ -253,6 +253,18 @@ def test_the_text_about_a_request_that_opts_out_shows_nothing_of_it(make):
     assert "secret" not in "".join(texts.values())
 
 
+@pytest.mark.parametrize("end", ["", "-0123abcd"])
+def test_the_requests_of_a_beam_search_opt_out_because_vllm_passes_no_hints_on(end):
+    made = request()
+    made.request_id = f"cmpl-a-beam-3-0-4567-beam-12{end}"
+    assert request_hints(made)[0] == OPTED_OUT
+    made.kv_transfer_params = {"store": True}
+    assert request_hints(made)[0] == NO_HINTS
+    for other in ("beam-1", "cmpl-beam-1-0-0123abcd", "a-beam-x"):
+        made.request_id, made.kv_transfer_params = other, None
+        assert request_hints(made)[0] == NO_HINTS
+
+
 def test_a_request_that_raises_opts_out():
     class Raising(dict[str, object]):
         def __contains__(self, _: object) -> bool:

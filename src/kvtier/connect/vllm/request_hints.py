@@ -18,11 +18,14 @@ events. A later request with the same tokens that does not opt out stores them a
 `kvtier.hints`, version 1, has the fields above as payload. Dynamo passes an envelope as `kv_transfer_params.kv_hint`.
 A field of `kv_transfer_params` counts more than one of an envelope.
 
+vLLM passes nothing of what a client says to the requests of a beam search (0.32): they opt out.
+
 Hints never affect correctness. An invalid one is ignored, except that doubt opts out: about `store`,
 `max_offload_tokens`, or whatever may have held them.
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from itertools import islice
@@ -42,6 +45,9 @@ _SECONDS_MAX = 1e9
 """Longer durations are mistakes. The settings allow less."""
 _CONVERSATION_BYTES = 16
 
+
+_BEAM = re.compile(r"-beam-\d+(-[0-9a-f]{8})?\Z")
+"""End of the ids of vLLM's requests for a beam search."""
 
 _Rule = tuple[str, Callable[[object], bool]]
 """What the value of a field may be: in words, and as a test."""
@@ -192,6 +198,8 @@ def _fields(request: Request) -> tuple[dict[str, object], str]:
     params, doubt = params_of(request), ""
     if (given := cast("object", request.kv_transfer_params)) is not None and given is not params:
         doubt = f"kv_transfer_params is of type {type(given).__name__}; allowed: a table"
+    if given is None and _BEAM.search(request.request_id):
+        doubt = "vLLM passes no hints on to the requests of a beam search"
     said = [(name, params[name]) for name in HINTS if name in params]
     for name, kind, _, payload in _actions(request):
         said += [(field, value) for field, value in (payload or {}).items() if field in HINTS]
