@@ -1,11 +1,14 @@
 """A rank in a process of its own: a small engine in host memory, the mover, the server. Run by the tests of the wire.
 
 python -m tests.rank_worker JSON      prints its handshake, then answers one JSON line on each line it reads
+
+Workers that share host memory exchange two lines with all others before (`runtime.shared_memory`).
 """
 
 import atexit
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,48 +19,97 @@ from pathlib import Path
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, load_places
 from tests.waiting import wait_until
 
+from kvtier.layout import Part
+from kvtier.runtime import shared_memory
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer
+from kvtier.tier.directory.tier import DirectoryTier
 
 ROOT = Path(__file__).resolve().parents[1]
 
+SHARED = [
+    LAYOUT.with_parts((Part(0, len(group.layer_bytes), 0, 1), rank) for group in LAYOUT.groups) for rank in range(3)
+]
+"""The layout on each of three ranks that all hold the same KV."""
+
+
+class Gate:
+    """Holds work until the file `path` is removed; `path`.held has a byte for each.
+
+    The text of the file names the work: ``scatter`` if it is empty, or for example ``gather 0``, of rank 0.
+    """
+
+    def __init__(self, path, rank):
+        self._path, self._rank = path, rank
+
+    def enter(self, work):
+        if self._path is None or not self._path.exists():
+            return
+        if self._path.read_text() in ("" if work == "scatter" else work, f"{work} {self._rank}"):
+            with self._path.with_suffix(".held").open("ab") as held:
+                held.write(b".")
+            while self._path.exists():
+                time.sleep(0.01)
+
 
 class SlowCopier:
-    """Holds every scatter until the file `gate` is removed; `gate`.held has a byte for each."""
+    """Copies go through a gate first."""
 
     def __init__(self, copier, gate):
         self._copier = copier
         self._gate = gate
 
     def gather(self, request, group, blocks, payload):
+        self._gate.enter("gather")
         return self._copier.gather(request, group, blocks, payload)
 
     def scatter(self, request, group, blocks, payload):
-        if self._gate is not None and self._gate.exists():
-            with self._gate.with_suffix(".held").open("ab") as held:
-                held.write(b".")
-            while self._gate.exists():
-                time.sleep(0.01)
+        self._gate.enter("scatter")
         return self._copier.scatter(request, group, blocks, payload)
 
     def done(self, fence):
         return self._copier.done(fence)
 
 
+def hold_tiers(gate):
+    """Reads and writes of directories go through the gate first."""
+    for method, work in (("read_one", "promote"), ("write_one", "demote")):
+        inner = getattr(DirectoryTier, method)
+
+        def held(tier, *arguments, inner=inner, work=work):
+            gate.enter(work)
+            return inner(tier, *arguments)
+
+        setattr(DirectoryTier, method, held)
+
+
+def exchange(own):
+    """By lines with the test, which has all ranks' (`workers`)."""
+    print(json.dumps(pickle.dumps(own).hex()), flush=True)
+    return [pickle.loads(bytes.fromhex(it)) for it in json.loads(sys.stdin.readline())]
+
+
 def main(about):
     engine = Engine(about["blocks"], seed=about["seed"])
-    gate = Path(about["gate"]) if about.get("gate") else None
+    gate = Gate(Path(about["gate"]) if about.get("gate") else None, about["rank"])
+    hold_tiers(gate)
+    made = config(
+        Path(about["directory"]),
+        host_chunks=about["host_chunks"],
+        disk=Path(about["disk"]) if about["disk"] else None,
+    )
+    layout, shared = LAYOUT, {}
+    if about["is_shared"]:
+        layout = SHARED[about["rank"]]
+        if about["rank"] in about["unable"]:
+            shared_memory._opened = shared_memory._made = unable
+        memory = shared_memory.share(layout, made.host.capacity_bytes, exchange)
+        shared = {"engine_chunk_bytes": memory.chunk_bytes, "shared": memory.regions}
     rank = open_rank(
-        config(
-            Path(about["directory"]),
-            host_chunks=about["host_chunks"],
-            disk=Path(about["disk"]) if about["disk"] else None,
-        ),
-        LAYOUT,
-        FINGERPRINT,
-        SlowCopier(engine.copier(), gate),
+        *(made, layout, FINGERPRINT, SlowCopier(engine.copier(), gate)),
         rank=about["rank"],
         ranks=about["ranks"],
+        **shared,
     )
     notes = []
     server = RankServer(rank, notes.append)
@@ -96,10 +148,27 @@ def main(about):
             return
 
 
+def unable(*_):
+    raise OSError("planned")
+
+
 class Worker:
     """The process, as a test sees it."""
 
-    def __init__(self, directory, *, rank=0, ranks=1, seed=0, blocks=64, host_chunks=8, gate=None, disk=None):
+    def __init__(
+        self,
+        directory,
+        *,
+        rank=0,
+        ranks=1,
+        seed=0,
+        blocks=64,
+        host_chunks=8,
+        gate=None,
+        disk=None,
+        is_shared=False,
+        unable=(),
+    ):
         about = {
             "directory": str(directory),
             "rank": rank,
@@ -109,6 +178,8 @@ class Worker:
             "host_chunks": host_chunks * ranks,
             "gate": str(gate) if gate else None,
             "disk": str(disk) if disk else None,
+            "is_shared": is_shared,
+            "unable": unable,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.rank_worker", json.dumps(about)],
@@ -117,12 +188,15 @@ class Worker:
             text=True,
             cwd=ROOT,
         )
-        self.handshake = self._read()
+        self.handshake = None if is_shared else self.read()
 
     def ask(self, *order):
-        self.process.stdin.write(json.dumps(order) + "\n")
+        self.write(order)
+        return self.read()
+
+    def write(self, value):
+        self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
-        return self._read()
 
     def end(self):
         """Close the rank in order; whether nothing was left running."""
@@ -139,7 +213,7 @@ class Worker:
         tasks = list(Path(f"/proc/{self.process.pid}/task").iterdir())
         wait_until(lambda: all((task / "stat").read_text().rpartition(") ")[2][0] == "T" for task in tasks), "the stop")
 
-    def _read(self):
+    def read(self):
         line = self.process.stdout.readline()
         assert line, "the worker has died"
         return json.loads(line)
@@ -147,12 +221,21 @@ class Worker:
 
 @contextmanager
 def workers(directory, count, **options):
-    """One process for each of `count` ranks; rank r has seed `seed` + r."""
+    """One process for each of `count` ranks; rank r has seed `seed` + r.
+
+    With `is_shared` all hold the same KV and share host memory, except those that are `unable`.
+    """
     seed = options.pop("seed", 0)
     started = []
     try:
         for rank in range(count):
             started.append(Worker(directory, rank=rank, ranks=count, seed=seed + rank, **options))
+        for _ in range(2 if options.get("is_shared") else 0):
+            told = [worker.read() for worker in started]
+            for worker in started:
+                worker.write(told)
+        for worker in started:
+            worker.handshake = worker.handshake or worker.read()
         yield started
     finally:
         for worker in started:

@@ -10,8 +10,9 @@ written, read and verified in place, with direct I/O.
 import logging
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -80,13 +81,18 @@ def page_aligned(size_bytes: int) -> Bytes:
         mapping = mmap.mmap(-1, align_up(max(size_bytes, 1)) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"{size_bytes} bytes of host memory cannot be allocated: {error}") from error
+    whole = as_bytes(mapping)
+    start = -_address(whole) % _HUGE_PAGE_BYTES if slack else 0
+    return whole[start : start + size_bytes]
+
+
+def as_bytes(mapping: mmap.mmap) -> Bytes:
+    """The bytes of a mapping for slots, which lives as long as any view of it."""
     # A forked child does not use the arena, and would cause copy-on-write of each page that the parent writes.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         with suppress(OSError):  # some kernels know one of them only
             mapping.madvise(advice)
-    whole = np.frombuffer(mapping, np.uint8)
-    start = -_address(whole) % _HUGE_PAGE_BYTES if slack else 0
-    return whole[start : start + size_bytes]
+    return np.frombuffer(mapping, np.uint8)
 
 
 class Arena:
@@ -97,6 +103,7 @@ class Arena:
         slots: number of slots of each group (`slots_for`).
         populate: touch every page now (about a second for 4 GiB) instead of at its first use.
         page_lock: page-locks each mapping until its last view is gone.
+        shared: memory of groups whose slots other ranks use, too (`shared_memory`).
 
     If a stuck thread holds a view during `close`, that memory stays until the view is released.
 
@@ -106,16 +113,24 @@ class Arena:
     """
 
     def __init__(
-        self, layout: KvLayout, slots: Sequence[int], *, populate: bool = False, page_lock: PageLock | None = None
+        self,
+        layout: KvLayout,
+        slots: Sequence[int],
+        *,
+        populate: bool = False,
+        page_lock: PageLock | None = None,
+        shared: Mapping[int, Bytes] = MappingProxyType({}),
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 1:
             raise ValueError(f"slots must be at least 1 for each of the {len(layout.groups)} groups, got {slots}")
         self.slots = tuple(slots)
         self._heads = [head_bytes(group) for group in layout.groups]
         self._sizes = [frame_bytes(group) for group in layout.groups]
+        self.filled_elsewhere = frozenset(group for group in shared if layout.groups[group].copy)
+        """Groups into whose slots only another rank writes."""
         self._views: list[memoryview] | None = [
-            _region(size * count, size, populate=populate, page_lock=page_lock)
-            for size, count in zip(self._sizes, self.slots, strict=True)
+            _region(size * count, size, shared.get(group), populate=populate, page_lock=page_lock)
+            for group, (size, count) in enumerate(zip(self._sizes, self.slots, strict=True))
         ]
 
     @property
@@ -157,8 +172,12 @@ class Arena:
         self._views = None
 
 
-def _region(size_bytes: int, slot_bytes: int, *, populate: bool, page_lock: PageLock | None) -> memoryview:
-    region = page_aligned(size_bytes)
+def _region(
+    size_bytes: int, slot_bytes: int, shared: Bytes | None, *, populate: bool, page_lock: PageLock | None
+) -> memoryview:
+    region = page_aligned(size_bytes) if shared is None else shared[:size_bytes]
+    if len(region) < size_bytes:
+        raise ValueError(f"slots of {size_bytes} bytes do not fit in {len(region)} bytes of shared memory")
     if populate:
         region[::ALIGNMENT] = 0
     if page_lock is not None:

@@ -104,10 +104,17 @@ class CommandRunner:
         keyed = digests if name_root is None else [hmac.digest(name_root, it, "sha256") for it in digests]
         self._parts = [layout.part(group) for group in range(len(layout.groups))]
         self._name_heads = list(map(name_head, range(len(keyed)), self._parts, keyed))
+        filled = arena.filled_elsewhere
         self._kept_elsewhere = {
-            (name, group) for name in common for group, known in enumerate(layout.groups) if known.copy
+            (name, group)
+            for name in ("", *tiers)
+            for group, known in enumerate(layout.groups)
+            if known.copy and (name in common or group in filled)
         }
-        """(tier, group) whose objects another rank writes and drops, because it holds the same KV."""
+        """(tier, group) whose objects another rank writes and drops, because it holds the same KV. Without a tier: the
+        groups whose slots it fills."""
+        self._asked_elsewhere = {(name, group) for name in tiers if name not in common for group in filled}
+        """(tier, group) whose objects are in another rank's store only."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._scratch_bytes = {
             name: [form.scratch_bytes(group) for group in layout.groups] for name, form in self._forms.items()
@@ -143,14 +150,14 @@ class CommandRunner:
             Exception: a single job, or a batch as a whole, failed.
         """
         command = jobs[0].command
+        if self._kept_elsewhere and self._is_elsewhere(command):
+            return [_ELSEWHERE]
         if not isinstance(command, Transfer):
             return [self._ask(jobs[0], command)]
         if command.direction is Direction.PROMOTE:
             return self._promote(jobs, scratch)
         if command.direction is not Direction.DEMOTE:
             return [self._copy(command)]
-        if self._kept_elsewhere and self._is_elsewhere(command):
-            return [_ELSEWHERE]
         return self._demote(jobs, scratch)
 
     def recall(self, command: Recall) -> Completion:
@@ -170,12 +177,15 @@ class CommandRunner:
 
     def _ask(self, job: Job, command: Probe | Drop | Tell) -> Result:
         """Do a command that moves no bytes."""
-        if self._kept_elsewhere and self._is_elsewhere(command):
-            return _ELSEWHERE
         tier = self._tiers[command.tier]
         present: tuple[bool, ...] = ()
         job.is_in_tier = True
-        if isinstance(command, Probe):
+        if isinstance(command, Probe) and self._asked_elsewhere:
+            is_elsewhere = [(command.tier, group) in self._asked_elsewhere for _, group in command.objects]
+            own = tuple(it for it, is_its in zip(command.objects, is_elsewhere, strict=True) if not is_its)
+            found = iter(self._probe(tier, command._replace(objects=own)) if own else ())
+            present = tuple(it or next(found) for it in is_elsewhere)
+        elif isinstance(command, Probe):
             present = self._probe(tier, command)
         elif isinstance(command, Tell):
             tier.expects(command.conversation, command.next_turn)
@@ -187,14 +197,17 @@ class CommandRunner:
         return Result(Outcome.DONE, present=present)
 
     def _is_elsewhere(self, command: Work) -> bool:
-        """Whether another rank does this demote or drop for this one.
+        """Whether another rank does this transfer or drop for this one.
 
-        A command of all ranks is done when every rank has done it, so the outcome is that of the rank that writes. One
-        rank drops and writes an object, so its writes stay behind its drops.
+        A command of all ranks is done when every rank has done it, so the outcome is that of the rank that does the
+        work. One rank drops and writes an object, so its writes stay behind its drops. Each rank scatters.
         """
-        if isinstance(command, Drop) or (isinstance(command, Transfer) and command.direction is Direction.DEMOTE):
+        if isinstance(command, Drop):
             return (command.tier, command.group) in self._kept_elsewhere
-        return False
+        if not isinstance(command, Transfer) or command.direction is Direction.SCATTER:
+            return False
+        place = (command.tier if command.direction is Direction.DEMOTE else "", command.group)
+        return place in self._kept_elsewhere
 
     def _copy(self, transfer: Transfer) -> Result:
         is_gather = transfer.direction is Direction.GATHER

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
@@ -13,7 +14,7 @@ from kvtier.errors import KvError, TierError
 from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.layout import KvLayout
-from kvtier.runtime.arena import Arena, PageLock, chunk_bytes, slots_for
+from kvtier.runtime.arena import Arena, Bytes, PageLock, chunk_bytes, slots_for
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.rank_group import in_threads
@@ -72,6 +73,7 @@ def open_rank(
     rank: int = 0,
     ranks: int = 1,
     engine_chunk_bytes: int = 0,
+    shared: Mapping[int, Bytes] = MappingProxyType({}),
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
 ) -> Rank:
@@ -86,6 +88,7 @@ def open_rank(
         ranks: number of ranks.
         engine_chunk_bytes: host bytes of one chunk on all ranks together, the same on every rank; 0: all ranks have as
             many as this one.
+        shared: memory that this rank has in common with others, by KV group (`shared_memory`).
         page_lock: page-locks host memory for a device.
         copy_threads: threads for gather and scatter.
 
@@ -95,7 +98,7 @@ def open_rank(
         RuntimeError: the system cannot start a thread.
     """
     slots = slots_for(layout, config.host.capacity_bytes, engine_chunk_bytes or chunk_bytes(layout) * ranks)
-    arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
+    arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock, shared=shared)
     tiers: dict[str, Tier] = {}
     keys = None
     try:

@@ -6,9 +6,9 @@
 
 To end, this side stops sending. The rank then cancels commands that have not begun, waits for the others, sends their
 completions and closes the connection. So the end of the stream, or of the process, means that the rank no longer uses
-the engine's blocks or slots, and all open commands fail. A process that only stops answering keeps its scatters open,
-because it may resume and write to the engine's blocks. (That delays nothing else: the engine needs that worker for each
-step.)
+the engine's blocks or slots, and all open commands fail. A process that only stops answering keeps its transfers open,
+because it may resume, and write to the engine's blocks or to slots that ranks share. (That delays nothing else: the
+engine needs that worker for each step, and promotions and demotions have deadlines in the core.)
 """
 
 import logging
@@ -36,7 +36,7 @@ from kvtier.runtime.protocol import (
     decode,
     encode,
 )
-from kvtier.types import Cancel, Command, Direction, Outcome, Probe, Recall, Transfer
+from kvtier.types import Cancel, Command, Outcome, Probe, Recall, Transfer
 
 SILENCE_S = 1.0
 """Time without a message after which the rank is checked."""
@@ -269,14 +269,14 @@ class RemoteRank:
         return bool(question.poll(0))
 
     def _lose(self, why: str, *, is_gone: bool) -> None:
-        """Fail open commands, and all later ones. While the process may live, scatters stay open."""
+        """Fail open commands, and all later ones. While the process may live, its transfers stay open."""
         with self._lock:
             detail = self._lost or (CLOSED if self._is_closed else f"{self._name} is lost: {why}")
             is_news = detail not in (self._lost, CLOSED)
             if is_news:
                 self._lost = detail
             self._outbox.clear()
-            failed = [number for number, command in self._open.items() if is_gone or not _writes_to_blocks(command)]
+            failed = [number for number, command in self._open.items() if is_gone or not isinstance(command, Transfer)]
             commands = [self._open.pop(number) for number in failed]
         if is_news:
             logger.error("%s; nothing is stored or loaded any more, all prompts are computed", detail)
@@ -290,10 +290,6 @@ class RemoteRank:
                 self._socket.shutdown(socket.SHUT_WR)
             except OSError:
                 return  # the rank has closed the connection
-
-
-def _writes_to_blocks(command: Work) -> bool:
-    return isinstance(command, Transfer) and command.direction is Direction.SCATTER
 
 
 def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:

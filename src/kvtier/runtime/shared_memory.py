@@ -1,0 +1,137 @@
+"""Host memory that ranks with equal parts of a KV group share: one copy for all of them.
+
+    exchange    what each rank holds; the first rank with a part has made a memory file for it, without a name
+    map         all ranks with this part map the file; it is opened by `/proc/PID/fd`, so by processes of one user only
+    exchange    host bytes of a chunk that each rank keeps by itself; their sum is what a chunk takes in the engine
+
+The first rank fills the slots, and does all that tiers need. The others only scatter. A rank that cannot map the file
+keeps slots of its own, as if it were the only one with its part, and logs why. Slots are counted after that, so the
+memory of the engine has its limit in any case. The kernel frees a file when the last process that maps it has ended.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kvtier.codec.frame import frame_bytes
+from kvtier.errors import ConfigError
+from kvtier.layout import KvLayout, Part
+from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes
+
+Exchange = Callable[[Any], list[Any]]
+"""What each rank has called it with, by rank. It waits for all of them."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Nobody can cut off memory that others have mapped."""
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryFile(NamedTuple):
+    """A memory file, as other processes find it."""
+
+    process: int
+    descriptor: int
+    device: int
+    inode: int
+
+
+class HeldGroup(NamedTuple):
+    """What a rank tells the others about one of its KV groups."""
+
+    part: Part | None
+    digest: bytes
+    """Of the group's layout."""
+    file: MemoryFile | None = None
+    """The memory for its slots; None if another rank makes it, or if the system gives none."""
+
+
+class SharedMemory(NamedTuple):
+    """What one rank knows after both exchanges."""
+
+    chunk_bytes: int
+    """Host bytes of one chunk on all ranks together."""
+    regions: Mapping[int, Bytes] = MappingProxyType({})
+    """Memory that this rank has in common with others, by KV group. There is more of it than slots need."""
+
+
+def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMemory:
+    """Agree with the other ranks on memory. Every rank calls this at the same time.
+
+    Args:
+        layout: of this rank, with its parts.
+        capacity_bytes: host memory of all ranks together.
+        exchange: called twice. A rank that fails before passes None to it instead.
+
+    Raises:
+        ConfigError: another rank has failed.
+    """
+    made: dict[int, tuple[int, Bytes]] = {}
+    try:
+        for number, group in enumerate(layout.groups):
+            size_bytes = capacity_bytes // chunk_bytes(layout) * frame_bytes(group)
+            if size_bytes and group.part is not None and not group.copy:
+                try:
+                    made[number] = _made(size_bytes)
+                except (OSError, OverflowError, ValueError) as error:
+                    logger.warning("ranks share no host memory, each keeps a copy of its own: %s", error)
+        held = [
+            HeldGroup(group.part, layout.digest(number), _named(made[number][0]) if number in made else None)
+            for number, group in enumerate(layout.groups)
+        ]
+        found = exchange(held)
+        if None in found:
+            raise ConfigError(f"rank {found.index(None)} has failed to start; its own message says why")
+        regions: dict[int, Bytes] = {}
+        for number, group in enumerate(held):
+            same = [them[number] for them in found if number < len(them) and them[number][:2] == group[:2]]
+            file = next((it.file for it in same if it.file is not None), None)
+            if group.part is None or len(same) < 2 or file is None:
+                continue
+            try:
+                regions[number] = made[number][1] if number in made else _opened(file)
+            except (OSError, OverflowError, ValueError) as error:
+                logger.warning("this rank keeps a copy of its own in host memory, because it cannot map: %s", error)
+        own = (frame_bytes(it) for number, it in enumerate(layout.groups) if not it.copy or number not in regions)
+        return SharedMemory(sum(exchange(sum(own))), regions)
+    finally:
+        for descriptor, _ in made.values():
+            os.close(descriptor)
+
+
+def _made(size_bytes: int) -> tuple[int, Bytes]:
+    """A new memory file: its descriptor and its bytes. Pages that nobody touches take no memory."""
+    descriptor = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return descriptor, as_bytes(mmap.mmap(descriptor, size_bytes))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _named(descriptor: int) -> MemoryFile:
+    found = os.fstat(descriptor)
+    return MemoryFile(os.getpid(), descriptor, found.st_dev, found.st_ino)
+
+
+def _opened(file: MemoryFile) -> Bytes:
+    """The bytes of another process's memory file.
+
+    Raises:
+        OSError: it cannot be opened, or there is another file, as in another PID namespace.
+    """
+    path = f"/proc/{file.process}/fd/{file.descriptor}"
+    found = os.stat(path)  # before it is opened, because it may be a device
+    if (found.st_dev, found.st_ino) != (file.device, file.inode):
+        raise OSError(f"{path} is another file; all ranks must run in one PID namespace")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return as_bytes(mmap.mmap(descriptor, found.st_size))
+    finally:
+        os.close(descriptor)
