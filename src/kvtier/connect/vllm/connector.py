@@ -69,8 +69,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._setup = EngineSetup.of(vllm_config, kv_cache_config)
         """In a scheduler's connector identified as its workers say, once they are up."""
         if role is ConnectorRole.WORKER:
-            own = self._setup.facts()
-            self._setup = self._setup.agreed(gathered(own) if self._setup.ranks > 1 else [own])
+            self._setup = self._setup.agreed(self._exchange(self._setup.facts()))
         self._connectors = _connectors_around()
         """All connectors of the `MultiConnector` that makes this one."""
         self._upper: SchedulerSide | None = None
@@ -254,7 +253,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the rank on the worker's KV memory."""
         check_others(type(it).__name__ for it in self._others)
-        self._lower = WorkerSide(self._setup, kv_caches)
+        self._lower = WorkerSide(self._setup, kv_caches, self._exchange)
+
+    def _exchange(self, own: object) -> list[Any]:
+        """What the connector of each worker calls this with, by rank. Waits for all of them."""
+        return gathered(own) if self._setup.ranks > 1 else [own]
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
         """The address at which the scheduler side reaches this rank.

@@ -42,6 +42,7 @@ from kvtier.runtime.guards import Feature
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
+from kvtier.runtime.shared_memory import Exchange, share
 from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
@@ -344,30 +345,38 @@ class WorkerSide:
     Args:
         setup: settings and identity of the engine.
         kv_caches: the tensors that vLLM registers, by layer.
+        exchange: with all workers of the engine.
 
     Raises:
         UnsupportedModelError: the KV memory does not match its configuration.
-        ConfigError: a setting is wrong, or a tier's path cannot be used.
+        ConfigError: a setting is wrong, a tier's path cannot be used, or another worker has failed.
     """
 
-    def __init__(self, setup: EngineSetup, kv_caches: Mapping[str, Any]) -> None:
+    def __init__(self, setup: EngineSetup, kv_caches: Mapping[str, Any], exchange: Exchange) -> None:
         from kvtier.connect.vllm.copier import open_copier  # noqa: PLC0415 - imports torch, for the worker only
         from kvtier.device.page_lock import cuda_page_lock  # noqa: PLC0415
 
         config = setup.config
         self._close_deadline_s = config.limits.close_deadline_s
         layers = setup.vllm_config.compilation_config.static_forward_context
-        copier = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
+        try:
+            copier = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
+            held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank)
+            layout = copier.pages.layout.with_parts(held)
+        except BaseException:
+            exchange(None)  # the others wait for this worker
+            raise
         self._note_step = copier.note_step if support.looks_ahead(setup.vllm_config) else None
-        held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank)
+        memory = share(layout, config.host.capacity_bytes, exchange)
         self._rank = open_rank(
             config,
-            copier.pages.layout.with_parts(held),
+            layout,
             setup.identity.fingerprint.digest,
             copier,
             rank=setup.rank,
             ranks=setup.ranks,
-            engine_chunk_bytes=sum(it.chunk_bytes for it in setup.workers),
+            engine_chunk_bytes=memory.chunk_bytes,
+            shared=memory.regions,
             page_lock=cuda_page_lock(config.host.page_lock) if copier.pages.device.type == "cuda" else None,
         )
         if setup.rank == 0:
