@@ -71,6 +71,8 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
         ConfigError: another rank has failed.
     """
     made: dict[int, tuple[int, Bytes]] = {}
+    regions: dict[int, Bytes] = {}
+    why = ""
     try:
         for number, group in enumerate(layout.groups):
             size_bytes = capacity_bytes // chunk_bytes(layout) * frame_bytes(group)
@@ -78,7 +80,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
                 try:
                     made[number] = _made(size_bytes)
                 except (OSError, OverflowError, ValueError) as error:
-                    logger.warning("ranks share no host memory, each keeps a copy of its own: %s", error)
+                    why = str(error)
         held = [
             HeldGroup(group.part, layout.digest(number), _named(made[number][0]) if number in made else None)
             for number, group in enumerate(layout.groups)
@@ -86,7 +88,6 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
         found = exchange(held)
         if None in found:
             raise ConfigError(f"rank {found.index(None)} has failed to start; its own message says why")
-        regions: dict[int, Bytes] = {}
         for number, group in enumerate(held):
             same = [them[number] for them in found if number < len(them) and them[number][:2] == group[:2]]
             file = next((it.file for it in same if it.file is not None), None)
@@ -95,7 +96,9 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
             try:
                 regions[number] = made[number][1] if number in made else _opened(file)
             except (OSError, OverflowError, ValueError) as error:
-                logger.warning("this rank keeps a copy of its own in host memory, because it cannot map: %s", error)
+                why = str(error)
+        if why:
+            logger.warning("this rank keeps slots of its own, so host memory holds fewer chunks: %s", why)
         own = (frame_bytes(it) for number, it in enumerate(layout.groups) if not it.copy or number not in regions)
         return SharedMemory(sum(exchange(sum(own))), regions)
     finally:

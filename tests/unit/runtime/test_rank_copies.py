@@ -18,13 +18,14 @@ from tests.rig import (
 )
 from tests.system import until
 
+from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
 from kvtier.errors import TierError
 from kvtier.keys.object_names import object_name
 from kvtier.layout import Part
 from kvtier.policy.registry import make_evictor
-from kvtier.runtime.arena import Arena
+from kvtier.runtime.arena import Arena, page_aligned
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
@@ -59,15 +60,20 @@ class Counted(DirectoryTier):
         super().delete(name)
 
 
-def opened(folder, seeds, *, common=("below",), broken=()):
-    """A session on two ranks over one directory, which each has opened; the engines and the tiers of the ranks."""
+def opened(folder, seeds, *, common=("below",), broken=(), is_shared=False):
+    """A session on two ranks over one directory, which each has opened; the engines and the tiers of the ranks.
+
+    With `is_shared` they share host memory, and without `common` each has then a directory of its own.
+    """
     engines = [Engine(64, seed=seed) for seed in seeds]
-    tiers = [Counted(folder, is_broken=rank in broken) for rank in range(2)]
+    folders = [folder, folder if common or not is_shared else folder.with_suffix(".1")]
+    tiers = [Counted(folders[rank], is_broken=rank in broken) for rank in range(2)]
+    memory = {group: page_aligned(SLOTS * frame_bytes(it)) for group, it in enumerate(LAYOUT.groups)}
     movers = [
         Mover(
             layout=COPIES[rank],
             model=FINGERPRINT[:16],
-            arena=Arena(LAYOUT, (SLOTS, SLOTS)),
+            arena=Arena(COPIES[rank], (SLOTS, SLOTS), shared=memory if is_shared else {}),
             copier=engine.copier(),
             tiers={"below": tiers[rank]},
             common=common,
@@ -125,6 +131,23 @@ def test_one_rank_writes_and_all_load(tmp_path):
     second.close()
 
 
+@pytest.mark.parametrize("common", [("below",), ()])
+def test_where_slots_are_shared_one_rank_gathers_writes_finds_and_reads(tmp_path, common):
+    first, sources, tiers = opened(tmp_path / "kv", (1, 2), common=common, is_shared=True)
+    assert stored(first, "a", prefix_of(3), places_of(range(3))).held == 6
+    assert loaded(first, "b", prefix_of(3), 48, load_places(48)).tokens == 48
+    assert sources[1].same(Engine(64, seed=1), load_places(48)), "what the first rank has gathered"
+    assert first.close().flushed
+    assert (len(tiers[0].written), tiers[1].written) == (6, [])
+
+    second, targets, tiers = opened(tmp_path / "kv", (11, 12), common=common, is_shared=True)
+    assert looked_up(second, "a", prefix_of(4)).tokens == 48
+    assert loaded(second, "a", prefix_of(3), 48, load_places(48)).tokens == 48
+    assert all(target.same(Engine(64, seed=1), load_places(48)) for target in targets)
+    assert second.close().flushed
+    assert (tiers[1].written, tiers[1].deleted) == ([], [])
+
+
 def test_in_stores_of_their_own_all_ranks_write(tmp_path):
     session, _, tiers = opened(tmp_path / "kv", (1, 1), common=())
     stored(session, "a", prefix_of(3), places_of(range(3)))
@@ -166,9 +189,10 @@ def test_the_outcome_of_a_write_is_that_of_the_rank_that_writes(tmp_path, broken
     second.close()
 
 
-def test_the_rank_that_writes_an_object_drops_it(tmp_path):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_rank_that_writes_an_object_drops_it(tmp_path, is_shared):
     """Another rank's drop could come after the next write and delete that."""
-    first, _, _ = opened(tmp_path / "kv", (1, 1))
+    first, _, _ = opened(tmp_path / "kv", (1, 1), is_shared=is_shared)
     stored(first, "a", prefix_of(1), places_of(range(1)))
     assert first.close().flushed
     name = object_name(prefix_of(1).keys[0], 0, COPIES[1].part(0), LAYOUT.digest(0))
@@ -177,7 +201,7 @@ def test_the_rank_that_writes_an_object_drops_it(tmp_path):
     frame[-1] ^= 1
     path.write_bytes(frame)
 
-    second, _, tiers = opened(tmp_path / "kv", (11, 12))
+    second, _, tiers = opened(tmp_path / "kv", (11, 12), is_shared=is_shared)
     assert looked_up(second, "b", prefix_of(1)).tokens == CHUNK_TOKENS
     assert loaded(second, "b", prefix_of(1), CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
     until(lambda: not path.exists())
