@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from zlib import crc32
 
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, load_places
 from tests.waiting import wait_until
@@ -104,7 +105,7 @@ def main(about):
         if about["rank"] in about["unable"]:
             shared_memory._opened = shared_memory._made = unable
         memory = shared_memory.share(layout, made.host.capacity_bytes, exchange)
-        shared = {"engine_chunk_bytes": memory.chunk_bytes, "shared": memory.regions}
+        shared = {"engine_chunk_bytes": memory.chunk_bytes * about["scarcity"], "shared": memory.regions}
     rank = open_rank(
         *(made, layout, FINGERPRINT, SlowCopier(engine.copier(), gate)),
         rank=about["rank"],
@@ -116,7 +117,9 @@ def main(about):
     print(json.dumps(server.handshake), flush=True)
     for line in sys.stdin:
         order, *values = json.loads(line)
-        if order == "same":
+        if order == "contents":
+            print(json.dumps(contents(engine)), flush=True)
+        elif order == "same":
             other, tokens = values
             print(json.dumps(engine.same(Engine(about["blocks"], seed=other), load_places(tokens))), flush=True)
         elif order == "notes":
@@ -148,6 +151,13 @@ def main(about):
             return
 
 
+def contents(engine):
+    """A checksum of each block, by group: of all its layers."""
+    return [
+        [crc32(b"".join(layer[block] for layer in group)) for block in range(engine.blocks)] for group in engine.groups
+    ]
+
+
 def unable(*_):
     raise OSError("planned")
 
@@ -168,6 +178,7 @@ class Worker:
         disk=None,
         is_shared=False,
         unable=(),
+        scarcity=1,
     ):
         about = {
             "directory": str(directory),
@@ -180,6 +191,7 @@ class Worker:
             "disk": str(disk) if disk else None,
             "is_shared": is_shared,
             "unable": unable,
+            "scarcity": scarcity,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.rank_worker", json.dumps(about)],
@@ -223,14 +235,15 @@ class Worker:
 def workers(directory, count, **options):
     """One process for each of `count` ranks; rank r has seed `seed` + r.
 
-    With `is_shared` all hold the same KV and share host memory, except those that are `unable`.
+    With `is_shared` all hold the same KV, of `seed`, and share host memory, except those that are `unable`.
+    `scarcity` divides the number of slots.
     """
-    seed = options.pop("seed", 0)
+    seed, is_shared = options.pop("seed", 0), options.get("is_shared", False)
     started = []
     try:
         for rank in range(count):
-            started.append(Worker(directory, rank=rank, ranks=count, seed=seed + rank, **options))
-        for _ in range(2 if options.get("is_shared") else 0):
+            started.append(Worker(directory, rank=rank, ranks=count, seed=seed + rank * (not is_shared), **options))
+        for _ in range(2 * is_shared):
             told = [worker.read() for worker in started]
             for worker in started:
                 worker.write(told)
