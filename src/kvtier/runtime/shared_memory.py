@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -129,8 +130,8 @@ def _opened(file: MemoryFile) -> Bytes:
     Raises:
         OSError: it cannot be opened, or there is another file, as in another PID namespace.
     """
-    path = f"/proc/{file.process}/fd/{file.descriptor}"
-    found = os.stat(path)  # before it is opened, because it may be a device
+    path = Path(f"/proc/{file.process}/fd/{file.descriptor}")
+    found = path.stat()  # before it is opened, because it may be a device
     if (found.st_dev, found.st_ino) != (file.device, file.inode):
         raise OSError(f"{path} is another file; all ranks must run in one PID namespace")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

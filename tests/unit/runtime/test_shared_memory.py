@@ -190,7 +190,7 @@ def test_each_rank_page_locks_its_own_mapping_in_parts() -> None:
         def lock(address: int, size_bytes: int, slot_bytes: int) -> Callable[[], None]:
             assert not size_bytes % slot_bytes
             locked[rank][address] = size_bytes
-            return lambda: None if locked[rank].pop(address) else None
+            return lambda: locked[rank].__delitem__(address)
 
         return lock
 
