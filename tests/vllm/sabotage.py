@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 FLAG = "SABOTAGE_FLAG"
+IN_WORKERS = "SABOTAGE_IN_WORKERS"
+"""A variable: the function that is called in each worker which imports this module (`InWorkers`)."""
 HANG_S = 60.0
 SLOW_S = 0.05
 LATE_S = 0.6
 """Many steps of the engine, on a fast machine and on a slow one."""
+
+
+class InWorkers:
+    """Adds nothing to vLLM's worker. With `worker_extension_cls` each worker imports this module for it."""
 
 
 def hang_reads() -> None:
@@ -53,6 +59,25 @@ def slow_copies(slow_s: float = SLOW_S) -> None:
 
     CpuPageCopy.gather = late(CpuPageCopy.gather)  # type: ignore[method-assign]
     CpuPageCopy.scatter = late(CpuPageCopy.scatter)  # type: ignore[method-assign]
+
+
+def hold_scatters() -> None:
+    """Copies to the blocks of the second worker hang. Its process is in a file beside the flag."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+
+    inner = CpuPageCopy.scatter
+
+    def scatter(self: CpuPageCopy, *arguments: Any) -> Any:
+        flag = Path(os.environ[FLAG])
+        if flag.exists() and get_tp_group().rank_in_group == 1:
+            flag.with_suffix(".held").write_text(str(os.getpid()))
+            while flag.exists():
+                time.sleep(0.01)
+        return inner(self, *arguments)
+
+    CpuPageCopy.scatter = scatter  # type: ignore[method-assign]
 
 
 def unfenced_copies() -> None:
@@ -200,3 +225,7 @@ def _changes(how: str, file: Path) -> None:
         file.symlink_to(other.name)
     else:
         other.replace(file)
+
+
+if IN_WORKERS in os.environ:
+    globals()[os.environ[IN_WORKERS]]()

@@ -2,14 +2,17 @@
 
 import os
 import shutil
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from engines import ARGUMENTS, LONG, Expected, Start
-from harness import START_S, in_process
+from harness import ANSWER_S, START_S, Engine, EngineError, in_process
 from judge import TOLERANCE, apart
 from models import make_checkpoint
+from sabotage import FLAG, IN_WORKERS
 from settings import CHUNK, connector, whole
 from storage import corrupt, heads, remove
 from tests.waiting import wait_until
@@ -80,23 +83,56 @@ def test_weights_that_change_when_a_worker_has_loaded_them_name_no_kv(
     assert not heads(directory)
 
 
-@pytest.mark.parametrize("model", ["deepseek", "llama-mqa"])
-def test_kv_that_both_ranks_hold_is_stored_once(model: str, start: Start, tmp_path: Path) -> None:
-    directory, place = tmp_path / "kv", tmp_path / model
-    in_process(make_checkpoint, model, place)
-    options = TWO | ARGUMENTS.get(model, {})
-    plain = start(place, connector(directory), **options).ask_and_close(LONG)[0]
-    stored = heads(directory)
-    assert {(group, first_head) for group, first_head, _ in stored} == {(0, 0)}
-    assert len(stored) == len({depth for _, _, depth in stored}) >= len(LONG) // CHUNK
+ROW = {"deepseek": 3 * 576 * 4, "llama-mqa": 3 * 2 * 32 * 4}
+"""Bytes of a token on each rank."""
 
-    second = start(place, connector(directory), **options)
+
+@pytest.mark.parametrize("model", ["deepseek", "llama-mqa"])
+def test_kv_that_both_ranks_hold_is_kept_and_stored_once(model: str, start: Start, tmp_path: Path) -> None:
+    directory, place, flag = tmp_path / "kv", tmp_path / model, tmp_path / "hold"
+    in_process(make_checkpoint, model, place)
+    host_bytes = 5.5 * CHUNK * ROW[model]
+    small = connector(directory, host__capacity_bytes=int(max(host_bytes, 1 << 20)))
+    options = TWO | ARGUMENTS.get(model, {})
+    held = {"environment": TWO["environment"] | {FLAG: str(flag), IN_WORKERS: "hold_scatters"}}
+    first = start(place, small, **options | held, worker_extension_cls="sabotage.InWorkers")
+    plain = first.ask(LONG)[0]
+    stored = len(LONG) // CHUNK
+    wait_until(lambda: len(heads(directory)) == stored, "the writes")
+    assert {(group, first_head) for group, first_head, _ in heads(directory)} == {(0, 0)}
+    first.forget()
+    warm = first.ask(LONG)[0]
+    assert first.external_hits() == whole(len(LONG)), "two copies of these chunks would not fit in host memory"
+    assert promoted(first) == 0
+    assert apart(warm, plain) < TOLERANCE
+
+    # A worker dies in the middle of a load, and the engine with it.
+    first.forget()
+    flag.touch()
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(first.ask, LONG)
+        wait_until(lambda: flag.with_suffix(".held").exists() or failing.done(), "the load", ANSWER_S)
+        os.kill(int(flag.with_suffix(".held").read_text()), signal.SIGKILL)
+        with pytest.raises(EngineError):
+            failing.result()
+    first.kill()
+    flag.unlink()
+
+    second = start(place, small, **options)
     disk = second.ask(LONG)[0]
     assert second.external_hits() == whole(len(LONG), second.chunk_tokens)
+    assert promoted(second) == stored
     assert apart(disk, plain) < TOLERANCE
     second.close()
 
     # The control: numbers of other tokens would show.
     assert corrupt(directory)
-    third = start(place, connector(directory), **options)
+    third = start(place, small, **options)
     assert apart(third.ask(LONG)[0], plain) > 100 * TOLERANCE
+
+
+def promoted(engine: Engine) -> float:
+    """Objects that came from a tier, by the command's completions."""
+    return sum(
+        value for name, value in engine.metrics().items() if "kvtier_transfers{link=promote,outcome=done" in name
+    )
