@@ -1,6 +1,7 @@
 """The arena: slots are disjoint, aligned and within the capacity, and are released with their last view."""
 
 import gc
+import mmap
 import os
 import signal
 
@@ -10,7 +11,7 @@ import pytest
 from kvtier.codec.frame import frame_bytes, head_bytes
 from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout, State
-from kvtier.runtime.arena import Arena, chunk_bytes, slots_for
+from kvtier.runtime.arena import Arena, as_bytes, chunk_bytes, page_aligned, slots_for
 
 
 def _layout() -> KvLayout:
@@ -159,9 +160,16 @@ def test_a_page_lock_that_fails_leaves_nothing_locked() -> None:
     assert locks.told
 
 
+def test_shared_memory_must_have_room_for_the_slots() -> None:
+    with pytest.raises(ValueError, match="do not fit in 4096 bytes of shared memory"):
+        Arena(_layout(), (3, 2), shared={0: page_aligned(4096)})
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_does_not_take_the_slots_with_it() -> None:
-    arena = Arena(_layout(), (3, 2))
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_forked_child_does_not_take_the_slots_with_it(is_shared: bool) -> None:
+    memory = as_bytes(mmap.mmap(-1, 1 << 20))  # mapped by several processes
+    arena = Arena(_layout(), (3, 2), shared={0: memory} if is_shared else {})
     view = arena.payload(0, 0)
     view[0] = 1
     child = os.fork()
