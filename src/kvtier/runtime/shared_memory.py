@@ -9,6 +9,7 @@ keeps slots of its own, as if it were the only one with its part, and logs why. 
 memory of the engine has its limit in any case. The kernel frees a file when the last process that maps it has ended.
 """
 
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -26,8 +27,13 @@ from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes
 Exchange = Callable[[Any], list[Any]]
 """What each rank has called it with, by rank. It waits for all of them."""
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody can cut off memory that others have mapped."""
+_CLOSED_ON_EXEC, _ALLOWS_SEALS = 1, 2
+_ADD_SEALS, _SEALS = 1033, 1 | 2 | 4
+"""Of Linux: no more seals, no shorter and no longer file. So nobody can cut off memory that others have mapped. Pythons
+that were built for old systems have neither these names nor `os.memfd_create`."""
+
+_FAILURES = (OSError, OverflowError, ValueError, AttributeError)
+"""Of the system; the last one of a C library without `memfd_create`."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +86,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
             if size_bytes and group.part is not None and not group.copy:
                 try:
                     made[number] = _made(size_bytes)
-                except (OSError, OverflowError, ValueError) as error:
+                except _FAILURES as error:
                     why = str(error)
         held = [
             HeldGroup(group.part, layout.digest(number), _named(made[number][0]) if number in made else None)
@@ -96,7 +102,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
                 continue
             try:
                 regions[number] = made[number][1] if number in made else _opened(file)
-            except (OSError, OverflowError, ValueError) as error:
+            except _FAILURES as error:
                 why = str(error)
         if why:
             logger.warning("this rank keeps slots of its own, so host memory holds fewer chunks: %s", why)
@@ -109,10 +115,13 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
 
 def _made(size_bytes: int) -> tuple[int, Bytes]:
     """A new memory file: its descriptor and its bytes. Pages that nobody touches take no memory."""
-    descriptor = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = int(libc.memfd_create(b"kvtier", _CLOSED_ON_EXEC | _ALLOWS_SEALS))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "the system creates no memory file")
     try:
         os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
         return descriptor, as_bytes(mmap.mmap(descriptor, size_bytes))
     except BaseException:
         os.close(descriptor)
