@@ -4,18 +4,21 @@ import os
 import shutil
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from engines import ARGUMENTS, LONG, Expected, Start
 from harness import ANSWER_S, START_S, Engine, EngineError, in_process
-from judge import TOLERANCE, apart
+from judge import TOLERANCE, apart, prompt
 from models import make_checkpoint
 from sabotage import FLAG, IN_WORKERS
 from settings import CHUNK, connector, whole
 from storage import corrupt, heads, remove
 from tests.waiting import wait_until
+
+from kvtier.connect.vllm.stats import INTERVAL_S
 
 pytestmark = [
     pytest.mark.engine,
@@ -132,7 +135,8 @@ def test_kv_that_both_ranks_hold_is_kept_and_stored_once(model: str, start: Star
 
 
 def promoted(engine: Engine) -> float:
-    """Objects that came from a tier, by the command's completions."""
-    return sum(
-        value for name, value in engine.metrics().items() if "kvtier_transfers{link=promote,outcome=done" in name
-    )
+    """Objects that have come from a tier."""
+    time.sleep(2 * INTERVAL_S)
+    engine.ask(prompt(20, 9))  # counts travel with steps
+    name = "vllm:kvtier_transfers{link=promote,outcome=done"
+    return sum(value for found, value in engine.metrics().items() if found.startswith(name))
