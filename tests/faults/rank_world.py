@@ -19,9 +19,9 @@ NEVER_S = float("inf")
 
 
 @contextmanager
-def opened(directory, started, **options):
+def opened(directory, started, *, disk=None, **options):
     below = connect([worker.handshake for worker in started], **options)
-    kv = open_core(config(directory, host_chunks=8 * len(started)), LAYOUT, FINGERPRINT, below)
+    kv = open_core(config(directory, host_chunks=8 * len(started), disk=disk), LAYOUT, FINGERPRINT, below)
     try:
         yield kv, below
     finally:

@@ -81,19 +81,20 @@ def check(worker, delivered=()):
     ("ranks", "unable", "copies"), [(2, (), 1), (3, (), 1), (2, (1,), 2), (2, (0,), 2), (3, (1,), 2)]
 )
 def test_host_memory_holds_one_copy_for_all_ranks_that_can_map_it(tmp_path, ranks, unable, copies):
-    directory = tmp_path / "kv"
-    with started(directory, ranks, unable=unable) as processes:
+    directory, disk = tmp_path / "kv", tmp_path / "disk"
+    with started(directory, ranks, unable=unable, disk=disk) as processes:
         assert {tuple(it.handshake["slots"]) for it in processes} == {(HOST_CHUNKS * ranks // copies,) * 2}
-        with opened(directory, processes) as (kv, _):
+        with opened(directory, processes, disk=disk) as (kv, _):
             prefix = prefix_of(CHUNKS, kv.root)
             assert stored(kv.session, "a", prefix, places_of(range(CHUNKS))).held == 2 * CHUNKS
             assert loaded(kv.session, "b", prefix, TOKENS, target_places()).tokens == TOKENS
             assert {check(it, (TARGET,)) for it in processes} == {len(target_places()) * CHUNK_BLOCKS}
             assert kv.session.close().flushed
-    with started(directory, ranks) as processes, opened(directory, processes) as (kv, _):
+            assert all(it.end() for it in processes)
+    with started(directory, ranks, disk=disk) as processes, opened(directory, processes, disk=disk) as (kv, _):
         prefix = prefix_of(CHUNKS, kv.root)
         answer = looked_up(kv.session, "c", prefix)
-        assert (answer.tokens, answer.ready_tokens) == (TOKENS, 0)
+        assert answer.sources == (("disk", TOKENS),)
         assert loaded(kv.session, "c", prefix, TOKENS, target_places()).tokens == TOKENS
         assert {check(it, (TARGET,)) for it in processes} == {len(target_places()) * CHUNK_BLOCKS}
 
