@@ -84,6 +84,8 @@ def test_the_same_weights_at_another_path_are_the_same_engine(checkpoint, tmp_pa
         {"cache__kv_cache_dtype_skip_layers": ["0"]},
         {"cache__mamba_ssm_cache_dtype": "float32"},
         {"parallel__tensor_parallel_size": 2},
+        {"parallel__decode_context_parallel_size": 2},
+        {"parallel__prefill_context_parallel_size": 2},
         {"model__multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})},
     ],
     ids=lambda change: next(iter(change)),

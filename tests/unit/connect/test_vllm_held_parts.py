@@ -1,11 +1,14 @@
-"""The part of the KV that each of vLLM's ranks holds: divided heads, copies, and what is not known."""
+"""The part of the KV that each of vLLM's ranks holds: divided heads and tokens, copies, and what is not known."""
+
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from tests.vllm_config import vllm_config, with_draft
 from tests.vllm_recorded import recorded
 
-from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.held_parts import held_parts
+from kvtier.connect.vllm.geometry import DcpShards, Geometry
+from kvtier.connect.vllm.held_parts import held_parts, token_share
 from kvtier.keys.object_names import object_name
 from kvtier.layout import Part
 
@@ -17,8 +20,10 @@ def held(case, ranks, heads, here, **changes):
         if type(group.kv_cache_spec).__name__ in ("FullAttentionSpec", "SlidingWindowSpec"):
             group.kv_cache_spec.num_heads = here
     config = vllm_config(parallel__tensor_parallel_size=ranks, hf__num_key_value_heads=heads, **changes)
-    geometry = Geometry.of(engine.config)
-    return [held_parts(config, engine.config, geometry, rank) for rank in range(ranks)]
+    parallel = config.parallel_config
+    geometry = Geometry.of(engine.config, shards=DcpShards(parallel.decode_context_parallel_size))
+    workers = ranks * parallel.prefill_context_parallel_size
+    return [held_parts(config, engine.config, geometry, rank) for rank in range(workers)]
 
 
 @pytest.mark.parametrize(
@@ -88,3 +93,86 @@ def test_where_draft_layers_have_other_heads_no_ranks_share_a_part(heads, is_kno
     found = held("llama32", 4, 2, 1, **{name: getattr(draft, name) for name in fields})
     wanted = [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)] if is_known else []
     assert found == ([[(Part(0, 4, first, end), copy)] for first, end, copy in wanted] or [[(None, 0)]] * 4)
+
+
+# ---- context parallelism -----------------------------------------------------------------------------------------
+
+
+def held_with(case, tp, dcp, pcp=1, heads=1, here=1):
+    """The part and copy of the only group, by rank."""
+    changes = {"parallel__decode_context_parallel_size": dcp, "parallel__prefill_context_parallel_size": pcp}
+    return [parts[0] for parts in held(case, tp, heads, here, **changes)]
+
+
+def test_ranks_with_the_same_heads_and_tokens_are_copies_of_each_other():
+    first, second = Part(0, 2, 0, 1, 0, 2), Part(0, 2, 0, 1, 1, 2)
+    assert held_with("mla", 4, 2) == [(first, 0), (second, 0), (first, 1), (second, 1)]
+    # A DCP group spans PCP ranks first: the second one of each TP rank has the second share.
+    assert held_with("mla", 2, 2, pcp=2) == [(first, 0), (first, 1), (second, 0), (second, 1)]
+    # PCP alone divides no KV.
+    assert held_with("mla", 1, 1, pcp=3) == [(Part(0, 2, 0, 1), copy) for copy in range(3)]
+    assert held_with("llama32", 4, 2, heads=2) == [
+        (Part(0, 4, head, head + 1, share, 2), 0) for head in range(2) for share in range(2)
+    ]
+
+
+def test_what_dcp_does_not_divide_is_a_copy_on_each_rank():
+    engine = recorded("llama32")
+    engine.config.kv_cache_groups[0].kv_cache_spec.dcp_sharded = False
+    engine.config.kv_cache_groups[0].kv_cache_spec.num_heads = 1
+    config = vllm_config(
+        parallel__tensor_parallel_size=2, parallel__decode_context_parallel_size=2, hf__num_key_value_heads=1
+    )
+    geometry = Geometry.of(engine.config, shards=DcpShards(2))
+    assert [held_parts(config, engine.config, geometry, rank) for rank in range(2)] == [
+        [(Part(0, 4, 0, 1), copy)] for copy in range(2)
+    ]
+
+
+def shapes(most):
+    """(TP, PCP, DCP) that vLLM's `ParallelConfig` accepts, with up to `most` ranks."""
+    for tp, pcp in product(range(1, most + 1), repeat=2):
+        sizes = [size for size in range(1, tp + 1) if tp % size == 0] if pcp == 1 else sorted({1, pcp, tp * pcp})
+        yield from ((tp, pcp, size) for size in sizes if tp * pcp <= most)
+
+
+def held_by(tp, pcp, dcp, heads):
+    """(head, token) that each rank holds, of a block of ``2 * dcp`` tokens, as vLLM makes its groups of ranks."""
+    # `initialize_model_parallel` with DCP: the PCP ranks of a TP rank are neighbours.
+    order = [pcp_rank * tp + tp_rank for tp_rank in range(tp) for pcp_rank in range(pcp)]
+    order = order if dcp > 1 else sorted(order)
+    own, copies = max(1, heads // tp), max(1, tp // heads)  # `QKVParallelLinear`
+    found = {}
+    for at, rank in enumerate(order):
+        first = rank % tp // copies * own
+        found[rank] = frozenset(product(range(first, first + own), range(at % dcp, 2 * dcp, dcp)))
+    return [found[rank] for rank in range(tp * pcp)], [order[at : at + dcp] for at in range(0, len(order), dcp)]
+
+
+@pytest.mark.parametrize(("case", "models"), [("mla", [1]), ("llama32", range(1, 17))])
+def test_the_parts_of_all_ranks_tile_the_kv_and_ranks_with_equal_parts_hold_the_same(case, models):
+    known = 0
+    for (tp, pcp, dcp), heads in product(shapes(16), models):
+        is_latent = case == "mla"
+        if dcp > 1 and not is_latent and dcp > tp // heads:
+            continue  # refused by vLLM's `verify_with_parallel_config`
+        own, groups = held_by(tp, pcp, dcp, heads)
+        parts = held_with(case, tp, dcp, pcp, heads, max(1, heads // tp))
+        is_divided = is_latent or not (heads % tp and tp % heads)
+        if not is_divided or any(len({min(own[rank])[0] for rank in group}) > 1 for group in groups):
+            assert parts == [(None, 0)] * (tp * pcp), (tp, pcp, dcp, heads)
+            continue
+        known += 1
+        assert frozenset().union(*own) == frozenset(product(range(heads), range(2 * dcp)))
+        for rank, (part, copy) in enumerate(parts):
+            same = [other for other, (theirs, _) in enumerate(parts) if theirs == part]
+            assert same == [other for other in range(tp * pcp) if own[other] == own[rank]], (tp, pcp, dcp, heads)
+            assert copy == same.index(rank)
+            said = product(range(part.first_head, part.end_head), range(part.rank, 2 * dcp, part.ranks))
+            assert own[rank] == frozenset(said)
+    assert known > 50
+
+
+def test_a_second_stage_counts_its_own_ranks():
+    parallel = SimpleNamespace(tensor_parallel_size=2, prefill_context_parallel_size=2, decode_context_parallel_size=2)
+    assert [token_share(parallel, rank) for rank in range(8)] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2

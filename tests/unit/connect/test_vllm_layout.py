@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.vllm_recorded import Recorded, recorded
 
-from kvtier.connect.vllm.geometry import NULL_BLOCK, SKIP, Geometry
+from kvtier.connect.vllm.geometry import NULL_BLOCK, SKIP, UNDIVIDED, DcpShards, Geometry
 from kvtier.core.prefix import needed_chunks
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Window
@@ -104,6 +104,33 @@ def test_the_chunk_is_a_multiple_of_every_block_and_of_what_hits_are_aligned_to(
         Geometry.of(engine.config, chunk_tokens=100)
     engine.config.cache_hit_alignment_tokens = 528
     assert Geometry.of(engine.config).chunk_tokens == 1056
+
+
+def test_a_block_that_ranks_share_has_the_tokens_of_all():
+    config = recorded("gdn").config
+    for group in config.kv_cache_groups:
+        group.kv_cache_spec.block_size = 32
+    alone, shared = Geometry.of(config), Geometry.of(config, shards=DcpShards(4, 8))
+    assert shared.chunk_tokens == alone.chunk_tokens == 256
+    # A state is whole on each rank.
+    assert [[table.block_tokens for table in group.tables] for group in shared.groups] == [[32] * 3, [128]]
+    assert [[table.blocks for table in group.tables] for group in shared.groups] == [[1] * 3, [2]]
+    assert Geometry.of(config, shards=DcpShards(16)).chunk_tokens == 512
+    states, ids = [NULL_BLOCK] * 15 + [9], [1, 2, 3, 4]
+    assert [place.blocks for place in shared.sources(range(2), [*[states] * 3, ids])] == [(1, 2), (3, 4)]
+    loaded = shared.targets(512, [*[states] * 3, ids], resident_tokens=128)
+    assert loaded is not None
+    assert places(loaded, 1) == {0: (SKIP, 2), 1: (3, 4)}
+    assert shared.blocks(257) == 3 * 9 + 3
+
+
+def test_another_division_of_tokens_has_other_names():
+    config = recorded("llama32").config
+    shards = [UNDIVIDED, DcpShards(2), DcpShards(4), DcpShards(2, 16)]
+    layouts = [Geometry.of(config, shards=it).layout for it in shards]
+    assert {layout.chunk_tokens for layout in layouts} == {256}
+    assert len({layout.digest(0) for layout in layouts}) == len(shards)
+    assert Geometry.of(config, shards=UNDIVIDED) == Geometry.of(config)
 
 
 def test_layers_that_share_another_ones_kv_have_no_pages():

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from tests.system import until
+from tests.vllm_config import vllm_config
 from tests.vllm_recorded import recorded
 
 from kvtier.config import sections
@@ -22,7 +23,7 @@ from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import StoreSelection
 from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport
 from kvtier.core.planner import LoadPlan, Planner
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
 from kvtier.runtime.protocol import Note
@@ -372,12 +373,24 @@ def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shar
     monkeypatch.setattr(sections.registry, "kind_of", lambda tier: declared[tier.name])
     config = Config(tiers=tuple(TierSettings(name=name) for name in declared), store=StoreConfig(secret=bytes(32)))
     monkeypatch.setattr(sides, "check_start", lambda _: (config, "0.32.0"))
-    for name in ("follow_engine", "Geometry", "installed"):
+    for name in ("follow_engine", "Geometry", "DcpShards", "installed"):
         monkeypatch.setattr(sides, name, MagicMock())
     for is_private, names in ((True, ["passing"]), (False, [*declared])):
         monkeypatch.setattr(sides, "identify", MagicMock())
         setup = sides.EngineSetup.of(MagicMock(), MagicMock()).identified_as(MagicMock(is_private=is_private))
         assert [tier.name for tier in setup.config.tiers] == names
+
+
+def test_a_worker_that_holds_other_tokens_than_its_number_says_stops_the_start():
+    config = vllm_config(parallel__tensor_parallel_size=4, parallel__decode_context_parallel_size=2)
+    identity = MagicMock(is_private=False)
+    setup = sides.EngineSetup(config, MagicMock(), Config(), MagicMock(), identity, "kv_both")
+    workers = [sides.WorkerFacts(bytes(32), "", 4096, (rank % 2, 2)) for rank in range(4)]
+    assert setup.agreed(workers).workers == tuple(workers)
+    for wrong in ((1, 2), (0, 1), (2, 4)):
+        workers[2] = workers[2]._replace(token_share=wrong)
+        with pytest.raises(UnsupportedModelError, match=rf"worker 2 holds share \({wrong[0]}, {wrong[1]}\).*\(0, 2\)"):
+            setup.agreed(workers)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ CONNECT = TOP / "src" / "kvtier" / "connect"
     "change",
     [
         {},
-        {"parallel__tensor_parallel_size": 8},
+        {"parallel__tensor_parallel_size": 8, "parallel__decode_context_parallel_size": 4},
+        {"parallel__prefill_context_parallel_size": 2},
         {"cache__enable_prefix_caching": False},
         {"model__use_mla": True, "device__device_type": "cuda"},
         {"model__use_mla": True, "compilation__is_custom_op_enabled": lambda op: op != "rotary_embedding"},
@@ -43,8 +44,6 @@ def test_engines_that_are_served(change):
     ("change", "message"),
     [
         ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported. Use tensor"),
-        ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 .* Set it to 1"),
-        ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4 .* Set it to 1"),
         ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node per engine"),
         ({"model__is_encoder_decoder": True}, "encoder-decoder models are not supported.* Serve it without kvtier"),
         ({"model__runner_type": "pooling"}, "runner 'pooling' is not supported.* Use runner 'generate'"),

@@ -29,6 +29,7 @@ from kvtier.connect.vllm.vllm_imports import (
     gathered,
     hash_block,
     hash_function,
+    own_token_share,
     published_keys,
     spec_kind,
     transfer_group,
@@ -69,7 +70,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._setup = EngineSetup.of(vllm_config, kv_cache_config)
         """In a scheduler's connector identified as its workers say, once they are up."""
         if role is ConnectorRole.WORKER:
-            self._setup = self._setup.agreed(self._exchange(self._setup.facts()))
+            self._setup = self._setup.agreed(self._exchange(self._setup.facts(own_token_share())))
         self._connectors = _connectors_around()
         """All connectors of the `MultiConnector` that makes this one."""
         self._upper: SchedulerSide | None = None

@@ -13,6 +13,10 @@ the end of the chunk:
     window    the blocks that overlap the last `window` tokens before n
     state     the block with the state after n tokens
 
+With decode context parallelism (DCP) a block id names one block on each of several ranks. Together these blocks hold
+``block_size * ranks`` consecutive tokens, dealt out in turns (`DcpShards`). Numbers of tokens are of such whole blocks,
+as in vLLM's scheduler (`resolve_dcp_kv_block_size`, vLLM 0.32 and 0.33).
+
 Everything here is arithmetic on lists; neither vLLM nor torch is imported.
 """
 
@@ -24,7 +28,14 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtier.connect.vllm.support import check_groups, specs_of, validity_of
-from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, KvCacheSpec, StateOffer, plain_name
+from kvtier.connect.vllm.vllm_types import (
+    BlockTables,
+    KvCacheConfig,
+    KvCacheSpec,
+    StateOffer,
+    VllmConfig,
+    plain_name,
+)
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import ELEMENT_BYTES, GroupLayout, History, KvLayout, Run, RunKind, State, Validity, Window, run_of
 from kvtier.runtime.open import choose_chunk_tokens
@@ -37,12 +48,35 @@ NULL_BLOCK = 0
 """vLLM's id for a block that is not kept: it slid out of a window, or its state was superseded."""
 
 
+class DcpShards(NamedTuple):
+    """How decode context parallelism divides the tokens of a block among ranks."""
+
+    ranks: int = 1
+    interleave: int = 1
+    """Consecutive tokens of a rank's turn."""
+
+    @staticmethod
+    def of(config: VllmConfig) -> "DcpShards":
+        """The division in an engine. Prefill context parallelism divides no KV: each of its ranks holds all of it."""
+        parallel = config.parallel_config
+        size = parallel.decode_context_parallel_size
+        return DcpShards(size, parallel.cp_kv_cache_interleave_size) if size > 1 else UNDIVIDED
+
+    def on(self, spec: KvCacheSpec) -> "DcpShards":
+        """The division of one kind of KV: states and some draft layers are whole on each rank."""
+        return self if self.ranks > 1 and spec.dcp_sharded else UNDIVIDED
+
+
+UNDIVIDED = DcpShards()
+
+
 class TableLayout(NamedTuple):
     """One vLLM group, as a part of a `Group`."""
 
     number: int
     """Index of the vLLM group in the block tables."""
     block_tokens: int
+    """Tokens of a block, on all ranks together that share them."""
     blocks: int
     """Blocks of a chunk in an address: the last ones of the chunk."""
     layers: tuple[str, ...]
@@ -91,12 +125,13 @@ class Geometry:
     groups: tuple[Group, ...]
 
     @staticmethod
-    def of(config: KvCacheConfig, chunk_tokens: int = 0) -> "Geometry":
+    def of(config: KvCacheConfig, chunk_tokens: int = 0, shards: DcpShards = UNDIVIDED) -> "Geometry":
         """The geometry of an engine.
 
         Args:
             config: `KVCacheConfig` of the scheduler or a worker.
             chunk_tokens: the setting `store.chunk_tokens`; 0: the smallest valid size of at least 256.
+            shards: division of the tokens among ranks.
 
         Raises:
             UnsupportedModelError: KV of an unknown kind, or stored in an unknown way.
@@ -104,12 +139,13 @@ class Geometry:
         """
         check_groups(config)
         specs = [_spec_of(number, group) for number, group in enumerate(config.kv_cache_groups)]
-        alignment = math.lcm(config.cache_hit_alignment_tokens or 1, *(spec.block_size for spec in specs))
+        sizes = [spec.block_size * shards.on(spec).ranks for spec in specs]
+        alignment = math.lcm(config.cache_hit_alignment_tokens or 1, *sizes)
         tokens = choose_chunk_tokens(chunk_tokens, alignment)
         tables: dict[Validity, list[TableLayout]] = {}
         for number, spec in enumerate(specs):
             validity = validity_of(spec, f"KV group {number}")
-            tables.setdefault(validity, []).append(_table(config, number, spec, validity, tokens))
+            tables.setdefault(validity, []).append(_table(config, number, spec, validity, tokens, shards.on(spec)))
         groups = tuple(Group(validity, tuple(members)) for validity, members in tables.items())
         return Geometry(tokens, groups)
 
@@ -282,20 +318,25 @@ def _spec_of(number: int, group: KvCacheConfig) -> KvCacheSpec:
     return specs[0]
 
 
-def _table(config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Validity, chunk_tokens: int) -> TableLayout:
+def _table(
+    config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Validity, chunk_tokens: int, shards: DcpShards
+) -> TableLayout:
     group = config.kv_cache_groups[number]
     # A layer that shares another layer's KV is in the group, but has no pages.
     placed = {layer for tensor in config.kv_cache_tensors for layer in tensor.layers}
     layers = tuple(layer for layer in group.layer_names if layer in placed)
     if not layers:
         raise UnsupportedModelError(f"KV group {number} has no layer with pages of its own")
+    tokens = spec.block_size * shards.ranks
     if isinstance(validity, State):
         blocks = 1
     else:
         needed = chunk_tokens if isinstance(validity, History) else min(validity.tokens, chunk_tokens)
-        blocks = -(-needed // spec.block_size)
+        blocks = -(-needed // tokens)
     pages = f"vllm/{config.kv_cache_layout}/{_pages(spec)}"
-    return TableLayout(number, spec.block_size, blocks, layers, _runs(spec), pages)
+    if shards.ranks > 1:
+        pages += f"/dcp={shards.ranks}/interleave={shards.interleave}"
+    return TableLayout(number, tokens, blocks, layers, _runs(spec), pages)
 
 
 def _page_bytes(spec: KvCacheSpec) -> int:

@@ -1,8 +1,12 @@
-"""The part of each KV group that a rank holds, as vLLM's tensor parallelism divides it.
+"""The part of each KV group that a rank holds, as vLLM's tensor and context parallelism divide it.
 
 vLLM gives each rank the KV heads ``[rank * n, (rank + 1) * n)``. With more ranks than heads, consecutive ranks hold
 copies of one head (`QKVParallelLinear`, vLLM 0.32). The latent of MLA is on every rank. States are divided in other
 ways. Pipeline parallelism is refused (`support`), so each rank has all layers.
+
+Decode context parallelism (DCP) divides the tokens of equal heads among ranks; a rank's number among them is in its
+`Part`. Prefill context parallelism (PCP) divides no KV: each of its ranks holds all tokens (`ops/pcp.py`, vLLM 0.32 and
+0.33), unless a DCP group spans them.
 
 A wrong claim that two ranks hold the same KV would give one of them the other's bytes. So it is made only where every
 field of the model's configuration about KV heads agrees: some models have layers with another number of heads.
@@ -14,7 +18,7 @@ from typing import cast
 
 from kvtier.connect.vllm.geometry import Geometry, Group
 from kvtier.connect.vllm.support import draft_model, specs_of
-from kvtier.connect.vllm.vllm_types import KvCacheConfig, VllmConfig
+from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, VllmConfig
 from kvtier.layout import Part
 
 _KV_HEADS = re.compile(r"kv.*head|key_value.*head|head.*kv|heads_in_group|attention_groups|query_group", re.IGNORECASE)
@@ -33,31 +37,54 @@ def held_parts(config: VllmConfig, kv_cache_config: KvCacheConfig, geometry: Geo
         config: the engine's.
         kv_cache_config: the worker's.
         geometry: of `kv_cache_config`.
-        rank: number of the rank, from 0 to ``tensor_parallel_size - 1``.
+        rank: number of the worker, from 0; TP ranks first, then PCP ranks.
     """
-    ranks = config.parallel_config.tensor_parallel_size
     heads = _kv_heads(config)
-    return [_held(group, kv_cache_config, heads, rank, ranks) for group in geometry.groups]
+    return [_held(group, kv_cache_config, heads, rank, config.parallel_config) for group in geometry.groups]
 
 
-def _held(group: Group, kv_cache_config: KvCacheConfig, heads: int | None, rank: int, ranks: int) -> Held:
+def token_share(parallel: VllmConfig, rank: int) -> tuple[int, int]:
+    """Which share of the tokens a rank holds where DCP divides them: (its number, ranks of its group).
+
+    A DCP group spans the PCP ranks of a TP rank first, then further TP ranks (`initialize_model_parallel`).
+
+    Args:
+        parallel: vLLM's `ParallelConfig`.
+        rank: see `held_parts`.
+    """
+    size, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    pcp_rank, tp_rank = divmod(rank, parallel.tensor_parallel_size)
+    return (tp_rank * pcp + pcp_rank % pcp) % size, size
+
+
+def _held(group: Group, kv_cache_config: KvCacheConfig, heads: int | None, rank: int, parallel: VllmConfig) -> Held:
     layers = sum(len(table.layers) for table in group.tables)
     specs = [
         spec for table in group.tables for spec in specs_of(kv_cache_config.kv_cache_groups[table.number].kv_cache_spec)
     ]
+    stage = rank - rank % (parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
+    parts = [_part(specs, layers, heads, each, parallel) for each in range(stage, rank + 1)]
+    part = parts.pop()
+    return part, 0 if part is None else parts.count(part)
+
+
+def _part(specs: list[KvCacheSpec], layers: int, heads: int | None, rank: int, parallel: VllmConfig) -> Part | None:
+    number, size = token_share(parallel, rank)
+    if size > 1 and not any(spec.dcp_sharded for spec in specs):
+        number, size = 0, 1
     kinds = {type(spec).__name__ for spec in specs}
     if kinds <= _LATENT:
-        return Part(0, layers, 0, 1), rank
-    if heads is None or not kinds <= _WITH_HEADS:
-        return None, 0
-    here = {spec.num_heads for spec in specs}
-    if here == {heads // ranks} and not heads % ranks:
-        own = heads // ranks
-        return Part(0, layers, rank * own, (rank + 1) * own), 0
-    if here == {1} and not ranks % heads:
-        head, copy = divmod(rank, ranks // heads)
-        return Part(0, layers, head, head + 1), copy
-    return None, 0
+        return Part(0, layers, 0, 1, number, size)
+    ranks, tp_rank = parallel.tensor_parallel_size, rank % parallel.tensor_parallel_size
+    if heads is None or not kinds <= _WITH_HEADS or (heads % ranks and ranks % heads):
+        return None
+    own, copies = max(1, heads // ranks), max(1, ranks // heads)
+    # The TP ranks of a DCP group are consecutive. All of them have the same heads, or their tokens are no shares.
+    together = -(-size // parallel.prefill_context_parallel_size)
+    if {spec.num_heads for spec in specs} != {own} or copies % together:
+        return None
+    first = tp_rank // copies * own
+    return Part(0, layers, first, first + own, number, size)
 
 
 def _kv_heads(config: VllmConfig) -> int | None:

@@ -84,12 +84,19 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
             "kv": [plain_name(cache.cache_dtype), plain(cache.kv_cache_dtype_skip_layers)],
             "state": [plain_name(cache.mamba_cache_dtype), plain_name(cache.mamba_ssm_cache_dtype)],
             "multimodal": _multimodal(model.multimodal_config),
-            # The division of heads decides each rank's share.
-            "ranks": config.parallel_config.tensor_parallel_size,
+            # The division of heads and tokens decides each rank's share.
+            "ranks": _ranks(config.parallel_config),
             **drafts,
         },
     )
     return EngineIdentity(fingerprint, weights, weights is None, detail, versions)
+
+
+def _ranks(parallel: VllmConfig) -> int | list[int]:
+    """The number of TP ranks, or the shape with context parallelism: [TP, PCP, DCP]."""
+    sizes = [parallel.tensor_parallel_size, parallel.prefill_context_parallel_size]
+    sizes.append(parallel.decode_context_parallel_size)
+    return sizes if sizes[1:] != [1, 1] else sizes[0]
 
 
 def _own_digest(config: VllmConfig) -> bytes:

@@ -14,8 +14,8 @@ from kvtier.connect.vllm import installed, support, weights
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
 from kvtier.connect.vllm.files_read import AdaptersRead, doubt
-from kvtier.connect.vllm.geometry import Geometry, TableLayout
-from kvtier.connect.vllm.held_parts import held_parts
+from kvtier.connect.vllm.geometry import DcpShards, Geometry, TableLayout
+from kvtier.connect.vllm.held_parts import held_parts, token_share
 from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.own_cache import OwnCache
@@ -34,6 +34,7 @@ from kvtier.connect.vllm.vllm_types import (
 )
 from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
+from kvtier.errors import UnsupportedModelError
 from kvtier.layout import History
 from kvtier.runtime.arena import chunk_bytes
 from kvtier.runtime.control import Control, EngineCalls
@@ -88,6 +89,8 @@ class WorkerFacts(NamedTuple):
     """Why it may have read other files than it has identified; empty if it has not."""
     chunk_bytes: int
     """Host bytes of a chunk on this rank."""
+    token_share: tuple[int, int] = (0, 1)
+    """See `held_parts.token_share`; as vLLM's groups of ranks say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class EngineSetup:
         """
         config, version = check_start(vllm_config)
         follow_engine(config.log.level)
-        geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens)
+        geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens, DcpShards.of(vllm_config))
         identified = identify(vllm_config, version)
         role = vllm_config.kv_transfer_config.kv_role
         return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, role)
@@ -135,18 +138,28 @@ class EngineSetup:
         """Number of this worker, from 0."""
         return self.vllm_config.parallel_config.rank % self.ranks
 
-    def facts(self) -> WorkerFacts:
+    def facts(self, token_share: tuple[int, int] = (0, 1)) -> WorkerFacts:
         """What this worker tells the others."""
         own = self.identity
         detail = own.detail or doubt(self.vllm_config, own.versions)
-        return WorkerFacts(own.fingerprint.digest, detail, chunk_bytes(self.geometry.layout))
+        return WorkerFacts(own.fingerprint.digest, detail, chunk_bytes(self.geometry.layout), token_share)
 
     def agreed(self, workers: Sequence[WorkerFacts]) -> "EngineSetup":
         """The same engine, as all of its workers see it. It is private if one may have read other files.
 
         Args:
             workers: of all ranks, by rank.
+
+        Raises:
+            UnsupportedModelError: a worker holds other tokens than its number says.
         """
+        for rank, worker in enumerate(workers):
+            share = token_share(self.vllm_config.parallel_config, rank)
+            if worker.token_share != share:
+                raise UnsupportedModelError(
+                    f"worker {rank} holds share {worker.token_share} of the tokens by vLLM's groups of ranks, and "
+                    f"{share} by its configuration (number, ranks). Serve the model without kvtier"
+                )
         detail = next((it.doubt for it in workers if it.doubt), "")
         if len({it.fingerprint for it in workers}) > 1 and not detail:
             detail = "its workers have identified different weights"

@@ -50,13 +50,8 @@ def check_engine(config: VllmConfig) -> None:
         UnsupportedModelError: the message says what was found and what to do.
     """
     parallel, model, attention = config.parallel_config, config.model_config, config.attention_config
-    for name, advice in (
-        ("pipeline_parallel_size", "Use tensor parallelism"),
-        ("decode_context_parallel_size", "Set it to 1"),
-        ("prefill_context_parallel_size", "Set it to 1"),
-    ):
-        size = getattr(parallel, name)
-        _refuse_if(size > 1, f"{name} = {size} is not supported. {advice}")
+    stages = parallel.pipeline_parallel_size
+    _refuse_if(stages > 1, f"pipeline_parallel_size = {stages} is not supported. Use tensor parallelism")
     _refuse_if(
         parallel.nnodes > 1,
         f"an engine on {parallel.nnodes} nodes is not supported: scheduler and workers communicate over local "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import identity, installed, support
-from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.geometry import DcpShards, Geometry
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, VllmConfig
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import ELEMENT_BYTES, GroupLayout, History, KvLayout, Part, Run
@@ -77,7 +77,7 @@ def setup_of(
             f"prefix_caching_hash_algo = {algorithm!r}: two prompts may have one hash, and stored KV would be that of "
             f"another prompt; allowed: {', '.join(map(repr, HASHES))}"
         )
-    geometry = Geometry.of(kv_cache_config)
+    geometry = Geometry.of(kv_cache_config, shards=DcpShards.of(vllm_config))
     about, chunk = spec.config, spec.config.cache.blocks_per_chunk
     tokens = {group.group_id: group.tokens_per_block * chunk for group in about.groups}
     histories = {

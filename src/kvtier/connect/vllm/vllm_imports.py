@@ -41,3 +41,9 @@ def gathered(own: object) -> list[Any]:
         torch.distributed.all_gather_object(parts, found, group=group.cpu_group)
         found = [it for part in parts for it in part]
     return found
+
+
+def own_token_share() -> tuple[int, int]:
+    """Which share of the tokens this worker holds; see `held_parts.token_share`."""
+    group: Any = parallel_state.get_dcp_group()
+    return group.rank_in_group, group.world_size
