@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import BACKEND, LAYOUTS, PAGE, Engine, engine, equal, mha, mla
 from tests.sealed_places import KINDS, sealed_place
+
+from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.sglang_core
 
@@ -52,6 +55,20 @@ def test_pages_come_back_through_split_and_a_seal(start: Start, kind: str, tmp_p
         second = start(settings, pools=mha("page_first"))
         assert equal(second.prefetch(PROMPT).pages, pages)
         second.controller.detach_storage_backend()
+
+
+def test_decode_context_parallelism_is_refused_as_sglang_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang attaches no storage from outside with it. When it does, our refusal can go."""
+    from sglang.srt.managers import cache_controller
+
+    from kvtier.connect.sglang import KvtierStorage
+
+    with pytest.raises(ConfigError, match=r"dcp_size = 2 is not supported: .* allowed: 1"):
+        KvtierStorage(SimpleNamespace(extra_config={"interface_v1": 1, "tiers": ["directory:/nowhere"]}, dcp_size=2))
+    monkeypatch.setattr(cache_controller, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=2))
+    controller = SimpleNamespace(enable_storage=False, host_memory_mode="full")
+    with pytest.raises(NotImplementedError, match="HiCache L3 with DCP requires file or Mooncake storage"):
+        cache_controller.HiCacheController.attach_storage_backend(controller, "dynamic")
 
 
 @pytest.mark.parametrize("other", LAYOUTS[1:])

@@ -17,7 +17,7 @@ from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.sglang import model_files
 from kvtier.connect.sglang import sglang_imports as sglang
 from kvtier.connect.sglang.identity import identify, leaves
-from kvtier.connect.sglang.installed import EXTRA, check_version, installed, settings_in
+from kvtier.connect.sglang.installed import EXTRA, SUPPORTED, check_version, installed, settings_in
 from kvtier.connect.sglang.pools import StoredPool, describe
 from kvtier.connect.sglang.sglang_types import (
     ExtraInfo,
@@ -76,7 +76,8 @@ class KvtierStorage(sglang.HiCacheStorage):
         check_version(installed(), self._config.sglang.unsupported)
         if storage_config.dcp_size > 1:
             raise ConfigError(
-                f"SGLang's dcp_size = {storage_config.dcp_size} is not supported; allowed: 1. Serve without kvtier"
+                f"SGLang's dcp_size = {storage_config.dcp_size} is not supported: SGLang {SUPPORTED[0]} then "
+                "attaches no storage but its own files and Mooncake; allowed: 1. Serve without kvtier"
             )
         _check_common(self._config, storage_config)
         self._fingerprint, digested = identify(leaves(sglang.context()), self._release)
