@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 with warnings.catch_warnings():
     # What vLLM and torch have to say of each other while they are imported is not ours to mend.
     warnings.simplefilter("ignore")
+    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -25,7 +28,8 @@ with warnings.catch_warnings():
     )
     from vllm.v1.request import Request
 
-from kvtier.connect.vllm.geometry import SKIP, Geometry
+from kvtier.connect.vllm.geometry import SKIP, DcpShards, Geometry
+from kvtier.connect.vllm.held_parts import token_share
 from kvtier.layout import Window
 
 pytestmark = pytest.mark.vllm_core
@@ -59,10 +63,15 @@ MODELS = {
     "window of more": [sliding(16, 700), sliding(16, 700), full(16)],
     "two windows": [sliding(16, 100), sliding(16, 300), full(16)],
     "state": [state(64), state(64), full(64)],
+    "full, 4 ranks": [full(16)],
+    "state, 2 ranks": [state(64), full(32)],
 }
+RANKS = {"full, 4 ranks": 4, "state, 2 ranks": 2}
+"""With decode context parallelism: how many share the tokens of a block."""
 
 
-def made(specs: list[Any]) -> KVCacheConfig:
+def made(specs: list[Any], ranks: int = 1) -> KVCacheConfig:
+    tokens = specs[0].block_size * (ranks if specs[0].dcp_sharded else 1)
     page = max(spec.page_size_bytes for spec in specs)
     return KVCacheConfig(
         num_blocks=BLOCKS,
@@ -72,14 +81,15 @@ def made(specs: list[Any]) -> KVCacheConfig:
         ],
         kv_cache_groups=[KVCacheGroupSpec([f"l{n}"], spec) for n, spec in enumerate(specs)],
         kv_cache_layout="LBHNC",
-        hash_block_size=specs[0].block_size,
-        cache_hit_alignment_tokens=specs[0].block_size,
+        hash_block_size=tokens,
+        cache_hit_alignment_tokens=tokens,
     )
 
 
-def manager(config: KVCacheConfig) -> KVCacheManager:
-    block = config.hash_block_size
-    return KVCacheManager(config, max_model_len=8192, scheduler_block_size=block, hash_block_size=block)
+def manager(config: KVCacheConfig, ranks: int = 1) -> KVCacheManager:
+    block, most = config.hash_block_size, 8192
+    sizes = {"scheduler_block_size": block, "hash_block_size": block, "dcp_world_size": ranks}
+    return KVCacheManager(config, max_model_len=most, **sizes)
 
 
 def request(name: str, tokens: list[int], block: int) -> Request:
@@ -92,8 +102,9 @@ def request(name: str, tokens: list[int], block: int) -> Request:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_load_fills_what_vllm_has_allocated_for_it(model, seed):
     rng = random.Random(seed)
-    config = made(MODELS[model])
-    geometry, blocks = Geometry.of(config), manager(config)
+    ranks = RANKS.get(model, 1)
+    config = made(MODELS[model], ranks)
+    geometry, blocks = Geometry.of(config, shards=DcpShards(ranks)), manager(config, ranks)
     block = config.hash_block_size
     tokens = rng.randrange(1, 8) * geometry.chunk_tokens
     ids = [rng.randrange(1000) for _ in range(tokens + rng.randrange(1, 300))]
@@ -151,3 +162,36 @@ def test_a_window_of_one_token_more_would_be_another_rule():
     blocks = SlidingWindowManager._contiguous_blocks_for_hit
     assert blocks(257, 16, use_eagle=False) == 16
     assert blocks(258, 16, use_eagle=False) == 17
+
+
+@pytest.mark.parametrize(
+    ("tp", "pcp", "dcp", "pp"),
+    [(2, 1, 2, 1), (4, 1, 2, 1), (8, 1, 4, 2), (2, 2, 1, 1), (2, 2, 2, 1), (2, 4, 4, 2), (2, 2, 4, 1), (4, 2, 8, 1)],
+)
+def test_a_rank_has_the_share_of_the_tokens_that_vllms_groups_give_it(tp, pcp, dcp, pp, monkeypatch):
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp,
+        prefill_context_parallel_size=pcp,
+        decode_context_parallel_size=dcp,
+        pipeline_parallel_size=pp,
+    )
+    groups: dict[str, list[list[int]]] = {}
+
+    def group_of(ranks: list[list[int]], *_: Any, group_name: str = "", **__: Any) -> Any:
+        groups[group_name] = ranks
+        return SimpleNamespace(rank_in_group=0)
+
+    world = SimpleNamespace(local_rank=0, device_group=None, rank_in_group=0)
+    ranks = range(tp * pcp * pp)
+    for name, value in {"is_initialized": True, "get_world_size": len(ranks), "get_rank": 0, "get_backend": ""}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
+    monkeypatch.setattr(parallel_state, "init_model_parallel_group", group_of)
+    for name in ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB"):
+        monkeypatch.setattr(parallel_state, name, None, raising=False)
+    config = VllmConfig()
+    config.parallel_config = parallel  # the constructor refuses PCP here: it has no model runner for it
+    with set_current_vllm_config(config):
+        parallel_state.initialize_model_parallel(tp, pp, pcp, dcp)
+    shares = {rank: (number, len(group)) for group in groups["dcp"] for number, rank in enumerate(group)}
+    assert [shares[rank] for rank in ranks] == [token_share(parallel, rank) for rank in ranks]
