@@ -93,7 +93,7 @@ Validity = History | Window | State
 
 
 class Part(NamedTuple):
-    """The part of a KV group that a rank holds: a rectangle of layers and KV heads. It is in every object name.
+    """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. It is in every object name.
 
     Ranks with equal parts hold the same KV, and their objects have the same names.
     """
@@ -103,9 +103,10 @@ class Part(NamedTuple):
     end_layer: int
     first_head: int = 0
     end_head: int = 0
-    """Equal to `first_head`: the engine does not name the heads, and `rank` says which share of them it is."""
+    """Equal to `first_head`: the engine does not name the heads, and `rank` is the number of the rank."""
     rank: int = 0
-    """0 of 1 if the rectangle says everything; otherwise the rank's number, so that ranks share no name."""
+    """0 of 1 for all tokens of these heads; otherwise the number of the share of their tokens. `GroupLayout.pages` says
+    which tokens those are."""
     ranks: int = 1
 
     @property

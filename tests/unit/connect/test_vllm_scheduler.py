@@ -668,7 +668,9 @@ def connector_class():
         **dict.fromkeys(
             ("AllBlocksCleared", "BlockRemoved", "BlockStored", "ConnectorRole", "TransferResults", "external_hash")
         ),
-        **dict.fromkeys(("extra_keys", "gathered", "hash_block", "published_keys", "spec_kind", "wake_up")),
+        **dict.fromkeys(
+            ("extra_keys", "gathered", "hash_block", "own_token_share", "published_keys", "spec_kind", "wake_up")
+        ),
         hash_function=lambda _: None,
         transfer_group=None,
         ConnectorBase=type("Base", (), {}),

@@ -70,7 +70,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._setup = EngineSetup.of(vllm_config, kv_cache_config)
         """In a scheduler's connector identified as its workers say, once they are up."""
         if role is ConnectorRole.WORKER:
-            self._setup = self._setup.agreed(self._exchange(self._setup.facts(own_token_share())))
+            facts = self._setup.facts(*([own_token_share()] if self._setup.ranks > 1 else []))
+            self._setup = self._setup.agreed(self._exchange(facts))
         self._connectors = _connectors_around()
         """All connectors of the `MultiConnector` that makes this one."""
         self._upper: SchedulerSide | None = None
