@@ -38,6 +38,15 @@ def last(engine: Any, tokens: int) -> dict[str, list[str]]:
     return found
 
 
+def by_rank(engine: Any, tokens: int) -> list[list[str]]:
+    """For each worker: digests of the blocks of the leading `tokens` of the last request; see `context_parallel`."""
+    core = engine.engine_core.engine_core
+    (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    executor, blocks = core.model_executor, _freed[-1][0][: tokens // manager.block_size]
+    # Of the class: kvtier watches calls of the executor, and would take one that it does not know for new weights.
+    return type(executor).collective_rpc(executor, "digests", args=(blocks,))
+
+
 def look_at_no_next_token() -> None:
     """Keys cover the chunk alone: the control of the tests."""
     from kvtier.connect.vllm import request_keys

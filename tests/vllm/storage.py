@@ -90,6 +90,12 @@ def heads(directory: Path) -> list[tuple[int, int, int]]:
     return sorted((it.group, it.part.first_head, it.depth) for it in result)
 
 
+def shares(directory: Path) -> list[tuple[int, str]]:
+    """(depth, part) of every object."""
+    result = [read_head(memoryview(frame)).identity for _, frame in _frames(directory)]
+    return sorted((it.depth, it.part.text) for it in result)
+
+
 def _frames(directory: Path) -> Iterator[tuple[Path, bytearray]]:
     for path in objects(directory):
         yield path, bytearray(path.read_bytes())

@@ -1,0 +1,139 @@
+"""Ranks that share the tokens of a block (DCP): each loads its own share, and a chunk counts when all shares are there.
+
+Attention is `context_parallel`'s, in torch: vLLM's kernels for the CPU know no context parallelism. Prefill context
+parallelism does not run here: vLLM has it in its second model runner alone, which needs Triton.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ARGUMENTS, LONG, Start
+from harness import Ask, Engine, EngineError, in_process
+from judge import TOLERANCE, apart, furthest, prompt
+from models import make_checkpoint
+from settings import CHUNK, connector, whole
+from storage import damage_behind, shares
+from test_vllm_ranks import TWO
+
+pytestmark = pytest.mark.engine
+
+TORCH = TWO | {"worker_extension_cls": "context_parallel.Workers"}
+SHARED = TORCH | {"decode_context_parallel_size": 2}
+
+
+def in_workers(*places: str) -> dict[str, Any]:
+    """Arguments of an engine whose workers call these functions first."""
+    return SHARED | {"environment": TWO["environment"] | {"IN_WORKERS": ",".join(places)}}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model with one KV head, of which both ranks have a copy without DCP."""
+    place = tmp_path / "model"
+    in_process(make_checkpoint, "llama-mqa", place)
+    return place
+
+
+def pages(engine: Engine) -> list[list[str]]:
+    """What the ranks hold of the whole chunks of the last request, which was `LONG`."""
+    return engine.do("draft_pages:by_rank", whole(len(LONG)))
+
+
+@pytest.mark.vllm_core
+def test_each_rank_loads_its_own_share(model: Path, start: Start, tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    first = start(model, connector(directory), **SHARED)
+    first.do("draft_pages:watch")
+    plain, computed = first.ask(LONG)[0], pages(first)
+    assert len({*computed[0], *computed[1]}) == 2 * len(computed[0])
+    assert first.external_hits() == 0
+    first.forget()
+    assert apart(first.ask(LONG)[0], plain) < TOLERANCE
+    assert pages(first) == computed
+    assert first.external_hits() == whole(len(LONG))
+    first.close()
+    parts = [f"layers 0-2, heads 0-0, rank {rank} of 2" for rank in range(2)]
+    assert shares(directory) == [(depth, part) for depth in range(len(LONG) // CHUNK) for part in parts]
+
+    second = start(model, connector(directory), **SHARED)
+    second.do("draft_pages:watch")
+    assert apart(second.ask(LONG)[0], plain) < TOLERANCE
+    assert pages(second) == computed
+    assert second.external_hits() == whole(len(LONG))
+
+
+def test_a_share_of_another_rank_would_show(model: Path, start: Start, tmp_path: Path) -> None:
+    """The control of the test above. Two shares that change places show in the pages alone.
+
+    Attention reads a token's position from its key, so it does not matter which rank holds it.
+    """
+    directory = tmp_path / "kv"
+    first = start(model, connector(directory), **SHARED)
+    first.do("draft_pages:watch")
+    plain, computed = first.ask(LONG)[0], pages(first)
+    first.close()
+    swapped = start(model, connector(directory), **in_workers("context_parallel:swap"))
+    swapped.do("draft_pages:watch")
+    assert apart(swapped.ask(LONG)[0], plain) < TOLERANCE
+    assert swapped.external_hits() == whole(len(LONG))
+    assert pages(swapped) == computed[::-1]
+    swapped.close()
+    doubled = start(model, connector(directory), **in_workers("context_parallel:all_are_first"))
+    assert apart(doubled.ask(LONG)[0], plain) > 100 * TOLERANCE
+    assert doubled.external_hits() == whole(len(LONG))
+
+
+def test_engines_of_other_shapes_on_the_same_store_miss(model: Path, start: Start, tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    plain = start(model, connector(directory), **SHARED).ask_and_close(LONG)[0]
+    for shape in (TORCH, SHARED | {"cp_kv_cache_interleave_size": 16}):
+        other = start(model, connector(directory), **shape)
+        assert apart(other.ask(LONG)[0], plain) < TOLERANCE
+        assert other.external_hits() == 0
+        other.forget()
+        assert apart(other.ask(LONG)[0], plain) < TOLERANCE
+        assert other.external_hits() == whole(len(LONG))
+        other.close()
+
+
+def test_shares_of_latents_come_back_and_damaged_ones_are_misses(start: Start, tmp_path: Path) -> None:
+    directory, place, latent = tmp_path / "kv", tmp_path / "model", SHARED | ARGUMENTS["deepseek"]
+    in_process(make_checkpoint, "deepseek", place)
+    plain = start(place, None, **latent).ask_and_close(LONG)[0]
+    start(place, connector(directory), **latent).ask_and_close(LONG)
+    assert damage_behind(directory, 3)
+    second = start(place, connector(directory), **latent)
+    assert second.hits_of(LONG[: 3 * CHUNK + 1]) == 3 * CHUNK
+    # The look-up promises the damaged chunks, too. Nor do the blocks that vLLM keeps hold anything else then.
+    assert apart(second.ask(LONG)[0], plain) < TOLERANCE
+    assert apart(second.ask(LONG)[0], plain) < TOLERANCE
+
+
+GROWING = [Ask(prompt(500 + 11 * number, number), count=80, logprobs=1) for number in range(8)]
+
+
+def test_a_storm_of_preemptions_changes_no_answer(model: Path, start: Start, tmp_path: Path) -> None:
+    small = {"block_size": 32, "max_model_len": 1300, "max_num_seqs": 8}
+    calm = start(model, None, **SHARED | small)
+    plain = calm.ask(*GROWING)
+    calm.close()
+    # Room for four of eight requests, and copies that are late.
+    storm = in_workers("sabotage:slow_copies") | small | {"num_gpu_blocks_override": 40}
+    engine = start(model, connector(tmp_path / "kv"), **storm)
+    for _ in ("store", "load"):
+        assert furthest(engine.ask(*GROWING, limit_s=600), plain) < TOLERANCE
+        engine.forget()
+    assert engine.metrics()["vllm:num_preemptions"] > 0
+    assert engine.external_hits() > 0
+
+
+def test_a_rank_with_another_share_than_its_number_says_stops_the_start(model: Path, start: Start) -> None:
+    with pytest.raises(EngineError, match=r"worker 1 holds share \(0, 2\) of the tokens by vLLM's groups .* \(1, 2\)"):
+        start(model, connector(None), **in_workers("context_parallel:say_first"))
+
+
+def test_prefill_context_parallelism_does_not_run_on_this_wheel(model: Path, start: Start) -> None:
+    """When it does, the tests above want a case with it."""
+    with pytest.raises(EngineError, match="Model Runner V1 does not support: prefill context parallel"):
+        start(model, None, **TWO | {"tensor_parallel_size": 1, "prefill_context_parallel_size": 2})
