@@ -15,8 +15,9 @@ from models import make_checkpoint
 from settings import CHUNK, connector, whole
 from storage import damage_behind, shares
 from test_vllm_ranks import TWO
+from test_vllm_ranks import pytestmark as needs_two_cores
 
-pytestmark = pytest.mark.engine
+pytestmark = needs_two_cores
 
 TORCH = TWO | {"worker_extension_cls": "context_parallel.Workers"}
 SHARED = TORCH | {"decode_context_parallel_size": 2}
