@@ -111,6 +111,24 @@ def test_shares_of_latents_come_back_and_damaged_ones_are_misses(start: Start, t
     assert apart(second.ask(LONG)[0], plain) < TOLERANCE
 
 
+@pytest.mark.nightly
+def test_ranks_with_equal_shares_store_them_once(start: Start, tmp_path: Path) -> None:
+    """Four workers on two cores: the first and the third, and the second and the fourth, hold the same."""
+    directory, place = tmp_path / "kv", tmp_path / "model"
+    in_process(make_checkpoint, "deepseek", place)
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join([TWO["environment"]["VLLM_CPU_OMP_THREADS_BIND"]] * 2)}
+    four = SHARED | ARGUMENTS["deepseek"] | {"tensor_parallel_size": 4, "environment": cores}
+    plain = start(place, connector(directory), **four).ask_and_close(LONG)[0]
+    parts = [f"layers 0-2, heads 0-0, rank {rank} of 2" for rank in range(2)]
+    assert shares(directory) == [(depth, part) for depth in range(len(LONG) // CHUNK) for part in parts]
+    second = start(place, connector(directory), **four)
+    second.do("draft_pages:watch")
+    assert apart(second.ask(LONG)[0], plain) < TOLERANCE
+    assert second.external_hits() == whole(len(LONG))
+    held = pages(second)
+    assert held[0] == held[2] != held[1] == held[3]
+
+
 GROWING = [Ask(prompt(500 + 11 * number, number), count=80, logprobs=1) for number in range(8)]
 
 
@@ -134,7 +152,13 @@ def test_a_rank_with_another_share_than_its_number_says_stops_the_start(model: P
         start(model, connector(None), **in_workers("context_parallel:say_first"))
 
 
-def test_prefill_context_parallelism_does_not_run_on_this_wheel(model: Path, start: Start) -> None:
+@pytest.mark.parametrize(
+    ("runner", "reason"), [("0", "V1 does not support: prefill context parallel"), ("1", "V2 requires Triton")]
+)
+def test_prefill_context_parallelism_does_not_run_on_this_wheel(
+    runner: str, reason: str, model: Path, start: Start
+) -> None:
     """When it does, the tests above want a case with it."""
-    with pytest.raises(EngineError, match="Model Runner V1 does not support: prefill context parallel"):
-        start(model, None, **TWO | {"tensor_parallel_size": 1, "prefill_context_parallel_size": 2})
+    shape = {"prefill_context_parallel_size": 2, "environment": {"VLLM_USE_V2_MODEL_RUNNER": runner}}
+    with pytest.raises(EngineError, match=f"Model Runner {reason}"):
+        start(model, None, **shape)
