@@ -34,6 +34,7 @@ from kvtier.connect.vllm.vllm_types import (
 )
 from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
+from kvtier.errors import UnsupportedModelError
 from kvtier.layout import History
 from kvtier.runtime.arena import chunk_bytes
 from kvtier.runtime.control import Control, EngineCalls
@@ -88,6 +89,10 @@ class WorkerFacts(NamedTuple):
     """Why it may have read other files than it has identified; empty if it has not."""
     chunk_bytes: int
     """Host bytes of a chunk on this rank."""
+    shape: str
+    """See `Geometry.shape`."""
+    layers: tuple[int, ...]
+    """Layers of each KV group on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +140,39 @@ class EngineSetup:
         """Number of this worker, from 0."""
         return self.vllm_config.parallel_config.rank % self.ranks
 
+    @property
+    def first_layers(self) -> list[int]:
+        """Layers of each KV group in the pipeline stages before this worker's."""
+        stage = self.ranks // self.vllm_config.parallel_config.pipeline_parallel_size
+        before = [it.layers for it in self.workers[: self.rank - self.rank % stage : stage]]
+        return [sum(counts) for counts in zip([0] * len(self.geometry.groups), *before, strict=True)]
+
     def facts(self) -> WorkerFacts:
         """What this worker tells the others."""
         own = self.identity
         detail = own.detail or doubt(self.vllm_config, own.versions)
-        return WorkerFacts(own.fingerprint.digest, detail, chunk_bytes(self.geometry.layout))
+        geometry = self.geometry
+        own_bytes = chunk_bytes(geometry.layout)
+        return WorkerFacts(own.fingerprint.digest, detail, own_bytes, geometry.shape, geometry.layer_counts)
 
     def agreed(self, workers: Sequence[WorkerFacts]) -> "EngineSetup":
         """The same engine, as all of its workers see it. It is private if one may have read other files.
 
         Args:
             workers: of all ranks, by rank.
+
+        Raises:
+            UnsupportedModelError: workers divide the KV in other ways; the message has both shapes.
         """
+        stage = self.ranks // self.vllm_config.parallel_config.pipeline_parallel_size
+        for rank, it in enumerate(workers):
+            first = workers[rank - rank % stage]
+            if it.shape != workers[0].shape or it.layers != first.layers:
+                other = first if it.shape == workers[0].shape else workers[0]
+                raise UnsupportedModelError(
+                    f"rank {rank} has {it.layers} layers of the KV groups, in {it.shape}; rank "
+                    f"{workers.index(other)} has {other.layers}, in {other.shape}. Serve the model without kvtier"
+                )
         detail = next((it.doubt for it in workers if it.doubt), "")
         if len({it.fingerprint for it in workers}) > 1 and not detail:
             detail = "its workers have identified different weights"
@@ -361,7 +387,7 @@ class WorkerSide:
         layers = setup.vllm_config.compilation_config.static_forward_context
         try:
             copier = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
-            held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank)
+            held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank, setup.first_layers)
             layout = copier.pages.layout.with_parts(held)
         except BaseException:
             exchange(None)  # the others wait for this worker
