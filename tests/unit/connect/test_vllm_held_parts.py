@@ -10,15 +10,28 @@ from kvtier.keys.object_names import object_name
 from kvtier.layout import Part
 
 
-def held(case, ranks, heads, here, **changes):
-    """The parts of all ranks. `heads`: of the model; `here`: those of a rank, as vLLM says them."""
+def held(case, ranks, heads, here, stages=1, before=None, **changes):
+    """The parts of all ranks of the last stage.
+
+    Args:
+        case: the recorded engine, which stands for each stage.
+        ranks: of each stage.
+        heads: of the model.
+        here: those of a rank, as vLLM says them.
+        stages: of the pipeline.
+        before: layers of each group in the stages before.
+        changes: of vLLM's configuration.
+    """
     engine = recorded(case)
     for group in engine.config.kv_cache_groups:
         if type(group.kv_cache_spec).__name__ in ("FullAttentionSpec", "SlidingWindowSpec"):
             group.kv_cache_spec.num_heads = here
-    config = vllm_config(parallel__tensor_parallel_size=ranks, hf__num_key_value_heads=heads, **changes)
+    size = {"parallel__tensor_parallel_size": ranks, "parallel__pipeline_parallel_size": stages}
+    config = vllm_config(**size, hf__num_key_value_heads=heads, **changes)
     geometry = Geometry.of(engine.config)
-    return [held_parts(config, engine.config, geometry, rank) for rank in range(ranks)]
+    before = before or [0] * len(geometry.groups)
+    numbers = range((stages - 1) * ranks, stages * ranks)
+    return [held_parts(config, engine.config, geometry, rank, before) for rank in numbers]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +59,17 @@ def test_each_group_has_its_own_part():
     ]
     # Nothing says which share of a state a rank holds.
     assert held("gdn", 4, 2, 1)[3] == [(None, 0), (Part(0, 1, 1, 2), 1)]
+
+
+def test_a_stage_has_its_own_layers_of_each_group():
+    assert held("llama32", 2, 8, 4, stages=2, before=[5]) == [
+        [(Part(5, 9, first, first + 4), 0)] for first in (0, 4)
+    ]
+    assert held("mla", 2, 4, 1, stages=3, before=[7]) == [[(Part(7, 9, 0, 1), rank)] for rank in range(2)]
+    # What is not known of a stage's part is known of no other rank: rank 3 of 4 is the second of the second stage.
+    state, attention = held("gdn", 2, 2, 1, stages=2, before=[2, 1])[1]
+    assert state == (Part(2, 5, rank=3, ranks=4), 0)
+    assert attention == (Part(1, 2, 1, 2), 0)
 
 
 @pytest.mark.parametrize(

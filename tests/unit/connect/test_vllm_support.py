@@ -42,7 +42,6 @@ def test_engines_that_are_served(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported. Use tensor"),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 .* Set it to 1"),
         ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4 .* Set it to 1"),
         ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node per engine"),

@@ -35,7 +35,7 @@ from kvtier.connect.vllm.vllm_types import (
 from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
 from kvtier.errors import UnsupportedModelError
-from kvtier.layout import History
+from kvtier.layout import History, KvLayout, engine_bytes, of_all_ranks
 from kvtier.runtime.arena import chunk_bytes
 from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError, ControlSocket
@@ -133,7 +133,8 @@ class EngineSetup:
     def ranks(self) -> int:
         """Workers of the engine."""
         parallel = self.vllm_config.parallel_config
-        return parallel.pipeline_parallel_size * parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+        stage_ranks: int = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+        return parallel.pipeline_parallel_size * stage_ranks
 
     @property
     def rank(self) -> int:
@@ -141,10 +142,14 @@ class EngineSetup:
         return self.vllm_config.parallel_config.rank % self.ranks
 
     @property
+    def stage_ranks(self) -> int:
+        """Workers of a pipeline stage, which have the same layers. vLLM numbers them in a row."""
+        return self.ranks // int(self.vllm_config.parallel_config.pipeline_parallel_size)
+
+    @property
     def first_layers(self) -> list[int]:
         """Layers of each KV group in the pipeline stages before this worker's."""
-        stage = self.ranks // self.vllm_config.parallel_config.pipeline_parallel_size
-        before = [it.layers for it in self.workers[: self.rank - self.rank % stage : stage]]
+        before = [it.layers for it in self.workers[: self.rank - self.rank % self.stage_ranks : self.stage_ranks]]
         return [sum(counts) for counts in zip([0] * len(self.geometry.groups), *before, strict=True)]
 
     def facts(self) -> WorkerFacts:
@@ -164,9 +169,8 @@ class EngineSetup:
         Raises:
             UnsupportedModelError: workers divide the KV in other ways; the message has both shapes.
         """
-        stage = self.ranks // self.vllm_config.parallel_config.pipeline_parallel_size
         for rank, it in enumerate(workers):
-            first = workers[rank - rank % stage]
+            first = workers[rank - rank % self.stage_ranks]
             if it.shape != workers[0].shape or it.layers != first.layers:
                 other = first if it.shape == workers[0].shape else workers[0]
                 raise UnsupportedModelError(
@@ -187,6 +191,7 @@ class SchedulerSide:
     Args:
         setup: settings and identity of the engine.
         handshakes: of the workers.
+        layouts: of each worker.
         engine: vLLM's scheduler.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
         failure: the internal error that has switched the connector off; empty without one.
@@ -204,6 +209,7 @@ class SchedulerSide:
         self,
         setup: EngineSetup,
         handshakes: Sequence[Mapping[str, Any]],
+        layouts: Sequence[KvLayout],
         engine: VllmScheduler,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
         failure: Callable[[], str],
@@ -226,7 +232,13 @@ class SchedulerSide:
         self.events_table, events = _events(setup, extras_of, hash_of)
         digest = setup.identity.fingerprint.digest
         is_producer = setup.role == "kv_producer"
-        opened = open_core(config, geometry.layout, digest, ranks, observer=events, publishes=is_producer, texts=events)
+        opened = open_core(
+            *(config, layouts[0], digest, ranks),
+            observer=events,
+            publishes=is_producer,
+            texts=events,
+            layouts=layouts,
+        )
         self._session = opened.session
         self._keys = KeyMaker(
             *(opened.root, geometry.chunk_tokens, vllm_config),
@@ -246,7 +258,7 @@ class SchedulerSide:
             tables=manager.get_block_ids,
             resident=partial(_resident, manager) if config.vllm.prefix_protection else None,
             open_pins=lambda on_reuse: BlockPins(manager.block_pool, on_reuse, guarded),
-            rank_count=setup.ranks,
+            object_bytes=of_all_ranks(layouts, engine_bytes),
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             stores=setup.role != "kv_consumer",
             announces=is_producer if has_shared and config.store.write_policy == "through" else None,
@@ -413,6 +425,7 @@ class WorkerSide:
             look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb),
             AdaptersRead(weights.on_stack("lora_manager")) if has_lora else None,
         )
+        self.layout = self._rank.layout
         self.server = RankServer(self._rank, self.worker.receive)
 
     def launched(self) -> None:
