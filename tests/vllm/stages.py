@@ -1,6 +1,6 @@
 """What each worker of a pipeline on a CPU gets: what vLLM leaves out there, and what a test breaks on purpose.
 
-vLLM imports this module in each worker (`worker_extension_cls`), before it loads the model.
+vLLM imports this module in each worker (`worker_extension_cls`), before it loads the model. Tests only name it.
 """
 
 import os
@@ -13,6 +13,29 @@ SABOTAGE = "STAGE_SABOTAGE"
 
 class Stage:
     """Adds nothing to vLLM's worker."""
+
+
+def swap() -> None:
+    """Each of two stages takes the part of the other one."""
+    from kvtier.connect.vllm.sides import EngineSetup
+
+    inner = EngineSetup.first_layers
+    EngineSetup.first_layers = property(  # type: ignore[assignment, method-assign]
+        lambda self: [count - it for it, count in zip(inner.__get__(self), self.geometry.layer_counts, strict=True)]
+    )
+
+
+def worker_of(engine: Any, stage: int) -> int:
+    """The process of a stage's worker; called in the engine's process."""
+    return engine.engine_core.engine_core.model_executor.workers[stage].proc.pid
+
+
+def take_the_best() -> None:
+    """In the engine's process: an object counts as soon as one rank has it."""
+    from kvtier.runtime import rank_group
+    from kvtier.types import SEVERITY
+
+    rank_group.merged = lambda *both: min(both, key=lambda it: (SEVERITY[it.outcome], -sum(it.present)))
 
 
 def _receive() -> None:
