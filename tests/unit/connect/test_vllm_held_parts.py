@@ -1,11 +1,17 @@
 """The part of the KV that each of vLLM's ranks holds: divided heads, copies, and what is not known."""
 
+from unittest.mock import MagicMock
+
 import pytest
 from tests.vllm_config import vllm_config, with_draft
 from tests.vllm_recorded import recorded
 
+from kvtier.config.sections import Config
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.held_parts import held_parts
+from kvtier.connect.vllm.identity import EngineIdentity
+from kvtier.connect.vllm.sides import EngineSetup, WorkerFacts
+from kvtier.errors import UnsupportedModelError
 from kvtier.keys.object_names import object_name
 from kvtier.layout import Part
 
@@ -62,9 +68,7 @@ def test_each_group_has_its_own_part():
 
 
 def test_a_stage_has_its_own_layers_of_each_group():
-    assert held("llama32", 2, 8, 4, stages=2, before=[5]) == [
-        [(Part(5, 9, first, first + 4), 0)] for first in (0, 4)
-    ]
+    assert held("llama32", 2, 8, 4, stages=2, before=[5]) == [[(Part(5, 9, first, first + 4), 0)] for first in (0, 4)]
     assert held("mla", 2, 4, 1, stages=3, before=[7]) == [[(Part(7, 9, 0, 1), rank)] for rank in range(2)]
     # What is not known of a stage's part is known of no other rank: rank 3 of 4 is the second of the second stage.
     state, attention = held("gdn", 2, 2, 1, stages=2, before=[2, 1])[1]
@@ -112,3 +116,62 @@ def test_where_draft_layers_have_other_heads_no_ranks_share_a_part(heads, is_kno
     found = held("llama32", 4, 2, 1, **{name: getattr(draft, name) for name in fields})
     wanted = [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)] if is_known else []
     assert found == ([[(Part(0, 4, first, end), copy)] for first, end, copy in wanted] or [[(None, 0)]] * 4)
+
+
+# ---- what workers tell each other at start -------------------------------------------------------------------------
+
+
+def setup_of(config, rank=0, **sizes):
+    """A worker's setup, of an engine with the parallel sizes that are given."""
+    given = {f"parallel__{name}": value for name, value in sizes.items()}
+    identity = EngineIdentity(MagicMock(digest=bytes(32)), None, is_private=False, detail="")
+    vllm = vllm_config(**given, parallel__rank=rank)
+    return EngineSetup(vllm, config, Config(), Geometry.of(config), identity, "kv_both")
+
+
+def told(setup, layers, shape="chunks"):
+    return WorkerFacts(setup.identity.fingerprint.digest, "", 1000, shape, layers)
+
+
+def test_a_workers_first_layers_are_those_of_the_stages_before_it():
+    config = recorded("swa128").config
+    facts = [(5, 1), (5, 1), (3, 2), (3, 2), (4, 1), (4, 1)]
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    found = []
+    for rank in range(6):
+        setup = setup_of(config, rank, **sizes)
+        found.append(setup.agreed([told(setup, layers) for layers in facts]).first_layers)
+    assert found == [[0, 0], [0, 0], [5, 1], [5, 1], [8, 3], [8, 3]]
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (
+            [((4,), "x")] * 3 + [((3,), "x")],
+            r"rank 3 has \(3,\) layers of the KV groups, in x; rank 2 has \(4,\), in x",
+        ),
+        ([((4,), "x")] * 2 + [((2,), "y")] * 2, r"rank 2 has \(2,\) .*, in y; rank 0 has \(4,\), in x"),
+    ],
+)
+def test_a_worker_with_an_unexpected_part_stops_the_start_with_both_shapes_named(facts, message):
+    setup = setup_of(recorded("llama32").config, tensor_parallel_size=2, pipeline_parallel_size=2)
+    setup.agreed([told(setup, (4,)), told(setup, (4,)), told(setup, (1,)), told(setup, (1,))])
+    with pytest.raises(UnsupportedModelError, match=message):
+        setup.agreed([told(setup, *it) for it in facts])
+
+
+def test_a_stage_may_lack_the_layers_of_a_vllm_group_but_not_of_a_rule():
+    config = recorded("swa128").config
+    whole = Geometry.of(config)
+    window = [group for group in config.kv_cache_groups if type(group.kv_cache_spec).__name__ == "SlidingWindowSpec"]
+    for number, group in enumerate(window):
+        group.layer_names = []
+        if number < len(window) - 1:
+            left = Geometry.of(config)
+            assert left.shape == whole.shape
+            assert sum(left.layer_counts) == sum(whole.layer_counts) - number - 1
+    with pytest.raises(
+        UnsupportedModelError, match=r"no layer with KV of the rule Window\(tokens=255\); each stage needs one"
+    ):
+        Geometry.of(config)

@@ -397,7 +397,13 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
     setup.identity.is_private = False
     with caplog.at_level(logging.INFO, logger="kvtier"):
         sides.SchedulerSide(
-            setup, [], *(MagicMock(),) * 3, extras_of=MagicMock(), hash_of=MagicMock(), wake=MagicMock()
+            setup,
+            [],
+            [MagicMock(groups=())],
+            *(MagicMock(),) * 3,
+            extras_of=MagicMock(),
+            hash_of=MagicMock(),
+            wake=MagicMock(),
         )
     (line,) = caplog.messages
     assert line.endswith(end)

@@ -170,12 +170,12 @@ class EngineSetup:
             UnsupportedModelError: workers divide the KV in other ways; the message has both shapes.
         """
         for rank, it in enumerate(workers):
-            first = workers[rank - rank % self.stage_ranks]
-            if it.shape != workers[0].shape or it.layers != first.layers:
-                other = first if it.shape == workers[0].shape else workers[0]
+            like = rank - rank % self.stage_ranks if it.shape == workers[0].shape else 0
+            other = workers[like]
+            if (it.shape, it.layers) != (other.shape, other.layers):
                 raise UnsupportedModelError(
-                    f"rank {rank} has {it.layers} layers of the KV groups, in {it.shape}; rank "
-                    f"{workers.index(other)} has {other.layers}, in {other.shape}. Serve the model without kvtier"
+                    f"rank {rank} has {it.layers} layers of the KV groups, in {it.shape}; rank {like} has "
+                    f"{other.layers}, in {other.shape}. Serve the model without kvtier"
                 )
         detail = next((it.doubt for it in workers if it.doubt), "")
         if len({it.fingerprint for it in workers}) > 1 and not detail:
