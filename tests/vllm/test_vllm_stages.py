@@ -99,11 +99,11 @@ def test_several_steps_are_under_way_while_requests_are_aborted_and_preempted(
 ) -> None:
     """Few blocks, small steps and slow copies: stores and loads overlap with steps of both stages."""
     prompts = [prompt(600 + 90 * number, number % 4) for number in range(8)]
-    asked = [Ask(it, at_step=2 * number) for number, it in enumerate(prompts)]
+    asked = [Ask(it, count=60, at_step=2 * number) for number, it in enumerate(prompts)]
     asked += [Ask(it, at_step=3 + number, abort_at_step=6 + 2 * number) for number, it in enumerate(prompts[:3])]
-    small = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 180, "block_size": 16}
+    small = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 180, "block_size": 16, "max_model_len": 2048}
     plain = start(deep, None, **staged("3,1", **small))
-    wanted = plain.ask_in_turn(*prompts)
+    wanted = plain.ask_in_turn(*prompts, count=60)
     plain.close()
     engine = start(deep, connector(tmp_path / "kv"), **staged("3,1", "sabotage:slow_copies", **small))
     for _ in range(3):
