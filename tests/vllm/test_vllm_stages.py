@@ -85,6 +85,23 @@ def test_a_stage_with_the_part_of_the_other_one_would_show(deep: Path, start: St
     assert second.external_hits() == whole(len(LONG))
 
 
+def test_a_stage_may_lack_the_layers_of_a_vllm_group_but_not_of_a_rule(start: Start, tmp_path: Path) -> None:
+    """vLLM has ten windows in groups of two, of which 7 layers of 12 take both of one group."""
+    directory, model = tmp_path / "kv", tmp_path / "gemma3-deep"
+    in_process(make_checkpoint, "gemma3-deep", model)
+    first = start(model, connector(directory), **staged("7,5"))
+    plain = first.ask(LONG)[0]
+    first.ask(LONG)
+    first.close()
+    assert parts(directory) == {(0, 6), (6, 10), (0, 1), (1, 2)}, "windows and full attention are counted apart"
+    second = start(model, connector(directory), **staged("7,5"))
+    assert apart(second.ask(LONG)[0], plain) < TOLERANCE
+    assert second.external_hits() == whole(len(LONG))
+    second.close()
+    with pytest.raises(EngineError, match=r"no layer with KV of the rule History.* each stage needs one of every rule"):
+        start("gemma3", connector(directory), **staged())
+
+
 def test_a_chunk_that_counts_when_one_stage_has_it_would_show(deep: Path, start: Start, tmp_path: Path) -> None:
     directory = tmp_path / "kv"
     plain = start(deep, connector(directory), **staged("3,1")).ask_and_close(LONG)[0]
@@ -101,7 +118,7 @@ def test_several_steps_are_under_way_while_requests_are_aborted_and_preempted(
     prompts = [prompt(600 + 90 * number, number % 4) for number in range(8)]
     asked = [Ask(it, count=60, at_step=2 * number) for number, it in enumerate(prompts)]
     asked += [Ask(it, at_step=3 + number, abort_at_step=6 + 2 * number) for number, it in enumerate(prompts[:3])]
-    small = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 180, "block_size": 16, "max_model_len": 2048}
+    small = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 90, "block_size": 32, "max_model_len": 2048}
     plain = start(deep, None, **staged("3,1", **small))
     wanted = plain.ask_in_turn(*prompts, count=60)
     plain.close()

@@ -28,7 +28,7 @@ from kvtier.connect.vllm.request_journal import RequestAccount, client_id, clien
 from kvtier.core.planner import Piece, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
-from kvtier.layout import engine_bytes, of_all_ranks
+from kvtier.layout import GroupLayout, History, KvLayout, engine_bytes, largest, of_all_ranks
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime import journal as journals
@@ -282,3 +282,14 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path):
 )
 def test_ids_lose_what_vllm_adds_and_nothing_else(sent, known, as_client):
     assert sent(known) == as_client
+
+
+def test_ranks_with_other_layers_add_up_their_own_bytes(tmp_path):
+    metrics = Metrics()
+    stages = [KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (1000,) * count, "p"),)) for count in (3, 1)]
+    journal = Journal(tmp_path, MIB, stages, ROOT, metrics)
+    journal.completed(transfer(0))
+    journal.close(60)
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text("utf-8").splitlines()[1])["payload_bytes"] == 4000
+    assert largest(stages) == stages[0]
