@@ -115,12 +115,12 @@ def test_several_steps_are_under_way_while_requests_are_aborted_and_preempted(
     deep: Path, start: Start, tmp_path: Path
 ) -> None:
     """Few blocks, small steps and slow copies: stores and loads overlap with steps of both stages."""
-    prompts = [prompt(600 + 90 * number, number % 4) for number in range(8)]
-    asked = [Ask(it, count=60, at_step=2 * number) for number, it in enumerate(prompts)]
+    prompts = [prompt(290 + 5 * number, number) for number in range(10)]
+    asked = [Ask(it, count=100, at_step=2 * number) for number, it in enumerate(prompts)]
     asked += [Ask(it, at_step=3 + number, abort_at_step=6 + 2 * number) for number, it in enumerate(prompts[:3])]
     small = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 90, "block_size": 32, "max_model_len": 2048}
     plain = start(deep, None, **staged("3,1", **small))
-    wanted = plain.ask_in_turn(*prompts, count=60)
+    wanted = plain.ask_in_turn(*prompts, count=100)
     plain.close()
     engine = start(deep, connector(tmp_path / "kv"), **staged("3,1", "sabotage:slow_copies", **small))
     for _ in range(3):
