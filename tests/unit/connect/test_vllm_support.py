@@ -10,7 +10,7 @@ import pytest
 from tests.vllm_config import vllm_config
 
 from kvtier.connect.sglang.identity import REFUSED, REFUSED_VARIABLES
-from kvtier.connect.vllm import sides, support
+from kvtier.connect.vllm import sides, support, tiering_setup
 from kvtier.errors import ConfigError, UnsupportedModelError
 
 TOP = Path(__file__).parents[3]
@@ -122,6 +122,13 @@ def test_the_length_at_which_vllm_stops_drafting_is_that_of_the_shorter_model():
     assert support.drafted_tokens(config) == 2045
     draft.max_model_len = None
     assert support.drafted_tokens(config) == 4093
+
+
+def test_pipeline_stages_below_vllms_offloading_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(tiering_setup.installed, "check_engine", lambda: "0.32.0")
+    config = vllm_config(parallel__pipeline_parallel_size=2)
+    with pytest.raises(UnsupportedModelError, match="2 pipeline stages below vLLM's offloading are not supported"):
+        tiering_setup.setup_of({"tiers": [f"directory:{tmp_path}"]}, None, config, None, 1 << 20, [])
 
 
 TABLE = (TOP / "docs" / "internals" / "shapes.md").read_text(encoding="utf-8")

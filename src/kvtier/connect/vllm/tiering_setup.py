@@ -71,6 +71,12 @@ def setup_of(
             "a draft model with KV of its own reads the next token, which vLLM's block hash does not cover: stored KV "
             "may be that of another prompt. Use kvtier as the connector"
         )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise UnsupportedModelError(
+            f"{stages} pipeline stages below vLLM's offloading are not supported: a row does not say which layers each "
+            "stage holds. Use kvtier as the connector"
+        )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in HASHES:
         raise ConfigError(
