@@ -124,7 +124,10 @@ def main(about):
             print(json.dumps(contents(engine)), flush=True)
         elif order == "same":
             other, tokens = values
-            print(json.dumps(engine.same(Engine(about["blocks"], seed=other, layout=layout), load_places(tokens))), flush=True)
+            print(
+                json.dumps(engine.same(Engine(about["blocks"], seed=other, layout=layout), load_places(tokens))),
+                flush=True,
+            )
         elif order == "notes":
             print(json.dumps(notes), flush=True)
         elif order == "figures":

@@ -114,14 +114,14 @@ def test_a_stage_that_dies_or_stops_in_a_load_lets_nothing_wrong_through(kept, t
 @pytest.mark.parametrize("act", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_dies_or_stops_in_a_store_leaves_nothing_wrong_behind(tmp_path, rank, act):
     directory, gate = tmp_path / "kv", tmp_path / "gate"
-    gate.with_suffix(".gather").touch()
+    gate.write_text("gather")
     here = {"seed": 1, "gate": gate, "is_staged": True}
     with workers(directory, 2, **here) as started, opened(directory, started, layouts=STAGES) as (kv, _):
         prefix = prefix_of(CHUNKS, kv.root)
         kv.session.store(RequestId("a"), prefix, places_of(range(CHUNKS)))
         until(gate.with_suffix(".held").exists)
         started[rank].signal(act)
-        gate.with_suffix(".gather").unlink()
+        gate.unlink()
         if act is signal.SIGSTOP:
             assert not [it for it in kv.session.poll(0.3) if isinstance(it, StoreDone)]
             started[rank].signal(signal.SIGCONT)
