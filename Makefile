@@ -153,6 +153,7 @@ simulate: setup
 	$(BIN)/python -m tests.sim --seeds 2000:7000
 	$(BIN)/python -m tests.sim --objects --seeds 2000:4000
 	$(BIN)/python -m tests.sim --hinted 0.7 --seeds 2000:3000
+	$(BIN)/python -m tests.sim --ranks 4 --seeds 2000:3000
 
 # A million operations on every kind of tier, with processes and servers killed and stopped and every byte compared, on
 # real servers, which it installs (as root, with apt-get). Half an hour; OPERATIONS=50000 takes three minutes.
@@ -167,6 +168,7 @@ nightly: setup
 	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/property
 	$(BIN)/python -m tests.sim --seeds 10000:40000
 	$(BIN)/python -m tests.sim --objects --seeds 10000:30000
+	$(BIN)/python -m tests.sim --ranks 4 --seeds 10000:20000
 
 # The sdist and the wheel, built twice and checked; the wheel installed with each extra and run outside of this checkout.
 # Leaves them in dist/ and uploads nothing.

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from zlib import crc32
 
-from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, load_places
+from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, STAGES, Engine, config, load_places
 from tests.waiting import wait_until
 
 from kvtier.layout import Part
 from kvtier.runtime import shared_memory
+from kvtier.runtime.arena import chunk_bytes
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer
 from kvtier.tier.directory.tier import DirectoryTier
@@ -91,7 +92,10 @@ def exchange(own):
 
 
 def main(about):
-    engine = Engine(about["blocks"], seed=about["seed"])
+    layout, shared = LAYOUT, {}
+    if about["is_staged"]:
+        layout, shared = STAGES[about["rank"]], {"engine_chunk_bytes": sum(map(chunk_bytes, STAGES))}
+    engine = Engine(about["blocks"], seed=about["seed"], layout=layout)
     gate = Gate(Path(about["gate"]) if about.get("gate") else None, about["rank"])
     hold_tiers(gate)
     made = config(
@@ -99,7 +103,6 @@ def main(about):
         host_chunks=about["host_chunks"],
         disk=Path(about["disk"]) if about["disk"] else None,
     )
-    layout, shared = LAYOUT, {}
     if about["is_shared"]:
         layout = SHARED[about["rank"]]
         if about["rank"] in about["unable"]:
@@ -121,7 +124,10 @@ def main(about):
             print(json.dumps(contents(engine)), flush=True)
         elif order == "same":
             other, tokens = values
-            print(json.dumps(engine.same(Engine(about["blocks"], seed=other), load_places(tokens))), flush=True)
+            print(
+                json.dumps(engine.same(Engine(about["blocks"], seed=other, layout=layout), load_places(tokens))),
+                flush=True,
+            )
         elif order == "notes":
             print(json.dumps(notes), flush=True)
         elif order == "figures":
@@ -177,6 +183,7 @@ class Worker:
         gate=None,
         disk=None,
         is_shared=False,
+        is_staged=False,
         unable=(),
         scarcity=1,
     ):
@@ -190,6 +197,7 @@ class Worker:
             "gate": str(gate) if gate else None,
             "disk": str(disk) if disk else None,
             "is_shared": is_shared,
+            "is_staged": is_staged,
             "unable": unable,
             "scarcity": scarcity,
         }

@@ -18,7 +18,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules
 from kvtier.device.copier import Copier, Fence
 from kvtier.keys.chain import Chain
-from kvtier.layout import GroupLayout, History, KvLayout, Window
+from kvtier.layout import GroupLayout, History, KvLayout, Part, Window
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, chunk_bytes
 from kvtier.runtime.executor import Observer
@@ -50,23 +50,45 @@ LAYOUT = KvLayout(
 )
 
 
+STAGE_LAYERS = ((2, 1), (1, 3))
+"""Layers of each group in two pipeline stages: neither is the larger one in both."""
+
+STAGES = tuple(
+    KvLayout(
+        CHUNK_TOKENS,
+        tuple(
+            GroupLayout(
+                group.validity,
+                (PAGE_BYTES * CHUNK_BLOCKS,) * counts[number],
+                group.pages,
+                Part(before[number], before[number] + counts[number]),
+            )
+            for number, group in enumerate(LAYOUT.groups)
+        ),
+    )
+    for counts, before in zip(STAGE_LAYERS, ((0, 0), STAGE_LAYERS[0]), strict=True)
+)
+"""Two ranks with different layers of one model."""
+
+
 @dataclass
 class Engine:
     """Blocks of every layer of every group, filled with bytes that depend on the seed."""
 
     blocks: int
     seed: int = 0
+    layout: KvLayout = LAYOUT
     groups: list[list[npt.NDArray[np.uint8]]] = field(init=False)
 
     def __post_init__(self) -> None:
         draw = np.random.default_rng(self.seed)
         self.groups = [
             [draw.integers(0, 256, (self.blocks, PAGE_BYTES), np.uint8) for _ in group.layer_bytes]
-            for group in LAYOUT.groups
+            for group in self.layout.groups
         ]
 
     def copier(self) -> HostCopier:
-        return HostCopier(LAYOUT, self.groups)
+        return HostCopier(self.layout, self.groups)
 
     def same(self, other: "Engine", places: Sequence[Place]) -> bool:
         return all(

@@ -27,7 +27,7 @@ from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.keys.chain import Chain
-from kvtier.layout import History, Window
+from kvtier.layout import History, Window, engine_bytes, of_all_ranks
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank import open_rank
@@ -114,7 +114,7 @@ class SmallEngine:
             tables=lambda name: self.requests[name].block_ids,
             resident=self._resident if is_protected else None,
             open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),
-            rank_count=1,
+            object_bytes=of_all_ranks([self.geometry.layout], engine_bytes),
             has_prefix_caching=has_caching,
             recorder=self.opened.recorder,
             journal=self.opened.journal,

@@ -7,7 +7,7 @@ it is never inferred from shapes. A layer consists of runs, without gaps, and no
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -241,6 +241,32 @@ class KvLayout:
     def bytes_per_token(self) -> float:
         """Payload bytes (without padding) of one token in all groups."""
         return sum(sum(group.layer_bytes) for group in self.groups) / self.chunk_tokens
+
+
+def of_all_ranks(layouts: Sequence[KvLayout], size: Callable[[GroupLayout], int]) -> list[int]:
+    """What `size` says of each group, on all ranks together. Ranks may hold different layers.
+
+    Raises:
+        ValueError: the ranks have different numbers of groups.
+    """
+    return [sum(map(size, groups)) for groups in zip(*(it.groups for it in layouts), strict=True)]
+
+
+def engine_bytes(group: GroupLayout) -> int:
+    """Bytes of a full chunk in the engine's blocks: a payload without padding."""
+    return sum(group.layer_bytes)
+
+
+def largest(layouts: Sequence[KvLayout]) -> KvLayout:
+    """The layout with the largest payload of each group: a transfer of all ranks lasts as long as that of the largest.
+
+    Raises:
+        ValueError: the ranks have different numbers of groups.
+    """
+    groups = zip(*(it.groups for it in layouts), strict=True)
+    return KvLayout(
+        layouts[0].chunk_tokens, tuple(max(of_ranks, key=lambda it: it.payload_bytes) for of_ranks in groups)
+    )
 
 
 def _digest(chunk_tokens: int, group: GroupLayout) -> bytes:

@@ -19,9 +19,10 @@ NEVER_S = float("inf")
 
 
 @contextmanager
-def opened(directory, started, *, disk=None, **options):
+def opened(directory, started, *, disk=None, layouts=(), **options):
     below = connect([worker.handshake for worker in started], **options)
-    kv = open_core(config(directory, host_chunks=8 * len(started), disk=disk), LAYOUT, FINGERPRINT, below)
+    settings = config(directory, host_chunks=8 * len(started), disk=disk)
+    kv = open_core(settings, LAYOUT, FINGERPRINT, below, layouts=layouts)
     try:
         yield kv, below
     finally:

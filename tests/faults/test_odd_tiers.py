@@ -94,7 +94,7 @@ def test_nonsense_of_a_tier_costs_misses_only(name, answer, monkeypatch, caplog)
         target.copier(), {"below": tier}, limits=Limits(load_deadline_s=5.0), threads=Threads(read=1, write=1, probe=1),
         rules={"probe_deadline_s": 2.0, "transfer_deadline_s": 2.0},
     )  # fmt: skip
-    gauges = Gauges(Metrics(), cache, cache._layout, [mover.views])
+    gauges = Gauges(Metrics(), cache, [cache._layout], [mover.views])
     for number in range(3):
         request = RequestId(f"r{number}")
         lookup = looked_up(session, request, prefix)

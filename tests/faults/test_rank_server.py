@@ -209,6 +209,7 @@ FOREIGN = {
     "rank": 0,
     "ranks": 1,
     "slots": [2, 2],
+    "parts": ["layers 0-2, copy 0", "layers 0-0, copy 0"],
     "tiers": [],
     "remote": [],
     "down": [],

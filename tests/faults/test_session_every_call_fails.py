@@ -148,7 +148,7 @@ class Recording:
             cache,
             self.mover,
             on_close=self.closed_below.append,
-            on_second=Gauges(metrics, cache, LAYOUT, []),
+            on_second=Gauges(metrics, cache, [LAYOUT], []),
             metrics=metrics,
             observer=CommandCounters(metrics),
             clock=self.clock,

@@ -21,7 +21,9 @@ from kvtier.core import (
 )
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import Window
-from kvtier.types import Outcome
+from kvtier.runtime import rank_group
+from kvtier.runtime.executor import Completion
+from kvtier.types import SEVERITY, Outcome
 
 SEEDS = 400
 """A mutant that survives as many seeds breaks an invariant that nothing checks."""
@@ -251,9 +253,54 @@ def the_slot_of_a_late_read_is_reused_at_once(patch: Patch) -> None:
     the_slot_of_a_late_promotion_is_reused_at_once(patch)
 
 
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+RANK_MUTANTS: list[Mutant] = []
+
+
+def rank_mutant(plant: Mutant) -> Mutant:
+    RANK_MUTANTS.append(plant)
+    return plant
+
+
+@rank_mutant
+def a_transfer_counts_when_one_rank_has_done_it(patch: Patch) -> None:
+    def best(one: Completion, other: Completion) -> Completion:
+        return min(one, other, key=lambda it: SEVERITY[it.outcome])
+
+    patch.setattr(rank_group, "merged", best)
+
+
+@rank_mutant
+def the_rank_that_ends_last_decides(patch: Patch) -> None:
+    patch.setattr(rank_group, "merged", lambda _one, other: other)
+
+
+@rank_mutant
+def a_transfer_ends_with_the_first_rank(patch: Patch) -> None:
+    ranks = rank_group.RankGroup
+    real, begin = ranks._answered, rank_group._PendingCommand.__init__
+
+    def answered(self: rank_group.RankGroup, position: int, completion: Completion) -> None:
+        if id(completion.command) in self._open:
+            real(self, position, completion)
+
+    patch.setattr(ranks, "_answered", answered)
+    patch.setattr(rank_group._PendingCommand, "__init__", lambda self, command, _ranks: begin(self, command, 1))
+
+
+def run_ranks(seed: int) -> sim.SeedReport:
+    return sim.run(seed, most_ranks=4)
+
+
 @pytest.mark.parametrize(
     ("plant", "run"),
-    [*((plant, sim.run) for plant in MUTANTS), *((plant, objects.run) for plant in OBJECT_MUTANTS)],
+    [
+        *((plant, sim.run) for plant in MUTANTS),
+        *((plant, objects.run) for plant in OBJECT_MUTANTS),
+        *((plant, run_ranks) for plant in RANK_MUTANTS),
+    ],
     ids=lambda it: it.__name__,
 )
 def test_the_simulator_finds(plant: Mutant, run: Callable[[int], sim.SeedReport], monkeypatch: Patch) -> None:

@@ -72,6 +72,13 @@ def test_hints_break_no_promise(mode: Mode) -> None:
     assert prefetches > 80
 
 
+def test_a_chunk_counts_when_all_of_several_unequal_ranks_have_it() -> None:
+    seen = run_seeds(80_000, 120, most_ranks=4)
+    faults = ["absent", "cancelled", "corrupt", "damaged", "evicted", "failed", "flipped", "hangs", "late", "removed"]
+    assert [name for name in faults if not seen[name]] == []
+    assert {len(draw(seed, most_ranks=4).ranks) for seed in range(80_000, 80_120)} == {2, 3, 4}
+
+
 def test_places_may_be_asked_for_and_host_memory_cleared_at_any_moment() -> None:
     assert run_seeds(60_000, 80, operators=0.05)["evicted"]
 

@@ -11,6 +11,9 @@ end of the run, or answers long after the deadline; a stored object has a flippe
 another key; an object disappears after a probe; other writers add and remove objects; the engine aborts requests at any
 time and reuses their blocks at once. Every operation is answered in the end.
 
+With `most_ranks` a seed draws unequal ranks: each has its own size, speed, faults, memory and objects. The real
+`RankGroup` makes one answer of theirs.
+
 `objects` does the same for the calls of an object store, in which objects only pass through host memory.
 
 `run` runs one seed, `scenario` draws it, `engine` makes requests, `executor` moves bytes, `world` holds memory, tiers

@@ -28,13 +28,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="seeds at once (default: the cores)")
     parser.add_argument("--objects", action="store_true", help="calls of an object store instead of a session's")
     parser.add_argument("--hinted", type=float, default=0.0, help="share of requests with hints about their prefix")
+    parser.add_argument("--ranks", type=int, default=1, help="up to so many unequal ranks (default 1)")
     parser.add_argument("--trace", action="store_true", help="print the end of the trace of each failed seed")
     arguments = parser.parse_args()
     first, _, end = str(arguments.seeds).partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     if arguments.processes < 1:
         parser.error(f"--processes {arguments.processes}; allowed: 1 or more")
-    run_one = objects.run if arguments.objects else partial(run, hinted=arguments.hinted)
+    run_one = objects.run if arguments.objects else partial(run, hinted=arguments.hinted, most_ranks=arguments.ranks)
     if min(arguments.processes, len(seeds)) <= 1:
         reports = map(run_one, seeds, repeat(arguments.steps))
         return _run_all(reports, len(seeds), arguments.failures, is_traced=arguments.trace)

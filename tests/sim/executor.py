@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from random import Random
+from typing import Any
 
 from tests.sim.scenario import Mode, Outage
-from tests.sim.world import Condition, Content, Item, SimTier, SlotUse, StoredCopy, Violation, World
+from tests.sim.world import Condition, Content, Item, RankMemory, SimTier, SlotUse, StoredCopy, Violation, World
 
-from kvtier.types import Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Transfer
+from kvtier.runtime.executor import Completion, Work
+from kvtier.runtime.rank_group import RankGroup
+from kvtier.types import Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Tell, Transfer
 
 DAMAGE = (Condition.FLIPPED, Condition.TRUNCATED, Condition.OTHER_KEY)
 WRITES_SLOT = (Direction.GATHER, Direction.PROMOTE)
@@ -30,9 +33,10 @@ class RunningTransfer:
 
 
 class SimExecutor:
-    """The executor's threads.
+    """The executor's threads of one rank.
 
     Args:
+        memory: of the rank.
         complete: called with the outcome of each transfer, and whether the tier is at fault.
         probed: called with the answer to each probe.
         incident: called with each fault that may lose an object.
@@ -46,10 +50,12 @@ class SimExecutor:
         probed: Callable[[Probe, list[bool] | None], None],
         incident: Callable[[Item, str], None],
         dropped: Callable[[Drop], None] = lambda _drop: None,
+        memory: RankMemory | None = None,
     ) -> None:
         self._world = world
+        self._memory = memory or world.ranks[0]
         self._dropped = dropped
-        self._faults = world.scenario.faults
+        self._faults = self._memory.traits.faults
         self._complete = complete
         self._probed = probed
         self._incident = incident
@@ -87,12 +93,12 @@ class SimExecutor:
         if transfer.direction in WRITES_SLOT:
             self._write_slot(task, self._world.garbage())
         if transfer.direction is Direction.GATHER:
-            task.seen = self._world.blocks.content[transfer.blocks[0]]
+            task.seen = self._memory.blocks[transfer.blocks[0]]
         elif transfer.direction is Direction.SCATTER:
             task.seen = self._read_slot(task)
-            self._world.blocks.content[transfer.blocks[0]] = self._world.garbage()
+            self._memory.blocks[transfer.blocks[0]] = self._world.garbage()
         elif transfer.direction is Direction.PROMOTE:
-            task.copy = self._world.tiers[transfer.tier].copies.get((transfer.key, transfer.group))
+            task.copy = self._memory.tiers[transfer.tier].copies.get((transfer.key, transfer.group))
         if transfer.tier:
             outage = self._outage(transfer.tier, is_read=transfer.direction is Direction.PROMOTE)
             if task.copy is not None and task.copy.death is not None:
@@ -126,18 +132,18 @@ class SimExecutor:
         elif transfer.direction is Direction.DEMOTE:
             self._end_demote(task)
         elif transfer.direction is Direction.GATHER:
-            now = self._world.blocks.content[transfer.blocks[0]]
+            now = self._memory.blocks[transfer.blocks[0]]
             self._write_slot(task, self._world.dice.choice((task.seen, now)))
             self._answer(task, Outcome.DONE)
         else:
             now = self._read_slot(task)
             content = self._world.dice.choice((task.seen, now))
-            self._world.blocks.content[transfer.blocks[0]] = content
+            self._memory.blocks[transfer.blocks[0]] = content
             self._answer(task, Outcome.DONE)
 
     def _end_promote(self, task: RunningTransfer) -> None:
         transfer = task.transfer
-        tier = self._world.tiers[transfer.tier]
+        tier = self._memory.tiers[transfer.tier]
         now = tier.copies.get((transfer.key, transfer.group))
         copy = self._world.dice.choice((task.copy, now))  # the file was opened at the beginning, or at the end
         if copy is None:
@@ -151,13 +157,13 @@ class SimExecutor:
     def _end_demote(self, task: RunningTransfer) -> None:
         transfer = task.transfer
         item = (transfer.key, transfer.group)
-        tier = self._world.tiers[transfer.tier]
+        tier = self._memory.tiers[transfer.tier]
         copies = tier.copies
         room = self._world.scenario.tier_objects
         if item in copies:
             self._answer(task, Outcome.DONE)  # an existing copy stays, good or bad
             return
-        if room is not None and len(copies) >= room:
+        if room is not None and len(copies) >= room / self._memory.traits.share:
             if not self._world.scenario.tier_evicts:
                 self._answer(task, Outcome.FAILED)  # a refusal is no fault
                 return
@@ -195,7 +201,7 @@ class SimExecutor:
         dice, faults = self._world.dice, self._faults
         low, high = self._tier_s[probe.tier]
         outage = self._outage(probe.tier, is_read=True)
-        delay_s = dice.uniform(low, high)
+        delay_s = dice.uniform(low, high) * self._memory.traits.pace
         fails = dice.random() < faults.probe_fails
         if outage is not None and not outage.hangs:
             fails = True
@@ -207,11 +213,11 @@ class SimExecutor:
         self._world.later(delay_s, lambda: self._probed(probe, None if fails else self._contains(probe)))
 
     def _contains(self, probe: Probe) -> list[bool]:
-        copies = self._world.tiers[probe.tier].copies
+        copies = self._memory.tiers[probe.tier].copies
         return [item in copies for item in probe.objects]
 
     def _drop(self, drop: Drop) -> None:
-        tier, item = self._world.tiers[drop.tier], (drop.key, drop.group)
+        tier, item = self._memory.tiers[drop.tier], (drop.key, drop.group)
         self._dropping.discard((drop.tier, item))
         self.remove(tier, item, "dropped")
         self._dropped(drop)
@@ -232,7 +238,7 @@ class SimExecutor:
     # ---- slots and blocks ------------------------------------------------------------------------------------------
 
     def _use(self, task: RunningTransfer) -> SlotUse:
-        return self._world.uses[task.transfer.group][task.transfer.slot]
+        return self._memory.uses[task.transfer.group][task.transfer.slot]
 
     def _claim(self, task: RunningTransfer) -> None:
         transfer, use = task.transfer, self._use(task)
@@ -260,20 +266,20 @@ class SimExecutor:
 
     def _check_blocks(self, transfer: Transfer) -> None:
         for block in transfer.blocks:
-            if block not in self._world.blocks.open:
+            if block not in self._world.open_blocks:
                 raise Violation(f"{transfer.direction.value} {transfer.id} touches block {block} after the end")
 
     def _read_slot(self, task: RunningTransfer) -> Content:
-        return self._world.slots[task.transfer.group][task.transfer.slot]
+        return self._memory.slots[task.transfer.group][task.transfer.slot]
 
     def _write_slot(self, task: RunningTransfer, content: Content) -> None:
-        self._world.slots[task.transfer.group][task.transfer.slot] = content
+        self._memory.slots[task.transfer.group][task.transfer.slot] = content
 
     # ---- delays ----------------------------------------------------------------------------------------------------
 
     def _delay(self, transfer: Transfer) -> float:
         low, high = self._tier_s[transfer.tier] if transfer.tier else self._world.scenario.device_s
-        return self._world.dice.uniform(low, high)
+        return self._world.dice.uniform(low, high) * self._memory.traits.pace
 
     def _outage(self, tier: str, *, is_read: bool) -> Outage | None:
         now_s = self._world.now_s
@@ -284,10 +290,89 @@ class SimExecutor:
         return None
 
 
-class OtherWriters:
-    """Other processes that add, remove and damage objects in the tiers, unknown to the core; and copies that die."""
+class _SimRank(SimExecutor):
+    """One of several ranks, as an `Executor`."""
 
-    def __init__(self, world: World, executor: SimExecutor) -> None:
+    lost = ""
+
+    def __init__(self, world: World, memory: RankMemory, incident: Callable[[Item, str], None]) -> None:
+        def answered(command: Work, outcome: Outcome, *, is_fault: bool = False, present: Iterable[bool] = ()) -> None:
+            self._put(Completion(command, outcome, tuple(present), is_tier_fault=is_fault))
+            self._ready()
+
+        super().__init__(
+            world,
+            lambda transfer, outcome, is_fault: answered(transfer, outcome, is_fault=is_fault),
+            lambda probe, present: answered(
+                probe,
+                Outcome.FAILED if present is None else Outcome.DONE,
+                is_fault=present is None,
+                present=present or (),
+            ),
+            incident,
+            lambda drop: answered(drop, Outcome.DONE),
+            memory,
+        )
+
+    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
+        """See `Executor`."""
+        self._put, self._ready = put, ready
+
+    def submit(self, *commands: Command) -> None:
+        """See `Executor`. Hints for a tier are done at once."""
+        self.execute(commands)
+        for command in commands:
+            if isinstance(command, Tell):
+                self._put(Completion(command, Outcome.DONE))
+                self._ready()
+
+
+class RankedExecutor:
+    """The real `RankGroup` over simulated ranks. The arguments are those of `SimExecutor`."""
+
+    def __init__(
+        self,
+        world: World,
+        complete: Callable[[Transfer, Outcome, bool], None],
+        probed: Callable[[Probe, list[bool] | None], None],
+        incident: Callable[[Item, str], None],
+    ) -> None:
+        self._complete, self._probed, self._incident = complete, probed, incident
+        self._done: list[Completion] = []
+        ranks: Any = [_SimRank(world, memory, incident) for memory in world.ranks]
+        self._group = RankGroup(ranks, {rules.name for rules in world.scenario.rules if rules.is_remote})
+        self._group.complete_to(self._done.append, self._deliver)
+
+    def execute(self, commands: Iterable[Command]) -> None:
+        """Schedule commands on every rank."""
+        self._group.submit(*commands)
+
+    def remove(self, tier: SimTier, item: Item, what: str = "removed") -> None:
+        """Remove a copy of one rank."""
+        if tier.copies.pop(item, None) is not None:
+            self._incident(item, what)
+
+    def damaged(self, item: Item) -> None:
+        """Record that a copy of one rank was damaged."""
+        self._incident(item, "damaged")
+
+    def _deliver(self) -> None:
+        done, self._done[:] = self._done[:], []
+        for completion in done:
+            command, outcome = completion.command, completion.outcome
+            if isinstance(command, Transfer):
+                self._complete(command, outcome, completion.is_tier_fault)
+            elif isinstance(command, Probe):
+                self._probed(command, list(completion.present) if outcome is Outcome.DONE else None)
+
+
+class OtherWriters:
+    """Other processes that add, remove and damage objects in the tiers, unknown to the core; and copies that die.
+
+    Each act concerns the tier of one rank.
+    """
+
+    def __init__(self, world: World, executor: "SimExecutor | RankedExecutor") -> None:
         self._world = world
         self._executor = executor
         self._deaths = Random(f"deaths {world.scenario.seed}")
@@ -296,7 +381,7 @@ class OtherWriters:
         """Let a copy die, with the chance of the seed."""
         dice, scenario = self._deaths, self._world.scenario
         if scenario.mode is Mode.STORM and self._world.tiers and dice.random() < scenario.deaths:
-            tier = dice.choice(list(self._world.tiers.values()))
+            tier = dice.choice(list(self._memory(dice).tiers.values()))
             alive = [item for item in tier.copies if tier.holds(item)]
             if alive:
                 item = dice.choice(alive)
@@ -308,9 +393,13 @@ class OtherWriters:
         dice = self._world.dice
         if not self._world.tiers:
             return
-        tier = dice.choice(list(self._world.tiers.values()))
+        tier = dice.choice(list(self._memory(dice).tiers.values()))
         act = dice.choice((self._add, self._remove, self._damage))
         act(tier)
+
+    def _memory(self, dice: Random) -> RankMemory:
+        ranks = self._world.ranks
+        return ranks[0] if len(ranks) == 1 else dice.choice(ranks)
 
     def _add(self, tier: SimTier) -> None:
         scenario, dice = self._world.scenario, self._world.dice

@@ -237,9 +237,8 @@ class Invariants:
 
     def _check_readable(self) -> None:
         for group, entries in enumerate(self._cache.host.entries):
-            slots = self._world.slots[group]
             for key, entry in entries.items():
-                if entry.residency in READABLE and slots[entry.slot] != (key, group):
+                if entry.residency in READABLE and not self._world.is_in_slot(entry.slot, (key, group)):
                     raise Violation(f"slot {entry.slot} of group {group} is readable and holds something else")
 
     def _check_waiting(self) -> None:

@@ -293,7 +293,7 @@ class ObjectSimulation(Simulation):
     def _check_readable(self) -> None:
         for group, entries in enumerate(self.cache.host.entries):
             for key in self.cache.host.readable[group]:
-                if self.world.slots[group][entries[key].slot] != (key, group):
+                if not self.world.is_in_slot(entries[key].slot, (key, group)):
                     raise Violation(f"slot {entries[key].slot} of group {group} holds something else")
 
     def _check_released(self) -> None:

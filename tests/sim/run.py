@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from tests.sim.engine import SimEngine
 from tests.sim.event_log import TICK_LATENESS_S_MAX, EventLog
-from tests.sim.executor import OtherWriters, SimExecutor
+from tests.sim.executor import OtherWriters, RankedExecutor, SimExecutor
 from tests.sim.invariants import Counts, Invariants
 from tests.sim.scenario import Mode, Scenario, draw
 from tests.sim.trace import RecordKind, RunTrace
@@ -146,7 +146,7 @@ class Simulation(ABC):
     """
 
     cache: Cache | ObjectCache
-    executor: SimExecutor
+    executor: SimExecutor | RankedExecutor
     counts: Any
     incidents: dict[str, int]
 
@@ -236,7 +236,8 @@ class _Simulation(Simulation):
         self.counts = self.invariants.counts
         self.engine = SimEngine(self.world, self.cache, self.invariants, self._settle, self.log.expected)
         self.invariants.begin()
-        self.executor = SimExecutor(self.world, self._complete, self._probed, self.log.incident)
+        made = SimExecutor if len(self.world.ranks) == 1 else RankedExecutor
+        self.executor = made(self.world, self._complete, self._probed, self.log.incident)
         self.others = OtherWriters(self.world, self.executor)
         self._polls = Random(f"polls {scenario.seed}")
         self._late_share = self._polls.choice((0.0, 0.0, 0.5, 0.9))

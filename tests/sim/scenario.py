@@ -54,6 +54,18 @@ class Faults:
     outages: tuple[Outage, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RankTraits:
+    """How one rank differs from the others."""
+
+    faults: Faults
+    """Those of the seed, or some of them."""
+    share: float = 1.0
+    """Size of its objects, as a share of the largest rank's: the smaller, the more of them fit into its tiers."""
+    pace: float = 1.0
+    """Time of its transfers, as a share of the slowest rank's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Everything that defines a run except its random generators."""
@@ -97,6 +109,11 @@ class Scenario:
 
     operators: float = 0.0
     """Per step: a person asks for all places of a prompt, or clears host memory."""
+    most_ranks: int = 1
+    """Up to so many ranks, with different sizes, speeds and faults. The core sees what `RankGroup` makes of them."""
+    ranks: tuple[RankTraits, ...] = ()
+    """Drawn if there may be several; empty: one rank."""
+
     deaths: float = 0.0
     """Per step of a storm: a copy in a tier dies. Every read of it fails or hangs, until it is written anew."""
 
@@ -160,6 +177,8 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
     if scenario.announced:
         publishes = Random(f"publishes {seed}").random() < 0.5
         scenario = replace(scenario, limits=replace(scenario.limits, publishes=publishes))
+    if scenario.most_ranks > 1:
+        scenario = replace(scenario, ranks=_draw_ranks(scenario, Random(f"ranks {seed}")))
     return scenario
 
 
@@ -192,6 +211,23 @@ def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:
         slots=tuple(count + more for count in scenario.slots),
         waits=dice.choice((None, None, 0.05, 1.0)),
     )
+
+
+def _draw_ranks(scenario: Scenario, dice: Random) -> tuple[RankTraits, ...]:
+    """At least two ranks. One at least is as slow as the seed says, and one has all of its faults."""
+    ranks: list[RankTraits] = []
+    for number in range(dice.randint(2, scenario.most_ranks)):
+        faults = scenario.faults
+        if number and dice.random() < 0.7:
+            names = ("copy_fails", "read_fails", "write_fails", "flipped", "late", "probe_fails", "probe_late")
+            changes: dict[str, Any] = {name: getattr(faults, name) * dice.choice((0, 0, 1)) for name in names}
+            changes["outages"] = tuple(it for it in faults.outages if dice.random() < 0.5)
+            faults = replace(faults, **changes)
+        ranks.append(RankTraits(faults, dice.uniform(0.2, 1.0), dice.uniform(0.1, 1.0)))
+    slowest = dice.randrange(len(ranks))
+    ranks[slowest] = replace(ranks[slowest], share=1.0, pace=1.0)
+    dice.shuffle(ranks)
+    return tuple(ranks)
 
 
 def _draw_groups(dice: Random, chunk_tokens: int) -> tuple[GroupLayout, ...]:

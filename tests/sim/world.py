@@ -1,12 +1,12 @@
 """Simulated memory, tiers, clock and event queue. Content is (key, group), or garbage that equals nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 from random import Random
 
-from tests.sim.scenario import Outage, Scenario
+from tests.sim.scenario import Outage, RankTraits, Scenario
 from tests.sim.trace import RecordKind, RunTrace
 
 from kvtier.types import ChunkKey
@@ -57,6 +57,35 @@ class SimTier:
         return copy is not None and copy.condition is Condition.GOOD and copy.death is None
 
 
+class SharedTier:
+    """One tier as the core sees it: an object is there when every rank has its own part of it.
+
+    Args:
+        parts: the tier of each rank.
+        dice: choose the rank whose part is in a bad condition.
+    """
+
+    def __init__(self, parts: list[SimTier], dice: Random) -> None:
+        self.name = parts[0].name
+        self._parts = parts
+        self._dice = dice
+
+    @property
+    def copies(self) -> set[Item]:
+        """The objects of which every rank has a copy, good or bad."""
+        return set[Item].intersection(*(set(part.copies) for part in self._parts))
+
+    def fill(self, item: Item, condition: Condition) -> None:
+        """Store a copy of each rank, one of them in `condition`."""
+        bad = self._dice.choice(self._parts)
+        for part in self._parts:
+            part.fill(item, condition if part is bad else Condition.GOOD)
+
+    def holds(self, item: Item) -> bool:
+        """Whether every rank has a good copy that can be read."""
+        return all(part.holds(item) for part in self._parts)
+
+
 @dataclass(slots=True)
 class SlotUse:
     """Current readers and writers of one slot."""
@@ -65,17 +94,19 @@ class SlotUse:
     writers: int = 0
 
 
-@dataclass(slots=True)
-class BlockMemory:
-    """Engine memory: content of each block, and the blocks that transfers may touch."""
+class RankMemory:
+    """What one rank holds: its slots, its part of the engine's blocks, and its objects in the tiers."""
 
-    content: dict[int, Content] = field(default_factory=dict[int, Content])
-    open: set[int] = field(default_factory=set[int])
-    last: int = 0
+    def __init__(self, scenario: Scenario, traits: RankTraits) -> None:
+        self.traits = traits
+        self.slots: list[list[Content]] = [[0] * count for count in scenario.slots]
+        self.uses = [[SlotUse() for _ in range(count)] for count in scenario.slots]
+        self.blocks: dict[int, Content] = {}
+        self.tiers = {name: SimTier(name) for name in scenario.tiers}
 
 
 class World:
-    """Clock, event queue, memory, tiers and trace."""
+    """Clock, event queue, the memory and tiers of each rank, and trace."""
 
     def __init__(self, scenario: Scenario, trace: RunTrace) -> None:
         self.scenario = scenario
@@ -83,10 +114,14 @@ class World:
         self.dice = Random(f"world {scenario.seed}")
         self.now_s = 0.0
         self.is_draining = False
-        self.slots: list[list[Content]] = [[0] * count for count in scenario.slots]
-        self.uses = [[SlotUse() for _ in range(count)] for count in scenario.slots]
-        self.blocks = BlockMemory()
-        self.tiers = {name: SimTier(name) for name in scenario.tiers}
+        self.ranks = [RankMemory(scenario, traits) for traits in scenario.ranks or (RankTraits(scenario.faults),)]
+        self.tiers: dict[str, SimTier] | dict[str, SharedTier] = self.ranks[0].tiers
+        if len(self.ranks) > 1:
+            parts = {name: [rank.tiers[name] for rank in self.ranks] for name in scenario.tiers}
+            self.tiers = {name: SharedTier(of_ranks, self.dice) for name, of_ranks in parts.items()}
+        self.open_blocks: set[int] = set()
+        """Blocks of the engine that transfers may touch."""
+        self._last_block = 0
         self.parked: list[Callable[[], None]] = []
         """Events that wait for the end of the run: operations that hang."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -129,20 +164,25 @@ class World:
 
     def new_block(self, item: Item | None) -> int:
         """Allocate a block for a transfer, holding an object's content, or garbage."""
-        blocks = self.blocks
-        blocks.last += 1
-        blocks.open.add(blocks.last)
-        blocks.content[blocks.last] = self.garbage() if item is None else item
-        return blocks.last
+        self._last_block += 1
+        self.open_blocks.add(self._last_block)
+        for rank in self.ranks:
+            rank.blocks[self._last_block] = self.garbage() if item is None else item
+        return self._last_block
 
     def close_block(self, block: int) -> None:
         """Let the engine overwrite the block."""
-        self.blocks.open.discard(block)
-        self.blocks.content[block] = self.garbage()
+        self.open_blocks.discard(block)
+        for rank in self.ranks:
+            rank.blocks[block] = self.garbage()
 
     def holds_right(self, block: int, item: Item) -> bool:
-        """Whether a block holds the object."""
-        return self.blocks.content[block] == item
+        """Whether a block holds the object, on every rank."""
+        return all(rank.blocks[block] == item for rank in self.ranks)
+
+    def is_in_slot(self, slot: int, item: Item) -> bool:
+        """Whether a slot holds the object, on every rank."""
+        return all(rank.slots[item[1]][slot] == item for rank in self.ranks)
 
     def is_in_a_tier(self, item: Item) -> bool:
         """Whether some tier has a good copy."""

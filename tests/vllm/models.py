@@ -51,6 +51,8 @@ DEEPSEEK: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     # Full attention in every layer: one KV group, history.
     "llama": COMMON | {"model_type": "llama"},
+    # Four layers, for pipeline stages of two each.
+    "llama-deep": COMMON | {"model_type": "llama", "num_hidden_layers": 4},
     # One layer, which a draft model can repeat: see `make_draft`.
     "llama-shallow": COMMON | {"model_type": "llama", "num_hidden_layers": 1},
     # About 137 million parameters, for the benchmark: a prefill of 8,000 tokens takes seconds.
@@ -86,6 +88,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 256,
         "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+    # The same twice, for pipeline stages: of the last one, VLLM_PP_LAYER_PARTITION may take all layers of a vLLM group.
+    "gemma3-deep": COMMON
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 12,
+        "sliding_window": 256,
+        "query_pre_attn_scalar": 32,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
     },
     # Three layers with a recurrent state (gated delta net) to one with full attention.
     "qwen3-next": COMMON

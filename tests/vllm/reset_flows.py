@@ -60,15 +60,16 @@ class Flows:
     Args:
         core: vLLM's `EngineCore`.
         seed: of everything that is left to chance.
-        is_overlapped: steps are asynchronous. One is scheduled before the one before it has returned. The workers'
+        depth: steps under way at once. With more than one they are asynchronous: 2 as with one stage, 3 as with a
+            pipeline of two. One is scheduled before those before it have returned. The workers'
             connector is mostly called at once, and the forward runs later, mostly when its result is waited for.
     """
 
-    def __init__(self, core: Any, seed: int, *, is_overlapped: bool) -> None:
+    def __init__(self, core: Any, seed: int, *, depth: int) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.core, self.scheduler, self.worker = core, core.scheduler, get_kv_transfer_group()
-        self.depth = 1 + is_overlapped
+        self.depth = depth
         (self.memory,) = core.model_executor.driver_worker.worker.model_runner.kv_caches
         self.draw = random.Random(seed)
         self.pages: list[Page] = []
@@ -309,14 +310,14 @@ class Flows:
         return self.pages[number]
 
 
-def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequence[str], sabotage: str) -> None:
+def run(checkpoint: str, seed: int, flows: int, depth: int, needs: Sequence[str], sabotage: str) -> None:
     """Run `flows` flows, in a process of their own.
 
     Args:
         checkpoint: of a model with one layer.
         seed: of all flows.
         flows: their number.
-        is_overlapped: see `Flows`.
+        depth: see `Flows`.
         needs: names of counts that must not be 0.
         sabotage: name of a function below, or of `sabotage`.
 
@@ -333,7 +334,8 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
 
     def initialize(core: Any, config: Any) -> Any:
         found = inner(core, config)
-        config.scheduler_config.async_scheduling = is_overlapped  # which vLLM's workers for CPUs cannot do
+        config.scheduler_config.async_scheduling = depth > 1  # which vLLM's workers for CPUs cannot do
+        type(config).max_concurrent_batches = property(lambda _: depth)
         return found
 
     EngineCore._initialize_kv_caches = initialize  # type: ignore[method-assign]
@@ -352,8 +354,8 @@ def run(checkpoint: str, seed: int, flows: int, is_overlapped: bool, needs: Sequ
         max_num_batched_tokens=STEP_TOKENS,
         kv_cache_memory_bytes=16 << 20,
     )
-    world = Flows(llm.llm_engine.engine_core.engine_core, seed, is_overlapped=is_overlapped)
-    assert isinstance(world.scheduler, AsyncScheduler) is is_overlapped
+    world = Flows(llm.llm_engine.engine_core.engine_core, seed, depth=depth)
+    assert isinstance(world.scheduler, AsyncScheduler) is (depth > 1)
     for number in range(flows):
         try:
             world.flow()
@@ -408,4 +410,4 @@ def keep_loads() -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "overlapped", (), *sys.argv[5:6] or [""])
+    run(*sys.argv[1:2], *map(int, sys.argv[2:5]), (), *sys.argv[5:6] or [""])

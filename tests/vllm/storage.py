@@ -39,15 +39,15 @@ def damage_behind(directory: Path, depth: int) -> int:
     return count
 
 
-def remove(directory: Path, first_head: int, depth: int) -> int:
-    """Remove the objects of one rank, that with `first_head`, with `depth` others before them; how many.
+def remove(directory: Path, first_head: int, depth: int, first_layer: int = 0) -> int:
+    """Remove the objects of one rank, that with `first_head` and `first_layer`, with `depth` others before them.
 
-    The index, which still knows them, goes, too.
+    The index, which still knows them, goes, too. Returns how many there were.
     """
     count = 0
     for path, frame in _frames(directory):
         identity = read_head(memoryview(frame)).identity
-        if (identity.part.first_head, identity.depth) == (first_head, depth):
+        if (identity.part.first_layer, identity.part.first_head, identity.depth) == (first_layer, first_head, depth):
             path.unlink()
             count += 1
     (directory / "index").unlink()

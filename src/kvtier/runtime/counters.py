@@ -1,11 +1,11 @@
 """Counters of commands and gauges of places, for the metrics table."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
 from kvtier.core.host_memory import HOST
-from kvtier.layout import KvLayout
+from kvtier.layout import KvLayout, of_all_ranks
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime.executor import Completion, Observer, TierView, Work
@@ -168,20 +168,24 @@ class TierGauges:
 
 
 class Gauges:
-    """Fill level, evictions and written bytes of host memory and each tier, and transfers in flight."""
+    """Fill level, evictions and written bytes of host memory and each tier, and transfers in flight.
+
+    Bytes of host memory are those of all ranks together; `layouts` are of each rank.
+    """
 
     def __init__(
         self,
         metrics: Metrics,
         cache: Cache,
-        layout: KvLayout,
+        layouts: Sequence[KvLayout],
         views: Iterable[Mapping[str, TierView]],
         counters: CommandCounters | None = None,
         of_one_cap: Container[str] = (),
     ) -> None:
         self._metrics = metrics
         self._cache = cache
-        self._sizes = [frame_bytes(group) for group in layout.groups]
+        # Ranks with equal parts have one slot together (`shared_memory`).
+        self._sizes = of_all_ranks(layouts, lambda group: 0 if group.copy else frame_bytes(group))
         self._tiers = TierGauges(metrics, views, cache.is_up, of_one_cap)
         self._counters = counters
         self._relays_dropped = 0

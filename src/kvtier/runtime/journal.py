@@ -9,12 +9,12 @@ The digest is keyed with the store's secret, so it reveals nothing of the conten
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvtier.layout import KvLayout
+from kvtier.layout import KvLayout, engine_bytes, of_all_ranks
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Work
@@ -86,21 +86,20 @@ class Journal:
     Args:
         folder: created if missing.
         capacity_bytes: most bytes of all journals in `folder`, which are summed up at the start.
-        layout: the KV groups of one rank.
+        layouts: the KV groups of each rank, whose bytes are added up.
         root: keys the objects' digests (`keys.fingerprint.root_key`).
         metrics: counts recorded and lost lines.
-        ranks: number of ranks, whose bytes are added up.
 
     Raises:
         ConfigError: the file cannot be created.
     """
 
     def __init__(
-        self, folder: Path, capacity_bytes: int, layout: KvLayout, root: bytes, metrics: Metrics, ranks: int = 1
+        self, folder: Path, capacity_bytes: int, layouts: Sequence[KvLayout], root: bytes, metrics: Metrics
     ) -> None:
         self._root = root
-        self._payloads = [ranks * sum(group.layer_bytes) for group in layout.groups]
-        head = {"kind": "journal", "version": VERSION, "began_s": time.time(), "chunk_tokens": layout.chunk_tokens}
+        self._payloads = of_all_ranks(layouts, engine_bytes)
+        head = {"kind": "journal", "version": VERSION, "began_s": time.time(), "chunk_tokens": layouts[0].chunk_tokens}
         self._file: LineFile[tuple[float, Completion | RequestLine]] = LineFile(
             new_path(folder, STEM),
             capacity_bytes=capacity_bytes,

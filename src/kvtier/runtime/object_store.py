@@ -231,7 +231,7 @@ class ObjectStore(LockedCore):
             for way in get_args(Way):
                 metrics.set(table.TIER_UP, float(name not in down), tier=name, way=way)
         counters = CommandCounters(metrics, *(() if journal is None else (journal,)))
-        self._gauges = Gauges(metrics, self._objects, layout, [self._mover.views], counters)
+        self._gauges = Gauges(metrics, self._objects, [layout], [self._mover.views], counters)
         super().__init__(
             self._objects,
             _CallersExecutor(self._mover, self._calls),

@@ -20,7 +20,7 @@ from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
 from kvtier.keys.key_source import KeySource
-from kvtier.layout import KvLayout
+from kvtier.layout import KvLayout, largest
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
@@ -132,12 +132,13 @@ def open_core(
     publishes: bool = False,
     keys: KeySource | None = None,
     texts: ChunkTexts | None = None,
+    layouts: Sequence[KvLayout] = (),
 ) -> OpenedSession:
     """Open a session over open ranks, in this or other processes, and start its thread.
 
     Args:
         config: the settings; the ranks were opened with the same.
-        layout: of one rank; a chunk has the same number of bytes on each.
+        layout: of one rank.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
         ranks: the ranks.
         on_close: called once when the session has ended, with the remaining seconds.
@@ -146,11 +147,14 @@ def open_core(
         keys: of a rank in this process; None: they are read here, too, if a tier seals.
         texts: with the setting `events.token_ids` it gives the tokens of chunks for sealed objects. It gets the chunks
             that tiers which seal hold: once after each tier has opened, and after each `Session.recall`.
+        layouts: of each rank, where ranks hold different layers.
 
     Raises:
         ConfigError: a setting is wrong, or the secret or the recording's path cannot be used.
         TierError: the secret of a required tier could not be read in time.
     """
+    layouts = layouts or (layout,) * ranks.rank_count
+    layout = largest(layouts)
     metrics, guards = Metrics(), Guards()
     start_at_zero(metrics, ranks.tiers)
     for name in ranks.tiers:
@@ -171,7 +175,7 @@ def open_core(
         counted = guards.around(Feature.METRICS, metrics)
         made = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, counted)
         recorder = guards.around(Feature.RECORDER, made)
-    journal = open_journal(config, layout, root, metrics, guards, ranks.rank_count)
+    journal = open_journal(config, layouts, root, metrics, guards)
     others = [] if observer is None else [guards.around(Feature.EVENTS, observer)]
     counters = CommandCounters(metrics, *([] if journal is None else [journal]), *others)
     own = open_key_source(config, configured_secret(config)) if keys is None and config.tiers else None
@@ -181,7 +185,7 @@ def open_core(
         cache,
         ranks.executor,
         on_close=closing_lines(closing_keys(on_close, own), *(it for it in (recorder, journal) if it is not None)),
-        on_second=Gauges(metrics, cache, layout, ranks.views, counters, tiers_of_one_cap(config)),
+        on_second=Gauges(metrics, cache, layouts, ranks.views, counters, tiers_of_one_cap(config)),
         metrics=metrics,
         observer=counters,
         is_locked=partial(is_locked, config, keys or own),
@@ -206,7 +210,7 @@ def _ignore(_records: object, _tier: str) -> None:
 
 
 def open_journal(
-    config: Config, layout: KvLayout, root: bytes, metrics: Metrics, guards: Guards, ranks: int = 1
+    config: Config, layouts: Sequence[KvLayout], root: bytes, metrics: Metrics, guards: Guards
 ) -> Journal | None:
     """The journal, guarded; None without `journal.path`.
 
@@ -216,7 +220,7 @@ def open_journal(
     if config.journal.path is None:
         return None
     counted = guards.around(Feature.METRICS, metrics)
-    made = Journal(config.journal.path, config.journal.capacity_bytes, layout, root, counted, ranks)
+    made = Journal(config.journal.path, config.journal.capacity_bytes, layouts, root, counted)
     return guards.around(Feature.JOURNAL, made)
 
 

@@ -53,7 +53,7 @@ def open_object_store(
         # After the tiers are open, because the secret is in a directory that one of them creates.
         root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)
         metrics, guards = Metrics(), Guards()
-        journal = open_journal(config, layout, root, metrics, guards)
+        journal = open_journal(config, [layout], root, metrics, guards)
         return ObjectStore(
             layout=layout.on_rank(rank, ranks),
             name_root=root,

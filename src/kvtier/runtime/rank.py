@@ -53,6 +53,8 @@ class Rank:
     close_tiers: Callable[[float], None]
     """Closes the tiers in threads of their own; waits up to the given seconds."""
     arena: Arena
+    layout: KvLayout
+    """With the part of each KV group that this rank holds."""
     keys: KeySource | None = None
     """Of seals."""
 
@@ -97,6 +99,7 @@ def open_rank(
         TierError: a required tier cannot be opened. Other tiers may open later.
         RuntimeError: the system cannot start a thread.
     """
+    layout = layout.on_rank(rank, ranks)
     slots = slots_for(layout, config.host.capacity_bytes, engine_chunk_bytes or chunk_bytes(layout) * ranks)
     arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock, shared=shared)
     tiers: dict[str, Tier] = {}
@@ -107,7 +110,7 @@ def open_rank(
         forms = forms_of(config, keys)
         tiers |= open_tiers(config, layout, fingerprint_digest, secret, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
-            layout=layout.on_rank(rank, ranks),
+            layout=layout,
             model=model_id(secret, fingerprint_digest),
             arena=arena,
             copier=copier,
@@ -125,7 +128,7 @@ def open_rank(
     close = closing_keys(partial(close_tiers, tiers), keys)
     down = tiers_down(tiers)
     remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
-    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, close, arena, keys)
+    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, close, arena, layout, keys)
 
 
 def open_tiers(

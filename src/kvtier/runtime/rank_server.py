@@ -22,6 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import eq
 from typing import Any, NamedTuple
 
 from kvtier.runtime.executor import Completion, Work
@@ -119,6 +120,7 @@ class RankServer:
             "rank": rank.number,
             "ranks": rank.ranks,
             "slots": list(rank.slots),
+            "parts": [f"{group.part and group.part.text}, copy {group.copy}" for group in rank.layout.groups],
             "tiers": list(rank.tiers),
             "remote": list(rank.remote),
             "down": list(rank.down),
@@ -342,6 +344,7 @@ class _Handshake(NamedTuple):
     key: bytes
     pid: int
     rank: int
+    parts: tuple[str, ...]
     down: frozenset[str]
     ranks: int
     slots: tuple[int, ...]
@@ -367,7 +370,13 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 10.0, *
         expected = f"0 to {peers[0].ranks - 1}" if peers else "at least one"
         raise ProtocolError(f"ranks {numbers} sent a handshake; expected {expected}")
     for peer in peers:
-        if peer[5:] != peers[0][5:]:
+        for other in peers[: peer.rank]:
+            if any(map(eq, other.parts, peer.parts)):
+                raise ProtocolError(
+                    f"rank {other.rank} holds {other.parts} of the KV groups and rank {peer.rank} {peer.parts}; no two "
+                    "ranks may hold the same part as the same copy: their objects would have the same names"
+                )
+        if peer[6:] != peers[0][6:]:
             raise ProtocolError(
                 f"rank {peer.rank} has {peer.slots} slots and tiers {peer.tiers}, rank 0 has {peers[0].slots} slots "
                 f"and tiers {peers[0].tiers}; all ranks must be opened with the same settings"
@@ -394,6 +403,7 @@ def _read(handshake: Mapping[str, Any]) -> _Handshake:
             bytes.fromhex(handshake["key"]),
             int(handshake["pid"]),
             int(handshake["rank"]),
+            tuple(map(str, handshake["parts"])),
             frozenset(map(str, handshake["down"])),
             int(handshake["ranks"]),
             tuple(map(int, handshake["slots"])),

@@ -2,28 +2,46 @@
 
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from tests.vllm_config import vllm_config, with_draft
 from tests.vllm_recorded import recorded
 
+from kvtier.config.sections import Config
 from kvtier.connect.vllm.geometry import DcpShards, Geometry
 from kvtier.connect.vllm.held_parts import held_parts, token_share
+from kvtier.connect.vllm.identity import EngineIdentity
+from kvtier.connect.vllm.sides import EngineSetup, WorkerFacts
+from kvtier.errors import UnsupportedModelError
 from kvtier.keys.object_names import object_name
 from kvtier.layout import Part
 
 
-def held(case, ranks, heads, here, **changes):
-    """The parts of all ranks. `heads`: of the model; `here`: those of a rank, as vLLM says them."""
+def held(case, ranks, heads, here, stages=1, before=None, **changes):
+    """The parts of all ranks of the last stage.
+
+    Args:
+        case: the recorded engine, which stands for each stage.
+        ranks: of each stage.
+        heads: of the model.
+        here: those of a rank, as vLLM says them.
+        stages: of the pipeline.
+        before: layers of each group in the stages before.
+        changes: of vLLM's configuration.
+    """
     engine = recorded(case)
     for group in engine.config.kv_cache_groups:
         if type(group.kv_cache_spec).__name__ in ("FullAttentionSpec", "SlidingWindowSpec"):
             group.kv_cache_spec.num_heads = here
-    config = vllm_config(parallel__tensor_parallel_size=ranks, hf__num_key_value_heads=heads, **changes)
+    size = {"parallel__tensor_parallel_size": ranks, "parallel__pipeline_parallel_size": stages}
+    config = vllm_config(**size, hf__num_key_value_heads=heads, **changes)
     parallel = config.parallel_config
     geometry = Geometry.of(engine.config, shards=DcpShards(parallel.decode_context_parallel_size))
+    before = before or [0] * len(geometry.groups)
     workers = ranks * parallel.prefill_context_parallel_size
-    return [held_parts(config, engine.config, geometry, rank) for rank in range(workers)]
+    numbers = range((stages - 1) * workers, stages * workers)
+    return [held_parts(config, engine.config, geometry, rank, before) for rank in numbers]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +69,15 @@ def test_each_group_has_its_own_part():
     ]
     # Nothing says which share of a state a rank holds.
     assert held("gdn", 4, 2, 1)[3] == [(None, 0), (Part(0, 1, 1, 2), 1)]
+
+
+def test_a_stage_has_its_own_layers_of_each_group():
+    assert held("llama32", 2, 8, 4, stages=2, before=[5]) == [[(Part(5, 9, first, first + 4), 0)] for first in (0, 4)]
+    assert held("mla", 2, 4, 1, stages=3, before=[7]) == [[(Part(7, 9, 0, 1), rank)] for rank in range(2)]
+    # What is not known of a stage's part is known of no other rank: rank 3 of 4 is the second of the second stage.
+    state, attention = held("gdn", 2, 2, 1, stages=2, before=[2, 1])[1]
+    assert state == (Part(2, 5, rank=3, ranks=4), 0)
+    assert attention == (Part(1, 2, 1, 2), 0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +151,7 @@ def test_what_dcp_does_not_divide_is_a_copy_on_each_rank():
         parallel__tensor_parallel_size=2, parallel__decode_context_parallel_size=2, hf__num_key_value_heads=1
     )
     geometry = Geometry.of(engine.config, shards=DcpShards(2))
-    assert [held_parts(config, engine.config, geometry, rank) for rank in range(2)] == [
+    assert [held_parts(config, engine.config, geometry, rank, [0]) for rank in range(2)] == [
         [(Part(0, 4, 0, 1), copy)] for copy in range(2)
     ]
 
@@ -176,3 +203,62 @@ def test_the_parts_of_all_ranks_tile_the_kv_and_ranks_with_equal_parts_hold_the_
 def test_a_second_stage_counts_its_own_ranks():
     parallel = SimpleNamespace(tensor_parallel_size=2, prefill_context_parallel_size=2, decode_context_parallel_size=2)
     assert [token_share(parallel, rank) for rank in range(8)] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
+
+
+# ---- what workers tell each other at start -------------------------------------------------------------------------
+
+
+def setup_of(config, rank=0, **sizes):
+    """A worker's setup, of an engine with the parallel sizes that are given."""
+    given = {f"parallel__{name}": value for name, value in sizes.items()}
+    identity = EngineIdentity(MagicMock(digest=bytes(32)), None, is_private=False, detail="")
+    vllm = vllm_config(**given, parallel__rank=rank)
+    return EngineSetup(vllm, config, Config(), Geometry.of(config), identity, "kv_both")
+
+
+def told(setup, layers, shape="chunks"):
+    return WorkerFacts(setup.identity.fingerprint.digest, "", shape, layers)
+
+
+def test_a_workers_first_layers_are_those_of_the_stages_before_it():
+    config = recorded("swa128").config
+    facts = [(5, 1), (5, 1), (3, 2), (3, 2), (4, 1), (4, 1)]
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    found = []
+    for rank in range(6):
+        setup = setup_of(config, rank, **sizes)
+        found.append(setup.agreed([told(setup, layers) for layers in facts]).first_layers)
+    assert found == [[0, 0], [0, 0], [5, 1], [5, 1], [8, 3], [8, 3]]
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (
+            [((4,), "x")] * 3 + [((3,), "x")],
+            r"rank 3 has \(3,\) layers of the KV groups, in x; rank 2 has \(4,\), in x",
+        ),
+        ([((4,), "x")] * 2 + [((2,), "y")] * 2, r"rank 2 has \(2,\) .*, in y; rank 0 has \(4,\), in x"),
+    ],
+)
+def test_a_worker_with_an_unexpected_part_stops_the_start_with_both_shapes_named(facts, message):
+    setup = setup_of(recorded("llama32").config, tensor_parallel_size=2, pipeline_parallel_size=2)
+    setup.agreed([told(setup, (4,)), told(setup, (4,)), told(setup, (1,)), told(setup, (1,))])
+    with pytest.raises(UnsupportedModelError, match=message):
+        setup.agreed([told(setup, *it) for it in facts])
+
+
+def test_a_stage_may_lack_the_layers_of_a_vllm_group_but_not_of_a_rule():
+    config = recorded("swa128").config
+    whole = Geometry.of(config)
+    window = [group for group in config.kv_cache_groups if type(group.kv_cache_spec).__name__ == "SlidingWindowSpec"]
+    for number, group in enumerate(window):
+        group.layer_names = []
+        if number < len(window) - 1:
+            left = Geometry.of(config)
+            assert left.shape == whole.shape
+            assert sum(left.layer_counts) == sum(whole.layer_counts) - number - 1
+    with pytest.raises(
+        UnsupportedModelError, match=r"no layer with KV of the rule Window\(tokens=255\); each stage needs one"
+    ):
+        Geometry.of(config)

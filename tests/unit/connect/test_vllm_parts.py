@@ -385,11 +385,11 @@ def test_a_worker_that_holds_other_tokens_than_its_number_says_stops_the_start()
     config = vllm_config(parallel__tensor_parallel_size=4, parallel__decode_context_parallel_size=2)
     identity = MagicMock(is_private=False)
     setup = sides.EngineSetup(config, MagicMock(), Config(), MagicMock(), identity, "kv_both")
-    workers = [sides.WorkerFacts(bytes(32), "", 4096, (rank % 2, 2)) for rank in range(4)]
+    workers = [sides.WorkerFacts(bytes(32), "", "chunks", (1,), (rank % 2, 2)) for rank in range(4)]
     assert setup.agreed(workers).workers == tuple(workers)
     for wrong in ((1, 2), (0, 1), (2, 4)):
         workers[2] = workers[2]._replace(token_share=wrong)
-        with pytest.raises(UnsupportedModelError, match=rf"worker 2 holds share \({wrong[0]}, {wrong[1]}\).*\(0, 2\)"):
+        with pytest.raises(UnsupportedModelError, match=rf"rank 2 holds share \({wrong[0]}, {wrong[1]}\).*\(0, 2\)"):
             setup.agreed(workers)
 
 
@@ -410,7 +410,13 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
     setup.identity.is_private = False
     with caplog.at_level(logging.INFO, logger="kvtier"):
         sides.SchedulerSide(
-            setup, [], *(MagicMock(),) * 3, extras_of=MagicMock(), hash_of=MagicMock(), wake=MagicMock()
+            setup,
+            [],
+            [MagicMock(groups=())],
+            *(MagicMock(),) * 3,
+            extras_of=MagicMock(),
+            hash_of=MagicMock(),
+            wake=MagicMock(),
         )
     (line,) = caplog.messages
     assert line.endswith(end)

@@ -82,7 +82,7 @@ def test_an_earlier_request_with_the_chunk_proves_a_removal_and_a_later_one_does
 def test_a_load_that_was_cut_or_failed_is_named():
     for was_cut, code in ((True, "cut"), (False, "failed")):
         account = RequestAccount(found=(("disk", 1280),), planned=planned(1280, 1.0, None))
-        account.load_ended(LoadDone(RequestId("l"), 256, 1280, ((0, 1),), was_cut=was_cut), 0.5, [], None, 1)
+        account.load_ended(LoadDone(RequestId("l"), 256, 1280, ((0, 1),), was_cut=was_cut), 0.5, [], ())
         assert codes(record(account)) == [code]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.vllm_config import vllm_config
 
 from kvtier.connect.sglang.identity import REFUSED, REFUSED_VARIABLES
-from kvtier.connect.vllm import sides, support
+from kvtier.connect.vllm import sides, support, tiering_setup
 from kvtier.errors import ConfigError, UnsupportedModelError
 
 TOP = Path(__file__).parents[3]
@@ -43,7 +43,6 @@ def test_engines_that_are_served(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported. Use tensor"),
         ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node per engine"),
         ({"model__is_encoder_decoder": True}, "encoder-decoder models are not supported.* Serve it without kvtier"),
         ({"model__runner_type": "pooling"}, "runner 'pooling' is not supported.* Use runner 'generate'"),
@@ -122,6 +121,16 @@ def test_the_length_at_which_vllm_stops_drafting_is_that_of_the_shorter_model():
     assert support.drafted_tokens(config) == 2045
     draft.max_model_len = None
     assert support.drafted_tokens(config) == 4093
+
+
+@pytest.mark.parametrize("way", ["pipeline", "decode_context", "prefill_context"])
+def test_stages_and_shares_of_tokens_below_vllms_offloading_are_refused(monkeypatch, tmp_path, way):
+    monkeypatch.setattr(tiering_setup.installed, "check_engine", lambda: "0.32.0")
+    config = vllm_config(**{f"parallel__{way}_parallel_size": 2})
+    with pytest.raises(
+        UnsupportedModelError, match=f"{way}_parallel_size = 2 below vLLM's offloading is not supported"
+    ):
+        tiering_setup.setup_of({"tiers": [f"directory:{tmp_path}"]}, None, config, None, 1 << 20, [])
 
 
 TABLE = (TOP / "docs" / "internals" / "shapes.md").read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ from kvtier.connect.vllm.request_journal import RequestAccount, client_id, clien
 from kvtier.core.planner import Piece, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
+from kvtier.layout import GroupLayout, History, KvLayout, engine_bytes, largest, of_all_ranks
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime import journal as journals
@@ -96,7 +97,7 @@ def transfer(number: int, direction: Direction = Direction.DEMOTE, tier: str = "
 def journalled(folder: Path, *completions: Completion, bytes_max: int = MIB) -> Metrics:
     """A journal gets `completions` and is closed."""
     metrics = Metrics()
-    journal = Journal(folder, bytes_max, LAYOUT, ROOT, metrics)
+    journal = Journal(folder, bytes_max, [LAYOUT], ROOT, metrics)
     for completion in completions:
         journal.completed(completion)
     journal.close(60)
@@ -184,7 +185,7 @@ def test_deciding_threads_do_not_wait_for_a_hanging_file_system(tmp_path, monkey
 
     monkeypatch.setattr(line_file.os, "write", hanging)
     metrics = Metrics()
-    journal = Journal(tmp_path, MIB << 4, LAYOUT, ROOT, metrics)
+    journal = Journal(tmp_path, MIB << 4, [LAYOUT], ROOT, metrics)
     journal.completed(transfer(0))
     assert hangs.wait(60)
     for number in range(1, journals.WAITING_MAX + 51):
@@ -239,7 +240,7 @@ def test_the_choice_that_counts_is_the_last_before_the_request_began():
     account.chosen(Lookup(0, 0, Presence.ABSENT), plan, planner)
     assert (account.resident_tokens, account.found, account.planned) == (0, lookup.sources, known.planned)
     done = LoadDone(RequestId("r"), 2 * CHUNK_TOKENS, 900, ((0, 2), (1, 2)), (("disk", 2 * CHUNK_TOKENS),))
-    account.load_ended(done, 0.5, places_of(range(3)), LAYOUT, ranks=2)
+    account.load_ended(done, 0.5, places_of(range(3)), of_all_ranks([LAYOUT] * 2, engine_bytes))
     assert account.loaded_bytes == 2 * 2 * sum(PAYLOADS)
     assert account.loaded == {"disk": 2 * CHUNK_TOKENS}
 
@@ -281,3 +282,14 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path):
 )
 def test_ids_lose_what_vllm_adds_and_nothing_else(sent, known, as_client):
     assert sent(known) == as_client
+
+
+def test_ranks_with_other_layers_add_up_their_own_bytes(tmp_path):
+    metrics = Metrics()
+    stages = [KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (1000,) * count, "p"),)) for count in (3, 1)]
+    journal = Journal(tmp_path, MIB, stages, ROOT, metrics)
+    journal.completed(transfer(0))
+    journal.close(60)
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text("utf-8").splitlines()[1])["payload_bytes"] == 4000
+    assert largest(stages) == stages[0]

@@ -172,7 +172,7 @@ def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
 def test_a_session_says_whether_it_uses_the_tier(tmp_path):
     tier, core = opened(tmp_path), Driver(failures=1)
     view = TierView()
-    gauges, sampler = Gauges(Metrics(), core.cache, core.layout, [{"disk": view}]), FiguresSampler(tier, view)
+    gauges, sampler = Gauges(Metrics(), core.cache, [core.layout], [{"disk": view}]), FiguresSampler(tier, view)
     gauges()
     sampler.sample(0.0)
     assert told_now(tier).is_up is True
@@ -200,7 +200,7 @@ def test_figures_of_a_tier_that_make_no_sense_cost_no_session():
             return figures[number]
 
     view, metrics = TierView(), Metrics()
-    gauges = Gauges(metrics, core.cache, core.layout, [{"odd": view}])
+    gauges = Gauges(metrics, core.cache, [core.layout], [{"odd": view}])
     sampler = FiguresSampler(Odd("odd", capacity_bytes=1), view)
     for number in range(len(figures)):
         sampler.sample(number * FIGURES_EVERY_S)

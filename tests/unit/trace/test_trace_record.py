@@ -215,7 +215,7 @@ def test_only_the_owner_may_enter_what_is_made_under_umask_0(tmp_path, monkeypat
             Recorder(folder, MIB, CHUNK, Metrics()).close(10.0)
         elif made == "journal":
             layout = KvLayout(CHUNK, (GroupLayout(History(), (64,), "test"),))
-            Journal(folder, MIB, layout, bytes(32), Metrics(), 1).close(10.0)
+            Journal(folder, MIB, [layout], bytes(32), Metrics()).close(10.0)
         else:
             (tmp_path / "a").mkdir(mode=0o700)
             home_cache()

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_IDENTITY = "identity"
-"""Field of a handshake."""
+_IDENTITY, _LAYOUT = "identity", "layout"
+"""Fields of a handshake."""
 
 FAILURE_CHARACTERS = 500
 """A longer text of an internal error is cut where it is kept."""
@@ -131,9 +131,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         if self._others or len(handshakes) < self._setup.ranks:  # vLLM may give two workers one number
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
         handshakes = [dict(it) for it in handshakes]
+        layouts = [it.pop(_LAYOUT) for it in handshakes]
         self._setup = self._setup.identified_as([it.pop(_IDENTITY) for it in handshakes].pop())
         self._upper = side = SchedulerSide(
-            *(self._setup, handshakes, on_stack("scheduler"), self._guard, lambda: self._failure),
+            *(self._setup, handshakes, layouts),
+            *(on_stack("scheduler"), self._guard, lambda: self._failure),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
             hash_of=partial(hash_block, hash_function(self._setup.vllm_config.cache_config.prefix_caching_hash_algo)),
             wake=_waking(),
@@ -272,10 +274,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @property
     def _handshake(self) -> Any:  # noqa: ANN401
-        """Arguments of `rank_server.connect`, and the identity; None before vLLM has registered its KV memory."""
+        """Arguments of `rank_server.connect`, identity and layout; None before vLLM has registered its KV memory."""
         if self._lower is None:
             return None
-        return {**self._lower.server.handshake, _IDENTITY: self._setup.identity._replace(weights=None, versions={})}
+        more = {_IDENTITY: self._setup.identity._replace(weights=None, versions={}), _LAYOUT: self._lower.layout}
+        return {**self._lower.server.handshake, **more}
 
     @staticmethod
     def _handshake_of_worker(worker: Any) -> Any:  # noqa: ANN401, ARG004 - vLLM's worker

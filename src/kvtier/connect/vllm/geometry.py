@@ -80,6 +80,7 @@ class TableLayout(NamedTuple):
     blocks: int
     """Blocks of a chunk in an address: the last ones of the chunk."""
     layers: tuple[str, ...]
+    """Those of the worker's pipeline stage, perhaps none."""
     runs: tuple[Run, ...]
     """Of one block of one layer, without padding; several only where a chunk has one block."""
     pages: str
@@ -114,7 +115,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Division of one engine's KV into chunks; equal in the scheduler and all workers.
+    """Division of one engine's KV into chunks; equal in the scheduler and all workers, apart from a stage's layers.
 
     Args:
         chunk_tokens: tokens of a chunk.
@@ -146,8 +147,26 @@ class Geometry:
         for number, spec in enumerate(specs):
             validity = validity_of(spec, f"KV group {number}")
             tables.setdefault(validity, []).append(_table(config, number, spec, validity, tokens, shards.on(spec)))
+        for validity, members in tables.items():
+            if not any(table.layers for table in members):
+                raise UnsupportedModelError(
+                    f"this pipeline stage has no layer with KV of the rule {validity}; each stage needs one of every "
+                    "rule. Set VLLM_PP_LAYER_PARTITION, or a smaller pipeline_parallel_size"
+                )
         groups = tuple(Group(validity, tuple(members)) for validity, members in tables.items())
         return Geometry(tokens, groups)
+
+    @property
+    def shape(self) -> str:
+        """What must be equal on all workers, for people: chunks, and the pages of each vLLM group."""
+        tables = [table for group in self.groups for table in group.tables]
+        pages = "; ".join(f"{it.blocks} blocks of {it.block_tokens} tokens, {it.pages}" for it in tables)
+        return f"chunks of {self.chunk_tokens} tokens: {pages}"
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Layers of each group on this worker."""
+        return tuple(sum(len(table.layers) for table in group.tables) for group in self.groups)
 
     @cached_property
     def layout(self) -> KvLayout:
@@ -325,7 +344,7 @@ def _table(
     # A layer that shares another layer's KV is in the group, but has no pages.
     placed = {layer for tensor in config.kv_cache_tensors for layer in tensor.layers}
     layers = tuple(layer for layer in group.layer_names if layer in placed)
-    if not layers:
+    if group.layer_names and not layers:
         raise UnsupportedModelError(f"KV group {number} has no layer with pages of its own")
     tokens = spec.block_size * shards.ranks
     if isinstance(validity, State):

@@ -1,8 +1,8 @@
-"""The part of each KV group that a rank holds, as vLLM's tensor and context parallelism divide it.
+"""The part of each KV group that a rank holds, as vLLM's pipeline stages, tensor and context parallelism divide it.
 
 vLLM gives each rank the KV heads ``[rank * n, (rank + 1) * n)``. With more ranks than heads, consecutive ranks hold
 copies of one head (`QKVParallelLinear`, vLLM 0.32). The latent of MLA is on every rank. States are divided in other
-ways. Pipeline parallelism is refused (`support`), so each rank has all layers.
+ways. A pipeline stage has consecutive layers, the draft model's only the last one.
 
 Decode context parallelism (DCP) divides the tokens of equal heads among ranks; a rank's number among them is in its
 `Part`. Prefill context parallelism (PCP) divides no KV: each of its ranks holds all tokens (`ops/pcp.py`, vLLM 0.32 and
@@ -13,7 +13,7 @@ field of the model's configuration about KV heads agrees: some models have layer
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from kvtier.connect.vllm.geometry import Geometry, Group
@@ -30,17 +30,36 @@ Held = tuple[Part | None, int]
 """A rank's part of a group, None if it is unknown, and how many ranks before it hold the same."""
 
 
-def held_parts(config: VllmConfig, kv_cache_config: KvCacheConfig, geometry: Geometry, rank: int) -> list[Held]:
+def held_parts(
+    config: VllmConfig, kv_cache_config: KvCacheConfig, geometry: Geometry, rank: int, first_layers: Sequence[int]
+) -> list[Held]:
     """What a rank holds of each group of `geometry`.
 
     Args:
         config: the engine's.
         kv_cache_config: the worker's.
         geometry: of `kv_cache_config`.
-        rank: number of the worker, from 0; TP ranks first, then PCP ranks.
+        rank: number of the worker, from 0; TP ranks first, then PCP ranks, then stages.
+        first_layers: layers of each group in the pipeline stages before that of the rank.
     """
     heads = _kv_heads(config)
-    return [_held(group, kv_cache_config, heads, rank, config.parallel_config) for group in geometry.groups]
+    parallel = config.parallel_config
+    spans = [(first, first + count) for first, count in zip(first_layers, geometry.layer_counts, strict=True)]
+    held = [_held(*it, kv_cache_config, heads, rank, parallel) for it in zip(geometry.groups, spans, strict=True)]
+    if parallel.pipeline_parallel_size == 1:
+        return held
+    # An unknown part of a stage: its layers are known, and no other rank may have its names.
+    ranks = parallel.pipeline_parallel_size * stage_ranks(parallel)
+    return [(part or Part(*span, rank=rank, ranks=ranks), copy) for (part, copy), span in zip(held, spans, strict=True)]
+
+
+def stage_ranks(parallel: VllmConfig) -> int:
+    """Workers of a pipeline stage, which have the same layers. vLLM numbers them in a row.
+
+    Args:
+        parallel: vLLM's `ParallelConfig`.
+    """
+    return int(parallel.prefill_context_parallel_size * parallel.tensor_parallel_size)
 
 
 def token_share(parallel: VllmConfig, rank: int) -> tuple[int, int]:
@@ -57,24 +76,32 @@ def token_share(parallel: VllmConfig, rank: int) -> tuple[int, int]:
     return (tp_rank * pcp + pcp_rank % pcp) % size, size
 
 
-def _held(group: Group, kv_cache_config: KvCacheConfig, heads: int | None, rank: int, parallel: VllmConfig) -> Held:
-    layers = sum(len(table.layers) for table in group.tables)
+def _held(
+    group: Group,
+    span: tuple[int, int],
+    kv_cache_config: KvCacheConfig,
+    heads: int | None,
+    rank: int,
+    parallel: VllmConfig,
+) -> Held:
     specs = [
         spec for table in group.tables for spec in specs_of(kv_cache_config.kv_cache_groups[table.number].kv_cache_spec)
     ]
-    stage = rank - rank % (parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
-    parts = [_part(specs, layers, heads, each, parallel) for each in range(stage, rank + 1)]
+    first = rank - rank % stage_ranks(parallel)
+    parts = [_part(specs, span, heads, each, parallel) for each in range(first, rank + 1)]
     part = parts.pop()
     return part, 0 if part is None else parts.count(part)
 
 
-def _part(specs: list[KvCacheSpec], layers: int, heads: int | None, rank: int, parallel: VllmConfig) -> Part | None:
+def _part(
+    specs: list[KvCacheSpec], span: tuple[int, int], heads: int | None, rank: int, parallel: VllmConfig
+) -> Part | None:
     number, size = token_share(parallel, rank)
     if size > 1 and not any(spec.dcp_sharded for spec in specs):
         number, size = 0, 1
     kinds = {type(spec).__name__ for spec in specs}
     if kinds <= _LATENT:
-        return Part(0, layers, 0, 1, number, size)
+        return Part(*span, 0, 1, number, size)
     ranks, tp_rank = parallel.tensor_parallel_size, rank % parallel.tensor_parallel_size
     if heads is None or not kinds <= _WITH_HEADS or (heads % ranks and ranks % heads):
         return None
@@ -84,7 +111,7 @@ def _part(specs: list[KvCacheSpec], layers: int, heads: int | None, rank: int, p
     if {spec.num_heads for spec in specs} != {own} or copies % together:
         return None
     first = tp_rank // copies * own
-    return Part(0, layers, first, first + own, number, size)
+    return Part(*span, first, first + own, number, size)
 
 
 def _kv_heads(config: VllmConfig) -> int | None:

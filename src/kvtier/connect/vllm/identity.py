@@ -67,7 +67,7 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
         drafts = {"drafts": None if own_draft is None else _drafts(config, own_draft)}
         versions |= {} if own_draft is None else own_draft.versions
     digest = _own_digest(config) if weights is None else weights.digest
-    model, cache = config.model_config, config.cache_config
+    model, cache, stages = config.model_config, config.cache_config, config.parallel_config.pipeline_parallel_size
     settings = cast("Mapping[str, object]", model.hf_config.to_dict())
     fingerprint = Fingerprint(
         weights=digest,
@@ -86,6 +86,8 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
             "multimodal": _multimodal(model.multimodal_config),
             # The division of heads and tokens decides each rank's share.
             "ranks": _ranks(config.parallel_config),
+            # An engine with other stages could use some ranks' objects only: what one rank finds, another would lack.
+            **({"stages": stages} if stages > 1 else {}),
             **drafts,
         },
     )

@@ -102,6 +102,8 @@ def _stacks(placed: list[tuple[torch.Tensor, int]]) -> Iterator[Stack]:
     Args:
         placed: (pages, offset in a payload) of each layer.
     """
+    if not placed:  # the pipeline stage has none of the table's layers
+        return
     starts = [(int(view.storage_offset()), offset) for view, offset in placed]
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(starts)}
     view, offset = placed[0]

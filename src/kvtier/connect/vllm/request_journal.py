@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from kvtier.connect.vllm.vllm_types import Request
 from kvtier.core.planner import LoadPlan, Planner
-from kvtier.layout import KvLayout
 from kvtier.runtime.journal import Planned, RequestLine
 from kvtier.types import LoadDone, Lookup, Place
 
@@ -84,8 +83,8 @@ class RequestAccount:
         self.loads += 1
         self.wanted_tokens += tokens
 
-    def load_ended(self, done: LoadDone, seconds: float, places: Sequence[Place], layout: KvLayout, ranks: int) -> None:
-        """A load into `places` has ended after `seconds`."""
+    def load_ended(self, done: LoadDone, seconds: float, places: Sequence[Place], sizes: Sequence[int]) -> None:
+        """A load into `places` has ended after `seconds`; `sizes` are bytes of an object of each group on all ranks."""
         self.load_s += seconds
         if done.was_cut:
             self.shortfall = ("cut", f"the load was cut after {seconds:.3g} s: computing was faster by then")
@@ -98,8 +97,7 @@ class RequestAccount:
             self.loaded[place] += tokens
         if done.sources:  # otherwise the load was void, or nothing came
             failed = set(done.failed)
-            arrived = [place.group for place in places if (place.group, place.chunk) not in failed]
-            self.loaded_bytes += ranks * sum(sum(layout.groups[group].layer_bytes) for group in arrived)
+            self.loaded_bytes += sum(sizes[it.group] for it in places if (it.group, it.chunk) not in failed)
 
     def line(self, request: Request, arrived_s: float) -> RequestLine:
         """The line of the request, which has ended; it arrived at `arrived_s` of `time.monotonic`."""

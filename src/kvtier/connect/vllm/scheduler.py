@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -78,7 +78,7 @@ class Scheduler:
         tables: the current block ids of a request.
         resident: the block ids in vLLM's own cache that match a request; None: no prefix protection.
         open_pins: opens vLLM's block pool, given the callback for reused blocks.
-        rank_count: number of the workers.
+        object_bytes: bytes of an object of each group, without padding, on all workers together.
         has_prefix_caching: other requests find loaded blocks in vLLM's own cache.
         stores: False: a decode engine that only loads.
         announces: True: a prefill engine, whose responses say what it has stored. False: only those do whose request
@@ -105,7 +105,7 @@ class Scheduler:
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables] | None,
         open_pins: Callable[[Callable[[int], None]], BlockPins],
-        rank_count: int,
+        object_bytes: Sequence[int],
         has_prefix_caching: bool,
         stores: bool = True,
         announces: bool | None = False,
@@ -120,7 +120,7 @@ class Scheduler:
     ) -> None:
         self._session, self._ranks, self._geometry = session, ranks, geometry
         self._begin_keys, self._planner, self._tables = begin_keys, planner, tables
-        self._rank_count = rank_count
+        self._object_bytes = object_bytes
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
         self._is_alone = is_alone
@@ -570,7 +570,7 @@ class Scheduler:
             return
         plan, tracked = load.match.plan, load.tracked
         seconds = load.ended_s - load.began_s
-        ended = done, seconds, load.places, self._geometry.layout, self._rank_count
+        ended = done, seconds, load.places, self._object_bytes
         self._guards.run(Feature.JOURNAL, tracked.account.load_ended, *ended, otherwise=None)
         self._planner.ended(plan, done, seconds, load.ended_s)
         tracked.loaded_s = self._idle_s(load.ended_s)

@@ -15,7 +15,7 @@ from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import STORAGE, Events, Extras, Source
 from kvtier.connect.vllm.files_read import AdaptersRead, doubt
 from kvtier.connect.vllm.geometry import DcpShards, Geometry, TableLayout
-from kvtier.connect.vllm.held_parts import held_parts, token_share
+from kvtier.connect.vllm.held_parts import held_parts, stage_ranks, token_share
 from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.own_cache import OwnCache
@@ -35,8 +35,7 @@ from kvtier.connect.vllm.vllm_types import (
 from kvtier.connect.vllm.worker import Worker, no_look
 from kvtier.core.planner import Planner
 from kvtier.errors import UnsupportedModelError
-from kvtier.layout import History
-from kvtier.runtime.arena import chunk_bytes
+from kvtier.layout import History, KvLayout, engine_bytes, of_all_ranks
 from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError, ControlSocket
 from kvtier.runtime.guards import Feature
@@ -87,8 +86,10 @@ class WorkerFacts(NamedTuple):
     """Digest of the engine's identity, as this worker sees it."""
     doubt: str
     """Why it may have read other files than it has identified; empty if it has not."""
-    chunk_bytes: int
-    """Host bytes of a chunk on this rank."""
+    shape: str
+    """See `Geometry.shape`."""
+    layers: tuple[int, ...]
+    """Layers of each KV group on this rank."""
     token_share: tuple[int, int] = (0, 1)
     """See `held_parts.token_share`; as vLLM's groups of ranks say it."""
 
@@ -130,19 +131,29 @@ class EngineSetup:
     @property
     def ranks(self) -> int:
         """Workers of the engine."""
-        parallel = self.vllm_config.parallel_config
-        return parallel.pipeline_parallel_size * parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+        return int(self.vllm_config.parallel_config.pipeline_parallel_size) * self.stage_ranks
 
     @property
     def rank(self) -> int:
         """Number of this worker, from 0."""
         return self.vllm_config.parallel_config.rank % self.ranks
 
+    @property
+    def stage_ranks(self) -> int:
+        """Workers of a pipeline stage."""
+        return stage_ranks(self.vllm_config.parallel_config)
+
+    @property
+    def first_layers(self) -> list[int]:
+        """Layers of each KV group in the pipeline stages before this worker's."""
+        before = [it.layers for it in self.workers[: self.rank - self.rank % self.stage_ranks : self.stage_ranks]]
+        return [sum(counts) for counts in zip([0] * len(self.geometry.groups), *before, strict=True)]
+
     def facts(self, token_share: tuple[int, int] = (0, 1)) -> WorkerFacts:
         """What this worker tells the others."""
-        own = self.identity
+        own, geometry = self.identity, self.geometry
         detail = own.detail or doubt(self.vllm_config, own.versions)
-        return WorkerFacts(own.fingerprint.digest, detail, chunk_bytes(self.geometry.layout), token_share)
+        return WorkerFacts(own.fingerprint.digest, detail, geometry.shape, geometry.layer_counts, token_share)
 
     def agreed(self, workers: Sequence[WorkerFacts]) -> "EngineSetup":
         """The same engine, as all of its workers see it. It is private if one may have read other files.
@@ -151,13 +162,20 @@ class EngineSetup:
             workers: of all ranks, by rank.
 
         Raises:
-            UnsupportedModelError: a worker holds other tokens than its number says.
+            UnsupportedModelError: workers divide the KV in other ways; the message has both shapes.
         """
-        for rank, worker in enumerate(workers):
-            share = token_share(self.vllm_config.parallel_config, rank)
-            if worker.token_share != share:
+        for rank, it in enumerate(workers):
+            like = rank - rank % self.stage_ranks if it.shape == workers[0].shape else 0
+            other = workers[like]
+            if (it.shape, it.layers) != (other.shape, other.layers):
                 raise UnsupportedModelError(
-                    f"worker {rank} holds share {worker.token_share} of the tokens by vLLM's groups of ranks, and "
+                    f"rank {rank} has {it.layers} layers of the KV groups, in {it.shape}; rank {like} has "
+                    f"{other.layers}, in {other.shape}. Serve the model without kvtier"
+                )
+            share = token_share(self.vllm_config.parallel_config, rank)
+            if it.token_share != share:
+                raise UnsupportedModelError(
+                    f"rank {rank} holds share {it.token_share} of the tokens by vLLM's groups of ranks, and "
                     f"{share} by its configuration (number, ranks). Serve the model without kvtier"
                 )
         detail = next((it.doubt for it in workers if it.doubt), "")
@@ -174,6 +192,7 @@ class SchedulerSide:
     Args:
         setup: settings and identity of the engine.
         handshakes: of the workers.
+        layouts: of each worker.
         engine: vLLM's scheduler.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
         failure: the internal error that has switched the connector off; empty without one.
@@ -191,6 +210,7 @@ class SchedulerSide:
         self,
         setup: EngineSetup,
         handshakes: Sequence[Mapping[str, Any]],
+        layouts: Sequence[KvLayout],
         engine: VllmScheduler,
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
         failure: Callable[[], str],
@@ -213,7 +233,13 @@ class SchedulerSide:
         self.events_table, events = _events(setup, extras_of, hash_of)
         digest = setup.identity.fingerprint.digest
         is_producer = setup.role == "kv_producer"
-        opened = open_core(config, geometry.layout, digest, ranks, observer=events, publishes=is_producer, texts=events)
+        opened = open_core(
+            *(config, layouts[0], digest, ranks),
+            observer=events,
+            publishes=is_producer,
+            texts=events,
+            layouts=layouts,
+        )
         self._session = opened.session
         self._keys = KeyMaker(
             *(opened.root, geometry.chunk_tokens, vllm_config),
@@ -233,7 +259,7 @@ class SchedulerSide:
             tables=manager.get_block_ids,
             resident=partial(_resident, manager) if config.vllm.prefix_protection else None,
             open_pins=lambda on_reuse: BlockPins(manager.block_pool, on_reuse, guarded),
-            rank_count=setup.ranks,
+            object_bytes=of_all_ranks(layouts, engine_bytes),
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             stores=setup.role != "kv_consumer",
             announces=is_producer if has_shared and config.store.write_policy == "through" else None,
@@ -374,7 +400,7 @@ class WorkerSide:
         layers = setup.vllm_config.compilation_config.static_forward_context
         try:
             copier = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
-            held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank)
+            held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank, setup.first_layers)
             layout = copier.pages.layout.with_parts(held)
         except BaseException:
             exchange(None)  # the others wait for this worker
@@ -400,6 +426,7 @@ class WorkerSide:
             look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb),
             AdaptersRead(weights.on_stack("lora_manager")) if has_lora else None,
         )
+        self.layout = self._rank.layout
         self.server = RankServer(self._rank, self.worker.receive)
 
     def launched(self) -> None:

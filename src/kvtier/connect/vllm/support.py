@@ -50,8 +50,6 @@ def check_engine(config: VllmConfig) -> None:
         UnsupportedModelError: the message says what was found and what to do.
     """
     parallel, model, attention = config.parallel_config, config.model_config, config.attention_config
-    stages = parallel.pipeline_parallel_size
-    _refuse_if(stages > 1, f"pipeline_parallel_size = {stages} is not supported. Use tensor parallelism")
     _refuse_if(
         parallel.nnodes > 1,
         f"an engine on {parallel.nnodes} nodes is not supported: scheduler and workers communicate over local "
@@ -212,7 +210,8 @@ def check_groups(config: KvCacheConfig) -> None:
     _refuse_if(not config.kv_cache_groups, "the model keeps no KV. Serve it without kvtier")
     for number, group in enumerate(config.kv_cache_groups):
         role = plain_name(group.role)
-        where = f"KV group {number} ({group.layer_names[0]} and {len(group.layer_names) - 1} more layers)"
+        first, *rest = group.layer_names or ["no layer of this pipeline stage"]
+        where = f"KV group {number} ({first} and {len(rest)} more layers)"
         is_other = group.host_resident or not group.enable_kv_transfer or role != "DEFAULT"
         _refuse_if(is_other, f"{where}: role {role} is not supported")
 

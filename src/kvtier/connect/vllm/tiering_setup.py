@@ -71,6 +71,13 @@ def setup_of(
             "a draft model with KV of its own reads the next token, which vLLM's block hash does not cover: stored KV "
             "may be that of another prompt. Use kvtier as the connector"
         )
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(vllm_config.parallel_config, name)
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{name} = {size} below vLLM's offloading is not supported: a row does not say which layers and tokens "
+                "each rank holds. Use kvtier as the connector"
+            )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in HASHES:
         raise ConfigError(
