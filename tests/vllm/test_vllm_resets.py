@@ -13,7 +13,16 @@ from settings import connector
 
 pytestmark = pytest.mark.engine
 
-NEEDS = ("resets with running", "resets with REMOTE", "resets with pins", "loaded pages", "preemptions")
+NEEDS = (
+    "resets with running",
+    "resets with REMOTE",
+    "resets with pins",
+    "loaded pages",
+    "preemptions",
+    "pages of earlier",
+    "updates with running",
+    "sleeps with loads",
+)
 OVERLAPPED = ("resets with deferred", "resets before a forward", "orders before a forward")
 
 
@@ -39,6 +48,8 @@ def test_resets_in_any_order_do_what_they_do_without_kvtier(seed: int, is_overla
         *(pytest.param(it, False, marks=pytest.mark.vllm_core) for it in ("keep_pins", "keep_loads", "unwatched")),
         pytest.param("free_at_once", True, marks=pytest.mark.vllm_core),
         ("trust_launched_steps", True),
+        ("forget_mixing", False),
+        ("undo_more", False),
     ],
 )
 def test_the_control_what_is_broken_is_seen(sabotage: str, is_overlapped: bool, shallow: str) -> None:
