@@ -134,6 +134,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         call_all: Callable[..., list[Any]] = executor.collective_rpc
         if self._others or len(handshakes) < self._setup.ranks:  # vLLM may give two workers one number
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
+
+        def ask(method: str) -> list[Any]:
+            return call_all(KvtierConnector._answer_of_worker, args=(method,))
+
         handshakes = [dict(it) for it in handshakes]
         self._setup = self._setup.identified_as([it.pop(_IDENTITY) for it in handshakes].pop())
         self._upper = side = SchedulerSide(
@@ -141,7 +145,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
             hash_of=partial(hash_block, hash_function(self._setup.vllm_config.cache_config.prefix_caching_hash_algo)),
             wake=_waking(),
-            ask=partial(lambda call, method: call(KvtierConnector._answer_of_worker, args=(method,)), call_all),
+            ask=ask,
             is_alone=not self._others,
         )
         watch_calls(executor, self._around(side))
