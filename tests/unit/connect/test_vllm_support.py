@@ -130,7 +130,14 @@ SOURCES = {
     "Transformers": ("transformers/support.py",),
 }
 OTHER = (
-    *("fits no block size", "sleep_frees_host", "kv_role = ", "store.write_policy = ", "no tier; allowed", "interface_v1 = "),
+    *(
+        "fits no block size",
+        "sleep_frees_host",
+        "kv_role = ",
+        "store.write_policy = ",
+        "no tier; allowed",
+        "interface_v1 = ",
+    ),
     *("prefix_caching_hash_algo = ", "names no model", "no local folder", "not files of a folder", "MODELSCOPE"),
     *("has no server argument", "cannot be read as JSON", "has no description of its model"),
     *("published no server arguments", "no host pool with bytes"),
