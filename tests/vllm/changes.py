@@ -5,6 +5,7 @@ Each gets vLLM's engine and the directory of another checkpoint of the same mode
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,12 @@ def overlook_calls() -> None:
 def overlook() -> None:
     """Nothing is watched: the control of the tests."""
     from kvtier.connect.vllm.scheduler import Scheduler
+    from kvtier.connect.vllm.weight_calls import WeightCalls
     from kvtier.connect.vllm.weights import WeightSample
 
     WeightSample.look = lambda self, *, is_reset=False: ""  # type: ignore[method-assign]
     Scheduler.weights_change = lambda self, what: None  # type: ignore[method-assign]
+    WeightCalls.around = lambda self, call: nullcontext()  # type: ignore[method-assign]
 
 
 def _write(worker: Any, path: str) -> None:
@@ -103,15 +106,18 @@ def _copy(model: Any, path: str) -> None:
 
 def _tensors(model: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Tensors that vLLM leaves where they are on a CPU: embeddings and norms. It packs all others elsewhere."""
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return ((name, tensor) for name, tensor in tensors_of(path) if sizes.get(name) == tensor.shape)
+
+
+def tensors_of(path: str) -> Iterator[tuple[str, Any]]:
+    """All tensors of a checkpoint, by name."""
     from safetensors import safe_open
 
-    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                tensor = opened.get_tensor(name)
-                if sizes.get(name) == tensor.shape:
-                    yield name, tensor
+                yield name, opened.get_tensor(name)
 
 
 def _model(engine: Any) -> Any:

@@ -24,7 +24,7 @@ if IS_INSTALLED:
     from engines import PROMPTS, Expected, Start, small_engine
     from harness import Answer, Engine, in_process
     from judge import prompt
-    from models import make_all, make_drafts
+    from models import make_all, make_checkpoint, make_drafts
 
 
 def pytest_report_header() -> str:
@@ -73,6 +73,32 @@ def expected(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> "Ex
             with small_engine(checkpoints, model, logs / f"{model}.log", None) as engine:
                 known[model] = {name: engine.ask(prompt(count, seed))[0] for name, (count, seed) in PROMPTS.items()}
         return known[model]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama with other weights."""
+    place = tmp_path_factory.mktemp("other") / "llama"
+    in_process(make_checkpoint, "llama", place, 8)
+    return place
+
+
+@pytest.fixture(scope="session")
+def wanted(checkpoints: Path, other: Path, tmp_path_factory: pytest.TempPathFactory) -> "Expected":
+    """What an engine without a connector answers with the other weights, or after a change to some of them."""
+    known: dict[str, dict[str, Answer]] = {}
+
+    def of(change: str) -> dict[str, Answer]:
+        name = "reload" if change == "reload" else "some"
+        if name not in known:
+            log = tmp_path_factory.mktemp("wanted") / "log"
+            with small_engine(other.parent if name == "reload" else checkpoints, "llama", log, None) as engine:
+                if name == "some":
+                    engine.do("changes:write_directly", str(other))
+                known[name] = {it: engine.ask(prompt(*PROMPTS[it]))[0] for it in PROMPTS}
+        return known[name]
 
     return of
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -23,9 +24,12 @@ class Page(NamedTuple):
     """What the forward has written into a page."""
 
     weights: int
-    """Number of the oldest weights that had a part in it."""
+    """The weights that it was computed with; -1: not with one alone."""
+    age: int
+    """Number of changes before the oldest weights that had a part in it."""
     tokens: int
     """Hash of all tokens up to its end."""
+    number: int
 
 
 class Work(NamedTuple):
@@ -49,6 +53,8 @@ class Step:
     work: list[Work]
     oldest: int
     """The oldest weights whose KV it may find."""
+    first: int
+    """The oldest page that may be loaded."""
     told: Any = None
     """The connector's part of the result, once the step is launched."""
     result: Any = None
@@ -73,8 +79,13 @@ class Flows:
         (self.memory,) = core.model_executor.driver_worker.worker.model_runner.kv_caches
         self.draw = random.Random(seed)
         self.pages: list[Page] = []
-        self.weights = self.oldest = 0
-        """The present weights, and the oldest that vLLM's own cache may have KV of."""
+        self.weights = self.latest = self.age = self.oldest = 0
+        """The present weights, the last new ones, the number of changes, and that of the oldest KV in vLLM itself."""
+        worker, module = core.model_executor.driver_worker.worker, import_module("kvtier.connect.vllm.weights")
+        worker.reload_weights = partial(setattr, self, "weights")
+        module.digest_of = lambda *_: self.weights.to_bytes(32, "big")
+        self.first = 0
+        """The oldest page that may be loaded."""
         self.texts: dict[str, list[int]] = {}
         self.loads: dict[str, tuple[int, int]] = {}
         """The tokens of requests that have not begun: before a load, and with it."""
@@ -106,6 +117,7 @@ class Flows:
     def flow(self) -> None:
         """Some requests, then new weights and resets in any order, with requests that begin and end in between."""
         acts = [self.add] * 4 + [self.steps] * 6 + [self.settle] * 2 + [self.reset] * 3 + [self.change, self.abort]
+        acts += [self.update, self.sleep]
         for act in (self.add, self.steps, *self.draw.choices(acts, k=self.draw.randrange(3, 12))):
             act()
         if self.draw.random() < 0.5:
@@ -140,10 +152,41 @@ class Flows:
         """Other weights, by a call that vLLM passes on to its workers."""
         self.launch()
         self.core.model_executor.collective_rpc(lambda worker: None)
-        self.weights += 1
+        self.age += 1
+        self.weights = self.latest = self.latest + 1
         self.seen["changes with loads"] += self.count("REMOTE") > 0
         if self.draw.random() < 0.7:
             self.reset()
+
+    def update(self) -> None:
+        """Other weights, or the same, in flight and by a call that says when they are complete."""
+        self.launch()
+        self.age += 1
+        new = self.draw.choice((self.weights, 0, self.latest + 1))
+        self.latest = max(self.latest, new)
+        self.core.model_executor.collective_rpc("reload_weights", args=(new,))
+        self.seen["updates with running"] += self.count("running") > 0
+
+    def sleep(self) -> None:
+        """All memory goes away, and comes back with the weights of before or with others."""
+        while self.under_way:  # vLLM waits until no step is under way
+            self.end_step()
+        self.add()
+        self.step()
+        while self.under_way:
+            self.end_step()
+        level, loads = self.draw.choice((1, 2)), self.count("REMOTE")
+        self.core.sleep(level, self.draw.choice(("abort", "keep")))
+        self.seen["sleeps with loads"] += loads > 0
+        self.memory.fill_(-1.0)
+        self.oldest = self.age
+        if self.draw.random() < 0.5:
+            self.steps()
+        if level == 2:
+            self.core.wake_up(["weights"])
+            self.update()
+        self.memory.fill_(-1.0)
+        self.core.wake_up()
 
     def reset(self) -> None:
         """One of vLLM's resets, whose error or False a loop may swallow, or try once more."""
@@ -162,7 +205,8 @@ class Flows:
                 raise AssertionError(f"reset({preempts}, {everywhere}) is {was_reset}: {kinds}")
             self.seen[f"resets that are {was_reset}"] += 1
             if was_reset:
-                self.oldest = self.weights
+                self.oldest = self.age
+                self.first = len(self.pages) if everywhere else self.first
             if self.draw.random() < 0.5:
                 self.steps()
 
@@ -216,13 +260,17 @@ class Flows:
             if self.draw.random() < (0.2 if self.depth > 1 else 0.5):
                 self.execute(self.under_way[-1])
         if self.under_way and (len(self.under_way) >= self.depth or not has_more):
-            step = self.under_way[0]
-            result = self.execute(step)
-            self.under_way.popleft()
-            self.scheduler.update_from_output(step.output, result)
-            for request in self.scheduler._inflight_prefills:
-                (held,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-                assert held, f"{request.request_id} has no blocks, and those it will need are kept from all others"
+            self.end_step()
+
+    def end_step(self) -> None:
+        """The first step that is under way returns."""
+        step = self.under_way[0]
+        result = self.execute(step)
+        self.under_way.popleft()
+        self.scheduler.update_from_output(step.output, result)
+        for request in self.scheduler._inflight_prefills:
+            (held,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            assert held, f"{request.request_id} has no blocks, and those it will need are kept from all others"
 
     def scheduled(self) -> Step:
         """The next step."""
@@ -234,7 +282,7 @@ class Flows:
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             end, loaded = request.num_computed_tokens, self.loads.pop(name, (0, 0))
             work.append(Work(name, end - count, end, list(blocks), not request.is_prefill_chunk, loaded))
-        return Step(output, work, self.oldest)
+        return Step(output, work, self.oldest, self.first)
 
     def tell(self, output: Any, forward: Callable[[], None]) -> Any:
         """What the workers' connector says of a step: vLLM's calls in their order, around the launch of the forward."""
@@ -286,20 +334,24 @@ class Flows:
             text = self.texts[name]
             while len(text) <= end:
                 text.append(LEAST_TOKEN + hash(tuple(text)) % (VOCABULARY - LEAST_TOKEN))
-            weights = self.weights
+            weights, age = self.weights, self.age
             for number in range(-(-start // BLOCK)):
                 page = self.look(blocks[number])
                 assert page.tokens == hash(tuple(text[: min(start, (number + 1) * BLOCK)])), (
                     f"{name}: foreign KV {number}"
                 )
-                assert page.weights >= step.oldest, f"{name}: block {number} is of {page}, reset at {step.oldest}"
                 if first <= number * BLOCK < min(last, start):
                     self.seen["loaded pages"] += 1
+                    self.seen["pages of earlier"] += page.age < self.age
                     assert page.weights == self.weights, f"{name}: block {number} was loaded, of {page}"
-                weights = min(weights, page.weights)
+                    assert page.number >= step.first, f"{name}: block {number} was loaded, of before a reset"
+                    page = self.pages[page.number] = page._replace(age=self.age)  # as if it was computed now
+                assert page.age >= step.oldest, f"{name}: block {number} is of {page}, reset at {step.oldest}"
+                weights, age = weights if weights == page.weights else -1, min(age, page.age)
             for number in range(start // BLOCK, -(-end // BLOCK)):
                 self.memory[blocks[number]] = float(len(self.pages))
-                self.pages.append(Page(weights, hash(tuple(text[: min(end, (number + 1) * BLOCK)]))))
+                tokens = hash(tuple(text[: min(end, (number + 1) * BLOCK)]))
+                self.pages.append(Page(weights, age, tokens, len(self.pages)))
             yield work, text[end]
 
     def look(self, block: int) -> Page:
@@ -407,6 +459,20 @@ def keep_loads() -> None:
     from kvtier.connect.vllm.own_cache import OwnCache
 
     OwnCache.restart = lambda self, names: None  # type: ignore[method-assign]
+
+
+def forget_mixing() -> None:
+    """What follows on vLLM's own KV of other weights is stored."""
+    from kvtier.connect.vllm.scheduler import Scheduler
+
+    Scheduler.mixes_weights = lambda self: None  # type: ignore[method-assign]
+
+
+def undo_more() -> None:
+    """A change that is not known has no name of its own when the reset of a sleep is undone."""
+    from kvtier.connect.vllm.request_keys import KeyMaker
+
+    KeyMaker.unknown_weights = lambda self: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

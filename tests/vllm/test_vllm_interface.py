@@ -10,6 +10,18 @@ from harness import in_process
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
 
+UNKNOWN_CHANGES = frozenset({
+    # They change the model or its settings, and nobody says when it is complete.
+    "apply_model", "update_config", "elastic_ep_execute", "checkpoint_prepare", "checkpoint_restore", "load_model",
+    # At the start only.
+    "init_device", "initialize_from_config", "compile_or_warm_up_model", "determine_available_memory",
+    "set_kv_cache_layout", "update_max_model_len", "handle_ft_command",
+    # Within a worker.
+    "annotate_profile", "get_model", "get_draft_model",
+})  # fmt: skip
+"""Methods of vLLM's workers that stop kvtier until a cache reset."""
+
+
 def check() -> None:
     """Runs where vLLM is imported: every hook is one of vLLM's."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
@@ -104,17 +116,34 @@ def check_resets() -> None:
 
 
 def check_calls() -> None:
-    """Runs where vLLM is imported: what is taken for harmless is a method of vLLM's workers, not a name misspelt."""
+    """Runs where vLLM is imported: each method of vLLM's workers is in one row of the table, and none is misspelt."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor.abstract import SLEEP_TAGS, Executor
+    from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
+    from kvtier.connect.vllm.weight_calls import CHANGES, SLEEPS, TAGS
     from kvtier.connect.vllm.weights import HARMLESS
 
+    found = {name for it in (Worker, CPUWorker) for name in dir(it) if callable(getattr(it, name)) and name[0] != "_"}
+    known = (HARMLESS, frozenset(CHANGES), SLEEPS, {"wake_up"}, UNKNOWN_CHANGES)
+    assert found - frozenset().union(*known) == set(), "which row of the table?"
     of_0_33 = {"get_simple_cpu_offload_num_cpu_blocks"}
-    assert {name for name in HARMLESS if not hasattr(Worker, name)} <= of_0_33
-    changing = "reload_weights update_config load_model reset_weights start_weight_update update_weights sleep wake_up"
-    for name in [*changing.split(), "discard", "apply_model", "elastic_ep_execute", "checkpoint_restore"]:
-        assert hasattr(Worker, name), name
-        assert name not in HARMLESS
+    assert sorted(frozenset().union(*known) - found - of_0_33) == []
+    assert sum(map(len, known)) == len(frozenset().union(*known)), "one row for each"
+    # A known change tells when the weights are complete; vLLM resets its caches in its own sleep, and right before it.
+    assert TAGS == SLEEP_TAGS
+    assert "kwargs=dict(level=level)" in inspect.getsource(Executor.sleep)
+    assert "kwargs=dict(tags=tags)" in inspect.getsource(Executor.wake_up)
+    assert "args=(tuple(tags_to_discard),)" in inspect.getsource(Executor.discard)
+    text = inspect.getsource(EngineCore.sleep)
+    assert (
+        text.index("clear_prefix_cache = level >= 1")
+        < text.index("self.pause_scheduler(")
+        < text.index("def pause_complete")
+    )
+    assert "self._reset_caches()" in inspect.getsource(EngineCore.release_kv_cache_memory)
+    assert "engine._finish_pause(clear_cache)" in inspect.getsource(EngineCoreProc.pause_scheduler)
 
 
 def check_tiering() -> None:

@@ -13,7 +13,16 @@ from settings import connector
 
 pytestmark = pytest.mark.engine
 
-NEEDS = ("resets with running", "resets with REMOTE", "resets with pins", "loaded pages", "preemptions")
+NEEDS = (
+    "resets with running",
+    "resets with REMOTE",
+    "resets with pins",
+    "loaded pages",
+    "preemptions",
+    "pages of earlier",
+    "updates with running",
+    "sleeps with loads",
+)
 OVERLAPPED = ("resets with deferred", "resets before a forward", "orders before a forward")
 
 
@@ -40,6 +49,8 @@ def test_resets_in_any_order_do_what_they_do_without_kvtier(seed: int, depth: in
         pytest.param("free_at_once", 2, marks=pytest.mark.vllm_core),
         ("trust_launched_steps", 2),
         ("free_at_once", 3),
+        ("forget_mixing", 1),
+        ("undo_more", 1),
     ],
 )
 def test_the_control_what_is_broken_is_seen(sabotage: str, depth: int, shallow: str) -> None:

@@ -195,6 +195,11 @@ class VllmConfig(SettingsSection):
         kind=Switch(),
         help="Reorder vLLM's free blocks so that prefixes of waiting requests are evicted last; false: vLLM's order.",
     )
+    sleep_frees_host: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Give host memory back to the system while vLLM sleeps: what no lower tier has is lost.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

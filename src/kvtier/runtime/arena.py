@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -128,10 +129,15 @@ class Arena:
         self._sizes = [frame_bytes(group) for group in layout.groups]
         self.filled_elsewhere = frozenset(group for group in shared if layout.groups[group].copy)
         """Groups into whose slots only another rank writes."""
+        self._shared = frozenset(shared)
+        self._populate, self._page_lock = populate, page_lock
+        self._taken: dict[int, weakref.finalize[[Callable[[], None], object], Bytes] | None] = {}
+        """The groups whose memory is in use, and their page locks."""
         self._views: list[memoryview] | None = [
-            _region(size * count, size, shared.get(group), populate=populate, page_lock=page_lock)
+            _region(size * count, shared.get(group))
             for group, (size, count) in enumerate(zip(self._sizes, self.slots, strict=True))
         ]
+        self.take()
 
     @property
     def size_bytes(self) -> int:
@@ -167,33 +173,60 @@ class Arena:
         """
         return self.frame(group, slot)[self._heads[group] :]
 
+    def take(self) -> None:
+        """Populate and page-lock the memory, at the start and after `free`."""
+        for group, view in enumerate(self._views or ()):
+            if group in self._taken:
+                continue
+            region, self._taken[group] = cast("Bytes", view.obj), None
+            if self._populate:
+                region[::ALIGNMENT] = 0
+            if self._page_lock is not None:
+                unlock = self._page_lock(_address(region), region.nbytes, self._sizes[group])
+                # The array is freed with its last view and before its mapping, so memory is unlocked before it is
+                # unmapped. Not at exit, when a thread may still copy; the system unlocks it then.
+                lock = self._taken[group] = weakref.finalize(region, _unlock, unlock, region.base)
+                lock.atexit = False
+
+    def free(self) -> bool:
+        """Give the pages back to the system, until `take`. The contents are lost, and no slot may be in use.
+
+        Memory that other ranks use, too, stays.
+
+        Returns:
+            False if some stay, because they may still be page-locked: a device would not see the pages that follow.
+        """
+        for group in [it for it in self._taken if it not in self._shared]:
+            lock = self._taken[group]
+            if lock is not None and lock() is False:
+                return False
+            del self._taken[group]
+            region = cast("Bytes", (self._views or [])[group].obj)
+            whole = cast("Bytes", region if region.base is None else region.base)
+            mapping = cast("mmap.mmap", cast("memoryview", whole.base).obj)
+            mapping.madvise(mmap.MADV_DONTNEED, _address(region) - _address(whole), region.nbytes)
+        return True
+
     def close(self) -> None:
         """Release the memory, each mapping when its last view is gone. Idempotent."""
         self._views = None
 
 
-def _region(
-    size_bytes: int, slot_bytes: int, shared: Bytes | None, *, populate: bool, page_lock: PageLock | None
-) -> memoryview:
+def _region(size_bytes: int, shared: Bytes | None) -> memoryview:
     region = page_aligned(size_bytes) if shared is None else shared[:size_bytes]
     if len(region) < size_bytes:
         raise ValueError(f"slots of {size_bytes} bytes do not fit in {len(region)} bytes of shared memory")
-    if populate:
-        region[::ALIGNMENT] = 0
-    if page_lock is not None:
-        unlock = page_lock(_address(region), size_bytes, slot_bytes)
-        # The array is freed with its last view and before its mapping, so memory is unlocked before it is unmapped.
-        # Not at exit, when a thread may still copy; the system unlocks it then.
-        weakref.finalize(region, _unlock, unlock, region.base).atexit = False
     return region.data
 
 
-def _unlock(unlock: Callable[[], None], memory: object) -> None:
+def _unlock(unlock: Callable[[], None], memory: object) -> bool:
     try:
         unlock()
     except Exception as error:  # noqa: BLE001 - a finalizer has no caller
         _kept.append(memory)
         _log.warning("page-locked host memory could not be unlocked, and stays until the process ends: %s", str(error))
+        return False
+    return True
 
 
 def _address(region: Bytes) -> int:

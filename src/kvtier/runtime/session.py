@@ -286,6 +286,33 @@ class Session(LockedCore):
         """Free host memory, see `Cache.clear`. Lower tiers keep their objects, and those of open requests stay."""
         return self._asked(self._cache.clear, otherwise=(0, 0))
 
+    def emptied(self, act: Callable[[], object], wait_s: float) -> bool:
+        """Free host memory, and call `act` while it is empty; nothing else is done meanwhile.
+
+        Lower tiers keep their objects, and what is being written to them is waited for.
+
+        Args:
+            act: uses the memory. If it raises, the session is over.
+            wait_s: longest wait in seconds.
+
+        Returns:
+            Whether host memory was empty in time.
+        """
+        is_empty, seen = False, 0
+
+        def look(now_s: float) -> None:
+            nonlocal is_empty, seen
+            is_empty, seen = self._cache.clear(now_s)[1] == 0, self._settles
+            if is_empty:
+                act()
+
+        until_s = self._clock() + wait_s
+        while not is_empty and not self._is_broken and (left_s := until_s - self._clock()) > 0:
+            self._uninterrupted(self._call, look)
+            if not is_empty:
+                self._wait(seen, min(left_s, FLUSH_STEP_S))
+        return is_empty
+
     @property
     def obstacle(self) -> str:
         """Why nothing is found or stored now; empty in normal operation."""

@@ -417,6 +417,7 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
             extras_of=MagicMock(),
             hash_of=MagicMock(),
             wake=MagicMock(),
+            ask=MagicMock(),
         )
     (line,) = caplog.messages
     assert line.endswith(end)

@@ -575,14 +575,14 @@ def test_a_change_that_is_found_after_a_reset_belongs_to_the_time_before_only_if
     took()
     assert engine.scheduler.reset()
     engine.scheduler.stepped(StepDone(1, "a step that was in flight"))
-    assert not engine.scheduler._is_off
+    assert not engine.scheduler._weights.is_off
     engine.add([engine.draw.randrange(1000) for _ in range(600)], 4)
     assert [took().is_reset, took().is_reset] == [True, False]
     assert engine.scheduler.reset()
     orders = took()
     assert not orders.is_reset, "blocks are in use"
     engine.scheduler.stepped(StepDone(orders.step, "parameters were replaced"))
-    assert engine.scheduler._is_off
+    assert engine.scheduler._weights.is_off
 
 
 def test_a_copy_that_outlives_its_load_writes_to_no_block_of_another_request(start, monkeypatch):

@@ -46,8 +46,6 @@ def test_engines_that_are_served(change):
         ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node per engine"),
         ({"model__is_encoder_decoder": True}, "encoder-decoder models are not supported.* Serve it without kvtier"),
         ({"model__runner_type": "pooling"}, "runner 'pooling' is not supported.* Use runner 'generate'"),
-        ({"model__enable_sleep_mode": True}, "enable_sleep_mode is not supported.* Turn it off"),
-        ({"weight_transfer_config": object()}, "weight_transfer_config is not supported.* Turn it off"),
         ({"attention__use_non_causal": True}, "non-causal attention is not supported"),
         ({"attention__hisparse_config": object()}, "HiSparse is not supported.* Turn it off"),
         ({"model__use_mla": True}, "MLA on a CPU .* --compilation-config .*-rotary_embedding"),
@@ -141,7 +139,14 @@ SOURCES = {
     "Transformers": ("transformers/support.py",),
 }
 OTHER = (
-    *("fits no block size", "kv_role = ", "store.write_policy = ", "no tier; allowed", "interface_v1 = "),
+    *(
+        "fits no block size",
+        "sleep_frees_host",
+        "kv_role = ",
+        "store.write_policy = ",
+        "no tier; allowed",
+        "interface_v1 = ",
+    ),
     *("prefix_caching_hash_algo = ", "names no model", "no local folder", "not files of a folder", "MODELSCOPE"),
     *("has no server argument", "cannot be read as JSON", "has no description of its model"),
     *("published no server arguments", "no host pool with bytes"),

@@ -1,5 +1,6 @@
 """Weights that change while an engine runs are noticed, and what does not change them is not."""
 
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -9,17 +10,24 @@ import torch
 from kvtier.connect.vllm import sides
 from kvtier.connect.vllm import weights as module
 from kvtier.connect.vllm.own_cache import OwnCache
-from kvtier.connect.vllm.weights import WeightSample, on_stack, watch_calls
+from kvtier.connect.vllm.weights import WeightSample, WorkerCall, digest_of, on_stack, watch_calls
 from kvtier.errors import ConfigError
 
 
 class Executor:
     """`vllm.v1.executor.abstract.Executor`."""
 
-    def __init__(self) -> None:
-        self.made = []
+    def __init__(self):
+        self.made, self.called = [], []
+        watch_calls(self, self.around)
 
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+    @contextmanager
+    def around(self, call):
+        self.called.append(call)
+        yield
+        self.called.append("after")
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
         self.made.append((method, list(self.called)))
         return "result"
 
@@ -28,58 +36,47 @@ class Executor:
         return self.collective_rpc("reload_weights")
 
 
-@pytest.fixture
-def watched():
-    """An executor, and what is called before its calls."""
-    executor, called = Executor(), []
-    executor.called = called
-    watch_calls(executor, lambda name, adapter: called.append((name, adapter)))
-    return executor, called
-
-
-def test_before_each_call_that_may_change_weights_the_engine_is_notified(watched):
-    executor, called = watched
-
+def test_each_call_that_may_change_weights_is_surrounded():
     def written(worker):
         pass
 
-    for method in ("reload_weights", "apply_model", "sleep", "wake_up", "load_model", written, b"pickled", written):
-        called.clear()
+    for method in ("reload_weights", "apply_model", "sleep", "wake_up", "load_model", written, b"pickled"):
+        executor = Executor()
         assert executor.collective_rpc(method) == "result"
         name = method if isinstance(method, str) else "bytes" if isinstance(method, bytes) else written.__qualname__
-        assert called == [(name, None)]
-        assert executor.made[-1] == (method, called), "before the call, not after it"
-    called.clear()
-    executor.collective_rpc(method="update_weights", timeout=3.0)
-    assert called == [("update_weights", None)]
+        call, after = executor.called
+        assert (call, after) == (WorkerCall(name, (), {}, isinstance(method, str)), "after")
+        assert executor.made == [(method, [call])]
+    executor = Executor()
+    executor.collective_rpc(method="sleep", timeout=3.0, kwargs={"level": 2})
+    executor.collective_rpc("discard", None, (("kv_cache",),))
+    executor.collective_rpc("reload_weights", non_block=True)
+    sleep, discard, unawaited = executor.called[::2]
+    assert [sleep.argument("level"), discard.argument("tags")] == [2, ("kv_cache",)]
+    assert [sleep.argument("mode", "abort"), unawaited.is_plain] == ["abort", False]
 
 
-def test_calls_that_change_no_weights_are_not_reported(watched):
-    executor, called = watched
+def test_calls_that_change_no_weights_are_not_reported():
+    executor = Executor()
     for method in sorted(module.HARMLESS - {"add_lora"}):
         executor.collective_rpc(method)
-    assert called == []
+    assert executor.called == []
     assert len(executor.made) == len(module.HARMLESS) - 1
     executor.collective_rpc("add_lora", args=("adapter",))
     executor.collective_rpc("add_lora", None, ("adapter",), None)
-    assert called == [("add_lora", "adapter")] * 2
+    assert [it.args for it in executor.called[::2]] == [("adapter",)] * 2
 
 
-def test_each_engine_of_a_process_is_notified_of_its_own_calls(watched):
-    executor, called = watched
-    other = Executor()
-    other.called = others = []
-    watch_calls(other, lambda name, _: others.append(name))
+def test_each_engine_of_a_process_is_notified_of_its_own_calls():
+    executor, other = Executor(), Executor()
     other.reload()
-    assert (called, others) == ([], ["reload_weights"])
-    executor.reload()
-    assert (called, others) == ([("reload_weights", None)], ["reload_weights"])
+    assert (len(executor.called), len(other.called)) == (0, 2)
 
 
-def test_a_call_with_other_arguments_is_made_all_the_same(watched):
-    executor, called = watched
+def test_a_call_with_other_arguments_is_made_all_the_same():
+    executor = Executor()
     assert executor.collective_rpc("add_lora", args=iter(["adapter"])) == "result"
-    assert called == [("add_lora", None)]
+    assert executor.called[0] == WorkerCall("add_lora", (), {}, is_plain=True)
 
 
 # ---- the scheduler side --------------------------------------------------------------------------------------------
@@ -91,19 +88,70 @@ def side(monkeypatch):
         monkeypatch.setattr(sides, name, MagicMock())
     monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
     setup = MagicMock(ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()), identity=MagicMock(is_private=False))
-    setup.config.tiers, setup.config.control.socket = (), None
+    setup.config.tiers, setup.config.control.socket, setup.config.vllm.sleep_frees_host = (), None, False
     return sides.SchedulerSide(
-        setup, [], *(MagicMock(),) * 3, extras_of=MagicMock(), hash_of=MagicMock(), wake=MagicMock()
+        *(setup, [], [MagicMock(groups=())]),
+        *(MagicMock(),) * 3,
+        extras_of=MagicMock(),
+        hash_of=MagicMock(),
+        wake=MagicMock(),
+        ask=MagicMock(return_value=[b"digest"]),
     )
 
 
 def test_a_call_stops_everything_and_an_adapter_is_identified(side):
-    keys = side._keys
-    side.called("add_lora", "adapter")
-    assert keys.mock_calls == [call.loaded("adapter")]
+    with side.around(WorkerCall("add_lora", ("adapter",), {}, is_plain=True)):
+        assert side._keys.mock_calls[-1] == call.loaded("adapter")
     assert side.scheduler.weights_change.mock_calls == []
-    side.called("reload_weights", None)
-    assert side.scheduler.weights_change.mock_calls == [call("reload_weights()")]
+    for name, is_plain in (("apply_model", True), ("reload_weights", False)):
+        with side.around(WorkerCall(name, (), {}, is_plain)):
+            assert side.scheduler.weights_change.mock_calls[-1] == call(f"{name}()")
+    assert side.scheduler.go_on.mock_calls == [], "until a reset"
+
+
+def test_known_changes_go_on_when_they_are_complete(side):
+    digests = iter([[b"old"], [b"new"], [b"old"], [None]])
+    side.calls._ask = lambda how: next(digests) if how.startswith("digest") else [True]
+    side._keys.weights = b""
+    side._keys.own = (False, set())
+
+    def make(name, **given):
+        with side.around(WorkerCall(name, (), given, is_plain=True)):
+            assert side.scheduler.stop.called
+        return side._keys.weights, side.scheduler.go_on.call_count
+
+    assert make("start_weight_update") == make("update_weights") == (b"", 0)
+    new, went_on = make("finish_weight_update")
+    assert (len(new), went_on) == (32, 1)
+    assert make("reload_weights") == (b"", 2), "those of the start"
+    private, _ = make("reload_weights")
+    assert len(private) == 32, "random"
+    assert side._keys.are_weights_private
+    with suppress(ValueError), side.around(WorkerCall("reload_weights", (), {}, is_plain=True)):
+        raise ValueError
+    assert side.scheduler.go_on.call_count == 3, "the weights are unknown"
+    side.reset()
+    assert side.scheduler.go_on.call_count == 4, "a user says that they are complete"
+
+
+def test_sleep_goes_on_when_all_of_the_engine_is_awake(side):
+    asked = []
+    side.calls._ask = lambda how: asked.append(how) or [b"digest"]
+    side._keys.own = (False, set())
+
+    def make(name, **given):
+        with side.around(WorkerCall(name, (), given, is_plain=True)):
+            pass
+        return side.scheduler.go_on.call_count
+
+    assert make("sleep", level=1) == make("wake_up", tags=["kv_cache"]) == 0
+    assert asked == ["sleep"], "before the weights are awake no copy is made"
+    assert make("wake_up", tags=None) == 1
+    assert asked == ["sleep", "wake_up"]
+    assert make("discard", tags=("kv_cache",)) == 1
+    assert make("wake_up", tags=["kv_cache"]) == 2
+    assert make("sleep", level=2) == make("wake_up") == 2, "the weights are lost"
+    assert make("reload_weights") == 3
 
 
 def test_a_reset_that_the_scheduler_refuses_is_none(side):
@@ -138,8 +186,8 @@ def test_the_model_is_found_on_the_stack():
 @pytest.mark.parametrize("model", [None, object(), SimpleNamespace(named_modules=lambda: [("", None)])])
 def test_a_model_that_cannot_be_sampled_stops_no_engine(model, monkeypatch, caplog):
     monkeypatch.setattr(module, "on_stack", lambda _: lambda: model)
-    look = sides.look_at_weights(has_moving_experts=False)
-    assert look(is_reset=True) == ""
+    models, look = sides.look_at_weights(has_moving_experts=False)
+    assert (models, look(is_reset=True)) == ([], "")
     assert caplog.messages[0].startswith("kvtier cannot look at the model's weights")
 
 
@@ -223,3 +271,41 @@ def test_experts_that_vllm_moves_are_not_compared(model, name, moves):
         sample = WeightSample(model, has_moving_experts=has_moving_experts)
         model[name].weight.data.add_(1)
         assert (sample.look() == "") == (has_moving_experts and moves)
+
+
+# ---- the digest ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [_add, _write_data])
+@pytest.mark.parametrize("name", ["l0", "l69"])
+def test_the_digest_covers_every_element_and_no_place(model, change, name, monkeypatch):
+    monkeypatch.setattr(module, "DIGEST_PART_BYTES", 1000)
+    before = digest_of([model])
+    _replace_data(model, name)
+    assert digest_of([model]) == before, "the same numbers elsewhere"
+    change(model, name)
+    assert digest_of([model]) != before
+    changed = digest_of([model])
+    model["l1"].weight.data[-1, -1] += 1
+    assert digest_of([model]) != changed, "the last element of one with gaps"
+
+
+def test_the_digest_covers_what_is_derived_from_parameters(model):
+    model["l0"].derived, model["l0"].scale, model["l0"].count = torch.ones(3), 1.0, 1
+    model["l1"].kv_cache = torch.ones(3)
+    others = [model["l1"].kv_cache.untyped_storage().data_ptr()]
+    before = digest_of([model], others)
+    model["l1"].kv_cache.add_(1)
+    model["l0"].count += 1
+    assert digest_of([model], others) == before
+    model["l0"].scale = 2.0
+    assert digest_of([model], others) != before
+    model["l0"].scale = 1.0
+    model["l0"].derived[2] = 5
+    assert digest_of([model], others) != before
+
+
+def test_weights_that_cannot_be_read_have_no_digest(model):
+    assert digest_of([model, torch.nn.Linear(3, 3, device="meta")]) is None
+    model["l0"].weight = torch.nn.Parameter(torch.empty(0))
+    assert digest_of([model]) is None, "packed elsewhere"

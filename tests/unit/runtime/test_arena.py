@@ -4,6 +4,7 @@ import gc
 import mmap
 import os
 import signal
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -50,6 +51,42 @@ def test_slots_begin_as_zeros_and_do_not_overlap(populate: bool) -> None:
         arena.frame(*place)[:] = bytes([number + 1]) * len(arena.frame(*place))
     for number, place in enumerate(places):
         assert arena.frame(*place) == bytes([number + 1]) * len(arena.frame(*place))
+
+
+@pytest.mark.parametrize("has_lock", [False, True])
+def test_pages_are_given_back_and_taken_again(has_lock: bool) -> None:
+    locked: list[tuple[int, int]] = []
+
+    def lock(address: int, size_bytes: int, slot_bytes: int) -> Callable[[], None]:
+        locked.append((address, size_bytes))
+        return lambda: locked.remove((address, size_bytes))
+
+    arena = Arena(_layout(), (3, 2), page_lock=lock if has_lock else None)
+    frames = [arena.frame(group, 1) for group in (0, 1)]
+    before = list(locked)
+    for _ in range(2):
+        for frame in frames:
+            frame[:] = bytes([7]) * len(frame)
+        assert arena.free()
+        assert not locked
+        assert not any(map(any, frames)), "their pages are new"
+        arena.take()
+        assert locked == before
+    arena.close()
+    del frames, frame
+    gc.collect()
+    assert not locked
+
+
+def test_memory_that_stays_locked_is_kept() -> None:
+    def lock(address: int, size_bytes: int, slot_bytes: int) -> Callable[[], None]:
+        return [].pop
+
+    arena = Arena(_layout(), (3, 2), page_lock=lock)
+    frame = arena.frame(0, 1)
+    frame[:] = bytes([7]) * len(frame)
+    assert not arena.free()
+    assert frame[0] == 7, "a device may write to it"
 
 
 @pytest.mark.parametrize("place", [(0, 3), (0, -1), (1, 2), (2, 0), (-1, 0)])

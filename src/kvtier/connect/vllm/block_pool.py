@@ -74,6 +74,11 @@ class BlockPins:
         """Whether no block is in use. Otherwise vLLM keeps its prefix cache when it is reset."""
         return self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1  # the null block is always in use
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether no block holds KV that a request has or can find."""
+        return self.is_idle and all(block.block_hash is None for block in self._pool.blocks)
+
     def free(self) -> Iterator[BlockContent]:
         """The free blocks in allocation order. The iterator is invalid after any change of the pool."""
         return map(_content, self._pool.free_block_queue.iter_blocks_after(None))

@@ -6,8 +6,8 @@ make the engine fail.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,7 +36,8 @@ from kvtier.connect.vllm.vllm_imports import (
     wake_up,
 )
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
-from kvtier.connect.vllm.weights import on_stack, watch_calls
+from kvtier.connect.vllm.weight_calls import SLEEPS
+from kvtier.connect.vllm.weights import WorkerCall, on_stack, watch_calls
 from kvtier.connect.vllm.worker import StepDone, StepOrders
 
 logger = logging.getLogger(__name__)
@@ -126,10 +127,17 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """All workers are up."""
+        """All workers are up. vLLM 0.33 says so again when it wakes up."""
+        if self._upper is not None:
+            return
         executor, handshakes = on_stack("model_executor"), list(metadata.values())
+        call_all: Callable[..., list[Any]] = executor.collective_rpc
         if self._others or len(handshakes) < self._setup.ranks:  # vLLM may give two workers one number
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
+
+        def ask(method: str) -> list[Any]:
+            return call_all(KvtierConnector._answer_of_worker, args=(method,))
+
         handshakes = [dict(it) for it in handshakes]
         layouts = [it.pop(_LAYOUT) for it in handshakes]
         self._setup = self._setup.identified_as([it.pop(_IDENTITY) for it in handshakes].pop())
@@ -139,9 +147,24 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
             hash_of=partial(hash_block, hash_function(self._setup.vllm_config.cache_config.prefix_caching_hash_algo)),
             wake=_waking(),
+            ask=ask,
             is_alone=not self._others,
         )
-        watch_calls(executor, self._guard(side.called))
+        watch_calls(executor, self._around(side))
+
+    def _around(self, side: SchedulerSide) -> Callable[[WorkerCall], AbstractContextManager[None]]:
+        """`side.around`, guarded: vLLM's call is made whatever fails, unless a copy cannot be kept off its memory."""
+
+        @contextmanager
+        def around(call: WorkerCall) -> Generator[None]:
+            stack = ExitStack()
+            has_begun = self._guarded(lambda: stack.enter_context(side.around(call)) is None, otherwise=False)
+            if call.method in SLEEPS and not has_begun:
+                side.ask("sleep")
+            yield
+            self._guarded(stack.close, None)
+
+        return around
 
     def on_new_request(self, request: Request) -> None:
         """Track a new request."""
@@ -281,15 +304,24 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return {**self._lower.server.handshake, **more}
 
     @staticmethod
-    def _handshake_of_worker(worker: Any) -> Any:  # noqa: ANN401, ARG004 - vLLM's worker
-        """The handshake of kvtier's rank in this process, beside other connectors. vLLM calls it in each worker.
+    def _of_worker() -> "KvtierConnector":
+        """The connector of the worker in this process, alone or beside others.
 
         Raises:
             StopIteration: there is none.
         """
         group = transfer_group()
-        connectors = getattr(group, "sub_connectors", [group])
-        return next(it._handshake for it in connectors if isinstance(it, KvtierConnector))  # noqa: SLF001
+        return next(it for it in getattr(group, "sub_connectors", [group]) if isinstance(it, KvtierConnector))
+
+    @staticmethod
+    def _handshake_of_worker(worker: Any) -> Any:  # noqa: ANN401, ARG004 - vLLM's worker
+        """The handshake of kvtier's rank in this process, beside other connectors. vLLM calls it in each worker."""
+        return KvtierConnector._of_worker()._handshake  # noqa: SLF001
+
+    @staticmethod
+    def _answer_of_worker(worker: Any, method: str) -> Any:  # noqa: ANN401, ARG004
+        """What `method` of the worker side in this process returns. vLLM calls it in each worker."""
+        return getattr(KvtierConnector._of_worker()._rank, method)()  # noqa: SLF001
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
         """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""

@@ -65,6 +65,8 @@ class BlockCopier:
         self._copy = copy
         self._running: set[_Running] = set()
         self._revoked: dict[RequestId, None] = {}
+        self._is_closed = False
+        """The blocks have no memory: vLLM sleeps."""
         self._ended = threading.Condition()
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
@@ -131,6 +133,30 @@ class BlockCopier:
                 self._ended.wait(min(left_s, _POLL_S) if has_fence else left_s)
         return True
 
+    def close(self, wait_s: float) -> bool:
+        """Stop all copies, until `open`: vLLM is about to take the memory of its blocks away.
+
+        Args:
+            wait_s: longest wait for running copies, in seconds.
+
+        Returns:
+            False if one still runs. The memory must stay.
+        """
+        until_s = time.monotonic() + wait_s
+        with self._ended:
+            self._is_closed = True
+            while [copy for copy in self._running if copy.below is None or not self._copy.done(copy.below)]:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._ended.wait(min(left_s, _POLL_S))
+        return True
+
+    def open(self) -> None:
+        """Allow copies again: the blocks have memory."""
+        with self._ended:
+            self._is_closed = False
+
     def _writes(self, copy: _Running) -> bool:
         return copy.is_scatter and (copy.below is None or not self._copy.done(copy.below))
 
@@ -158,7 +184,7 @@ class BlockCopier:
             self._refuse_revoked(running)
 
     def _refuse_revoked(self, running: _Running) -> None:
-        if running.request in self._revoked:
+        if running.request in self._revoked or self._is_closed:
             raise RevokedError(f"the blocks of {running.request} may have been reused")
 
     def _checked(self, group: int, blocks: tuple[int, ...], payload: memoryview) -> BlockIds:

@@ -4,6 +4,7 @@ salt     from the first token: tenants with different `cache_salt` share nothing
 adapter  from the first token: its name, and a digest of its files at first use
 item     an image or other item: vLLM's identifier, and a digest of its data, at its position
 epoch    from the first token, after a cache reset, or after clearing a salt: KV from before is not found
+weights  from the first token, if they are others than at the start: a digest of them, or random bytes
 """
 
 import json
@@ -78,6 +79,16 @@ class KeyMaker:
         """Of all requests, and of those with cleared salts. Replaced as a whole, because other threads read it."""
         self._epochs_lock = threading.Lock()
         """Held for a change: one of two at once must not undo the other."""
+        self._last_reset = (self._epochs, b"")
+        """The epochs before the last reset, and the epoch that it began."""
+        self._nap: tuple[tuple[bytes, dict[str, bytes]], bytes] | None = None
+        """The same, of a reset that was a part of vLLM's sleep."""
+        self.weights = b""
+        """Other weights than at the start, or than after the last unknown change; empty: those."""
+        self.are_weights_private = False
+        """No other engine names these weights so."""
+        self._unknown = b""
+        """Random after an unknown change."""
         self._logged: set[str] = set()
         self.refusal = ""
         """Why the last request without keys cannot be cached."""
@@ -131,7 +142,34 @@ class KeyMaker:
     def new_epoch(self) -> None:
         """Separate all later requests from all earlier ones."""
         with self._epochs_lock:
-            self._epochs = (secrets.token_bytes(EPOCH_BYTES), {})
+            self._last_reset = (self._epochs, secrets.token_bytes(EPOCH_BYTES))
+            self._epochs = (self._last_reset[1], {})
+
+    def reset_was_sleep(self) -> None:
+        """Take the last reset for a part of vLLM's sleep, which `awake` undoes."""
+        with self._epochs_lock:
+            before, epoch = self._last_reset
+            if self._nap is not None and self._nap[1] == before[0]:
+                before = self._nap[0]  # it was asleep already
+            self._nap = (before, epoch)
+
+    def awake(self) -> None:
+        """Undo the reset of vLLM's sleep, unless another one has followed: the weights tell KV of others apart."""
+        with self._epochs_lock:
+            if self._nap is not None and self._nap[1] == self._epochs[0]:
+                epoch, salts = self._nap[0]
+                self._epochs = (epoch, salts | self._epochs[1])
+            self._nap = None
+
+    @property
+    def own(self) -> tuple[bool, set[str]]:
+        """Whether other engines have other keys for all requests, and for which salts they have."""
+        epoch, salts = self._epochs
+        return bool(epoch or self._unknown) or self.are_weights_private, set(salts)
+
+    def unknown_weights(self) -> None:
+        """Separate all later requests from all earlier ones, whatever resets are undone."""
+        self._unknown, self.weights = secrets.token_bytes(EPOCH_BYTES), b""
 
     def clear_salt(self, salt: str) -> bool:
         """Separate later requests of `salt` (empty: those without one) from earlier ones; False if that many are."""
@@ -157,7 +195,8 @@ class KeyMaker:
 
     def _common(self, salt: str, adapter: bytes | None) -> list[Extra]:
         """Everything that counts from the first token on."""
-        extras: list[Extra] = []
+        weights = self._unknown + self.weights
+        extras = [Extra("weights", weights)] if weights else []
         if adapter is not None:
             extras.append(Extra("adapter", adapter))
         if salt:

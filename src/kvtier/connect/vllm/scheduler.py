@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -42,7 +43,7 @@ from kvtier.connect.vllm.requests import (
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
-from kvtier.connect.vllm.worker import StepDone, StepOrders
+from kvtier.connect.vllm.worker import IDLE_WAIT_S, StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
 from kvtier.keys.chain import Chain
 from kvtier.runtime.guards import Feature, ends_by_itself
@@ -64,6 +65,27 @@ of 64,000 tokens that are on a disk takes 1 ms."""
 
 ATTEMPTS_MAX = 3
 """Loads of one request that may deliver less than planned. After these it is computed."""
+
+
+@dataclass(slots=True)
+class _Weights:
+    """What is known of the engine's weights."""
+
+    is_off: bool = False
+    """They have changed since the last cache reset: nothing is loaded or stored."""
+    stopped_by: str = ""
+    """What keeps loads and stores stopped until `go_on`; empty: nothing."""
+    are_mixed: bool = False
+    """vLLM's own cache may hold KV of other weights."""
+    reset_step: int = 0
+    """First step after the last cache reset of an idle engine."""
+    trusted_step: int = 0
+    """First step in which the workers compare with the present weights."""
+
+    @property
+    def are_unsure(self) -> bool:
+        """Whether nothing is loaded or stored."""
+        return self.is_off or bool(self.stopped_by)
 
 
 class Scheduler:
@@ -92,6 +114,7 @@ class Scheduler:
             `do_remote_prefill` are the other's to load, and nothing is announced or waited for.
         restart: see `OwnCache.restart`.
         adapters: identities of the engine's adapters, if it has any.
+        unknown_change: called when the weights have changed, or may have, and nobody says when they are complete.
     """
 
     def __init__(
@@ -117,6 +140,7 @@ class Scheduler:
         is_alone: bool = True,
         restart: Callable[[Collection[str]], None] = lambda _: None,
         adapters: Adapters | None = None,
+        unknown_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._session, self._ranks, self._geometry = session, ranks, geometry
         self._begin_keys, self._planner, self._tables = begin_keys, planner, tables
@@ -125,11 +149,8 @@ class Scheduler:
         self._is_storing = stores
         self._is_alone = is_alone
         self._announces = announces if is_alone else None
-        self._restart = restart
-        self._is_off = False
-        """The weights have changed since the last cache reset: nothing is loaded or stored."""
-        self._reset_step = 0
-        """First step after the last cache reset of an idle engine."""
+        self._restart, self._unknown_change = restart, unknown_change
+        self._weights = _Weights()
         self._own_is_empty = False
         """vLLM's own cache was reset, and no step has been scheduled since."""
         self._is_reset = False
@@ -180,7 +201,7 @@ class Scheduler:
         tracked.announced_tokens = 0 if self._has_own_keys(request) or not self._is_alone else announced
         self._requests[request.request_id] = tracked
         if self._history is not None and not hints.opt_out:
-            self._history.arrived(tracked, is_off=self._is_off)
+            self._history.arrived(tracked, is_off=self._weights.are_unsure)
         self._protection.joined(tracked)
 
     def _said_by(self, request: Request) -> tuple[RequestHints, int]:
@@ -200,7 +221,7 @@ class Scheduler:
 
     def _keys_of(self, request: Request) -> Chain | None:
         keys = self._begin_keys(request)  # identifies an adapter, also while kvtier is off
-        return None if self._is_off else keys
+        return None if self._weights.are_unsure else keys
 
     def _prefix_of(self, tracked: TrackedRequest, tokens: int) -> Prefix | None:
         """The chunks within the leading `tokens`; None for a request that is not cached.
@@ -282,7 +303,7 @@ class Scheduler:
         self._loads.forget_landed(tracked.id)
         self._forget_offers(tracked)
         self._mark_cached(tracked, resident_tokens, resident_tokens)
-        if resident_tokens and _adapter_of(request) in self._mixed_adapters:
+        if resident_tokens and (self._weights.are_mixed or _adapter_of(request) in self._mixed_adapters):
             tracked.renew(None)
         self._guards.run(Feature.JOURNAL, tracked.account.resident, resident_tokens, otherwise=None)
         most = self._geometry.hit_tokens(request.num_tokens)
@@ -426,8 +447,8 @@ class Scheduler:
             ended=ended,
             is_empty=not self._is_busy,
             is_waiting=not self._is_busy and bool(self._loads),
-            is_off=self._is_off,
-            is_reset=self._step == self._reset_step,
+            is_off=self._weights.are_unsure,
+            is_reset=self._step == self._weights.reset_step,
             named={
                 it.adapter.lora_int_id: self._adapters.named(it.adapter.lora_int_id)
                 for it in ended
@@ -497,7 +518,7 @@ class Scheduler:
         """Store full chunks: every worker has run step `done`, and vLLM has processed its output."""
         self._confirmed_step = done.step
         self._step_timer.step_ended(done.step, time.monotonic())
-        if done.changed and done.step >= self._reset_step:
+        if done.changed and done.step >= self._weights.trusted_step and not self._weights.stopped_by:
             self.weights_change(done.changed)
         if done.adapters and self._adapters is not None:
             self._doubt(self._adapters.read(done.adapters))
@@ -601,14 +622,56 @@ class Scheduler:
         Args:
             what: has changed them, for the log.
         """
-        if self._is_off:
+        self._unknown_change()
+        if self._weights.is_off:
             return
-        self._is_off = True
+        self._weights.is_off = True
         logger.warning(
             "the weights have changed, or may have (%s): kvtier loads and stores nothing. All prompts are computed. "
             "It goes on after reset_prefix_cache(reset_connector=True), with KV of its own, and after a restart",
             what,
         )
+        self._cancel_all()
+
+    def stop(self, why: str, *, drains_s: float) -> None:
+        """Stop loads and stores until `go_on`.
+
+        Args:
+            why: what stops them, for `problem`.
+            drains_s: longest wait for open stores. No step may be under way.
+        """
+        until_s = time.monotonic() + drains_s
+        if drains_s and not self._weights.is_off:
+            self._stores.send()
+        while self._stores.open and time.monotonic() < until_s:
+            self._settle()
+            time.sleep(IDLE_WAIT_S)
+        self._weights.stopped_by = why
+        self._cancel_all()
+
+    def mixes_weights(self) -> None:
+        """Store nothing that follows on vLLM's own KV until vLLM resets its cache: it is of other weights."""
+        self._weights.are_mixed = self._weights.are_mixed or not (self._own_is_empty or self._stores.pins.is_blank)
+
+    def go_on(self, *, has_own_keys: bool, cleared_salts: Collection[str]) -> None:
+        """Load and store again. The workers know which weights are the present ones.
+
+        Args:
+            has_own_keys: other engines have other keys.
+            cleared_salts: other engines have other keys for requests with these salts.
+        """
+        self._weights.stopped_by = ""
+        self._weights.trusted_step = self._step + 1
+        self._renew()
+        self._is_reset = has_own_keys
+        self._cleared_salts.update(cleared_salts)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether loads and stores are stopped until `go_on`."""
+        return bool(self._weights.stopped_by)
+
+    def _cancel_all(self) -> None:
         self._revoked += self._stores.cancel_all()
         self._stores.yield_idle(is_thorough=True)
         self._renew()
@@ -639,6 +702,7 @@ class Scheduler:
     def own_reset_ended(self, was_reset: bool) -> None:  # noqa: FBT001
         """Record whether vLLM has reset its own cache."""
         self._own_is_empty = was_reset
+        self._weights.are_mixed = self._weights.are_mixed and not was_reset
 
     def _doubt(self, adapters: set[int]) -> None:
         """Stop naming KV by adapters whose files, as the workers have read them, kvtier has not identified."""
@@ -659,11 +723,11 @@ class Scheduler:
         False after a change of weights, if vLLM has kept its own cache, with KV of those before.
         """
         is_empty = self._own_is_empty or self._stores.pins.is_idle
-        if self._is_off and not is_empty:
+        if self._weights.is_off and not is_empty:
             return False
-        self._is_off = False
+        self._weights.is_off = False
         if is_empty:  # else a change that is noticed later may have come before
-            self._reset_step = self._step + 1
+            self._weights.reset_step = self._weights.trusted_step = self._step + 1
             self._has_undrafted = False
             self._mixed_adapters.clear()
         self._renew()
@@ -721,7 +785,7 @@ class Scheduler:
     @property
     def problem(self) -> str:
         """Why nothing is loaded or stored; empty in normal operation. Any thread."""
-        return self._ranks.lost or (WEIGHTS_CHANGED if self._is_off else "")
+        return self._ranks.lost or (WEIGHTS_CHANGED if self._weights.is_off else self._weights.stopped_by)
 
     @property
     def has_news(self) -> bool:

@@ -15,6 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from traceback import walk_stack
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from kvtier.connect.vllm.tiering_calls import Calls
 from kvtier.connect.vllm.tiering_imports import offload, tiering
 from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, TransferJob
-from kvtier.connect.vllm.weights import on_stack, watch_calls
+from kvtier.connect.vllm.weights import WorkerCall, on_stack, watch_calls
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Extra
 from kvtier.runtime.guards import Feature, Guards
@@ -315,12 +316,13 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
 
     # ---- what ends the cache ---------------------------------------------------------------------------------------
 
-    def _called(self, method: str, adapter: LoraRequest | None) -> None:
+    def _called(self, call: WorkerCall) -> AbstractContextManager[None]:
         """Take a call of vLLM to its workers, before it is made; see `weights.watch_calls`."""
-        if adapter is None:
-            self._weights_change(f"{method}()")
+        if call.method == "add_lora" and call.args:
+            self._guarded(lambda: self._keys.loaded(call.args[0]), None)
         else:
-            self._guarded(lambda: self._keys.loaded(adapter), None)
+            self._weights_change(f"{call.method}()")
+        return nullcontext()
 
     def _weights_change(self, what: str) -> None:
         if not self._is_off:

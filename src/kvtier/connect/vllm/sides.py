@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,12 +28,13 @@ from kvtier.connect.vllm.vllm_types import (
     BlockTables,
     KvCacheConfig,
     KvCacheManager,
-    LoraRequest,
     Request,
     VllmConfig,
     VllmScheduler,
 )
-from kvtier.connect.vllm.worker import Worker, no_look
+from kvtier.connect.vllm.weight_calls import WeightCalls
+from kvtier.connect.vllm.weights import WorkerCall
+from kvtier.connect.vllm.worker import FENCE_WAIT_S, Worker, no_look
 from kvtier.core.planner import Planner
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import History, KvLayout, engine_bytes, of_all_ranks
@@ -198,6 +200,7 @@ class SchedulerSide:
         failure: the internal error that has switched the connector off; empty without one.
         extras_of, hash_of: see `Events`.
         wake: lets an idle engine take a step. Any thread.
+        ask: makes a call of `WorkerSide` in all workers; see `WeightCalls`.
         is_alone: no other connector passes KV between engines; see `Scheduler`.
 
     Raises:
@@ -218,9 +221,11 @@ class SchedulerSide:
         extras_of: Callable[[Request, int, int], Extras],
         hash_of: Callable[[Any, tuple[int, ...], Extras], Any],
         wake: Callable[[], None],
+        ask: Callable[..., Sequence[Any]],
         is_alone: bool = True,
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
+        self.ask = ask
         self.own_cache = own_cache = OwnCache(engine, is_alone=is_alone)
         manager = engine.kv_cache_manager
         has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
@@ -271,6 +276,14 @@ class SchedulerSide:
             is_alone=is_alone,
             restart=own_cache.restart,
             adapters=self._keys.adapters,
+            unknown_change=lambda: self.calls.unknown_change(),  # noqa: PLW0108 - it is made below
+        )
+        self.calls = WeightCalls(
+            ask,
+            self.scheduler,
+            self._keys,
+            can_keep=_keeps_weights(vllm_config),
+            frees_host=self._session.emptied if config.vllm.sleep_frees_host else None,
         )
         own_cache.watch_resets(guarded(self.scheduler.own_reset_begins), guarded(self.scheduler.own_reset_ended))
         self._session.watch(
@@ -294,18 +307,23 @@ class SchedulerSide:
         """Whether an idle engine should take a step, for metrics, events or pinned blocks."""
         return self.stats.hurry() or self.scheduler.has_news
 
-    def called(self, method: str, adapter: LoraRequest | None) -> None:
-        """Take a call of vLLM to its workers, before it is made; see `weights.watch_calls`."""
-        if adapter is None:
-            self.scheduler.weights_change(f"{method}()")
+    @contextmanager
+    def around(self, call: WorkerCall) -> Generator[None]:
+        """Surround a call of vLLM to its workers; see `weights.watch_calls`."""
+        if call.method == "add_lora" and call.args:
+            self._keys.loaded(call.args[0])
+            yield
         else:
-            self._keys.loaded(adapter)
+            with self.calls.around(call):
+                yield
 
     def reset(self) -> bool:
         """Make everything cached before now unreachable for this engine."""
         self._keys.new_epoch()
         if not self.scheduler.reset():
             return False
+        if self.calls.was_reset():
+            return True
         logger.info(
             "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
             "and not the KV stored since the reset. To delete KV for good, run `kvtier inspect purge`"
@@ -347,6 +365,11 @@ class SchedulerSide:
     def _leave(self) -> None:
         """Close when a worker's process is about to end: vLLM ends its workers before its scheduler."""
         threading.Thread(target=self.close, name="kvtier close", daemon=True).start()
+
+
+def _keeps_weights(config: VllmConfig) -> bool:
+    """Whether sleep of level 2 may keep all weights. It does not keep those of adapters."""
+    return bool(getattr(config.model_config, "sleep_preserve_parameter_names", ())) and config.lora_config is None
 
 
 def _resident(manager: KvCacheManager, request: Request) -> BlockTables:
@@ -405,6 +428,8 @@ class WorkerSide:
         except BaseException:
             exchange(None)  # the others wait for this worker
             raise
+        self._copier = copier
+        self._kv = {it.untyped_storage().data_ptr() for it in _tensors(kv_caches.values())}
         self._note_step = copier.note_step if support.looks_ahead(setup.vllm_config) else None
         memory = share(layout, config.host.capacity_bytes, exchange)
         self._rank = open_rank(
@@ -421,9 +446,10 @@ class WorkerSide:
         if setup.rank == 0:
             note_fingerprint(config, setup.identity.fingerprint)
         has_lora = setup.vllm_config.lora_config is not None
+        self._models, look = look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb)
         self.worker = Worker(
             copier.revoke,
-            look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb),
+            look,
             AdaptersRead(weights.on_stack("lora_manager")) if has_lora else None,
         )
         self.layout = self._rank.layout
@@ -434,6 +460,44 @@ class WorkerSide:
         if self._note_step is not None:
             self._note_step()
 
+    # ---- calls of all workers by the scheduler side, between two steps -----------------------------------------------
+
+    def sleep(self) -> None:
+        """Keep copies and looks off the memory of KV and weights: vLLM is about to take it away.
+
+        Raises:
+            TimeoutError: a copy does not end. The memory must stay.
+        """
+        self.worker.is_asleep = True
+        if not self._copier.close(FENCE_WAIT_S):
+            raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
+
+    def wake_up(self) -> None:
+        """Allow copies and looks again."""
+        self._copier.open()
+        self.worker.is_asleep = False
+
+    def digest_weights(self) -> bytes | None:
+        """A digest of the weights, with which they are compared from now on; None if they cannot be read."""
+        self.worker.look_anew()
+        try:
+            return weights.digest_of(self._models, self._kv) if self._models else None
+        except Exception as error:  # noqa: BLE001 - vLLM's models are many
+            logger.warning("the weights cannot be digested: %r", error)
+            return None
+
+    def digest_unchanged(self) -> bytes | None:
+        """A digest of the weights, if they are those of the start."""
+        return None if self.worker.look_now() else self.digest_weights()
+
+    def free_host(self) -> bool:
+        """Give host memory back; False if it must stay. No object may be in it."""
+        return self._rank.arena.free()
+
+    def take_host(self) -> None:
+        """Take the memory that `free_host` has given back."""
+        self._rank.arena.take()
+
     def close(self) -> None:
         """Close the rank once the core no longer needs it."""
         is_here = self.server.is_here
@@ -442,14 +506,20 @@ class WorkerSide:
         self.server.close(1.0)
 
 
-def look_at_weights(*, has_moving_experts: bool) -> Callable[..., str]:
-    """`WeightSample.look` at the model of the worker whose method is running, and at its draft model."""
+def _tensors(caches: Iterable[Any]) -> Iterator[Any]:
+    """The tensors of what vLLM registers for its layers: one, or several."""
+    for it in caches:
+        yield from (it if isinstance(it, (list, tuple)) else (it,))
+
+
+def look_at_weights(*, has_moving_experts: bool) -> tuple[list[Any], Callable[..., str]]:
+    """The model of the worker whose method is running, its draft model, and `WeightSample.look` at them."""
     try:
         model, draft = weights.on_stack("get_model")(), weights.on_stack("get_draft_model")()
         models = [model] if draft is None else [model, draft]
-        return weights.WeightSample(*models, has_moving_experts=has_moving_experts).look
+        return models, weights.WeightSample(*models, has_moving_experts=has_moving_experts).look
     except Exception as error:  # noqa: BLE001 - vLLM's models are many, and the engine must start
         logger.warning(
             "kvtier cannot look at the model's weights (%r): it notices only changes that vLLM is called for", error
         )
-    return no_look
+    return [], no_look

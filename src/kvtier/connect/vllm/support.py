@@ -35,6 +35,9 @@ SHUTDOWN = (
     "--shutdown-timeout 60, too"
 )
 
+TIERS_WITHOUT_MEMORY = frozenset({"directory", "disk", "s3", "shared_directory", "valkey"})
+"""Kinds of tiers that do not use `TierContext.memory`: its pages may change."""
+
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
 _ADVICE = {
@@ -64,9 +67,6 @@ def check_engine(config: VllmConfig) -> None:
         f"runner {model.runner_type!r} is not supported: a pooling model's requests leave no reusable KV. "
         "Use runner 'generate', or serve the model without kvtier",
     )
-    replaces = "it replaces KV or weights while the engine runs, without notifying kvtier. Turn it off"
-    _refuse_if(model.enable_sleep_mode, f"enable_sleep_mode is not supported: {replaces}")
-    _refuse_if(config.weight_transfer_config is not None, f"weight_transfer_config is not supported: {replaces}")
     _refuse_if(
         getattr(attention, "use_non_causal", False),
         "non-causal attention is not supported: KV then depends on later tokens. Serve the model without kvtier",
@@ -158,6 +158,12 @@ def check_settings(
         raise ConfigError(
             f"store.chunk_tokens = {config.store.chunk_tokens} fits no block size of vLLM; allowed: 0, or a multiple "
             f"of {BLOCK_TOKENS}"
+        )
+    others = [it.label for it in config.tiers if it.kind not in TIERS_WITHOUT_MEMORY]
+    if config.vllm.sleep_frees_host and others:
+        raise ConfigError(
+            f"vllm.sleep_frees_host = true with {', '.join(others)}, which may have registered host memory with a "
+            f"device; allowed: false, or tiers of the kinds {', '.join(sorted(TIERS_WITHOUT_MEMORY))}"
         )
     refuse_unusable(config, origins, file)
 

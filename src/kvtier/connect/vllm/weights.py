@@ -1,18 +1,26 @@
 """Weights that change while the engine runs: vLLM replaces them without notifying a connector.
 
 calls    in the scheduler's process: every call of vLLM to its workers passes `Executor.collective_rpc`. Before a call
-         that is not in `HARMLESS`, kvtier stops loads and stores. An adapter that is loaded is identified
+         that is not in `HARMLESS`, kvtier stops loads and stores; see `weight_calls`. An adapter that is loaded is
+         identified
+digest   in each worker's process, after a known change: of every tensor that the model computes with
 sample   in each worker's process: `WeightSample` compares a few bytes of each parameter, and where it is, after each
          step. It also notices `load_weights` of the model. So it sees what code in the process does without a call
 """
 
 import inspect
+import itertools
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvtier.keys.weights import digest_tensors
 
 HARMLESS = frozenset({
     "execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids", "get_supported_tasks",
@@ -21,7 +29,7 @@ HARMLESS = frozenset({
     "check_health", "synchronize_device", "profile", "reset_mm_cache", "reset_encoder_cache",
     "release_late_interaction_query_cache", "add_lora", "remove_lora", "pin_lora", "list_loras", "save_sharded_state",
     "save_tensorized_model", "compute_weight_checksums", "get_model_inspection", "get_encoder_timing_stats",
-    "get_compilation_match_table", "shutdown",
+    "get_compilation_match_table", "shutdown", "init_weight_transfer_engine", "shutdown_weight_transfer_engine",
 })  # fmt: skip
 """Methods of vLLM's workers that change no weights (vLLM 0.32 and 0.33)."""
 
@@ -32,8 +40,11 @@ compared at every look. A look at a model of 300 parameters on a CPU takes about
 SAMPLE_ELEMENTS = 64
 """Elements of a parameter that are compared. In bfloat16 a small step of training leaves most elements unchanged."""
 
-_ARGS = 2
-"""Position of the arguments for the method: ``collective_rpc(method, timeout, args, kwargs)``."""
+DIGEST_PART_BYTES = 64 << 20
+"""Bytes of a tensor that are copied from a device at once, to be digested."""
+
+_ARGS, _KWARGS = 2, 3
+"""Positions of the arguments for the method: ``collective_rpc(method, timeout, args, kwargs)``."""
 
 
 def on_stack(name: str) -> Any:  # noqa: ANN401 - vLLM's objects
@@ -49,26 +60,100 @@ def on_stack(name: str) -> Any:  # noqa: ANN401 - vLLM's objects
     raise LookupError(f"no caller has {name}")
 
 
-def watch_calls(executor: Any, called: Callable[[str, Any], None]) -> None:  # noqa: ANN401 - vLLM's `Executor`
-    """Call `called(method, adapter)` before any call of the engine's workers that may change numbers.
+def is_running(*functions: str) -> bool:
+    """Whether a method of vLLM's engine core of one of these names has led to the present call."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name in functions and hasattr(frame.f_locals.get("self"), "model_executor"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class WorkerCall(NamedTuple):
+    """A call of vLLM to its workers that is not harmless."""
+
+    method: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    is_plain: bool
+    """It names a method of vLLM's, and returns when the workers have."""
+
+    def argument(self, name: str, otherwise: Any = None) -> Any:  # noqa: ANN401
+        """The argument `name`, or the only one without a name."""
+        return self.kwargs.get(name, self.args[0] if self.args else otherwise)
+
+
+def watch_calls(
+    executor: Any,  # noqa: ANN401 - vLLM's `Executor`
+    around: Callable[[WorkerCall], AbstractContextManager[None]],
+) -> None:
+    """Make each call of the engine's workers that may change numbers within `around`.
 
     Args:
         executor: the engine's.
-        called: gets the name of the method; and of `add_lora` the adapter, otherwise None.
+        around: what is done before the call, and after it.
     """
     inner = executor.collective_rpc
 
     @wraps(inner)
     def collective_rpc(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
         method: Any = args[0] if args else kwargs.get("method")
-        is_known = isinstance(method, str) and method in HARMLESS
-        if not is_known or method == "add_lora":
-            name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__name__)
-            given: Any = args[_ARGS] if len(args) > _ARGS else kwargs.get("args", ())
-            called(name, given[0] if is_known and given and isinstance(given, (tuple, list)) else None)
-        return inner(*args, **kwargs)
+        if isinstance(method, str) and method in HARMLESS and method != "add_lora":
+            return inner(*args, **kwargs)
+        name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__name__)
+        given: Any = args[_ARGS] if len(args) > _ARGS else kwargs.get("args")
+        named: Any = args[_KWARGS] if len(args) > _KWARGS else kwargs.get("kwargs")
+        call = WorkerCall(
+            name,
+            given if isinstance(given, tuple | list) else (),
+            named if isinstance(named, Mapping) else {},
+            isinstance(method, str) and not kwargs.get("non_block"),
+        )
+        with around(call):
+            return inner(*args, **kwargs)
 
     executor.collective_rpc = collective_rpc
+
+
+def digest_of(models: Iterable[Any], others: Collection[int] = ()) -> bytes | None:
+    """Digest of every tensor and every number that models compute with; None if one cannot be read.
+
+    It covers parameters, buffers, and what vLLM has derived from them at the load and keeps beside them.
+
+    Args:
+        models: each a `torch.nn.Module`.
+        others: addresses of memory that holds no weights.
+    """
+    parts: list[tuple[str, torch.Tensor]] = []
+    numbers: dict[str, float] = {}
+    modules = [(f"{number}.{path}.", it) for number, model in enumerate(models) for path, it in model.named_modules()]
+    for where, module in modules:
+        parameters: dict[str, Any] = module._parameters  # noqa: SLF001 - what it computes with
+        held: dict[str, Any] = {**vars(module), **module._buffers, **parameters}  # noqa: SLF001
+        numbers |= {where + name: it for name, it in held.items() if isinstance(it, float)}
+        found = {where + name: it.detach() for name, it in held.items() if isinstance(it, torch.Tensor)}
+        # On a CPU vLLM packs weights elsewhere, and leaves an empty parameter.
+        if any(it is not None and it.device.type == "cpu" and not it.numel() for it in parameters.values()):
+            return None
+        if any(it.is_meta or is_traceable_wrapper_subclass(it) for it in found.values()):
+            return None
+        parts += [(name, it) for name, it in found.items() if it.untyped_storage().data_ptr() not in others]
+    pieces = itertools.chain.from_iterable(_pieces(name, tensor) for name, tensor in parts)
+    rest = json.dumps(sorted(numbers.items())).encode()
+    return digest_tensors(itertools.chain(pieces, [("numbers", "", (), rest)])).digest
+
+
+def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
+    """The memory between the first and the last element of a tensor, in pieces, for `digest_tensors`."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    steps = [(size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    size = (sum(steps) + 1) * tensor.element_size() if tensor.numel() else 0
+    kind = f"{tensor.dtype} {tuple(tensor.stride())}"
+    for offset in range(0, max(1, size), DIGEST_PART_BYTES):
+        piece = memory[first + offset : first + min(size, offset + DIGEST_PART_BYTES)].cpu()
+        yield f"{name} {offset}", kind, tuple(tensor.shape), piece.numpy().data
 
 
 class WeightSample:

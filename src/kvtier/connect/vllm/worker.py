@@ -108,6 +108,8 @@ class Worker:
         self._adapters = adapters
         self._adapters_read: tuple[AdapterRead, ...] = ()
         self._changed_weights = ""
+        self.is_asleep = False
+        """The weights or the KV have no memory, so nothing looks at them."""
         self._changed = threading.Condition()
         self._loaded: list[LoadReport] = []
         """Bounded by the number of open loads."""
@@ -124,7 +126,7 @@ class Worker:
     def begin(self, orders: StepOrders) -> None:
         """Begin a step. After this no copy touches the blocks that vLLM reuses in it."""
         self._orders = orders
-        if orders.is_reset:
+        if orders.is_reset and not self.is_asleep:
             self._changed_weights = self._look(is_reset=True)
         if orders.revoked:
             self._fence(orders.revoked)
@@ -154,7 +156,7 @@ class Worker:
             if self._orders.is_waiting and not self._loaded:
                 self._changed.wait(IDLE_WAIT_S)
             loaded, self._loaded = self._loaded, []
-        if loaded or not self._orders.is_empty:
+        if (loaded or not self._orders.is_empty) and not self.is_asleep:
             self._changed_weights = self._look(is_reset=False)
         if self._adapters is not None:
             self._adapters_read = self._adapters.take()
@@ -177,6 +179,15 @@ class Worker:
     def done(self) -> StepDone:
         """Metadata for the scheduler, after every step."""
         return StepDone(self._orders.step, self._changed_weights, self._adapters_read)
+
+    def look_now(self) -> str:
+        """What has changed the weights since the start or the last reset; empty if nothing has."""
+        self._changed_weights = self._look(is_reset=False)
+        return self._changed_weights
+
+    def look_anew(self) -> None:
+        """From now on compare the weights with what they are now."""
+        self._changed_weights = self._look(is_reset=True)
 
     def _receive(self, report: LoadReport) -> None:
         with self._changed:

@@ -1,0 +1,181 @@
+"""What vLLM's calls to its workers do to the weights and to the memory of the KV, and what kvtier does about it.
+
+    CHANGES     methods that replace the weights in a known way. Nothing is loaded or stored from before the first call
+                until the last one has returned. Then KV has the name of the new weights: a digest of all of them, or
+                random bytes. With the weights of the start it has the names of the start
+    sleep       (and `discard`) stores end, and no copy touches blocks until the engine is awake. vLLM resets its caches
+                when it falls asleep. That reset is undone when it wakes up: the weights' name tells KV apart
+    others      anything may be different afterwards: kvtier is off until a cache reset
+
+`docs/internals/vllm-inside.md` has the table of all methods.
+"""
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+from kvtier.connect.vllm.request_keys import KeyMaker
+from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.weights import WorkerCall, is_running
+
+logger = logging.getLogger(__name__)
+
+CHANGES: Mapping[str, bool] = MappingProxyType({
+    "reload_weights": True,
+    "reset_weights": True,
+    "start_weight_update": False,
+    "start_draft_weight_update": False,
+    "update_weights": False,
+    "finish_weight_update": True,
+})  # fmt: skip
+"""Methods that change the weights, and whether they are complete afterwards."""
+
+SLEEPS = frozenset({"sleep", "discard"})
+TAGS = frozenset({"weights", "kv_cache"})
+"""Parts of an engine's memory that sleep (`vllm.v1.executor.abstract.SLEEP_TAGS`)."""
+
+DRAIN_S = 5.0
+"""How long vLLM's sleep waits for open stores. Those that have not ended are lost."""
+
+
+class WeightCalls:
+    """Follows the calls of one engine. Used by the scheduler's thread.
+
+    Args:
+        ask: makes a call of `WorkerSide`, by the name of its method, in all workers; their answers.
+        scheduler: is stopped and goes on.
+        keys: name the weights.
+        can_keep: level 2 of sleep may keep all weights (`sleep_preserve_parameter_names`).
+        frees_host: host memory is given back while vLLM sleeps.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[..., Sequence[Any]],
+        scheduler: Scheduler,
+        keys: KeyMaker,
+        *,
+        can_keep: bool,
+        frees_host: Callable[[Callable[[], object], float], bool] | None,
+    ) -> None:
+        self._ask, self._scheduler, self._keys = ask, scheduler, keys
+        self._can_keep = can_keep
+        self._free_host = frees_host
+        self._asleep: frozenset[str] = frozenset()
+        """The parts that sleep."""
+        self._first: bytes | None = None
+        """Digest of the weights that have no name, once they have been about to change; empty: it cannot be known."""
+        self._is_changing = False
+        """A known change has begun and not ended, or the weights were discarded."""
+        self._is_host_free = False
+
+    @contextmanager
+    def around(self, call: WorkerCall) -> Generator[None]:
+        """Stop before `call`, and go on after it if the engine can. Errors of kvtier pass."""
+        name = call.method
+        if not call.is_plain or not (name in CHANGES or name in SLEEPS or name == "wake_up"):
+            self._scheduler.weights_change(f"{name}()")
+            yield
+            return
+        if name in CHANGES:
+            self._before_change(name)
+        elif name in SLEEPS:
+            self._before_sleep(call)
+        yield
+        if name == "wake_up":
+            self._after_wake(frozenset(call.argument("tags") or TAGS))
+        elif CHANGES.get(name) and "weights" not in self._asleep:
+            self._is_changing = False
+            self._name(self._digest("digest_weights"))
+        self._go_on()
+
+    def unknown_change(self) -> None:
+        """Take weights that have changed, or may have, in a way that is not known: they begin a new history."""
+        self._keys.unknown_weights()
+        self._first = None
+
+    def was_reset(self) -> bool:
+        """Take a reset of the connector's cache; whether it is a part of vLLM's sleep.
+
+        If it is not, its user says that the weights are complete.
+        """
+        if is_running("sleep", "release_kv_cache_memory"):
+            self._keys.reset_was_sleep()
+            return True
+        if self._is_changing and not self._asleep:
+            self._is_changing = False
+            self._name(None)
+            self._go_on()
+        return False
+
+    def _before_change(self, name: str) -> None:
+        self._scheduler.stop(f"the weights are being changed: {name}()", drains_s=0.0)
+        self._know_first()
+        self._is_changing = True
+
+    def _before_sleep(self, call: WorkerCall) -> None:
+        if is_running("pause_complete"):  # the reset came when the last request had ended
+            self._keys.reset_was_sleep()
+        self._scheduler.stop("vLLM sleeps", drains_s=DRAIN_S)
+        tags = TAGS if call.method == "sleep" else frozenset(call.argument("tags", ()))
+        is_kept = call.method == "sleep" and call.argument("level", 1) == 1
+        if "weights" in tags - self._asleep and not is_kept:
+            self._know_first()
+            self._is_changing = True
+        self._asleep |= tags
+        self._ask("sleep")
+        if self._free_host is not None and not self._is_host_free:
+            self._is_host_free = self._free_host(lambda: self._ask("free_host"), DRAIN_S)
+            if not self._is_host_free:
+                logger.warning(
+                    "host memory is kept while vLLM sleeps: objects in it are not written after %g s", DRAIN_S
+                )
+
+    def _after_wake(self, tags: frozenset[str]) -> None:
+        self._asleep -= tags
+        if self._asleep:
+            return
+        if self._is_host_free:
+            self._ask("take_host")
+            self._is_host_free = False
+        self._ask("wake_up")
+        if self._is_changing and self._can_keep and self._first and self._digest("digest_weights") == self._first:
+            self._is_changing = False
+
+    def _go_on(self) -> None:
+        if self._asleep or self._is_changing or not self._scheduler.is_paused:
+            return
+        self._keys.awake()
+        has_own, salts = self._keys.own
+        self._scheduler.go_on(has_own_keys=has_own, cleared_salts=salts)
+
+    def _know_first(self) -> None:
+        """Digest the weights that have no name, before they change."""
+        if self._first is None:
+            can_read = "weights" not in self._asleep and not self._is_changing
+            self._first = (self._digest("digest_unchanged") if can_read else None) or b""
+
+    def _digest(self, how: str) -> bytes | None:
+        """A digest of the weights of all workers; None if one has none."""
+        found = self._ask(how)
+        return None if None in found else hashlib.sha256(b"".join(found)).digest()
+
+    def _name(self, digest: bytes | None) -> None:
+        """Name the weights from now on by their digest; None: by random bytes."""
+        before = self._keys.weights
+        if digest is not None and digest == self._first:
+            self._keys.weights = b""
+        else:
+            self._keys.weights = digest or secrets.token_bytes(hashlib.sha256().digest_size)
+        self._keys.are_weights_private = digest is None
+        if self._keys.weights != before:
+            self._scheduler.mixes_weights()
+        logger.info(
+            "the weights are %s: KV of before is %s",
+            "those of the start" if not self._keys.weights else (digest or b"").hex()[:16] or "not identified",
+            "found" if self._keys.weights == before else "not found",
+        )
