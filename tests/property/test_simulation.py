@@ -76,7 +76,9 @@ def test_a_chunk_counts_when_all_of_several_unequal_ranks_have_it() -> None:
     seen = run_seeds(80_000, 120, most_ranks=4)
     faults = ["absent", "cancelled", "corrupt", "damaged", "evicted", "failed", "flipped", "hangs", "late", "removed"]
     assert [name for name in faults if not seen[name]] == []
-    assert {len(draw(seed, most_ranks=4).ranks) for seed in range(80_000, 80_120)} == {2, 3, 4}
+    drawn = [draw(seed, most_ranks=4).ranks for seed in range(80_000, 80_120)]
+    assert {len(ranks) for ranks in drawn} == {2, 3, 4}
+    assert {rank.filled_by for ranks in drawn for rank in ranks} == {None, 0, 1, 2}
 
 
 def test_places_may_be_asked_for_and_host_memory_cleared_at_any_moment() -> None:

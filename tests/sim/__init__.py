@@ -11,8 +11,9 @@ end of the run, or answers long after the deadline; a stored object has a flippe
 another key; an object disappears after a probe; other writers add and remove objects; the engine aborts requests at any
 time and reuses their blocks at once. Every operation is answered in the end.
 
-With `most_ranks` a seed draws unequal ranks: each has its own size, speed, faults, memory and objects. The real
-`RankGroup` makes one answer of theirs.
+With `most_ranks` a seed draws unequal ranks: each has its own size, speed, faults, memory and objects. Some hold the
+same KV as one before them: they have its slots and tiers, and only scatter. The real `RankGroup` makes one answer of
+theirs.
 
 `objects` does the same for the calls of an object store, in which objects only pass through host memory.
 

@@ -313,18 +313,33 @@ class _SimRank(SimExecutor):
             lambda drop: answered(drop, Outcome.DONE),
             memory,
         )
+        self._remote = {rules.name for rules in world.scenario.rules if rules.is_remote}
 
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
         """See `Executor`."""
         self._put, self._ready = put, ready
 
     def submit(self, *commands: Command) -> None:
-        """See `Executor`. Hints for a tier are done at once."""
-        self.execute(commands)
+        """See `Executor`. Hints for a tier are done at once, and what another rank does for this one is soon done."""
         for command in commands:
             if isinstance(command, Tell):
-                self._put(Completion(command, Outcome.DONE))
-                self._ready()
+                self._done(command)
+            elif self._is_elsewhere(command):
+                self._world.later(self._world.dice.uniform(0, 0.001), lambda command=command: self._done(command))
+            else:
+                self.execute([command])
+
+    def _is_elsewhere(self, command: Command) -> bool:
+        if self._memory.traits.filled_by is None or isinstance(command, Cancel):
+            return False
+        if isinstance(command, Probe):  # in a common store each rank finds what another has written
+            return command.tier not in self._remote
+        return not (isinstance(command, Transfer) and command.direction is Direction.SCATTER)
+
+    def _done(self, command: Any) -> None:
+        present = (True,) * len(command.objects) if isinstance(command, Probe) else ()
+        self._put(Completion(command, Outcome.DONE, present))
+        self._ready()
 
 
 class RankedExecutor:

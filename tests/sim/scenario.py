@@ -64,6 +64,8 @@ class RankTraits:
     """Size of its objects, as a share of the largest rank's: the smaller, the more of them fit into its tiers."""
     pace: float = 1.0
     """Time of its transfers, as a share of the slowest rank's."""
+    filled_by: int | None = None
+    """The rank whose slots and tiers it has: it holds the same KV, and only scatters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,8 @@ class Scenario:
     """Per step: a person asks for all places of a prompt, or clears host memory."""
     most_ranks: int = 1
     """Up to so many ranks, with different sizes, speeds and faults. The core sees what `RankGroup` makes of them."""
+    copied: float = 0.4
+    """Chance of a further rank to share the slots of one before it."""
     ranks: tuple[RankTraits, ...] = ()
     """Drawn if there may be several; empty: one rank."""
 
@@ -227,6 +231,10 @@ def _draw_ranks(scenario: Scenario, dice: Random) -> tuple[RankTraits, ...]:
     slowest = dice.randrange(len(ranks))
     ranks[slowest] = replace(ranks[slowest], share=1.0, pace=1.0)
     dice.shuffle(ranks)
+    for number in range(1, len(ranks)):
+        first = dice.randrange(number)
+        if dice.random() < scenario.copied and ranks[first].filled_by is None:
+            ranks[number] = replace(ranks[number], filled_by=first)
     return tuple(ranks)
 
 

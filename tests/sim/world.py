@@ -95,14 +95,22 @@ class SlotUse:
 
 
 class RankMemory:
-    """What one rank holds: its slots, its part of the engine's blocks, and its objects in the tiers."""
+    """What one rank holds: its slots, its part of the engine's blocks, and its objects in the tiers.
 
-    def __init__(self, scenario: Scenario, traits: RankTraits) -> None:
+    Args:
+        scenario: of the run.
+        traits: of the rank.
+        first: the rank that fills its slots; None: it does so itself.
+    """
+
+    def __init__(self, scenario: Scenario, traits: RankTraits, first: "RankMemory | None" = None) -> None:
         self.traits = traits
         self.slots: list[list[Content]] = [[0] * count for count in scenario.slots]
         self.uses = [[SlotUse() for _ in range(count)] for count in scenario.slots]
         self.blocks: dict[int, Content] = {}
         self.tiers = {name: SimTier(name) for name in scenario.tiers}
+        if first is not None:
+            self.slots, self.uses, self.tiers = first.slots, first.uses, first.tiers
 
 
 class World:
@@ -114,10 +122,14 @@ class World:
         self.dice = Random(f"world {scenario.seed}")
         self.now_s = 0.0
         self.is_draining = False
-        self.ranks = [RankMemory(scenario, traits) for traits in scenario.ranks or (RankTraits(scenario.faults),)]
+        self.ranks: list[RankMemory] = []
+        for traits in scenario.ranks or (RankTraits(scenario.faults),):
+            first = None if traits.filled_by is None else self.ranks[traits.filled_by]
+            self.ranks.append(RankMemory(scenario, traits, first))
         self.tiers: dict[str, SimTier] | dict[str, SharedTier] = self.ranks[0].tiers
         if len(self.ranks) > 1:
-            parts = {name: [rank.tiers[name] for rank in self.ranks] for name in scenario.tiers}
+            stores = [rank.tiers for rank in self.ranks if rank.traits.filled_by is None]
+            parts = {name: [tiers[name] for tiers in stores] for name in scenario.tiers}
             self.tiers = {name: SharedTier(of_ranks, self.dice) for name, of_ranks in parts.items()}
         self.open_blocks: set[int] = set()
         """Blocks of the engine that transfers may touch."""
