@@ -262,7 +262,9 @@ class EventLog:
             fetching = [items for items in self._prefetched.values() if item in items]
             self._doubted.update((transfer.tier, other) for items in (*wanting, *fetching) for other in items)
         if transfer.direction is Direction.PROMOTE:
-            self.reads.read(transfer, outcome, self._world.now_s, is_fault=is_fault)
+            # Of one rank a copy that is dropped, of another a fault: what is dropped need not be left alone.
+            is_failed = is_fault and outcome is not Outcome.CORRUPT
+            self.reads.read(transfer, outcome, self._world.now_s, is_fault=is_failed)
         elif transfer.direction is Direction.DEMOTE and outcome is Outcome.DONE:
             which = (transfer.tier, item)
             self.reads.written(which, is_doubted=which in self._doubted)

@@ -74,8 +74,11 @@ class SimExecutor:
             elif isinstance(command, Cancel):
                 self._cancel(command)
             elif isinstance(command, Drop):
-                self._dropping.add((command.tier, (command.key, command.group)))
                 delay_s = self._world.dice.uniform(0, 0.05)
+                if self.is_dropping(command.tier, (command.key, command.group)):  # one is enough, as for `Mover`
+                    self._world.later(0.0, lambda drop=command: self._dropped(drop))
+                    continue
+                self._dropping.add((command.tier, (command.key, command.group)))
                 self._world.later(delay_s, lambda drop=command: self._drop(drop))
 
     # ---- transfers -------------------------------------------------------------------------------------------------
@@ -376,6 +379,8 @@ class RankedExecutor:
         for completion in done:
             command, outcome = completion.command, completion.outcome
             if isinstance(command, Transfer):
+                if outcome is not Outcome.DONE:  # a rank may have failed before, and a slower one has answered now
+                    self._incident((command.key, command.group), "of a slower rank")
                 self._complete(command, outcome, completion.is_tier_fault)
             elif isinstance(command, Probe):
                 self._probed(command, list(completion.present) if outcome is Outcome.DONE else None)
