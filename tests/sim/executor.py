@@ -74,11 +74,8 @@ class SimExecutor:
             elif isinstance(command, Cancel):
                 self._cancel(command)
             elif isinstance(command, Drop):
-                delay_s = self._world.dice.uniform(0, 0.05)
-                if self.is_dropping(command.tier, (command.key, command.group)):  # one is enough, as for `Mover`
-                    self._world.later(0.0, lambda drop=command: self._dropped(drop))
-                    continue
                 self._dropping.add((command.tier, (command.key, command.group)))
+                delay_s = self._world.dice.uniform(0, 0.05)
                 self._world.later(delay_s, lambda drop=command: self._drop(drop))
 
     # ---- transfers -------------------------------------------------------------------------------------------------
@@ -323,9 +320,13 @@ class _SimRank(SimExecutor):
         self._put, self._ready = put, ready
 
     def submit(self, *commands: Command) -> None:
-        """See `Executor`. Hints for a tier are done at once, and what another rank does for this one is soon done."""
+        """See `Executor`. Hints for a tier are done at once, and what another rank does for this one is soon done.
+
+        So is a drop behind another one of the object, which `Mover` refuses: one is enough.
+        """
         for command in commands:
-            if isinstance(command, Tell):
+            is_second = isinstance(command, Drop) and self.is_dropping(command.tier, (command.key, command.group))
+            if isinstance(command, Tell) or is_second:
                 self._done(command)
             elif self._is_elsewhere(command):
                 self._world.later(self._world.dice.uniform(0, 0.001), lambda command=command: self._done(command))
