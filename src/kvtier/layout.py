@@ -113,7 +113,8 @@ class Part(NamedTuple):
     def text(self) -> str:
         """For people: ``layers 0-31, heads 4-7``."""
         heads = f", heads {self.first_head}-{self.end_head - 1}" if self.first_head < self.end_head else ""
-        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        share = "token share" if heads else "rank"
+        rank = f", {share} {self.rank} of {self.ranks}" if self.ranks > 1 else ""
         return f"layers {self.first_layer}-{self.end_layer - 1}{heads}{rank}"
 
 

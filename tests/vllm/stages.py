@@ -25,6 +25,23 @@ def swap() -> None:
     )
 
 
+def fail_late() -> None:
+    """The last stage fails between kvtier's exchanges, where vLLM gives it no memory."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from kvtier.connect.vllm import vllm_imports
+
+    vllm_imports.START_S = 5.0
+    inner = GPUModelRunner.initialize_kv_cache_tensors
+
+    def initialize(self: Any, *given: Any, **named: Any) -> Any:
+        if self.parallel_config.rank:
+            raise MemoryError("no memory for the last stage")
+        return inner(self, *given, **named)
+
+    GPUModelRunner.initialize_kv_cache_tensors = initialize  # type: ignore[method-assign]
+
+
 def worker_of(engine: Any, stage: int) -> int:
     """The process of a stage's worker; called in the engine's process."""
     return engine.engine_core.engine_core.model_executor.workers[stage].proc.pid

@@ -148,7 +148,7 @@ def test_a_storm_of_preemptions_changes_no_answer(model: Path, start: Start, tmp
 
 
 def test_a_rank_with_another_share_than_its_number_says_stops_the_start(model: Path, start: Start) -> None:
-    with pytest.raises(EngineError, match=r"rank 1 holds share \(0, 2\) of the tokens by vLLM's groups .* \(1, 2\)"):
+    with pytest.raises(EngineError, match=r"rank 1 holds token share 0 of 2 according to vLLM's groups .* 1 of 2"):
         start(model, connector(None), **in_workers("context_parallel:say_first"))
 
 

@@ -111,8 +111,8 @@ class CommandRunner:
             for group, known in enumerate(layout.groups)
             if known.copy and (name in common or group in filled)
         }
-        """(tier, group) whose objects another rank writes and drops, because it holds the same KV. Without a tier: the
-        groups whose slots it fills."""
+        """(tier, group) whose objects another rank writes and drops, because it holds the same KV. The tier ``""``
+        stands for host memory, whose slots that rank fills."""
         self._asked_elsewhere = {(name, group) for name in tiers if name not in common for group in filled}
         """(tier, group) whose objects are in another rank's store only."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
@@ -183,7 +183,11 @@ class CommandRunner:
         if isinstance(command, Probe) and self._asked_elsewhere:
             is_elsewhere = [(command.tier, group) in self._asked_elsewhere for _, group in command.objects]
             own = tuple(it for it, is_its in zip(command.objects, is_elsewhere, strict=True) if not is_its)
-            found = iter(self._probe(tier, command._replace(objects=own)) if own else ())
+            # A probe of nothing asks whether the tier answers: it matters where this rank keeps something.
+            groups = range(len(self._parts))
+            keeps = not all((command.tier, group) in self._asked_elsewhere for group in groups)
+            asks = own or (keeps and not command.objects)
+            found = iter(self._probe(tier, command._replace(objects=own)) if asks else ())
             present = tuple(it or next(found) for it in is_elsewhere)
         elif isinstance(command, Probe):
             present = self._probe(tier, command)
@@ -199,8 +203,8 @@ class CommandRunner:
     def _is_elsewhere(self, command: Work) -> bool:
         """Whether another rank does this transfer or drop for this one.
 
-        A command of all ranks is done when every rank has done it, so the outcome is that of the rank that does the
-        work. One rank drops and writes an object, so its writes stay behind its drops. Each rank scatters.
+        A command ends when every rank has ended it, so its outcome is that of the rank that does the work. One rank
+        drops and writes an object, so its writes stay behind its drops. Each rank scatters.
         """
         if isinstance(command, Drop):
             return (command.tier, command.group) in self._kept_elsewhere

@@ -170,7 +170,7 @@ class TierGauges:
 class Gauges:
     """Fill level, evictions and written bytes of host memory and each tier, and transfers in flight.
 
-    Bytes of host memory are those of all ranks together; `layouts` are of each rank.
+    Bytes of host memory are those of all ranks together; `layouts` are of each rank. Copies are in the slots of others.
     """
 
     def __init__(
@@ -184,7 +184,6 @@ class Gauges:
     ) -> None:
         self._metrics = metrics
         self._cache = cache
-        # Ranks with equal parts have one slot together (`shared_memory`).
         self._sizes = of_all_ranks(layouts, lambda group: 0 if group.copy else frame_bytes(group))
         self._tiers = TierGauges(metrics, views, cache.is_up, of_one_cap)
         self._counters = counters

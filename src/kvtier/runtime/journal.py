@@ -86,7 +86,7 @@ class Journal:
     Args:
         folder: created if missing.
         capacity_bytes: most bytes of all journals in `folder`, which are summed up at the start.
-        layouts: the KV groups of each rank, whose bytes are added up.
+        layouts: the KV groups of each rank, whose bytes are added up; of a copy only those that it scatters.
         root: keys the objects' digests (`keys.fingerprint.root_key`).
         metrics: counts recorded and lost lines.
 
@@ -99,6 +99,7 @@ class Journal:
     ) -> None:
         self._root = root
         self._payloads = of_all_ranks(layouts, engine_bytes)
+        self._filled = of_all_ranks(layouts, lambda group: 0 if group.copy else engine_bytes(group))
         head = {"kind": "journal", "version": VERSION, "began_s": time.time(), "chunk_tokens": layouts[0].chunk_tokens}
         self._file: LineFile[tuple[float, Completion | RequestLine]] = LineFile(
             new_path(folder, STEM),
@@ -147,6 +148,7 @@ class Journal:
         command = completion.command
         assert isinstance(command, Transfer)
         name = blake2b(command.key, key=self._root, digest_size=NAME_BYTES, salt=command.group.to_bytes(8))
+        sizes = self._payloads if command.direction is Direction.SCATTER else self._filled
         return {
             "seconds": completion.seconds,
             "waited_s": completion.waited_s,
@@ -154,7 +156,7 @@ class Journal:
             "tier": command.tier,
             "outcome": completion.outcome.value,
             "bytes": completion.size_bytes,
-            "payload_bytes": self._payloads[command.group] if completion.outcome is Outcome.DONE else 0,
+            "payload_bytes": sizes[command.group] if completion.outcome is Outcome.DONE else 0,
             "group": command.group,
             "name": name.hexdigest(),
         }

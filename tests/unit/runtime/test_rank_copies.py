@@ -1,6 +1,8 @@
 """Ranks that hold the same KV: one object in a common store, written and dropped by the first rank, loaded by all."""
 
 from dataclasses import replace
+from math import inf
+from unittest.mock import MagicMock
 
 import pytest
 from tests.rig import (
@@ -33,6 +35,7 @@ from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.runtime.session import Session
 from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.types import Outcome, Probe
 
 SLOTS = 8
 COPIES = [
@@ -146,6 +149,27 @@ def test_where_slots_are_shared_one_rank_gathers_writes_finds_and_reads(tmp_path
     assert all(target.same(Engine(64, seed=1), load_places(48)) for target in targets)
     assert second.close().flushed
     assert (tiers[1].written, tiers[1].deleted) == ([], [])
+
+
+@pytest.mark.parametrize("groups", [{0}, {0, 1}])
+def test_a_probe_of_nothing_asks_the_store_of_a_rank_that_has_something_in_it(tmp_path, groups):
+    memory = {group: page_aligned(SLOTS * frame_bytes(LAYOUT.groups[group])) for group in groups}
+    tier = Counted(tmp_path / "kv")
+    tier.contains = MagicMock(side_effect=TierError("below", "planned"))
+    mover = Mover(
+        layout=COPIES[1],
+        model=FINGERPRINT[:16],
+        arena=Arena(COPIES[1], (SLOTS, SLOTS), shared=memory),
+        copier=Engine(4).copier(),
+        tiers={"below": tier},
+    )
+    found = []
+    mover.complete_to(found.append)
+    mover.submit(Probe(1, "below", (), inf))
+    mover.flush()
+    until(lambda: found)
+    assert mover.close(5.0)
+    assert (found[0].outcome is Outcome.FAILED) == bool(tier.contains.mock_calls) == (groups == {0})
 
 
 def test_in_stores_of_their_own_all_ranks_write(tmp_path):

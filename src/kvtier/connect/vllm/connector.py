@@ -68,10 +68,16 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._is_broken = False
         self._failure = ""
         """The first internal error; empty without one."""
-        self._setup = EngineSetup.of(vllm_config, kv_cache_config)
-        """In a scheduler's connector identified as its workers say, once they are up."""
+        is_one_of_many = role is ConnectorRole.WORKER and vllm_config.parallel_config.world_size > 1
+        try:
+            self._setup = EngineSetup.of(vllm_config, kv_cache_config)
+            """In a scheduler's connector identified as its workers say, once they are up."""
+            facts = self._setup.facts(*([own_token_share()] if is_one_of_many else []))
+        except BaseException:
+            if is_one_of_many:
+                gathered(None)  # the others wait for this worker
+            raise
         if role is ConnectorRole.WORKER:
-            facts = self._setup.facts(*([own_token_share()] if self._setup.ranks > 1 else []))
             self._setup = self._setup.agreed(self._exchange(facts))
         self._connectors = _connectors_around()
         """All connectors of the `MultiConnector` that makes this one."""

@@ -36,7 +36,7 @@ from kvtier.connect.vllm.weight_calls import WeightCalls
 from kvtier.connect.vllm.weights import WorkerCall
 from kvtier.connect.vllm.worker import FENCE_WAIT_S, Worker, no_look
 from kvtier.core.planner import Planner
-from kvtier.errors import UnsupportedModelError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, KvLayout, engine_bytes, of_all_ranks
 from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError, ControlSocket
@@ -157,15 +157,22 @@ class EngineSetup:
         detail = own.detail or doubt(self.vllm_config, own.versions)
         return WorkerFacts(own.fingerprint.digest, detail, geometry.shape, geometry.layer_counts, token_share)
 
-    def agreed(self, workers: Sequence[WorkerFacts]) -> "EngineSetup":
+    def agreed(self, workers: Sequence[WorkerFacts | None]) -> "EngineSetup":
         """The same engine, as all of its workers see it. It is private if one may have read other files.
 
         Args:
-            workers: of all ranks, by rank.
+            workers: of all ranks, by rank; None: it has failed.
 
         Raises:
-            UnsupportedModelError: workers divide the KV in other ways; the message has both shapes.
+            ConfigError: a worker has failed.
+            UnsupportedModelError: workers divide the KV in different ways; the message has both shapes.
         """
+        known = [it for it in workers if it is not None]
+        if len(known) < len(workers):
+            raise ConfigError(f"rank {workers.index(None)} has failed to start; its own message says why")
+        return self._agreed(known)
+
+    def _agreed(self, workers: Sequence[WorkerFacts]) -> "EngineSetup":
         for rank, it in enumerate(workers):
             like = rank - rank % self.stage_ranks if it.shape == workers[0].shape else 0
             other = workers[like]
@@ -177,8 +184,9 @@ class EngineSetup:
             share = token_share(self.vllm_config.parallel_config, rank)
             if it.token_share != share:
                 raise UnsupportedModelError(
-                    f"rank {rank} holds share {it.token_share} of the tokens by vLLM's groups of ranks, and "
-                    f"{share} by its configuration (number, ranks). Serve the model without kvtier"
+                    f"rank {rank} holds token share {it.token_share[0]} of {it.token_share[1]} according to vLLM's "
+                    f"groups of ranks, but {share[0]} of {share[1]} according to its configuration. Serve the model "
+                    "without kvtier"
                 )
         detail = next((it.doubt for it in workers if it.doubt), "")
         if len({it.fingerprint for it in workers}) > 1 and not detail:
@@ -452,7 +460,10 @@ class WorkerSide:
             look,
             AdaptersRead(weights.on_stack("lora_manager")) if has_lora else None,
         )
-        self.layout = self._rank.layout
+        groups = enumerate(self._rank.layout.groups)
+        held = ((it.part, it.copy if number in memory.regions else 0) for number, it in groups)
+        self.layout = self._rank.layout.with_parts(held)
+        """For figures: a copy in slots of its own counts, too."""
         self.server = RankServer(self._rank, self.worker.receive)
 
     def launched(self) -> None:

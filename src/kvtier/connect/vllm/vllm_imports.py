@@ -1,6 +1,7 @@
 """All imports from vLLM's modules, in one file. Only `connector` imports it."""
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,14 +30,23 @@ hash_function: Any = hashing.get_hash_fn_by_name
 spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
 
 
+START_S = 300.0
+"""How long a worker waits for another one at start. All of them read the same checkpoint before."""
+
+
 def gathered(own: object) -> list[Any]:
-    """What each worker of the engine calls this with, by rank. Waits for all of them.
+    """What each worker of the engine calls this with, by rank. Waits for all of them, for `START_S` at most.
 
     vLLM numbers them by stage, then by rank of prefill context parallelism, then by rank of tensor parallelism.
+
+    Raises:
+        RuntimeError: a worker has not come; the message names it.
     """
     found = [own]
     groups: list[Any] = [parallel_state.get_tp_group(), parallel_state.get_pcp_group(), parallel_state.get_pp_group()]
     for group in groups:
+        if group.world_size > 1:  # a collective alone would wait for half an hour
+            torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=START_S), wait_all_ranks=True)
         parts: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(parts, found, group=group.cpu_group)
         found = [it for part in parts for it in part]
