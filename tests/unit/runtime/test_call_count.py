@@ -56,7 +56,11 @@ def calls():
 
 def test_a_chunks_promotion_and_scatter_take_few_calls(monkeypatch, calls):
     monkeypatch.setattr(rig, "LAYOUT", ONE_GROUP)
-    tier, engine, places = MemoryTier("below", capacity_bytes=64 << 20), Engine(8, layout=ONE_GROUP), places_of([0], [0])
+    tier, engine, places = (
+        MemoryTier("below", capacity_bytes=64 << 20),
+        Engine(8, layout=ONE_GROUP),
+        places_of([0], [0]),
+    )
     metrics = Metrics()
 
     def opened():
