@@ -92,6 +92,10 @@ class State:
 Validity = History | Window | State
 
 
+ELSEWHERE = -1
+"""`GroupLayout.copy` of a group that other ranks hold, and this one does not."""
+
+
 class Part(NamedTuple):
     """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. It is in every object name.
 
@@ -128,7 +132,7 @@ class GroupLayout:
         pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
             V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
         part: which layers and heads these are; None if the engine does not say. Not in the layout digest.
-        copy: how many ranks before this one hold the same part.
+        copy: how many ranks before this one hold the same part; `ELSEWHERE`: this rank does not hold it.
         runs: of each layer; empty: each layer is a run of `bytes`. Part of every object name.
         chunk_tokens: tokens of a full chunk, set by `KvLayout`: a frame has room for their ids. 0: it has none.
     """
@@ -254,8 +258,8 @@ def of_all_ranks(layouts: Sequence[KvLayout], size: Callable[[GroupLayout], int]
 
 
 def engine_bytes(group: GroupLayout) -> int:
-    """Bytes of a full chunk in the engine's blocks: a payload without padding."""
-    return sum(group.layer_bytes)
+    """Bytes of a full chunk in the engine's blocks on this rank: a payload without padding."""
+    return 0 if group.copy == ELSEWHERE else sum(group.layer_bytes)
 
 
 def largest(layouts: Sequence[KvLayout]) -> KvLayout:

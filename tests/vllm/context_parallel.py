@@ -42,6 +42,29 @@ class Workers:
         pages = (layer.kv_cache[block].contiguous().numpy().tobytes() for layer in layers for block in blocks)
         return [hashlib.sha256(page).hexdigest() for page in pages]
 
+    def rows(self, blocks: list[int], tokens: int) -> list[dict[int, str]]:
+        """By layer: a digest of the latent of each token on this rank, of the leading `tokens` in these blocks."""
+        layers = self.model_runner.compilation_config.static_forward_context.values()
+        group, interleave = get_dcp_group(), self.model_runner.parallel_config.cp_kv_cache_interleave_size
+        found: list[dict[int, str]] = []
+        for layer in layers:
+            at = torch.arange(tokens)
+            shares = Shares(layer.kv_cache.shape[-2], group.world_size, group.rank_in_group, interleave)
+            is_here, number, offset = shares.places(at)
+            held = layer.kv_cache.flatten(0, -3)[torch.tensor(blocks)[number[is_here]], offset[is_here]]
+            digests = [hashlib.sha256(row.view(torch.uint8).numpy().tobytes()).hexdigest() for row in held]
+            found.append(dict(zip(at[is_here].tolist(), digests, strict=True)))
+        return found
+
+
+def hold_the_other() -> None:
+    """Each rank takes itself for the one that holds what it does not hold: a control of the tests."""
+    from kvtier.connect.vllm import sides
+    from kvtier.layout import ELSEWHERE
+
+    inner = sides.held_parts
+    sides.held_parts = lambda *given: [(part, 0 if copy == ELSEWHERE else ELSEWHERE) for part, copy in inner(*given)]
+
 
 def swap() -> None:
     """Each rank takes itself for the other one of two: a control of the tests."""

@@ -47,6 +47,21 @@ def by_rank(engine: Any, tokens: int) -> list[list[str]]:
     return type(executor).collective_rpc(executor, "digests", args=(blocks,))
 
 
+def by_token(engine: Any, tokens: int) -> list[dict[int, str]]:
+    """By layer: a digest of each of the leading `tokens` of the last request, on all workers; see `context_parallel`."""
+    core = engine.engine_core.engine_core
+    (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    executor, blocks = core.model_executor, _freed[-1][0][: tokens // manager.block_size]
+    whole: list[dict[int, str]] = []
+    for rank in type(executor).collective_rpc(executor, "rows", args=(blocks, tokens)):
+        whole = whole or [{} for _ in rank]
+        for layer, found in zip(whole, rank, strict=True):
+            assert all(layer.get(position, digest) == digest for position, digest in found.items())
+            layer |= found
+    assert all(sorted(layer) == list(range(tokens)) for layer in whole)
+    return whole
+
+
 def look_at_no_next_token() -> None:
     """Keys cover the chunk alone: the control of the tests."""
     from kvtier.connect.vllm import request_keys

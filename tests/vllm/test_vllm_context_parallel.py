@@ -20,6 +20,7 @@ from test_vllm_ranks import pytestmark as needs_two_cores
 pytestmark = needs_two_cores
 
 TORCH = TWO | {"worker_extension_cls": "context_parallel.Workers"}
+OTHER = prompt(len(LONG), 77)
 SHARED = TORCH | {"decode_context_parallel_size": 2}
 
 
@@ -109,6 +110,52 @@ def test_shares_of_latents_come_back_and_damaged_ones_are_misses(start: Start, t
     # The look-up promises the damaged chunks, too. Nor do the blocks that vLLM keeps hold anything else then.
     assert apart(second.ask(LONG)[0], plain) < TOLERANCE
     assert apart(second.ask(LONG)[0], plain) < TOLERANCE
+
+
+def test_shapes_of_one_latent_share_a_store(start: Start, tmp_path: Path) -> None:
+    """Each shape loads all that the other has stored, and a token's bytes are those that the other has computed."""
+    directory, place = tmp_path / "kv", tmp_path / "model"
+    in_process(make_checkpoint, "deepseek", place)
+    kept, latent = connector(directory, store__token_shares=2), ARGUMENTS["deepseek"]
+
+    def opened(shape: dict[str, Any]) -> Engine:
+        engine = start(place, kept, **shape | latent)
+        engine.do("draft_pages:watch")
+        return engine
+
+    def by_token(engine: Engine) -> Any:
+        return engine.do("draft_pages:by_token", whole(len(LONG)))
+
+    alone = opened(TORCH)
+    plain, computed = alone.ask(LONG)[0], by_token(alone)
+    assert alone.external_hits() == 0
+    alone.close()
+    parts = [f"layers 0-2, heads 0-0, rank {rank} of 2" for rank in range(2)]
+    assert shares(directory) == [(depth, part) for depth in range(len(LONG) // CHUNK) for part in parts]
+
+    divided = opened(SHARED)
+    assert apart(divided.ask(LONG)[0], plain) < TOLERANCE
+    assert divided.external_hits() == whole(len(LONG))
+    assert by_token(divided) == computed
+    other, stored = divided.ask(OTHER)[0], by_token(divided)
+    assert divided.external_hits() == whole(len(LONG))
+    divided.close()
+
+    again = opened(TORCH)
+    assert apart(again.ask(OTHER)[0], other) < TOLERANCE
+    assert again.external_hits() == whole(len(OTHER))
+    assert by_token(again) == stored != computed
+    again.close()
+
+    misled = opened(in_workers("context_parallel:hold_the_other"))
+    misled.ask(LONG)
+    assert misled.external_hits() == whole(len(LONG))
+    assert by_token(misled) != computed
+    misled.close()
+
+    turns = start(place, kept, **SHARED | latent | {"cp_kv_cache_interleave_size": 16})
+    assert apart(turns.ask(LONG)[0], plain) < TOLERANCE
+    assert turns.external_hits() == 0
 
 
 @pytest.mark.nightly

@@ -70,6 +70,12 @@ class StoreConfig(SettingsSection):
     chunk_tokens: int = setting(
         0, Count(0, 2**20), "Tokens per chunk; 0: the smallest multiple of the engine's alignment, at least 256."
     )
+    token_shares: int = setting(
+        0,
+        Count(0, 64),
+        "Shares into which the tokens of MLA's latents are dealt out, so that engines with other TP and DCP sizes find "
+        "them; a multiple of each DCP size; 0: engines of one shape share.",
+    )
     write_policy: Literal["through", "back", "selective"] = setting(
         "through",
         Choice(("through", "back", "selective")),

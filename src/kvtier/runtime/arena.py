@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvtier.codec.frame import frame_bytes, head_bytes
 from kvtier.errors import ConfigError
-from kvtier.layout import ALIGNMENT, KvLayout, align_up
+from kvtier.layout import ALIGNMENT, ELSEWHERE, GroupLayout, KvLayout, align_up
 
 SLOTS_MIN = 2
 """Fewest slots of a group: one is filled while the other is read."""
@@ -41,9 +41,14 @@ _kept: list[object] = []
 at its address."""
 
 
+def slot_bytes(group: GroupLayout) -> int:
+    """Bytes of a slot; 0 on a rank that does not hold the group."""
+    return 0 if group.copy == ELSEWHERE else frame_bytes(group)
+
+
 def chunk_bytes(layout: KvLayout) -> int:
     """Host bytes of one chunk: a slot of every group."""
-    return sum(frame_bytes(group) for group in layout.groups)
+    return sum(slot_bytes(group) for group in layout.groups)
 
 
 def slots_for(
@@ -126,8 +131,12 @@ class Arena:
             raise ValueError(f"slots must be at least 1 for each of the {len(layout.groups)} groups, got {slots}")
         self.slots = tuple(slots)
         self._heads = [head_bytes(group) for group in layout.groups]
-        self._sizes = [frame_bytes(group) for group in layout.groups]
-        self.filled_elsewhere = frozenset(group for group in shared if layout.groups[group].copy)
+        self._sizes = [slot_bytes(group) for group in layout.groups]
+        self.filled_elsewhere = frozenset(
+            number
+            for number, group in enumerate(layout.groups)
+            if group.copy == ELSEWHERE or (group.copy and number in shared)
+        )
         """Groups into whose slots only another rank writes."""
         self._shared = frozenset(shared)
         self._populate, self._page_lock = populate, page_lock
@@ -146,8 +155,8 @@ class Arena:
 
     @property
     def memory(self) -> tuple[memoryview, ...]:
-        """All slots of each group; none after `close`."""
-        return tuple(self._views or ())
+        """All slots of each group that this rank holds; none after `close`."""
+        return tuple(view for view in self._views or () if view.nbytes)
 
     def frame(self, group: int, slot: int) -> memoryview:
         """The whole slot, head room and payload; writable and page-aligned.
@@ -176,7 +185,7 @@ class Arena:
     def take(self) -> None:
         """Populate and page-lock the memory, at the start and after `free`."""
         for group, view in enumerate(self._views or ()):
-            if group in self._taken:
+            if group in self._taken or not view.nbytes:
                 continue
             region, self._taken[group] = cast("Bytes", view.obj), None
             if self._populate:

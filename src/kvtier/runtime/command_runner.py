@@ -18,7 +18,7 @@ from kvtier.codec.head import Identity
 from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import name_head, names_of
-from kvtier.layout import KvLayout
+from kvtier.layout import ELSEWHERE, KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Job, Work
 from kvtier.runtime.recall import TierRecall
@@ -115,6 +115,8 @@ class CommandRunner:
         stands for host memory, whose slots that rank fills."""
         self._asked_elsewhere = {(name, group) for name in tiers if name not in common for group in filled}
         """(tier, group) whose objects are in another rank's store only."""
+        self._absent = {group for group, known in enumerate(layout.groups) if known.copy == ELSEWHERE}
+        """Groups of which this rank holds nothing."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._scratch_bytes = {
             name: [form.scratch_bytes(group) for group in layout.groups] for name, form in self._forms.items()
@@ -204,12 +206,14 @@ class CommandRunner:
         """Whether another rank does this transfer or drop for this one.
 
         A command ends when every rank has ended it, so its outcome is that of the rank that does the work. One rank
-        drops and writes an object, so its writes stay behind its drops. Each rank scatters.
+        drops and writes an object, so its writes stay behind its drops. Each rank that holds the KV scatters.
         """
         if isinstance(command, Drop):
             return (command.tier, command.group) in self._kept_elsewhere
-        if not isinstance(command, Transfer) or command.direction is Direction.SCATTER:
+        if not isinstance(command, Transfer):
             return False
+        if command.direction is Direction.SCATTER:
+            return command.group in self._absent
         place = (command.tier if command.direction is Direction.DEMOTE else "", command.group)
         return place in self._kept_elsewhere
 

@@ -19,10 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvtier.codec.frame import frame_bytes
 from kvtier.errors import ConfigError
-from kvtier.layout import KvLayout, Part
-from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes
+from kvtier.layout import ELSEWHERE, KvLayout, Part
+from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes, slot_bytes
 
 Exchange = Callable[[Any], list[Any]]
 """What each rank has called it with, by rank. It waits for all of them."""
@@ -82,14 +81,18 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
     why = ""
     try:
         for number, group in enumerate(layout.groups):
-            size_bytes = capacity_bytes // chunk_bytes(layout) * frame_bytes(group)
+            size_bytes = capacity_bytes // chunk_bytes(layout) * slot_bytes(group)
             if size_bytes and group.part is not None and not group.copy:
                 try:
                     made[number] = _made(size_bytes)
                 except _FAILURES as error:
                     why = str(error)
         held = [
-            HeldGroup(group.part, layout.digest(number), _named(made[number][0]) if number in made else None)
+            HeldGroup(
+                None if group.copy == ELSEWHERE else group.part,
+                layout.digest(number),
+                _named(made[number][0]) if number in made else None,
+            )
             for number, group in enumerate(layout.groups)
         ]
         found = exchange(held)
@@ -106,7 +109,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
                 why = str(error)
         if why:
             logger.warning("this rank keeps slots of its own, so host memory holds fewer chunks: %s", why)
-        own = (frame_bytes(it) for number, it in enumerate(layout.groups) if not it.copy or number not in regions)
+        own = (slot_bytes(it) for number, it in enumerate(layout.groups) if not it.copy or number not in regions)
         return SharedMemory(sum(exchange(sum(own))), regions)
     finally:
         for descriptor, _ in made.values():

@@ -17,6 +17,13 @@ With decode context parallelism (DCP) a block id names one block on each of seve
 ``block_size * ranks`` consecutive tokens, dealt out in turns (`DcpShards`). Numbers of tokens are of such whole blocks,
 as in vLLM's scheduler (`resolve_dcp_kv_block_size`, vLLM 0.32 and 0.33).
 
+With `store.token_shares` = N a history of latents is N groups, with the same blocks. Group s is the tokens t with
+``t // interleave % N == s``, in ascending order, on whichever rank they are. So its bytes and names do not depend on the
+sizes of TP, DCP and blocks. A rank holds every group s with ``s % dcp`` equal to its number in the DCP group:
+
+    turn of a block on rank r of dcp     0      1        2         ...
+    of share (N = 2 * dcp)               r      r + dcp  r         ...
+
 Everything here is arithmetic on lists; neither vLLM nor torch is imported.
 """
 
@@ -36,7 +43,7 @@ from kvtier.connect.vllm.vllm_types import (
     VllmConfig,
     plain_name,
 )
-from kvtier.errors import UnsupportedModelError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import ELEMENT_BYTES, GroupLayout, History, KvLayout, Run, RunKind, State, Validity, Window, run_of
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.types import Place
@@ -54,17 +61,56 @@ class DcpShards(NamedTuple):
     ranks: int = 1
     interleave: int = 1
     """Consecutive tokens of a rank's turn."""
+    shares: int = 0
+    """Shares of the tokens, each a group of its own and a multiple of `ranks`; 0: a group is what one rank holds."""
 
     @staticmethod
-    def of(config: VllmConfig) -> "DcpShards":
-        """The division in an engine. Prefill context parallelism divides no KV: each of its ranks holds all of it."""
+    def of(config: VllmConfig, shares: int = 0) -> "DcpShards":
+        """The division in an engine. Prefill context parallelism divides no KV: each of its ranks holds all of it.
+
+        Args:
+            config: the engine's.
+            shares: the setting `store.token_shares`.
+
+        Raises:
+            ConfigError: the ranks cannot hold whole shares.
+        """
         parallel = config.parallel_config
         size = parallel.decode_context_parallel_size
-        return DcpShards(size, parallel.cp_kv_cache_interleave_size) if size > 1 else UNDIVIDED
+        if shares % size:
+            raise ConfigError(
+                f"store.token_shares = {shares} does not fit decode_context_parallel_size = {size}; allowed: its "
+                "multiples, and 0"
+            )
+        return DcpShards(size, parallel.cp_kv_cache_interleave_size, shares) if size > 1 or shares else UNDIVIDED
 
     def on(self, spec: KvCacheSpec) -> "DcpShards":
         """The division of one kind of KV: states and some draft layers are whole on each rank."""
-        return self if self.ranks > 1 and spec.dcp_sharded else UNDIVIDED
+        return self if self.shares or (self.ranks > 1 and spec.dcp_sharded) else UNDIVIDED
+
+    def of_all(self, specs: Iterable[KvCacheSpec]) -> "DcpShards":
+        """This division, without shares where some KV of the engine has no row of bytes for each token.
+
+        That is certain of MLA alone. Other backends may mix the tokens of a block, and no specification says so.
+
+        Raises:
+            ConfigError: a block does not end with a whole turn of each share.
+        """
+        rows = [
+            type(spec).__name__ == "MLAAttentionSpec" and _is_plain(spec) and (self.ranks == 1 or spec.dcp_sharded)
+            for spec in specs
+        ]
+        if not self.shares or not all(rows):
+            return self._replace(shares=0) if self.ranks > 1 else UNDIVIDED
+        turn = self.interleave * self.shares // self.ranks
+        sizes = [spec.block_size for spec in specs if spec.block_size % turn]
+        if sizes:
+            raise ConfigError(
+                f"store.token_shares = {self.shares} with decode_context_parallel_size = {self.ranks} and "
+                f"cp_kv_cache_interleave_size = {self.interleave} does not fit blocks of {sizes[0]} tokens; allowed: "
+                f"block_size a multiple of {turn}"
+            )
+        return self
 
 
 UNDIVIDED = DcpShards()
@@ -85,10 +131,16 @@ class TableLayout(NamedTuple):
     """Of one block of one layer, without padding; several only where a chunk has one block."""
     pages: str
     """Name of a page's contents, from the configuration."""
+    piece: int = 0
+    """Which one of the `pieces` this is."""
+    pieces: int = 1
+    """Rows of a block on one rank are dealt out in turns to so many tables, of which this is one."""
+    row_bytes: int = 0
+    """Of a turn."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block of one layer, without padding."""
+        """Bytes of one block of one layer, without padding and other pieces."""
         return sum(run.size_bytes for run in self.runs)
 
     def run(self, chunk: int, chunk_tokens: int) -> tuple[int, int]:
@@ -103,6 +155,9 @@ class Group:
 
     validity: Validity
     tables: tuple[TableLayout, ...]
+    share: int = 0
+    """Number of the share of the tokens; see `DcpShards.shares`."""
+    shares: int = 0
 
     def needed_from(self, table: TableLayout, tokens: int) -> int:
         """First block table position that a request needs to resume after `tokens`."""
@@ -140,6 +195,7 @@ class Geometry:
         """
         check_groups(config)
         specs = [_spec_of(number, group) for number, group in enumerate(config.kv_cache_groups)]
+        shards = shards.of_all(specs)
         sizes = [spec.block_size * shards.on(spec).ranks for spec in specs]
         alignment = math.lcm(config.cache_hit_alignment_tokens or 1, *sizes)
         tokens = choose_chunk_tokens(chunk_tokens, alignment)
@@ -154,14 +210,25 @@ class Geometry:
                     "rule. Set VLLM_PP_LAYER_PARTITION, or a smaller pipeline_parallel_size"
                 )
         groups = tuple(Group(validity, tuple(members)) for validity, members in tables.items())
+        if shards.shares:
+            groups = tuple(_share(group, share, shards) for group in groups for share in range(shards.shares))
         return Geometry(tokens, groups)
 
     @property
     def shape(self) -> str:
         """What must be equal on all workers, for people: chunks, and the pages of each vLLM group."""
-        tables = [table for group in self.groups for table in group.tables]
-        pages = "; ".join(f"{it.blocks} blocks of {it.block_tokens} tokens, {it.pages}" for it in tables)
+        pages = "; ".join(f"{it.blocks} blocks of {it.block_tokens} tokens, {it.pages}" for it in self._tables)
         return f"chunks of {self.chunk_tokens} tokens: {pages}"
+
+    @property
+    def shares(self) -> int:
+        """See `DcpShards.shares`; 0 where it does not apply."""
+        return self.groups[0].shares
+
+    @property
+    def _tables(self) -> list[TableLayout]:
+        """One for each vLLM group, although shares have the same."""
+        return list({table.number: table for group in self.groups for table in group.tables}.values())
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
@@ -193,8 +260,7 @@ class Geometry:
         With several groups vLLM takes no report of single blocks. With a window, blocks before the load's end were
         never allocated, so no earlier boundary is valid. Then a partly failed load delivers nothing.
         """
-        tables = [table for group in self.groups for table in group.tables]
-        return len(tables) == 1 and isinstance(self.groups[0].validity, History)
+        return len(self._tables) == 1 and isinstance(self.groups[0].validity, History)
 
     def hit_tokens(self, tokens: int) -> int:
         """The most tokens that a prompt of `tokens` can load: vLLM always computes the last token."""
@@ -202,7 +268,7 @@ class Geometry:
 
     def blocks(self, tokens: int) -> int:
         """The most blocks that `tokens` occupy."""
-        return sum(-(-tokens // table.block_tokens) for group in self.groups for table in group.tables)
+        return sum(-(-tokens // table.block_tokens) for table in self._tables)
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
@@ -279,10 +345,9 @@ class Geometry:
     def unfilled(self, tables: BlockTables, delivered_tokens: int, wanted_tokens: int) -> set[int]:
         """Blocks that vLLM takes for filled, but that a load of `delivered_tokens` did not fill."""
         found: set[int] = set()
-        for group in self.groups:
-            for table in group.tables:
-                start, stop = delivered_tokens // table.block_tokens, wanted_tokens // table.block_tokens
-                found.update(tables[table.number][start:stop])
+        for table in self._tables:
+            start, stop = delivered_tokens // table.block_tokens, wanted_tokens // table.block_tokens
+            found.update(tables[table.number][start:stop])
         return found - {NULL_BLOCK}
 
     def _chunks_to_load(self, validity: Validity, tokens: int, resident_tokens: int) -> range:
@@ -353,9 +418,22 @@ def _table(
         needed = chunk_tokens if isinstance(validity, History) else min(validity.tokens, chunk_tokens)
         blocks = -(-needed // tokens)
     pages = f"vllm/{config.kv_cache_layout}/{_pages(spec)}"
-    if shards.ranks > 1:
+    if shards.shares:  # nothing of the engine's blocks and ranks
+        pages = f"{pages.replace(f'/N={spec.num_states}', '')}/shares={shards.shares}/interleave={shards.interleave}"
+    elif shards.ranks > 1:
         pages += f"/dcp={shards.ranks}/interleave={shards.interleave}"
     return TableLayout(number, tokens, blocks, layers, _runs(spec), pages)
+
+
+def _share(group: Group, share: int, shards: DcpShards) -> Group:
+    """One share of a group's tokens."""
+    pieces = shards.shares // shards.ranks
+    tables: list[TableLayout] = []
+    for table in group.tables:
+        runs = tuple(run._replace(size_bytes=run.size_bytes // pieces) for run in table.runs)
+        row_bytes = table.page_bytes * shards.ranks // table.block_tokens * shards.interleave
+        tables.append(table._replace(runs=runs, piece=share // shards.ranks, pieces=pieces, row_bytes=row_bytes))
+    return Group(group.validity, tuple(tables), share, shards.shares)
 
 
 def _page_bytes(spec: KvCacheSpec) -> int:
@@ -371,9 +449,12 @@ def _runs(spec: KvCacheSpec) -> tuple[Run, ...]:
         runs = tuple(it._replace(size_bytes=math.prod(shape) * ELEMENT_BYTES[it.element]) for it, shape in shapes)
         return runs if sum(run.size_bytes for run in runs) == size else (Run("state", "bytes", size),)
     kind: RunKind = "latent" if "MLA" in name else "kv"
-    # Contents whose size does not follow from heads and dtype hold other numbers, too, such as scales.
-    is_plain = getattr(spec, "state_content_bytes", None) is None
-    return (run_of(kind, spec.dtype if is_plain else "", size),)
+    return (run_of(kind, spec.dtype if _is_plain(spec) else "", size),)
+
+
+def _is_plain(spec: KvCacheSpec) -> bool:
+    """Whether the size of the contents follows from heads and dtype. Others hold other numbers, too, such as scales."""
+    return getattr(spec, "state_content_bytes", None) is None
 
 
 def _pages(spec: KvCacheSpec) -> str:
@@ -393,7 +474,8 @@ def _group_layout(group: Group, details: Mapping[str, str]) -> GroupLayout:
         runs += [of_chunk] * len(table.layers)
         found = [details.get(layer, "") for layer in table.layers]
         detail = found[0] if len(set(found)) == 1 else ",".join(found)
-        name = f"{len(table.layers)} layers of {table.blocks}x{table.block_tokens} {table.pages} {detail}"
+        extent = f"{table.blocks * table.block_tokens}" if group.shares else f"{table.blocks}x{table.block_tokens}"
+        name = f"{len(table.layers)} layers of {extent} {table.pages} {detail}"
         names.append(name.rstrip())
     pages = "; ".join(f"{len(list(same))} * {text}" for text, same in groupby(names))
     layer_bytes = tuple(sum(run.size_bytes for run in layer) for layer in runs)

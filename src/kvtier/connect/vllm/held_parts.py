@@ -19,7 +19,7 @@ from typing import cast
 from kvtier.connect.vllm.geometry import Geometry, Group
 from kvtier.connect.vllm.support import draft_model, specs_of
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, VllmConfig
-from kvtier.layout import Part
+from kvtier.layout import ELSEWHERE, Part
 
 _KV_HEADS = re.compile(r"kv.*head|key_value.*head|head.*kv|heads_in_group|attention_groups|query_group", re.IGNORECASE)
 """Fields of a configuration that may be a number of KV heads."""
@@ -27,7 +27,7 @@ _KV_HEADS = re.compile(r"kv.*head|key_value.*head|head.*kv|heads_in_group|attent
 _LATENT, _WITH_HEADS = frozenset({"MLAAttentionSpec"}), frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 
 Held = tuple[Part | None, int]
-"""A rank's part of a group, None if it is unknown, and how many ranks before it hold the same."""
+"""A rank's part of a group, None if it is unknown, and how many ranks before it hold the same; see `GroupLayout.copy`."""
 
 
 def held_parts(
@@ -88,6 +88,13 @@ def _held(
         spec for table in group.tables for spec in specs_of(kv_cache_config.kv_cache_groups[table.number].kv_cache_spec)
     ]
     first = rank - rank % stage_ranks(parallel)
+    if group.shares:
+        part = Part(*span, 0, 1, group.share, group.shares)
+        *before, is_held = (
+            group.share % size == number
+            for number, size in (token_share(parallel, it) for it in range(first, rank + 1))
+        )
+        return part, sum(before) if is_held else ELSEWHERE
     parts = [_part(specs, span, heads, each, parallel) for each in range(first, rank + 1)]
     part = parts.pop()
     return part, 0 if part is None else parts.count(part)

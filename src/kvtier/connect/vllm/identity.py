@@ -47,12 +47,13 @@ class EngineIdentity(NamedTuple):
         return EngineIdentity(fingerprint, None, is_private=True, detail=detail)
 
 
-def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
+def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> EngineIdentity:
     """The fingerprint of an engine.
 
     Args:
         config: the engine's.
         engine_version: vLLM's, such as ``0.32.0``.
+        shares: see `DcpShards.shares`.
 
     Raises:
         ConfigError: a field of the model's configuration has no canonical form.
@@ -84,8 +85,8 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
             "kv": [plain_name(cache.cache_dtype), plain(cache.kv_cache_dtype_skip_layers)],
             "state": [plain_name(cache.mamba_cache_dtype), plain_name(cache.mamba_ssm_cache_dtype)],
             "multimodal": _multimodal(model.multimodal_config),
-            # The division of heads and tokens decides each rank's share.
-            "ranks": _ranks(config.parallel_config),
+            # The division of heads and tokens decides each rank's share. Shares of all shapes are the same.
+            "ranks": ["shares", shares] if shares else _ranks(config.parallel_config),
             # An engine with other stages could use some ranks' objects only: what one rank finds, another would lack.
             **({"stages": stages} if stages > 1 else {}),
             **drafts,

@@ -71,22 +71,24 @@ def engine_pages(
         UnsupportedModelError: a tensor contradicts the configuration.
     """
     starts = _starts(config)
-    found: dict[str, _Pages] = {}
-    for group in geometry.groups:
+    found: dict[tuple[int, str], _Pages] = {}
+    for number, group in enumerate(geometry.groups):
         for table in group.tables:
             for name in table.layers:
                 if name not in tensors:
                     raise UnsupportedModelError(f"vLLM registered no KV tensor for layer {name}")
-                found[name] = _pages(name, tensors[name], table, starts[name], config.num_blocks)
+                found[number, name] = _pages(name, tensors[name], table, starts[name], config.num_blocks)
     device = next(iter(found.values())).view.device
     if len({(pages.view.device, pages.shift) for pages in found.values()}) > 1:
         raise UnsupportedModelError("vLLM's KV tensors are not in one allocation, against its configuration")
-    details = {name: f"{backend_name(layers.get(name), device)} {pages.cut}".rstrip() for name, pages in found.items()}
+    details = {
+        name: f"{backend_name(layers.get(name), device)} {pages.cut}".rstrip() for (_, name), pages in found.items()
+    }
     layout = geometry.layout_with(details)
     groups: list[tuple[TablePages, ...]] = []
-    for group, group_layout in zip(geometry.groups, layout.groups, strict=True):
-        offsets = iter(group_layout.layer_offsets)
-        tables = [[(found[name].view, next(offsets)) for name in table.layers] for table in group.tables]
+    for number, group in enumerate(geometry.groups):
+        offsets = iter(layout.groups[number].layer_offsets)
+        tables = [[(found[number, name].view, next(offsets)) for name in table.layers] for table in group.tables]
         groups.append(
             tuple(
                 TablePages(table.blocks, table.page_bytes, tuple(_stacks(placed)))
@@ -121,7 +123,7 @@ class _Pages(NamedTuple):
     shift: int
     """Offset of vLLM's allocation in the tensor's storage, in bytes."""
     cut: str
-    """How the kernel divides a block; empty if it does not."""
+    """How the kernel divides a block; empty if it does not, or if the tokens of a block are in one row anyway."""
 
 
 def _starts(config: KvCacheConfig) -> dict[str, tuple[int, int]]:
@@ -146,19 +148,27 @@ def _pages(name: str, tensor: object, table: TableLayout, start: tuple[int, int]
     strides = [tensor.stride(0) * width, tensor.stride(1) * width, tensor.stride(2) * width, 1]
     shift = int(tensor.storage_offset()) * width - start[0]
     found = tensor.stride(0) * width * parts, math.prod(sizes)
-    if shift < 0 or found != (start[1], table.page_bytes):
+    if shift < 0 or found != (start[1], table.page_bytes * table.pieces):
         raise UnsupportedModelError(
             f"layer {name}: vLLM's KV tensor begins {shift} bytes after its configured offset, with (block stride, "
-            f"page bytes) {found} instead of {(start[1], table.page_bytes)}"
+            f"page bytes) {found} instead of {(start[1], table.page_bytes * table.pieces)}"
         )
-    pieces = _merged(sizes, strides)
+    pieces, first = _merged(sizes, strides), start[0] + shift
+    if table.row_bytes and len(pieces) > 1:
+        raise UnsupportedModelError(
+            f"layer {name}: a page is in pieces {pieces} of (number, stride), so its tokens cannot be dealt out. Set "
+            "store.token_shares = 0"
+        )
+    if table.pieces > 1:
+        pieces = [(table.page_bytes // table.row_bytes, table.pieces * table.row_bytes), (table.row_bytes, 1)]
+        first += table.piece * table.row_bytes
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         tensor.untyped_storage(),
-        start[0] + shift,
+        first,
         (block_count, *(size for size, _ in pieces)),
         (start[1], *(stride for _, stride in pieces)),
     )
-    return _Pages(view, shift, f"in {parts} parts" if parts > 1 else "")
+    return _Pages(view, shift, f"in {parts} parts" if parts > 1 and not table.row_bytes else "")
 
 
 def _merged(sizes: list[int], strides: list[int]) -> list[tuple[int, int]]:

@@ -120,8 +120,9 @@ class EngineSetup:
         """
         config, version = check_start(vllm_config)
         follow_engine(config.log.level)
-        geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens, DcpShards.of(vllm_config))
-        identified = identify(vllm_config, version)
+        shards = DcpShards.of(vllm_config, config.store.token_shares)
+        geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens, shards)
+        identified = identify(vllm_config, version, geometry.shares)
         role = vllm_config.kv_transfer_config.kv_role
         return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, role)
 
