@@ -48,7 +48,7 @@ def by_rank(engine: Any, tokens: int) -> list[list[str]]:
 
 
 def by_token(engine: Any, tokens: int) -> list[dict[int, str]]:
-    """By layer: a digest of each of the leading `tokens` of the last request, on all workers; see `context_parallel`."""
+    """By layer: a digest of each of the leading `tokens` of the last request, whichever worker holds it."""
     core = engine.engine_core.engine_core
     (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
     executor, blocks = core.model_executor, _freed[-1][0][: tokens // manager.block_size]
@@ -57,7 +57,7 @@ def by_token(engine: Any, tokens: int) -> list[dict[int, str]]:
         whole = whole or [{} for _ in rank]
         for layer, found in zip(whole, rank, strict=True):
             assert all(layer.get(position, digest) == digest for position, digest in found.items())
-            layer |= found
+            layer.update(found)
     assert all(sorted(layer) == list(range(tokens)) for layer in whole)
     return whole
 

@@ -27,7 +27,7 @@ _KV_HEADS = re.compile(r"kv.*head|key_value.*head|head.*kv|heads_in_group|attent
 _LATENT, _WITH_HEADS = frozenset({"MLAAttentionSpec"}), frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 
 Held = tuple[Part | None, int]
-"""A rank's part of a group, None if it is unknown, and how many ranks before it hold the same; see `GroupLayout.copy`."""
+"""A rank's part of a group, None if it is unknown, and how many ranks before it hold the same (`GroupLayout.copy`)."""
 
 
 def held_parts(
@@ -90,10 +90,8 @@ def _held(
     first = rank - rank % stage_ranks(parallel)
     if group.shares:
         part = Part(*span, 0, 1, group.share, group.shares)
-        *before, is_held = (
-            group.share % size == number
-            for number, size in (token_share(parallel, it) for it in range(first, rank + 1))
-        )
+        numbers = [token_share(parallel, each) for each in range(first, rank + 1)]
+        *before, is_held = (group.share % size == number for number, size in numbers)
         return part, sum(before) if is_held else ELSEWHERE
     parts = [_part(specs, span, heads, each, parallel) for each in range(first, rank + 1)]
     part = parts.pop()

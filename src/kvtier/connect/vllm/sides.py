@@ -242,6 +242,8 @@ class SchedulerSide:
             logger.warning("%s", warning)
         if setup.identity.is_private:
             logger.warning("KV is kept in host memory only: %s", setup.identity.detail)
+        if config.store.token_shares and not geometry.shares:
+            logger.warning("store.token_shares has no effect: only a model whose KV is all latents (MLA) has shares")
         self._close_deadline_s = config.limits.close_deadline_s
         ranks = connect(handshakes)
         self.events_table, events = _events(setup, extras_of, hash_of)
