@@ -20,7 +20,7 @@ from zlib import crc32
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, STAGES, Engine, config, load_places
 from tests.waiting import wait_until
 
-from kvtier.layout import Part
+from kvtier.layout import ELSEWHERE, Part
 from kvtier.runtime import shared_memory
 from kvtier.runtime.arena import chunk_bytes
 from kvtier.runtime.rank import open_rank
@@ -33,6 +33,15 @@ SHARED = [
     LAYOUT.with_parts((Part(0, len(group.layer_bytes), 0, 1), rank) for group in LAYOUT.groups) for rank in range(3)
 ]
 """The layout on each of three ranks that all hold the same KV."""
+
+DIVIDED = [
+    LAYOUT.with_parts(
+        (Part(0, len(group.layer_bytes), 0, 1), 0 if number == rank else ELSEWHERE)
+        for number, group in enumerate(LAYOUT.groups)
+    )
+    for rank in range(2)
+]
+"""The layout on each of two ranks of which each holds one group."""
 
 
 class Gate:
@@ -104,7 +113,7 @@ def main(about):
         disk=Path(about["disk"]) if about["disk"] else None,
     )
     if about["is_shared"]:
-        layout = SHARED[about["rank"]]
+        layout = (DIVIDED if about["is_divided"] else SHARED)[about["rank"]]
         if about["rank"] in about["unable"]:
             shared_memory._opened = shared_memory._made = unable
         memory = shared_memory.share(layout, made.host.capacity_bytes, exchange)
@@ -184,6 +193,7 @@ class Worker:
         disk=None,
         is_shared=False,
         is_staged=False,
+        is_divided=False,
         unable=(),
         scarcity=1,
     ):
@@ -198,6 +208,7 @@ class Worker:
             "disk": str(disk) if disk else None,
             "is_shared": is_shared,
             "is_staged": is_staged,
+            "is_divided": is_divided,
             "unable": unable,
             "scarcity": scarcity,
         }
@@ -243,8 +254,8 @@ class Worker:
 def workers(directory, count, **options):
     """One process for each of `count` ranks; rank r has seed `seed` + r.
 
-    With `is_shared` all hold the same KV, of `seed`, and share host memory, except those that are `unable`.
-    `scarcity` divides the number of slots.
+    With `is_shared` all hold the same KV, of `seed`, and share host memory, except those that are `unable`;
+    with `is_divided` each of two holds one group. `scarcity` divides the number of slots.
     """
     seed, is_shared = options.pop("seed", 0), options.get("is_shared", False)
     started = []

@@ -12,10 +12,10 @@ from tests import simulated_cuda
 from tests.vllm_recorded import Recorded, recorded
 from tests.vllm_world import BLOCKS, PAGE_ORDER, VllmWorld, made, payload_of
 
-from kvtier.connect.vllm.copier import open_copier
+from kvtier.connect.vllm.copier import BlockCopier, open_copier
 from kvtier.connect.vllm.cpu_copy import BlockRun, CpuPageCopy, runs_of
 from kvtier.connect.vllm.cuda_copy import CudaPageCopy
-from kvtier.connect.vllm.geometry import SKIP, Geometry
+from kvtier.connect.vllm.geometry import SKIP, DcpShards, Geometry
 from kvtier.connect.vllm.pages import engine_pages
 from kvtier.errors import UnsupportedModelError
 from kvtier.testing.copier import CopierContract, CopierWorld
@@ -101,6 +101,113 @@ def test_every_layout_is_read_and_written_as_it_says(engine, copy):
     contract.test_gather_puts_each_layer_at_its_offset()
     contract.test_scatter_gives_the_engine_each_layer()
     contract.test_scatter_touches_no_other_block()
+
+
+# ---- shares of the tokens ----------------------------------------------------------------------------------------
+
+
+def latents(block: int) -> Recorded:
+    """An engine with latents, in blocks of other sizes."""
+    engine = recorded("mla", BLOCKS)
+    spec, (tensor,) = engine.config.kv_cache_groups[0].kv_cache_spec, engine.config.kv_cache_tensors
+    spec.block_size = spec.num_states = block
+    tensor.block_stride = block * 1152
+    tensor.layer_stride = BLOCKS * tensor.block_stride
+    tensor.size = 2 * tensor.layer_stride
+    for number, view in enumerate(engine.views.values()):
+        view["shape"], view["stride"] = [BLOCKS, 1, block, 576], [block * 576, block * 576, 576, 1]
+        view["offset"] = number * tensor.layer_stride // 2
+    return engine
+
+
+UNTOUCHED = 0x0101
+"""What recorded tensors hold."""
+
+
+class Holder:
+    """One rank of an engine with latents, and the rows of its tokens, by vLLM's own arithmetic of slots.
+
+    Args:
+        block: tokens of a block on one rank.
+        shards: the division of tokens.
+        rank: number in the DCP group.
+        copy: copies on its device.
+    """
+
+    def __init__(self, block: int, shards: DcpShards, rank: int, copy: Any = CpuPageCopy) -> None:
+        engine = latents(block)
+        self.block, self.shards, self.rank, self.tensors = block, shards, rank, engine.tensors()
+        tensors: Any = self.tensors
+        if copy is CudaPageCopy:
+            tensors = dict(zip(tensors, simulated_cuda.seen_by_host(tensors.values()), strict=True))
+        self.geometry = Geometry.of(engine.config, 512, shards)
+        pages = engine_pages(self.geometry, engine.config, tensors, engine.layers)
+        self.copier, self.layout = BlockCopier(pages, copy(pages)), pages.layout
+        count = 512 // (block * shards.ranks)
+        self.blocks = tuple(random.Random(block + rank).sample(range(1, BLOCKS), count))
+
+    def rows(self) -> dict[tuple[int, int], torch.Tensor]:
+        """The row of each (layer, token) on this rank, as in `ComputeSlotMappingKernel` of vLLM 0.32."""
+        size, interleave = self.shards.ranks, self.shards.interleave
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for token in range(512):
+            number, offset = divmod(token, self.block * size)
+            if offset // interleave % size == self.rank:
+                local = offset // (size * interleave) * interleave + offset % interleave
+                for layer, tensor in enumerate(self.tensors.values()):
+                    found[layer, token] = tensor[self.blocks[number], 0, local].view(torch.int16)
+        return found
+
+    def held(self) -> list[int]:
+        return [share for share in range(self.shards.shares) if share % self.shards.ranks == self.rank]
+
+    def move(self, act: str, share: int, payload: memoryview) -> None:
+        fence = getattr(self.copier, act)(REQUEST, share, self.blocks, payload)
+        while fence is not None and not self.copier.done(fence):
+            pass
+
+
+def row_of(layer: int, token: int) -> torch.Tensor:
+    return torch.arange(576, dtype=torch.int16) + 1000 * layer + 7 * token
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("interleave", "copy"), [(1, CpuPageCopy), (4, CpuPageCopy), (4, CudaPageCopy)])
+def test_a_share_has_the_same_bytes_and_name_whatever_ranks_and_blocks_hold_it(interleave, copy):
+    shapes = [(16, 1), (32, 1), (16, 2), (64, 2), (16, 4), (8, 4)]
+    payloads: list[memoryview] = []
+    digests: list[bytes] = []
+    for block, size in shapes:
+        shards = DcpShards(size, interleave, 4)
+        ranks = [Holder(block, shards, rank, copy) for rank in range(size)]
+        mine: dict[int, memoryview] = {}
+        for rank in ranks:
+            for (layer, token), row in rank.rows().items():
+                row.copy_(row_of(layer, token))
+            for share in rank.held():
+                assert share not in mine
+                mine[share] = payload_of(rank.layout.groups[share].payload_bytes)
+                rank.move("gather", share, mine[share])
+                digests.append(rank.layout.digest(share))
+        assert sorted(mine) == list(range(4))
+        payloads = payloads or [mine[share] for share in range(4)]
+        assert [mine[share] for share in range(4)] == payloads, (block, size)
+    assert len(set(digests)) == 1
+    for share, payload in enumerate(payloads):
+        tokens = [token for token in range(512) if token // interleave % 4 == share]
+        for layer, start in enumerate(Holder(16, DcpShards(1, interleave, 4), 0).layout.groups[share].layer_offsets):
+            found = torch.frombuffer(payload[start : start + 128 * 1152], dtype=torch.int16).view(128, 576)
+            assert torch.equal(found, torch.stack([row_of(layer, token) for token in tokens]))
+
+    for block, size in shapes:
+        for rank in range(size):
+            empty = Holder(block, DcpShards(size, interleave, 4), rank, copy)
+            for share in empty.held():
+                empty.move("scatter", share, payloads[share])
+            for (layer, token), row in empty.rows().items():
+                assert torch.equal(row, row_of(layer, token))
+                row.fill_(UNTOUCHED)
+            assert all(bool((tensor.view(torch.int16) == UNTOUCHED).all()) for tensor in empty.tensors.values())
 
 
 # ---- what is skipped ---------------------------------------------------------------------------------------------

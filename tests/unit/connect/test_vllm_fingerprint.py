@@ -54,6 +54,17 @@ def _again(checkpoint: Path) -> Any:
     return config
 
 
+def test_shapes_that_deal_out_the_same_shares_are_one_engine(checkpoint):
+    sizes = [(1, 1), (4, 1), (4, 2), (8, 4)]
+    shapes = [
+        vllm_config(checkpoint, parallel__tensor_parallel_size=tp, parallel__decode_context_parallel_size=dcp)
+        for tp, dcp in sizes
+    ]
+    assert len({identify(shape, "0.32.0", 4).fingerprint.digest for shape in shapes}) == 1
+    others = {digest(shape) for shape in shapes} | {identify(shapes[0], "0.32.0", 8).fingerprint.digest}
+    assert len(others | {identify(shapes[0], "0.32.0", 4).fingerprint.digest}) == len(shapes) + 2
+
+
 def test_other_weights_at_the_same_path_are_another_engine(checkpoint):
     before = digest(vllm_config(checkpoint))
     (checkpoint / "model.safetensors").write_bytes(b"Weights" * 1000)

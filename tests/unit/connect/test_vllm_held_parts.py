@@ -15,7 +15,7 @@ from kvtier.connect.vllm.identity import EngineIdentity
 from kvtier.connect.vllm.sides import EngineSetup, WorkerFacts
 from kvtier.errors import UnsupportedModelError
 from kvtier.keys.object_names import object_name
-from kvtier.layout import Part
+from kvtier.layout import ELSEWHERE, Part
 
 
 def held(case, ranks, heads, here, stages=1, before=None, **changes):
@@ -198,6 +198,37 @@ def test_the_parts_of_all_ranks_tile_the_kv_and_ranks_with_equal_parts_hold_the_
             said = product(range(part.first_head, part.end_head), range(part.rank, 2 * dcp, part.ranks))
             assert own[rank] == frozenset(said)
     assert known > 50
+
+
+@pytest.mark.parametrize("case", ["mla", "llama32"])
+def test_each_token_is_in_one_share_and_a_share_is_the_same_on_ranks_of_all_shapes(case):
+    """Of shapes with up to 16 ranks. Only latents have shares."""
+    turns, shares, whole = 3, 16, {}
+    config = recorded(case).config
+    for (tp, pcp, dcp), interleave in product(shapes(16), (1, 2)):
+        if shares % dcp:
+            continue
+        sizes = {"tensor_parallel_size": tp, "prefill_context_parallel_size": pcp, "decode_context_parallel_size": dcp}
+        parallel = {f"parallel__{name}": size for name, size in sizes.items()}
+        vllm = vllm_config(**parallel, parallel__cp_kv_cache_interleave_size=interleave, hf__num_key_value_heads=2)
+        config.kv_cache_groups[0].kv_cache_spec.block_size = 32 // dcp * turns
+        geometry = Geometry.of(config, shards=DcpShards.of(vllm, shares))
+        if case != "mla":
+            assert geometry == Geometry.of(config, shards=DcpShards.of(vllm))
+            continue
+        own, _ = held_by(tp, pcp, dcp, 1)  # shares of two tokens for each rank: rank r of dcp has r and r + dcp
+        for rank in range(tp * pcp):
+            held = held_parts(vllm, config, geometry, rank, [0] * shares)
+            number = min(token for _, token in own[rank])
+            assert [share for share, (_, copy) in enumerate(held) if copy != ELSEWHERE] == [
+                *range(number, shares, dcp)
+            ], (tp, pcp, dcp)
+            for share, (part, copy) in enumerate(held):
+                assert part == Part(0, 2, 0, 1, share, shares)
+                if copy != ELSEWHERE:
+                    assert copy == whole.get((tp, pcp, dcp, interleave, share), 0)
+                    whole[tp, pcp, dcp, interleave, share] = copy + 1
+        assert all(whole[tp, pcp, dcp, interleave, share] == tp * pcp // dcp for share in range(shares))
 
 
 def test_a_second_stage_counts_its_own_ranks():

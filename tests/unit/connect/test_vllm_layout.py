@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.vllm_config import vllm_config
 from tests.vllm_recorded import Recorded, recorded
 
 from kvtier.connect.vllm.geometry import NULL_BLOCK, SKIP, UNDIVIDED, DcpShards, Geometry
@@ -131,6 +132,48 @@ def test_another_division_of_tokens_has_other_names():
     assert {layout.chunk_tokens for layout in layouts} == {256}
     assert len({layout.digest(0) for layout in layouts}) == len(shards)
     assert Geometry.of(config, shards=UNDIVIDED) == Geometry.of(config)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "interleave", "shares", "message"),
+    [
+        ((4, 4), 1, 6, r"store\.token_shares = 6 does not fit decode_context_parallel_size = 4; allowed: its mult"),
+        ((4, 2), 8, 8, r"= 8 with .* = 2 and .* = 8 does not fit blocks of 16 tokens; allowed: block_size .* of 32"),
+        ((2, 1), 4, 8, r"= 8 with .* = 1 and .* = 4 does not fit blocks of 16 tokens; allowed: block_size .* of 32"),
+    ],
+)
+def test_shares_that_ranks_or_blocks_cannot_hold_whole_are_refused(sizes, interleave, shares, message):
+    tp, dcp = sizes
+    engine = vllm_config(
+        parallel__tensor_parallel_size=tp,
+        parallel__decode_context_parallel_size=dcp,
+        parallel__cp_kv_cache_interleave_size=interleave,
+    )
+    with pytest.raises(ConfigError, match=message):
+        Geometry.of(recorded("mla").config, shards=DcpShards.of(engine, shares))
+
+
+@pytest.mark.parametrize("change", [{"state_content_bytes": 1152}, {"dcp_sharded": False}])
+def test_latents_with_other_numbers_or_whole_on_each_rank_have_no_shares(change):
+    config = recorded("mla").config
+    vars(config.kv_cache_groups[0].kv_cache_spec).update(change)
+    assert Geometry.of(config, shards=DcpShards(2, 1, 4)) == Geometry.of(config, shards=DcpShards(2, 1))
+
+
+def test_the_places_of_shares_are_the_same_blocks_and_their_names_have_no_sizes_of_an_engine():
+    config = recorded("mla").config
+    found, tables = Geometry.of(config, shards=DcpShards(2, 1, 4)), [[7, 8, 9, 10, 11, 12, 13, 14, 15, 16]]
+    assert places(found.sources([0], tables), 0) == {0: tuple(range(7, 15))}
+    assert [place.group for place in found.sources([0], tables)] == [0, 1, 2, 3]
+    assert {place.blocks for place in found.targets(256, tables, resident_tokens=32) or []} == {(SKIP, *range(8, 15))}
+    assert found.unfilled(tables, 128, 256) == set(range(11, 15))
+    assert found.blocks(256) == 8
+    assert found.can_load_in_part
+    config.kv_cache_groups[0].kv_cache_spec.block_size = config.kv_cache_groups[0].kv_cache_spec.num_states = 32
+    shards = [DcpShards(1, 1, 4), DcpShards(4, 1, 4), DcpShards(2, 2, 4), DcpShards(2, 1, 8), DcpShards(1, 1, 0)]
+    digests = [Geometry.of(config, shards=it).layout.digest(0) for it in shards]
+    assert [it == found.layout.digest(0) for it in digests] == [True, True, False, False, False]
+    assert len(set(digests)) == 4
 
 
 def test_layers_that_share_another_ones_kv_have_no_pages():

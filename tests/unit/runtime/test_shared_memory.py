@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.errors import ConfigError
-from kvtier.layout import GroupLayout, History, KvLayout, Part, Window
+from kvtier.layout import ELSEWHERE, GroupLayout, History, KvLayout, Part, Window
 from kvtier.runtime import shared_memory
 from kvtier.runtime.arena import Arena, chunk_bytes, slots_for
 from kvtier.runtime.shared_memory import SharedMemory, share
@@ -113,6 +113,24 @@ def test_what_is_not_equal_is_not_shared(layouts: tuple[KvLayout, ...]) -> None:
     memories = _shared(*layouts)
     assert [it.regions for it in memories] == [{}] * len(layouts)
     assert {it.chunk_bytes for it in memories} == {sum(map(chunk_bytes, layouts))}
+
+
+def test_what_only_other_ranks_hold_takes_no_memory() -> None:
+    """The first group is on ranks 0 and 2, the second on rank 1."""
+    latent, heads = Part(0, 2, 0, 1), Part(0, 1, 0, 1)
+    held = [((latent, 0), (heads, ELSEWHERE)), ((latent, ELSEWHERE), (heads, 0)), ((latent, 1), (heads, ELSEWHERE))]
+    layouts = [_layout(*parts) for parts in held]
+    memories, sizes = _shared(*layouts), [frame_bytes(group) for group in layouts[0].groups]
+    assert {it.chunk_bytes for it in memories} == {sum(sizes)}
+    assert [set(it.regions) for it in memories] == [{0}, set(), {0}]
+    locked: list[int] = []
+    arenas = _arenas(
+        layouts, memories, populate=True, page_lock=lambda _, size, _slot: locked.append(size) or (lambda: None)
+    )
+    assert [set(it.filled_elsewhere) for it in arenas] == [{1}, {0}, {0, 1}]
+    assert _is_one([arenas[0], arenas[2]], 0)
+    assert [it.size_bytes for it in arenas] == [sizes[group] * arenas[0].slots[group] for group in (0, 1, 0)]
+    assert [sum(map(len, it.memory)) for it in arenas] == [it.size_bytes for it in arenas] == locked
 
 
 @pytest.mark.parametrize("act", ["_made", "_opened"])

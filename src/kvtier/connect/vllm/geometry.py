@@ -18,8 +18,8 @@ With decode context parallelism (DCP) a block id names one block on each of seve
 as in vLLM's scheduler (`resolve_dcp_kv_block_size`, vLLM 0.32 and 0.33).
 
 With `store.token_shares` = N a history of latents is N groups, with the same blocks. Group s is the tokens t with
-``t // interleave % N == s``, ascending, on whichever rank they are. So its bytes and names do not depend on the sizes of
-TP, DCP and blocks. A rank holds every group s with ``s % dcp`` equal to its number in the DCP group:
+``t // interleave % N == s``, ascending, on whichever rank they are. So its bytes and names do not depend on the sizes
+of TP, DCP and blocks. A rank holds every group s with ``s % dcp`` equal to its number in the DCP group:
 
     turn of a block on rank r of dcp     0      1        2         ...
     of share (N = 2 * dcp)               r      r + dcp  r         ...
