@@ -36,12 +36,12 @@ SHARED = [
 
 DIVIDED = [
     LAYOUT.with_parts(
-        (Part(0, len(group.layer_bytes), 0, 1), 0 if number == rank else ELSEWHERE)
+        (Part(0, len(group.layer_bytes), 0, 1), rank // 2 if number == rank % 2 else ELSEWHERE)
         for number, group in enumerate(LAYOUT.groups)
     )
-    for rank in range(2)
+    for rank in range(3)
 ]
-"""The layout on each of two ranks of which each holds one group."""
+"""The layout on each of three ranks: the first group is on the first and the last of them, the second on the other."""
 
 
 class Gate:
@@ -255,7 +255,7 @@ def workers(directory, count, **options):
     """One process for each of `count` ranks; rank r has seed `seed` + r.
 
     With `is_shared` all hold the same KV, of `seed`, and share host memory, except those that are `unable`;
-    with `is_divided` each of two holds one group. `scarcity` divides the number of slots.
+    with `is_divided` each holds one group. `scarcity` divides the number of slots.
     """
     seed, is_shared = options.pop("seed", 0), options.get("is_shared", False)
     started = []

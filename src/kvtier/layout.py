@@ -169,6 +169,11 @@ class GroupLayout:
         """Quick, because frames are looked up by their group for each object."""
         return hash((self.layer_bytes, self.pages, self.chunk_tokens))
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether only other ranks hold the part: this one answers all commands about it at once."""
+        return self.copy == ELSEWHERE
+
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
         """Byte offset of each layer in the payload; multiples of `ALIGNMENT`."""
@@ -259,7 +264,7 @@ def of_all_ranks(layouts: Sequence[KvLayout], size: Callable[[GroupLayout], int]
 
 def engine_bytes(group: GroupLayout) -> int:
     """Bytes of a full chunk in the engine's blocks on this rank: a payload without padding."""
-    return 0 if group.copy == ELSEWHERE else sum(group.layer_bytes)
+    return 0 if group.is_absent else sum(group.layer_bytes)
 
 
 def largest(layouts: Sequence[KvLayout]) -> KvLayout:

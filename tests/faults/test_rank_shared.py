@@ -101,21 +101,23 @@ def test_host_memory_holds_one_copy_for_all_ranks_that_can_map_it(tmp_path, rank
 
 def test_a_rank_has_nothing_of_a_group_that_others_hold_and_one_rank_of_all_finds_both(tmp_path):
     directory, disk = tmp_path / "kv", tmp_path / "disk"
-    with started(directory, 2, is_divided=True, disk=disk) as processes:
-        assert {tuple(it.handshake["slots"]) for it in processes} == {(HOST_CHUNKS * 2,) * 2}
+    with started(directory, 3, is_divided=True, disk=disk) as processes:
+        assert {tuple(it.handshake["slots"]) for it in processes} == {(HOST_CHUNKS * 3,) * 2}
         with opened(directory, processes, disk=disk) as (kv, _):
             prefix = prefix_of(CHUNKS, kv.root)
             assert stored(kv.session, "a", prefix, places_of(range(CHUNKS))).held == 2 * CHUNKS
             assert loaded(kv.session, "b", prefix, TOKENS, target_places()).tokens == TOKENS
             for rank, worker in enumerate(processes):
-                assert check(worker) == CHUNK_BLOCKS * sum(place.group == rank for place in target_places())
+                own = [place for place in target_places() if place.group == rank % 2]
+                assert check(worker) == CHUNK_BLOCKS * len(own)
             assert kv.session.close().flushed
             assert all(it.end() for it in processes)
-    with started(directory, 2, is_divided=True, disk=disk) as processes, opened(directory, processes, disk=disk) as it:
+    with started(directory, 3, is_divided=True, disk=disk) as processes, opened(directory, processes, disk=disk) as it:
         assert looked_up(it[0].session, "c", prefix_of(CHUNKS, it[0].root)).sources == (("disk", TOKENS),)
-    with started(directory, 1) as processes, opened(directory, processes) as (kv, _):
+    with started(directory, 1, disk=disk) as processes, opened(directory, processes, disk=disk) as (kv, _):
         prefix = prefix_of(CHUNKS, kv.root)
-        assert looked_up(kv.session, "d", prefix).sources == (("directory", TOKENS),)
+        found = looked_up(kv.session, "d", prefix).sources
+        assert (sum(tokens for _, tokens in found), found[-1][0]) == (TOKENS, "directory")
         assert loaded(kv.session, "d", prefix, TOKENS, target_places()).tokens == TOKENS
         assert check(processes[0], (TARGET,)) == len(target_places()) * CHUNK_BLOCKS
 

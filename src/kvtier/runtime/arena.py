@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvtier.codec.frame import frame_bytes, head_bytes
 from kvtier.errors import ConfigError
-from kvtier.layout import ALIGNMENT, ELSEWHERE, GroupLayout, KvLayout, align_up
+from kvtier.layout import ALIGNMENT, GroupLayout, KvLayout, align_up
 
 SLOTS_MIN = 2
 """Fewest slots of a group: one is filled while the other is read."""
@@ -43,7 +43,7 @@ at its address."""
 
 def slot_bytes(group: GroupLayout) -> int:
     """Bytes of a slot; 0 on a rank that does not hold the group."""
-    return 0 if group.copy == ELSEWHERE else frame_bytes(group)
+    return 0 if group.is_absent else frame_bytes(group)
 
 
 def chunk_bytes(layout: KvLayout) -> int:
@@ -133,9 +133,7 @@ class Arena:
         self._heads = [head_bytes(group) for group in layout.groups]
         self._sizes = [slot_bytes(group) for group in layout.groups]
         self.filled_elsewhere = frozenset(
-            number
-            for number, group in enumerate(layout.groups)
-            if group.copy == ELSEWHERE or (group.copy and number in shared)
+            number for number, group in enumerate(layout.groups) if group.is_absent or (group.copy and number in shared)
         )
         """Groups into whose slots only another rank writes."""
         self._shared = frozenset(shared)

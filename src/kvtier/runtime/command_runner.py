@@ -18,7 +18,7 @@ from kvtier.codec.head import Identity
 from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import name_head, names_of
-from kvtier.layout import ELSEWHERE, KvLayout
+from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Job, Work
 from kvtier.runtime.recall import TierRecall
@@ -115,7 +115,7 @@ class CommandRunner:
         stands for host memory, whose slots that rank fills."""
         self._asked_elsewhere = {(name, group) for name in tiers if name not in common for group in filled}
         """(tier, group) whose objects are in another rank's store only."""
-        self._absent = {group for group, known in enumerate(layout.groups) if known.copy == ELSEWHERE}
+        self._absent = {group for group, known in enumerate(layout.groups) if known.is_absent}
         """Groups of which this rank holds nothing."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._scratch_bytes = {

@@ -120,7 +120,10 @@ class RankServer:
             "rank": rank.number,
             "ranks": rank.ranks,
             "slots": list(rank.slots),
-            "parts": [f"{group.part and group.part.text}, copy {group.copy}" for group in rank.layout.groups],
+            "parts": [
+                f"{it.part and it.part.text}, {f'absent on rank {rank.number}' if it.is_absent else f'copy {it.copy}'}"
+                for it in rank.layout.groups
+            ],
             "tiers": list(rank.tiers),
             "remote": list(rank.remote),
             "down": list(rank.down),

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.layout import ELSEWHERE, KvLayout, Part
+from kvtier.layout import KvLayout, Part
 from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes, slot_bytes
 
 Exchange = Callable[[Any], list[Any]]
@@ -89,7 +89,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
                     why = str(error)
         held = [
             HeldGroup(
-                None if group.copy == ELSEWHERE else group.part,
+                None if group.is_absent else group.part,
                 layout.digest(number),
                 _named(made[number][0]) if number in made else None,
             )
