@@ -159,16 +159,18 @@ def test_shapes_of_one_latent_share_a_store(start: Start, tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_ranks_with_equal_shares_store_them_once(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("token_shares", [0, 4])
+def test_ranks_with_equal_shares_store_them_once(token_shares: int, start: Start, tmp_path: Path) -> None:
     """Four workers on two cores: the first and the third, and the second and the fourth, hold the same."""
     directory, place = tmp_path / "kv", tmp_path / "model"
     in_process(make_checkpoint, "deepseek", place)
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join([TWO["environment"]["VLLM_CPU_OMP_THREADS_BIND"]] * 2)}
     four = SHARED | ARGUMENTS["deepseek"] | {"tensor_parallel_size": 4, "environment": cores}
-    plain = start(place, connector(directory), **four).ask_and_close(LONG)[0]
-    parts = [f"layers 0-2, heads 0-0, rank {rank} of 2" for rank in range(2)]
+    kept, count = connector(directory, store__token_shares=token_shares), token_shares or 2
+    plain = start(place, kept, **four).ask_and_close(LONG)[0]
+    parts = [f"layers 0-2, heads 0-0, rank {rank} of {count}" for rank in range(count)]
     assert shares(directory) == [(depth, part) for depth in range(len(LONG) // CHUNK) for part in parts]
-    second = start(place, connector(directory), **four)
+    second = start(place, kept, **four)
     second.do("draft_pages:watch")
     assert apart(second.ask(LONG)[0], plain) < TOLERANCE
     assert second.external_hits() == whole(len(LONG))
