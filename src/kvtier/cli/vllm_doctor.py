@@ -23,7 +23,7 @@ from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.connect.local_files import NotInTimeError, ask_program, local_folder
 from kvtier.connect.vllm import installed, support
-from kvtier.connect.vllm.identity import identify
+from kvtier.connect.vllm.identity import identify, shares_of_ranks
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
@@ -87,7 +87,10 @@ def examine(
             yield DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": "))
 
     def mine() -> Fingerprint | None:
-        fields = asked.result(limit.left_s())[0].get("fingerprint")
+        engine = asked.result(limit.left_s())[0]
+        fields = engine.get("fingerprint")
+        if fields and config.store.token_shares and engine.get("has_latents"):
+            fields["other"]["ranks"] = shares_of_ranks(config.store.token_shares)
         return fields and Fingerprint(**fields | {"weights": bytes.fromhex(fields["weights"])})
 
     return [
@@ -213,6 +216,7 @@ def described(arguments: Sequence[str]) -> dict[str, object]:
     return {
         "block_tokens": engine.cache_config.block_size,
         "ranks": engine.parallel_config.tensor_parallel_size,
+        "has_latents": bool(engine.model_config.use_mla),
         "shutdown_timeout": getattr(engine, "shutdown_timeout", 0),
         **(
             {"problem": private, "advice": "serve real weights from a local folder"}

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,10 +89,10 @@ def doctor(capsys, monkeypatch):
 def fingerprinted(monkeypatch):
     """Makes the server's fingerprint one of `FINGERPRINTS`."""
 
-    def give(model: int) -> None:
+    def give(model: int, **facts: bool) -> None:
         fields = json.loads(FINGERPRINTS[model].canonical)
         del fields["version"]
-        monkeypatch.setattr(vllm_doctor, "ask_program", lambda *_: {"block_tokens": 16, "fingerprint": fields})
+        monkeypatch.setattr(vllm_doctor, "ask_program", lambda *_: {"block_tokens": 16, "fingerprint": fields, **facts})
 
     return give
 
@@ -484,6 +485,19 @@ def test_a_model_is_looked_for_by_the_id_that_it_has_under_the_configured_secret
     extra = {"tiers": [below(root)], "store.secret_file": str(tmp_path / "secret")}
     _, findings = doctor(transfer(kv_connector_extra_config=extra), "--model", "m")
     assert bad(findings) == ([] if is_same else [str(root)])
+
+
+@pytest.mark.parametrize("has_latents", [True, False])
+def test_a_model_with_shares_of_tokens_is_looked_for_by_their_number(
+    doctor, engine, tmp_path, fingerprinted, has_latents
+):
+    fingerprinted(0, has_latents=has_latents)
+    shared = replace(FINGERPRINTS[0], other={**FINGERPRINTS[0].other, "ranks": ["shares", 4]})
+    extra = {
+        "tiers": [below(fill(tmp_path / "kv", (model_id(None, shared.digest),)))],
+        "store.token_shares": 4,
+    }
+    assert len(bad(doctor(transfer(kv_connector_extra_config=extra), "--model", "m")[1])) == (not has_latents)
 
 
 def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_path, fingerprinted):

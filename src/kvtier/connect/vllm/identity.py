@@ -86,13 +86,18 @@ def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> Engine
             "state": [plain_name(cache.mamba_cache_dtype), plain_name(cache.mamba_ssm_cache_dtype)],
             "multimodal": _multimodal(model.multimodal_config),
             # The division of heads and tokens decides each rank's share. Shares of all shapes are the same.
-            "ranks": ["shares", shares] if shares else _ranks(config.parallel_config),
+            "ranks": shares_of_ranks(shares) if shares else _ranks(config.parallel_config),
             # An engine with other stages could use some ranks' objects only: what one rank finds, another would lack.
             **({"stages": stages} if stages > 1 else {}),
             **drafts,
         },
     )
     return EngineIdentity(fingerprint, weights, weights is None, detail, versions)
+
+
+def shares_of_ranks(shares: int) -> list[str | int]:
+    """What stands for the shape of an engine whose tokens are dealt out in shares; see `DcpShards.shares`."""
+    return ["shares", shares]
 
 
 def _ranks(parallel: VllmConfig) -> int | list[int]:
