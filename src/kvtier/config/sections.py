@@ -73,8 +73,8 @@ class StoreConfig(SettingsSection):
     token_shares: int = setting(
         0,
         Count(0, 64),
-        "vLLM: shares into which tokens of MLA's latents are dealt out, so that engines with other TP and DCP sizes find "
-        "them; a multiple of each DCP size; 0: engines of one shape share.",
+        "vLLM: shares into which tokens of MLA's latents are dealt out, so that engines with other TP and DCP sizes "
+        "find them; a multiple of each DCP size; 0: engines of one shape share.",
     )
     write_policy: Literal["through", "back", "selective"] = setting(
         "through",
