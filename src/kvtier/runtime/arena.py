@@ -137,6 +137,8 @@ class Arena:
         )
         """Groups into whose slots only another rank writes."""
         self._shared = frozenset(shared)
+        self._stuck: set[int] = set()
+        """Groups whose memory may be page-locked for good."""
         self._populate, self._page_lock = populate, page_lock
         self._taken: dict[int, weakref.finalize[[Callable[[], None], object], Bytes] | None] = {}
         """The groups whose memory is in use, and their page locks."""
@@ -195,24 +197,25 @@ class Arena:
                 lock = self._taken[group] = weakref.finalize(region, _unlock, unlock, region.base)
                 lock.atexit = False
 
-    def free(self) -> bool:
+    def free(self) -> tuple[int, int]:
         """Give the pages back to the system, until `take`. The contents are lost, and no slot may be in use.
 
-        Memory that other ranks use, too, stays.
-
         Returns:
-            False if some stay, because they may still be page-locked: a device would not see the pages that follow.
+            Bytes that stay because other ranks use them, too, and because they may still be page-locked: a device would
+            not see the pages that follow.
         """
-        for group in [it for it in self._taken if it not in self._shared]:
+        for group in [it for it in self._taken if it not in self._shared | self._stuck]:
             lock = self._taken[group]
             if lock is not None and lock() is False:
-                return False
+                self._stuck.add(group)
+                continue
             del self._taken[group]
             region = cast("Bytes", (self._views or [])[group].obj)
             whole = cast("Bytes", region if region.base is None else region.base)
             mapping = cast("mmap.mmap", cast("memoryview", whole.base).obj)
             mapping.madvise(mmap.MADV_DONTNEED, _address(region) - _address(whole), region.nbytes)
-        return True
+        shared, stuck = (sum(self._sizes[it] * self.slots[it] for it in some) for some in (self._shared, self._stuck))
+        return shared, stuck
 
     def close(self) -> None:
         """Release the memory, each mapping when its last view is gone. Idempotent."""

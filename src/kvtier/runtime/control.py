@@ -134,7 +134,13 @@ class Control:
         return {"tokens": tokens, "unpinned_tokens": pinned_tokens}
 
     def _fetched(self, prefix: Prefix, until_s: float) -> dict[str, int]:
-        """Have `prefix` in host memory, as far as some place holds it; stops waiting at the end of the call's time."""
+        """Have `prefix` in host memory, as far as some place holds it; stops waiting at the end of the call's time.
+
+        Raises:
+            ControlError: the adapter loads nothing.
+        """
+        if problem := self._engine.problem():
+            raise ControlError(f"nothing is brought to host memory: {problem}")
         stored_tokens = self._survey(prefix, until_s).tokens
         in_host = self._session.host_tokens(prefix)
         if in_host < stored_tokens:

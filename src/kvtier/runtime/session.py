@@ -106,6 +106,8 @@ class Session(LockedCore):
         )
         self._recalls = None if recalls is None else guards.around(Feature.RECALL, recalls, due=(), answered=())
         self._on_recalled = recalled
+        self.is_lent = False
+        """Host memory has been given back, so nothing is prefetched into it."""
         self._counted: dict[RequestId, None] = {}
         """Requests whose tokens are counted, so that repeated lookups of a request count once."""
         if has_thread:
@@ -289,6 +291,7 @@ class Session(LockedCore):
     def emptied(self, act: Callable[[], object], wait_s: float) -> bool:
         """Free host memory, and call `act` while it is empty; nothing else is done meanwhile.
 
+        From then on nothing is prefetched, until the caller says that host memory is back (`is_lent`).
         Lower tiers keep their objects, and what is being written to them is waited for.
 
         Args:
@@ -304,6 +307,7 @@ class Session(LockedCore):
             nonlocal is_empty, seen
             is_empty, seen = self._cache.clear(now_s)[1] == 0, self._settles
             if is_empty:
+                self.is_lent = True
                 act()
 
         until_s = self._clock() + wait_s
@@ -365,8 +369,11 @@ class Session(LockedCore):
             conversation: name of the conversation.
             wait_s: seconds after `in_s` that a slow tier may take at least.
         """
+        wish = self._cache.hints.prefetch
         self._wish(
-            lambda now_s: self._cache.hints.prefetch(request, prefix, now_s + in_s, now_s, conversation, wait_s=wait_s)
+            lambda now_s: (
+                None if self.is_lent else wish(request, prefix, now_s + in_s, now_s, conversation, wait_s=wait_s)
+            )
         )
 
     def forget_hints(self) -> None:

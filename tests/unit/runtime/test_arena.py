@@ -67,7 +67,7 @@ def test_pages_are_given_back_and_taken_again(has_lock: bool) -> None:
     for _ in range(2):
         for frame in frames:
             frame[:] = bytes([7]) * len(frame)
-        assert arena.free()
+        assert arena.free() == (0, 0)
         assert not locked
         assert not any(map(any, frames)), "their pages are new"
         arena.take()
@@ -85,8 +85,19 @@ def test_memory_that_stays_locked_is_kept() -> None:
     arena = Arena(_layout(), (3, 2), page_lock=lock)
     frame = arena.frame(0, 1)
     frame[:] = bytes([7]) * len(frame)
-    assert not arena.free()
-    assert frame[0] == 7, "a device may write to it"
+    for _ in range(2):
+        assert arena.free() == (0, arena.size_bytes)
+        assert frame[0] == 7, "a device may write to it"
+        arena.take()
+
+
+def test_memory_that_ranks_share_is_kept() -> None:
+    shared = page_aligned(3 * frame_bytes(_layout().groups[0]))
+    arena = Arena(_layout(), (3, 2), shared={0: shared})
+    for group in (0, 1):
+        arena.frame(group, 1)[:] = bytes([7]) * len(arena.frame(group, 1))
+    assert arena.free() == (len(shared), 0)
+    assert [arena.frame(group, 1)[0] for group in (0, 1)] == [7, 0]
 
 
 @pytest.mark.parametrize("place", [(0, 3), (0, -1), (1, 2), (2, 0), (-1, 0)])

@@ -196,6 +196,21 @@ def test_a_prefetch_waits_for_what_lower_tiers_hold_and_a_pin_survives_pressure(
     assert adapter.ask("unpin", tokens=others[0])["unpinned_tokens"] == 0
 
 
+@pytest.mark.parametrize(("command", "more"), [("prefetch", {}), ("pin", {"seconds": 5})])
+def test_nothing_is_brought_to_host_memory_while_the_adapter_loads_nothing(session, adapter, command, more):
+    stored(session, "a", prefix_of(2), places_of(range(2)))
+    settled(session)
+    assert session.emptied(lambda: None, 5.0)
+    adapter.problem = "vLLM sleeps"
+    with pytest.raises(ControlError, match="nothing is brought to host memory: vLLM sleeps"):
+        adapter.ask(command, tokens=tokens_of(2), **more)
+    adapter.problem = ""
+    # A call that has begun before, and a hint, come too late.
+    assert adapter.ask(command, 0.5, tokens=tokens_of(2), **more)["host_tokens"] == 0
+    session.is_lent = False
+    assert adapter.ask(command, tokens=tokens_of(2), **more)["host_tokens"] == 32
+
+
 def test_a_prefetch_that_hangs_ends_at_the_calls_deadline(slow):
     session, cache, _ = local(Engine(64).copier(), {"slow": slow}, slots=4)
     session.core, adapter = cache, Adapter(session)
