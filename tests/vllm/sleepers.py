@@ -4,7 +4,7 @@ vLLM's worker for CPUs ignores sleep. Here it has the methods of the worker for 
 fills it with other bytes. Linear layers keep their weights as parameters, as on a GPU.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 LOST = {"weights": 0xFF, "kv_cache": 0x41}
@@ -82,6 +82,87 @@ def sleep(engine: Any, level: int, mode: str = "abort") -> None:
 def wake_up(engine: Any, *tags: str) -> bool:
     """vLLM wakes up, or a part of it; whether all of it is awake."""
     return engine.wake_up(list(tags) or None)
+
+
+def reload_half(engine: Any) -> str:
+    """Weights are replaced until the sender fails; vLLM's error."""
+    from changes import _model
+
+    def tensors() -> Iterator[Any]:
+        for count, (name, it) in enumerate(_model(engine).named_parameters()):
+            if count == 5:
+                raise ValueError("the sender has failed")
+            yield name, it.detach() / 2
+
+    try:
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors(), "is_checkpoint_format": False})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def sleep_later(engine: Any, level: int) -> None:
+    """vLLM falls asleep once nothing is under way: what it does then, in the process of an engine of its own."""
+    from concurrent.futures import Future
+
+    core, paused = engine.engine_core.engine_core, Future[None]()
+    core.pause_scheduler = lambda **_: paused
+    ended = core.sleep(level)
+    del core.pause_scheduler
+    core.pause_scheduler("abort")
+    paused.set_result(None)
+    ended.result()
+
+
+def fail_to_sleep(engine: Any) -> str:
+    """vLLM's sleep fails before it takes memory away; the error."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    inner = CPUWorker.sleep
+
+    def sleep(*_: Any, **__: Any) -> None:
+        raise RuntimeError("memory is short")
+
+    CPUWorker.sleep = sleep
+    try:
+        return _error_of_sleep(engine)
+    finally:
+        CPUWorker.sleep = inner
+
+
+def hang(engine: Any) -> str:
+    """A copy of the first rank does not end before vLLM sleeps; the error."""
+    engine.collective_rpc(_hang)
+    return _error_of_sleep(engine)
+
+
+def _error_of_sleep(engine: Any) -> str:
+    try:
+        engine.sleep(level=1)
+    except (RuntimeError, TimeoutError) as error:
+        assert engine.wake_up(), "vLLM counts as awake"
+        return repr(error)
+    return ""
+
+
+def _hang(worker: Any) -> None:
+    from kvtier.connect.vllm.copier import BlockCopier
+
+    BlockCopier.close = lambda *_: worker.rank > 0  # type: ignore[method-assign]
+
+
+def ask_ranks(engine: Any, number: int) -> list[Any]:
+    """Each rank's answer to a call."""
+    return engine.collective_rpc(_rank, args=(number,))
+
+
+def _rank(worker: Any, number: int) -> tuple[int, int]:
+    return number, worker.rank
+
+
+def reset_encoder(engine: Any) -> None:
+    """As vLLM tells those who change weights."""
+    engine.reset_encoder_cache()
 
 
 def release_kv(engine: Any) -> None:

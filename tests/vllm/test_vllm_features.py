@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,10 +13,12 @@ from judge import TOLERANCE, apart, prompt
 from models import IMAGE, make_llava
 from record_events import published, publisher
 from settings import CHUNK, connector, whole
+from test_vllm_sleep import SLEEPY
 
 pytestmark = pytest.mark.engine
 
 SGLANG = Path(__file__).parents[1] / "sglang"
+PICTURED = [*SHORT[:40], IMAGE, *SHORT[40:640]]
 
 
 def test_tokens_that_were_only_guessed_are_never_stored(start: Start, tmp_path: Path) -> None:
@@ -60,32 +63,54 @@ def test_prompts_of_embeddings_are_told_apart(start: Start, tmp_path: Path) -> N
         engine.close()
 
 
-def test_two_images_of_one_name_are_told_apart(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_images_of_one_name_are_told_apart(start: Start, tmp_path: Path) -> None:
     """A client calls them as it likes, and engines share a store. Each engine sees one of them under the name."""
     in_process(make_llava, tmp_path / "llava")
+    answers = []
+    for seed in (1, 2, 1):
+        engine = start(tmp_path / "llava", connector(tmp_path / "kv"), **_seeing())
+        answers.append(engine.ask(Ask(PICTURED, image_seed=seed, image_name="logo"))[0])
+        wanted = 0 if len(answers) < 3 else 2 * CHUNK
+        assert engine.external_hits() == wanted
+        if seed == 2:
+            engine.forget()
+            named = engine.ask(Ask(PICTURED, image_seed=1, image_name="another"))[0]
+            assert apart(named, answers[0]) < TOLERANCE
+        engine.close()
+    assert apart(answers[0], answers[1]) > 1.0
+    assert apart(answers[0], answers[2]) < TOLERANCE
+
+
+def test_images_that_other_weights_have_encoded_are_not_stored(start: Start, tmp_path: Path) -> None:
+    """vLLM keeps what its encoder has made of them, whatever its weights are, until it is told to forget it."""
+    for seed in (7, 8):
+        in_process(make_llava, tmp_path / f"llava{seed}", seed)
+    engine = start(tmp_path / "llava7", connector(tmp_path / "kv"), **_seeing(), **SLEEPY)
+    asked = Ask(PICTURED, image_seed=1)
+    engine.ask(asked)
+    engine.do("sleepers:transfer", str(tmp_path / "llava8"))
+    assert [engine.forget(), engine.hits_of(asked), engine.forget(), engine.hits_of(asked)] == [True, 0, True, 0]
+    assert engine.printed().count("as other weights encoded them") == 1
+    engine.do("sleepers:reset_encoder")
+    assert [engine.forget(), engine.hits_of(asked), engine.forget(), engine.hits_of(asked)] == [
+        True,
+        0,
+        True,
+        2 * CHUNK,
+    ]
+
+
+def _seeing() -> dict[str, Any]:
+    """Settings of an engine whose model sees images."""
     # vLLM looks at the model's class in a process of its own, which needs torchvision or its stand-in, too.
     paths = [str(SGLANG / "cpu_engine"), os.environ.get("PYTHONPATH", "")]
-    settings = {
+    return {
         "environment": {"PYTHONPATH": os.pathsep.join(paths)},
         "sabotage": "tests.sglang.torchvision_shim:install",
         "limit_mm_per_prompt": {"image": 1},
         "skip_tokenizer_init": False,
         "skip_mm_profiling": True,
     }
-    tokens = [*SHORT[:40], IMAGE, *SHORT[40:640]]
-    answers = []
-    for seed in (1, 2, 1):
-        engine = start(tmp_path / "llava", connector(tmp_path / "kv"), **settings)
-        answers.append(engine.ask(Ask(tokens, image_seed=seed, image_name="logo"))[0])
-        wanted = 0 if len(answers) < 3 else 2 * CHUNK
-        assert engine.external_hits() == wanted
-        if seed == 2:
-            engine.forget()
-            named = engine.ask(Ask(tokens, image_seed=1, image_name="another"))[0]
-            assert apart(named, answers[0]) < TOLERANCE
-        engine.close()
-    assert apart(answers[0], answers[1]) > 1.0
-    assert apart(answers[0], answers[2]) < TOLERANCE
 
 
 def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: Start, tmp_path: Path) -> None:

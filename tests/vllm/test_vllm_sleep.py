@@ -48,6 +48,9 @@ def test_after_sleep_kv_of_the_same_weights_is_found_and_no_other(
     engine.do("sleepers:sleep", 1)
     nap(engine, 1)
     assert hits(engine, old) == WHOLE, "it was asked to sleep twice"
+    engine.do("sleepers:sleep_later", 1)
+    assert engine.do("sleepers:wake_up")
+    assert hits(engine, old) == WHOLE, "it slept when its requests had ended"
     engine.do("sleepers:release_kv")
     assert engine.do("sleepers:wake_up")
     assert hits(engine, old) == WHOLE
@@ -67,6 +70,15 @@ def test_after_sleep_kv_of_the_same_weights_is_found_and_no_other(
     assert engine.do("changes:reset", False, True, drains=False)
     assert engine.do("sleepers:wake_up")
     assert hits(engine, old) == 0
+    # vLLM counts as awake after an error.
+    assert "memory is short" in engine.do("sleepers:fail_to_sleep")
+    engine.do("changes:reload", str(same))
+    assert [hits(engine, old), engine.forget(), hits(engine, old)] == [0, True, 0], "it is off"
+    assert engine.printed().count("the weights have changed, or may have (sleep() has failed)") == 1
+    assert engine.forget(everywhere=True)
+    assert [hits(engine, old), engine.forget(), hits(engine, old)] == [0, True, WHOLE]
+    nap(engine, 1)
+    assert hits(engine, old) == WHOLE
 
 
 @pytest.mark.vllm_core
@@ -77,7 +89,7 @@ def test_new_weights_in_flight_name_kv_that_engines_with_them_share(
     old, new = expected("llama")["long"], wanted("reload")["long"]
     engine.do("changes:interrupt", [SHORT], 3)
     engine.do("sleepers:transfer", str(other), drains=False)
-    assert engine.printed().count("KV of before is not found") == 1
+    assert engine.printed().count("KV stored before is not found") == 1
     # The running request goes on with KV of both, and so does the next one of the same prompt.
     engine.ask(SHORT)
     assert engine.forget()
@@ -93,6 +105,23 @@ def test_new_weights_in_flight_name_kv_that_engines_with_them_share(
 
 
 @pytest.mark.vllm_core
+@pytest.mark.parametrize("how", ["awake without weights", "half of other weights"])
+def test_kv_of_lost_weights_is_not_stored_as_that_of_the_weights_around_them(
+    how: str, start: Start, expected: Expected, checkpoints: Path, tmp_path: Path
+) -> None:
+    engine, old = start("llama", connector(tmp_path / "kv"), **SLEEPY), expected("llama")["long"]
+    if how == "awake without weights":
+        engine.do("sleepers:sleep", 2)
+        assert engine.do("sleepers:wake_up")
+    else:
+        assert engine.do("sleepers:reload_half") == "the sender has failed"
+    engine.ask(LONG[:700])
+    engine.do("changes:reload", str(checkpoints / "llama"))
+    engine.ask(LONG)  # goes on with vLLM's own KV
+    assert [engine.forget(), hits(engine, old), engine.forget(), hits(engine, old)] == [True, 0, True, WHOLE]
+
+
+@pytest.mark.vllm_core
 def test_the_control_equal_names_of_other_weights_serve_wrong_tokens(
     start: Start, other: Path, wanted: Expected, tmp_path: Path
 ) -> None:
@@ -100,6 +129,21 @@ def test_the_control_equal_names_of_other_weights_serve_wrong_tokens(
     engine.ask(LONG)
     nap(engine, 2, other)
     assert apart(engine.ask(LONG)[0], wanted("reload")["long"]) > 100 * TOLERANCE
+
+
+def test_random_names_need_no_digest_and_find_nothing_of_before(
+    start: Start, checkpoints: Path, expected: Expected, other: Path, wanted: Expected, tmp_path: Path
+) -> None:
+    kv = connector(tmp_path / "kv", vllm__weights_names="random")
+    engine = start("llama", kv, sabotage="sleepers:undigested", **SLEEPY)
+    old, new = expected("llama")["long"], wanted("reload")["long"]
+    assert hits(engine, old) == 0
+    nap(engine, 2, other)
+    assert [hits(engine, new), engine.forget(), hits(engine, new)] == [0, True, WHOLE]
+    nap(engine, 1)
+    assert hits(engine, new) == WHOLE
+    nap(engine, 2, checkpoints / "llama")
+    assert hits(engine, old) == 0
 
 
 @pytest.mark.vllm_core
@@ -155,3 +199,7 @@ def test_two_ranks_sleep(
     assert hits(engine, old) == WHOLE
     nap(engine, 2, other)
     assert [hits(engine, new), engine.forget(), hits(engine, new)] == [0, True, WHOLE]
+    assert "sleep() has failed on rank 0: TimeoutError: a KV copy has not ended" in engine.do("sleepers:hang")
+    for number in (1, 2):
+        assert engine.do("sleepers:ask_ranks", number) == [(number, 0), (number, 1)], "each answer is of its own call"
+    assert hits(engine, new) == 0, "it is off until a restart"

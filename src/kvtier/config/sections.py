@@ -206,6 +206,11 @@ class VllmConfig(SettingsSection):
         kind=Switch(),
         help="Give host memory back to the system while vLLM sleeps: what no lower tier has is lost.",
     )
+    weights_names: Literal["digest", "random"] = setting(
+        "digest",
+        Choice(("digest", "random")),
+        "Name of weights that vLLM gets while it runs: their digest, or random bytes at once, for this engine alone.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,10 +58,10 @@ def test_each_call_that_may_change_weights_is_surrounded():
 
 def test_calls_that_change_no_weights_are_not_reported():
     executor = Executor()
-    for method in sorted(module.HARMLESS - {"add_lora"}):
+    for method in sorted(module.HARMLESS - module.NOTED):
         executor.collective_rpc(method)
     assert executor.called == []
-    assert len(executor.made) == len(module.HARMLESS) - 1
+    assert len(executor.made) == len(module.HARMLESS) - 2
     executor.collective_rpc("add_lora", args=("adapter",))
     executor.collective_rpc("add_lora", None, ("adapter",), None)
     assert [it.args for it in executor.called[::2]] == [("adapter",)] * 2
@@ -152,6 +152,19 @@ def test_sleep_goes_on_when_all_of_the_engine_is_awake(side):
     assert make("wake_up", tags=["kv_cache"]) == 2
     assert make("sleep", level=2) == make("wake_up") == 2, "the weights are lost"
     assert make("reload_weights") == 3
+
+
+def test_host_memory_that_stays_is_counted_once(side, caplog):
+    side._keys.own = (False, set())
+    side.calls._lender = lender = MagicMock()
+    lender.emptied = lambda act, wait_s: act() is None
+    for kept in ([(0, 0), (0, 0)], [(70, 0), (70, 5)], [(70, 0), (70, 5)]):
+        side.calls._ask = {"free_host": kept}.get
+        for name in ("sleep", "wake_up"):
+            with side.around(WorkerCall(name, (), {"level": 1}, is_plain=True)):
+                pass
+    (message,) = caplog.messages
+    assert "70 bytes that ranks share, and 5 bytes that may still be page-locked" in message
 
 
 def test_a_reset_that_the_scheduler_refuses_is_none(side):
@@ -309,3 +322,53 @@ def test_weights_that_cannot_be_read_have_no_digest(model):
     assert digest_of([model, torch.nn.Linear(3, 3, device="meta")]) is None
     model["l0"].weight = torch.nn.Parameter(torch.empty(0))
     assert digest_of([model]) is None, "packed elsewhere"
+
+
+class Held:
+    """As vLLM's implementation of attention: beside the modules, with tensors of its own."""
+
+    __slots__ = ("__dict__", "slopes")
+
+    def __init__(self) -> None:
+        self.slopes = torch.tensor([0.5, 0.25])
+        self.scales, self.by_name, self.scale = [(torch.ones(2),)], {"k": torch.ones(2)}, 0.5
+        self.kernel = torch.nn.Linear(2, 2)
+        self.kernel.weight.data.fill_(1.0)
+        self.kernel.bias.data.fill_(1.0)
+        self.owner, self.later = self, torch.empty(2, device="meta")
+
+
+def _fill(tensor):
+    tensor.fill_(float("nan"))
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda held: _fill(held.slopes),
+        lambda held: _fill(held.scales[0][0]),
+        lambda held: _fill(held.by_name["k"]),
+        lambda held: _fill(held.kernel.weight.data),
+        lambda held: setattr(held, "scale", 2.0),
+    ],
+)
+def test_the_digest_covers_what_objects_hold_that_are_no_modules(model, lose):
+    model["l0"].impl = Held()
+    before = digest_of([model])
+    model["l0"].impl = Held()
+    assert digest_of([model]) == before is not None, "as in another engine"
+    lose(model["l0"].impl)
+    assert digest_of([model]) != before
+
+
+def test_the_digest_leaves_out_what_steps_leave_behind_and_has_a_limit(model, monkeypatch):
+    model["l0"].impl = held = Held()
+    before = digest_of([model])
+    monkeypatch.setattr(Held, "__module__", "vllm.compilation.cuda_graph")
+    without = digest_of([model])
+    _fill(held.slopes)
+    assert digest_of([model]) == without != before
+    monkeypatch.setattr(module, "HELD_MAX", 73)
+    monkeypatch.setattr(Held, "__module__", "vllm.v1.attention")
+    with pytest.raises(ValueError, match="more than 73 objects"):
+        digest_of([model])

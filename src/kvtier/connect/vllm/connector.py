@@ -6,6 +6,7 @@ make the engine fail.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -142,7 +143,12 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
 
         def ask(method: str) -> list[Any]:
-            return call_all(KvtierConnector._answer_of_worker, args=(method,))
+            answers = call_all(KvtierConnector._answer_of_worker, args=(method,))
+            faults = [f"rank {rank}: {it}" for rank, (has_failed, it) in enumerate(answers) if has_failed]
+            if faults:
+                has_waited = any(TimeoutError.__name__ in it for it in faults)
+                raise (TimeoutError if has_waited else RuntimeError)(f"{method}() has failed on {', '.join(faults)}")
+            return [it for _, it in answers]
 
         handshakes = [dict(it) for it in handshakes]
         layouts = [it.pop(_LAYOUT) for it in handshakes]
@@ -163,12 +169,16 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
         @contextmanager
         def around(call: WorkerCall) -> Generator[None]:
-            stack = ExitStack()
+            stack, was_broken = ExitStack(), self._is_broken
             has_begun = self._guarded(lambda: stack.enter_context(side.around(call)) is None, otherwise=False)
             if call.method in SLEEPS and not has_begun:
+                if not was_broken and self._failure.startswith(TimeoutError.__name__):
+                    raise TimeoutError(self._failure)
                 side.ask("sleep")
-            yield
-            self._guarded(stack.close, None)
+            try:
+                yield
+            finally:
+                self._guarded(lambda: stack.__exit__(*sys.exc_info()), otherwise=False)
 
         return around
 
@@ -325,9 +335,17 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return KvtierConnector._of_worker()._handshake  # noqa: SLF001
 
     @staticmethod
-    def _answer_of_worker(worker: Any, method: str) -> Any:  # noqa: ANN401, ARG004
-        """What `method` of the worker side in this process returns. vLLM calls it in each worker."""
-        return getattr(KvtierConnector._of_worker()._rank, method)()  # noqa: SLF001
+    def _answer_of_worker(worker: Any, method: str) -> tuple[bool, Any]:  # noqa: ANN401, ARG004
+        """Whether `method` of the worker side in this process fails, and what it returns or the error's text.
+
+        vLLM calls it in each worker. It raises nothing: after an error of one rank, vLLM would take the answers of
+        later ranks for those to its next call.
+        """
+        try:
+            return False, getattr(KvtierConnector._of_worker()._rank, method)()  # noqa: SLF001
+        except Exception as error:
+            logger.exception("%s() of kvtier has failed in this worker", method)
+            return True, f"{type(error).__name__}: {error}"
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
         """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""

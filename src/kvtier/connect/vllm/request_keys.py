@@ -43,6 +43,11 @@ CLEARED_SALTS_MAX = 4096
 VERSIONS_MAX = 8
 """Earlier versions of an adapter's files, with the same content, that are remembered."""
 
+OLD_ITEMS = (
+    "the weights have changed, or may have, and vLLM may have kept its images or other items as other weights encoded "
+    "them; call reset_encoder_cache()"
+)
+
 REASONS_MAX = 100
 """Different reasons logged. Reasons may name adapters, whose number is unbounded."""
 
@@ -87,6 +92,8 @@ class KeyMaker:
         """Other weights than at the start, or than after the last unknown change; empty: those."""
         self.are_weights_private = False
         """No other engine names these weights so."""
+        self.has_old_items = False
+        """vLLM may hold items that other weights have encoded."""
         self._unknown = b""
         """Random after an unknown change."""
         self._logged: set[str] = set()
@@ -184,6 +191,7 @@ class KeyMaker:
         # First, because vLLM computes the items of every request, and may reuse them for another one.
         digests, unidentified = self._items.identify(request.mm_features)
         reason = reason_against(request, self._config) or unidentified
+        reason = reason or (OLD_ITEMS if request.mm_features and self.has_old_items else "")
         if reason:
             raise NotCacheableError(reason)
         adapter = None if request.lora_request is None else self.adapters.identify(request.lora_request)

@@ -153,6 +153,10 @@ class Scheduler:
         self._weights = _Weights()
         self._own_is_empty = False
         """vLLM's own cache was reset, and no step has been scheduled since."""
+        self.has_run = False
+        """A step has computed something since loads and stores were stopped: perhaps with other weights."""
+        self.is_encoder_empty = True
+        """vLLM's cache of encoded images and other items was reset, and no step has computed anything since."""
         self._is_reset = False
         """Other engines have other keys since a cache reset."""
         self._guards = guards = session.guards
@@ -422,6 +426,8 @@ class Scheduler:
         self._own_is_empty = False
         self._probe_wait_s = PROBE_WAIT_S
         self._is_busy = bool(output.num_scheduled_tokens)
+        self.has_run = self.has_run or self._is_busy
+        self.is_encoder_empty = self.is_encoder_empty and not self._is_busy
         self._protection.step_ends()
         self._note_beginnings(output)
         pieces: list[Piece] = []
@@ -646,11 +652,12 @@ class Scheduler:
         while self._stores.open and time.monotonic() < until_s:
             self._settle()
             time.sleep(IDLE_WAIT_S)
+        self.has_run = self.has_run and self.is_paused
         self._weights.stopped_by = why
         self._cancel_all()
 
     def mixes_weights(self) -> None:
-        """Store nothing that follows on vLLM's own KV until vLLM resets its cache: it is of other weights."""
+        """Store nothing that follows on vLLM's own KV until vLLM resets it. That KV was computed with other weights."""
         self._weights.are_mixed = self._weights.are_mixed or not (self._own_is_empty or self._stores.pins.is_blank)
 
     def go_on(self, *, has_own_keys: bool, cleared_salts: Collection[str]) -> None:

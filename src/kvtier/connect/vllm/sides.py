@@ -294,7 +294,7 @@ class SchedulerSide:
             self.scheduler,
             self._keys,
             can_keep=_keeps_weights(vllm_config),
-            frees_host=self._session.emptied if config.vllm.sleep_frees_host else None,
+            lends_host=self._session if config.vllm.sleep_frees_host else None,
         )
         own_cache.watch_resets(guarded(self.scheduler.own_reset_begins), guarded(self.scheduler.own_reset_ended))
         self._session.watch(
@@ -324,6 +324,9 @@ class SchedulerSide:
         if call.method == "add_lora" and call.args:
             self._keys.loaded(call.args[0])
             yield
+        elif call.method == "reset_encoder_cache" and call.is_plain:
+            yield
+            self.calls.encoder_was_reset()
         else:
             with self.calls.around(call):
                 yield
@@ -457,7 +460,8 @@ class WorkerSide:
         if setup.rank == 0:
             note_fingerprint(config, setup.identity.fingerprint)
         has_lora = setup.vllm_config.lora_config is not None
-        self._models, look = look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb)
+        models, look = look_at_weights(has_moving_experts=setup.vllm_config.parallel_config.enable_eplb)
+        self._models = models if config.vllm.weights_names == "digest" else []
         self.worker = Worker(
             copier.revoke,
             look,
@@ -492,7 +496,10 @@ class WorkerSide:
         self.worker.is_asleep = False
 
     def digest_weights(self) -> bytes | None:
-        """A digest of the weights, with which they are compared from now on; None if they cannot be read."""
+        """A digest of the weights, with which they are compared from now on; None without one.
+
+        They may not be readable, or have random names (`vllm.weights_names`).
+        """
         self.worker.look_anew()
         try:
             return weights.digest_of(self._models, self._kv) if self._models else None
@@ -504,8 +511,8 @@ class WorkerSide:
         """A digest of the weights, if they are those of the start."""
         return None if self.worker.look_now() else self.digest_weights()
 
-    def free_host(self) -> bool:
-        """Give host memory back; False if it must stay. No object may be in it."""
+    def free_host(self) -> tuple[int, int]:
+        """Give host memory back; the bytes that stay, see `Arena.free`. No object may be in it."""
         return self._rank.arena.free()
 
     def take_host(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.weights import WorkerCall, is_running
+from kvtier.runtime.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class WeightCalls:
         scheduler: is stopped and goes on.
         keys: name the weights.
         can_keep: level 2 of sleep may keep all weights (`sleep_preserve_parameter_names`).
-        frees_host: host memory is given back while vLLM sleeps.
+        lends_host: the session whose host memory is given back while vLLM sleeps; None: it is kept.
     """
 
     def __init__(
@@ -60,23 +61,26 @@ class WeightCalls:
         keys: KeyMaker,
         *,
         can_keep: bool,
-        frees_host: Callable[[Callable[[], object], float], bool] | None,
+        lends_host: Session | None,
     ) -> None:
         self._ask, self._scheduler, self._keys = ask, scheduler, keys
         self._can_keep = can_keep
-        self._free_host = frees_host
+        self._lender = lends_host
         self._asleep: frozenset[str] = frozenset()
         """The parts that sleep."""
         self._first: bytes | None = None
         """Digest of the weights that have no name, once they have been about to change; empty: it cannot be known."""
         self._is_changing = False
         """A known change has begun and not ended, or the weights were discarded."""
+        self._is_fenced = False
+        """No copy may touch the memory of KV and weights, and host memory may be given back."""
         self._is_host_free = False
+        self._has_warned = False
 
     @contextmanager
     def around(self, call: WorkerCall) -> Generator[None]:
         """Stop before `call`, and go on after it if the engine can. Errors of kvtier pass."""
-        name = call.method
+        name, asleep = call.method, self._asleep
         if not call.is_plain or not (name in CHANGES or name in SLEEPS or name == "wake_up"):
             self._scheduler.weights_change(f"{name}()")
             yield
@@ -85,7 +89,15 @@ class WeightCalls:
             self._before_change(name)
         elif name in SLEEPS:
             self._before_sleep(call)
-        yield
+        try:
+            yield
+        except BaseException:
+            if name == "sleep":  # vLLM counts as awake, and any of its memory may be lost
+                self._asleep, self._is_changing = asleep, True
+                self._scheduler.weights_change("sleep() has failed")
+            raise
+        if name == "reload_weights":  # the workers have reset it, too
+            self.encoder_was_reset()
         if name == "wake_up":
             self._after_wake(frozenset(call.argument("tags") or TAGS))
         elif CHANGES.get(name) and "weights" not in self._asleep:
@@ -94,9 +106,18 @@ class WeightCalls:
         self._go_on()
 
     def unknown_change(self) -> None:
-        """Take weights that have changed, or may have, in a way that is not known: they begin a new history."""
+        """Begin a new history: the weights have changed, or may have."""
         self._keys.unknown_weights()
         self._first = None
+        self._doubt_items()
+
+    def encoder_was_reset(self) -> None:
+        """Trust what vLLM's encoder makes of images and other items from now on: the present weights compute it."""
+        self._scheduler.is_encoder_empty = True
+        self._keys.has_old_items = False
+
+    def _doubt_items(self) -> None:
+        self._keys.has_old_items = self._keys.has_old_items or not self._scheduler.is_encoder_empty
 
     def was_reset(self) -> bool:
         """Take a reset of the connector's cache; whether it is a part of vLLM's sleep.
@@ -127,28 +148,48 @@ class WeightCalls:
             self._know_first()
             self._is_changing = True
         self._asleep |= tags
+        self._is_fenced = True
         self._ask("sleep")
-        if self._free_host is not None and not self._is_host_free:
-            self._is_host_free = self._free_host(lambda: self._ask("free_host"), DRAIN_S)
-            if not self._is_host_free:
-                logger.warning(
-                    "host memory is kept while vLLM sleeps: objects in it are not written after %g s", DRAIN_S
-                )
+        if self._lender is not None and not self._is_host_free:
+            self._give_host_back(self._lender)
+
+    def _give_host_back(self, lender: Session) -> None:
+        kept: list[tuple[int, int]] = []
+        self._is_host_free = lender.emptied(lambda: kept.extend(self._ask("free_host")), DRAIN_S)
+        if not self._is_host_free:
+            logger.warning(
+                "host memory is kept while vLLM sleeps: objects in it were still being written after %g s", DRAIN_S
+            )
+        shared, locked = max((it[0] for it in kept), default=0), sum(it[1] for it in kept)
+        if (shared or locked) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "host memory that stays while vLLM sleeps: %d bytes that ranks share, and %d bytes that may still be "
+                "page-locked (logged once)",
+                *(shared, locked),
+            )
 
     def _after_wake(self, tags: frozenset[str]) -> None:
         self._asleep -= tags
         if self._asleep:
             return
-        if self._is_host_free:
-            self._ask("take_host")
-            self._is_host_free = False
-        self._ask("wake_up")
+        self._open()
         if self._is_changing and self._can_keep and self._first and self._digest("digest_weights") == self._first:
             self._is_changing = False
+
+    def _open(self) -> None:
+        """Let copies use all memory again."""
+        if self._lender is not None and self._is_host_free:
+            self._ask("take_host")
+            self._is_host_free = self._lender.is_lent = False
+        self._ask("wake_up")
+        self._is_fenced = False
 
     def _go_on(self) -> None:
         if self._asleep or self._is_changing or not self._scheduler.is_paused:
             return
+        if self._is_fenced:  # vLLM's sleep has failed, and the weights are complete
+            self._open()
         self._keys.awake()
         has_own, salts = self._keys.own
         self._scheduler.go_on(has_own_keys=has_own, cleared_salts=salts)
@@ -172,10 +213,11 @@ class WeightCalls:
         else:
             self._keys.weights = digest or secrets.token_bytes(hashlib.sha256().digest_size)
         self._keys.are_weights_private = digest is None
-        if self._keys.weights != before:
+        if self._keys.weights != before or self._scheduler.has_run:
             self._scheduler.mixes_weights()
+            self._doubt_items()
         logger.info(
-            "the weights are %s: KV of before is %s",
+            "the weights are %s: KV stored before is %s",
             "those of the start" if not self._keys.weights else (digest or b"").hex()[:16] or "not identified",
             "found" if self._keys.weights == before else "not found",
         )

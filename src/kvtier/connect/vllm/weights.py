@@ -12,10 +12,12 @@ import inspect
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -33,6 +35,9 @@ HARMLESS = frozenset({
 })  # fmt: skip
 """Methods of vLLM's workers that change no weights (vLLM 0.32 and 0.33)."""
 
+NOTED = frozenset({"add_lora", "reset_encoder_cache"})
+"""Those of them that kvtier follows all the same."""
+
 SAMPLE_S = 0.25
 """Interval at which bytes in a GPU's memory are compared: the result has to be waited for. Bytes in host memory are
 compared at every look. A look at a model of 300 parameters on a CPU takes about 75 us."""
@@ -42,6 +47,15 @@ SAMPLE_ELEMENTS = 64
 
 DIGEST_PART_BYTES = 64 << 20
 """Bytes of a tensor that are copied from a device at once, to be digested."""
+
+HELD_MAX = 200_000
+"""Modules, objects, lists and dicts of all models that are searched for tensors."""
+
+WITHOUT_WEIGHTS = (
+    *("torch.", "triton.", "transformers.", "logging.", "threading.", "vllm.config.", "vllm.compilation."),
+    *("vllm.distributed.", "vllm.logger.", "vllm.lora.punica_wrapper.", "vllm.v1.worker.workspace."),
+)
+"""Packages whose objects are not searched. They hold no tensors, or what a step leaves behind."""
 
 _ARGS, _KWARGS = 2, 3
 """Positions of the arguments for the method: ``collective_rpc(method, timeout, args, kwargs)``."""
@@ -61,10 +75,10 @@ def on_stack(name: str) -> Any:  # noqa: ANN401 - vLLM's objects
 
 
 def is_running(*functions: str) -> bool:
-    """Whether a method of vLLM's engine core of one of these names has led to the present call."""
+    """Whether a function of vLLM's engine core of one of these names has led to the present call."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name in functions and hasattr(frame.f_locals.get("self"), "model_executor"):
+        if frame.f_code.co_name in functions and frame.f_globals.get("__name__") == "vllm.v1.engine.core":
             return True
         frame = frame.f_back
     return False
@@ -99,7 +113,7 @@ def watch_calls(
     @wraps(inner)
     def collective_rpc(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
         method: Any = args[0] if args else kwargs.get("method")
-        if isinstance(method, str) and method in HARMLESS and method != "add_lora":
+        if isinstance(method, str) and method in HARMLESS - NOTED:
             return inner(*args, **kwargs)
         name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__name__)
         given: Any = args[_ARGS] if len(args) > _ARGS else kwargs.get("args")
@@ -119,7 +133,8 @@ def watch_calls(
 def digest_of(models: Iterable[Any], others: Collection[int] = ()) -> bytes | None:
     """Digest of every tensor and every number that models compute with; None if one cannot be read.
 
-    It covers parameters, buffers, and what vLLM has derived from them at the load and keeps beside them.
+    It covers parameters, buffers, and what vLLM has derived from them at the load and keeps beside them: as attributes,
+    or within objects that are no modules, such as an attention's implementation.
 
     Args:
         models: each a `torch.nn.Module`.
@@ -128,20 +143,64 @@ def digest_of(models: Iterable[Any], others: Collection[int] = ()) -> bytes | No
     parts: list[tuple[str, torch.Tensor]] = []
     numbers: dict[str, float] = {}
     modules = [(f"{number}.{path}.", it) for number, model in enumerate(models) for path, it in model.named_modules()]
+    seen = {id(module) for _, module in modules}
     for where, module in modules:
         parameters: dict[str, Any] = module._parameters  # noqa: SLF001 - what it computes with
-        held: dict[str, Any] = {**vars(module), **module._buffers, **parameters}  # noqa: SLF001
-        numbers |= {where + name: it for name, it in held.items() if isinstance(it, float)}
-        found = {where + name: it.detach() for name, it in held.items() if isinstance(it, torch.Tensor)}
+        own = cast("dict[str, Any]", vars(module))
+        held: dict[str, Any] = {**own, **module._buffers, **parameters}  # noqa: SLF001
         # On a CPU vLLM packs weights elsewhere, and leaves an empty parameter.
         if any(it is not None and it.device.type == "cpu" and not it.numel() for it in parameters.values()):
             return None
-        if any(it.is_meta or is_traceable_wrapper_subclass(it) for it in found.values()):
+        tensors = [it for it in held.values() if isinstance(it, torch.Tensor)]
+        if any(it.is_meta or is_traceable_wrapper_subclass(it) for it in tensors):
             return None
-        parts += [(name, it) for name, it in found.items() if it.untyped_storage().data_ptr() not in others]
+        held |= _held({name: it for name, it in own.items() if name not in _OF_MODULES}, seen)
+        numbers |= {where + name: it for name, it in held.items() if isinstance(it, float)}
+        found = ((where + name, it.detach()) for name, it in held.items() if isinstance(it, torch.Tensor))
+        parts += [(name, it) for name, it in found if it.untyped_storage().data_ptr() not in others]
     pieces = itertools.chain.from_iterable(_pieces(name, tensor) for name, tensor in parts)
     rest = json.dumps(sorted(numbers.items())).encode()
     return digest_tensors(itertools.chain(pieces, [("numbers", "", (), rest)])).digest
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def _held(within: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Each tensor and number among some values and within them, by its path.
+
+    Args:
+        within: the values, by name.
+        seen: ids of objects that are not searched. Those that are searched are added.
+
+    Raises:
+        ValueError: more than `HELD_MAX` would be.
+    """
+    todo = deque(within.items())
+    while todo:
+        path, it = todo.popleft()
+        if isinstance(it, float) or (isinstance(it, torch.Tensor) and not it.is_meta):
+            yield path, it
+        elif id(it) not in seen and (parts := _parts(it)):
+            seen.add(id(it))
+            todo += [(f"{path}.{name}", part) for name, part in parts]
+            if len(seen) > HELD_MAX:
+                raise ValueError(f"a model has more than {HELD_MAX} objects, up to {path}")
+
+
+def _parts(it: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401 - anything
+    """What a list, a tuple, a dict or an object with attributes holds, by names that are equal in each process."""
+    if isinstance(it, list | tuple):
+        return list(enumerate(cast("Sequence[Any]", it)))
+    if isinstance(it, dict):
+        held = cast("dict[Any, Any]", it).items()
+        return [(name if isinstance(name, str | int) else number, part) for number, (name, part) in enumerate(held)]
+    kind = cast("type[Any]", type(it))
+    is_module, is_code = isinstance(it, torch.nn.Module), isinstance(it, type | FunctionType | MethodType | ModuleType)
+    if is_code or (f"{kind.__module__}.".startswith(WITHOUT_WEIGHTS) and not is_module):
+        return []
+    slots = [name for each in kind.__mro__ for name in vars(each).get("__slots__", ()) if hasattr(it, name)]
+    return [*((name, getattr(it, name)) for name in slots), *getattr(it, "__dict__", {}).items()]
 
 
 def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
