@@ -146,8 +146,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             answers = call_all(KvtierConnector._answer_of_worker, args=(method,))
             faults = [f"rank {rank}: {it}" for rank, (has_failed, it) in enumerate(answers) if has_failed]
             if faults:
-                has_waited = any(TimeoutError.__name__ in it for it in faults)
-                raise (TimeoutError if has_waited else RuntimeError)(f"{method}() has failed on {', '.join(faults)}")
+                is_late = any(TimeoutError.__name__ in it for it in faults)
+                raise (TimeoutError if is_late else RuntimeError)(f"{method}() has failed on {', '.join(faults)}")
             return [it for _, it in answers]
 
         handshakes = [dict(it) for it in handshakes]
