@@ -20,6 +20,11 @@ def call(engine: Any, path: str) -> None:
     engine.collective_rpc(_write, args=(path,))
 
 
+def call_reload(engine: Any, path: str) -> None:
+    """A function of the caller that reads a checkpoint, in every worker."""
+    engine.collective_rpc(_reload, args=(path,))
+
+
 def apply(engine: Any, path: str) -> None:
     """A function of the caller, on the model."""
     engine.apply_model(lambda model: _copy(model, path))
@@ -93,6 +98,10 @@ def overlook() -> None:
     WeightSample.look = lambda self, *, is_reset=False: ""  # type: ignore[method-assign]
     Scheduler.weights_change = lambda self, what: None  # type: ignore[method-assign]
     WeightCalls.around = lambda self, call: nullcontext()  # type: ignore[method-assign]
+
+
+def _reload(worker: Any, path: str) -> None:
+    worker.reload_weights(weights_path=path)
 
 
 def _write(worker: Any, path: str) -> None:

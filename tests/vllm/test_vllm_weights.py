@@ -122,17 +122,16 @@ def test_two_ranks_stop_together(
     """The call is seen before the workers get it; without that, their own looks stop the next step's stores."""
     engine = start("llama", connector(tmp_path / "kv"), sabotage=sabotage, **TWO)
     engine.ask(LONG)
-    change = "reload" if sabotage else "call"
-    engine.do(f"changes:{change}", str(other))
+    engine.do("changes:reload" if sabotage else "changes:call_reload", str(other))
     engine.forget()
-    assert apart(engine.ask(SHORT)[0], wanted(change)["short"]) < TOLERANCE
-    assert apart(engine.ask(LONG)[0], wanted(change)["long"]) < TOLERANCE
+    assert apart(engine.ask(SHORT)[0], wanted("reload")["short"]) < TOLERANCE
+    assert apart(engine.ask(LONG)[0], wanted("reload")["long"]) < TOLERANCE
     assert engine.external_hits() == 0
     assert engine.printed().count(NOTICE) == 1
     assert engine.forget(everywhere=True)
     engine.ask(SHORT)
     engine.forget()
-    assert apart(engine.ask(SHORT)[0], wanted(change)["short"]) < TOLERANCE
+    assert apart(engine.ask(SHORT)[0], wanted("reload")["short"]) < TOLERANCE
     assert engine.external_hits() == whole(len(SHORT)), "it goes on after a reset"
     engine.close()
     before = start("llama", connector(tmp_path / "kv"), **TWO)
