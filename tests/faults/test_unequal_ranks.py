@@ -85,6 +85,17 @@ def test_ranks_with_the_same_part_are_refused_with_both_named(tmp_path):
             connect(handshakes)
 
 
+def ended_after(act, worker, gate, session, kind):
+    """The end of a store or load, in which `worker` is killed, or stopped and continued."""
+    until(gate.with_suffix(".held").exists)
+    worker.signal(act)
+    gate.unlink()
+    if act is signal.SIGSTOP:
+        assert not [it for it in session.poll(0.3) if isinstance(it, kind)]
+        worker.signal(signal.SIGCONT)
+    return ended(session, kind)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("act", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_dies_or_stops_in_a_load_lets_nothing_wrong_through(kept, tmp_path, rank, act):
@@ -95,13 +106,7 @@ def test_a_stage_that_dies_or_stops_in_a_load_lets_nothing_wrong_through(kept, t
         with opened(directory, started, layouts=STAGES) as (kv, _):
             assert looked_up(kv.session, "b", prefix).tokens == tokens
             kv.session.load(RequestId("b"), prefix, tokens, load_places(tokens))
-            until(gate.with_suffix(".held").exists)
-            started[rank].signal(act)
-            gate.unlink()
-            if act is signal.SIGSTOP:
-                assert not [it for it in kv.session.poll(0.3) if isinstance(it, LoadDone)]
-                started[rank].signal(signal.SIGCONT)
-            done = ended(kv.session, LoadDone)
+            done = ended_after(act, started[rank], gate, kv.session, LoadDone)
         if act is signal.SIGSTOP:
             assert done.tokens == tokens
             assert [it.ask("same", 1 + number, tokens) for number, it in enumerate(started)] == [True, True]
@@ -119,13 +124,7 @@ def test_a_stage_that_dies_or_stops_in_a_store_leaves_nothing_wrong_behind(tmp_p
     with workers(directory, 2, **here) as started, opened(directory, started, layouts=STAGES) as (kv, _):
         prefix = prefix_of(CHUNKS, kv.root)
         kv.session.store(RequestId("a"), prefix, places_of(range(CHUNKS)))
-        until(gate.with_suffix(".held").exists)
-        started[rank].signal(act)
-        gate.unlink()
-        if act is signal.SIGSTOP:
-            assert not [it for it in kv.session.poll(0.3) if isinstance(it, StoreDone)]
-            started[rank].signal(signal.SIGCONT)
-        done = ended(kv.session, StoreDone)
+        done = ended_after(act, started[rank], gate, kv.session, StoreDone)
         assert kv.session.close(DEADLINE_S)
     if act is signal.SIGSTOP:
         assert (done.held, done.dropped) == (2 * CHUNKS, 0)

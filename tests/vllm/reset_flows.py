@@ -69,13 +69,14 @@ class Flows:
         depth: steps under way at once. With more than one they are asynchronous: 2 as with one stage, 3 as with a
             pipeline of two. One is scheduled before those before it have returned. The workers'
             connector is mostly called at once, and the forward runs later, mostly when its result is waited for.
+        updates: draw updates of weights and sleep, too. They reset caches often, and then hide what a control breaks.
     """
 
-    def __init__(self, core: Any, seed: int, *, depth: int) -> None:
+    def __init__(self, core: Any, seed: int, *, depth: int, updates: bool = True) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.core, self.scheduler, self.worker = core, core.scheduler, get_kv_transfer_group()
-        self.depth = depth
+        self.depth, self.updates = depth, updates
         (self.memory,) = core.model_executor.driver_worker.worker.model_runner.kv_caches
         self.draw = random.Random(seed)
         self.pages: list[Page] = []
@@ -117,7 +118,7 @@ class Flows:
     def flow(self) -> None:
         """Some requests, then new weights and resets in any order, with requests that begin and end in between."""
         acts = [self.add] * 4 + [self.steps] * 6 + [self.settle] * 2 + [self.reset] * 3 + [self.change, self.abort]
-        acts += [self.update, self.sleep]
+        acts += [self.update, self.sleep] if self.updates else []
         for act in (self.add, self.steps, *self.draw.choices(acts, k=self.draw.randrange(3, 12))):
             act()
         if self.draw.random() < 0.5:
@@ -406,7 +407,8 @@ def run(checkpoint: str, seed: int, flows: int, depth: int, needs: Sequence[str]
         max_num_batched_tokens=STEP_TOKENS,
         kv_cache_memory_bytes=16 << 20,
     )
-    world = Flows(llm.llm_engine.engine_core.engine_core, seed, depth=depth)
+    updates = not sabotage or sabotage in UPDATES
+    world = Flows(llm.llm_engine.engine_core.engine_core, seed, depth=depth, updates=updates)
     assert isinstance(world.scheduler, AsyncScheduler) is (depth > 1)
     for number in range(flows):
         try:
@@ -474,6 +476,9 @@ def undo_more() -> None:
 
     KeyMaker.unknown_weights = lambda self: None  # type: ignore[method-assign]
 
+
+UPDATES = ("forget_mixing", "undo_more")
+"""Controls that only updates of weights and sleep show."""
 
 if __name__ == "__main__":
     run(*sys.argv[1:2], *map(int, sys.argv[2:5]), (), *sys.argv[5:6] or [""])

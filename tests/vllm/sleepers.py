@@ -80,8 +80,11 @@ def sleep(engine: Any, level: int, mode: str = "abort") -> None:
 
 
 def wake_up(engine: Any, *tags: str) -> bool:
-    """vLLM wakes up, or a part of it; whether all of it is awake."""
-    return engine.wake_up(list(tags) or None)
+    """vLLM wakes up, or a part of it, while its caller handles an error of its own; whether all of it is awake."""
+    try:
+        {}["a request"]
+    except KeyError:
+        return engine.wake_up(list(tags) or None)
 
 
 def reload_half(engine: Any) -> str:

@@ -81,7 +81,7 @@ def test_a_share_of_another_rank_would_show(model: Path, start: Start, tmp_path:
     assert swapped.external_hits() == whole(len(LONG))
     assert pages(swapped) == computed[::-1]
     swapped.close()
-    with pytest.raises(EngineError, match="no two ranks may hold the same part as the same copy"):
+    with pytest.raises(EngineError, match="two ranks may not claim the same copy of a part"):
         start(model, connector(directory), **in_workers("context_parallel:all_are_first"))
 
 

@@ -45,8 +45,7 @@ def test_resets_in_any_order_do_what_they_do_without_kvtier(seed: int, depth: in
 @pytest.mark.parametrize(
     ("sabotage", "depth"),
     [
-        *(pytest.param(it, 1, marks=pytest.mark.vllm_core) for it in ("keep_pins", "keep_loads")),
-        ("unwatched", 1),
+        *(pytest.param(it, 1, marks=pytest.mark.vllm_core) for it in ("keep_pins", "keep_loads", "unwatched")),
         pytest.param("free_at_once", 2, marks=pytest.mark.vllm_core),
         ("trust_launched_steps", 2),
         ("free_at_once", 3),
@@ -59,13 +58,8 @@ def test_the_control_what_is_broken_is_seen(sabotage: str, depth: int, shallow: 
 
     So are those that a step under way writes, or has not written yet.
     """
-
-    def run() -> None:
-        for seed in range(7, 12):  # copies have threads of their own, so no one seed is sure to show it
-            in_process(reset_flows.run, shallow, seed, 300, depth, (), sabotage)
-
     with pytest.raises(EngineError, match="run ended with exit code 1"):
-        run()
+        in_process(reset_flows.run, shallow, 7, 1000, depth, (), sabotage)
 
 
 @pytest.mark.vllm_core

@@ -58,6 +58,14 @@ class Rank:
     keys: KeySource | None = None
     """Of seals."""
 
+    @property
+    def counted(self) -> KvLayout:
+        """The layout for figures of the whole engine, in which a copy with slots of its own counts like the first."""
+        held = enumerate(self.layout.groups)
+        return self.layout.with_parts(
+            (it.part, it.copy if number in self.arena.filled_elsewhere else 0) for number, it in held
+        )
+
     def close(self, deadline_s: float) -> None:
         """End the threads, close the tiers and release the memory, in about `deadline_s` seconds. Idempotent."""
         until_s = time.monotonic() + deadline_s

@@ -376,8 +376,8 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 10.0, *
         for other in peers[: peer.rank]:
             if any(map(eq, other.parts, peer.parts)):
                 raise ProtocolError(
-                    f"rank {other.rank} holds {other.parts} of the KV groups and rank {peer.rank} {peer.parts}; no two "
-                    "ranks may hold the same part as the same copy: their objects would have the same names"
+                    f"rank {other.rank} holds {other.parts} of the KV groups and rank {peer.rank} {peer.parts}; two "
+                    "ranks may not claim the same copy of a part: their objects would have the same names"
                 )
         if peer[6:] != peers[0][6:]:
             raise ProtocolError(

@@ -1,8 +1,8 @@
 """Host memory that ranks with equal parts of a KV group share: one copy for all of them.
 
-    exchange    what each rank holds; the first rank with a part has made a memory file for it, without a name
-    map         all ranks with this part map the file; it is opened by `/proc/PID/fd`, so by processes of one user only
-    exchange    host bytes of a chunk that each rank keeps by itself; their sum is what a chunk takes in the engine
+    exchange    Each rank tells what it holds. The first rank with a part has made a memory file for it, without a name.
+    map         All ranks with this part map the file. They open it by `/proc/PID/fd`, which only the same user can.
+    exchange    Each rank tells the host bytes of a chunk that it keeps by itself. Their sum is what a chunk takes.
 
 The first rank fills the slots, and does all that tiers need. The others only scatter. A rank that cannot map the file
 keeps slots of its own, as if it were the only one with its part, and logs why. Slots are counted after that, so the
@@ -24,15 +24,15 @@ from kvtier.layout import KvLayout, Part
 from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes, slot_bytes
 
 Exchange = Callable[[Any], list[Any]]
-"""What each rank has called it with, by rank. It waits for all of them."""
+"""Returns what each rank has passed to it, by rank. It waits for all of them."""
 
 _CLOSED_ON_EXEC, _ALLOWS_SEALS = 1, 2
 _ADD_SEALS, _SEALS = 1033, 1 | 2 | 4
-"""Of Linux: no more seals, no shorter and no longer file. So nobody can cut off memory that others have mapped. Pythons
-that were built for old systems have neither these names nor `os.memfd_create`."""
+"""Linux's numbers for: no further seals, no shorter file, no longer file. So no process can cut off memory that others
+have mapped. A Python built for an old system has neither these names nor `os.memfd_create`."""
 
 _FAILURES = (OSError, OverflowError, ValueError, AttributeError)
-"""Of the system; the last one of a C library without `memfd_create`."""
+"""Errors of the system. A C library without `memfd_create` raises the last one."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class HeldGroup(NamedTuple):
 
     part: Part | None
     digest: bytes
-    """Of the group's layout."""
+    """Digest of the group's layout."""
     file: MemoryFile | None = None
     """The memory for its slots; None if another rank makes it, or if the system gives none."""
 
@@ -117,7 +117,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
 
 
 def _made(size_bytes: int) -> tuple[int, Bytes]:
-    """A new memory file: its descriptor and its bytes. Pages that nobody touches take no memory."""
+    """A new memory file: its descriptor and its bytes. Untouched pages take no memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = int(libc.memfd_create(b"kvtier", _CLOSED_ON_EXEC | _ALLOWS_SEALS))
     if descriptor < 0:

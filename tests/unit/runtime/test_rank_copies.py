@@ -25,7 +25,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
 from kvtier.errors import TierError
 from kvtier.keys.object_names import object_name
-from kvtier.layout import Part
+from kvtier.layout import ELSEWHERE, Part, engine_bytes, of_all_ranks
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, page_aligned
 from kvtier.runtime.mover import Mover
@@ -170,6 +170,17 @@ def test_a_probe_of_nothing_asks_the_store_of_a_rank_that_has_something_in_it(tm
     until(lambda: found)
     assert mover.close(5.0)
     assert (found[0].outcome is Outcome.FAILED) == bool(tier.contains.mock_calls) == (groups == {0})
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_figures_count_a_copy_in_slots_of_its_own_and_nothing_that_a_rank_lacks(is_shared):
+    parts = [Part(0, len(group.layer_bytes), 0, 1) for group in LAYOUT.groups]
+    layout, made = LAYOUT.with_parts(zip(parts, (1, ELSEWHERE), strict=True)), config(None)
+    shared = {0: page_aligned(made.host.capacity_bytes)} if is_shared else {}
+    rank = open_rank(made, layout, FINGERPRINT, Engine(4).copier(), rank=1, ranks=2, shared=shared)
+    assert [it.copy for it in rank.counted.groups] == [int(is_shared), ELSEWHERE]
+    assert of_all_ranks([rank.counted], engine_bytes) == [sum(LAYOUT.groups[0].layer_bytes), 0]
+    rank.close(5.0)
 
 
 def test_in_stores_of_their_own_all_ranks_write(tmp_path):

@@ -177,8 +177,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
                 side.ask("sleep")
             try:
                 yield
-            finally:
+            except BaseException:
                 self._guarded(lambda: stack.__exit__(*sys.exc_info()), otherwise=False)
+                raise
+            self._guarded(stack.close, None)
 
         return around
 

@@ -126,7 +126,7 @@ class TableLayout(NamedTuple):
     blocks: int
     """Blocks of a chunk in an address: the last ones of the chunk."""
     layers: tuple[str, ...]
-    """Those of the worker's pipeline stage, perhaps none."""
+    """The layers of this vLLM group on the worker's pipeline stage, which may have none."""
     runs: tuple[Run, ...]
     """Of one block of one layer, without padding; several only where a chunk has one block."""
     pages: str
@@ -134,9 +134,9 @@ class TableLayout(NamedTuple):
     piece: int = 0
     """Which one of the `pieces` this is."""
     pieces: int = 1
-    """Rows of a block on one rank are dealt out in turns to so many tables, of which this is one."""
+    """Tables that share the rows of a block on one rank: each gets every `pieces`-th turn."""
     row_bytes: int = 0
-    """Of a turn."""
+    """Bytes of one turn."""
 
     @property
     def page_bytes(self) -> int:
@@ -222,7 +222,7 @@ class Geometry:
 
     @property
     def shares(self) -> int:
-        """See `DcpShards.shares`; 0 where it does not apply."""
+        """Number of shares of the tokens; 0 if the setting is off or has no effect."""
         return self.groups[0].shares
 
     @property
@@ -453,7 +453,7 @@ def _runs(spec: KvCacheSpec) -> tuple[Run, ...]:
 
 
 def _is_plain(spec: KvCacheSpec) -> bool:
-    """Whether the size of the contents follows from heads and dtype. Others hold other numbers, too, such as scales."""
+    """Whether heads and dtype alone decide the size of a page. Other pages also hold numbers such as scales."""
     return getattr(spec, "state_content_bytes", None) is None
 
 

@@ -87,7 +87,7 @@ class KeyMaker:
         self._last_reset = (self._epochs, b"")
         """The epochs before the last reset, and the epoch that it began."""
         self._nap: tuple[tuple[bytes, dict[str, bytes]], bytes] | None = None
-        """The same, of a reset that was a part of vLLM's sleep."""
+        """The epochs before a reset that was a part of vLLM's sleep, and the epoch that it began."""
         self.weights = b""
         """Other weights than at the start, or than after the last unknown change; empty: those."""
         self.are_weights_private = False

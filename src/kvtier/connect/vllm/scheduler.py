@@ -114,7 +114,7 @@ class Scheduler:
             `do_remote_prefill` are the other's to load, and nothing is announced or waited for.
         restart: see `OwnCache.restart`.
         adapters: identities of the engine's adapters, if it has any.
-        unknown_change: called when the weights have changed, or may have, and nobody says when they are complete.
+        unknown_change: called when the weights have changed, or may have, and no call says when they are complete.
     """
 
     def __init__(

@@ -89,11 +89,11 @@ class WorkerFacts(NamedTuple):
     doubt: str
     """Why it may have read other files than it has identified; empty if it has not."""
     shape: str
-    """See `Geometry.shape`."""
+    """What must be equal on all workers (`Geometry.shape`)."""
     layers: tuple[int, ...]
     """Layers of each KV group on this rank."""
     token_share: tuple[int, int] = (0, 1)
-    """See `held_parts.token_share`; as vLLM's groups of ranks say it."""
+    """Number of the share, and number of shares, according to vLLM's groups of ranks (`held_parts.token_share`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class SchedulerSide:
     Args:
         setup: settings and identity of the engine.
         handshakes: of the workers.
-        layouts: of each worker.
+        layouts: each worker's layout, for figures (`Rank.counted`).
         engine: vLLM's scheduler.
         guarded: wraps a callback so that it cannot raise into vLLM's block pool.
         failure: the internal error that has switched the connector off; empty without one.
@@ -467,10 +467,7 @@ class WorkerSide:
             look,
             AdaptersRead(weights.on_stack("lora_manager")) if has_lora else None,
         )
-        groups = enumerate(self._rank.layout.groups)
-        held = ((it.part, it.copy if number in memory.regions else 0) for number, it in groups)
-        self.layout = self._rank.layout.with_parts(held)
-        """For figures: a copy in slots of its own counts, too."""
+        self.layout = self._rank.counted
         self.server = RankServer(self._rank, self.worker.receive)
 
     def launched(self) -> None:

@@ -36,7 +36,7 @@ HARMLESS = frozenset({
 """Methods of vLLM's workers that change no weights (vLLM 0.32 and 0.33)."""
 
 NOTED = frozenset({"add_lora", "reset_encoder_cache"})
-"""Those of them that kvtier follows all the same."""
+"""Harmless methods that kvtier follows nevertheless."""
 
 SAMPLE_S = 0.25
 """Interval at which bytes in a GPU's memory are compared: the result has to be waited for. Bytes in host memory are
