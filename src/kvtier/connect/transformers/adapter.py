@@ -164,7 +164,8 @@ class Attachment:
             session: name of the conversation, for `expects`; a list with several rows. A recorded trace contains
                 another name for it.
             store: False: no tier, host memory, trace or log line gets tokens, keys or names of the call, and `session`
-                has no effect. It may restore what other calls have stored. So does any value but True.
+                has no effect. It may restore what other calls have stored. Any value but True counts as
+                False.
             return_report: return (output, `CallReport`) instead of the output; `last` has the report in any case.
             arguments: as for `model.generate`.
 
