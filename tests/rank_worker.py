@@ -17,10 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from zlib import crc32
 
-from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, STAGES, Engine, config, load_places
+from tests.rig import (
+    CHUNK_BLOCKS,
+    CHUNK_TOKENS,
+    DEADLINE_S,
+    FINGERPRINT,
+    LAYOUT,
+    PAGE_BYTES,
+    STAGES,
+    Engine,
+    config,
+    load_places,
+)
 from tests.waiting import wait_until
 
-from kvtier.layout import ELSEWHERE, Part
+from kvtier.layout import ELSEWHERE, GroupLayout, History, KvLayout, Part
 from kvtier.runtime import shared_memory
 from kvtier.runtime.arena import chunk_bytes
 from kvtier.runtime.rank import open_rank
@@ -42,6 +53,47 @@ DIVIDED = [
     for rank in range(3)
 ]
 """The layout on each of three ranks: the first group is on the first and the last of them, the second on the other."""
+
+DCP = [
+    LAYOUT.with_parts((Part(0, len(group.layer_bytes), 0, 1, rank, 2), 0) for group in LAYOUT.groups)
+    for rank in range(2)
+]
+"""The layout on each of two ranks that have the same heads and divide the tokens (decode context parallelism)."""
+
+SHARES = 4
+
+
+def of_shares(holds):
+    """The layout on each of three ranks of a history whose tokens are dealt out as groups (`store.token_shares`).
+
+    Args:
+        holds: the copy that a rank holds of a share.
+    """
+    share = GroupLayout(History(), (PAGE_BYTES * CHUNK_BLOCKS,), "rig/share")
+    return [
+        KvLayout(CHUNK_TOKENS, (share,) * SHARES).with_parts(
+            (Part(0, 1, 0, 1, number, SHARES), holds(rank, number)) for number in range(SHARES)
+        )
+        for rank in range(3)
+    ]
+
+
+SHAPES = {
+    "one": (LAYOUT,) * 3,
+    "stages": STAGES,
+    "copies": SHARED,
+    "divided": DIVIDED,
+    "dcp": DCP,
+    "shares": of_shares(lambda rank, share: rank // 2 if share % 2 == rank % 2 else ELSEWHERE),
+    # Wrong claims, for the controls:
+    "dcp, swapped": DCP[::-1],
+    "shares, swapped": of_shares(lambda rank, share: rank // 2 if share % 2 != rank % 2 else ELSEWHERE),
+    "shares, all held": of_shares(lambda rank, share: rank // 2 if share % 2 == rank % 2 else 1 + rank),
+}
+"""The layout on each rank."""
+
+HAVE_COPIES = ("copies", "divided", "shares", "shares, swapped", "shares, all held")
+"""Shapes in which ranks hold the same KV, and share host memory."""
 
 
 class Gate:
@@ -105,9 +157,9 @@ def exchange(own):
 
 
 def main(about):
-    layout, shared = LAYOUT, {}
-    if about["is_staged"]:
-        layout, shared = STAGES[about["rank"]], {"engine_chunk_bytes": sum(map(chunk_bytes, STAGES))}
+    layout, shared = SHAPES[about["shape"]][about["rank"]], {}
+    if about["shape"] == "stages":
+        shared = {"engine_chunk_bytes": sum(map(chunk_bytes, STAGES))}
     engine = Engine(about["blocks"], seed=about["seed"], layout=layout)
     gate = Gate(Path(about["gate"]) if about.get("gate") else None, about["rank"])
     hold_tiers(gate)
@@ -116,12 +168,13 @@ def main(about):
         host_chunks=about["host_chunks"],
         disk=Path(about["disk"]) if about["disk"] else None,
     )
-    if about["is_shared"]:
-        layout = (DIVIDED if about["is_divided"] else SHARED)[about["rank"]]
+    if about["shape"] in HAVE_COPIES:
         if about["rank"] in about["unable"]:
             shared_memory._opened = shared_memory._made = unable
         memory = shared_memory.share(layout, made.host.capacity_bytes, exchange)
-        shared = {"engine_chunk_bytes": memory.chunk_bytes * about["scarcity"], "shared": memory.regions}
+        shared = {"engine_chunk_bytes": memory.chunk_bytes, "shared": memory.regions}
+    if about["slots"]:
+        shared["engine_chunk_bytes"] = made.host.capacity_bytes // about["slots"]
     rank = open_rank(
         *(made, layout, FINGERPRINT, SlowCopier(engine.copier(), gate)),
         rank=about["rank"],
@@ -195,11 +248,9 @@ class Worker:
         host_chunks=8,
         gate=None,
         disk=None,
-        is_shared=False,
-        is_staged=False,
-        is_divided=False,
+        shape="one",
         unable=(),
-        scarcity=1,
+        slots=None,
     ):
         about = {
             "directory": str(directory),
@@ -210,12 +261,11 @@ class Worker:
             "host_chunks": host_chunks * ranks,
             "gate": str(gate) if gate else None,
             "disk": str(disk) if disk else None,
-            "is_shared": is_shared,
-            "is_staged": is_staged,
-            "is_divided": is_divided,
+            "shape": shape,
             "unable": unable,
-            "scarcity": scarcity,
+            "slots": slots,
         }
+        self.engine = {"blocks": blocks, "seed": seed, "layout": SHAPES[shape][rank]}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.rank_worker", json.dumps(about)],
             stdin=subprocess.PIPE,
@@ -223,7 +273,7 @@ class Worker:
             text=True,
             cwd=ROOT,
         )
-        self.handshake = None if is_shared else self.read()
+        self.handshake = None if shape in HAVE_COPIES else self.read()
 
     def ask(self, *order):
         self.write(order)
@@ -256,17 +306,16 @@ class Worker:
 
 @contextmanager
 def workers(directory, count, **options):
-    """One process for each of `count` ranks; rank r has seed `seed` + r.
+    """One process for each of `count` ranks; rank r has seed `seed` + r, or `seed` in a shape of `HAVE_COPIES`.
 
-    With `is_shared` all hold the same KV, of `seed`, and share host memory, except those that are `unable`;
-    with `is_divided` each holds one group. `scarcity` divides the number of slots.
+    In such a shape they share host memory, except those that are `unable`. There are as many `slots`, if given.
     """
-    seed, is_shared = options.pop("seed", 0), options.get("is_shared", False)
+    seed, have_copies = options.pop("seed", 0), options.get("shape") in HAVE_COPIES
     started = []
     try:
         for rank in range(count):
-            started.append(Worker(directory, rank=rank, ranks=count, seed=seed + rank * (not is_shared), **options))
-        for _ in range(2 * is_shared):
+            started.append(Worker(directory, rank=rank, ranks=count, seed=seed + rank * (not have_copies), **options))
+        for _ in range(2 * have_copies):
             told = [worker.read() for worker in started]
             for worker in started:
                 worker.write(told)

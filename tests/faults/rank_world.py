@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import pytest
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config
@@ -19,10 +20,11 @@ NEVER_S = float("inf")
 
 
 @contextmanager
-def opened(directory, started, *, disk=None, layouts=(), **options):
+def opened(directory, started, *, disk=None, limits=MappingProxyType({}), **options):
     below = connect([worker.handshake for worker in started], **options)
-    settings = config(directory, host_chunks=8 * len(started), disk=disk)
-    kv = open_core(settings, LAYOUT, FINGERPRINT, below, layouts=layouts)
+    settings = config(directory, host_chunks=8 * len(started), disk=disk, **limits)
+    layouts = [worker.engine["layout"] for worker in started]
+    kv = open_core(settings, layouts[0], FINGERPRINT, below, layouts=layouts)
     try:
         yield kv, below
     finally:

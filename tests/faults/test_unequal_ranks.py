@@ -34,10 +34,7 @@ def ended(session, kind):
 def stored_once(tmp_path_factory):
     """A store with a prefix of two stages, whose blocks have the seeds 1 and 2."""
     directory = tmp_path_factory.mktemp("stages") / "kv"
-    with (
-        workers(directory, 2, seed=1, is_staged=True) as started,
-        opened(directory, started, layouts=STAGES) as (kv, _),
-    ):
+    with workers(directory, 2, seed=1, shape="stages") as started, opened(directory, started) as (kv, _):
         prefix = prefix_of(CHUNKS, kv.root)
         stored(kv.session, "a", prefix, places_of(range(CHUNKS)))
         assert kv.session.close(DEADLINE_S).flushed
@@ -52,8 +49,8 @@ def kept(stored_once, tmp_path):
 
 def reads_all(directory, prefix):
     """Whether two other ranks find all of it, with the bytes of the first ones."""
-    with workers(directory, 2, seed=11, is_staged=True) as started:
-        with opened(directory, started, layouts=STAGES) as (kv, _):
+    with workers(directory, 2, seed=11, shape="stages") as started:
+        with opened(directory, started) as (kv, _):
             tokens = looked_up(kv.session, "b", prefix).tokens
             assert loaded(kv.session, "b", prefix, tokens, load_places(tokens)).tokens == tokens
         assert [it.ask("same", 1 + rank, tokens) for rank, it in enumerate(started)] == [True, True]
@@ -61,9 +58,9 @@ def reads_all(directory, prefix):
 
 
 def test_a_chunk_takes_the_bytes_of_both_and_the_same_slots_on_each(tmp_path):
-    with workers(tmp_path / "kv", 2, is_staged=True) as started:
+    with workers(tmp_path / "kv", 2, shape="stages") as started:
         (slots,) = {tuple(it.handshake["slots"]) for it in started}
-        with opened(tmp_path / "kv", started, layouts=STAGES) as (kv, _):
+        with opened(tmp_path / "kv", started) as (kv, _):
             until(lambda: kv.metrics.get(CAPACITY_BYTES, place="host"))
             taken = sum(
                 count * frame_bytes(group) for it in STAGES for count, group in zip(slots, it.groups, strict=True)
@@ -76,7 +73,7 @@ def test_a_chunk_takes_the_bytes_of_both_and_the_same_slots_on_each(tmp_path):
 
 
 def test_ranks_with_the_same_part_are_refused_with_both_named(tmp_path):
-    with workers(tmp_path / "kv", 2, is_staged=True) as started:
+    with workers(tmp_path / "kv", 2, shape="stages") as started:
         handshakes = [it.handshake for it in started]
         handshakes[1] = handshakes[1] | {"parts": [handshakes[0]["parts"][0], handshakes[1]["parts"][1]]}
         with pytest.raises(
@@ -102,8 +99,8 @@ def test_a_stage_that_dies_or_stops_in_a_load_lets_nothing_wrong_through(kept, t
     directory, prefix = kept
     gate, tokens = tmp_path / "gate", CHUNKS * CHUNK_TOKENS
     gate.touch()
-    with workers(directory, 2, seed=21, gate=gate, is_staged=True) as started:
-        with opened(directory, started, layouts=STAGES) as (kv, _):
+    with workers(directory, 2, seed=21, gate=gate, shape="stages") as started:
+        with opened(directory, started) as (kv, _):
             assert looked_up(kv.session, "b", prefix).tokens == tokens
             kv.session.load(RequestId("b"), prefix, tokens, load_places(tokens))
             done = ended_after(act, started[rank], gate, kv.session, LoadDone)
@@ -120,8 +117,8 @@ def test_a_stage_that_dies_or_stops_in_a_load_lets_nothing_wrong_through(kept, t
 def test_a_stage_that_dies_or_stops_in_a_store_leaves_nothing_wrong_behind(tmp_path, rank, act):
     directory, gate = tmp_path / "kv", tmp_path / "gate"
     gate.write_text("gather")
-    here = {"seed": 1, "gate": gate, "is_staged": True}
-    with workers(directory, 2, **here) as started, opened(directory, started, layouts=STAGES) as (kv, _):
+    here = {"seed": 1, "gate": gate, "shape": "stages"}
+    with workers(directory, 2, **here) as started, opened(directory, started) as (kv, _):
         prefix = prefix_of(CHUNKS, kv.root)
         kv.session.store(RequestId("a"), prefix, places_of(range(CHUNKS)))
         done = ended_after(act, started[rank], gate, kv.session, StoreDone)
@@ -144,8 +141,8 @@ def test_a_chunk_that_one_stage_has_lost_is_no_hit(kept, monkeypatch, is_planted
     (directory / "index").unlink(missing_ok=True)
     if is_planted:
         monkeypatch.setattr(rank_group, "merged", best)
-    with workers(directory, 2, seed=31, is_staged=True) as started:
-        with opened(directory, started, layouts=STAGES) as (kv, _):
+    with workers(directory, 2, seed=31, shape="stages") as started:
+        with opened(directory, started) as (kv, _):
             tokens = looked_up(kv.session, "b", prefix).tokens
             assert tokens == (CHUNKS if is_planted else 2) * CHUNK_TOKENS
             assert loaded(kv.session, "b", prefix, tokens, load_places(tokens)).tokens == tokens

@@ -21,9 +21,9 @@ from kvtier.core import (
 )
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import Window
-from kvtier.runtime import rank_group
-from kvtier.runtime.executor import Completion
-from kvtier.types import SEVERITY, Outcome
+from kvtier.runtime import command_runner, rank_group
+from kvtier.runtime.executor import Completion, Job, Work
+from kvtier.types import SEVERITY, Direction, Outcome, Probe, Transfer
 
 SEEDS = 400
 """A mutant that survives as many seeds breaks an invariant that nothing checks."""
@@ -291,7 +291,68 @@ def a_transfer_ends_with_the_first_rank(patch: Patch) -> None:
 
 
 def run_ranks(seed: int) -> sim.SeedReport:
-    return sim.run(seed, most_ranks=4)
+    return sim.run(seed, most_ranks=4, absent=0.0)
+
+
+ABSENT_MUTANTS: list[Mutant] = []
+
+
+def absent_mutant(plant: Mutant) -> Mutant:
+    ABSENT_MUTANTS.append(plant)
+    return plant
+
+
+@absent_mutant
+def a_group_counts_as_held_where_it_is_absent(patch: Patch) -> None:
+    def some(one: Completion, other: Completion) -> Completion:
+        together = merged(one, other)
+        return together._replace(present=tuple(map(max, one.present, other.present)) if together.present else ())
+
+    merged = rank_group.merged
+    patch.setattr(rank_group, "merged", some)
+
+
+@absent_mutant
+def a_rank_that_lacks_a_group_finds_nothing_of_it(patch: Patch) -> None:
+    real = command_runner.CommandRunner._ask
+
+    def ask(self: command_runner.CommandRunner, job: Job, command: Probe) -> command_runner.Result:
+        result = real(self, job, command)
+        present = zip(command.objects, result.present, strict=True)
+        return result._replace(present=tuple(it and group not in self._absent for (_, group), it in present))
+
+    patch.setattr(command_runner.CommandRunner, "_ask", ask)
+
+
+@absent_mutant
+def the_rank_that_ends_first_decides(patch: Patch) -> None:
+    patch.setattr(rank_group, "merged", lambda one, _other: one)
+
+
+@absent_mutant
+def a_rank_scatters_what_it_lacks(patch: Patch) -> None:
+    real = command_runner.CommandRunner._is_elsewhere
+
+    def is_elsewhere(self: command_runner.CommandRunner, command: Work) -> bool:
+        is_scatter = isinstance(command, Transfer) and command.direction is Direction.SCATTER
+        return not is_scatter and real(self, command)
+
+    patch.setattr(command_runner.CommandRunner, "_is_elsewhere", is_elsewhere)
+
+
+@absent_mutant
+def a_rank_does_not_scatter_what_another_one_fills(patch: Patch) -> None:
+    real = command_runner.CommandRunner._is_elsewhere
+
+    def is_elsewhere(self: command_runner.CommandRunner, command: Work) -> bool:
+        place = ("", getattr(command, "group", -1))
+        return place in self._kept_elsewhere or real(self, command)
+
+    patch.setattr(command_runner.CommandRunner, "_is_elsewhere", is_elsewhere)
+
+
+def run_absent(seed: int) -> sim.SeedReport:
+    return sim.run(seed, most_ranks=4, absent=1.0)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +361,7 @@ def run_ranks(seed: int) -> sim.SeedReport:
         *((plant, sim.run) for plant in MUTANTS),
         *((plant, objects.run) for plant in OBJECT_MUTANTS),
         *((plant, run_ranks) for plant in RANK_MUTANTS),
+        *((plant, run_absent) for plant in ABSENT_MUTANTS),
     ],
     ids=lambda it: it.__name__,
 )

@@ -76,9 +76,15 @@ def test_a_chunk_counts_when_all_of_several_unequal_ranks_have_it() -> None:
     seen = run_seeds(80_000, 120, most_ranks=4)
     faults = ["absent", "cancelled", "corrupt", "damaged", "evicted", "failed", "flipped", "hangs", "late", "removed"]
     assert [name for name in faults if not seen[name]] == []
-    drawn = [draw(seed, most_ranks=4).ranks for seed in range(80_000, 80_120)]
-    assert {len(ranks) for ranks in drawn} == {2, 3, 4}
-    assert {rank.filled_by for ranks in drawn for rank in ranks} == {None, 0, 1, 2}
+    drawn = [draw(seed, most_ranks=4) for seed in range(80_000, 80_120)]
+    assert {len(it.ranks) for it in drawn} == {2, 3, 4}
+    assert {rank.filled_by for it in drawn for rank in it.ranks} == {None, 0, 1, 2}
+    lacking = [it for it in drawn if any(rank.lacks for rank in it.ranks)]
+    assert len(drawn) / 4 < len(lacking) < len(drawn) / 2
+    for it in lacking:  # each group is somewhere, and each rank holds something
+        lacks = [rank.lacks for rank in it.ranks]
+        assert not frozenset.intersection(*lacks)
+        assert max(map(len, lacks)) < len(it.layout.groups)
 
 
 def test_places_may_be_asked_for_and_host_memory_cleared_at_any_moment() -> None:

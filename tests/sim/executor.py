@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from tests.sim.scenario import Mode, Outage
 from tests.sim.world import Condition, Content, Item, RankMemory, SimTier, SlotUse, StoredCopy, Violation, World
 
+from kvtier.layout import ELSEWHERE
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, Work
 from kvtier.runtime.rank_group import RankGroup
 from kvtier.types import Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Tell, Transfer
@@ -84,6 +87,8 @@ class SimExecutor:
         if task.is_cancelled:
             return
         transfer = task.transfer
+        if transfer.group in self._memory.traits.lacks:
+            raise Violation(f"{transfer.direction.value} {transfer.id} on a rank that lacks group {transfer.group}")
         if transfer.direction is Direction.DEMOTE and (transfer.tier, (transfer.key, transfer.group)) in self._dropping:
             self._world.later(0.001, lambda: self._begin(task))
             return
@@ -291,7 +296,7 @@ class SimExecutor:
 
 
 class _SimRank(SimExecutor):
-    """One of several ranks, as an `Executor`."""
+    """One of several ranks, as an `Executor`. The real `CommandRunner` says what another rank does for this one."""
 
     lost = ""
 
@@ -313,7 +318,21 @@ class _SimRank(SimExecutor):
             lambda drop: answered(drop, Outcome.DONE),
             memory,
         )
-        self._remote = {rules.name for rules in world.scenario.rules if rules.is_remote}
+        layout, traits = world.scenario.layout, memory.traits
+        copies = [
+            ELSEWHERE if it in traits.lacks else int(traits.filled_by is not None) for it in range(len(layout.groups))
+        ]
+        stand_in: Any = SimpleNamespace(filled_elsewhere={group for group, copy in enumerate(copies) if copy})
+        self._runner = CommandRunner(
+            layout=layout.with_parts((None, copy) for copy in copies),
+            model=b"",
+            arena=stand_in,
+            copier=stand_in,
+            tiers=dict.fromkeys(world.scenario.tiers, stand_in),
+            common={rules.name for rules in world.scenario.rules if rules.is_remote},
+            forms={},
+            clock=lambda: world.now_s,
+        )
 
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
         """See `Executor`."""
@@ -328,21 +347,42 @@ class _SimRank(SimExecutor):
             is_second = isinstance(command, Drop) and self.is_dropping(command.tier, (command.key, command.group))
             if isinstance(command, Tell) or is_second:
                 self._done(command)
-            elif self._is_elsewhere(command):
-                self._world.later(self._world.dice.uniform(0, 0.001), lambda command=command: self._done(command))
+            elif isinstance(command, Probe):
+                self._asked(command)
+            elif not isinstance(command, Cancel) and self._runner._is_elsewhere(command):
+                self._done_soon(command)
             else:
                 self.execute([command])
 
-    def _is_elsewhere(self, command: Command) -> bool:
-        if self._memory.traits.filled_by is None or isinstance(command, Cancel):
-            return False
-        if isinstance(command, Probe):  # in a common store each rank finds what another has written
-            return command.tier not in self._remote
-        return not (isinstance(command, Transfer) and command.direction is Direction.SCATTER)
+    def _asked(self, probe: Probe) -> None:
+        asked: list[Probe] = []
+        present = self._answer_to(probe, lambda own: asked.append(own) or [True] * len(own.objects))
+        if asked:
+            self.execute([probe])
+        else:
+            self._done_soon(probe, present)
 
-    def _done(self, command: Any) -> None:
-        present = (True,) * len(command.objects) if isinstance(command, Probe) else ()
-        self._put(Completion(command, Outcome.DONE, present))
+    def _contains(self, probe: Probe) -> list[bool]:
+        """See `SimExecutor`. In a common store a rank finds what another one has written of a group that it lacks."""
+
+        def found(own: Probe) -> list[bool]:
+            holders = [self._world.holders(group) for _, group in own.objects]
+            stores = [(self._memory if self._memory in them else them[0]).tiers[own.tier] for them in holders]
+            return [item in store.copies for item, store in zip(own.objects, stores, strict=True)]
+
+        return self._answer_to(probe, found)
+
+    def _answer_to(self, probe: Probe, look: Callable[[Probe], list[bool]]) -> list[bool]:
+        """What the real rank answers. It calls `look` for what it looks for itself, if for anything."""
+        runner: Any = self._runner
+        runner._probe = lambda _tier, own: look(own)
+        return list(runner._ask(SimpleNamespace(), probe).present)
+
+    def _done_soon(self, command: Command, present: Iterable[bool] = ()) -> None:
+        self._world.later(self._world.dice.uniform(0, 0.001), lambda: self._done(command, present))
+
+    def _done(self, command: Any, present: Iterable[bool] = ()) -> None:
+        self._put(Completion(command, Outcome.DONE, tuple(present)))
         self._ready()
 
 
@@ -426,7 +466,7 @@ class OtherWriters:
         scenario, dice = self._world.scenario, self._world.dice
         depth = dice.randint(1, scenario.chunks_max)
         key = ChunkKey(b"".join(b"%d" % dice.randrange(scenario.branches) for _ in range(depth)))
-        group = dice.randrange(len(scenario.slots))
+        group = dice.choice([group for group in range(len(scenario.slots)) if group not in tier.lacks])
         tier.copies[key, group] = StoredCopy((key, group))
 
     def _remove(self, tier: SimTier) -> None:

@@ -28,7 +28,7 @@ from kvtier.types import Command, Event, LoadDone, NextTurn, Outcome, Probe, Tie
 POLL_S = 0.002
 """Answers within this time may reach the core together."""
 STEPS_MAX_FACTOR = 60
-"""A run that takes this many times its steps to drain counts as stalled."""
+"""A run that takes this many times its steps to drain counts as stalled. Each rank has steps of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Simulation(ABC):
 
     def _drain(self) -> None:
         while self._step():
-            if self.steps > self.scenario.steps * STEPS_MAX_FACTOR:
+            if self.steps > self.scenario.steps * STEPS_MAX_FACTOR * len(self.world.ranks):
                 raise Violation("the run does not drain")
 
     def _settle(self) -> list[Command | Event]:

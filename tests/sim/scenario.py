@@ -66,6 +66,8 @@ class RankTraits:
     """Time of its transfers, as a share of the slowest rank's."""
     filled_by: int | None = None
     """The rank whose slots and tiers it has: it holds the same KV, and only scatters."""
+    lacks: frozenset[int] = frozenset()
+    """Groups that only other ranks hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,8 @@ class Scenario:
     """Up to so many ranks, with different sizes, speeds and faults. The core sees what `RankGroup` makes of them."""
     copied: float = 0.4
     """Chance of a further rank to share the slots of one before it."""
+    absent: float = 0.4
+    """Chance of several ranks that a history is several groups, and that a rank lacks some of the groups."""
     ranks: tuple[RankTraits, ...] = ()
     """Drawn if there may be several; empty: one rank."""
 
@@ -183,6 +187,9 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         scenario = replace(scenario, limits=replace(scenario.limits, publishes=publishes))
     if scenario.most_ranks > 1:
         scenario = replace(scenario, ranks=_draw_ranks(scenario, Random(f"ranks {seed}")))
+        shares = Random(f"shares {seed}")
+        if shares.random() < scenario.absent:
+            scenario = _with_absent_groups(scenario, shares)
     return scenario
 
 
@@ -236,6 +243,34 @@ def _draw_ranks(scenario: Scenario, dice: Random) -> tuple[RankTraits, ...]:
         if dice.random() < scenario.copied and ranks[first].filled_by is None:
             ranks[number] = replace(ranks[number], filled_by=first)
     return tuple(ranks)
+
+
+def _with_absent_groups(scenario: Scenario, dice: Random) -> Scenario:
+    """A history of several groups. Each group is on one rank at least, and each rank has one group at least."""
+    groups: list[GroupLayout] = []
+    slots: list[int] = []
+    for group, count in zip(scenario.layout.groups, scenario.slots, strict=True):
+        shares = dice.randint(2, 4) if isinstance(group.validity, History) else 1
+        groups += [group] * shares
+        slots += [max(2, count + dice.randint(-1, 1)) for _ in range(shares)]
+    firsts = [number if it.filled_by is None else it.filled_by for number, it in enumerate(scenario.ranks)]
+    held: dict[int, set[int]] = {first: set() for first in firsts}
+    more = dice.choice((0.0, 0.4))
+    for group in range(len(groups)):
+        first = dice.choice(firsts)
+        for number, own in held.items():
+            if number == first or dice.random() < more:
+                own.add(group)
+    for own in held.values():
+        if not own:
+            own.add(dice.randrange(len(groups)))
+    lacks = [frozenset(range(len(groups))) - held[first] for first in firsts]
+    return replace(
+        scenario,
+        layout=KvLayout(scenario.layout.chunk_tokens, tuple(groups)),
+        slots=tuple(slots),
+        ranks=tuple(replace(rank, lacks=it) for rank, it in zip(scenario.ranks, lacks, strict=True)),
+    )
 
 
 def _draw_groups(dice: Random, chunk_tokens: int) -> tuple[GroupLayout, ...]:

@@ -41,10 +41,11 @@ class StoredCopy:
 
 
 class SimTier:
-    """Copies in one tier."""
+    """Copies in one tier, of the groups that `lacks` leaves."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lacks: frozenset[int] = frozenset()) -> None:
         self.name = name
+        self.lacks = lacks
         self.copies: dict[Item, StoredCopy] = {}
 
     def fill(self, item: Item, condition: Condition) -> None:
@@ -58,7 +59,7 @@ class SimTier:
 
 
 class SharedTier:
-    """One tier as the core sees it: an object is there when every rank has its own part of it.
+    """One tier as the core sees it: an object is there when every rank that holds its group has its own part of it.
 
     Args:
         parts: the tier of each rank.
@@ -73,17 +74,21 @@ class SharedTier:
     @property
     def copies(self) -> set[Item]:
         """The objects of which every rank has a copy, good or bad."""
-        return set[Item].intersection(*(set(part.copies) for part in self._parts))
+        some = set[Item].union(*(set(part.copies) for part in self._parts))
+        return {item for item in some if all(item in part.copies for part in self._of(item))}
 
     def fill(self, item: Item, condition: Condition) -> None:
         """Store a copy of each rank, one of them in `condition`."""
-        bad = self._dice.choice(self._parts)
-        for part in self._parts:
+        bad = self._dice.choice(self._of(item))
+        for part in self._of(item):
             part.fill(item, condition if part is bad else Condition.GOOD)
 
     def holds(self, item: Item) -> bool:
         """Whether every rank has a good copy that can be read."""
-        return all(part.holds(item) for part in self._parts)
+        return all(part.holds(item) for part in self._of(item))
+
+    def _of(self, item: Item) -> list[SimTier]:
+        return [part for part in self._parts if item[1] not in part.lacks]
 
 
 @dataclass(slots=True)
@@ -105,10 +110,11 @@ class RankMemory:
 
     def __init__(self, scenario: Scenario, traits: RankTraits, first: "RankMemory | None" = None) -> None:
         self.traits = traits
-        self.slots: list[list[Content]] = [[0] * count for count in scenario.slots]
-        self.uses = [[SlotUse() for _ in range(count)] for count in scenario.slots]
+        counts = [0 if group in traits.lacks else count for group, count in enumerate(scenario.slots)]
+        self.slots: list[list[Content]] = [[0] * count for count in counts]
+        self.uses = [[SlotUse() for _ in range(count)] for count in counts]
         self.blocks: dict[int, Content] = {}
-        self.tiers = {name: SimTier(name) for name in scenario.tiers}
+        self.tiers = {name: SimTier(name, traits.lacks) for name in scenario.tiers}
         if first is not None:
             self.slots, self.uses, self.tiers = first.slots, first.uses, first.tiers
 
@@ -189,12 +195,16 @@ class World:
             rank.blocks[block] = self.garbage()
 
     def holds_right(self, block: int, item: Item) -> bool:
-        """Whether a block holds the object, on every rank."""
-        return all(rank.blocks[block] == item for rank in self.ranks)
+        """Whether a block holds the object, on every rank that has its group."""
+        return all(rank.blocks[block] == item for rank in self.holders(item[1]))
 
     def is_in_slot(self, slot: int, item: Item) -> bool:
-        """Whether a slot holds the object, on every rank."""
-        return all(rank.slots[item[1]][slot] == item for rank in self.ranks)
+        """Whether a slot holds the object, on every rank that has its group."""
+        return all(rank.slots[item[1]][slot] == item for rank in self.holders(item[1]))
+
+    def holders(self, group: int) -> list[RankMemory]:
+        """The ranks that hold a group."""
+        return [rank for rank in self.ranks if group not in rank.traits.lacks]
 
     def is_in_a_tier(self, item: Item) -> bool:
         """Whether some tier has a good copy."""
