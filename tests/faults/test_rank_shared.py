@@ -60,8 +60,7 @@ def all_places(chunks, shape="copies"):
 
 def target_places(first=TARGET, shape="copies", tokens=TOKENS):
     """Where leading `tokens` of the prefix are loaded."""
-    is_windowed = shape not in ("shares", "shares, swapped", "shares, all held")
-    return at(first, load_places(tokens) if is_windowed else all_places(tokens // CHUNK_TOKENS, shape))
+    return at(first, all_places(tokens // CHUNK_TOKENS, shape) if shape == "shares" else load_places(tokens))
 
 
 def check(worker, delivered=(), layout=None):
@@ -69,8 +68,8 @@ def check(worker, delivered=(), layout=None):
 
     Args:
         worker: the rank.
-        delivered: the places of loads, with the first chunk of each.
-        layout: of the rank, if it claims another one.
+        delivered: places into which loads were complete.
+        layout: what the rank really has, if it claims another layout.
 
     Returns:
         How many blocks have been loaded.
@@ -138,6 +137,8 @@ def test_a_rank_has_nothing_of_a_group_that_others_hold_and_one_rank_of_all_find
         assert check(processes[0], target_places()) == len(target_places()) * CHUNK_BLOCKS
 
 
+OTHER = 5
+"""Seed of a second prefix, with the same bytes."""
 LIMITS = {"store_deadline_s": 2.0, "load_deadline_s": 2.0}
 RANKS = {"copies": 2, "dcp": 2, "shares": 3}
 WORKING = {"copies": 1, "dcp": 2, "shares": 2}
@@ -211,16 +212,19 @@ class Caught(NamedTuple):
 
 @contextmanager
 def caught(tmp_path, stores, shape, state, rank):
-    """`Caught` in a gather, promote, demote or scatter of `rank`, or of the first one if the rank has no such work."""
+    """`Caught` in a gather, promote, demote or scatter of `rank`, or of the first one where the rank has no such work.
+
+    Its store has a prefix already, except before a scatter, and it gathers and demotes another one.
+    """
     directory, gate = tmp_path / "kv", tmp_path / "gate"
-    if state == "promote":
+    if state != "scatter":
         copytree(stores(shape), directory)
     with (
         started(directory, RANKS[shape], shape, gate=gate, slots=SLOTS) as processes,
         opened(directory, processes, hung_s=0.3, limits=LIMITS) as (kv, below),
     ):
         assert processes[0].handshake["slots"] == [SLOTS] * len(SHAPES[shape][0].groups)
-        prefix = prefix_of(CHUNKS, kv.root)
+        prefix = prefix_of(CHUNKS, kv.root, OTHER if state in ("gather", "demote") else 0)
         if state == "scatter":
             stored(kv.session, "a", prefix, all_places(CHUNKS, shape))
         held = rank if state == "scatter" or rank < WORKING[shape] else 0
@@ -241,6 +245,7 @@ EACH = [
     for rank in range(ranks)
 ]
 BY_DAY = {(shape, state, rank) for shape, state, rank in EACH if shape == "copies" and (not rank or state == "scatter")}
+"""Each work of each rank where all hold the same KV."""
 
 
 def every_rank_in_every_state(*by_day):
@@ -264,7 +269,9 @@ def test_a_rank_that_is_killed_leaves_no_wrong_byte(tmp_path, stores, shape, sta
         for each in (other for number, other in enumerate(it.processes) if number != rank):
             check(each, it.delivered)
     if state in ("gather", "demote"):
-        what_was_stored_is_right(tmp_path / "kv", shape)
+        before, late = what_was_stored_is_right(tmp_path / "kv", shape, 0, OTHER)
+        assert before == TOKENS
+        assert not late or it.held != rank, "a chunk counts that one rank has not written"
 
 
 @every_rank_in_every_state(("dcp", "demote", 0), ("dcp", "scatter", 1), ("shares", "promote", 1))
@@ -287,22 +294,25 @@ def stop_and_go_on(tmp_path, stores, shape, state, rank):
         are_blocks_in_use = state in ("gather", "scatter") and it.held == rank
         assert not (are_blocks_in_use and is_early), "a request has ended while its blocks are in use"
     if state in ("gather", "demote"):  # what was written late is right, too
-        what_was_stored_is_right(tmp_path / "kv", shape)
+        assert what_was_stored_is_right(tmp_path / "kv", shape, 0, OTHER)[0] == TOKENS
 
 
-def what_was_stored_is_right(directory, shape, claimed=""):
-    """Load all that a new engine finds; how many tokens that is. Its ranks may have the layouts of `claimed`."""
+def what_was_stored_is_right(directory, shape, *seeds, claimed=""):
+    """Load all that a new engine finds of prefixes; how many tokens. Its ranks may have the layouts of `claimed`."""
     with (
         started(directory, RANKS[shape], claimed or shape) as processes,
         opened(directory, processes) as (kv, _),
     ):
-        prefix = prefix_of(CHUNKS, kv.root)
-        tokens = looked_up(kv.session, "b", prefix).tokens
-        places = target_places(TARGET, shape, tokens)
-        assert loaded(kv.session, "b", prefix, tokens, places).tokens == tokens
+        found, places = [], []
+        for first, seed in zip((TARGET, TARGET + CHUNKS), seeds, strict=False):
+            prefix = prefix_of(CHUNKS, kv.root, seed)
+            tokens = looked_up(kv.session, f"b{seed}", prefix).tokens
+            found.append(tokens)
+            places += (own := target_places(first, shape, tokens))
+            assert loaded(kv.session, f"b{seed}", prefix, tokens, own).tokens == tokens
         for worker, layout in zip(processes, SHAPES[shape], strict=False):
             check(worker, places, layout)
-        return tokens
+        return found
 
 
 @pytest.mark.parametrize(
@@ -314,9 +324,9 @@ def what_was_stored_is_right(directory, shape, claimed=""):
     ],
 )
 def test_shares_that_change_places_or_are_held_where_they_are_absent_show(stores, shape, claimed):
-    assert what_was_stored_is_right(stores(shape), shape) == TOKENS
+    assert what_was_stored_is_right(stores(shape), shape, 0) == [TOKENS]
     with pytest.raises(AssertionError, match=r"has wrong bytes|what was delivered is not there"):
-        what_was_stored_is_right(stores(shape), shape, claimed)
+        what_was_stored_is_right(stores(shape), shape, 0, claimed=claimed)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ another key; an object disappears after a probe; other writers add and remove ob
 time and reuses their blocks at once. Every operation is answered in the end.
 
 With `most_ranks` a seed draws unequal ranks: each has its own size, speed, faults, memory and objects. Some hold the
-same KV as one before them: they have its slots and tiers, and only scatter. The real `RankGroup` makes one answer of
-theirs.
+same KV as one before them: they have its slots and tiers, and only scatter. Some seeds have histories of several groups
+and ranks that lack some of them. Then a chunk counts when each group is on every rank that holds it. The real
+`CommandRunner` says what a rank leaves to others, and the real `RankGroup` makes one answer of theirs.
 
 `objects` does the same for the calls of an object store, in which objects only pass through host memory.
 
