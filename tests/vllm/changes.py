@@ -69,6 +69,14 @@ def interrupt(engine: Any, prompts: list[list[int]], steps: int) -> None:
         engine.step()
 
 
+def begin(engine: Any, tokens: list[int]) -> None:
+    """Ask for a prompt, and leave it when some of it has been computed."""
+    interrupt(engine, [tokens], 0)
+    scheduler = engine.engine_core.engine_core.scheduler
+    while not any(it.num_computed_tokens for it in scheduler.running):  # the connector may still be asked
+        engine.step()
+
+
 def reset(engine: Any, preempts: bool, everywhere: bool) -> bool:
     """One of vLLM's resets."""
     return engine.reset_prefix_cache(preempts, everywhere)

@@ -87,7 +87,7 @@ def test_new_weights_in_flight_name_kv_that_engines_with_them_share(
 ) -> None:
     engine = start("llama", connector(tmp_path / "kv"), **SLEEPY)
     old, new = expected("llama")["long"], wanted("reload")["long"]
-    engine.do("changes:interrupt", [SHORT], 3)
+    engine.do("changes:begin", SHORT)
     engine.do("sleepers:transfer", str(other), drains=False)
     assert engine.printed().count("KV stored before is not found") == 1
     # The running request goes on with KV of both, and so does the next one of the same prompt.

@@ -30,7 +30,7 @@ MakeTier = Callable[[int], Tier]
 BLOCK_BYTES = 4096
 ROOMY_BYTES = 64 << 20
 _DEADLINE_S = 60.0
-_LET_GO_S = 2.0
+_LET_GO_S = 20.0
 _LATE_S = 0.3
 
 Call = Callable[[memoryview], object]
