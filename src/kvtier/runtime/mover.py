@@ -13,6 +13,7 @@ thread uses the slot any more, even if its deadline passed long before; no threa
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,12 +29,11 @@ from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
+from kvtier.runtime.fault_record import DETAIL_CHARACTERS
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, Tier
-from kvtier.tier.effective_cap import FULL
-from kvtier.tier.refusal_log import NO_ROOM
 from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Recall, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
@@ -51,8 +51,11 @@ FIGURES_EVERY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
-_UNLOGGED = (NOT_ADMITTED, NOT_OPEN, FULL, NO_ROOM)
+_UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
 """Endings of failure details that are expected, and logged elsewhere if at all."""
+
+_LOGIN = re.compile(r"://[^/\s]*@")
+"""A user name and password in a URL, in the text of another package's error."""
 
 SHORT_S = 200e-6
 READY_MOST = 8
@@ -389,6 +392,8 @@ class Mover:
         for job in jobs:
             if began_s >= job.deadline_s:
                 self._answer_too_late(job)
+                if job.command.tier:
+                    self._faults.report(_kind(job.command, Outcome.FAILED), TOO_LATE)
         return began_s, [job for job in jobs if began_s < job.deadline_s]
 
     def _settle(self, jobs: list[Job], began_s: float, results: Sequence[Result | Exception]) -> None:
@@ -469,7 +474,7 @@ def _judged(job: Job, error: Exception) -> Result:
     if isinstance(error, UnreadableChunkError):  # only a promote opens frames
         return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept", reason=error.reason)
     detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-    return Result(Outcome.FAILED, detail=detail)
+    return Result(Outcome.FAILED, detail=_LOGIN.sub("://(hidden)@", detail[:DETAIL_CHARACTERS]))
 
 
 def _stuck(queues: Sequence[WorkerQueue]) -> int:

@@ -99,6 +99,8 @@ def hint(refusal: Refusal) -> str:
     """What to do about a refusal at the start."""
     if refusal.status == 403 and not refusal.code:  # the answer to a HEAD has no body
         return _HINTS["AccessDenied"]
+    if refusal.status == 407:
+        return "the proxy asks for a user name and a password"
     if refusal.status and not refusal.code:
         return "this is not the answer of an S3 server"
     return _HINTS.get(refusal.code, "check the tier's settings")
