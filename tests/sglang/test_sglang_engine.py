@@ -262,9 +262,9 @@ def test_other_layouts_and_two_ranks(place: Place, tmp_path: Path, layout: str, 
         assert layout in server.log()
 
 
-@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize(("core", "tree"), [("python", "UnifiedTreeCore"), ("rust", "RustUnifiedTreeCore")])
 def test_host_memory_that_is_only_a_buffer(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, core: str
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, core: str, tree: str
 ) -> None:
     """SGLang keeps nothing in host memory: what leaves device memory comes from the store. Both cores of its tree."""
     store, asked = tmp_path / "store", prompt(14)
@@ -278,11 +278,12 @@ def test_host_memory_that_is_only_a_buffer(
             server.ask(prompt(seed))
         evicted = server.ask(asked)
         assert [it.cached for it in (first, again, evicted)] == [{}, {"device": WHOLE}, {"storage": WHOLE}]
-        flip(sorted(objects(store))[0])
+        flip(min(objects(store)))
         server.forget()
         damaged = server.ask(asked)
         assert again.tokens == evicted.tokens == damaged.tokens == first.tokens
-        assert "buffer_only" in server.log()
+        assert f"Tree Core: {tree}" in server.log()
+        assert "hicache_host_memory_mode='buffer_only'" in server.log()
 
 
 def objects(store: Path) -> set[Path]:

@@ -21,6 +21,7 @@ from kvtier.connect.vllm.vllm_imports import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheHitSource,
     ConnectorBase,
     ConnectorRole,
     SupportsHMA,
@@ -201,6 +202,15 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             if self._is_broken and self._upper is not None:
                 # The match may have been made before the error, and vLLM waits for its load from now on.
                 self._upper.scheduler.allocated_after_error(request, tables)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """The kinds of places that the load needs, for vLLM's metrics."""
+        found = self._ask(lambda side: side.hit_sources(request, num_external_tokens), {})
+        counts = {CacheHitSource(name): count for name, count in found.items()}
+        if (rest := num_external_tokens - sum(counts.values())) > 0:
+            other = CacheHitSource("external_unspecified")
+            counts[other] = counts.get(other, 0) + rest
+        return counts
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End a request of a model with one KV group."""

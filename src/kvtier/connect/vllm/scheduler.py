@@ -406,6 +406,20 @@ class Scheduler:
         if not load.blocked_by:
             self._start(load)
 
+    def hit_sources(self, request: Request, tokens: int) -> dict[str, int]:
+        """The slowest source that each of the `tokens` of a load needs, as its plan says. It may bring fewer."""
+        tracked = self._requests[request.request_id]
+        found: dict[str, int] = {}
+        if tracked.match is not None and tracked.answer is not None:
+            end = tracked.match.plan.tokens
+            start = end - tokens
+            for option in sorted(tracked.answer.lookup.options, key=lambda it: it.tokens):
+                stop = min(option.tokens, end)
+                if stop > start:
+                    found[option.source] = found.get(option.source, 0) + stop - start
+                    start = stop
+        return found
+
     def allocated_after_error(self, request: Request, tables: BlockTables) -> None:
         """Register a load that vLLM waits for after an internal error. `last_orders` reports it as failed."""
         tracked = self._requests[request.request_id]

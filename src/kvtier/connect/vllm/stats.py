@@ -11,6 +11,7 @@ from typing import Any
 
 from kvtier.observe.metric_definitions import CAPACITY_BYTES, LOOKUPS, METRICS, Metric, MetricKind
 from kvtier.observe.metrics import Metrics, Series
+from kvtier.tier.registry import TierSettings, kind_of
 from kvtier.types import Presence
 
 INTERVAL_S = 0.25
@@ -71,6 +72,12 @@ class Stats:
     def _total(self, name: str, labels: str | None = None) -> float:
         rows = self.data.get(name, {})
         return sum(row[0] for values, row in rows.items() if labels in (None, values))
+
+
+def hit_source(tier: TierSettings) -> str:
+    """The kind of place that a tier is, by vLLM's `CacheHitSource`."""
+    kind = kind_of(tier)
+    return "external_unspecified" if kind.is_remote or kind.is_shared(tier) else "disk"
 
 
 class StatsReader:
