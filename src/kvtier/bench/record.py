@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from kvtier.device.control_groups import text_of
-from kvtier.probe.facts import mount_of, read_mounts, whole_drive
+from kvtier.probe.facts import mount_of, read_mounts, text_of, whole_drive
 
 VERSION = 1
 

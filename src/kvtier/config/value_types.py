@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from ipaddress import ip_address, ip_network
@@ -434,17 +435,12 @@ def through_proxy(url: str) -> str:
 
     parts, named = urlsplit(url), getproxies()
     host, proxy = parts.hostname or "", named.get(parts.scheme) or named.get("all", "")
-    exempt = named.get("no", "").split(",")
-    if not proxy or proxy_bypass(host) or any(_is_in(host, each.strip()) for each in exempt):
+    with suppress(ValueError):  # the host is a name, or a part is no network
+        exempt = [ip_network(each.strip(), strict=False) for each in named.get("no", "").split(",") if "/" in each]
+        proxy = "" if any(ip_address(host) in each for each in exempt) else proxy
+    if not proxy or proxy_bypass(host):
         return ""
     return f" through the proxy {proxy.rpartition('://')[2].rpartition('@')[2].partition('/')[0]}"
-
-
-def _is_in(host: str, network: str) -> bool:
-    try:
-        return ip_address(host) in ip_network(network, strict=False)
-    except ValueError:  # one of them is a name
-        return False
 
 
 def within(value: _Number, least: _Number, most: _Number) -> _Number:

@@ -315,8 +315,10 @@ class TierState:
         if is_fault:
             if breaker.failed(now_s, operation):
                 late = ", the last by its deadline" if is_late else ""
-                row = f"{way}s failed {breaker.failures} times in a row{late}"
-                detail = f"{row}; the next try is in {breaker.retry_delay_s:g} s"
+                detail = (
+                    f"{way}s failed {breaker.failures} times in a row{late}; "
+                    f"the next try is in {breaker.retry_delay_s:g} s"
+                )
                 self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail, is_late=is_late))
                 self._pool.has_stopped |= direction is PROMOTE
         elif breaker.succeeded():

@@ -6,9 +6,6 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
-_MEMORY = {True: "memory.max", False: "memory.limit_in_bytes"}
-"""Whether the group is of version 2, and the file with its limit."""
-
 
 def control_groups(text: str) -> list[tuple[str, str]]:
     """(controllers, path) of each line of /proc/self/cgroup; version 2 has no controllers."""
@@ -36,7 +33,10 @@ def levels(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tupl
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> tuple[int, Path] | None:
     """The smallest memory limit of this process's groups, and its file: every group above a process counts."""
-    files = [folder / _MEMORY[is_version_2] for folder, is_version_2 in levels("memory", root, own)]
+    files = [
+        folder / ("memory.max" if is_version_2 else "memory.limit_in_bytes")
+        for folder, is_version_2 in levels("memory", root, own)
+    ]
     limits = [(text_of(file).strip(), file) for file in files]
     return min(((int(text), file) for text, file in limits if text.isdecimal()), default=None)  # or "max"
 

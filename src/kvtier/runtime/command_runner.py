@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, section_checksums
 from kvtier.codec.head import Identity
 from kvtier.device.copier import Copier, Fence
-from kvtier.errors import NoRoomError, TierError, UnreadableChunkError
+from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import name_head, names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
@@ -25,7 +25,6 @@ from kvtier.runtime.recall import TierRecall
 from kvtier.runtime.stored_forms import RAW, StoredForm
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write
-from kvtier.tier.effective_cap import FULL, is_full_error
 from kvtier.tier.loan import Loan, clear_frames
 from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, Recall, RequestId, Tell, Transfer
 
@@ -266,19 +265,13 @@ class CommandRunner:
                 results[at] = error
         if not writes:
             return results
-        answers: Sequence[bool | Exception]
-        try:
-            with Loan([write.frame for write in writes.values()], tier.name) as frames:
-                lent = [write._replace(frame=frame) for write, frame in zip(writes.values(), frames, strict=True)]
-                choice = self._forms[transfers[0].tier].choice
-                write_many = tier.write_many if choice is None else partial(choice.write_many, tier.write_many)
-                answers = _answers([jobs[at] for at in writes], lent, write_many)
-        except Exception as error:
-            if not _lacks_room(error):
-                raise
-            answers = [error.with_traceback(None)] * len(writes)
+        with Loan([write.frame for write in writes.values()], tier.name) as frames:
+            lent = [write._replace(frame=frame) for write, frame in zip(writes.values(), frames, strict=True)]
+            choice = self._forms[transfers[0].tier].choice
+            write_many = tier.write_many if choice is None else partial(choice.write_many, tier.write_many)
+            answers = _answers([jobs[at] for at in writes], lent, write_many)
         for (at, write), answer in zip(writes.items(), answers, strict=True):
-            results[at] = _written(tier, write, jobs[at], answer=answer)
+            results[at] = answer if isinstance(answer, Exception) else _written(tier, write, is_held=answer)
         return results
 
     def _sealed(self, transfer: Transfer, identity: Identity, scratch: memoryview) -> Write:
@@ -374,25 +367,12 @@ class CommandRunner:
         ]
 
 
-def _written(tier: Tier, write: Write, job: Job, *, answer: bool | Exception) -> Result | Exception:
-    if isinstance(answer, Exception):
-        if not _lacks_room(answer):
-            return answer
-        job.is_in_tier = False
-        why = answer.detail if isinstance(answer, TierError) else str(answer)
-        if not why.endswith(FULL):  # which `EffectiveCap` has logged
-            tier.refusals.refused(why)
-        return Result(Outcome.FAILED, detail=f"{why}: {NOT_ADMITTED}")
-    if answer:
+def _written(tier: Tier, write: Write, *, is_held: bool) -> Result:
+    if is_held:
         tier.refusals.taken()
         return Result(Outcome.DONE, len(write.frame))
     tier.refusals.refused(f"the last {REFUSED_MIN} were not admitted", REFUSED_MIN)
     return Result(Outcome.FAILED, detail=NOT_ADMITTED)
-
-
-def _lacks_room(error: Exception) -> bool:
-    """Whether a write failed only because its tier is full, by the error of any kind of tier."""
-    return isinstance(error, NoRoomError) or is_full_error(error) or is_full_error(error.__cause__)
 
 
 def _answers(jobs: Sequence[Job], batch: list[_Item], call: Callable[[list[_Item]], list[_Answer]]) -> list[_Answer]:

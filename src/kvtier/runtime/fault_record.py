@@ -42,9 +42,8 @@ class FaultRecord:
         """A tier has stopped or resumed; returns what the log says of it, with the last error of that way."""
         way = notice.tier, notice.way
         self._notices[way] = notice.detail
-        if notice.is_up or notice.is_late or way not in self._faults:
-            return notice.detail
-        return f"{notice.detail}; the last error: {self._faults[way]}"
+        fault = "" if notice.is_up or notice.is_late else self._faults.get(way)
+        return f"{notice.detail}; the last error: {fault}" if fault else notice.detail
 
     def faulted(self, completion: Completion) -> None:
         """A tier has failed a command."""

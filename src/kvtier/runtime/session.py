@@ -108,8 +108,6 @@ class Session(LockedCore):
         self._on_recalled = recalled
         self.is_lent = False
         """Host memory has been given back, so nothing is prefetched into it."""
-        self._unlisted: set[str] = set()
-        """Tiers whose last recall has failed."""
         self._counted: dict[RequestId, None] = {}
         """Requests whose tokens are counted, so that repeated lookups of a request count once."""
         if has_thread:
@@ -399,15 +397,13 @@ class Session(LockedCore):
         if self._recalls is None:
             return
         records, is_last = completion.page or ((), False)
-        if completion.outcome is Outcome.DONE:
-            self._unlisted.discard(command.tier)
         if records:
             self.guards.run(Feature.EVENTS, self._on_recalled, records, command.tier, otherwise=None)
         elif completion.outcome is Outcome.FAILED:
-            is_first = command.tier not in self._unlisted and not self._is_broken
-            self._unlisted.add(command.tier)
-            text, values = "tier %s cannot be listed for routers: %s", (command.tier, completion.detail)
-            self._lines.append(LogLine(logging.WARNING if is_first else logging.DEBUG, text, values))
+            level = logging.DEBUG if self._is_broken or command.tier in self._warned else logging.WARNING
+            self._warned.add(command.tier)
+            text = "tier %s cannot be listed for routers: %s"
+            self._lines.append(LogLine(level, text, (command.tier, completion.detail)))
         if following := self._recalls.answered(command, completion.outcome, len(records), now_s, is_last=is_last):
             self._send(following)
 

@@ -1,7 +1,6 @@
 """What is counted in the scheduler's process arrives in the server's metrics, once and in the right buckets."""
 
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +8,16 @@ from tests import rig
 
 from kvtier.connect.vllm import stats
 from kvtier.connect.vllm.scheduler import Scheduler
-from kvtier.connect.vllm.stats import LABEL_SEPARATOR, PromMetrics, Stats, StatsReader, hit_source, observations
+from kvtier.connect.vllm.stats import (
+    LABEL_SEPARATOR,
+    UNKNOWN_PLACE,
+    PromMetrics,
+    Stats,
+    StatsReader,
+    observations,
+)
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.tier.directory.kind import DirectorySettings
-from kvtier.tier.disk.kind import DiskSettings
-from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 from kvtier.types import LoadOption, Lookup, Presence
 
 
@@ -178,11 +181,11 @@ def test_losses_of_a_tier_are_shown_at_zero_before_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("end", "resident", "found"),
     [
-        (1024, 0, {"host": 512, "fast": 256, "far": 256}),
-        (1024, 600, {"fast": 168, "far": 256}),
-        (700, 0, {"host": 512, "fast": 188}),
+        (1024, 0, {"host": 512, "disk": 256, "far": 256}),
+        (1024, 600, {"disk": 168, "far": 256}),
+        (700, 0, {"host": 512, "disk": 188}),
         (512, 256, {"host": 256}),
-        (1200, 1000, {"far": 24}),
+        (1200, 1000, {"far": 24, UNKNOWN_PLACE: 176}),
     ],
 )
 def test_each_token_of_a_hit_has_the_slowest_place_that_it_needs(end, resident, found):
@@ -193,19 +196,7 @@ def test_each_token_of_a_hit_has_the_slowest_place_that_it_needs(end, resident, 
     answer = SimpleNamespace(lookup=Lookup(1024, 512, Presence.ARRIVING, options=tuple(options)))
     tracked = SimpleNamespace(match=match, answer=answer)
     side = SimpleNamespace(_requests={"r": tracked})
-    assert Scheduler.hit_sources(side, SimpleNamespace(request_id="r"), end - resident) == found
+    request, tokens = SimpleNamespace(request_id="r"), end - resident
+    assert Scheduler.hit_sources(side, request, tokens, {"fast": "disk"}) == found
     tracked.answer = None
-    assert Scheduler.hit_sources(side, SimpleNamespace(request_id="r"), end - resident) == {}
-
-
-def test_only_drives_of_this_machine_count_as_disks():
-    kinds = {
-        "disk": DiskSettings(path=Path("/a"), capacity_bytes=1 << 30),
-        "directory": DirectorySettings(path=Path("/a"), capacity_bytes=1 << 30),
-        "mount": SharedDirectorySettings(path=Path("/a"), capacity_bytes=1 << 30),
-    }
-    assert {name: hit_source(it) for name, it in kinds.items()} == {
-        "disk": "disk",
-        "directory": "disk",
-        "mount": "external_unspecified",
-    }
+    assert Scheduler.hit_sources(side, request, tokens, {}) == {UNKNOWN_PLACE: tokens}

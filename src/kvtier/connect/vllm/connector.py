@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvtier.connect.vllm.events import BlockEvent
 from kvtier.connect.vllm.geometry import TableLayout
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
-from kvtier.connect.vllm.stats import PromMetrics, Stats
+from kvtier.connect.vllm.stats import UNKNOWN_PLACE, PromMetrics, Stats
 from kvtier.connect.vllm.support import check_others
 from kvtier.connect.vllm.vllm_imports import (
     AllBlocksCleared,
@@ -205,12 +205,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """The kinds of places that the load needs, for vLLM's metrics."""
-        found = self._ask(lambda side: side.hit_sources(request, num_external_tokens), {})
-        counts = {CacheHitSource(name): count for name, count in found.items()}
-        if (rest := num_external_tokens - sum(counts.values())) > 0:
-            other = CacheHitSource("external_unspecified")
-            counts[other] = counts.get(other, 0) + rest
-        return counts
+        unknown = {UNKNOWN_PLACE: num_external_tokens}
+        found = self._ask(lambda side: side.hit_sources(request, num_external_tokens), unknown)
+        return {CacheHitSource(name): count for name, count in found.items()}
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End a request of a model with one KV group."""

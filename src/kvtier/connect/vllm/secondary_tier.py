@@ -27,9 +27,8 @@ from kvtier.connect.vllm.files_read import doubt_of
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_hints import opts_out
 from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
-from kvtier.connect.vllm.stats import hit_source
 from kvtier.connect.vllm.tiering_calls import Calls
-from kvtier.connect.vllm.tiering_imports import CacheHitSource, offload, tiering
+from kvtier.connect.vllm.tiering_imports import offload, tiering
 from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
 from kvtier.connect.vllm.vllm_types import LoraRequest, Request, TransferJob
 from kvtier.connect.vllm.weights import WorkerCall, on_stack, watch_calls
@@ -137,8 +136,6 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         doubts: list[str] = workers.collective_rpc(doubt_of, timeout=ASK_WORKERS_S, args=(setup.identity.versions,))
         private = setup.identity.detail or max(doubts)
         self._config = setup.config
-        sources = {hit_source(it) for it in setup.config.tiers}
-        self.cache_hit_source = CacheHitSource(max(sources))  # "disk" only if none is farther away
         follow_engine(self._config.log.level)
         self._prefix_groups = setup.prefix_groups
         self._keys = KeyMaker(

@@ -11,7 +11,6 @@ from typing import Any
 
 from kvtier.observe.metric_definitions import CAPACITY_BYTES, LOOKUPS, METRICS, Metric, MetricKind
 from kvtier.observe.metrics import Metrics, Series
-from kvtier.tier.registry import TierSettings, kind_of
 from kvtier.types import Presence
 
 INTERVAL_S = 0.25
@@ -19,6 +18,9 @@ INTERVAL_S = 0.25
 
 FIRST_S = 2.0
 """How long a started engine takes empty steps to report its gauges. The session sets them in its first second."""
+
+UNKNOWN_PLACE = "external_unspecified"
+"""In vLLM's `CacheHitSource`: neither the engine's host memory nor a drive of its machine."""
 
 LABEL_SEPARATOR = "\x1f"
 
@@ -72,12 +74,6 @@ class Stats:
     def _total(self, name: str, labels: str | None = None) -> float:
         rows = self.data.get(name, {})
         return sum(row[0] for values, row in rows.items() if labels in (None, values))
-
-
-def hit_source(tier: TierSettings) -> str:
-    """The kind of place that a tier is, by vLLM's `CacheHitSource`."""
-    kind = kind_of(tier)
-    return "external_unspecified" if kind.is_remote or kind.is_shared(tier) else "disk"
 
 
 class StatsReader:

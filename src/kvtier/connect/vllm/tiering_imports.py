@@ -5,8 +5,6 @@ from typing import Any
 
 from vllm.v1.kv_offload import base as offload_base
 from vllm.v1.kv_offload.tiering import base as tiering_base
-from vllm.v1.metrics import cache_hit_source
 
-CacheHitSource: Any = cache_hit_source.CacheHitSource
 offload: Any = offload_base
 tiering: Any = tiering_base

@@ -49,7 +49,9 @@ NONSENSE = bytes(64)
 
 OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -800, -900
 QUOTA_USED, NO_TENANT = -1700, -1701
-"""Answers of the library. Others from `NO_MASTER` down: there was no answer of the master."""
+"""Answers of the library."""
+LOST = range(QUOTA_USED + 1, NO_MASTER + 1)
+"""Those of a master that did not answer."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
@@ -129,9 +131,10 @@ class MooncakeClient:
             self.engine, self.ports = idle.pop() if idle else self._listen(*self._place, library.__file__)
             self.store: Any = library.MooncakeDistributedStore()
             name = f"{self._place[0]}:{self.engine.get_rpc_port()}"
-            tenant = {"tenant_id": tenant_id} if tenant_id else {}
-            shared = self.engine.get_engine()
-            code = self.store.setup(name, "P2PHANDSHAKE", 0, 0, protocol, devices, place, shared, **tenant)
+            code = self.store.setup(
+                *(name, "P2PHANDSHAKE", 0, 0, protocol, devices, place, self.engine.get_engine()),
+                tenant_id=tenant_id or "default",
+            )
             _silence(library.__file__)
         if code:
             self._keep_engine()

@@ -19,6 +19,7 @@ from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.mooncake.client import (
     ABSENT,
     LANES,
+    LOST,
     NO_MASTER,
     NO_TENANT,
     NOT_READY,
@@ -45,8 +46,8 @@ _REFUSALS = {
     QUOTA_USED: "the quota of its tenant (tenant_id) has no room",
     NO_TENANT: "the master does not know its tenant (tenant_id); add it to the master's tenant quotas",
 }
-_LASTING = {NO_PLACE, QUOTA_USED, NO_TENANT}
-"""Refusals of which the first is logged."""
+_PASSING = {NOT_TAKEN, NOT_READY}
+"""Refusals that are logged when there are several in a row."""
 
 
 class MooncakeTier(Tier):
@@ -193,21 +194,16 @@ class MooncakeTier(Tier):
             finally:
                 self._may_write.release()
         if codes:
-            self._is_away = any(map(_is_lost, codes))
+            self._is_away = any(code in LOST for code in codes)
         # A write that was not tried is no answer of the master; a refusal would count as one.
         return codes + [NO_MASTER if self._is_away else NOT_READY] * (len(keys) - len(codes))
 
     def _answer(self, code: int) -> bool | TierError:
-        if _is_lost(code):
+        if code in LOST:
             return TierError(self.name, f"cannot write: the master does not answer ({code})")
         if code != OK:
-            self.refusals.refused(f"{_REFUSALS.get(code, code)}", 1 if code in _LASTING else LANES)
+            self.refusals.refused(f"{_REFUSALS.get(code, code)}", LANES if code in _PASSING else 1)
         return code == OK
-
-
-def _is_lost(code: int) -> bool:
-    """Whether there was no answer of the master."""
-    return code <= NO_MASTER and code not in _REFUSALS
 
 
 def root_of(prefix: str, key_id: bytes, model: bytes) -> str:

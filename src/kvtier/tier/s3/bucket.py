@@ -19,9 +19,6 @@ from kvtier.tier.s3.errors import hint, refusal_of
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta  # exists for type checkers only
 
-AWS = "https://s3.amazonaws.com"
-"""Stands for the host of every bucket there, where a proxy may be exempt from some hosts."""
-
 MARKER_NAME = "kvtier"
 MARKER = b"kvtier objects, format 1\n"
 
@@ -126,7 +123,7 @@ def connect(
     try:
         if ca_file is not None:
             client["root_certificate"] = ca_file.read_bytes()
-        place = f"bucket {bucket!r} at {endpoint or 'AWS'}{through_proxy(endpoint or AWS)}"
+        place = f"bucket {bucket!r} at {endpoint or 'AWS'}{through_proxy(endpoint or 'https://s3.amazonaws.com')}"
         half_s = deadline_s / 2
         reads = store(half_s, min(half_s, max(STALL_S_MIN, deadline_s * STALL_SHARE)))
         return Bucket(store(half_s, half_s), store(probe_deadline_s, probe_deadline_s), reads, prefix, place)
