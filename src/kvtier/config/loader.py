@@ -67,8 +67,11 @@ def load(
         origins |= dict(listed.origins())
     except ConfigError as error:  # single values are valid, but not their combination
         origins |= listed.given()
-        words = {word.strip(".,:;") for word in str(error).split()}
-        sources = "; ".join(f"{name} is from {origin}" for name, origin in origins.items() if name in words)
+        sources = "; ".join(
+            f"{name} is from {origin}"
+            for name, origin in origins.items()
+            if name in {word.strip(".,:;") for word in str(error).split()}
+        )
         raise ConfigError(f"{error} ({sources})" if sources else str(error)) from None
     return Loaded(config=config, origins=origins, file=path)
 

@@ -314,9 +314,8 @@ class TierState:
         breaker, way = self.breakers[direction], WAYS[direction]
         if is_fault:
             if breaker.failed(now_s, operation):
-                late = ", the last by its deadline" if is_late else ""
                 detail = (
-                    f"{way}s failed {breaker.failures} times in a row{late}; "
+                    f"{way}s failed {breaker.failures} times in a row{', the last by its deadline' * is_late}; "
                     f"the next try is in {breaker.retry_delay_s:g} s"
                 )
                 self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail, is_late=is_late))

@@ -4,14 +4,25 @@ The holder of the session's lock writes it, and any thread reads it without the 
 waits.
 """
 
+import re
 from typing import NamedTuple
 
 from kvtier.core.cache import Cache
+from kvtier.errors import KvError
 from kvtier.runtime.executor import Completion
 from kvtier.types import Direction, Probe, TierNotice, Transfer, Way
 
 DETAIL_CHARACTERS = 500
 """A longer text of an error is cut."""
+
+_LOGIN = re.compile(r"://[^/\s]*@")
+"""A user name and password in a URL, in the text of another package's error."""
+
+
+def described(error: BaseException) -> str:
+    """The text of an error for people, with its type unless it is kvtier's own; cut, and without a URL's login."""
+    text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
+    return _LOGIN.sub("://(hidden)@", text[:DETAIL_CHARACTERS])
 
 
 class TierFaults(NamedTuple):

@@ -13,7 +13,6 @@ thread uses the slot any more, even if its deadline passed long before; no threa
 import logging
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,14 +21,14 @@ from functools import partial
 from types import MappingProxyType
 
 from kvtier.device.copier import Copier
-from kvtier.errors import CorruptChunkError, KvError, NoRoomError, UnreadableChunkError
+from kvtier.errors import CorruptChunkError, NoRoomError, UnreadableChunkError
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.fault_record import DETAIL_CHARACTERS
+from kvtier.runtime.fault_record import described
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
@@ -54,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 _UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
 """Endings of failure details that are expected, and logged elsewhere if at all."""
-
-_LOGIN = re.compile(r"://[^/\s]*@")
-"""A user name and password in a URL, in the text of another package's error."""
 
 SHORT_S = 200e-6
 READY_MOST = 8
@@ -441,8 +437,7 @@ class Mover:
             return Result(outcome, detail=str(error), reason=error.reason)
         if isinstance(error, UnreadableChunkError):  # only a promote opens frames
             return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept", reason=error.reason)
-        detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-        detail = _LOGIN.sub("://(hidden)@", detail[:DETAIL_CHARACTERS])
+        detail = described(error)
         is_full = isinstance(error, NoRoomError) or is_full_error(error) or is_full_error(error.__cause__)
         if is_full and direction is Direction.DEMOTE:
             job.is_in_tier = False

@@ -63,8 +63,10 @@ def fetch(name: str) -> None:
     thread.start()
     thread.join(DEADLINE_S)
     if why := failed[:]:  # a copy: the thread may still end
-        place = f"the Hub{through_proxy(str(hub.constants.ENDPOINT))}"
-        raise ConfigError(f"--fetch: no {FILE} of {name} from {place} ({why[0]}); allowed: {by_hand(name)}")
+        raise ConfigError(
+            f"--fetch: no {FILE} of {name} from the Hub{through_proxy(str(hub.constants.ENDPOINT))} ({why[0]}); "
+            f"allowed: {by_hand(name)}"
+        )
 
 
 def by_hand(name: str) -> str:

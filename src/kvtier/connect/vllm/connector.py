@@ -205,8 +205,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """The kinds of places that the load needs, for vLLM's metrics."""
-        unknown = {UNKNOWN_PLACE: num_external_tokens}
-        found = self._ask(lambda side: side.hit_sources(request, num_external_tokens), unknown)
+        found = self._ask(
+            lambda side: side.hit_sources(request, num_external_tokens), {UNKNOWN_PLACE: num_external_tokens}
+        )
         return {CacheHitSource(name): count for name, count in found.items()}
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

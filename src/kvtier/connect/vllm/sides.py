@@ -321,8 +321,10 @@ class SchedulerSide:
 
     def hit_sources(self, request: Request, tokens: int) -> dict[str, int]:
         """Of the `tokens` of a load, how many need which kind of place, by vLLM's names."""
-        split = partial(self.scheduler.hit_sources, request, tokens, self._hit_sources)
-        return self._session.guards.run(Feature.METRICS, split, otherwise={UNKNOWN_PLACE: tokens})
+        return self._session.guards.run(
+            *(Feature.METRICS, self.scheduler.hit_sources, request, tokens, self._hit_sources),
+            otherwise={UNKNOWN_PLACE: tokens},
+        )
 
     @contextmanager
     def around(self, call: WorkerCall) -> Generator[None]:

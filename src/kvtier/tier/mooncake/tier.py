@@ -46,8 +46,6 @@ _REFUSALS = {
     QUOTA_USED: "the quota of its tenant (tenant_id) has no room",
     NO_TENANT: "the master does not know its tenant (tenant_id); add it to the master's tenant quotas",
 }
-_PASSING = {NOT_TAKEN, NOT_READY}
-"""Refusals that are logged when there are several in a row."""
 
 
 class MooncakeTier(Tier):
@@ -202,7 +200,7 @@ class MooncakeTier(Tier):
         if code in LOST:
             return TierError(self.name, f"cannot write: the master does not answer ({code})")
         if code != OK:
-            self.refusals.refused(f"{_REFUSALS.get(code, code)}", LANES if code in _PASSING else 1)
+            self.refusals.refused(f"{_REFUSALS.get(code, code)}", LANES if code in {NOT_TAKEN, NOT_READY} else 1)
         return code == OK
 
 
