@@ -78,7 +78,15 @@ def test_a_tier_without_a_reason(caplog):
         assert lines(caplog) == [("INFO", "tier memory takes writes again")]
 
 
-@pytest.mark.parametrize(("status", "code"), [(403, "QuotaExceeded"), (507, "XMinioStorageFull"), (507, "")])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (403, "QuotaExceeded"),
+        (400, "XMinioAdminBucketQuotaExceeded"),
+        (507, "XMinioStorageFull"),
+        (507, ""),
+    ],
+)
 def test_a_bucket_over_its_quota(caplog, status, code):
     with SmallS3() as server:
         tier = open_tier(server.endpoint, name="memory")

@@ -20,7 +20,7 @@ _METADATA = ("/latest/api/token", "/latest/meta-data", "//169.254.")
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 """HTTP answers that another attempt may not get. 409: two conditional writes of one name met."""
 INSUFFICIENT_STORAGE = 507
-_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull"})
+_FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 _HINTS = {
     "NoSuchBucket": "create the bucket, or correct the URL",
     "InvalidAccessKeyId": "the access key is unknown there",
