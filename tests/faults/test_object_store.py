@@ -23,6 +23,7 @@ from kvtier.errors import ConfigError, NoRoomError, TierError
 from kvtier.layout import GroupLayout, KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.mover import TOO_LATE
 from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.directory.kind import DirectorySettings
@@ -213,7 +214,8 @@ def test_a_tier_that_does_not_answer_is_said_to_be_late(caplog, over):
     tier.shut = {"read", "contains"}
     until(lambda: got(store, range(1, 4)) and not store.health()["gated"].reads)
     (line,) = said(caplog, "reads failed 3 times")
-    assert "the last by its deadline; the next try" in line
+    # By the clock, or because its threads hang in other reads.
+    assert "the last by its deadline; the next try" in line or line.endswith(f"; the last error: {TOO_LATE}")
     assert "no read" not in line
     tier.open_again()
 
