@@ -283,7 +283,7 @@ def test_host_memory_that_is_only_a_buffer(
         damaged = server.ask(asked)
         assert again.tokens == evicted.tokens == damaged.tokens == first.tokens
         assert f"Tree Core: {tree}" in server.log()
-        assert "hicache_host_memory_mode='buffer_only'" in server.log()
+        assert "'hicache_host_memory_mode': 'buffer_only'" in server.log()
 
 
 def objects(store: Path) -> set[Path]:
