@@ -54,6 +54,10 @@ class TierError(KvError):
         self.tier, self.detail = tier, detail
 
 
+class NoRoomError(TierError):
+    """A tier has no room for a write: its disk, quota or server is full. It is not a fault, and reads go on."""
+
+
 class DamagedStoreError(TierError):
     """What is at a store's place cannot be used or changed: its marker is missing, damaged or foreign, for example.
 

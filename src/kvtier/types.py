@@ -289,6 +289,8 @@ class TierNotice:
     way: Way
     is_up: bool
     detail: str
+    is_late: bool = False
+    """The last operation that failed was late, so that it has no error yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,31 @@ def test_completions_have_bytes_and_times() -> None:
             assert not completion.is_tier_fault
 
 
+@pytest.mark.parametrize("act", ["promote", "demote", "probe", "drop"])
+def test_the_first_failure_of_each_kind_names_its_error_and_no_login(caplog, monkeypatch, act: str) -> None:
+    """Of another package, whose error shows the address that it used."""
+    tier = MemoryTier(capacity_bytes=1 << 24)
+    with World({"memory": tier}) as world:
+        world.stored(1)
+        commands = {
+            "promote": world.transfer(Direction.PROMOTE, 1, 1),
+            "demote": world.transfer(Direction.DEMOTE, 2, 0),
+            "probe": world.probe([(1, 0)]),
+            "drop": world.drop(1),
+        }
+
+        def refuse(*_: object) -> None:
+            raise ConnectionError("https://user:hunter2@host/x answers 500")
+
+        for method in ("read_many", "write_many", "contains", "delete"):
+            monkeypatch.setattr(tier, method, refuse)
+        for _ in range(2):
+            (completion,) = world.run(commands[act])
+            assert completion.outcome is Outcome.FAILED
+    why = "ConnectionError: https://(hidden)@host/x answers 500"
+    assert [it.getMessage() for it in caplog.records] == [f"{act} of tier 'memory' failed: {why}"]
+
+
 def test_a_probe_answers_object_by_object_in_its_own_order() -> None:
     with World() as world:
         world.done(

@@ -19,10 +19,11 @@ from tests.system import until
 
 from kvtier.config.sections import Config, HostConfig
 from kvtier.core.limits import TierRules
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, NoRoomError, TierError
 from kvtier.layout import GroupLayout, KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.mover import TOO_LATE
 from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.directory.kind import DirectorySettings
@@ -180,6 +181,55 @@ def test_a_tier_that_is_away_is_left_alone_and_taken_back(caplog, over):
     until(lambda: put(store, [30]) == [DONE])
     assert "tier gated reads failed 3 times in a row" in caplog.text
     assert "tier gated reads succeed again" in caplog.text
+
+
+def said(caplog, part):
+    """The lines with `part`, once there is one: they are written when the lock is free."""
+    until(lambda: part in caplog.text)
+    return [it.getMessage() for it in caplog.records if part in it.getMessage()]
+
+
+@pytest.mark.parametrize("method", ["read", "write", "contains"])
+def test_the_line_that_a_tier_is_left_alone_names_the_last_error(caplog, over, method):
+    tier, store = gated(over, 4)
+    tier.broken = {method}
+    way = "write" if method == "write" else "read"
+    calls = {
+        "read": lambda: got(store, range(4)),
+        "write": lambda: put(store, range(10, 20)),
+        "contains": lambda: store.leading_run([object_id(number) for number in range(4)], 1.0),
+    }
+    until(lambda: [calls[method]()] and not getattr(store.health()["gated"], f"{way}s"))
+    (line,) = said(caplog, f"{way}s failed 3 times")
+    assert line.endswith(f"; the last error: tier 'gated': no {method}"), line
+
+
+def test_a_tier_that_does_not_answer_is_said_to_be_late(caplog, over):
+    """An error of long ago is not its reason."""
+    tier, store = gated(over, 4, transfer_deadline_s=0.2, probe_deadline_s=0.2)
+    tier.broken = {"read"}
+    got(store, [0])
+    tier.open_again()
+    tier.gate.clear()
+    tier.shut = {"read", "contains"}
+    until(lambda: got(store, range(1, 4)) and not store.health()["gated"].reads)
+    (line,) = said(caplog, "reads failed 3 times")
+    # By the clock, or because its threads hang in other reads.
+    assert "the last by its deadline; the next try" in line or line.endswith(f"; the last error: {TOO_LATE}")
+    assert "no read" not in line
+    tier.open_again()
+
+
+def test_a_full_tier_is_not_left_alone(caplog, over):
+    tier, store = gated(over, 4)
+    error = NoRoomError("gated", "the quota of 4 objects is used up")
+    tier.enter = lambda method: (_ for _ in ()).throw(error) if method == "write" else None
+    for number in range(10, 30):
+        put(store, [number])
+    assert store.health()["gated"][:2] == (True, True)
+    assert [it.getMessage() for it in caplog.records] == [
+        "tier gated refuses writes: the quota of 4 objects is used up"
+    ]
 
 
 def test_a_faster_tier_that_has_the_object_again_is_read_first(over):

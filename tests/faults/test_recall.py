@@ -420,17 +420,20 @@ def test_a_recall_that_hangs_delays_no_load_and_not_the_end(hanging):
     tier.release.set()
 
 
-def test_a_recall_that_fails_is_tried_again_and_costs_the_tier_nothing(monkeypatch):
+def test_a_recall_that_fails_is_tried_again_and_costs_the_tier_nothing(monkeypatch, caplog):
     monkeypatch.setattr("kvtier.core.recalls.RETRY_S", 0.1)
     memory, texts = MemoryTier(capacity_bytes=64 << 20), Texts()
     tier = Listing(memory)
-    tier.failure = RuntimeError("of another package")
+    tier.failure = RuntimeError("of another package, at https://user:hunter2@host/list")
     session = local(tier, texts, Engine(16))
     prefix = texts.prompt(bytes(32), 1)
     assert stored(session, "a", prefix, places_of(range(CHUNKS))).dropped == 0
     settle(session)
     wait_until(lambda: session._recalls._tiers[tier.name].failures > 1, "two failures", WAIT_S)
     assert session._cache.is_up(tier.name)
+    (line,) = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+    why = "RuntimeError: of another package, at https://(hidden)@host/list"
+    assert line == f"tier {tier.name} cannot be listed for routers: {why}"
     tier.failure = None
     wait_until(lambda: len(texts.got) == CHUNKS, "records", WAIT_S)
     check_parents_first(texts.records)

@@ -313,3 +313,38 @@ def test_a_write_returns_when_the_client_has_let_go_of_the_callers_memory(server
             tier.write(name_of(1), memoryview(memory))
     assert not held
     tier.close()
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"HTTP_PROXY": "http://user:hunter2@127.0.0.1:9"}, True),
+        ({"http_proxy": "user:hunter2@127.0.0.1:9"}, True),
+        ({"ALL_PROXY": "http://user:hun@ter2@127.0.0.1:9"}, True),
+        ({"HTTPS_PROXY": "http://user:hunter2@127.0.0.1:9"}, False),
+        ({"HTTP_PROXY": "http://user:hunter2@127.0.0.1:9", "NO_PROXY": "localhost,127.0.0.1"}, False),
+        ({"HTTP_PROXY": "http://user:hunter2@127.0.0.1:9", "no_proxy": "localhost, 127.0.0.0/8"}, False),
+    ],
+)
+def test_an_error_through_a_proxy_names_it_and_hides_its_login(monkeypatch, server, variables, named):
+    """Nothing listens at port 9. A proxy that is not for this server is neither used nor named."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not named:
+        tier = open_tier(server.endpoint, deadline_s=DEADLINE_S)
+        tier.close()
+        assert "proxy" not in tier._bucket.place
+        return
+    with pytest.raises(TierError) as caught:
+        open_tier(server.endpoint, deadline_s=1.0)
+    assert f"at {server.endpoint} through the proxy 127.0.0.1:9: Connection refused" in str(caught.value)
+    assert "hun" not in str(caught.value)
+
+
+def test_a_proxy_that_wants_a_login_is_told_from_the_server(monkeypatch, server):
+    server.answers.append(refusing(407))
+    monkeypatch.setenv("HTTP_PROXY", server.endpoint)
+    with pytest.raises(
+        ConfigError, match=r"through the proxy 127\.0\.0\.1:.*: HTTP 407: the proxy asks for a user name"
+    ):
+        open_tier("http://s3.invalid", deadline_s=DEADLINE_S)

@@ -262,6 +262,30 @@ def test_other_layouts_and_two_ranks(place: Place, tmp_path: Path, layout: str, 
         assert layout in server.log()
 
 
+@pytest.mark.parametrize(("core", "tree"), [("python", "UnifiedTreeCore"), ("rust", "RustUnifiedTreeCore")])
+def test_host_memory_that_is_only_a_buffer(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, core: str, tree: str
+) -> None:
+    """SGLang keeps nothing in host memory: what leaves device memory comes from the store. Both cores of its tree."""
+    store, asked = tmp_path / "store", prompt(14)
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", core)
+    given = [*flags(store), *WAITS, "--hicache-host-memory-mode", "buffer_only"]
+    with Server(place.model, tmp_path / "log", *given) as server:
+        server.await_up()
+        first = server.ask_and_keep(asked)
+        again = server.ask(asked)
+        for seed in (2, 3, 4):  # they take its device memory
+            server.ask(prompt(seed))
+        evicted = server.ask(asked)
+        assert [it.cached for it in (first, again, evicted)] == [{}, {"device": WHOLE}, {"storage": WHOLE}]
+        flip(min(objects(store)))
+        server.forget()
+        damaged = server.ask(asked)
+        assert again.tokens == evicted.tokens == damaged.tokens == first.tokens
+        assert f"Tree Core: {tree}" in server.log()
+        assert "'hicache_host_memory_mode': 'buffer_only'" in server.log()
+
+
 def objects(store: Path) -> set[Path]:
     """The files of all objects with a page."""
     return {it for it in (store / "objects").rglob("*") if it.is_file() and it.stat().st_size > PAGE * 256}

@@ -1,9 +1,13 @@
 """Models with several pools: sliding windows, recurrent states and compressed latents, through SGLang's controller."""
 
+import contextlib
+import importlib
+import pkgutil
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +27,14 @@ from engines import (
     mha,
     mla,
 )
+from sglang.srt.mem_cache import pool_host
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from kvtier.connect.sglang.pools import POOLS as POOL_KINDS
+from kvtier.connect.sglang.pools import describe
+from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.sglang_core
 
@@ -220,3 +228,24 @@ def test_unknown_policies_and_pools_are_misses(start_hybrid: StartHybrid) -> Non
     assert engine.storage.batch_get_v2([unknown]) == {PoolName.INDEXER: [False] * PAGES}
     assert engine.storage.batch_exists_v2(keys, [PoolTransfer(PoolName.INDEXER, keys=keys)]).kv_hit_pages == 0
     assert engine.storage.batch_exists_v2(keys, None).kv_hit_pages == PAGES
+
+
+def test_every_other_pool_of_sglang_is_refused_by_its_name() -> None:
+    """Among them that of its unified memory. kvtier does not know what their bytes mean."""
+    for module in pkgutil.iter_modules(pool_host.__path__, f"{pool_host.__name__}."):
+        with contextlib.suppress(ImportError):  # of another accelerator
+            importlib.import_module(module.name)
+    others = [it for it in set(below(HostKVCache)) if it.__name__ not in POOL_KINDS]
+    assert {"UnifiedPageEnvelopeHostPool", "MHATokenToKVPoolMXFP8Host"} <= {it.__name__ for it in others}
+    for kind in others:
+        pool = kind.__new__(kind)
+        pool.layout = "page_first"
+        with pytest.raises(ConfigError, match=rf"host pool 'kv' is a sglang\.[\w.]*\.{kind.__name__}; allowed: "):
+            describe("kv", pool, SimpleNamespace(), torch.arange(PAGE), 0)
+
+
+def below(kind: type) -> Iterator[type]:
+    """All classes that inherit from `kind`."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from below(each)

@@ -166,6 +166,33 @@ def test_a_prompt_of_whole_chunks_leaves_its_last_chunk_to_the_engine(start: Sta
     assert engine.ask(tokens[:CHUNK])[0].cached < CHUNK
 
 
+RETENTIONS = {"gemma3": (0, None, CHUNK), "qwen3-next": (0, None)}
+"""vLLM's default, all, and every chunk: which windows and states vLLM's own cache keeps."""
+
+
+@pytest.mark.parametrize("model", RETENTIONS)
+def test_what_vllms_own_cache_keeps_of_windows_changes_no_hit(model: str, start: Start, tmp_path: Path) -> None:
+    """The same prompt again, users of one system prompt, and the next turn: as many tokens from kvtier in each mode."""
+    users = [[*prompt(1100, 3), *prompt(300, 10 + number)] for number in range(3)]
+    hits: dict[int | None, list[int]] = {}
+    for interval in RETENTIONS[model]:
+        place = connector(tmp_path / f"kv{interval}")
+        engine = start(model, place, prefix_cache_retention_interval=interval)
+        found: list[int] = []
+        for tokens in (LONG, *users):
+            answer = engine.ask(tokens, count=60)[0]
+            engine.forget()
+            for again in (tokens, [*tokens, *answer.tokens, *prompt(60, 9)]):
+                before = engine.external_hits()
+                engine.ask(again)
+                found.append(engine.external_hits() - before)
+                engine.forget()
+        hits[interval] = found
+        engine.close()
+    assert all(hits[0]), hits
+    assert all(found == hits[0] for found in hits.values()), hits
+
+
 @pytest.mark.vllm_core
 def test_of_users_of_one_system_prompt_the_third_is_given_it(start: Start, tmp_path: Path) -> None:
     """Windows are kept where prompts part, although vLLM's own cache has forgotten the one before."""

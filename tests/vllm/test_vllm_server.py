@@ -20,6 +20,7 @@ pytestmark = pytest.mark.engine
 
 NUMBERS = itertools.count(1)
 HITS = "vllm:external_prefix_cache_hits_total"
+SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 
 
 def among_others(ours: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +57,9 @@ def test_the_server_streams_restarts_and_hits(
             assert found == [it.tokens for it in plain]
             both = whole(len(LONG)) + whole(len(SHORT))
             assert server.total(HITS) == turn * both
+            sources = {name: value for name, value in server.metrics().items() if name.startswith(SOURCES) and value}
+            assert list(sources.values()) == turn * [both]
+            assert all('source="disk"' in name for name in sources)
             found = "vllm:kvtier_load_tokens_total" if turn else "vllm:kvtier_store_chunks_total"
             until_s = time.monotonic() + 120
             while not server.total(found):

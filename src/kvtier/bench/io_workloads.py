@@ -19,10 +19,10 @@ from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.operations import WAITING_MAX
+from kvtier.device.control_groups import text_of
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
-from kvtier.probe.facts import text_of
 from kvtier.probe.links import timed
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Observer

@@ -66,10 +66,13 @@ def load(
         config = Config(**parts, tiers=listed.settings())
         origins |= dict(listed.origins())
     except ConfigError as error:  # single values are valid, but not their combination
+        origins |= listed.given()
         sources = "; ".join(
-            f"{name} is from {origin}" for name, origin in origins.items() if name in str(error).split()
+            f"{name} is from {origin}"
+            for name, origin in origins.items()
+            if name in {word.strip(".,:;") for word in str(error).split()}
         )
-        raise ConfigError(f"{error} ({sources})") from None
+        raise ConfigError(f"{error} ({sources})" if sources else str(error)) from None
     return Loaded(config=config, origins=origins, file=path)
 
 

@@ -12,14 +12,12 @@ from kvtier.codec.registry import by_name
 from kvtier.config.sections import HOW_TO_SHARE, Config, all_settings, value_of
 from kvtier.config.tier_list import SettingOrigin
 from kvtier.config.value_types import size_text
+from kvtier.device.control_groups import memory_limit
 from kvtier.errors import ConfigError
 from kvtier.keys.key_source import read_file
 from kvtier.keys.secret import load
 from kvtier.tier.machine import nearest_existing, path_problem
 from kvtier.tier.registry import Problem, TierSettings, is_sealed, kind_of
-
-MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Memory limits of a container (cgroup 2, cgroup 1)."""
 
 _DEFAULT = SettingOrigin("default")
 
@@ -87,27 +85,25 @@ def refuse_unusable(
             raise ConfigError(str(finding).replace(" (from Python)", ""))
 
 
-def memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:
-    """Memory of this machine, or of this container if one of the files `limits` states less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in limits:
-        try:
-            limit = path.read_text().strip()
-        except OSError:
-            continue
-        if limit.isdecimal():  # "max" without a limit
-            total = min(total, int(limit))
-    return total
+def memory_bytes() -> int:
+    """Memory of this machine, or the smallest limit of the control groups of this process if that is less."""
+    return _memory()[0]
+
+
+def _memory() -> tuple[int, str]:
+    """`memory_bytes`, and what it is."""
+    total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    if limit is None or limit[0] >= total:
+        return total, f"the memory of this machine, {size_text(total)}"
+    return limit[0], f"the memory limit {size_text(limit[0])} of a control group ({limit[1]})"
 
 
 def _host(config: Config) -> Iterator[Problem]:
-    wanted, total = config.host.capacity_bytes, memory_bytes()
+    wanted, (total, what) = config.host.capacity_bytes, _memory()
     if wanted > total:
-        detail = f"more than the memory of this machine, {size_text(total)}"
-        yield Problem("error", "host.capacity_bytes", detail)
+        yield Problem("error", "host.capacity_bytes", f"more than {what}")
     elif wanted > total * 0.9:
-        detail = f"leaves less than a tenth of the memory, {size_text(total)}, to other programs"
-        yield Problem("warning", "host.capacity_bytes", detail)
+        yield Problem("warning", "host.capacity_bytes", f"leaves less than a tenth of {what} to other programs")
 
 
 def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:

@@ -147,6 +147,10 @@ class TierList:
         """
         return tuple(registry.make(draft.kind, draft.name, draft.values, str(draft.origin)) for draft in self._drafts)
 
+    def given(self) -> dict[str, SettingOrigin]:
+        """The origin of each value that was given, by ``tiers.NAME.key``, also if the values do not go together."""
+        return {f"tiers.{it.name}.{key}": origin for it in self._drafts for key, origin in it.origins.items()}
+
     def origins(self) -> Iterator[tuple[str, SettingOrigin]]:
         """The origin of the list, and of each value by ``tiers.NAME.key``."""
         yield "tiers", self.origin

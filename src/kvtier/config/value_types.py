@@ -8,10 +8,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from kvtier.keys.keyring import FORM, parse
 from kvtier.keys.secret import SECRET_BYTES, Secret
@@ -424,6 +427,20 @@ _LOGIN = re.compile(r"([^:]*:)(//.*|[^@]*:.*)(@|%40)", re.DOTALL | re.IGNORECASE
 def without_login(text: str) -> str:
     """`text`, perhaps a URL or a tier, for messages: a user name and password before ``@`` are hidden."""
     return _LOGIN.sub(r"\1(hidden)@", text, count=1)
+
+
+def through_proxy(url: str) -> str:
+    """Words for the proxy that the environment names for `url`, without its login; empty if there is none."""
+    from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415 - slow, and rare
+
+    parts, named = urlsplit(url), getproxies()
+    host, proxy = parts.hostname or "", named.get(parts.scheme) or named.get("all", "")
+    with suppress(ValueError):  # the host is a name, or a part is no network
+        exempt = [ip_network(each.strip(), strict=False) for each in named.get("no", "").split(",") if "/" in each]
+        proxy = "" if any(ip_address(host) in each for each in exempt) else proxy
+    if not proxy or proxy_bypass(host):
+        return ""
+    return f" through the proxy {proxy.rpartition('://')[2].rpartition('@')[2].partition('/')[0]}"
 
 
 def within(value: _Number, least: _Number, most: _Number) -> _Number:

@@ -609,7 +609,9 @@ class Probes:
 
     def _close(self, probe_id: int, open_probe: OpenProbe, present: Sequence[bool] | None, now_s: float) -> None:
         tier_state, search, objects = self._tiers.by_name[open_probe.tier], open_probe.search, open_probe.objects
-        tier_state.record(Direction.PROMOTE, probe_id, now_s, is_fault=present is None)
+        tier_state.record(
+            *(Direction.PROMOTE, probe_id, now_s), is_fault=present is None, is_late=now_s >= open_probe.deadline_s
+        )
         if present is not None:
             present = tier_state.answered(objects, present, now_s)
         if open_probe.survey is not None:

@@ -281,7 +281,7 @@ class TierState:
     def overdue(self, transfer: Transfer, now_s: float) -> None:
         """A transfer is overdue, which counts as a fault."""
         self.late[transfer.direction] += 1
-        self.record(transfer.direction, transfer.id, now_s, is_fault=True)
+        self.record(transfer.direction, transfer.id, now_s, is_fault=True, is_late=True)
 
     def ended(self, transfer: Transfer, size_bytes: int, now_s: float, *, is_late: bool, is_fault: bool | None) -> None:
         """A transfer of `size_bytes` has ended; `is_fault` is None if it was cancelled, which proves nothing.
@@ -299,15 +299,26 @@ class TierState:
         else:
             self.record(direction, transfer.id, now_s, is_fault=is_fault)
 
-    def record(self, direction: Direction, operation: int, now_s: float, *, is_fault: bool) -> None:
-        """Record the result of a read (PROMOTE) or write (DEMOTE); a change of the breaker gives a notice."""
+    def record(
+        self, direction: Direction, operation: int, now_s: float, *, is_fault: bool, is_late: bool = False
+    ) -> None:
+        """Record the result of a read (PROMOTE) or write (DEMOTE); a change of the breaker gives a notice.
+
+        Args:
+            direction: PROMOTE or DEMOTE.
+            operation: its number.
+            now_s: the time.
+            is_fault: it failed, or is late.
+            is_late: its deadline is over, and it has no result.
+        """
         breaker, way = self.breakers[direction], WAYS[direction]
         if is_fault:
             if breaker.failed(now_s, operation):
                 detail = (
-                    f"{way}s failed {breaker.failures} times in a row; the next try is in {breaker.retry_delay_s:g} s"
+                    f"{way}s failed {breaker.failures} times in a row{', the last by its deadline' * is_late}; "
+                    f"the next try is in {breaker.retry_delay_s:g} s"
                 )
-                self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail))
+                self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail, is_late=is_late))
                 self._pool.has_stopped |= direction is PROMOTE
         elif breaker.succeeded():
             self._output.events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))

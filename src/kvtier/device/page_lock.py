@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from kvtier.device.control_groups import memory_limit, text_of
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -227,12 +228,11 @@ def explained(lock: Lock) -> str:
     """How much is locked, what stopped it, and the limits of this host."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limits = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
-    for place in ("memory.max", "memory/memory.limit_in_bytes"):
-        bound = _read(Path("/sys/fs/cgroup") / place)
-        if bound.isdigit():
-            limits.append(f"memory {int(bound) >> 20} MiB ({place} of the control group)")
+    if (bound := memory_limit()) is not None:
+        limits.append(f"memory {bound[0] >> 20} MiB ({bound[1]}, of a control group)")
     available = next(
-        (line.split()[1] for line in _read(Path("/proc/meminfo")).splitlines() if line.startswith("MemAvailable")), ""
+        (line.split()[1] for line in text_of(Path("/proc/meminfo")).splitlines() if line.startswith("MemAvailable")),
+        "",
     )
     if available.isdigit():
         limits.append(f"available now {int(available) >> 10} MiB")
@@ -246,10 +246,3 @@ def explained(lock: Lock) -> str:
 def _parts(address: int, size_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
     step = max(PART_BYTES // unit_bytes, 1) * unit_bytes if unit_bytes else max(size_bytes, 1)
     return [(address + start, min(step, size_bytes - start)) for start in range(0, size_bytes, step)]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

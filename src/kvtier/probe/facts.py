@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.config.machine_checks import memory_bytes
+from kvtier.device.control_groups import levels, text_of
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -159,26 +160,16 @@ def parse_throttle(name: str, text: str) -> dict[str, str]:
     return {row[0]: f"{name}={row[1]}" for row in rows if len(row) == 2}
 
 
-def control_groups(text: str) -> list[tuple[str, str]]:
-    """(controllers, path) of each line of /proc/self/cgroup; version 2 has no controllers."""
-    rows = [line.split(":", 2) for line in text.splitlines()]
-    return [(row[1], row[2]) for row in rows if len(row) == 3]
-
-
-def _io_limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, str]:
+def _io_limits() -> dict[str, str]:
     """The I/O limits of this process's control group and its ancestors; the innermost wins."""
     found: dict[str, str] = {}
-    for controllers, path in control_groups(text_of(Path("/proc/self/cgroup"))):
-        below = Path(path.lstrip("/"))
-        levels = [below, *below.parents]
-        if not controllers:
-            for level in reversed(levels):
-                found |= parse_io_max(text_of(root / level / "io.max"))
-        elif "blkio" in controllers.split(","):
-            for level in reversed(levels):
-                for name, file in (("rbps", "read_bps_device"), ("wbps", "write_bps_device")):
-                    limits = parse_throttle(name, text_of(root / "blkio" / level / f"blkio.throttle.{file}"))
-                    found |= {device: f"{found.get(device, '')} {limit}".strip() for device, limit in limits.items()}
+    for folder, is_version_2 in reversed([*levels("blkio")]):
+        if is_version_2:
+            found |= parse_io_max(text_of(folder / "io.max"))
+            continue
+        for name, file in (("rbps", "read_bps_device"), ("wbps", "write_bps_device")):
+            limits = parse_throttle(name, text_of(folder / f"blkio.throttle.{file}"))
+            found |= {device: f"{found.get(device, '')} {limit}".strip() for device, limit in limits.items()}
     return found
 
 
@@ -203,14 +194,6 @@ def _has_ipc_lock(status: str) -> bool:
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
     return os.geteuid() == 0
-
-
-def text_of(path: Path) -> str:
-    """The content of one of the kernel's files; empty if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return ""
 
 
 def _plain(text: str) -> str:

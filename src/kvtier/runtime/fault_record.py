@@ -4,14 +4,25 @@ The holder of the session's lock writes it, and any thread reads it without the 
 waits.
 """
 
+import re
 from typing import NamedTuple
 
 from kvtier.core.cache import Cache
+from kvtier.errors import KvError
 from kvtier.runtime.executor import Completion
 from kvtier.types import Direction, Probe, TierNotice, Transfer, Way
 
 DETAIL_CHARACTERS = 500
 """A longer text of an error is cut."""
+
+_LOGIN = re.compile(r"://[^/\s]*@")
+"""A user name and password in a URL, in the text of another package's error."""
+
+
+def described(error: BaseException) -> str:
+    """The text of an error for people, with its type unless it is kvtier's own; cut, and without a URL's login."""
+    text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
+    return _LOGIN.sub("://(hidden)@", text[:DETAIL_CHARACTERS])
 
 
 class TierFaults(NamedTuple):
@@ -29,8 +40,8 @@ class FaultRecord:
     def __init__(self) -> None:
         self.failure = ""
         """The internal error after which nothing is stored or loaded; empty without one."""
-        self._faults: dict[str, str] = {}
-        """The last fault of each tier."""
+        self._faults: dict[tuple[str, Way], str] = {}
+        """The last fault of each way of each tier."""
         self._notices: dict[tuple[str, Way], str] = {}
         """The last change of each way of each tier."""
 
@@ -38,14 +49,19 @@ class FaultRecord:
         """An internal error has shut the session down."""
         self.failure = f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
 
-    def changed(self, notice: TierNotice) -> None:
-        """A tier has stopped or resumed."""
-        self._notices[notice.tier, notice.way] = notice.detail
+    def changed(self, notice: TierNotice) -> str:
+        """A tier has stopped or resumed; returns what the log says of it, with the last error of that way."""
+        way = notice.tier, notice.way
+        self._notices[way] = notice.detail
+        fault = "" if notice.is_up or notice.is_late else self._faults.get(way)
+        return f"{notice.detail}; the last error: {fault}" if fault else notice.detail
 
     def faulted(self, completion: Completion) -> None:
         """A tier has failed a command."""
-        if isinstance(completion.command, Transfer | Probe):
-            self._faults[completion.command.tier] = completion.detail[:DETAIL_CHARACTERS]
+        command = completion.command
+        if isinstance(command, Transfer | Probe):
+            is_write = isinstance(command, Transfer) and command.direction is Direction.DEMOTE
+            self._faults[command.tier, "write" if is_write else "read"] = completion.detail[:DETAIL_CHARACTERS]
 
     def tiers(self, cache: Cache) -> dict[str, TierFaults]:
         """The state of each tier, fastest first."""
@@ -53,7 +69,7 @@ class FaultRecord:
 
     def _of(self, cache: Cache, name: str) -> TierFaults:
         ways: dict[Way, bool] = {"read": cache.is_up(name), "write": cache.is_up(name, Direction.DEMOTE)}
-        reasons = [self._notices.get((name, way), "it has not opened yet") for way, is_up in ways.items() if not is_up]
-        if reasons and (fault := self._faults.get(name)):
-            reasons.append(fault)
+        down: list[tuple[str, Way]] = [(name, way) for way, is_up in ways.items() if not is_up]
+        reasons = [self._notices.get(way, "it has not opened yet") for way in down]
+        reasons += [self._faults[way] for way in down if way in self._faults]
         return TierFaults(ways["read"], ways["write"], "; ".join(dict.fromkeys(reasons)))

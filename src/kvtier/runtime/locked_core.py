@@ -386,14 +386,14 @@ class LockedCore:
             self._send(self._cache.take_commands())
         for event in self._cache.take_events() if self._cache.events else ():
             if isinstance(event, TierNotice):
-                self.guards.run(Feature.HEALTH, self._note, event, otherwise=None)
+                detail = self.guards.run(Feature.HEALTH, self._note, event, otherwise=event.detail)
                 level = logging.INFO if event.is_up else logging.WARNING
-                self._lines.append(LogLine(level, "tier %s %s", (event.tier, event.detail)))
+                self._lines.append(LogLine(level, "tier %s %s", (event.tier, detail)))
             self._publish(event)
 
-    def _note(self, notice: TierNotice) -> None:
+    def _note(self, notice: TierNotice) -> str:
         self.metrics.set(table.TIER_UP, float(notice.is_up), tier=notice.tier, way=notice.way)
-        self.fault_record.changed(notice)
+        return self.fault_record.changed(notice)
 
     def _settle(self, now_s: float) -> None:  # noqa: C901 - in one piece, because it runs for each object
         """Pass completions to the core, and make the calls that wait."""

@@ -21,19 +21,19 @@ from functools import partial
 from types import MappingProxyType
 
 from kvtier.device.copier import Copier
-from kvtier.errors import CorruptChunkError, KvError, UnreadableChunkError
+from kvtier.errors import CorruptChunkError, NoRoomError, UnreadableChunkError
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
+from kvtier.runtime.fault_record import described
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, Tier
-from kvtier.tier.effective_cap import FULL
-from kvtier.tier.refusal_log import NO_ROOM
+from kvtier.tier.effective_cap import FULL, is_full_error
 from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Recall, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
@@ -51,7 +51,7 @@ FIGURES_EVERY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
-_UNLOGGED = (NOT_ADMITTED, NOT_OPEN, FULL, NO_ROOM)
+_UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
 """Endings of failure details that are expected, and logged elsewhere if at all."""
 
 SHORT_S = 200e-6
@@ -400,7 +400,7 @@ class Mover:
         completions: list[Completion] = []
         faults: list[tuple[Work, Result]] = []
         for job, it in zip(jobs, results, strict=True):
-            result = _judged(job, it) if isinstance(it, Exception) else it
+            result = self._judged(job, it) if isinstance(it, Exception) else it
             command, (outcome, size_bytes, present, detail, reason) = job.command, result
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
             moved = (present, size_bytes, seconds, waited_s)
@@ -426,6 +426,26 @@ class Mover:
             self._faults.report(_kind(command, result.outcome), result.detail)
         if (sampler := self._samplers.get(jobs[0].command.tier)) and ended_s >= sampler.next_s:
             sampler.sample(ended_s)
+
+    def _judged(self, job: Job, error: Exception) -> Result:
+        """The outcome of an exception. A write that finds no room is refused, which is no fault."""
+        command = job.command
+        direction = command.direction if isinstance(command, Transfer) else None
+        if isinstance(error, CorruptChunkError):
+            # Only a promote reads stored bytes.
+            outcome = Outcome.CORRUPT if direction is Direction.PROMOTE else Outcome.FAILED
+            return Result(outcome, detail=str(error), reason=error.reason)
+        if isinstance(error, UnreadableChunkError):  # only a promote opens frames
+            return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept", reason=error.reason)
+        detail = described(error)
+        is_full = isinstance(error, NoRoomError) or is_full_error(error) or is_full_error(error.__cause__)
+        if is_full and direction is Direction.DEMOTE:
+            job.is_in_tier = False
+            why = detail.removeprefix(f"tier {command.tier!r}: ")
+            if not why.endswith(FULL):  # which `EffectiveCap` has logged
+                self._tiers[command.tier].refusals.refused(why)
+            detail = f"{why}: {NOT_ADMITTED}"
+        return Result(Outcome.FAILED, detail=detail)
 
     def _fail(self, jobs: list[Job], error: BaseException) -> None:
         """Complete the jobs that an error has left open."""
@@ -458,18 +478,6 @@ class Mover:
     def _answer_too_late(self, job: Job) -> None:
         # A tier that delays a job past its deadline counts as failed. The device has no circuit breaker.
         self._answer(job, Outcome.FAILED, TOO_LATE, is_tier_fault=bool(job.command.tier))
-
-
-def _judged(job: Job, error: Exception) -> Result:
-    """The outcome of an exception."""
-    if isinstance(error, CorruptChunkError):
-        # Only a promote reads stored bytes.
-        is_promote = isinstance(job.command, Transfer) and job.command.direction is Direction.PROMOTE
-        return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error), reason=error.reason)
-    if isinstance(error, UnreadableChunkError):  # only a promote opens frames
-        return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept", reason=error.reason)
-    detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-    return Result(Outcome.FAILED, detail=detail)
 
 
 def _stuck(queues: Sequence[WorkerQueue]) -> int:

@@ -17,6 +17,7 @@ from kvtier.keys.object_names import names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import page_aligned
 from kvtier.runtime.executor import Completion
+from kvtier.runtime.fault_record import described
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.tier.base import Read, Tier
 from kvtier.tier.loan import Loan
@@ -101,7 +102,7 @@ class TierRecall:
         try:
             self._records = records_of(self._read(group))
         except Exception as error:  # noqa: BLE001 - any error of a tier ends this recall and nothing else
-            self._error = str(error) or type(error).__name__
+            self._error = described(error)
 
     def _read(self, group: int) -> dict[ObjectName, Identity]:
         """Identities with a text, in the order in which they were read: newest first, and parents soon after."""

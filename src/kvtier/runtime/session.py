@@ -400,7 +400,10 @@ class Session(LockedCore):
         if records:
             self.guards.run(Feature.EVENTS, self._on_recalled, records, command.tier, otherwise=None)
         elif completion.outcome is Outcome.FAILED:
-            self._lines.append(LogLine(logging.DEBUG, "no recall of tier %s: %s", (command.tier, completion.detail)))
+            level = logging.DEBUG if self._is_broken or command.tier in self._warned else logging.WARNING
+            self._warned.add(command.tier)
+            text = "tier %s cannot be listed for routers: %s"
+            self._lines.append(LogLine(level, text, (command.tier, completion.detail)))
         if following := self._recalls.answered(command, completion.outcome, len(records), now_s, is_last=is_last):
             self._send(following)
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from kvtier.config.value_types import through_proxy
 from kvtier.errors import ConfigError
 from kvtier.size import catalogue
 
@@ -62,7 +63,10 @@ def fetch(name: str) -> None:
     thread.start()
     thread.join(DEADLINE_S)
     if why := failed[:]:  # a copy: the thread may still end
-        raise ConfigError(f"--fetch: no {FILE} of {name} from the Hub ({why[0]}); allowed: {by_hand(name)}")
+        raise ConfigError(
+            f"--fetch: no {FILE} of {name} from the Hub{through_proxy(str(hub.constants.ENDPOINT))} ({why[0]}); "
+            f"allowed: {by_hand(name)}"
+        )
 
 
 def by_hand(name: str) -> str:

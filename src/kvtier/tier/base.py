@@ -67,7 +67,8 @@ class Tier(ABC):
 
     A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
     written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`
-    all but `close` do.
+    all but `close` do. A write for which there is no room fails with `NoRoomError`, or with an `OSError` or cause of
+    ENOSPC or EDQUOT: it is logged once and opens no circuit breaker.
 
     Args:
         name: the tier's name in metrics and errors.

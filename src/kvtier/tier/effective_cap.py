@@ -82,8 +82,3 @@ class EffectiveCap:
 def is_full_error(error: BaseException | None) -> TypeGuard[OSError]:
     """Whether `error` is ENOSPC or EDQUOT."""
     return isinstance(error, OSError) and error.errno in FULL_ERRNOS
-
-
-def with_cause(error: OSError) -> str:
-    """The text of `error`, ending with `FULL` for ENOSPC and EDQUOT."""
-    return f"{error}; {FULL}" if is_full_error(error) else str(error)

@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-NO_ROOM = "there is no room"
-"""Suffix of error texts that a `RefusalLog` has logged."""
-
 QUIET_S = 60.0
 """Refusals have ended when writes are taken this long after the last one."""
 

@@ -5,9 +5,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.errors import TierError
+from kvtier.errors import NoRoomError, TierError
 from kvtier.tier.base import Tier
-from kvtier.tier.effective_cap import EffectiveCap, with_cause
+from kvtier.tier.effective_cap import FULL, EffectiveCap, is_full_error
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.types import ObjectName
 
@@ -50,4 +50,7 @@ class StoreTier(Tier):
     def _failed(self, what: str, name: ObjectName | None, error: OSError) -> TierError:
         """The error of an operation."""
         subject = "" if name is None else f" object {name.hex()[:12]}"
-        return TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}")
+        detail = f"cannot {what}{subject}: {error}"
+        if not is_full_error(error):
+            return TierError(self.name, detail)
+        return NoRoomError(self.name, f"{detail}; {FULL}" if self._effective_cap.is_reduced else detail)

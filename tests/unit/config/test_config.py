@@ -224,6 +224,23 @@ def test_settings_that_contradict_each_other_name_both_origins():
     )
 
 
+@pytest.mark.parametrize(
+    ("tier", "end"),
+    [
+        ("valkey:h:1?password=a&password_file=/b", "not both (tiers.valkey.password_file is from flag --tier)"),
+        ("valkey:h?ca_file=/x", "needs tls = true (tiers.valkey.ca_file is from flag --tier)"),
+        ("s3:BAD_B", "between slashes"),
+        ("directory:", "a directory tier needs it"),
+        ("shared_directory:/x", "(or set store.secret) (store.secret_file is from default)"),
+    ],
+)
+def test_values_of_a_tier_that_do_not_go_together_name_their_origins(tier, end):
+    pytest.importorskip("obstore")
+    with pytest.raises(ConfigError) as caught:
+        load(environ={}, tiers=[tier])
+    assert str(caught.value).endswith(end)
+
+
 def test_paths_are_absolute_so_that_a_later_change_of_directory_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home-of-someone")

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.codec import registry
+from kvtier.config import machine_checks
 from kvtier.config.loader import load
 from kvtier.config.machine_checks import check, memory_bytes
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.tier_list import is_spec
+from kvtier.device.control_groups import memory_limit
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory_marker import MARKER_NAME, open_store
 from kvtier.tier.disk.marker import open_marker
@@ -92,12 +94,47 @@ def test_more_than_the_memory_is_an_error_and_nearly_all_a_warning():
     assert "warning: host.capacity_bytes" in findings(f"host.capacity_bytes={int(memory_bytes() * 0.95)}")[0]
 
 
-def test_the_limit_of_a_container_counts(tmp_path):
-    (tmp_path / "max").write_text("1048576\n")
-    limits = (tmp_path / "none", tmp_path / "max")
-    assert memory_bytes(limits) == 2**20
-    (tmp_path / "max").write_text("max\n")
-    assert memory_bytes(limits) == memory_bytes(()) > 2**20
+SLICE = "0::/system.slice/vllm.slice/vllm@1.service\n"
+SLURM = "9:name=systemd:/x\n4:cpuset,memory:/slurm/uid_1/job_7/step_0\n0::/\n"
+NO_LIMIT_1 = "9223372036854771712"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        (SLICE, {"system.slice/vllm.slice/vllm@1.service": "max", "system.slice/vllm.slice": 2**20}, 2**20),
+        (SLICE, {"system.slice/vllm.slice/vllm@1.service": 2**21, "system.slice/vllm.slice": 2**20}, 2**20),
+        (SLICE, {"system.slice/vllm.slice/vllm@1.service": 2**20, "system.slice": 2**21}, 2**20),
+        (SLICE, {"system.slice/vllm.slice/vllm@1.service": "max", "system.slice/other.slice": 2**20}, None),
+        ("0::/\n", {"": 2**20}, 2**20),
+        ("0::/docker/1f\n", {"": 2**20}, 2**20),
+        ("0::/../../beside\n", {"": 2**20}, 2**20),
+        (SLURM, {"memory/slurm/uid_1/job_7": 2**20, "memory/slurm/uid_1/job_7/step_0": NO_LIMIT_1}, 2**20),
+        (SLURM, {"memory/slurm/uid_1/job_7/step_0": 2**20, "memory/slurm/uid_1/job_8": 2}, 2**20),
+        (SLURM, {"memory": 2**20}, 2**20),
+        ("", {"": 2**20}, 2**20),
+        ("", {"memory": 2**20}, 2**20),
+        ("rubbish\n", {}, None),
+    ],
+)
+def test_the_smallest_limit_of_all_control_groups_counts(monkeypatch, tmp_path, own, files, limit):
+    root, file = tmp_path / "root", tmp_path / "cgroup"
+    file.write_text(own)
+    for folder, text in files.items():
+        name = "memory.limit_in_bytes" if folder.startswith("memory") else "memory.max"
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / name).write_text(f"{text}\n")
+    found = memory_limit(root, file)
+    assert (found and found[0]) == limit
+    monkeypatch.setattr(machine_checks, "memory_limit", lambda: found)
+    assert (memory_bytes() == 2**20) == (limit == 2**20)
+    said = findings("host.capacity_bytes=1MiB") + findings("host.capacity_bytes=2MiB")
+    assert len(said) == (2 if limit else 0)
+    assert all(f"the memory limit 1 MiB of a control group ({root}/" in line for line in said)
+
+
+def test_a_machine_without_control_groups_has_its_memory(tmp_path):
+    assert memory_limit(tmp_path / "none", tmp_path / "none") is None
 
 
 def test_a_place_of_ranks_that_holds_other_things_is_an_error(tmp_path):

@@ -73,7 +73,7 @@ ELSEWHERE = {
 }
 """Methods that this engine does not reach, and who calls them."""
 UNSEEN = {"TierRecall.page"}
-"""Fails a recall, as tiers do, without a line."""
+"""Fails a recall, as tiers do, with a WARNING."""
 PROMPT = [1, 2, 3, 4, 5] * 200
 
 

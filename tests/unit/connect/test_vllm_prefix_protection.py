@@ -1,17 +1,24 @@
 """Waiting requests keep their cached prefixes: blocks that no waiting request needs are handed out first."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from tests.conftest import opened_by
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Pool, Request
 
+from kvtier.config.sections import VllmConfig
 from kvtier.connect.vllm import prefix_protection as module
 from kvtier.connect.vllm.block_pool import BlockContent, BlockPins
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.requests import TrackedRequest
+
+TOP = Path(__file__).parents[3]
+ARMS = ("protected", "kvtier")
+"""Of the record: with the setting, and without."""
 
 TOKENS, BLOCK, USERS, ROOM = 640, 32, 8, 5
 """Of each prompt, of a block; how many there are, and for how many there is room."""
@@ -170,3 +177,17 @@ def test_the_last_requests_blocks_are_handed_out_first():
     line, pins, tracked = long_line(10, 10)
     line.make_room(tracked[0], 3 * BLOCK)
     assert [it.block for it in pins.free()][:4] == [100, 99, 98, 1]
+
+
+def test_the_default_is_what_the_record_pays_for():
+    """vLLM's free list is reordered only while the committed record shows a gain in every run."""
+    record = json.loads((TOP / "bench/records/vllm.json").read_text(encoding="utf-8"))
+    runs = {name: [it for it in record["samples"] if it["part"] == "talk" and it["arm"] == name] for name in ARMS}
+    with_it, without = ([runs[name][at]["s"] for at in range(5)] for name in ARMS)
+    gains = all(ours < theirs for ours, theirs in zip(with_it, without, strict=True))
+    results = record["results"]["talk"]
+    saved = [results[name]["cached_tokens"] for name in ARMS]
+    assert VllmConfig().prefix_protection == (gains and saved[0] > saved[1])
+    text = (TOP / "docs/internals/vllm-inside.md").read_text(encoding="utf-8")
+    rates = [f"{results[name]['requests_per_s']:.2f}" for name in ARMS]
+    assert f"{rates[0]} instead of {rates[1]} requests/s, {saved[0]:,} instead of {saved[1]:,} tokens" in text

@@ -673,6 +673,7 @@ def connector_class():
         ),
         hash_function=lambda _: None,
         transfer_group=None,
+        CacheHitSource=str,
         ConnectorBase=type("Base", (), {}),
         SupportsHMA=type("HMA", (), {}),
     )
@@ -683,6 +684,18 @@ def connector_class():
             sys.modules.pop(name, None)
             if module_before is not None:
                 sys.modules[name] = module_before
+
+
+def test_the_sources_of_a_hit_add_up_whatever_kvtier_knows_of_it(connector_class):
+    """vLLM takes no others. What is announced has no place yet, and a connector that is off knows none."""
+    connector = connector_class.__new__(connector_class)
+    connector._is_broken, connector._upper = False, None
+    assert connector.get_external_cache_hit_sources(None, 512) == {"external_unspecified": 512}
+    known = {"host": 256, "external_unspecified": 64}
+    connector._upper = SimpleNamespace(hit_sources=lambda request, tokens: known)
+    assert connector.get_external_cache_hit_sources(None, 320) == known
+    connector._is_broken = True
+    assert connector.get_external_cache_hit_sources(None, 512) == {"external_unspecified": 512}
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 8])

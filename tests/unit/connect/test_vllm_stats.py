@@ -1,15 +1,24 @@
 """What is counted in the scheduler's process arrives in the server's metrics, once and in the right buckets."""
 
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from tests import rig
 
 from kvtier.connect.vllm import stats
-from kvtier.connect.vllm.stats import LABEL_SEPARATOR, PromMetrics, Stats, StatsReader, observations
+from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.stats import (
+    LABEL_SEPARATOR,
+    UNKNOWN_PLACE,
+    PromMetrics,
+    Stats,
+    StatsReader,
+    observations,
+)
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.types import Presence
+from kvtier.types import LoadOption, Lookup, Presence
 
 
 class Shown:
@@ -167,3 +176,27 @@ def test_losses_of_a_tier_are_shown_at_zero_before_the_first(tmp_path):
         data = StatsReader(opened.metrics).take().data
     assert data["kvtier_tier_failures_total"] == {"directory": [0]}
     assert data["kvtier_drops_total"] == {LABEL_SEPARATOR.join(("directory", "corrupt")): [0]}
+
+
+@pytest.mark.parametrize(
+    ("end", "resident", "found"),
+    [
+        (1024, 0, {"host": 512, "disk": 256, "far": 256}),
+        (1024, 600, {"disk": 168, "far": 256}),
+        (700, 0, {"host": 512, "disk": 188}),
+        (512, 256, {"host": 256}),
+        (1200, 1000, {"far": 24, UNKNOWN_PLACE: 176}),
+    ],
+)
+def test_each_token_of_a_hit_has_the_slowest_place_that_it_needs(end, resident, found):
+    """Up to the end of the plan, which may be shorter than what was found; what is announced has no place yet."""
+    options = [LoadOption(tokens, place, 1.0, 0.0, is_known=True) for tokens, place in [(1024, "far"), (768, "fast")]]
+    options.append(LoadOption(512, "host", 1.0, 0.0, is_known=True))
+    match = SimpleNamespace(plan=SimpleNamespace(tokens=end))
+    answer = SimpleNamespace(lookup=Lookup(1024, 512, Presence.ARRIVING, options=tuple(options)))
+    tracked = SimpleNamespace(match=match, answer=answer)
+    side = SimpleNamespace(_requests={"r": tracked})
+    request, tokens = SimpleNamespace(request_id="r"), end - resident
+    assert Scheduler.hit_sources(side, request, tokens, {"fast": "disk"}) == found
+    tracked.answer = None
+    assert Scheduler.hit_sources(side, request, tokens, {}) == {UNKNOWN_PLACE: tokens}

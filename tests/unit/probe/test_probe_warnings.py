@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.sections import Config, HostConfig
+from kvtier.device.control_groups import control_groups
 from kvtier.probe.facts import (
     Facts,
-    control_groups,
     mount_of,
     parse_choice,
     parse_io_max,

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.device.control_groups import control_groups, text_of
 from kvtier.errors import ConfigError
-from kvtier.probe.facts import Mount, control_groups, mount_of, read_mounts, text_of, whole_drive
+from kvtier.probe.facts import Mount, mount_of, read_mounts, whole_drive
 
 REMOVAL_S = 20.0
 PREFIX = "kvtier-serve-"

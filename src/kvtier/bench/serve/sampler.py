@@ -16,7 +16,7 @@ from typing import Any
 from kvtier.bench.serve.machine_limits import Drive, MachineLimits
 from kvtier.bench.serve.power import Rapl, Sensor
 from kvtier.bench.serve.server import Server, ServerError, get
-from kvtier.probe.facts import text_of
+from kvtier.device.control_groups import text_of
 
 INTERVAL_S = 1.0
 _METRICS_S = 10.0

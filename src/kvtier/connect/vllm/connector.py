@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 from kvtier.connect.vllm.events import BlockEvent
 from kvtier.connect.vllm.geometry import TableLayout
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
-from kvtier.connect.vllm.stats import PromMetrics, Stats
+from kvtier.connect.vllm.stats import UNKNOWN_PLACE, PromMetrics, Stats
 from kvtier.connect.vllm.support import check_others
 from kvtier.connect.vllm.vllm_imports import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheHitSource,
     ConnectorBase,
     ConnectorRole,
     SupportsHMA,
@@ -201,6 +202,13 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             if self._is_broken and self._upper is not None:
                 # The match may have been made before the error, and vLLM waits for its load from now on.
                 self._upper.scheduler.allocated_after_error(request, tables)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """The kinds of places that the load needs, for vLLM's metrics."""
+        found = self._ask(
+            lambda side: side.hit_sources(request, num_external_tokens), {UNKNOWN_PLACE: num_external_tokens}
+        )
+        return {CacheHitSource(name): count for name, count in found.items()}
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End a request of a model with one KV group."""

@@ -17,8 +17,8 @@ import logging
 import math
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from kvtier.connect.vllm.requests import (
     unknown_fields,
     wants_announcement,
 )
+from kvtier.connect.vllm.stats import UNKNOWN_PLACE
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
@@ -405,6 +406,22 @@ class Scheduler:
         load.blocked_by = self._stores.reading(targets)
         if not load.blocked_by:
             self._start(load)
+
+    def hit_sources(self, request: Request, tokens: int, names: Mapping[str, str]) -> dict[str, int]:
+        """What `names` calls the slowest place that each of the `tokens` of a load needs, as its plan says.
+
+        What is only announced has no place yet.
+        """
+        tracked = self._requests[request.request_id]
+        assert tracked.match is not None
+        end, options = tracked.match.plan.tokens, tracked.answer.lookup.options if tracked.answer else ()
+        options = sorted(options, key=lambda it: it.tokens)
+        places = [*(names.get(it.source, it.source) for it in options), UNKNOWN_PLACE]
+        bounds = [end - tokens, *(max(end - tokens, min(it.tokens, end)) for it in options), end]
+        found = Counter[str]()
+        for place, (start, stop) in zip(places, itertools.pairwise(bounds), strict=True):
+            found[place] += stop - start
+        return +found
 
     def allocated_after_error(self, request: Request, tables: BlockTables) -> None:
         """Register a load that vLLM waits for after an internal error. `last_orders` reports it as failed."""

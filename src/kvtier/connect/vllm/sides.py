@@ -23,7 +23,7 @@ from kvtier.connect.vllm.own_cache import OwnCache
 from kvtier.connect.vllm.request_history import RequestHistory
 from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.scheduler import Scheduler
-from kvtier.connect.vllm.stats import StatsReader
+from kvtier.connect.vllm.stats import UNKNOWN_PLACE, StatsReader
 from kvtier.connect.vllm.vllm_types import (
     BlockTables,
     KvCacheConfig,
@@ -235,6 +235,7 @@ class SchedulerSide:
     ) -> None:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
         self.ask = ask
+        self._hit_sources = {it.name: UNKNOWN_PLACE if kind_of(it).is_remote else "disk" for it in config.tiers}
         self.own_cache = own_cache = OwnCache(engine, is_alone=is_alone)
         manager = engine.kv_cache_manager
         has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
@@ -317,6 +318,13 @@ class SchedulerSide:
     def has_news(self) -> bool:
         """Whether an idle engine should take a step, for metrics, events or pinned blocks."""
         return self.stats.hurry() or self.scheduler.has_news
+
+    def hit_sources(self, request: Request, tokens: int) -> dict[str, int]:
+        """Of the `tokens` of a load, how many need which kind of place, by vLLM's names."""
+        return self._session.guards.run(
+            *(Feature.METRICS, self.scheduler.hit_sources, request, tokens, self._hit_sources),
+            otherwise={UNKNOWN_PLACE: tokens},
+        )
 
     @contextmanager
     def around(self, call: WorkerCall) -> Generator[None]:

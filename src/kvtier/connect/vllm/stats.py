@@ -19,6 +19,9 @@ INTERVAL_S = 0.25
 FIRST_S = 2.0
 """How long a started engine takes empty steps to report its gauges. The session sets them in its first second."""
 
+UNKNOWN_PLACE = "external_unspecified"
+"""In vLLM's `CacheHitSource`: neither the engine's host memory nor a drive of its machine."""
+
 LABEL_SEPARATOR = "\x1f"
 
 Row = list[float]

@@ -12,6 +12,7 @@ from vllm.utils import hashing
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.metrics import cache_hit_source
 
 ConnectorBase: Any = base.KVConnectorBase_V1
 SupportsHMA: Any = base.SupportsHMA
@@ -20,6 +21,7 @@ TransferResults: Any = base.KVConnectorTransferResults
 AllBlocksCleared: Any = kv_events.AllBlocksCleared
 BlockStored: Any = kv_events.BlockStored
 BlockRemoved: Any = kv_events.BlockRemoved
+CacheHitSource: Any = cache_hit_source.CacheHitSource
 transfer_group: Any = kv_transfer_state.get_kv_transfer_group
 external_hash: Any = kv_cache_utils.maybe_convert_block_hash
 extra_keys: Any = kv_cache_utils.generate_block_hash_extra_keys

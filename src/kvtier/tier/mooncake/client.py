@@ -48,7 +48,10 @@ NONSENSE = bytes(64)
 """No request of any version of the master's protocol."""
 
 OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -800, -900
-"""Answers of the library. `NO_MASTER` and below: there was no answer of the master."""
+QUOTA_USED, NO_TENANT = -1700, -1701
+"""Answers of the library."""
+LOST = range(QUOTA_USED + 1, NO_MASTER + 1)
+"""Those of a master that did not answer."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
@@ -84,6 +87,7 @@ class MooncakeClient:
         devices: RDMA devices, separated by commas.
         copies: of each object that is written.
         soft_pin: whether objects are evicted after those without.
+        tenant_id: Mooncake's tenant; empty: the default one.
 
     Raises:
         ConfigError: the library cannot be loaded.
@@ -100,6 +104,7 @@ class MooncakeClient:
         devices: str = "",
         copies: int = 1,
         soft_pin: bool = False,
+        tenant_id: str = "",
     ) -> None:
         self._tier = tier
         self._master = f"[{master[0]}]:{master[1]}" if ":" in master[0] else f"{master[0]}:{master[1]}"
@@ -126,7 +131,10 @@ class MooncakeClient:
             self.engine, self.ports = idle.pop() if idle else self._listen(*self._place, library.__file__)
             self.store: Any = library.MooncakeDistributedStore()
             name = f"{self._place[0]}:{self.engine.get_rpc_port()}"
-            code = self.store.setup(name, "P2PHANDSHAKE", 0, 0, protocol, devices, place, self.engine.get_engine())
+            code = self.store.setup(
+                *(name, "P2PHANDSHAKE", 0, 0, protocol, devices, place, self.engine.get_engine()),
+                tenant_id=tenant_id or "default",
+            )
             _silence(library.__file__)
         if code:
             self._keep_engine()

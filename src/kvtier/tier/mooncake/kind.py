@@ -30,6 +30,9 @@ class MooncakeSettings(TierSettings):
     soft_pin: bool = setting(default=False, kind=Switch(), help="Ask the master to evict other objects first.")
     protocol: str = setting("tcp", Choice(("tcp", "rdma")), "How data are transferred.")
     devices: str = setting("", Text(), "RDMA devices, separated by commas; empty: all.")
+    tenant_id: str = setting(
+        "", Text(0, 256), "Mooncake's tenant, where the master keeps tenants apart; empty: its default one."
+    )
     local_address: str = setting("", Text(0, 256), "This machine's address; empty: that on the way to the master.")
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ def _client(settings: MooncakeSettings) -> MooncakeClient:
         devices=settings.devices,
         copies=settings.copies,
         soft_pin=settings.soft_pin,
+        tenant_id=settings.tenant_id,
     )
 
 

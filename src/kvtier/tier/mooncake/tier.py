@@ -16,7 +16,18 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Tier, Write
-from kvtier.tier.mooncake.client import ABSENT, LANES, NO_MASTER, NOT_READY, NOT_TAKEN, OK, MooncakeClient
+from kvtier.tier.mooncake.client import (
+    ABSENT,
+    LANES,
+    LOST,
+    NO_MASTER,
+    NO_TENANT,
+    NOT_READY,
+    NOT_TAKEN,
+    OK,
+    QUOTA_USED,
+    MooncakeClient,
+)
 from kvtier.tier.mooncake.nodes import MooncakeNodes, Want
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.types import Figures, ObjectName
@@ -28,7 +39,13 @@ CORES_PER_WRITE = 4
 """A write of the library keeps a core busy until it has ended. Threads that wait for cores make all of them slow."""
 
 NO_PLACE = -200
-_REFUSALS = {NO_PLACE: "no room", NOT_TAKEN: "a node does not take its copy", NOT_READY: "other writes take too long"}
+_REFUSALS = {
+    NO_PLACE: "no room",
+    NOT_TAKEN: "a node does not take its copy",
+    NOT_READY: "other writes take too long",
+    QUOTA_USED: "the quota of its tenant (tenant_id) has no room",
+    NO_TENANT: "the master does not know its tenant (tenant_id); add it to the master's tenant quotas",
+}
 
 
 class MooncakeTier(Tier):
@@ -175,15 +192,15 @@ class MooncakeTier(Tier):
             finally:
                 self._may_write.release()
         if codes:
-            self._is_away = min(codes) <= NO_MASTER
+            self._is_away = any(code in LOST for code in codes)
         # A write that was not tried is no answer of the master; a refusal would count as one.
         return codes + [NO_MASTER if self._is_away else NOT_READY] * (len(keys) - len(codes))
 
     def _answer(self, code: int) -> bool | TierError:
-        if code <= NO_MASTER:
+        if code in LOST:
             return TierError(self.name, f"cannot write: the master does not answer ({code})")
         if code != OK:
-            self.refusals.refused(f"{_REFUSALS.get(code, code)}", 1 if code == NO_PLACE else LANES)
+            self.refusals.refused(f"{_REFUSALS.get(code, code)}", LANES if code in {NOT_TAKEN, NOT_READY} else 1)
         return code == OK
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.store import S3Store
 
-from kvtier.config.value_types import PrivateText, without_login
+from kvtier.config.value_types import PrivateText, through_proxy, without_login
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.s3.errors import hint, refusal_of
 
@@ -123,7 +123,7 @@ def connect(
     try:
         if ca_file is not None:
             client["root_certificate"] = ca_file.read_bytes()
-        place = f"bucket {bucket!r} at {endpoint or 'AWS'}"
+        place = f"bucket {bucket!r} at {endpoint or 'AWS'}{through_proxy(endpoint or 'https://s3.amazonaws.com')}"
         half_s = deadline_s / 2
         reads = store(half_s, min(half_s, max(STALL_S_MIN, deadline_s * STALL_SHARE)))
         return Bucket(store(half_s, half_s), store(probe_deadline_s, probe_deadline_s), reads, prefix, place)

@@ -20,7 +20,7 @@ _METADATA = ("/latest/api/token", "/latest/meta-data", "//169.254.")
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 """HTTP answers that another attempt may not get. 409: two conditional writes of one name met."""
 INSUFFICIENT_STORAGE = 507
-_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull"})
+_FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 _HINTS = {
     "NoSuchBucket": "create the bucket, or correct the URL",
     "InvalidAccessKeyId": "the access key is unknown there",
@@ -99,6 +99,8 @@ def hint(refusal: Refusal) -> str:
     """What to do about a refusal at the start."""
     if refusal.status == 403 and not refusal.code:  # the answer to a HEAD has no body
         return _HINTS["AccessDenied"]
+    if refusal.status == 407:
+        return "the proxy asks for a user name and a password"
     if refusal.status and not refusal.code:
         return "this is not the answer of an S3 server"
     return _HINTS.get(refusal.code, "check the tier's settings")

@@ -24,11 +24,10 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from kvtier.errors import ConfigError, DamagedStoreError, TierError
+from kvtier.errors import ConfigError, DamagedStoreError, NoRoomError, TierError
 from kvtier.tier.base import About, OneByOneTier, within
 from kvtier.tier.loan import Loan
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.refusal_log import NO_ROOM
 from kvtier.tier.s3.bucket import KEY_ID, MARKER, MARKER_NAME, Bucket, flaw, is_there, pages, read_marker
 from kvtier.tier.s3.errors import NO_ANSWER, Refusal, hint, pause_s, refusal_of
 from kvtier.tier.s3.sweep import S3Sweeper
@@ -284,8 +283,7 @@ class S3Tier(OneByOneTier):
         if not self._is_open and refusal.is_mistake:
             return ConfigError(f"tier {self.name!r}: {cause}: {hint(refusal)}")
         if refusal.is_full and self._is_open:
-            self.refusals.refused(cause)
-            cause = f"{cause}: {NO_ROOM}"
+            return NoRoomError(self.name, cause)
         return TierError(self.name, f"cannot {what}: {cause}")
 
     def _verify_place(self) -> None:
