@@ -4,7 +4,9 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 *settings* and *calls* reach the user.
 """
 
+from collections.abc import Iterable
 from shlex import quote
+from typing import Any
 
 
 def other_version(found: int, known: int) -> str:
@@ -90,3 +92,46 @@ class CorruptChunkError(KvError):
     def __init__(self, name: bytes, detail: str, reason: str = "damaged") -> None:
         super().__init__(f"object {name.hex()[:12]}: {detail}")
         self.name, self.detail, self.reason = name, detail, reason
+
+
+def check_interface(made: object, interface: type, subject: str) -> None:
+    """Refuse an extension that cannot be used as `interface`, such as one for an older release of kvtier.
+
+    It must have each public member of the interface, and its methods must take the same arguments.
+
+    Args:
+        made: the extension.
+        interface: a protocol or base class of kvtier.
+        subject: what the extension is, for the message.
+
+    Raises:
+        ConfigError: it lacks some. The message names them.
+    """
+    from inspect import isfunction, signature  # noqa: PLC0415 - slow, and most programs load no extension
+
+    bases = [vars(it) for it in interface.__mro__ if it.__module__.startswith("kvtier.")]
+    names = {it for base in bases for it in (*base, *base.get("__annotations__", ())) if not it.startswith("_")}
+    lost: list[str] = []
+    for name in sorted(names):
+        wanted = getattr(interface, name, None)
+        given = [*signature(wanted).parameters.values()][1:] if isfunction(wanted) else []
+        named = [it.name for it in given if it.kind is it.KEYWORD_ONLY]
+        found = getattr(made, name, None)
+        if not hasattr(made, name) or (isfunction(wanted) and not takes(found, len(given) - len(named), named)):
+            lost.append(f"{name}({', '.join(it.name for it in given)})" if isfunction(wanted) else name)
+    if lost:
+        needed = f"{interface.__module__}.{interface.__qualname__} needs {', '.join(lost)}"
+        raise ConfigError(f"{subject} is for another release of kvtier: {needed}")
+
+
+def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # noqa: ANN401 - of an extension
+    """Whether it can be called with that many arguments and these names, as far as Python knows."""
+    from inspect import signature  # noqa: PLC0415 - as above
+
+    try:
+        signature(function).bind(*range(arguments), **dict.fromkeys(named))
+    except TypeError:  # also if it cannot be called at all
+        return False
+    except ValueError:  # it is written in C
+        pass
+    return True
