@@ -1,5 +1,6 @@
 """Counters of commands and gauges of places, for the metrics table."""
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from kvtier.codec.frame import frame_bytes
@@ -189,6 +190,7 @@ class Gauges:
         self._counters = counters
         self._relays_dropped = 0
         self._evictions = 0
+        self._refused_hints = Counter[str]()
 
     def __call__(self) -> None:
         """Refresh the gauges."""
@@ -205,6 +207,10 @@ class Gauges:
         self._evictions = host.evictions
         self._metrics.add(table.RELAYS_DROPPED, self._cache.counters.relays_dropped - self._relays_dropped)
         self._relays_dropped = self._cache.counters.relays_dropped
+        refused = self._cache.counters.refused_hints
+        for reason in table.HINT_REFUSALS:
+            self._metrics.add(table.REFUSED_HINTS, refused[reason] - self._refused_hints[reason], reason=reason)
+        self._refused_hints = refused.copy()
         for name, count in self._cache.relays_waiting().items():
             self._metrics.set(table.RELAYS_WAITING, count, tier=name)
         self._tiers()
