@@ -5,6 +5,7 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 """
 
 from collections.abc import Iterable
+from inspect import isfunction, signature
 from shlex import quote
 from typing import Any
 
@@ -107,31 +108,33 @@ def check_interface(made: object, interface: type, subject: str) -> None:
     Raises:
         ConfigError: it lacks some. The message names them.
     """
-    from inspect import isfunction, signature  # noqa: PLC0415 - slow, and most programs load no extension
-
-    bases = [vars(it) for it in interface.__mro__ if it.__module__.startswith("kvtier.")]
-    names = {it for base in bases for it in (*base, *base.get("__annotations__", ())) if not it.startswith("_")}
+    names = {
+        name
+        for base in interface.__mro__
+        if base.__module__.startswith("kvtier.")
+        for name in (*vars(base), *vars(base).get("__annotations__", ()))
+        if not name.startswith("_")
+    }
     lost: list[str] = []
     for name in sorted(names):
         wanted = getattr(interface, name, None)
         given = [*signature(wanted).parameters.values()][1:] if isfunction(wanted) else []
         named = [it.name for it in given if it.kind is it.KEYWORD_ONLY]
-        found = getattr(made, name, None)
-        if not hasattr(made, name) or (isfunction(wanted) and not takes(found, len(given) - len(named), named)):
+        if not hasattr(made, name) or (
+            isfunction(wanted) and not takes(getattr(made, name), len(given) - len(named), named)
+        ):
             lost.append(f"{name}({', '.join(it.name for it in given)})" if isfunction(wanted) else name)
     if lost:
-        needed = f"{interface.__module__}.{interface.__qualname__} needs {', '.join(lost)}"
-        raise ConfigError(f"{subject} is for another release of kvtier: {needed}")
+        raise ConfigError(
+            f"{subject} is for another release of kvtier: {interface.__module__}.{interface.__qualname__} needs "
+            f"{', '.join(lost)}"
+        )
 
 
 def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # noqa: ANN401 - of an extension
     """Whether it can be called with that many arguments and these names, as far as Python knows."""
-    from inspect import signature  # noqa: PLC0415 - as above
-
     try:
         signature(function).bind(*range(arguments), **dict.fromkeys(named))
-    except TypeError:  # also if it cannot be called at all
-        return False
-    except ValueError:  # it is written in C
-        pass
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # it is written in C; a TypeError is about the arguments, or `function`
     return True

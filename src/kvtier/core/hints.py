@@ -152,14 +152,14 @@ class Hints:
 
     def forget(self, request: RequestId) -> None:
         """Forget a prefetch that has not begun."""
-        self._due.pop(request, None)
+        if self._due.pop(request, None) is not None:
+            self._probes.forget(request)
 
     def forget_all(self) -> None:
         """Forget every hint, and end every retention."""
         self._wishes.clear()
         for request in list(self._due):
-            self._probes.forget(request)
-        self._due.clear()
+            self.forget(request)
         self.retention.end_all()
 
     # ---- time ------------------------------------------------------------------------------------------------------
@@ -225,7 +225,6 @@ class Hints:
         if latest is None or latest.at_s <= at_s:
             return False
         self.forget(latest.request)
-        self._probes.forget(latest.request)
         return True
 
     def _retain(self, prefix: Prefix, until_s: float, now_s: float, priority: Priority) -> None:

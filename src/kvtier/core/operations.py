@@ -205,7 +205,7 @@ class LoadOperation(Operation):
 class PrefetchOperation(LoadOperation):
     """One prefetch: it brings objects into host memory only."""
 
-    priority: Priority
+    priority: Priority = Priority.NORMAL
     STEPS: ClassVar[Steps] = PREFETCH_STEPS
 
 

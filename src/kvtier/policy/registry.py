@@ -31,8 +31,7 @@ def make_evictor(name: str) -> Evictor:
         return EVICTORS[name]()
     points = entry_points(group="kvtier.evictors")
     if name not in points.names:
-        known = ", ".join(sorted({*EVICTORS, *points.names}))
-        raise ConfigError(f"unknown eviction policy {name!r}; allowed: {known}")
+        raise ConfigError(f"unknown eviction policy {name!r}; allowed: {', '.join(sorted(evictor_names()))}")
     subject = f"eviction policy {name!r} ({points[name].value})"
     try:
         evictor: Evictor = points[name].load()()

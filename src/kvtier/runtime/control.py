@@ -145,8 +145,7 @@ class Control:
         in_host = self._session.host_tokens(prefix)
         if in_host < stored_tokens:
             name = RequestId(f"prefetch {next(self._numbers)}")
-            wait_s = until_s - time.monotonic()
-            self._session.prefetch(name, prefix, wait_s=wait_s, priority=Priority.OPERATOR)
+            self._session.prefetch(name, prefix, wait_s=until_s - time.monotonic(), priority=Priority.OPERATOR)
             while in_host < stored_tokens and time.monotonic() < until_s - RESERVE_S:
                 time.sleep(POLL_S)
                 in_host = self._session.host_tokens(prefix)

@@ -522,13 +522,20 @@ class LockedCore:
 
     def _warn_of_limits(self) -> None:
         counters = self._cache.counters
-        refused = counters.refused_hints
         for name, count, effect in (
             (f"{REQUESTS_MAX} requests are open", counters.unprobed, "lower tiers are not probed for further ones"),
             (f"{WAITING_MAX} objects of stores wait for slots", counters.unqueued, "further ones are not stored"),
-            (f"{PREFETCHES_MAX} prefetches are open", refused["prefetches"], "those that are due latest are ignored"),
-            (f"{WAITING_HINTS_MAX} hints wait for stores", refused["waiting"], "the oldest are ignored"),
-            ("a hint exceeds limits.hint_percent or retained_percent", refused["retained"], "the rest is not retained"),
+            (
+                f"{PREFETCHES_MAX} prefetches are open",
+                counters.refused_hints["prefetches"],
+                "those that are due latest are ignored",
+            ),
+            (f"{WAITING_HINTS_MAX} hints wait for stores", counters.refused_hints["waiting"], "the oldest are ignored"),
+            (
+                "a hint exceeds limits.hint_percent or retained_percent",
+                counters.refused_hints["retained"],
+                "the rest is not retained",
+            ),
         ):
             if count and name not in self._warned:
                 self._warned.add(name)

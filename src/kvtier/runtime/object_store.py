@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from numbers import Real
+from reprlib import repr as short
 from types import MappingProxyType, NoneType
-from typing import NamedTuple, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -117,17 +118,17 @@ class _Call:
         self.inbox: Mailbox[Transfer | ObjectsDone] = Mailbox()
         """Copies to execute, and the end, from the holder of the lock."""
         self.outcomes: Sequence[Outcome] = [Outcome.CANCELLED] * objects
-        self.copied: list[tuple[int, Outcome]] = []
-        """Each object that was copied, and its outcome if the core gives none: a get has filled the caller's memory
-        with verified bytes, and a write of a put may end later."""
+        self.copied: dict[int, Outcome] = {}
+        """The outcome of each object that was copied, if the core tells none: a get has filled the caller's memory with
+        verified bytes, and the write of a put may end later."""
 
     def answer(self) -> list[Outcome]:
         """The outcome of each object, also when the call has ended early."""
-        outcomes = [*self.outcomes]
-        for at, outcome in self.copied:
-            if outcomes[at] is Outcome.CANCELLED or outcome is Outcome.DONE:
-                outcomes[at] = outcome
-        return outcomes
+        copied = self.copied
+        return [
+            copied.get(at, outcome) if outcome is Outcome.CANCELLED else outcome
+            for at, outcome in enumerate(self.outcomes)
+        ]
 
 
 class _CallersExecutor:
@@ -453,10 +454,9 @@ class ObjectStore(LockedCore):
             size_bytes, began_s = 0, self._clock()
             while isinstance(each, Transfer):
                 is_get = each.direction is Direction.SCATTER
-                copy = self._copy_out if is_get else self._copy_in
-                copy(each, call.memory[each.blocks[0]])
+                (self._copy_out if is_get else self._copy_in)(each, call.memory[each.blocks[0]])
                 copied.append(each)
-                call.copied.append((each.blocks[0], Outcome.DONE if is_get else Outcome.FAILED))
+                call.copied[each.blocks[0]] = Outcome.DONE if is_get else Outcome.FAILED
                 size_bytes += self._sizes[each.group]
                 each = call.inbox.get(0.0) if size_bytes < COPY_BYTES else None
             if copied:
@@ -561,10 +561,9 @@ class ObjectStore(LockedCore):
         objects, origins = _listed([item.object for item in items], ObjectId), [item.origin for item in items]
         self._check_objects(objects)
         if not _are_origins(origins):
-            wrong = next(origin for origin in origins if not _are_origins([origin]))
             raise BadCallError(
-                f"origin {wrong!r:.120}; allowed: an Origin with a parent of {KEY_BYTES} bytes or None, a depth of 0 "
-                f"to {DEPTH_MAX}, and a conversation of type str or None"
+                f"origin {next(it for it in origins if not _are_origins([it]))!r:.120}; allowed: an Origin with a "
+                f"parent of {KEY_BYTES} bytes or None, a depth of 0 to {DEPTH_MAX}, and a conversation, str or None"
             )
         try:
             return objects, origins, [self._pieces(item, is_written=is_written) for item in items]
@@ -591,21 +590,19 @@ def _check_deadline(deadline_s: object) -> None:
         raise BadCallError(f"deadline_s = {deadline_s!r:.40}; allowed: a number of seconds")
 
 
-def _listed(items: object, kind: type[_T]) -> list[_T]:
+def _listed(items: Any, kind: type[_T]) -> list[_T]:  # noqa: ANN401 - whatever a caller gives
     """A copy of `items`, which the caller may change meanwhile.
 
     Raises:
         BadCallError: they are no sequence, too many, or not all of type `kind`.
     """
-    if not isinstance(items, Sequence):
-        raise BadCallError(f"{items!r:.80}; allowed: a sequence of {kind.__name__}")
-    given = cast("Sequence[object]", items)
-    if len(given) > OBJECTS_MAX:
-        raise BadCallError(f"{len(given)} objects in one call; allowed: at most {OBJECTS_MAX}")
-    if not _are(given, kind):
-        wrong = next(it for it in given if not _are((it,), kind))
-        raise BadCallError(f"{wrong!r:.80} in the call; allowed: {kind.__name__} only")
-    return [*cast("Sequence[_T]", given)]
+    given: list[Any] | None = None
+    if isinstance(items, Sequence) and len(cast("Sequence[Any]", items)) <= OBJECTS_MAX:
+        given = [*cast("Sequence[Any]", items)]
+    if given is None or not _are(given, kind):
+        wrong = [it for it in given or () if type(it) is not kind] or cast("object", items)
+        raise BadCallError(f"{short(wrong)}; allowed: a sequence of at most {OBJECTS_MAX} {kind.__name__}")
+    return given
 
 
 def _are(values: Iterable[object], *kinds: type) -> bool:
@@ -620,12 +617,10 @@ def _are_keys(keys: Sequence[object]) -> bool:
 
 def _are_origins(origins: Sequence[Origin]) -> bool:
     """Whether tiers and frames can take all of them."""
-    if not _are(origins, Origin):
-        return False
-    depths = [each.depth for each in origins]
     return (
-        _are_keys([each.parent for each in origins if each.parent is not None])
-        and _are(depths, int)
-        and 0 <= min(depths, default=0) <= max(depths, default=0) <= DEPTH_MAX
-        and _are([each.conversation for each in origins], str, NoneType)
+        _are(origins, Origin)
+        and _are_keys([it.parent for it in origins if it.parent is not None])
+        and _are([it.depth for it in origins], int)
+        and all(0 <= it.depth <= DEPTH_MAX for it in origins)
+        and _are([it.conversation for it in origins], str, NoneType)
     )

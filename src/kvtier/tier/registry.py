@@ -327,9 +327,8 @@ def _checking(make: Callable[..., Any], interface: type, subject: str) -> Callab
     def checked(*arguments: object) -> object:
         made: object = make(*arguments)
         several = cast("Sequence[object]", made) if isinstance(made, Sequence) else [made]
-        for each in several:
-            if each is not None:
-                check_interface(each, interface, subject)
+        for each in [it for it in several if it is not None]:
+            check_interface(each, interface, subject)
         return cast("object", made)
 
     return checked

@@ -27,7 +27,7 @@ from kvtier.connect.vllm.events import BlockEvent, Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.request_hints import NO_HINTS, OPTED_OUT, Problem, RequestHints, problem, request_hints
+from kvtier.connect.vllm.request_hints import NO_HINTS, OPTED_OUT, Problem, RequestHints, request_hints
 from kvtier.connect.vllm.request_history import WEIGHTS_CHANGED, RequestHistory
 from kvtier.connect.vllm.request_keys import Adapters
 from kvtier.connect.vllm.requests import (
@@ -222,8 +222,8 @@ class Scheduler:
             problems += [Problem("tokens", lie), Problem("unknown", unknown)]
         if hints.priority == "high" and not self._allows_high_priority:
             hints = hints._replace(priority="normal")
-            allowed = "'low', 'normal'; with vllm.allow_high_priority = true also 'high'"
-            problems.append(Problem("high priority", problem("priority", "high", allowed)))
+            text = "priority = 'high'; allowed: 'low', 'normal'; with vllm.allow_high_priority = true also 'high'"
+            problems.append(Problem("high priority", text))
             self._session.metrics.add(table.REFUSED_HINTS, reason="priority")
         for field, text in problems:
             if text and field not in self._warned:
@@ -555,10 +555,9 @@ class Scheduler:
     def _give_hint(self, tracked: TrackedRequest) -> None:
         session, hints, conversation = self._session, tracked.hints, tracked.hints.conversation
         prefix = tracked.prefix(tracked.request.num_tokens)
-        if hints.priority == "high":
-            session.retain(prefix, math.inf if hints.retain_s is None else hints.retain_s, Priority.HIGH)
-        elif hints.retain_s is not None:
-            session.retain(prefix, hints.retain_s)
+        priority = Priority.HIGH if hints.priority == "high" else Priority.NORMAL
+        if priority or hints.retain_s is not None:
+            session.retain(prefix, math.inf if hints.retain_s is None else hints.retain_s, priority)
         elif hints.priority == "low":
             session.lower(prefix, conversation)
         if hints.prefetch_in_s is not None:
