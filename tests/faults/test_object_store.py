@@ -461,9 +461,9 @@ def test_an_error_about_one_piece_keeps_no_other_piece_in_use(over):
 # ---- calls that end early ------------------------------------------------------------------------------------------
 
 
-def lock_is_taken(store):
-    """Keep the lock until after the call's deadline."""
-    is_taken = threading.Event()
+def pass_the_deadline(store):
+    """Let an hour pass, and keep the lock meanwhile, so that the core cannot answer."""
+    is_taken, clock = threading.Event(), store._clock
 
     def keep():
         with store._lock:
@@ -472,13 +472,14 @@ def lock_is_taken(store):
 
     threading.Thread(target=keep).start()
     assert is_taken.wait(PATIENCE_S)
+    store._clock = lambda: clock() + 3600
 
 
 ENDS = {
     "cancel": ObjectStore.cancel,
     "close": lambda store: threading.Thread(target=store.close, args=(0.0,)).start(),
     "an internal error": lambda store: store._shut(RuntimeError("planted")),
-    "its deadline": lock_is_taken,
+    "its deadline": pass_the_deadline,
 }
 
 
@@ -497,7 +498,7 @@ def test_however_a_get_ends_what_is_not_done_is_unchanged(end, over, monkeypatch
             until(lambda: end is not ENDS["close"] or store._close_until_s is not None)
 
     monkeypatch.setattr(store, "_copy_out", copy_and_end)
-    outcomes = got(store, range(2 * STAGED), deadline_s=0.5 if end is lock_is_taken else PATIENCE_S)
+    outcomes = got(store, range(2 * STAGED), deadline_s=PATIENCE_S)
     assert outcomes.count(DONE) == len(copied) >= 2
     assert end is not ENDS["cancel"] or CANCELLED in outcomes, "the control: the call has ended early"
 
@@ -515,7 +516,7 @@ def test_however_a_put_ends_what_has_begun_is_not_told_as_cancelled(end, over, m
             end(store)
 
     monkeypatch.setattr(store, "_copy_in", copy_and_end)
-    outcomes = put(store, range(2 * STAGED), deadline_s=0.5 if end is lock_is_taken else PATIENCE_S)
+    outcomes = put(store, range(2 * STAGED), deadline_s=PATIENCE_S)
     assert {at for at, outcome in enumerate(outcomes) if outcome is FAILED} == {*copied}
     assert {*outcomes} == {FAILED, CANCELLED}
     tier.open_again()
