@@ -11,7 +11,6 @@ Clients choose hints and salts, so no client has a share of its own. A hint has 
 earlier come first, and the operator's calls do not compete with those of clients. What is refused is counted.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -86,7 +85,7 @@ class Hints:
         operations: OpenOperations,
         estimators: dict[str, LinkEstimator],
         source_of: SourceOf,
-        refused: Counter[str],
+        refused: dict[str, int],
     ) -> None:
         self._layout = layout
         self._limits = limits

@@ -5,7 +5,7 @@ the share is used up, the oldest retention of the lowest priority ends early, it
 request retains at most a share of its own.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection
 from heapq import heappop, heappush
 
@@ -26,7 +26,7 @@ class Retention:
         refused: counts the hints that did not retain all that they named, as ``retained``.
     """
 
-    def __init__(self, host: HostMemory, share: float, hint_share: float, refused: Counter[str]) -> None:
+    def __init__(self, host: HostMemory, share: float, hint_share: float, refused: dict[str, int]) -> None:
         self._host, self._refused = host, refused
         self.most = [min(int(count * share), count - 1) for count in host.slots]
         """Most retained objects of each group."""
