@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -224,7 +225,8 @@ class Scheduler:
             hints = hints._replace(priority="normal")
             text = "priority = 'high'; allowed: 'low', 'normal'; with vllm.allow_high_priority = true also 'high'"
             problems.append(Problem("high priority", text))
-            self._session.metrics.add(table.REFUSED_HINTS, reason="priority")
+            count = partial(self._session.metrics.add, table.REFUSED_HINTS, reason="priority")
+            self._guards.run(Feature.METRICS, count, otherwise=None)
         for field, text in problems:
             if text and field not in self._warned:
                 self._warned.add(field)
