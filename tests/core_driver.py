@@ -20,6 +20,7 @@ from kvtier.types import (
     Outcome,
     Place,
     Prefix,
+    Priority,
     Probe,
     RequestId,
     StoreDone,
@@ -143,16 +144,24 @@ class Driver:
         self.cache.tick(self.now_s)
         self._take()
 
-    def retain(self, prefix: Prefix, seconds: float, *, is_high: bool = False) -> None:
-        self.cache.hints.retain(prefix, self.now_s + seconds, self.now_s, is_high=is_high)
+    def retain(self, prefix: Prefix, seconds: float, priority: Priority = Priority.NORMAL) -> None:
+        self.cache.hints.retain(prefix, self.now_s + seconds, self.now_s, priority)
         self.wait(0)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         self.cache.hints.lower(prefix, conversation)
         self.wait(0)
 
-    def prefetch(self, request: str, prefix: Prefix, in_s: float = 0.0, conversation: str | None = None) -> None:
-        self.cache.hints.prefetch(RequestId(request), prefix, self.now_s + in_s, self.now_s, conversation)
+    def prefetch(
+        self,
+        request: str,
+        prefix: Prefix,
+        in_s: float = 0.0,
+        conversation: str | None = None,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
+        at_s = self.now_s + in_s
+        self.cache.hints.prefetch(RequestId(request), prefix, at_s, self.now_s, conversation, priority=priority)
         self.wait(0)
 
     def flush(self) -> None:

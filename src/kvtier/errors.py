@@ -4,7 +4,10 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 *settings* and *calls* reach the user.
 """
 
+from collections.abc import Iterable
+from inspect import isfunction, signature
 from shlex import quote
+from typing import Any
 
 
 def other_version(found: int, known: int) -> str:
@@ -94,3 +97,48 @@ class CorruptChunkError(KvError):
     def __init__(self, name: bytes, detail: str, reason: str = "damaged") -> None:
         super().__init__(f"object {name.hex()[:12]}: {detail}")
         self.name, self.detail, self.reason = name, detail, reason
+
+
+def check_interface(made: object, interface: type, subject: str) -> None:
+    """Refuse an extension that cannot be used as `interface`, such as one for an older release of kvtier.
+
+    It must have each public member of the interface, and its methods must take the same arguments.
+
+    Args:
+        made: the extension.
+        interface: a protocol or base class of kvtier.
+        subject: what the extension is, for the message.
+
+    Raises:
+        ConfigError: it lacks some. The message names them.
+    """
+    names = {
+        name
+        for base in interface.__mro__
+        if base.__module__.startswith("kvtier.")
+        for name in (*vars(base), *vars(base).get("__annotations__", ()))
+        if not name.startswith("_")
+    }
+    lost: list[str] = []
+    for name in sorted(names):
+        wanted = getattr(interface, name, None)
+        given = [*signature(wanted).parameters.values()][1:] if isfunction(wanted) else []
+        named = [it.name for it in given if it.kind is it.KEYWORD_ONLY]
+        if not hasattr(made, name) or (
+            isfunction(wanted) and not takes(getattr(made, name), len(given) - len(named), named)
+        ):
+            lost.append(f"{name}({', '.join(it.name for it in given)})" if isfunction(wanted) else name)
+    if lost:
+        raise ConfigError(
+            f"{subject} is for another release of kvtier: {interface.__module__}.{interface.__qualname__} needs "
+            f"{', '.join(lost)}"
+        )
+
+
+def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # noqa: ANN401 - of an extension
+    """Whether it can be called with that many arguments and these names, as far as Python knows."""
+    try:
+        signature(function).bind(*range(arguments), **dict.fromkeys(named))
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # it is written in C; a TypeError is about the arguments, or `function`
+    return True

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NewType
 
@@ -303,6 +303,16 @@ class ObjectsDone:
 
 
 Event = LoadDone | StoreDone | ObjectsDone | TierNotice
+
+
+class Priority(IntEnum):
+    """Whose retention ends first where the share of host memory that may be retained is used up: the lowest."""
+
+    NORMAL = 0
+    HIGH = 1
+    """Of requests, where the settings allow it."""
+    OPERATOR = 2
+    """Of calls on the control socket. Their prefetches have places of their own."""
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")

@@ -19,12 +19,12 @@ from tests.system import until
 
 from kvtier.config.sections import Config, HostConfig
 from kvtier.core.limits import TierRules
-from kvtier.errors import ConfigError, NoRoomError, TierError
+from kvtier.errors import BadCallError, ConfigError, NoRoomError, TierError
 from kvtier.layout import GroupLayout, KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.mover import TOO_LATE
-from kvtier.runtime.object_store import ObjectBytes, ObjectStore
+from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings
@@ -419,6 +419,157 @@ def test_the_random_model_finds_a_store_that_does_not_verify(monkeypatch, over):
     monkeypatch.setattr("kvtier.runtime.command_runner.open_in_place", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong bytes"):
         test_whatever_tiers_do_no_wrong_byte_is_returned(0, over)
+
+
+# ---- wrong arguments -----------------------------------------------------------------------------------------------
+
+KEY = object_id(1).key
+GOOD = ObjectBytes(object_id(1), empty_pieces())
+WRONG_OBJECTS = {
+    "no list": None,
+    "a number": 3,
+    "a text": "key",
+    "a generator": (object_id(number) for number in range(2)),
+    "an element that is none": [None],
+    "a pair": [(KEY, 0)],
+    "a key": [KEY],
+    "a group that is a float": [ObjectId(KEY, 0.0)],
+    "a group that is a switch": [ObjectId(KEY, False)],
+    "a group of numpy": [ObjectId(KEY, np.int64(0))],
+    "a group that is a list": [ObjectId(KEY, [0])],
+    "a group that is none": [ObjectId(KEY, None)],
+    "too many": [object_id(1)] * ((1 << 16) + 1),
+}
+WRONG_ITEMS = {
+    "no list": None,
+    "an object without pieces": [object_id(1)],
+    "a triple": [(object_id(1), empty_pieces(), Origin())],
+    "an object that is none": [ObjectBytes(None, empty_pieces())],
+    "a group that is a float": [ObjectBytes(ObjectId(KEY, 0.0), empty_pieces())],
+    "pieces that are none": [ObjectBytes(object_id(1), None)],
+    "a piece that is none": [ObjectBytes(object_id(1), [*empty_pieces()[:2], None])],
+    **{
+        f"an origin with {what}": [GOOD, ObjectBytes(object_id(2), empty_pieces(), origin)]
+        for what, origin in {
+            "nothing": None,
+            "a tuple": (None, 0, None),
+            "a short parent": Origin(b"x"),
+            "a parent of text": Origin("x" * 32),
+            "a depth below 0": Origin(None, -1),
+            "a depth of text": Origin(None, "1"),
+            "a depth that is a float": Origin(None, 1.0),
+            "too large a depth": Origin(None, 1 << 32),
+            "a conversation of bytes": Origin(None, 0, b"c"),
+            "a conversation that is a list": Origin(None, 0, ["c"]),
+        }.items()
+    },
+}
+WRONG_DEADLINES = {"none": None, "a text": "1", "a list": [1.0], "a switch": True, "a complex number": 1j}
+
+
+@pytest.mark.parametrize(
+    ("calls", "wrong"),
+    [
+        *(
+            pytest.param(("leading_run", "contains"), (it, 5.0), id=f"objects {name}")
+            for name, it in WRONG_OBJECTS.items()
+        ),
+        *(pytest.param(("get_into", "put_from"), (it, 5.0), id=f"items {name}") for name, it in WRONG_ITEMS.items()),
+        *(
+            pytest.param(("leading_run", "contains"), ([object_id(1)], it), id=f"objects until {name}")
+            for name, it in WRONG_DEADLINES.items()
+        ),
+        *(
+            pytest.param(("get_into", "put_from"), ([GOOD], it), id=f"items until {name}")
+            for name, it in WRONG_DEADLINES.items()
+        ),
+        *(pytest.param(("close",), (it,), id=f"close until {name}") for name, it in WRONG_DEADLINES.items()),
+    ],
+)
+def test_a_wrong_argument_is_an_error_and_costs_nothing(over, calls, wrong):
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    for name in calls:
+        with pytest.raises(BadCallError, match=r"allowed|no contiguous buffer"):
+            getattr(store, name)(*wrong)
+    assert not store._calls
+    assert not store._objects.requests()
+    assert put(store, range(2 * STAGED)) == got(store, range(2 * STAGED)) == [DONE] * (2 * STAGED)
+    assert store.close().flushed
+
+
+def test_an_error_about_one_piece_keeps_no_other_piece_in_use(over):
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    good, short = [[bytearray(size) for size in LAYOUT.groups[0].layer_bytes] for _ in range(2)]
+    short[-1].pop()
+    with pytest.raises(BadCallError) as raised:
+        store.get_into([ObjectBytes(object_id(1), good), ObjectBytes(object_id(2), short)], 5.0)
+    for piece in (*good, *short):
+        piece.append(0)  # a BufferError while something uses it
+    assert "pieces of" in str(raised.value)
+
+
+# ---- calls that end early ------------------------------------------------------------------------------------------
+
+
+def pass_the_deadline(store):
+    """Let an hour pass, and keep the lock meanwhile, so that the core cannot answer."""
+    is_taken, clock = threading.Event(), store._clock
+
+    def keep():
+        with store._lock:
+            is_taken.set()
+            until(lambda: not store._calls)
+
+    threading.Thread(target=keep).start()
+    assert is_taken.wait(PATIENCE_S)
+    store._clock = lambda: clock() + 3600
+
+
+ENDS = {
+    "cancel": ObjectStore.cancel,
+    "close": lambda store: threading.Thread(target=store.close, args=(0.0,)).start(),
+    "an internal error": lambda store: store._shut(RuntimeError("planted")),
+    "its deadline": pass_the_deadline,
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_however_a_get_ends_what_is_not_done_is_unchanged(end, over, monkeypatch):
+    """`got` compares the memory of what is not DONE."""
+    store, copied = over(MemoryTier("memory", capacity_bytes=ROOM)), []
+    put(store, range(2 * STAGED))
+    copy = store._copy_out
+
+    def copy_and_end(*given):
+        copy(*given)
+        copied.append(given)
+        if len(copied) == 2:
+            end(store)
+            until(lambda: end is not ENDS["close"] or store._close_until_s is not None)
+
+    monkeypatch.setattr(store, "_copy_out", copy_and_end)
+    outcomes = got(store, range(2 * STAGED), deadline_s=PATIENCE_S)
+    assert outcomes.count(DONE) == len(copied) >= 2
+    assert end is not ENDS["cancel"] or CANCELLED in outcomes, "the control: the call has ended early"
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_however_a_put_ends_what_has_begun_is_not_told_as_cancelled(end, over, monkeypatch):
+    tier = GatedTier(shut=["write"])
+    store, copied = over(tier, transfer_deadline_s=PATIENCE_S), []
+    copy = store._copy_in
+
+    def copy_and_end(transfer, memory):
+        copy(transfer, memory)
+        copied.append(transfer.blocks[0])
+        if len(copied) == 2:
+            end(store)
+
+    monkeypatch.setattr(store, "_copy_in", copy_and_end)
+    outcomes = put(store, range(2 * STAGED), deadline_s=PATIENCE_S)
+    assert {at for at, outcome in enumerate(outcomes) if outcome is FAILED} == {*copied}
+    assert {*outcomes} == {FAILED, CANCELLED}
+    tier.open_again()
 
 
 # ---- closing, limits -----------------------------------------------------------------------------------------------

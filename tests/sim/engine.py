@@ -13,7 +13,7 @@ from tests.sim.world import Condition, Item, World
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.prefix import needed_chunks
-from kvtier.types import ChunkKey, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
+from kvtier.types import ChunkKey, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, Priority, RequestId, StoreDone
 
 if TYPE_CHECKING:
     from tests.sim.invariants import Invariants
@@ -290,7 +290,7 @@ class SimEngine:
         self._world.note(RecordKind.HINT, what, seconds, len(prefix.keys))
         self._hints += 1
         if what < 8:
-            self._cache.hints.retain(prefix, now_s + seconds, now_s, is_high=what < 3)
+            self._cache.hints.retain(prefix, now_s + seconds, now_s, Priority.HIGH if what < 3 else Priority.NORMAL)
         elif what < 12:
             self._cache.hints.lower(prefix, job.conversation)
         elif what < 18:

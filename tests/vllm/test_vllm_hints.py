@@ -64,7 +64,7 @@ def test_a_request_that_is_not_to_load_is_computed(
 @pytest.mark.fleet_core
 @pytest.mark.parametrize("hints", [{"retain_s": 600}, {"priority": "high"}, envelope(retain_s=600), {}])
 def test_what_is_retained_survives_others(hints: dict[str, Any], start: Start, expected: Expected) -> None:
-    engine = start("llama", connector(None, **SMALL))
+    engine = start("llama", connector(None, **SMALL, vllm__allow_high_priority=True))
     engine.ask(hinted(SHORT, **hints))
     for other in OTHERS:
         engine.ask(other, count=1)

@@ -167,7 +167,7 @@ def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> 
     """Prefetch a prompt, and keep it in host memory for a time, at most limits.retain_s.
 
     FILE is that of `find`. All pins and hints together keep at most limits.retained_percent of host memory; beyond it
-    the oldest end. Exit code 1 if not all that is stored was pinned.
+    hints of requests end first, and then the oldest pins. Exit code 1 if not all that is stored was pinned.
     """
     result = call("pin", {**prompt, "seconds": seconds})
     print_result(result, _draw_pinned, as_json=as_json)

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from kvtier.codec.base import Codec
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, check_interface
 
 ENTRY_POINTS = "kvtier.codecs"
 OUTSIDE_ID_MIN = 1 << 15
@@ -95,6 +95,7 @@ def _made(point: EntryPoint) -> Codec:
             f"codec {point.name!r} ({point.value}) has is_exact {is_exact!r}; allowed: True, for a codec that restores "
             "every byte"
         )
+    check_interface(codec, Codec, f"codec {point.name!r} ({point.value})")
     return codec
 
 

@@ -137,6 +137,9 @@ class LimitsConfig(SettingsSection):
     retained_percent: int = setting(
         50, Count(0, 90), "Most of host memory that requests may retain by hints, in percent; 0: hints retain nothing."
     )
+    hint_percent: int = setting(
+        25, Count(1, 90), "Most of host memory that one request may retain by hints, within retained_percent."
+    )
     retain_s: float = setting(3600.0, Seconds(0, 86400), "Longest time that a hint retains KV in host memory.")
     open_deadline_s: float = setting(
         30.0, Seconds(1e-2, 3600), "How long the start waits for a tier; the tier can open later."
@@ -205,6 +208,11 @@ class VllmConfig(SettingsSection):
         default=False,
         kind=Switch(),
         help="Give host memory back to the system while vLLM sleeps: what no lower tier has is lost.",
+    )
+    allow_high_priority: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Let requests retain KV with `priority` high, which outlasts what all others retain; false: ignore it.",
     )
     weights_names: Literal["digest", "random"] = setting(
         "digest",

@@ -136,6 +136,7 @@ class Cache:
             operations=self._operations,
             estimators=self._estimators,
             source_of=self._source_of,
+            refused=self._output.counters.refused_hints,
         )
         self._cost_model = CostModel(
             layout=layout,

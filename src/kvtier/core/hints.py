@@ -6,6 +6,9 @@
 
 A hint waits for the open stores of its prefix. Objects that are retained, or that leave for a prefetch, are written to
 the lower tiers whatever the write policy.
+
+Clients choose hints and salts, so no client has a share of its own. A hint has a limit instead, hints that are due
+earlier come first, and the operator's calls do not compete with those of clients. What is refused is counted.
 """
 
 from collections.abc import Callable
@@ -21,13 +24,14 @@ from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.retention import Retention
 from kvtier.layout import KvLayout
-from kvtier.types import ChunkKey, Place, Prefix, RequestId
+from kvtier.types import ChunkKey, Place, Prefix, Priority, RequestId
 
 WAITING_HINTS_MAX = 256
-"""Hints that wait for stores; of more, the oldest are forgotten."""
+"""Hints that wait for stores; of more, the oldest are forgotten, and last those of the operator."""
 
 PREFETCHES_MAX = 256
-"""Prefetches that are open or due later; further ones are ignored."""
+"""Prefetches of clients that are open or due later, and as many of the operator. Of more, those that are due latest and
+have not begun are ignored."""
 
 LEAD_S = 1.0
 """A prefetch begins this long before its time, and twice the expected time of its transfers."""
@@ -44,6 +48,7 @@ class Wish(NamedTuple):
     stores: list[StoreOperation]
     apply: Callable[[float], None]
     """Called with the time."""
+    priority: Priority
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +58,10 @@ class DuePrefetch:
     request: RequestId
     prefix: Prefix
     conversation: str | None
+    at_s: float
     start_s: float
     until_s: float
+    priority: Priority
     has_started: bool = field(default=False, init=False)
 
 
@@ -64,6 +71,7 @@ class Hints:
     Args:
         source_of: the source of an object, from the answers to a request's probes; None: none is known.
         estimators: of each tier's link, and of host memory's.
+        refused: counts the hints that are refused, by reason (`Counters`).
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class Hints:
         operations: OpenOperations,
         estimators: dict[str, LinkEstimator],
         source_of: SourceOf,
+        refused: dict[str, int],
     ) -> None:
         self._layout = layout
         self._limits = limits
@@ -86,7 +95,8 @@ class Hints:
         self._operations = operations
         self._estimators = estimators
         self._source_of = source_of
-        self.retention = Retention(host, limits.retained_share)
+        self._refused = refused
+        self.retention = Retention(host, limits.retained_share, limits.hint_share, refused)
         self._wishes: list[Wish] = []
         self._due: dict[RequestId, DuePrefetch] = {}
         self.are_given = False
@@ -94,17 +104,17 @@ class Hints:
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    def retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool = False) -> None:
-        """Keep what host memory has of `prefix` there until `until_s`, within `Limits.retained_share` and `retain_s`.
+    def retain(self, prefix: Prefix, until_s: float, now_s: float, priority: Priority = Priority.NORMAL) -> None:
+        """Keep what host memory has of `prefix` there until `until_s`, within the shares of `Limits` and `retain_s`.
 
-        Beyond the share the oldest retention ends, that of a high priority last. Lower tiers get the objects, too.
+        Beyond the share the oldest retention of the lowest priority ends. Lower tiers get the objects, too.
         """
         until_s = min(until_s, now_s + self._limits.retain_s)
-        self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, is_high=is_high))
+        self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, priority), priority)
 
     def end(self, prefix: Prefix) -> None:
         """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
-        self._wish(prefix, lambda _at_s: self.retention.end(prefix))
+        self._wish(prefix, lambda _at_s: self.retention.end(prefix), Priority.OPERATOR)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         """Evict first what only `conversation` has used of `prefix`; without one, what one operation only has used."""
@@ -119,35 +129,36 @@ class Hints:
         conversation: str | None = None,
         *,
         wait_s: float = 0.0,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         """Have what lower tiers hold of `prefix` in host memory at `at_s`, and retain it there for a while.
 
         Until then what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
         without an event, after `Cache.release` of its `request` at the latest. It may be late by `wait_s` at least.
         """
-        prefix = self._bounded(prefix)
+        prefix = self._bounded(prefix, priority)
         if not prefix.keys or request in self._due or request in self._operations.prefetches:
             return
-        if len(self._due) + len(self._operations.prefetches) >= PREFETCHES_MAX:
-            return
         at_s = min(at_s, now_s + self._limits.retain_s)
+        if not self._has_place(at_s, priority):
+            return
         until_s = min(at_s + max(wait_s, at_s - now_s) + KEEP_S, now_s + self._limits.retain_s)
         start_s = max(now_s, at_s - self._lead_s(prefix, now_s))
         self.are_given = True
-        self._due[request] = DuePrefetch(request, prefix, conversation, start_s, until_s)
+        self._due[request] = DuePrefetch(request, prefix, conversation, at_s, start_s, until_s, priority)
         if start_s > now_s and len(self._estimators) > 1:
             self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=True))
 
     def forget(self, request: RequestId) -> None:
         """Forget a prefetch that has not begun."""
-        self._due.pop(request, None)
+        if self._due.pop(request, None) is not None:
+            self._probes.forget(request)
 
     def forget_all(self) -> None:
         """Forget every hint, and end every retention."""
         self._wishes.clear()
         for request in list(self._due):
-            self._probes.forget(request)
-        self._due.clear()
+            self.forget(request)
         self.retention.end_all()
 
     # ---- time ------------------------------------------------------------------------------------------------------
@@ -192,15 +203,32 @@ class Hints:
 
     # ---- what they do ----------------------------------------------------------------------------------------------
 
-    def _wish(self, prefix: Prefix, apply: Callable[[float], None]) -> None:
+    def _wish(self, prefix: Prefix, apply: Callable[[float], None], priority: Priority = Priority.NORMAL) -> None:
         self.are_given = True
         keys = set(prefix.keys)
         stores = [store for store in self._operations.stores if store.prefix.keys and store.prefix.keys[-1] in keys]
-        self._wishes = [*self._wishes[1 - WAITING_HINTS_MAX :], Wish(stores, apply)]
+        self._wishes.append(Wish(stores, apply, priority))
+        if len(self._wishes) > WAITING_HINTS_MAX:
+            self._wishes.remove(min(self._wishes, key=lambda it: it.priority))  # the oldest of the lowest priority
+            self._refused["waiting"] += 1
 
-    def _retain(self, prefix: Prefix, until_s: float, now_s: float, *, is_high: bool) -> None:
+    def _has_place(self, at_s: float, priority: Priority) -> bool:
+        """Whether a prefetch that is due at `at_s` gets a place, which may be that of the latest one."""
+        is_operators = priority is Priority.OPERATOR
+        due = [it for it in self._due.values() if (it.priority is Priority.OPERATOR) is is_operators]
+        begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]
+        if len(due) + begun.count(is_operators) < PREFETCHES_MAX:
+            return True
+        self._refused["prefetches"] += 1
+        latest = max(due, key=lambda it: it.at_s, default=None)
+        if latest is None or latest.at_s <= at_s:
+            return False
+        self.forget(latest.request)
+        return True
+
+    def _retain(self, prefix: Prefix, until_s: float, now_s: float, priority: Priority) -> None:
         if until_s > now_s:
-            for entry in self.retention.retain(prefix, until_s, is_high=is_high):
+            for entry in self.retention.retain(prefix, until_s, priority):
                 self._pending_writes.keep(entry, now_s)
 
     def _lower(self, prefix: Prefix, conversation: str | None, now_s: float, *, is_kept: bool) -> None:
@@ -247,6 +275,7 @@ class Hints:
             deadline_s=due.until_s,
             tokens=tokens,
             resident_tokens=0,
+            priority=due.priority,
         )
         places = [
             Place(group, chunk, ())
@@ -256,13 +285,13 @@ class Hints:
         self._operations.begin_prefetch(prefetch, places if now_s < due.until_s else [], now_s)
         return True
 
-    def _bounded(self, prefix: Prefix) -> Prefix:
+    def _bounded(self, prefix: Prefix, priority: Priority) -> Prefix:
         """The leading chunks that may be retained."""
-        limits = zip(self.retention.most, self._host.is_history, strict=True)
+        limits = zip(self.retention.most_of(priority), self._host.is_history, strict=True)
         most = min([most for most, is_history in limits if is_history], default=len(prefix.keys))
         return prefix if len(prefix.keys) <= most else Prefix(prefix.keys[:most], prefix.chunk_tokens)
 
     def _end(self, prefetch: PrefetchOperation, now_s: float) -> None:
         self._probes.forget(prefetch.request)
         if not prefetch.is_over:
-            self._retain(prefetch.prefix, prefetch.deadline_s, now_s, is_high=False)
+            self._retain(prefetch.prefix, prefetch.deadline_s, now_s, prefetch.priority)

@@ -56,6 +56,8 @@ class Limits:
     """How long a request waits at most for chunks that another engine has announced."""
     retained_share: float = 0.5
     """Share of each group's host slots that hints may retain."""
+    hint_share: float = 1.0
+    """Share of each group's host slots that one hint of a request may retain, within `retained_share`."""
     retain_s: float = 3600.0
     """How long a hint retains objects at most."""
     publishes: bool = False

@@ -36,6 +36,7 @@ from kvtier.types import (
     Outcome,
     Place,
     Prefix,
+    Priority,
     RequestId,
     StoreDone,
 )
@@ -204,6 +205,7 @@ class LoadOperation(Operation):
 class PrefetchOperation(LoadOperation):
     """One prefetch: it brings objects into host memory only."""
 
+    priority: Priority = Priority.NORMAL
     STEPS: ClassVar[Steps] = PREFETCH_STEPS
 
 

@@ -1,5 +1,6 @@
 """What the core puts out: commands, events and counters."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,6 +26,8 @@ class Counters:
     """Lookups without probes, because `REQUESTS_MAX` were tracked."""
     unqueued: int = 0
     """Objects that a store dropped because `WAITING_MAX` were waiting."""
+    refused_hints: Counter[str] = field(default_factory=Counter[str])
+    """Hints without effect, or with a part of it, by reason: `prefetches`, `retained` or `waiting`."""
 
 
 @dataclass(slots=True, eq=False)

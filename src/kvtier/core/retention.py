@@ -1,7 +1,8 @@
 """Objects that hints keep in host memory until a time, within a share of its slots.
 
 A retained object is READY, and no evictor has it. When its retention ends, it is a candidate for eviction again. Where
-the share is used up, the oldest retention ends early, its deepest chunk first. High priority outlasts the others.
+the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. One hint of a
+request retains at most a share of its own.
 """
 
 from collections import OrderedDict
@@ -9,7 +10,7 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 
 from kvtier.core.host_memory import READABLE, HostEntry, HostMemory
-from kvtier.types import Prefix
+from kvtier.types import Prefix, Priority
 
 SLACK = 64
 """Times without a retention that are tolerated before a clean-up."""
@@ -21,53 +22,65 @@ class Retention:
     Args:
         host: host memory.
         share: share of each group's slots that may be retained, at least 0 and less than 1.
+        hint_share: the same for one hint of a request; at least one object, if any may be retained.
+        refused: counts the hints that did not retain all that they named, as ``retained``.
     """
 
-    def __init__(self, host: HostMemory, share: float) -> None:
-        self._host = host
+    def __init__(self, host: HostMemory, share: float, hint_share: float, refused: dict[str, int]) -> None:
+        self._host, self._refused = host, refused
         self.most = [min(int(count * share), count - 1) for count in host.slots]
         """Most retained objects of each group."""
+        self._most_of_hint = [
+            min(most, max(1, int(count * hint_share))) for most, count in zip(self.most, host.slots, strict=True)
+        ]
         self.counts = [0] * len(host.slots)
         """Retained objects of each group."""
-        self._ends: dict[HostEntry, tuple[bool, float]] = {}
-        """Whether its priority is high, and the end, of each retained object."""
-        self._by_age = [(OrderedDict[HostEntry, None](), OrderedDict[HostEntry, None]()) for _ in host.slots]
-        """Retained objects of each group, of normal and of high priority: the oldest retention first, in it children
-        before parents. An object that several retain counts for the newest."""
+        self._ends: dict[HostEntry, tuple[Priority, float]] = {}
+        """The priority and the end of each retained object."""
+        self._by_age = [[OrderedDict[HostEntry, None]() for _ in Priority] for _ in host.slots]
+        """Retained objects of each group, by priority: the oldest retention first, in it children before parents. An
+        object that several retain counts for the newest, with the highest of their priorities."""
         self._by_end: dict[float, dict[HostEntry, None]] = {}
         self._deadlines: list[float] = []
         """Ends, as a heap."""
 
-    def retain(self, prefix: Prefix, until_s: float, *, is_high: bool) -> list[HostEntry]:
+    def most_of(self, priority: Priority) -> list[int]:
+        """Most objects of each group that one hint may retain."""
+        return self.most if priority is Priority.OPERATOR else self._most_of_hint
+
+    def retain(self, prefix: Prefix, until_s: float, priority: Priority) -> list[HostEntry]:
         """Retain what host memory has of `prefix`, its start first. Returns the objects that are retained now."""
         if len(self._deadlines) > 2 * len(self._ends) + SLACK:
             self._deadlines = sorted(self._by_end)
         kept: dict[HostEntry, None] = {}
+        named = 0
         for group, entries in enumerate(self._host.entries):
-            for key in prefix.keys:
-                entry = entries.get(key)
-                if entry is None or entry.residency not in READABLE:
-                    continue
-                if not self._retain(entry, until_s, kept, is_high=is_high):
+            found = [
+                entry for entry in map(entries.get, prefix.keys) if entry is not None and entry.residency in READABLE
+            ]
+            named += len(found)
+            for entry in found[: self.most_of(priority)[group]]:
+                if not self._retain(entry, until_s, kept, priority):
                     break
                 kept[entry] = None
             assert self.counts[group] <= self.most[group], "too many objects are retained"
+        self._refused["retained"] += named > len(kept)
         for entry in reversed(kept):
             self._by_age[entry.group][self._ends[entry][0]].move_to_end(entry)
         return [*kept]
 
-    def _retain(self, entry: HostEntry, until_s: float, kept: Collection[HostEntry], *, is_high: bool) -> bool:
+    def _retain(self, entry: HostEntry, until_s: float, kept: Collection[HostEntry], priority: Priority) -> bool:
         group, known = entry.group, self._ends.get(entry)
         if known is not None:
             self._take_out(entry)
-            is_high, until_s = known[0] or is_high, max(known[1], until_s)
-        elif self.counts[group] >= self.most[group] and not self._end_oldest(group, kept, is_high=is_high):
+            priority, until_s = max(known[0], priority), max(known[1], until_s)
+        elif self.counts[group] >= self.most[group] and not self._end_oldest(group, kept, priority):
             return False
         else:
             self._host.hold(entry)
             self.counts[group] += 1
-        self._ends[entry] = is_high, until_s
-        self._by_age[group][is_high][entry] = None
+        self._ends[entry] = priority, until_s
+        self._by_age[group][priority][entry] = None
         if until_s not in self._by_end:
             heappush(self._deadlines, until_s)
         self._by_end.setdefault(until_s, {})[entry] = None
@@ -98,9 +111,9 @@ class Retention:
         if self._deadlines:
             self.expire(max(self._deadlines))
 
-    def _end_oldest(self, group: int, kept: Collection[HostEntry], *, is_high: bool) -> bool:
+    def _end_oldest(self, group: int, kept: Collection[HostEntry], priority: Priority) -> bool:
         """End the oldest retention of one object, of no higher priority and not of `kept`; whether there was one."""
-        for by_age in self._by_age[group][: 1 + is_high]:
+        for by_age in self._by_age[group][: 1 + priority]:
             oldest = next(iter(by_age), None)
             if oldest is not None and oldest not in kept:
                 self._end(oldest)
@@ -108,8 +121,8 @@ class Retention:
         return False
 
     def _take_out(self, entry: HostEntry) -> None:
-        is_high, until_s = self._ends.pop(entry)
-        del self._by_age[entry.group][is_high][entry]
+        priority, until_s = self._ends.pop(entry)
+        del self._by_age[entry.group][priority][entry]
         del self._by_end[until_s][entry]
         if not self._by_end[until_s]:
             del self._by_end[until_s]

@@ -376,12 +376,12 @@ class TransferScheduler:
     def _advance_prefetches(self, now_s: float) -> bool:
         """Promote objects of prefetches while no load wants promotions. Returns whether a promotion started.
 
-        They take half of what a tier may have in flight, and slots without pending writes.
+        The operator's come first. They take half of what a tier may have in flight, and slots without pending writes.
         """
         if any(load.todo for load in self._operations.loads.values()):
             return False
         has_promoted = False
-        for prefetch in list(self._operations.prefetches.values()):
+        for prefetch in sorted(self._operations.prefetches.values(), key=lambda it: -it.priority):
             while prefetch.todo:
                 item, group = prefetch.todo[0], prefetch.todo[0].place.group
                 entry = self._host.find(item.key, group)

@@ -170,6 +170,15 @@ CAPACITY_BYTES = Metric(
 RETAINED_BYTES = Metric(
     "kvtier_retained_bytes", MetricKind.GAUGE, "bytes", (), "Bytes of host memory that hints retain, on all ranks."
 )
+HINT_REFUSALS = ("prefetches", "retained", "waiting", "priority")
+REFUSED_HINTS = Metric(
+    "kvtier_refused_hints_total",
+    MetricKind.COUNTER,
+    "",
+    (Label("reason", HINT_REFUSALS),),
+    "Hints of requests without their effect: too many prefetches that are due earlier; more than may be retained; too "
+    "many that wait for stores; a high priority that the settings do not allow.",
+)
 EVICTIONS = Metric("kvtier_evictions_total", MetricKind.COUNTER, "", (_PLACE,), "Good copies removed to make room.")
 WRITE_BYTES = Metric(
     "kvtier_tier_write_bytes_total",
@@ -258,6 +267,7 @@ METRICS: tuple[Metric, ...] = (
     HELD_BYTES,
     CAPACITY_BYTES,
     RETAINED_BYTES,
+    REFUSED_HINTS,
     EVICTIONS,
     WRITE_BYTES,
     DROPS,

@@ -6,9 +6,9 @@ The group of entry points is `kvtier.evictors`; each is a callable without argum
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, check_interface
 from kvtier.policy.adaptive import Adaptive
-from kvtier.policy.base import Evictor
+from kvtier.policy.base import Evictor, Hinted
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
 
@@ -25,15 +25,18 @@ def make_evictor(name: str) -> Evictor:
     """A new evictor of the policy `name`.
 
     Raises:
-        ConfigError: the policy is unknown, or its package cannot be loaded.
+        ConfigError: the policy is unknown, or its package cannot be loaded or is for another release of kvtier.
     """
     if name in EVICTORS:
         return EVICTORS[name]()
     points = entry_points(group="kvtier.evictors")
     if name not in points.names:
-        known = ", ".join(sorted({*EVICTORS, *points.names}))
-        raise ConfigError(f"unknown eviction policy {name!r}; allowed: {known}")
+        raise ConfigError(f"unknown eviction policy {name!r}; allowed: {', '.join(sorted(evictor_names()))}")
+    subject = f"eviction policy {name!r} ({points[name].value})"
     try:
-        return points[name].load()()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"eviction policy {name!r} cannot be loaded from {points[name].value!r}: {error}") from error
+        evictor: Evictor = points[name].load()()
+    except Exception as error:
+        raise ConfigError(f"{subject} cannot be loaded: {type(error).__name__}: {error}") from error
+    for interface in (Evictor, Hinted) if isinstance(evictor, Hinted) else (Evictor,):
+        check_interface(evictor, interface, subject)
+    return evictor

@@ -20,7 +20,7 @@ from kvtier.core.survey import CHUNKS_MAX, Survey
 from kvtier.keys.chain import Chain
 from kvtier.runtime.control_socket import ControlError
 from kvtier.runtime.session import Session
-from kvtier.types import Prefix, RequestId
+from kvtier.types import Prefix, Priority, RequestId
 
 TEXT_CHARACTERS_MAX: Final = 4096
 RESERVE_S: Final = 0.2
@@ -123,7 +123,7 @@ class Control:
             )
         tokens, prefix = self._prompt(arguments)
         fetched = self._fetched(prefix, until_s)
-        self._session.retain(prefix, seconds)
+        self._session.retain(prefix, seconds, Priority.OPERATOR)
         pinned_tokens = self._session.host_tokens(prefix, is_retained=True)
         return {"tokens": tokens, **fetched, "pinned_tokens": pinned_tokens, "seconds": seconds}
 
@@ -145,7 +145,7 @@ class Control:
         in_host = self._session.host_tokens(prefix)
         if in_host < stored_tokens:
             name = RequestId(f"prefetch {next(self._numbers)}")
-            self._session.prefetch(name, prefix, wait_s=until_s - time.monotonic())
+            self._session.prefetch(name, prefix, wait_s=until_s - time.monotonic(), priority=Priority.OPERATOR)
             while in_host < stored_tokens and time.monotonic() < until_s - RESERVE_S:
                 time.sleep(POLL_S)
                 in_host = self._session.host_tokens(prefix)

@@ -7,6 +7,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.host_memory import HOST
 from kvtier.layout import KvLayout, of_all_ranks
 from kvtier.observe import metric_definitions as table
+from kvtier.observe.metric_definitions import Metric
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime.executor import Completion, Observer, TierView, Work
 from kvtier.types import Direction, Drop, Outcome, Probe, Transfer
@@ -187,8 +188,6 @@ class Gauges:
         self._sizes = of_all_ranks(layouts, lambda group: 0 if group.copy else frame_bytes(group))
         self._tiers = TierGauges(metrics, views, cache.is_up, of_one_cap)
         self._counters = counters
-        self._relays_dropped = 0
-        self._evictions = 0
 
     def __call__(self) -> None:
         """Refresh the gauges."""
@@ -201,10 +200,15 @@ class Gauges:
         self._tiers.set_fill(HOST, held, capacity)
         retained = self._cache.hints.retention.counts
         self._metrics.set(table.RETAINED_BYTES, sum(retained[group] * size for group, size in sizes))
-        self._metrics.add(table.EVICTIONS, host.evictions - self._evictions, place=HOST)
-        self._evictions = host.evictions
-        self._metrics.add(table.RELAYS_DROPPED, self._cache.counters.relays_dropped - self._relays_dropped)
-        self._relays_dropped = self._cache.counters.relays_dropped
+        counters = self._cache.counters
+        self._count_up(table.EVICTIONS, host.evictions, place=HOST)
+        self._count_up(table.RELAYS_DROPPED, counters.relays_dropped)
+        for reason, count in counters.refused_hints.items():
+            self._count_up(table.REFUSED_HINTS, count, reason=reason)
         for name, count in self._cache.relays_waiting().items():
             self._metrics.set(table.RELAYS_WAITING, count, tier=name)
         self._tiers()
+
+    def _count_up(self, metric: Metric, total: int, **labels: str) -> None:
+        """Let a counter that only this counts be `total`."""
+        self._metrics.add(metric, total - self._metrics.get(metric, **labels), **labels)

@@ -25,6 +25,7 @@ from threading import get_ident
 from typing import ClassVar
 
 from kvtier.core.cache import Cache
+from kvtier.core.hints import PREFETCHES_MAX, WAITING_HINTS_MAX
 from kvtier.core.operations import WAITING_MAX
 from kvtier.core.probes import REQUESTS_MAX
 from kvtier.errors import BadCallError, KvError
@@ -524,6 +525,17 @@ class LockedCore:
         for name, count, effect in (
             (f"{REQUESTS_MAX} requests are open", counters.unprobed, "lower tiers are not probed for further ones"),
             (f"{WAITING_MAX} objects of stores wait for slots", counters.unqueued, "further ones are not stored"),
+            (
+                f"{PREFETCHES_MAX} prefetches are open",
+                counters.refused_hints["prefetches"],
+                "those that are due latest are ignored",
+            ),
+            (f"{WAITING_HINTS_MAX} hints wait for stores", counters.refused_hints["waiting"], "the oldest are ignored"),
+            (
+                "a hint exceeds limits.hint_percent or retained_percent",
+                counters.refused_hints["retained"],
+                "the rest is not retained",
+            ),
         ):
             if count and name not in self._warned:
                 self._warned.add(name)

@@ -245,6 +245,7 @@ def _limits(config: Config, *, publishes: bool) -> Limits:
         store_deadline_s=limits.store_deadline_s,
         announced_wait_s=limits.announced_wait_s,
         retained_share=limits.retained_percent / 100,
+        hint_share=limits.hint_percent / 100,
         retain_s=limits.retain_s,
         publishes=publishes,
         write_policy=WritePolicy(config.store.write_policy),

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
-from kvtier.errors import KvError, TierError
+from kvtier.errors import KvError, TierError, check_interface
 from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.layout import KvLayout
@@ -103,10 +103,11 @@ def open_rank(
         copy_threads: threads for gather and scatter.
 
     Raises:
-        ConfigError: a setting is wrong. Nothing stays open.
+        ConfigError: a setting is wrong, or the copier is for another release of kvtier. Nothing stays open.
         TierError: a required tier cannot be opened. Other tiers may open later.
         RuntimeError: the system cannot start a thread.
     """
+    check_interface(copier, Copier, f"the engine's copier {type(copier).__module__}.{type(copier).__qualname__}")
     layout = layout.on_rank(rank, ranks)
     slots = slots_for(layout, config.host.capacity_bytes, engine_chunk_bytes or chunk_bytes(layout) * ranks)
     arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock, shared=shared)

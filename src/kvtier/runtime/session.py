@@ -27,6 +27,7 @@ from kvtier.types import (
     Place,
     Prefix,
     Presence,
+    Priority,
     Recall,
     RequestId,
     Transfer,
@@ -324,14 +325,14 @@ class Session(LockedCore):
             return f"an internal error has switched kvtier off: {self.fault_record.failure}"
         return "the tenant has no key (store.keys_file, store.tenant)" if self._is_locked() else ""
 
-    def retain(self, prefix: Prefix, seconds: float, *, is_high: bool = False) -> None:
+    def retain(self, prefix: Prefix, seconds: float, priority: Priority = Priority.NORMAL) -> None:
         """Keep what host memory has of `prefix` there for `seconds`, at most `limits.retain_s`.
 
-        All retained objects have at most `limits.retained_percent` of host memory. Beyond it the oldest retention ends,
-        the deepest chunk first; those of a high priority end last. Lower tiers get the objects, too. The call counts
-        for stores of the prefix that began before it.
+        One hint of a request has at most `limits.hint_percent` of host memory, and all retained objects at most
+        `limits.retained_percent`. Beyond it the oldest retention of the lowest priority ends, the deepest chunk first.
+        Lower tiers get the objects, too. The call counts for stores of the prefix that began before it.
         """
-        self._wish(lambda now_s: self._cache.hints.retain(prefix, now_s + seconds, now_s, is_high=is_high))
+        self._wish(lambda now_s: self._cache.hints.retain(prefix, now_s + seconds, now_s, priority))
 
     def end_retention(self, prefix: Prefix) -> None:
         """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
@@ -356,6 +357,7 @@ class Session(LockedCore):
         conversation: str | None = None,
         *,
         wait_s: float = 0.0,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         """Have what lower tiers hold of `prefix` in host memory in `in_s` seconds, and keep it there as `retain` does.
 
@@ -364,17 +366,14 @@ class Session(LockedCore):
 
         Args:
             request: a name of its own; `release` ends the prefetch.
-            prefix: of the prompt; its leading chunks within `limits.retained_percent` are fetched.
+            prefix: of the prompt; its leading chunks within the limits of `retain` are fetched.
             in_s: seconds until it is needed, at most `limits.retain_s`.
             conversation: name of the conversation.
             wait_s: seconds after `in_s` that a slow tier may take at least.
+            priority: an operator's prefetches have places of their own, and come first.
         """
-        wish = self._cache.hints.prefetch
-        self._wish(
-            lambda now_s: (
-                None if self.is_lent else wish(request, prefix, now_s + in_s, now_s, conversation, wait_s=wait_s)
-            )
-        )
+        wish = partial(self._cache.hints.prefetch, conversation=conversation, wait_s=wait_s, priority=priority)
+        self._wish(lambda now_s: None if self.is_lent else wish(request, prefix, now_s + in_s, now_s))
 
     def forget_hints(self) -> None:
         """End every retention and prefetch."""

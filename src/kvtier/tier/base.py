@@ -4,9 +4,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import Held
 from kvtier.tier.loan import clear_frames
 from kvtier.tier.refusal_log import RefusalLog
@@ -76,6 +76,22 @@ class Tier(ABC):
 
     takes_batches = True
     """Whether a batch costs less than its objects one by one. Otherwise the mover's threads share the objects."""
+
+    name: str
+    refusals: RefusalLog
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: ANN401  # pyright: ignore[reportInconsistentConstructor]
+        """Refuse a class that lacks methods, such as one for an older release of kvtier.
+
+        Raises:
+            ConfigError: it lacks some. Python's own error would look like one of the storage, which may end by itself.
+        """
+        if cls.__abstractmethods__:
+            raise ConfigError(
+                f"tier class {cls.__module__}.{cls.__qualname__} is for another release of kvtier: "
+                f"{__name__}.Tier needs {', '.join(sorted(cls.__abstractmethods__))}"
+            )
+        return super().__new__(cls)
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -8,17 +8,17 @@ benchmarks, inspection, replay) asks this registry, and a module is imported whe
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
 from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch
-from kvtier.errors import ConfigError, install_hint
+from kvtier.errors import ConfigError, check_interface, install_hint, takes
 from kvtier.layout import KvLayout
 from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.store_view import StoreView
@@ -311,7 +311,27 @@ def _loaded(point: EntryPoint, source: str) -> TierKind[Any]:
     wrong = _flaw(kind, point.name)
     if wrong:
         raise ConfigError(f"{subject} is not usable: {wrong}")
-    return kind
+    return replace(
+        kind,
+        open=_checking(kind.open, Tier, subject),
+        open_trial=kind.open_trial and _checking(kind.open_trial, Tier, subject),
+        raw=kind.raw and _checking(kind.raw, RawClient, subject),
+        inspect=kind.inspect and _checking(kind.inspect, StoreView, subject),
+        view_at=_checking(kind.view_at, StoreView, subject),
+    )
+
+
+def _checking(make: Callable[..., Any], interface: type, subject: str) -> Callable[..., Any]:
+    """`make`, which refuses what lacks part of its interface."""
+
+    def checked(*arguments: object) -> object:
+        made: object = make(*arguments)
+        several = cast("Sequence[object]", made) if isinstance(made, Sequence) else [made]
+        for each in [it for it in several if it is not None]:
+            check_interface(each, interface, subject)
+        return cast("object", made)
+
+    return checked
 
 
 def _flaw(kind: object, name: str) -> str:
@@ -328,4 +348,9 @@ def _flaw(kind: object, name: str) -> str:
         return f"its settings have no {found.where!r}, which is its `where`"
     if lost := {each.key for each in settings(TierSettings)} - keys:
         return f"its settings replace {', '.join(sorted(lost))}; use config.schema.other_default"
+    hints = ((each.name, hint) for each in fields(TierKind) for hint in (each.type, *get_args(each.type)))
+    counts = {field: len(get_args(hint)[0]) for field, hint in hints if get_origin(hint) is Callable}
+    wrong = [it for it, count in counts.items() if not takes(getattr(found, it) or print, count)]
+    if wrong:
+        return f"it is for another release of kvtier, which calls its {' and '.join(wrong)} with other arguments"
     return ""

@@ -12,6 +12,13 @@ class Mirror:
     name = "mirror"
     id = 40_000
     is_exact = True
+    def bound(self, raw_bytes):
+        return raw_bytes
+    def encode(self, raw, into, element):
+        into[:len(raw)] = raw
+        return len(raw)
+    def decode(self, stored, into, element):
+        into[:] = stored
 class Low(Mirror):
     name = "low"
     id = 7

@@ -67,7 +67,6 @@ ELSEWHERE = {
     "FaultRecord.failed": "the session, when it is shut already",
     "FaultRecord.changed": "tiers that fail; see below",
     "FaultRecord.faulted": "tiers that fail; see below",
-    "Metrics.get": "tests",
     "Recalls.again": "a request to recall once more",
     **dict.fromkeys(("CommandCounters.renewed", "Events.renewed", "Journal.renewed"), "a core that begins anew"),
 }

@@ -3,6 +3,7 @@
 A request whose hints cannot be read in full opts out: nothing of it is stored.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, cast
 
@@ -15,7 +16,7 @@ from tests.vllm_engine_parts import Request
 from tests.waiting import wait_until
 
 from kvtier.codec.frame import frame_bytes
-from kvtier.config.sections import Config, HostConfig
+from kvtier.config.sections import Config, HostConfig, LimitsConfig
 from kvtier.connect.vllm.request_hints import (
     NO_HINTS,
     OPTED_OUT,
@@ -24,11 +25,11 @@ from kvtier.connect.vllm.request_hints import (
     request_hints,
     unknown_hints,
 )
-from kvtier.observe.metric_definitions import RETAINED_BYTES
+from kvtier.observe.metric_definitions import REFUSED_HINTS, RETAINED_BYTES
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS
-from kvtier.types import NextTurn
+from kvtier.types import NextTurn, Priority
 
 
 def request(params: object = None, session_id: object = None, salt: str | None = None) -> Request:
@@ -340,7 +341,9 @@ def test_what_may_not_be_loaded_may_be_stored(start):
 
 @pytest.mark.parametrize("retain_s", [None, 600])
 def test_a_retained_prompt_survives_others(start, retain_s):
-    engine = start(config=Config(host=HostConfig(capacity_bytes="4MiB", evictor="lru")))
+    engine = start(
+        config=Config(host=HostConfig(capacity_bytes="4MiB", evictor="lru"), limits=LimitsConfig(hint_percent=50))
+    )
     prompt = [engine.draw.randrange(1000) for _ in range(600)]
     engine.ask(prompt, 1, kv_transfer_params={"retain_s": retain_s})
     engine.settle()
@@ -356,6 +359,37 @@ def test_a_retained_prompt_survives_others(start, retain_s):
     before = engine.loaded_tokens
     engine.ask(prompt, 1)
     assert engine.loaded_tokens - before == (0 if retain_s is None else 512)
+
+
+def test_what_one_request_may_not_retain_is_counted_and_named_once(start, caplog):
+    engine = start(config=Config(host=HostConfig(capacity_bytes="4MiB")))
+    for number in (1, 2):
+        engine.ask([number] * 600, 1, kv_transfer_params={"retain_s": 600})
+        engine.settle()
+        counted = partial(engine.opened.metrics.get, REFUSED_HINTS, reason="retained")
+        wait_until(lambda: counted() == number, "the counter")  # noqa: B023 - it is called at once
+    assert caplog.text.count("limits.hint_percent or retained_percent: the rest is not retained") == 1
+    assert engine.opened.metrics.get(REFUSED_HINTS, reason="prefetches") == 0
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+@pytest.mark.parametrize("in_envelope", [True, False])
+def test_a_high_priority_counts_only_where_the_settings_allow_it(start, caplog, is_allowed, in_envelope):
+    engine = start(allows_high_priority=is_allowed)
+    said = {"kv_hint": envelope({"priority": "high"})} if in_envelope else {"priority": "high"}
+    for _ in range(2):
+        engine.ask([1] * 600, 1, kv_transfer_params=said)
+        engine.ask([2] * 600, 1, kv_transfer_params={"retain_s": 600})
+    engine.settle()
+    retention = engine.opened.session._cache.hints.retention
+    wait_until(lambda: sum(retention.counts), "the hints count")
+    ends = [len(by_age[Priority.HIGH]) for by_age in retention._by_age]
+    assert any(ends) is is_allowed
+    assert all(by_age[Priority.NORMAL] for by_age in retention._by_age), "the control: another hint counts"
+    assert engine.opened.metrics.get(REFUSED_HINTS, reason="priority") == (0 if is_allowed else 2)
+    assert caplog.text.count("priority = 'high'; allowed: 'low', 'normal'; with vllm.allow_high_priority") == (
+        not is_allowed
+    )
 
 
 def test_a_reset_ends_all_hints(start, monkeypatch):

@@ -3,6 +3,8 @@
 Each of them is bounded, and none changes what a load delivers.
 """
 
+from collections import Counter
+
 import pytest
 from tests.core_driver import LONG_S, Driver, key, prefix_of
 
@@ -10,7 +12,7 @@ from kvtier.core import hints
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import History, State
 from kvtier.policy.registry import EVICTORS
-from kvtier.types import Direction, Outcome
+from kvtier.types import Direction, Outcome, Priority
 
 DOCUMENT, OTHER = prefix_of("abc"), prefix_of("xyz")
 
@@ -89,16 +91,49 @@ def test_what_several_retain_ends_after_what_one_of_them_retains():
 def test_high_priority_outlasts_the_others():
     core = stored(slots=8, tiers=())
     core.store_and_run("other", OTHER)
-    core.retain(DOCUMENT, 10.0, is_high=True)
+    core.retain(DOCUMENT, 10.0, Priority.HIGH)
     core.retain(OTHER, 10.0)
     scan(core)
     assert core.present() >= {"a", "ab", "abc", "x"}, "four slots are retained"
     assert "xy" not in core.present()
     core.store_and_run("more", prefix_of("pqrs"))
-    core.retain(prefix_of("pqrs"), 9.0, is_high=True)
+    core.retain(prefix_of("pqrs"), 9.0, Priority.HIGH)
     scan(core)
     assert core.present() >= {"p", "pq", "pqr", "pqrs"}
     assert not {"a", "x"} & core.present()
+
+
+def test_one_hint_retains_at_most_its_share_and_the_operator_all_that_may_be_retained():
+    core = stored(slots=8, hint_share=0.25, tiers=())
+    for number in range(2):
+        core.retain(DOCUMENT, 10.0)
+        assert core.cache.hints.retention.counts == [2]
+        assert core.cache.counters.refused_hints == Counter({"retained": number + 1})
+    core.store_and_run("long", prefix_of("123456"))
+    core.retain(prefix_of("123456"), 10.0, Priority.OPERATOR)
+    scan(core)
+    assert {it for it in core.present() if it.startswith("1")} == {"1", "12", "123", "1234"}
+    assert core.cache.counters.refused_hints == Counter({"retained": 3})
+    core.retain(prefix_of("1234"), 10.0, Priority.OPERATOR)
+    assert core.cache.counters.refused_hints == Counter({"retained": 3}), "the control: all of it is retained"
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25])
+def test_a_small_host_memory_retains_one_object_of_a_hint(share):
+    core = stored(slots=4, hint_share=share, tiers=())
+    core.retain(DOCUMENT, 10.0)
+    assert core.cache.hints.retention.counts == [1]
+
+
+def test_what_the_operator_retains_outlasts_a_high_priority():
+    core = stored(slots=8, tiers=())
+    core.retain(DOCUMENT, 10.0, Priority.OPERATOR)
+    core.store_and_run("other", OTHER)
+    core.retain(OTHER, 10.0, Priority.HIGH)
+    core.retain(DOCUMENT, 10.0, Priority.HIGH)  # a request names the same prompt
+    scan(core)
+    assert core.present() >= {"a", "ab", "abc", "x"}
+    assert "xy" not in core.present()
 
 
 def test_a_retention_is_no_longer_than_the_limit():
@@ -174,6 +209,19 @@ def test_hints_that_wait_are_bounded(monkeypatch):
     scan(core)
     assert {"b", "c"} <= core.present()
     assert "a" not in core.present()
+    assert core.cache.counters.refused_hints == Counter({"waiting": 1})
+
+
+def test_the_operators_hints_wait_longer_than_those_of_clients(monkeypatch):
+    monkeypatch.setattr(hints, "WAITING_HINTS_MAX", 2)
+    core = Driver(tiers=(), slots=12)
+    for letter in "abc":
+        core.store(letter, prefix_of(letter))
+        core.retain(prefix_of(letter), 10.0, Priority.OPERATOR if letter == "a" else Priority.NORMAL)
+    core.run()
+    scan(core)
+    assert {"a", "c"} <= core.present()
+    assert "b" not in core.present()
 
 
 def test_an_object_that_leaves_is_wanted_again_when_it_is_retained():
@@ -407,3 +455,73 @@ def test_prefetches_are_bounded(monkeypatch):
     core.prefetch("q", DOCUMENT)
     core.run()
     assert core.present() == {"x", "xy", "xyz"}
+    assert core.cache.counters.refused_hints == Counter({"prefetches": 1})
+
+
+def prefetched(core: Driver) -> set[str]:
+    """Prompts that have been asked for."""
+    return {one.key.decode() for one in core.sent if one.direction is Direction.PROMOTE}
+
+
+def test_the_prefetch_that_is_due_latest_gives_up_its_place(monkeypatch):
+    monkeypatch.setattr(hints, "PREFETCHES_MAX", 2)
+    core = Driver(slots=24)
+    for letter in "abcde":
+        core.fill("disk", prefix_of(letter))
+    core.prefetch("a", prefix_of("a"), 1800.0)
+    core.prefetch("b", prefix_of("b"), 3600.0)
+    core.prefetch("c", prefix_of("c"), 20.0)  # in place of b
+    core.prefetch("d", prefix_of("d"), 3600.0)  # too late
+    core.prefetch("e", prefix_of("e"), 1800.0)  # no earlier
+    assert core.cache.counters.refused_hints == Counter({"prefetches": 3})
+    core.wait(19.5)
+    core.run()
+    assert prefetched(core) == {"c"}
+    core.wait(1780.0)
+    core.run()
+    core.wait(3600.0)
+    core.run()
+    assert prefetched(core) == {"a", "c"}
+    assert core.cache.next_deadline() is None
+
+
+def test_a_prefetch_whose_tiers_are_asked_gives_up_its_place(monkeypatch):
+    """Nothing of it is left, and its answer comes to nobody."""
+    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    core = Driver(slots=24)
+    core.fill("disk", DOCUMENT)
+    core.fill("disk", OTHER)
+    core.prefetch("p", DOCUMENT, 0.9)
+    assert core.probes
+    core.prefetch("q", OTHER)
+    core.run()
+    assert prefetched(core) == {"x", "xy", "xyz"}
+    assert not core.cache._probes._answers
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_the_operators_prefetches_have_places_of_their_own_and_come_first(monkeypatch, priority):
+    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    core = Driver(slots=40, promotes=2)
+    core.fill("disk", prefix_of("abcdefgh"))
+    core.fill("disk", OTHER)
+    core.prefetch("p", prefix_of("abcdefgh"))
+    core.run(directions=[])
+    assert len(core.going(Direction.PROMOTE)) == 1
+    core.prefetch("q", OTHER, priority=priority)
+    core.run()
+    order = [one.key.decode() for one in core.sent if one.direction is Direction.PROMOTE]
+    is_operators = priority is Priority.OPERATOR
+    assert order[1:4] == (["x", "xy", "xyz"] if is_operators else ["ab", "abc", "abcd"])
+    assert core.cache.counters.refused_hints == Counter({} if is_operators else {"prefetches": 1})
+
+
+def test_a_prefetch_of_a_client_is_no_longer_than_the_share_of_a_hint():
+    core = Driver(slots=8, hint_share=0.25)
+    core.fill("disk", prefix_of("abcdefgh"))
+    core.prefetch("p", prefix_of("abcdefgh"))
+    core.run()
+    assert core.present() == {"a", "ab"}
+    core.prefetch("q", prefix_of("abcdefgh"), priority=Priority.OPERATOR)
+    core.run()
+    assert core.present() == {"a", "ab", "abc", "abcd"}

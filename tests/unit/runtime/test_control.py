@@ -1,7 +1,9 @@
 """The calls of the control socket on a session with all real parts: what they find, clear and say of its health."""
 
+import math
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import control_socket, locked_core
 from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError
-from kvtier.types import Presence, StoreDone
+from kvtier.types import Presence, Priority, RequestId, StoreDone
 
 ROOT = bytes(32)
 ALL = {"host": "all", "fast": "all", "slow": "all"}
@@ -194,6 +196,32 @@ def test_a_prefetch_waits_for_what_lower_tiers_hold_and_a_pin_survives_pressure(
     assert adapter.ask("pin", tokens=others[0], seconds=50)["pinned_tokens"] <= 2 * CHUNK_TOKENS, "half of four slots"
     adapter.ask("clear", all=True)
     assert adapter.ask("unpin", tokens=others[0])["unpinned_tokens"] == 0
+
+
+def test_no_client_keeps_the_operator_or_others_from_host_memory(session, adapter, caplog):
+    """It gives more hints than there are places, due as late as possible, and retains what it can, with priority."""
+    victim = prefix_of(2, seed=7)
+    for seed in (7, 1, 2):
+        stored(session, f"s{seed}", prefix_of(2, seed=seed), places_of(range(2)))
+        settled(session)
+    for number in range(hints.PREFETCHES_MAX + 9):
+        session.prefetch(RequestId(f"p{number}"), prefix_of(1, seed=1000 + number), 3600.0, "attacker")
+    session.retain(prefix_of(2, seed=2), math.inf, Priority.HIGH)
+    assert session.host_tokens(prefix_of(2, seed=2), is_retained=True) == 32
+    assert session.host_tokens(victim) == 0
+    session.prefetch(RequestId("victim"), victim, 0.0, "victim")
+    until(lambda: session.host_tokens(victim) == 32)
+    others = tokens_of(2, seed=1)
+    assert adapter.ask("pin", tokens=others, seconds=50)["pinned_tokens"] == 32
+    session.retain(prefix_of(2, seed=2), math.inf, Priority.HIGH)
+    stored(session, "s8", prefix_of(2, seed=8), places_of(range(2)))
+    assert adapter.ask("unpin", tokens=others)["unpinned_tokens"] == 32
+    session.core.check()
+    assert session.core.counters.refused_hints == Counter({"prefetches": 10, "retained": 2}), (
+        "the victim, then the high one"
+    )
+    for text in ("256 prefetches are open", "limits.hint_percent"):
+        until(lambda text=text: caplog.text.count(text) == 1)
 
 
 @pytest.mark.parametrize(("command", "more"), [("prefetch", {}), ("pin", {"seconds": 5})])

@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
@@ -47,12 +48,13 @@ from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worker import IDLE_WAIT_S, StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
 from kvtier.keys.chain import Chain
+from kvtier.observe import metric_definitions as table
 from kvtier.runtime.guards import Feature, ends_by_itself
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.session import Session
 from kvtier.runtime.trace_recorder import Recorder
-from kvtier.types import LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
+from kvtier.types import LoadDone, Lookup, Prefix, Presence, Priority, RequestId, StoreDone
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,7 @@ class Scheduler:
             `do_remote_prefill` are the other's to load, and nothing is announced or waited for.
         restart: see `OwnCache.restart`.
         adapters: identities of the engine's adapters, if it has any.
+        allows_high_priority: requests may retain KV with a high priority.
         unknown_change: called when the weights have changed, or may have, and no call says when they are complete.
     """
 
@@ -141,6 +144,7 @@ class Scheduler:
         is_alone: bool = True,
         restart: Callable[[Collection[str]], None] = lambda _: None,
         adapters: Adapters | None = None,
+        allows_high_priority: bool = False,
         unknown_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._session, self._ranks, self._geometry = session, ranks, geometry
@@ -148,7 +152,7 @@ class Scheduler:
         self._object_bytes = object_bytes
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
-        self._is_alone = is_alone
+        self._is_alone, self._allows_high_priority = is_alone, allows_high_priority
         self._announces = announces if is_alone else None
         self._restart, self._unknown_change = restart, unknown_change
         self._weights = _Weights()
@@ -218,6 +222,12 @@ class Scheduler:
             who, outcome = f"request {request.request_id}", "ignored"
             unknown = unknown_fields(request) if self._is_alone else ""
             problems += [Problem("tokens", lie), Problem("unknown", unknown)]
+        if hints.priority == "high" and not self._allows_high_priority:
+            hints = hints._replace(priority="normal")
+            text = "priority = 'high'; allowed: 'low', 'normal'; with vllm.allow_high_priority = true also 'high'"
+            problems.append(Problem("high priority", text))
+            count = partial(self._session.metrics.add, table.REFUSED_HINTS, reason="priority")
+            self._guards.run(Feature.METRICS, count, otherwise=None)
         for field, text in problems:
             if text and field not in self._warned:
                 self._warned.add(field)
@@ -564,9 +574,9 @@ class Scheduler:
     def _give_hint(self, tracked: TrackedRequest) -> None:
         session, hints, conversation = self._session, tracked.hints, tracked.hints.conversation
         prefix = tracked.prefix(tracked.request.num_tokens)
-        is_high = hints.priority == "high"
-        if is_high or hints.retain_s is not None:
-            session.retain(prefix, math.inf if hints.retain_s is None else hints.retain_s, is_high=is_high)
+        priority = Priority.HIGH if hints.priority == "high" else Priority.NORMAL
+        if priority or hints.retain_s is not None:
+            session.retain(prefix, math.inf if hints.retain_s is None else hints.retain_s, priority)
         elif hints.priority == "low":
             session.lower(prefix, conversation)
         if hints.prefetch_in_s is not None:

@@ -288,6 +288,7 @@ class SchedulerSide:
             is_alone=is_alone,
             restart=own_cache.restart,
             adapters=self._keys.adapters,
+            allows_high_priority=config.vllm.allow_high_priority,
             unknown_change=lambda: self.calls.unknown_change(),  # noqa: PLW0108 - it is made below
         )
         self.calls = WeightCalls(
