@@ -5,7 +5,6 @@ A file is read again every minute, and a command runs again.
 
 import logging
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.keys.keyring import BYTES_MAX, FORM, Keyring, SealKey, parse
-from kvtier.keys.secret import Secret, private_file
+from kvtier.keys.secret import Secret, private_file, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ WARN_EVERY_S: Final = 600.0
 
 _COMMAND = "store.keys_command"
 _TOLD = "; it wrote: "
-_DIGITS = re.compile(r"[0-9A-Fa-f]{16,}")
 
 
 def read_file(path: Path) -> Keyring:
@@ -59,8 +57,8 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 
     Raises:
         ConfigError: it cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or a line is wrong; see
-            `keyring.parse`. The message has the end of what it wrote to standard error, without long hexadecimal
-            numbers, and nothing that it wrote to standard output.
+            `keyring.parse`. The message has the end of what it wrote to standard error, `redacted`, and nothing
+            that it wrote to standard output.
     """
     ends_s = time.monotonic() + deadline_s
     # Files in memory: with pipes, a process that outlives the program and keeps them would have to be waited for.
@@ -80,7 +78,7 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
             time.sleep(0.01)
         written, complaint = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, errors))
     if child.returncode:
-        why = " ".join(_DIGITS.sub("(hidden)", complaint.decode(errors="replace")).split())[-200:]
+        why = " ".join(redacted(complaint.decode(errors="replace")).split())[-200:]
         raise ConfigError(f"{_COMMAND} ended with status {child.returncode}{_TOLD}{why or 'nothing'}")
     if not written.strip():  # of a pipe whose first part failed, say; a comment stands for no keys
         raise ConfigError(f"{_COMMAND} wrote nothing")

@@ -7,6 +7,7 @@ error messages nor its `repr` show it.
 import errno
 import hmac
 import os
+import re
 import secrets
 import shlex
 import stat
@@ -20,6 +21,12 @@ from kvtier.errors import ConfigError
 SECRET_BYTES: Final = 32
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 _WHAT = "secret file"
+
+# Patterns without nested repetitions: their time grows with the text, and not with its square.
+_DIGITS = re.compile(r"[0-9A-Fa-f]{16,}")
+_NAMED = re.compile(
+    r"((?:pass|secret|token|credential|auth)[A-Za-z_]{0,20}['\"]? ?[=:]|api.?key[ =:]).*", re.DOTALL | re.IGNORECASE
+)
 
 _KEY_ID_OF = b"kvtier.key-id"
 _ID_BYTES = 16
@@ -35,6 +42,19 @@ class Secret(bytes):
         return f"Secret({len(self)} bytes)"
 
     __str__ = __repr__
+
+
+def redacted(text: str) -> str:
+    """`text` for messages, without what may be a secret. It may be a URL, a tier, or what a program wrote.
+
+    It hides a login before ``@``, everything after a word such as ``password=``, and long hexadecimal numbers.
+    """
+    head, colon, rest = text.partition(":")
+    at = max(rest.rfind("@"), rest.rfind("%40"))
+    login = rest[: max(at, 0)]
+    if colon and at >= 0 and (login.startswith("//") or ":" in login or "%3" in login):  # %3A is a colon
+        text = f"{head}:(hidden)@{rest[at:].removeprefix('@').removeprefix('%40')}"
+    return _DIGITS.sub("(hidden)", _NAMED.sub(r"\1(hidden)", text))
 
 
 def key_id(secret: Secret) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config.sections import StoreConfig
 from kvtier.errors import ConfigError
-from kvtier.keys.secret import Secret, load_or_create
+from kvtier.keys.secret import Secret, load_or_create, redacted
 
 HEX = "00112233445566778899aabbccddeeff" * 2
 
@@ -122,3 +122,29 @@ def test_a_secret_shows_itself_nowhere(tmp_path, caplog):
         assert secret.hex() not in text
         assert repr(bytes(secret))[2:-1] not in text
     assert isinstance(pickle.loads(pickle.dumps(secret)), Secret)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("disk:/mnt/a@b/kv", "disk:/mnt/a@b/kv"),
+        ("s3:bucket/prefix", "s3:bucket/prefix"),
+        ("valkey:user:p@ss@h:1", "valkey:(hidden)@h:1"),
+        ("https://user@h/x", "https:(hidden)@h/x"),
+        ("valkey:u%3Ap%40h", "valkey:(hidden)@h"),
+        ("h?Password = x y", "h?Password =(hidden)"),
+        ('{"store.secret": "x"}', '{"store.secret":(hidden)'),
+        (f"for {HEX}.", "for (hidden)."),
+        ("deadbeef", "deadbeef"),
+    ],
+)
+def test_texts_are_shown_without_what_may_be_a_secret(text, shown):
+    assert redacted(text) == shown
+
+
+@pytest.mark.parametrize(
+    "part", [":", "a", "@", "0", "0g", "pass", "pass ", "%40", "//:", "secret_", "api.key", "\u0130:"]
+)
+def test_redacting_a_long_text_takes_time_in_proportion_to_it(part):
+    """With time that grows with the square or the cube of a text, a million characters would not end."""
+    assert redacted(part * (10**6 // len(part)))

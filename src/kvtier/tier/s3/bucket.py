@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.store import S3Store
 
-from kvtier.config.value_types import PrivateText, without_login
+from kvtier.config.value_types import PrivateText, shown_place
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.s3.errors import hint, refusal_of
 
@@ -198,7 +198,7 @@ def parse_url(url: str) -> tuple[str, str]:
     bucket, _, prefix = rest.removeprefix("//").partition("/")
     parts = prefix.strip("/").split("/") if prefix.strip("/") else []
     if not _BUCKET.fullmatch(bucket) or not all(_PREFIX_PART.fullmatch(part) for part in parts):
-        shown = without_login(f"s3:{rest}")[:200]
+        shown = shown_place(f"s3:{rest}")
         raise ConfigError(
             f"S3 URL {shown!r}: allowed: s3://BUCKET or s3://BUCKET/PREFIX; BUCKET: 3 to 63 lower-case letters, "
             "digits, dots and hyphens; PREFIX: letters, digits and . _ = - between slashes"
@@ -214,19 +214,19 @@ def check_endpoint(endpoint: str, *, allow_http: bool) -> None:
     """
     if not endpoint:
         return
+    shown = shown_place(endpoint)
     try:
         parts = urlsplit(endpoint)
         is_plain = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        shown = without_login(endpoint)[:200]
         raise ConfigError(f"S3 endpoint {shown!r}: not a URL; allowed: https://HOST[:PORT]") from None
     if parts.username is not None or parts.password is not None:
         raise ConfigError("S3 endpoint (hidden): has a user name or password; name them in the tier's own settings")
     beyond = parts.path.rstrip("/") or parts.query or parts.fragment
     if parts.scheme not in {"http", "https"} or not is_plain or beyond or not _HOST.fullmatch(parts.netloc):
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: allowed: https://HOST[:PORT]")
+        raise ConfigError(f"S3 endpoint {shown!r}: allowed: https://HOST[:PORT]")
     if parts.scheme == "http" and not allow_http:
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: has no TLS; allowed: https://, or set allow_http = true")
+        raise ConfigError(f"S3 endpoint {shown!r}: has no TLS; allowed: https://, or set allow_http = true")
 
 
 def _folders(store: S3Store, prefix: str) -> list[bytes]:

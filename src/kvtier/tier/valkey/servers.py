@@ -300,5 +300,8 @@ def _mistake(error: Exception) -> str:
 
 
 def _shown(part: str) -> str:
-    """Without what may be a password."""
-    return repr(part.rpartition("@")[2][:80])
+    """Without what may be a password: a login, and what follows a host."""
+    whole = part.rpartition("@")[2].strip()
+    found = _ADDRESS.match(whole)
+    shown = found[0] if found else ""
+    return repr(shown if shown == whole else f"{shown}(hidden)")
