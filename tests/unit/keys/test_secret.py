@@ -70,6 +70,19 @@ def test_a_file_that_others_can_read_is_refused(tmp_path, mode):
         load_or_create(path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_a_file_of_another_user_is_refused_unless_its_store_may_be_anothers(tmp_path):
+    path = tmp_path / "secret"
+    made = load_or_create(path)
+    os.chown(path, 12345, -1)
+    for is_inside in (False, True):
+        with pytest.raises(ConfigError, match=rf"{path} belongs to user 12345; allowed: .*chown 0 "):
+            load_or_create(path, is_inside=is_inside)
+    assert load_or_create(path, is_inside=True, any_owner=True) == made
+    os.chown(path, 0, -1)
+    assert load_or_create(path) == made
+
+
 @pytest.mark.parametrize("length", [0, 31, 33])
 def test_a_file_of_another_length_is_refused(tmp_path, length):
     path = tmp_path / "secret"
