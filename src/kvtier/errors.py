@@ -41,6 +41,13 @@ class ConfigError(KvError):
     """A setting is wrong. The message names the value, its origin and the allowed values."""
 
 
+class UnusablePathError(ConfigError):
+    """What is at a path or an address that a setting names cannot be used: the setting itself may be right.
+
+    It never stops a start, unless a tier needs it that is required. For commands it is a mistake.
+    """
+
+
 class BadCallError(KvError, ValueError):
     """The arguments of a call are invalid. The call had no effect."""
 
@@ -62,9 +69,9 @@ class NoRoomError(TierError):
 
 
 class DamagedStoreError(TierError):
-    """What is at a store's place cannot be used or changed: its marker is missing, damaged or foreign, for example.
+    """What is at a store's place cannot be used or changed: its marker is missing, or its server refuses the password.
 
-    Waiting does not help. `kvtier inspect repair` mends the store, or the message says what to do.
+    Waiting does not help. `kvtier inspect repair` mends a store of files, or the message says what to do.
     """
 
 

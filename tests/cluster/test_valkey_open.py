@@ -243,7 +243,7 @@ def test_a_tier_from_a_text(valkey):
     assert "valkey" in registry.built_in()
     with pytest.raises(ConfigError, match=r"store\.secret_file"):
         KIND.open(settings, TierContext(layout=LAYOUT))
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="file /no/such/file cannot be read: No such file"):
         KIND.open(ValkeySettings(addresses="host", tls=True, ca_file="/no/such/file"), CONTEXT)
 
 

@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import stat
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -305,6 +306,63 @@ def test_another_user_can_neither_connect_nor_is_believed_when_the_mode_is_wrong
     finally:
         folder.rmdir()
     assert calls.made == []
+
+
+@pytest.mark.parametrize(("change", "who"), [("owner", 65534), ("mode", 0), ("peer", 65534)])
+def test_a_client_sends_nothing_to_a_socket_that_another_user_holds_or_can_replace(path, change, who):
+    """A prompt and its salt are for the engine alone, and root asks as well as its user."""
+    if not IS_ROOT:
+        pytest.skip("only root can be another user")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        os.seteuid(who if change == "peer" else 0)  # a client sees the user at the time of `listen`
+        try:
+            listener.listen(1)
+        finally:
+            os.seteuid(0)
+        if change == "owner":
+            os.chown(path, who, who)
+        path.chmod(0o622 if change == "mode" else 0o600)
+        with pytest.raises(ControlError, match=f"nothing was sent to {path}: user .*allowed: this user or root"):
+            ask(path, "find", {"tokens": [1], "salt": "tenant"})
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(1) == b"", "the connection ends, and nothing came"
+
+
+def test_the_client_asks_an_engine_of_root(served, monkeypatch):
+    """The control of the test above."""
+    assert ask(served.path, "find", {})["command"] == "find"
+    monkeypatch.setattr(module, "peer_of", lambda _peer: (1, 0))
+    assert ask(served.path, "find", {})["command"] == "find"
+
+
+def test_a_forked_child_keeps_no_listener_and_no_connection(path, calls):
+    """Else the socket of a killed engine would listen, and its clients would wait, as long as a child lives."""
+    reader, writer = os.pipe()
+    engine = os.fork()
+    if engine == 0:
+        ControlSocket(path, calls.answer)
+        with connected(path) as waiting:
+            waiting.sendall(line(command="hang", deadline_s=30))
+            until(lambda: calls.made)
+            child = os.fork()
+            if child:
+                os.write(writer, b"%d" % child)
+            time.sleep(60)
+        os._exit(0)
+    child = int(os.read(reader, 20))
+    try:
+        with connected(path) as client:
+            os.kill(engine, signal.SIGKILL)
+            os.waitpid(engine, 0)
+            with suppress(ConnectionResetError):
+                assert received(client) == b""
+        server = ControlSocket(path, calls.answer)
+        assert ask(path, "find", {})["command"] == "find"
+        server.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def _tried_as(user: int, path: Path) -> str:

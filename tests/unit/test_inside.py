@@ -110,11 +110,16 @@ def test_a_root_that_all_may_write_to_is_refused_and_one_of_a_group_is_reported_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory to another user")
-def test_a_root_of_another_user_is_reported(tmp_path, caplog):
+def test_a_root_of_another_user_is_refused_and_reported_where_it_is_allowed(tmp_path, caplog):
     os.chown(tmp_path, 12345, -1)
-    with caplog.at_level(logging.WARNING):
+    with pytest.raises(ConfigError, match=rf"belongs to user 12345.*chown 0 {tmp_path}.*any_owner = true"):
         check_private("t", tmp_path)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        check_private("t", tmp_path, any_owner=True)
     assert "belongs to user 12345" in caplog.text
+    os.chown(tmp_path, 0, -1)
+    assert check_private("t", tmp_path) is None
 
 
 def test_a_gate_is_closed_in_a_forked_child_even_when_a_thread_held_its_lock():

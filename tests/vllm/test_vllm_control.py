@@ -11,7 +11,7 @@ from harness import Ask
 from judge import is_same, prompt
 from settings import CHUNK, connector, whole
 
-from kvtier.runtime.control_socket import ControlError, ask
+from kvtier.runtime.control_socket import FORMS, ControlError, ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 
@@ -29,7 +29,9 @@ def codes(at: Path, request: str) -> list[str]:
 
 
 def why(at: Path, request: str) -> dict[str, Any]:
-    return ask(at, "why", {"request": request})
+    whole, checked = (ask(at, "why", {"request": request}, form=form) for form in (None, FORMS["why"]))
+    assert whole | {"ended_ago_s": 0} == checked | {"ended_ago_s": 0}
+    return checked
 
 
 def text_of(at: Path, request: str, code: str) -> str:
@@ -56,7 +58,7 @@ def until_in(at: Path, tokens: list[int], place: str) -> None:
 def test_an_engine_explains_finds_and_clears(start: Start, expected: Expected, tmp_path: Path, at: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv", control__socket=str(at)), max_num_seqs=4)
     wanted, full = expected("llama")["long"], whole(len(LONG))
-    health = ask(at, "health", {})
+    health = ask(at, "health", {}, form=FORMS["health"])
     assert (health["live"], health["ready"], health["problem"]) == (True, True, "")
     assert health["tiers"]["directory"] == {"reads": True, "writes": True, "detail": ""}
     assert places(at, LONG) == [(0, full, set())]
@@ -125,7 +127,7 @@ def test_an_internal_error_shows_in_health_and_the_engine_goes_on(
     engine = start("llama", connector(tmp_path / "kv", control__socket=str(at)), sabotage="sabotage:fail_lookups")
     assert ask(at, "health", {})["ready"]
     assert is_same("llama", engine.ask(SHORT)[0], expected("llama")["short"])
-    health = ask(at, "health", {})
+    health = ask(at, "health", {}, form=FORMS["health"])
     assert (health["live"], health["ready"]) == (True, False)
     assert health["problem"] == "an internal error has switched kvtier off: RuntimeError: a mistake of ours"
     assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
@@ -228,8 +230,20 @@ def test_changed_weights_and_a_missing_key_are_named(start: Start, checkpoints: 
         found(at, LONG)
 
 
-def test_two_engines_at_one_path_are_refused_at_the_start(start: Start, tmp_path: Path, at: Path) -> None:
-    start("llama", connector(None, control__socket=str(at)))
-    with pytest.raises(Exception, match="another engine listens there"):
-        start("llama", connector(None, control__socket=str(at)))
-    assert ask(at, "health", {})["ready"]
+def test_what_lies_at_the_path_never_stops_an_engine(start: Start, expected: Expected, at: Path) -> None:
+    """A file, or the socket of another engine: the engine starts without a socket, and the other one keeps its own."""
+    at.parent.mkdir(mode=0o700)
+    at.write_text("a file")
+    first = start("llama", connector(None, control__socket=str(at)))
+    with pytest.raises(ControlError, match="no engine listens"):
+        ask(at, "health", {})
+    assert at.read_text() == "a file"
+    first.close()
+    at.unlink()
+    first = start("llama", connector(None, control__socket=str(at)))
+    second = start("llama", connector(None, control__socket=str(at)))
+    assert is_same("llama", second.ask(LONG)[0], expected("llama")["long"])
+    assert found(at, LONG) == 0, "the first engine answers"
+    first.close()
+    with pytest.raises(ControlError, match="no engine listens"):
+        ask(at, "health", {})

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvtier.codec.frame import frame_bytes
 from kvtier.config import tier_list
 from kvtier.config.sections import Config
+from kvtier.config.value_types import shown_place
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.operations import WAITING_MAX
@@ -294,7 +295,7 @@ def trial_settings(word: str, root: Path) -> TierSettings:
     kind = tier_list.kind_of(word, "--tier")
     if kind.open_trial is None:
         raise ConfigError(
-            f"--tier {tier_list.shown_text(word)}: tiers of kind {kind.name} have no temporary store to measure; "
+            f"--tier {shown_place(word)}: tiers of kind {kind.name} have no temporary store to measure; "
             "`kvtier bench tier` uses the store itself"
         )
     return tier_list.parse(word, "--tier", where=root)

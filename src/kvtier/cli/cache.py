@@ -19,6 +19,7 @@ from kvtier.runtime.control_socket import (
     ANSWER_BYTES_MAX,
     DEADLINE_S,
     DEADLINE_S_MAX,
+    FORMS,
     PID,
     SETTING,
     ControlError,
@@ -42,7 +43,7 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
         socket: Path | None, deadline_s: float, file: Path | None, flags: tuple[str, ...], **given: object
     ) -> int:
         def call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-            return ask(_socket(socket, file, flags), name, arguments, deadline_s)
+            return ask(_socket(socket, file, flags), name, arguments, deadline_s, FORMS[name])
 
         return command(call, **given)
 

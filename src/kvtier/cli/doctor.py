@@ -26,6 +26,7 @@ from kvtier.connect.local_files import installed_version
 from kvtier.connect.sglang import installed as sglang_installed
 from kvtier.connect.vllm import installed as vllm_installed
 from kvtier.errors import ConfigError, install_hint
+from kvtier.keys.secret import redacted
 
 TRANSFORMERS = {"torch": (2, 11), "transformers": (5, 17)}
 """The least releases of the packages that the adapter of Transformers needs, as in pyproject.toml."""
@@ -104,7 +105,9 @@ def vllm(
     try:
         engine_arguments = shlex.split(engine_args)
     except ValueError as error:
-        raise ConfigError(f"--engine-args {engine_args!r}: {error}; allowed: a command line in shell syntax") from None
+        raise ConfigError(
+            f"--engine-args {redacted(engine_args)!r}: {error}; allowed: a command line in shell syntax"
+        ) from None
     found = vllm_doctor.examine(transfer, tiers, model, block_size, engine_arguments, TimeLimit(timeout_s))
     return report(found, as_json=as_json)
 

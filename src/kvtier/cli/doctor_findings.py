@@ -32,7 +32,7 @@ from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load, model_id
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
-from kvtier.runtime.control_socket import HEALTH, SETTING, ControlError, ask
+from kvtier.runtime.control_socket import FORMS, HEALTH, SETTING, ControlError, ask
 from kvtier.tier import store_notes as notes
 from kvtier.tier.machine import nearest_existing, path_problem
 from kvtier.tier.registry import TierKind, TierSettings, kind_of
@@ -265,16 +265,12 @@ def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
     """The health of the engines that listen at `socket`."""
     for path in sockets(socket) or [socket]:
         try:
-            health = ask(path, HEALTH, {}, max(limit.left_s(READ_SHARE), 0.1))
+            health = ask(path, HEALTH, {}, max(limit.left_s(READ_SHARE), 0.1), FORMS[HEALTH])
         except ControlError as error:
             level = "warning" if os.access(path, os.F_OK) else "note"
             yield DoctorFinding(level, SETTING, str(error), "start the server, or look into its log if it should run")
             continue
-        try:
-            yield from list(_health(path, health))
-        except (AttributeError, KeyError, TypeError):
-            text = f"the answer of {path} has another form than that of this release"
-            yield DoctorFinding("warning", SETTING, text, "use the kvtier of the server's environment")
+        yield from _health(path, health)
 
 
 def _health(path: Path, health: Mapping[str, Any]) -> Iterator[DoctorFinding]:

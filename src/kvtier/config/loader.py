@@ -11,6 +11,7 @@ from kvtier.config.schema import read, read_toml, settings
 from kvtier.config.sections import SECTIONS, Config, find, find_section
 from kvtier.config.tier_list import HOST, SettingOrigin, TierList
 from kvtier.errors import ConfigError
+from kvtier.keys.secret import redacted
 
 PREFIX = "KVTIER_"
 TIERS = "tiers"
@@ -132,7 +133,8 @@ def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object
             continue
         find_section(name, origin)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} = {value!r} (from {origin}): allowed: a section of settings, such as {{...}}")
+            what = f"is a {type(value).__name__}"
+            raise ConfigError(f"{name} (from {origin}) {what}; allowed: a section of settings, such as {{...}}")
         for inner, raw in cast("Mapping[str, object]", value).items():
             yield f"{name}.{inner}", raw
 
@@ -185,9 +187,12 @@ def _from_flags(flags: Iterable[str], tiers: Sequence[str]) -> Iterator[_RawSett
     for flag in flags:
         name, equals, raw = flag.partition("=")
         section, dot, key = name.strip().partition(".")
-        if not equals or not dot or (section == TIERS and not key.partition(".")[2]):
+        is_name = bool(equals) and redacted(name) == name  # else it may hold a secret, such as one that ends in "="
+        if not is_name or not dot or (section == TIERS and not key.partition(".")[2]):
+            hidden = f"{section}.(hidden)" if section in SECTIONS else "(hidden)"
+            shown = name if is_name else hidden
             raise ConfigError(
-                f"flag --set {name[:80]}: not section.key=value or tiers.NAME.key=value; allowed sections: "
+                f"flag --set {shown[:80]}: not section.key=value or tiers.NAME.key=value; allowed sections: "
                 f"{', '.join(SECTIONS)}"
             )
         yield _RawSetting(section, key, raw, SettingOrigin("flag", f"--set {name.strip()}"), is_text=True)

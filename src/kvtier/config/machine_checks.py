@@ -72,16 +72,29 @@ def check(
 
 
 def refuse_unusable(
-    config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
+    config: Config,
+    origins: Mapping[str, SettingOrigin] | None = None,
+    file: Path | None = None,
+    *,
+    is_start: bool = False,
 ) -> None:
-    """Refuse settings that stop every start on this machine. Of tiers only required ones do, and only they are read.
+    """Refuse settings that cannot work on this machine. Of tiers only required ones are read.
+
+    Args:
+        config: the settings.
+        origins: see `check`.
+        file: see `check`.
+        is_start: an engine starts, which what lies at a path does not stop, unless a required tier needs it.
 
     Raises:
         ConfigError: the message names the setting, its origin if known, and the problem.
     """
     required = replace(config, tiers=tuple(tier for tier in config.tiers if tier.required))
+    passing: set[str] = set()
+    if is_start:
+        passing = {"trace.path", "journal.path", *(() if required.tiers else ("store.secret_file", "store.keys_file"))}
     for finding in check(required, origins, file):
-        if finding.level == "error":
+        if finding.level == "error" and finding.setting not in passing:
             raise ConfigError(str(finding).replace(" (from Python)", ""))
 
 

@@ -7,8 +7,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from kvtier.config.value_types import Hidden, Kind, without_login
+from kvtier.config.value_types import FormedText, Hidden, Kind
 from kvtier.errors import ConfigError
+from kvtier.keys.secret import redacted
 
 FILE_BYTES_MAX = 1 << 20
 LINE_DOTS_MAX = 256
@@ -37,9 +38,16 @@ class Setting(NamedTuple):
         return f"{self.section}.{self.key}"
 
 
-def setting(default: _Value, kind: Kind, help: str, source: str = "") -> _Value:  # noqa: A002 - the word that click uses
-    """A field of a `SettingsSection`."""
-    return field(default=default, metadata={"kind": kind, "help": help, "source": source})
+def setting(
+    default: _Value,
+    kind: Kind,
+    help: str,  # noqa: A002 - the word that click uses
+    source: str = "",
+    *,
+    is_private: bool = False,
+) -> _Value:
+    """A field of a `SettingsSection`; the section's `repr` leaves out what `is_private`."""
+    return field(default=default, repr=not is_private, metadata={"kind": kind, "help": help, "source": source})
 
 
 def needed(kind: Kind, help: str) -> Any:  # noqa: A002, ANN401 - as `dataclasses.field`
@@ -94,8 +102,10 @@ def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object
     try:
         return setting.kind.read(raw, is_text=is_text)
     except (ValueError, OverflowError) as error:
-        shown = "(hidden)" if isinstance(setting.kind, Hidden) else _short(raw)
-        message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {setting.kind.allowed}"
+        kind = setting.kind
+        is_hidden = isinstance(kind, Hidden) or (isinstance(kind, FormedText) and kind.is_hidden)
+        shown = "(hidden)" if is_hidden else short(raw)
+        message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {kind.allowed}"
         raise ConfigError(message) from None
 
 
@@ -128,6 +138,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"file {path}: not TOML: {error}") from error
 
 
-def _short(raw: object) -> str:
-    text = repr(without_login(raw) if isinstance(raw, str) else raw)
+def short(raw: object) -> str:
+    """A value for messages, without what may be a secret."""
+    if type(raw) in {list, tuple, dict}:
+        return f"({type(raw).__name__})"
+    text = repr(redacted(raw)) if isinstance(raw, str) else redacted(repr(raw))
     return text if len(text) <= 80 else f"{text[:77]}..."

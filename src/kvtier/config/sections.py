@@ -23,6 +23,7 @@ from kvtier.config.value_types import (
     Location,
     PrivateText,
     Seconds,
+    SecretLocation,
     Size,
     Switch,
 )
@@ -83,17 +84,23 @@ class StoreConfig(SettingsSection):
     )
     codec: str = setting("raw", Choice(codecs.names), "Encoding of chunks in lower tiers.")
     secret_file: Path | None = setting(
-        None, Location(), "File with the secret that keys all names; none: created in a tier's store (mode 0600)."
+        None,
+        SecretLocation(),
+        "File with the secret that keys all names; none: created in a tier's store (mode 0600).",
+        is_private=True,
     )
     secret: Secret | None = setting(
         None, Hidden(), "The secret itself, for stores that share one. Prefer a file or the environment to a flag."
     )
     keys_file: Path | None = setting(
-        None, Location(), "File with keys of sealed frames (mode 0600), read again every minute; none: the secret's."
+        None,
+        SecretLocation(),
+        "File with keys of sealed frames (mode 0600), read again every minute; none: the secret's.",
+        is_private=True,
     )
     keys_command: str = setting(
         "",
-        FormedText(form="a program and its arguments, quoted as in a shell", is_formed=shlex.split),
+        FormedText(form="a program and its arguments, quoted as in a shell", is_formed=shlex.split, is_hidden=True),
         "Program that writes keys of sealed frames, run every minute without a shell; empty: none.",
     )
     keys: PrivateText = setting(
@@ -102,7 +109,9 @@ class StoreConfig(SettingsSection):
     tenant: str = setting(
         "",
         FormedText(
-            form="1 to 64 letters, digits, dots, underscores and hyphens, but not '-' alone", is_formed=TENANT.fullmatch
+            form="1 to 64 letters, digits, dots, underscores and hyphens, but not '-' alone",
+            is_formed=TENANT.fullmatch,
+            is_hidden=True,
         ),
         "Tenant of the engine: it shares no KV with others, and its keys seal; empty: none.",
     )

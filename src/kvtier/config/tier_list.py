@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
-from kvtier.config.schema import Setting, SettingsSection, near, read, setting, settings
-from kvtier.config.value_types import PrivateText, Rate, Seconds, Size, Text, without_login
+from kvtier.config.schema import Setting, SettingsSection, near, read, setting, settings, short
+from kvtier.config.value_types import PrivateText, Rate, Seconds, Size, Text, shown_place
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierKind, TierSettings
@@ -245,7 +245,7 @@ def _draft(item: object, origin: SettingOrigin) -> _Draft:
         return _of_text(item, origin)
     if isinstance(item, Mapping):
         return _of_table(cast("Mapping[str, object]", item), origin)
-    raise ConfigError(f"tiers (from {origin}): {str(item)[:80]!r}; allowed: tables [[tiers]], or texts {FORM}")
+    raise ConfigError(f"tiers (from {origin}): {short(item)}; allowed: tables [[tiers]], or texts {FORM}")
 
 
 def _of_settings(tier: TierSettings, origin: SettingOrigin) -> _Draft:
@@ -257,10 +257,10 @@ def _of_table(table: Mapping[str, object], origin: SettingOrigin) -> _Draft:
     values = dict(table)
     kind_name, name = values.pop("kind", None), values.pop("name", None)
     if not isinstance(kind_name, str):
-        what = "without kind" if kind_name is None else f"with kind = {kind_name!r}"
+        what = "without kind" if kind_name is None else f"with kind = {short(kind_name)}"
         raise ConfigError(f"tiers (from {origin}): a tier {what}; known kinds: {', '.join(registry.names())}")
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"tiers (from {origin}): a tier with name = {name!r}; allowed: a text")
+        raise ConfigError(f"tiers (from {origin}): a tier with name = {short(name)}; allowed: a text")
     draft = _empty(kind_name, name, origin)
     for key, raw in values.items():
         draft.set(key, raw, origin, is_text=False)
@@ -279,11 +279,6 @@ def _of_text(text: str, origin: SettingOrigin) -> _Draft:
     return draft
 
 
-def shown_text(text: str) -> str:
-    """What a message may show of a text: no values, which may be secret."""
-    return without_login(text).partition("?")[0][:120]
-
-
 class _Parts(NamedTuple):
     """A text, cut at its marks; nothing is decoded."""
 
@@ -298,11 +293,14 @@ class _Parts(NamedTuple):
 
 
 def _cut(text: str, origin: SettingOrigin) -> _Parts:
-    shown = f"tier {shown_text(text)!r} (from {origin})"
+    shown = f"tier {shown_place(text)!r} (from {origin})"
     found = _SPEC.fullmatch(text.strip())
     if found is None or (found["name"] is None and found["kind"][0].isdigit()):
         raise ConfigError(f"{shown}: not of the form {FORM}; known kinds: {', '.join(registry.names())}")
     name, kind, where, query = found.groups()
+    if (name, where, query) == (None, None, None) and kind not in (HOST, *registry.names()):
+        # It may be the end of a secret with a space in it.
+        raise ConfigError(f"tier (hidden) (from {origin}): unknown kind{near(kind, registry.names())}")
     words = [] if query is None else query.split("&")
     if name is not None and where is None and kind not in registry.names():
         words = [f"{'capacity' if _SIZE.fullmatch(kind) else 'drives'}={kind}", *words]
@@ -325,7 +323,8 @@ def _values(parts: _Parts, known: Mapping[str, Setting], where: str, own: Mappin
                 f"{parts.shown}: what follows a secret is no setting (hidden); write '&' in it as %26, figures first"
             )
         if not equals or not word:
-            raise ConfigError(f"{parts.shown}: {word[:40]!r} is not key=value; allowed: {FORM}")
+            shown = repr(word) if not word or key in known else "(hidden)"
+            raise ConfigError(f"{parts.shown}: {shown} is not key=value; allowed: {FORM}")
         if key not in known:
             unknown = f"unknown setting of a {parts.kind} tier{near(key, [*known])}"
             raise ConfigError(f"{label}.{key} (from {parts.origin}): {unknown}")

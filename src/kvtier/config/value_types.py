@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from kvtier.keys.keyring import FORM, parse
-from kvtier.keys.secret import SECRET_BYTES, Secret
+from kvtier.keys.secret import SECRET_BYTES, Secret, redacted
 
 SIZE_UNITS = {
     "B": 1,
@@ -40,6 +40,7 @@ _SUFFIXED = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(|k|ki|m|mi|g|gi)", re.
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
+_SETTINGS = re.compile("[?&;#]")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -296,6 +297,17 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True)
+class SecretLocation(Location):
+    """The path of a file with a secret. A text that may be the secret itself is refused."""
+
+    def read(self, raw: object, *, is_text: bool) -> Path | None:
+        """Read a path and make it absolute."""
+        if isinstance(raw, str) and "/" not in raw and redacted(raw) != raw:
+            raise ValueError("may be a secret itself, and not the path of its file")
+        return Location.read(self, raw, is_text=is_text)
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """A text without control characters."""
 
@@ -327,6 +339,8 @@ class FormedText(Text):
     form: str
     is_formed: Callable[[str], object]
     """True for a text of this form. It may raise ValueError for others."""
+    is_hidden: bool = False
+    """Messages do not show a wrong text, because it may hold a key."""
 
     @property
     def allowed(self) -> str:
@@ -421,12 +435,10 @@ class HiddenKeys(HiddenText):
         return PrivateText(text)
 
 
-_LOGIN = re.compile(r"([^:]*:)(//.*|[^@]*:.*)(@|%40)", re.DOTALL | re.IGNORECASE)
-
-
-def without_login(text: str) -> str:
-    """`text`, perhaps a URL or a tier, for messages: a user name and password before ``@`` are hidden."""
-    return _LOGIN.sub(r"\1(hidden)@", text, count=1)
+def shown_place(text: str) -> str:
+    """The beginning of a URL or a tier, for messages: no settings, which may be secret."""
+    name, colon, where = _SETTINGS.split(redacted(text), maxsplit=1)[0].partition(":")
+    return f"{name}{colon}{where.partition('=')[0]}"[:120]
 
 
 def through_proxy(url: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtier.config import tier_list
 from kvtier.config.loader import Loaded, load
-from kvtier.config.value_types import without_login
+from kvtier.config.value_types import shown_place
 from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import StoreInspector
 from kvtier.keys.key_source import open_keys, read_file
@@ -87,7 +87,7 @@ def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
         return where
     text = str(where)
     is_text = tier_list.is_spec(text) and not Path(text).exists()
-    return tier_list.parse(text, without_login(text).partition("?")[0]) if is_text else None  # settings may be secret
+    return tier_list.parse(text, shown_place(text)) if is_text else None  # settings may be secret
 
 
 def repair_store(where: str | Path | TierSettings) -> list[str]:
@@ -101,7 +101,7 @@ def repair_store(where: str | Path | TierSettings) -> list[str]:
         OSError: it cannot be read or written.
     """
     tier = named_tier(where)
-    shown = where.name if isinstance(where, TierSettings) else without_login(str(where)).partition("?")[0]
+    shown = where.name if isinstance(where, TierSettings) else shown_place(str(where))
     if tier is not None:
         tiers = [tier]
     elif Path(str(where)).is_dir():

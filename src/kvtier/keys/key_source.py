@@ -5,7 +5,6 @@ A file is read again every minute, and a command runs again.
 
 import logging
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.keys.keyring import BYTES_MAX, FORM, Keyring, SealKey, parse
-from kvtier.keys.secret import Secret, private_file
+from kvtier.keys.secret import Secret, read_private, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +31,31 @@ WARN_EVERY_S: Final = 600.0
 
 _COMMAND = "store.keys_command"
 _TOLD = "; it wrote: "
-_DIGITS = re.compile(r"[0-9A-Fa-f]{16,}")
 
 
 def read_file(path: Path) -> Keyring:
     """The keys in a file, which only its owner may read (mode 0600). Links are followed.
 
     Raises:
-        ConfigError: it does not exist, others can read it, it cannot be read, or a line is wrong; see `keyring.parse`.
+        ConfigError: it does not exist, others own it or can read it, it cannot be read, it is empty, or a line is
+            wrong; see `keyring.parse`.
     """
-    origin = f"keys file {path}"
-    try:
-        with private_file(path, "keys file") as handle, os.fdopen(handle, "rb", closefd=False) as stream:
-            content = stream.read(BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{origin} cannot be read: {error.strerror}") from error
+    return _parsed(read_private(path, "keys file", BYTES_MAX), f"keys file {path}")
+
+
+def _parsed(content: bytes, origin: str) -> Keyring:
+    """The keys in `content`. Nothing at all is a failure: it is being rewritten. A comment alone stands for no keys."""
+    if not content.strip():
+        raise ConfigError(f"{origin}: there is no key; allowed: {FORM}")
     return parse(content, origin)
+
+
+def _with_keys(read: Callable[[], Keyring], origin: str) -> Keyring:
+    """What `read` gives, if that has a key."""
+    found = read()
+    if not found.keys:
+        raise ConfigError(f"{origin}: there is no key; allowed: {FORM}")
+    return found
 
 
 def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
@@ -59,8 +67,8 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 
     Raises:
         ConfigError: it cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or a line is wrong; see
-            `keyring.parse`. The message has the end of what it wrote to standard error, without long hexadecimal
-            numbers, and nothing that it wrote to standard output.
+            `keyring.parse`. The message has the end of what it wrote to standard error, `redacted`, and nothing
+            that it wrote to standard output.
     """
     ends_s = time.monotonic() + deadline_s
     # Files in memory: with pipes, a process that outlives the program and keeps them would have to be waited for.
@@ -80,25 +88,23 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
             time.sleep(0.01)
         written, complaint = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, errors))
     if child.returncode:
-        why = " ".join(_DIGITS.sub("(hidden)", complaint.decode(errors="replace")).split())[-200:]
+        why = " ".join(redacted(complaint.decode(errors="replace")).split())[-200:]
         raise ConfigError(f"{_COMMAND} ended with status {child.returncode}{_TOLD}{why or 'nothing'}")
-    if not written.strip():  # of a pipe whose first part failed, say; a comment stands for no keys
-        raise ConfigError(f"{_COMMAND} wrote nothing")
-    return parse(written, f"output of {_COMMAND}")
+    return _parsed(written, f"output of {_COMMAND}")
 
 
 class KeySource:
     """The keys now in use. A thread reads them again at intervals. Thread-safe.
 
-    A reading that fails keeps the last keys. One that succeeds replaces them: a line that was removed is a key less,
-    and without any line there is none.
+    A reading that fails, or finds nothing at all, keeps the last keys. One that succeeds replaces them: a line that was
+    removed is a key less, and with nothing but a comment there is none.
     A process that was forked from this one keeps the keys of that moment.
 
     Args:
         read: reads the keys. It raises ConfigError.
         origin: of the keys, for messages.
         every_s: seconds between two readings; None: only `refresh` reads again. One that takes longer has failed.
-        first: does the first reading, with `read`, perhaps within a deadline.
+        first: does the first reading, perhaps within a deadline. Its function raises ConfigError without a key.
         clock: seconds.
 
     Raises:
@@ -114,10 +120,8 @@ class KeySource:
         first: First = lambda read: read(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.keyring = first(read)
+        self.keyring = first(partial(_with_keys, read, origin))
         """The keys now. A user that needs several answers takes the object once."""
-        if not self.keyring.keys:
-            raise ConfigError(f"{origin}: there is no key; allowed: {FORM}")
         self.failures = 0
         """Readings that failed."""
         self._read, self._clock = read, clock

@@ -7,19 +7,26 @@ error messages nor its `repr` show it.
 import errno
 import hmac
 import os
+import re
 import secrets
 import shlex
 import stat
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
-from kvtier.errors import ConfigError
+from kvtier.errors import UnusablePathError
 
 SECRET_BYTES: Final = 32
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 _WHAT = "secret file"
+
+# Patterns without nested repetitions: their time grows with the text, and not with its square.
+_DIGITS = re.compile(r"[0-9A-Fa-f]{16,}")
+_NAMED = re.compile(
+    r"((?:pass|secret|token|credential|auth)[A-Za-z_]{0,20}['\"]? ?[=:]|api.?key[ =:]).*", re.DOTALL | re.IGNORECASE
+)
 
 _KEY_ID_OF = b"kvtier.key-id"
 _ID_BYTES = 16
@@ -35,6 +42,19 @@ class Secret(bytes):
         return f"Secret({len(self)} bytes)"
 
     __str__ = __repr__
+
+
+def redacted(text: str) -> str:
+    """`text` for messages, without what may be a secret. It may be a URL, a tier, or what a program wrote.
+
+    It hides a login before ``@``, everything after a word such as ``password=``, and long hexadecimal numbers.
+    """
+    head, colon, rest = text.partition(":")
+    at = max(rest.rfind("@"), rest.rfind("%40"))
+    login = rest[: max(at, 0)]
+    if colon and at >= 0 and (login.startswith("//") or ":" in login or "%3" in login):  # %3A is a colon
+        text = f"{head}:(hidden)@{rest[at:].removeprefix('@').removeprefix('%40')}"
+    return _DIGITS.sub("(hidden)", _NAMED.sub(r"\1(hidden)", text))
 
 
 def key_id(secret: Secret) -> bytes:
@@ -57,17 +77,21 @@ def model_id(secret: bytes | None, fingerprint: bytes) -> bytes:
 
 
 @contextmanager
-def private_file(path: Path, what: str, *, is_inside: bool = False) -> Generator[int]:
-    """A descriptor of a regular file that only its owner can read, for the time of a ``with`` statement.
+def private_file(
+    path: Path, what: str, *, is_inside: bool = False, any_owner: bool = False, any_reader: bool = False
+) -> Generator[int]:
+    """A descriptor of a regular file that only this user or root can read, for the time of a ``with`` statement.
 
     Args:
         path: the file; links are followed, such as those of Kubernetes' secrets.
         what: the file's role, for messages.
         is_inside: the file is in a store's directory, where links are refused.
+        any_owner: it may belong to another ordinary user, who then knows and may replace it.
+        any_reader: others may read it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: group or others can read it, it is not a regular file, or it cannot be read.
+        UnusablePathError: another user owns it, others can read it, it is no regular file, or it cannot be read.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. It has no effect on regular files.
@@ -85,7 +109,10 @@ def private_file(path: Path, what: str, *, is_inside: bool = False) -> Generator
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
             _refuse(path, "is not a regular file", what=what)
-        if about.st_mode & _MODE_FORBIDDEN:
+        if about.st_uid not in {0, os.geteuid()} and not any_owner:
+            hint = f"chown {os.geteuid()} {shlex.quote(str(path))}"
+            _refuse(path, f"belongs to user {about.st_uid}; allowed: this user and root ({hint})", what=what)
+        if about.st_mode & _MODE_FORBIDDEN and not any_reader:
             mode, hint = stat.S_IMODE(about.st_mode), f"chmod 600 {shlex.quote(str(path))}"
             _refuse(path, f"has mode {mode:04o}, which lets others read it; allowed is 0600 ({hint})", what=what)
         yield handle
@@ -93,11 +120,24 @@ def private_file(path: Path, what: str, *, is_inside: bool = False) -> Generator
         os.close(handle)
 
 
-def load(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret | None:
+def read_private(path: Path, what: str, bytes_max: int, *, any_reader: bool = False) -> bytes:
+    """The content of a `private_file`, or `bytes_max` + 1 bytes of a longer one.
+
+    Raises:
+        UnusablePathError: see `private_file`, or there is no such file.
+    """
+    try:
+        with private_file(path, what, any_reader=any_reader) as handle, os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read(bytes_max + 1)
+    except OSError as error:
+        _refuse(path, f"cannot be read: {error.strerror}", error, what)
+
+
+def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool = False) -> Secret | None:
     """The secret in the file `path`; None without such a file. For the arguments and errors see `load_or_create`."""
     path = Path(path)
     try:
-        with private_file(path, _WHAT, is_inside=is_inside) as handle:
+        with private_file(path, _WHAT, is_inside=is_inside, any_owner=any_owner) as handle:
             if (size_bytes := os.fstat(handle).st_size) != SECRET_BYTES:
                 _refuse(path, f"must hold {SECRET_BYTES} bytes, holds {size_bytes}")
             return Secret(os.read(handle, SECRET_BYTES))
@@ -105,7 +145,7 @@ def load(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret | N
         return None
 
 
-def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:
+def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool = False) -> Secret:
     """The secret in the file `path`. If the file does not exist, it is created with a random secret and mode 0600.
 
     Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes
@@ -114,17 +154,18 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> 
     Args:
         path: the file; links are followed, such as those of Kubernetes' secrets.
         is_inside: the file is in a store's directory, where links are refused.
+        any_owner: see `private_file`.
 
     Raises:
-        ConfigError: group or others can read the file, it has the wrong length, is not a regular file, or can be
+        UnusablePathError: others own or can read the file, it has the wrong length, is not a regular file, or can be
             neither read nor created.
     """
-    found = load(path, is_inside=is_inside)
+    found = load(path, is_inside=is_inside, any_owner=any_owner)
     if found is None:
         _create(Path(path))
-        found = load(path, is_inside=is_inside)
+        found = load(path, is_inside=is_inside, any_owner=any_owner)
     if found is None:
-        raise ConfigError(f"secret file {path} was removed during its creation")
+        raise UnusablePathError(f"secret file {path} was removed during its creation")
     return found
 
 
@@ -145,8 +186,9 @@ def _create(path: Path) -> None:
     except OSError as error:
         _refuse(path, f"cannot be created: {error.strerror}; create it by hand, or set store.secret", error)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _refuse(path: Path, why: str, cause: OSError | None = None, what: str = _WHAT) -> NoReturn:
-    raise ConfigError(f"{what} {path} {why}") from cause
+    raise UnusablePathError(f"{what} {path} {why}") from cause

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.schema import Setting, near, read, read_toml
-from kvtier.config.tier_list import HOST, DescribedTier, SettingOrigin, describe, shown_text
-from kvtier.config.value_types import parse_size, within
+from kvtier.config.tier_list import HOST, DescribedTier, SettingOrigin, describe
+from kvtier.config.value_types import parse_size, shown_place, within
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import split_count
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
@@ -161,7 +161,7 @@ def tier_options(texts: Sequence[str]) -> dict[str, object]:
     """
     found: dict[str, dict[str, object]] = {}
     for text in texts:
-        tier, source = describe(text, SettingOrigin("", "--tier")), f"--tier {shown_text(text)!r}"
+        tier, source = describe(text, SettingOrigin("", "--tier")), f"--tier {shown_place(text)!r}"
         section = HOST if tier.kind == HOST else "shared" if tier.is_remote else "disk"
         if section in found:
             raise ConfigError(f"{source}: {section} is given twice; allowed: once")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier import size
-from kvtier.config.tier_list import HOST, SettingOrigin, describe, shown_text
-from kvtier.config.value_types import parse_size, within
+from kvtier.config.tier_list import HOST, SettingOrigin, describe
+from kvtier.config.value_types import parse_size, shown_place, within
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import HardwareItem, find, split_count
 from kvtier.plan.inputs import GpuInputs, SoftwareInputs
@@ -141,7 +141,7 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
         ConfigError: it is malformed, or names a part that the catalogue does not have.
     """
     tier = describe(text, SettingOrigin("", "--tier"))
-    source = f"--tier {shown_text(text)!r}"
+    source = f"--tier {shown_place(text)!r}"
     drives, parts, drive_bytes = 1, None, None
     if tier.drives is not None:
         number, each = split_count(tier.drives, source)

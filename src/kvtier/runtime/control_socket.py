@@ -22,9 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
-from kvtier.errors import ConfigError, KvError
+from kvtier.errors import ConfigError, KvError, UnusablePathError
 from kvtier.runtime.remote_rank import peer_of
-from kvtier.tier.safe_open import folder_at, make_root
+from kvtier.tier.safe_open import close_in_children, folder_at, make_root
 from kvtier.tier.store_lock import lock_file
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,49 @@ START_S: Final = 2.0
 """How long a start waits for another one at the same directory."""
 BUSY_S: Final = 0.02
 """Pause before what failed is tried again: no descriptor or place in a queue was left."""
+ERROR_CHARACTERS_MAX: Final = 2000
+"""An error of an engine is cut to this length."""
+NUMBER_MAX: Final = 1 << 53
 HEALTH: Final = "health"
+OTHER_FORM: Final = "the answer of {} has another form than that of this release; use the kvtier of its environment"
 ENDED: Final = "the engine at {} ended the connection without an answer: it is closing, or has too many connections"
+
+_INT, _TEXT, _BOOL, _SECONDS = (int,), (str,), (bool,), (int, float)
+_FETCHED: Final = {"tokens": _INT, "stored_tokens": _INT, "host_tokens": _INT}
+FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "find": {
+        "tokens": _INT,
+        "chunk_tokens": _INT,
+        "hit_tokens": _INT,
+        "end": _TEXT,
+        "silent": {str: _TEXT},
+        "ranges": [{"from": _INT, "to": _INT, "places": {str: _TEXT}}],
+    },
+    "why": {
+        "request": _TEXT,
+        "engine_request": _TEXT,
+        "ended_ago_s": (*_SECONDS, type(None)),
+        "prompt_tokens": _INT,
+        "resident_tokens": _INT,
+        "found_tokens": {str: _INT},
+        "loaded_tokens": {str: _INT},
+        "computed_tokens": _INT,
+        "reasons": [{"code": _TEXT, "text": _TEXT}],
+        "missing_chunk_now": [_TEXT, type(None)],
+    },
+    "prefetch": _FETCHED,
+    "pin": {**_FETCHED, "pinned_tokens": _INT, "seconds": _SECONDS},
+    "unpin": {"tokens": _INT, "unpinned_tokens": _INT},
+    "clear": {"freed_objects": _INT, "kept_objects": _INT, "notes": [_TEXT]},
+    HEALTH: {
+        "live": _BOOL,
+        "ready": _BOOL,
+        "problem": _TEXT,
+        "up_s": _SECONDS,
+        "tiers": {str: {"reads": _BOOL, "writes": _BOOL, "detail": _TEXT}},
+    },
+}
+"""The form of each call's result: types that a value may have, lists, and objects with known or with any names."""
 
 Answer = Callable[[str, dict[str, Any], float], dict[str, Any]]
 """(command, arguments, end of its time) -> result. Raises `KvError` for a request that is wrong."""
@@ -72,7 +113,8 @@ class ControlSocket:
         answer: makes a call, in a thread of this server; `health` also while another call is under way.
 
     Raises:
-        ConfigError: the path cannot be used, or another process listens there.
+        ConfigError: the path is too long for every socket.
+        UnusablePathError: it cannot be used, or another process listens there.
         RuntimeError: the system cannot start a thread.
     """
 
@@ -116,6 +158,7 @@ class ControlSocket:
             while not self._is_closing:
                 try:
                     connection, _ = self._listener.accept()
+                    close_in_children(connection)
                 except OSError:  # no client came, this socket is closed, or no descriptor is left and the client waits
                     time.sleep(BUSY_S)
                     continue
@@ -199,11 +242,20 @@ class ControlSocket:
             places.release()
 
 
-def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+def ask(
+    path: Path, command: str, arguments: Mapping[str, Any], deadline_s: float = DEADLINE_S, form: object = None
+) -> dict[str, Any]:
     """Make a call of the engine that listens at `path`; its result.
 
+    Args:
+        path: of the socket. Nothing is sent to an engine of another user.
+        command: of the call.
+        arguments: of the call.
+        deadline_s: seconds until the answer.
+        form: one of `FORMS`. The result has it and nothing else, and its texts are safe to print. None: any form.
+
     Raises:
-        ControlError: nothing listens there, the answer did not come in time, or it is an error.
+        ControlError: no engine of this user or root listens there, or the answer is late, of another form or an error.
     """
     until_s = time.monotonic() + deadline_s
     line = _line({"command": command, "deadline_s": deadline_s, "arguments": arguments})
@@ -213,6 +265,7 @@ def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: floa
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(deadline_s)
             _connect(connection, path, until_s)
+            _check_peer(connection, path)
             connection.settimeout(_left_s(until_s))
             connection.sendall(line)
             received = _received(connection, ANSWER_BYTES_MAX, until_s)
@@ -225,9 +278,36 @@ def ask(path: Path, command: str, arguments: Mapping[str, Any], deadline_s: floa
     if not received:
         raise ControlError(ENDED.format(path))
     answer = _object(received, f"the answer of {path}")
-    if "error" in answer or not isinstance(answer.get("result"), dict):
-        raise ControlError(str(answer.get("error", f"the answer of {path} has no result")))
-    return answer["result"]
+    if "error" not in answer and not isinstance(answer.get("result"), dict):
+        raise ControlError(f"the answer of {path} has no result")
+    try:
+        if "error" in answer:
+            raise ControlError(_formed(answer["error"], _TEXT)[:ERROR_CHARACTERS_MAX])
+        result = _formed(answer["result"], form or (dict,))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ControlError(OTHER_FORM.format(path)) from None
+    return result
+
+
+def _formed(found: Any, form: Any) -> Any:  # noqa: ANN401 - JSON
+    """`found`, if it has the form `form`: with known names only, and with texts that a terminal can show.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: it has another form.
+    """
+    if hasattr(form, "keys"):
+        named = dict.fromkeys(found.keys(), form[str]) if str in form else form
+        return {_printable(name): _formed(found[name], it) for name, it in named.items()}
+    if {type(form), type(found)} == {list}:
+        return [_formed(it, form[0]) for it in found]
+    if type(found) not in form or (isinstance(found, int | float) and not abs(found) < NUMBER_MAX):
+        raise ValueError
+    return _printable(found) if isinstance(found, str) else found
+
+
+def _printable(text: str) -> str:
+    """`text` with escapes for control characters, which would steer a terminal, and for halves of surrogate pairs."""
+    return "".join(it if it.isprintable() else repr(it)[1:-1] for it in text)
 
 
 def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
@@ -238,6 +318,21 @@ def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
         except BlockingIOError:
             time.sleep(BUSY_S)
     return None
+
+
+def _check_peer(connection: socket.socket, path: Path) -> None:
+    """Check that an engine of this user or root listens: a prompt and its salt are for no other.
+
+    Raises:
+        ControlError: another user listens, or can replace the socket.
+        OSError: the socket is gone.
+    """
+    status, user = path.stat(), peer_of(connection)[1]
+    if not {status.st_uid, user} <= {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ControlError(
+            f"nothing was sent to {path}: user {user} listens there, and the socket belongs to user {status.st_uid}, "
+            f"with mode {stat.S_IMODE(status.st_mode):o}; allowed: this user or root, and no other that can write to it"
+        )
 
 
 def _received(connection: socket.socket, bytes_max: int, until_s: float) -> bytes:
@@ -284,7 +379,9 @@ def _object(line: bytes, origin: str) -> dict[str, Any]:
         raise ControlError(f"{origin} is not a JSON object in one line")
     fields = cast("dict[str, Any]", found)
     if fields.get("version") != VERSION:
-        raise ControlError(f"{origin} has version {fields.get('version')!r}; allowed: {VERSION}")
+        version: Any = fields.get("version")
+        shown = str(version)[:40] if type(version) is int else type(version).__name__
+        raise ControlError(f"{origin} has version {shown}; allowed: {VERSION}")
     return fields
 
 
@@ -322,6 +419,7 @@ def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
     if len(os.fsencode(path)) > PATH_BYTES_MAX:
         raise ConfigError(f"{SETTING} = {str(path)!r} has more than {PATH_BYTES_MAX} bytes, Linux's limit for a socket")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_in_children(listener)  # otherwise it would listen as long as a child lives
     try:
         make_root(path.parent)
         with folder_at(path.parent) as directory:
@@ -336,14 +434,14 @@ def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
     except BaseException as error:
         listener.close()
         if isinstance(error, OSError):
-            raise ConfigError(f"{SETTING} = {str(path)!r} cannot be used: {error.strerror or error}") from error
+            raise UnusablePathError(f"{SETTING} = {str(path)!r} cannot be used: {error.strerror or error}") from error
         raise
 
 
 def _check_directory(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in {0, os.geteuid()} or mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
+        raise UnusablePathError(
             f"{SETTING} = {str(path)!r}: its directory has mode {mode:o} and belongs to user {status.st_uid}; allowed: "
             "one of this user or root in which no other can write"
         )
@@ -356,11 +454,11 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(status.st_mode):
-        raise ConfigError(f"{SETTING} = {str(path)!r} is not a socket; allowed: a path without a file")
+        raise UnusablePathError(f"{SETTING} = {str(path)!r} is not a socket; allowed: a path without a file")
     if not is_listened(path):
         path.unlink()
         return
-    raise ConfigError(
+    raise UnusablePathError(
         f"{SETTING} = {str(path)!r}: another engine listens there; allowed: a path for each engine, with {PID} in it"
     )
 

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
+from kvtier.errors import UnusablePathError
+
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -24,6 +28,15 @@ def ends_by_itself(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in PASSING
     return isinstance(error, MemoryError) or "can't start new thread" in error.args
+
+
+def unless_unusable(make: Callable[[], T]) -> T | None:
+    """What `make` opens for an optional feature; None, with an ERROR in the log, if its path cannot be used."""
+    try:
+        return make()
+    except (UnusablePathError, OSError) as error:
+        logger.error("%s; kvtier starts without it", error)  # noqa: TRY400 - no defect, so no traceback
+        return None
 
 
 class LogLine(NamedTuple):
@@ -86,6 +99,11 @@ class Guards:
             text = "internal error in %s: %s (logged once); loads and stores go on"
             what = "kvtier goes on without until a restart" if feature in ENDING else "one record is skipped"
             self.lines.append(LogLine(logging.ERROR, text, (feature.value, what), error))
+
+    def opened(self, feature: Feature, make: Callable[[], T]) -> T | None:
+        """What `make` opens, guarded; None, with an ERROR in the log, if what is at its path cannot be used."""
+        made = unless_unusable(make)
+        return None if made is None else self.around(feature, made)
 
     def around(self, feature: Feature, part: T, **otherwise: object) -> T:
         """`part`, whose methods and properties do not raise.

@@ -91,7 +91,7 @@ class Journal:
         metrics: counts recorded and lost lines.
 
     Raises:
-        ConfigError: the file cannot be created.
+        UnusablePathError: the file cannot be created.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
-from kvtier.errors import ConfigError
+from kvtier.errors import UnusablePathError
 from kvtier.observe.metric_definitions import Metric
 from kvtier.observe.metrics import Metrics
 from kvtier.tier.safe_open import make_root
@@ -38,9 +38,10 @@ _numbers = itertools.count(1)
 
 
 def new_path(folder: Path, stem: str) -> Path:
-    """A name in `folder` that no other file has: the stem, such as ``requests``, the time and the process."""
-    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    return folder / f"{stem}-{stamp}-{os.getpid()}-{next(_numbers)}{SUFFIX}"
+    """A name in `folder` that no other file has: the stem, such as ``requests``, time, process and a random part."""
+    # Engines in two containers often have the same process number.
+    parts = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", os.getpid(), next(_numbers), os.urandom(4).hex()
+    return folder / f"{stem}-{'-'.join(map(str, parts))}{SUFFIX}"
 
 
 class LineFile(Generic[_Item]):
@@ -59,7 +60,7 @@ class LineFile(Generic[_Item]):
         metric: counts lines, with the label `result`: ``recorded`` or ``lost``.
 
     Raises:
-        ConfigError: the file cannot be created.
+        UnusablePathError: the file cannot be created.
         RuntimeError: the system cannot start a thread.
     """
 
@@ -102,7 +103,7 @@ class LineFile(Generic[_Item]):
             logger.warning("%s could not be created within %g s; it is written once it is", self.path, OPEN_DEADLINE_S)
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"{setting} = {str(path.parent)!r}: no file can be created: {reason}") from error
+            raise UnusablePathError(f"{setting} = {str(path.parent)!r}: no file can be created: {reason}") from error
         else:
             logger.info("%s: kvtier writes to %s", setting, self.path)
 
@@ -149,7 +150,7 @@ class LineFile(Generic[_Item]):
         make_root(folder)
         if self._siblings:
             for it in folder.glob(self._siblings):
-                with suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
+                with suppress(OSError):  # removed meanwhile, or a link to nothing
                     self._room_bytes -= it.stat().st_size
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 

@@ -31,7 +31,7 @@ from kvtier.runtime.guards import Feature, Guards
 from kvtier.runtime.journal import Journal
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
-from kvtier.runtime.secret import configured_secret, store_secret
+from kvtier.runtime.secret import found_secret, store_secret
 from kvtier.runtime.session import Session
 from kvtier.runtime.stored_forms import closing_keys, is_locked, open_key_source
 from kvtier.runtime.trace_recorder import Recorder
@@ -108,7 +108,7 @@ def open_session(
         texts: as of `open_core`.
 
     Raises:
-        ConfigError: a setting is wrong, or a recording's path cannot be used. Nothing stays open.
+        ConfigError: a setting is wrong. Nothing stays open.
         TierError: a required tier cannot be opened.
         RuntimeError: the system cannot start a thread.
     """
@@ -150,7 +150,7 @@ def open_core(
         layouts: of each rank, where ranks hold different layers.
 
     Raises:
-        ConfigError: a setting is wrong, or the secret or the recording's path cannot be used.
+        ConfigError: a setting is wrong.
         TierError: the secret of a required tier could not be read in time.
     """
     layouts = layouts or (layout,) * ranks.rank_count
@@ -172,13 +172,13 @@ def open_core(
     )
     recorder = None
     if config.trace.path is not None:
-        counted = guards.around(Feature.METRICS, metrics)
-        made = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, counted)
-        recorder = guards.around(Feature.RECORDER, made)
+        counted, capacity_bytes = guards.around(Feature.METRICS, metrics), config.trace.capacity_bytes
+        make = partial(Recorder, config.trace.path, capacity_bytes, layout.chunk_tokens, counted)
+        recorder = guards.opened(Feature.RECORDER, make)
     journal = open_journal(config, layouts, root, metrics, guards)
     others = [] if observer is None else [guards.around(Feature.EVENTS, observer)]
     counters = CommandCounters(metrics, *([] if journal is None else [journal]), *others)
-    own = open_key_source(config, configured_secret(config)) if keys is None and config.tiers else None
+    own = open_key_source(config, found_secret(config)[0]) if keys is None and config.tiers else None
     sealing = {tier.name for tier in config.tiers if is_sealed(tier)}
     known = texts if config.events.token_ids and sealing else None
     session = Session(
@@ -212,16 +212,12 @@ def _ignore(_records: object, _tier: str) -> None:
 def open_journal(
     config: Config, layouts: Sequence[KvLayout], root: bytes, metrics: Metrics, guards: Guards
 ) -> Journal | None:
-    """The journal, guarded; None without `journal.path`.
-
-    Raises:
-        ConfigError: the file cannot be created.
-    """
+    """The journal, guarded; None without `journal.path`, or where it cannot be used."""
     if config.journal.path is None:
         return None
     counted = guards.around(Feature.METRICS, metrics)
-    made = Journal(config.journal.path, config.journal.capacity_bytes, layouts, root, counted)
-    return guards.around(Feature.JOURNAL, made)
+    make = partial(Journal, config.journal.path, config.journal.capacity_bytes, layouts, root, counted)
+    return guards.opened(Feature.JOURNAL, make)
 
 
 def closing_lines(on_close: Callable[[float], None], *files: Recorder | Journal) -> Callable[[float], None]:

@@ -13,7 +13,7 @@ from kvtier.runtime.guards import Guards
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import closing_lines, open_journal, tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
-from kvtier.runtime.secret import configured_secret, store_secret
+from kvtier.runtime.secret import found_secret, store_secret
 from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
 from kvtier.tier.base import Tier
 
@@ -33,7 +33,7 @@ def open_object_store(
         ranks: number of ranks.
 
     Raises:
-        ConfigError: there is no tier, a setting is wrong, or the journal's path cannot be used. Nothing stays open.
+        ConfigError: there is no tier, or a setting is wrong. Nothing stays open.
         TierError: a required tier cannot be opened. Other tiers may open later.
         RuntimeError: the system cannot start a thread.
     """
@@ -44,11 +44,11 @@ def open_object_store(
     tiers: dict[str, Tier] = {}
     keys = None
     try:
-        secret = configured_secret(config)
+        secret, flaw = found_secret(config)
         keys = open_key_source(config, secret)
         forms = forms_of(config, keys)
         close = closing_keys(partial(close_tiers, tiers), keys)
-        tiers |= open_tiers(config, layout, fingerprint_digest, secret, arena.memory, rank=rank, ranks=ranks)
+        tiers |= open_tiers(config, layout, fingerprint_digest, secret, flaw, arena.memory, rank=rank, ranks=ranks)
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
         root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
-from kvtier.errors import KvError, TierError, check_interface
+from kvtier.errors import DamagedStoreError, KvError, TierError, UnusablePathError, check_interface
 from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.layout import KvLayout
@@ -18,7 +18,7 @@ from kvtier.runtime.arena import Arena, Bytes, PageLock, chunk_bytes, slots_for
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.rank_group import in_threads
-from kvtier.runtime.secret import configured_secret
+from kvtier.runtime.secret import found_secret
 from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
 from kvtier.tier.base import Tier
 from kvtier.tier.registry import TierContext, TierSettings, is_sealed, kind_of
@@ -114,10 +114,10 @@ def open_rank(
     tiers: dict[str, Tier] = {}
     keys = None
     try:
-        secret = configured_secret(config) if config.tiers else None
+        secret, flaw = found_secret(config) if config.tiers else (None, "")
         keys = open_key_source(config, secret)
         forms = forms_of(config, keys)
-        tiers |= open_tiers(config, layout, fingerprint_digest, secret, arena.memory, rank=rank, ranks=ranks)
+        tiers |= open_tiers(config, layout, fingerprint_digest, secret, flaw, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
             layout=layout,
             model=model_id(secret, fingerprint_digest),
@@ -145,6 +145,7 @@ def open_tiers(
     layout: KvLayout,
     fingerprint_digest: bytes,
     secret: Secret | None,
+    flaw: str,
     memory: tuple[memoryview, ...],
     *,
     rank: int,
@@ -152,7 +153,8 @@ def open_tiers(
 ) -> dict[str, Tier]:
     """The tiers of one rank by name, in the order of the settings; one that fails or hangs may open later.
 
-    `secret` is the configured one. `memory` is what objects are mostly read into and written from.
+    `secret` and `flaw` are those of `found_secret`; with a flaw all tiers stay away. `memory` is what objects are
+    mostly read into and written from.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.
@@ -169,7 +171,7 @@ def open_tiers(
     tiers: dict[str, Tier] = {}
     try:
         # All of them open at the same time, so that one which hangs delays no other.
-        opening = [(it, _deferred(it, replace(context, is_sealed=is_sealed(it)))) for it in config.tiers]
+        opening = [(it, _deferred(it, replace(context, is_sealed=is_sealed(it)), flaw)) for it in config.tiers]
         tiers |= {tier.name: deferred for tier, deferred in opening}
         began_s, deadline_s = time.monotonic(), config.limits.open_deadline_s
         for tier, deferred in opening:
@@ -213,15 +215,19 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
     in_threads({f"kvtier-close-{name}": partial(close, name, tier) for name, tier in tiers.items()}, deadline_s)
 
 
-def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier:
-    """The tier, which a thread of its own opens."""
+def _deferred(tier: TierSettings, context: TierContext, flaw: str) -> DeferredTier:
+    """The tier, which a thread of its own opens; with a `flaw` of the secret it stays away."""
     kind = kind_of(tier)
 
     def make() -> Tier:
+        if flaw:
+            raise DamagedStoreError(tier.name, flaw)
         if kind.is_shared(tier):
             time.sleep(random.uniform(0, FIRST_CONTACT_S))  # noqa: S311 - jitter
         try:
             return kind.open(tier, context)
+        except UnusablePathError as error:
+            raise DamagedStoreError(tier.name, str(error).removeprefix(f"tier {tier.name!r}: ")) from error
         except (KvError, RuntimeError):
             raise
         except BaseException as error:  # of another package, perhaps: it must not end the engine

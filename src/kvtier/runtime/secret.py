@@ -49,6 +49,14 @@ def configured_secret(config: Config) -> Secret | None:
     return found
 
 
+def found_secret(config: Config) -> tuple[Secret | None, str]:
+    """The configured secret, if any, and why its file gives none. Without it the tiers stay away until a restart."""
+    try:
+        return configured_secret(config), ""
+    except (ConfigError, OSError) as error:
+        return None, f"{error}; mend it and start again"
+
+
 def store_secret(config: Config, down: Collection[str]) -> Secret:
     """The configured secret, or that of the first tier with a place for one, or a temporary one.
 
@@ -57,12 +65,11 @@ def store_secret(config: Config, down: Collection[str]) -> Secret:
         down: names of the tiers that are not open.
 
     Raises:
-        ConfigError: the settings give one that cannot be read.
         TierError: the tier that has it is required, and failed.
     """
-    given = configured_secret(config)
-    if given is not None:
-        return given
+    given, flaw = found_secret(config)
+    if given is not None or flaw:
+        return given or Secret(secrets.token_bytes(SECRET_BYTES))  # no tier is used that could find it again
     deadline_s = config.limits.open_deadline_s
     for tier in config.tiers:
         path = kind_of(tier).secret_path(tier)
@@ -100,13 +107,14 @@ def _stored_secret(tier: TierSettings, path: Path, *, is_down: bool) -> Secret:
         ConfigError: the file is damaged, or the directory cannot be used.
         OSError: the directory cannot be read.
     """
+    any_owner = getattr(tier, "any_owner", False)  # kinds of other packages do not have it
     with suppress(FileNotFoundError):
-        refuse_public(path.parent)
+        refuse_public(path.parent, any_owner=any_owner)
     if is_down and not os.path.lexists(path):
         for problem in kind_of(tier).check(tier):
             if problem.level == "error":
                 raise UnusableStoreError(problem.detail)
-    return load_or_create(path, is_inside=True)
+    return load_or_create(path, is_inside=True, any_owner=any_owner)
 
 
 def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:

@@ -11,7 +11,7 @@ from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.key_source import KeySource, open_keys
-from kvtier.keys.keyring import SealKey
+from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.keys.secret import Secret
 from kvtier.layout import GroupLayout
 from kvtier.runtime.codec_choice import CodecChoice
@@ -72,8 +72,10 @@ class StoredForm:
 def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
     """The keys that the settings or the configured `secret` give, to seal and to read; None: none are needed.
 
+    A file or command that gives no keys in time is an ERROR in the log, and gives them once a later reading succeeds.
+
     Raises:
-        ConfigError: the keys cannot be read in time, or the package for the seal is missing.
+        ConfigError: the package for the seal is missing, or a required tier seals and there are no keys in time.
     """
     store, sealing = config.store, [tier for tier in config.tiers if is_sealed(tier)]
     if not sealing and not (store.keys_file or store.keys_command or store.keys):
@@ -84,18 +86,27 @@ def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
         tiers = ", ".join(tier.label for tier in sealing) or "reading sealed objects"
         raise ConfigError(f"{error}, for {tiers}; or set the tiers' seal to off") from error
     deadline_s = config.limits.open_deadline_s
-    try:
-        return open_keys(
-            file=store.keys_file,
-            command=store.keys_command,
-            text=store.keys.reveal(),
-            secret=secret,
-            tenant=store.tenant,
-            first=lambda read: within(deadline_s, read, "kvtier keys"),
-        )
-    except TimeoutError:
-        name = "store.keys_file" if store.keys_file is not None else "store.keys_command"
-        raise ConfigError(f"{name} gave no keys within {deadline_s:g} s") from None
+
+    def first(read: Callable[[], Keyring]) -> Keyring:
+        try:
+            return within(deadline_s, read, "kvtier keys")
+        except (ConfigError, OSError) as caught:
+            name = "store.keys_file" if store.keys_file is not None else "store.keys_command"
+            late = ConfigError(f"{name} gave no keys within {deadline_s:g} s")
+            error = late if isinstance(caught, TimeoutError) else caught
+            if any(tier.required for tier in sealing):
+                raise error from None
+            logger.error("%s; kvtier starts without keys and reads them again every minute", error)  # noqa: TRY400
+            return Keyring([])
+
+    return open_keys(
+        file=store.keys_file,
+        command=store.keys_command,
+        text=store.keys.reveal(),
+        secret=secret,
+        tenant=store.tenant,
+        first=first,
+    )
 
 
 def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]:

@@ -57,7 +57,7 @@ class Recorder:
         metrics: counts recorded and lost requests.
 
     Raises:
-        ConfigError: the file cannot be created.
+        UnusablePathError: the file cannot be created.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, chunk_tokens: int, metrics: Metrics) -> None:

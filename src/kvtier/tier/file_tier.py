@@ -25,10 +25,13 @@ class FileTier(StoreTier, OneByOneTier):
         name: the tier's name in metrics and errors.
         capacity_bytes: the configured cap.
         objects: the directory of the objects, relative to `root`.
+        any_owner: see `StoreTier`.
     """
 
-    def __init__(self, root: str | Path, name: str, capacity_bytes: int, objects: str = "objects") -> None:
-        super().__init__(root, name, capacity_bytes)
+    def __init__(
+        self, root: str | Path, name: str, capacity_bytes: int, objects: str = "objects", *, any_owner: bool = False
+    ) -> None:
+        super().__init__(root, name, capacity_bytes, any_owner=any_owner)
         self._paths = Paths(str(self.root), objects)
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
@@ -65,7 +68,7 @@ class FileTier(StoreTier, OneByOneTier):
         """Find or make the store of this version, and translate errors while it is opened; see `opening`."""
         with opening(self.name, self.root, ALLOWED):
             if self.root.exists():
-                check_private(self.name, self.root)
+                check_private(self.name, self.root, any_owner=self._any_owner)
             self.marker = open_store(self.root, version)
             yield
 

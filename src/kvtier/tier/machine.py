@@ -1,14 +1,27 @@
-"""Read-only checks of a store's directory and its file system, for kinds of tier that keep files."""
+"""What kinds of tier that keep files share: a setting, and read-only checks of a directory and its file system."""
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
 
-from kvtier.config.value_types import size_text
+from kvtier.config.schema import setting
+from kvtier.config.value_types import Switch, size_text
 from kvtier.errors import ConfigError
-from kvtier.tier.registry import Problem
+from kvtier.tier.registry import Problem, TierSettings
 from kvtier.tier.safe_open import refuse_public
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTierSettings(TierSettings):
+    """Settings of every kind that keeps files in a directory."""
+
+    any_owner: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Use a directory of another ordinary user, who may replace what is in it; false: refuse it.",
+    )
 
 
 def nearest_existing(path: Path) -> Path:
@@ -34,7 +47,12 @@ def path_problem(path: Path, nearest: Path) -> str | None:
 
 
 def store_problems(
-    path: Path, capacity_bytes: int, holds_store: Callable[[Path], bool], reserve_bytes: int = 0
+    path: Path,
+    capacity_bytes: int,
+    holds_store: Callable[[Path], bool],
+    reserve_bytes: int = 0,
+    *,
+    any_owner: bool = False,
 ) -> Iterator[Problem]:
     """What is wrong with the root of a store.
 
@@ -43,6 +61,7 @@ def store_problems(
         capacity_bytes: the store's cap.
         holds_store: whether there is a store; raises ConfigError where the directory cannot be used.
         reserve_bytes: free space that the store must leave.
+        any_owner: see `FileTierSettings`.
     """
     nearest = nearest_existing(path)
     problem = path_problem(path, nearest)
@@ -51,7 +70,7 @@ def store_problems(
         return
     try:
         if nearest == path:
-            refuse_public(path)
+            refuse_public(path, any_owner=any_owner)
         is_store = nearest == path and holds_store(path)
     except ConfigError as error:
         yield Problem("error", "path", str(error))

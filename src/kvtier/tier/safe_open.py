@@ -16,8 +16,9 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import socket
 
-from kvtier.errors import ConfigError
+from kvtier.errors import UnusablePathError
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,10 @@ _WARNED_MAX = 64
 _warned: set[str] = set()
 
 
-class UnusableStoreError(ConfigError):
+class UnusableStoreError(UnusablePathError):
     """What is at a store's path cannot be used, and nothing was changed. Only an operator can mend it.
 
-    For an engine it is a `DamagedStoreError` (`store_root.opening`), for commands that check settings a mistake.
+    For an engine it is a `DamagedStoreError`, for commands that check settings a mistake.
     """
 
 
@@ -71,7 +72,7 @@ class Descriptor:
 
     def __init__(self, number: int) -> None:
         self._number: int | None = number
-        _descriptors.add(self)
+        close_in_children(self)
 
     def __del__(self) -> None:
         self.close()
@@ -98,7 +99,12 @@ class Descriptor:
             os.close(number)
 
 
-_descriptors: "weakref.WeakSet[Descriptor]" = weakref.WeakSet()
+_descriptors: "weakref.WeakSet[Descriptor | socket]" = weakref.WeakSet()
+
+
+def close_in_children(descriptor: Descriptor | socket) -> None:
+    """Have every child that is forked from this process close its copy."""
+    _descriptors.add(descriptor)
 
 
 def _close_in_child() -> None:
@@ -282,11 +288,15 @@ def set_aside(name: str, directory: int | None = None) -> None:
     logger.warning("%s is not of the expected kind and was renamed to %s", name, aside)
 
 
-def refuse_public(root: Path) -> os.stat_result:
-    """Refuse a world-writable root. Returns the status of any other.
+def refuse_public(root: Path, *, any_owner: bool) -> os.stat_result:
+    """Refuse a root that is world-writable, or that another ordinary user owns. Returns the status of any other.
+
+    Args:
+        root: of a store.
+        any_owner: the tier's setting of this name, which permits another owner.
 
     Raises:
-        UnusableStoreError: the root is world-writable.
+        UnusableStoreError: the root is refused.
         OSError: its status cannot be read.
     """
     status = root.stat()
@@ -297,17 +307,23 @@ def refuse_public(root: Path) -> os.stat_result:
             "allowed: a directory that others cannot write to "
             f"(chmod o-w {shlex.quote(str(root))}), such as a new one below it"
         )
+    if status.st_uid not in {0, os.geteuid()} and not any_owner:
+        raise UnusableStoreError(
+            f"root {str(root)!r} belongs to user {status.st_uid}, who may replace cached data and knows its secret; "
+            f"allowed: a directory of this user or root (chown {os.geteuid()} {shlex.quote(str(root))}), or the tier's "
+            "setting any_owner = true"
+        )
     return status
 
 
-def check_private(tier: str, root: Path) -> None:
-    """Refuse a world-writable root. Warn once about one that is group-writable or owned by another user.
+def check_private(tier: str, root: Path, *, any_owner: bool = False) -> None:
+    """Refuse a root as `refuse_public`. Warn once about one that is group-writable or owned by another user.
 
     Raises:
-        UnusableStoreError: the root is world-writable.
+        UnusableStoreError: the root is refused.
         OSError: its status cannot be read.
     """
-    status = refuse_public(root)
+    status = refuse_public(root, any_owner=any_owner)
     mode = stat.S_IMODE(status.st_mode)
     if str(root) in _warned or len(_warned) >= _WARNED_MAX:
         return

@@ -22,10 +22,12 @@ class StoreTier(Tier):
         root: of the store.
         name: the tier's name in metrics and errors.
         capacity_bytes: the configured cap.
+        any_owner: see `machine.FileTierSettings`.
     """
 
-    def __init__(self, root: str | Path, name: str, capacity_bytes: int) -> None:
+    def __init__(self, root: str | Path, name: str, capacity_bytes: int, *, any_owner: bool = False) -> None:
         super().__init__(name)
+        self._any_owner = any_owner
         self.capacity_bytes = capacity_bytes
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - does not follow links
         self.direct_io = False

@@ -4,6 +4,11 @@ import io
 import json
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -24,8 +29,11 @@ FOUND = {
 }
 WHY = {
     "request": "chat-1",
+    "engine_request": "cmpl-chat-1",
     "ended_ago_s": 2.5,
     "prompt_tokens": 700,
+    "resident_tokens": 0,
+    "found_tokens": {"host": 512},
     "computed_tokens": 188,
     "loaded_tokens": {"host": 512},
     "reasons": [{"code": "absent", "text": "the chunk at token 512 was in no place that answered"}],
@@ -35,6 +43,7 @@ HEALTH = {
     "live": True,
     "ready": False,
     "problem": "rank 1 is lost",
+    "up_s": 7.5,
     "tiers": {"disk": {"reads": True, "writes": False, "detail": "no space"}},
 }
 CLEARED = {"freed_objects": 7, "kept_objects": 2, "notes": ["objects in disk are kept"]}
@@ -143,6 +152,142 @@ def test_a_path_that_names_the_process_stands_for_the_only_engine(at, capsys, mo
     assert "stands for 2 sockets" in error
     assert str(at.path) in error
     other.close()
+
+
+RESULTS = {
+    "find": FOUND,
+    "why": WHY,
+    "prefetch": {"tokens": 700, "stored_tokens": 512, "host_tokens": 512},
+    "pin": {"tokens": 700, "stored_tokens": 512, "host_tokens": 512, "pinned_tokens": 512, "seconds": 60.0},
+    "unpin": {"tokens": 700, "unpinned_tokens": 512},
+    "clear": CLEARED,
+    "health": HEALTH,
+}
+CALLS = {"why": ["chat-1"], "clear": ["--all"], "health": []}
+"""Arguments of a command; of the others a prompt."""
+OTHER_VALUES = [
+    None,
+    True,
+    -1.5,
+    float("nan"),
+    float("inf"),
+    10**400,
+    "x",
+    [],
+    [None],
+    [[]],
+    {},
+    {"a": None},
+    {"a": {}},
+]
+
+
+def changed(result: dict, *path: object, value: object) -> bytes:
+    """An answer with `result`, in which the value at `path` is another."""
+    made = json.loads(json.dumps(result))
+    inside = made
+    for step in path[:-1]:
+        inside = inside[step]
+    inside[path[-1]] = value
+    return json.dumps({"version": 1, "result": made}).encode() + b"\n"
+
+
+def paths(value: object, *before: object) -> list[tuple[object, ...]]:
+    """Where the values of a result are."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [it for key, below in inner for it in ((*before, key), *paths(below, *before, key))]
+
+
+@contextmanager
+def answering(path: Path, answers: list[bytes]) -> Iterator[None]:
+    """A program that gives each client one of `answers`."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+        listener.settimeout(60)
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(60)
+
+
+def asked(command: str, path: Path, prompt: Path, capsys, *more: str) -> tuple[int, str]:
+    """The exit code of a command, and all that it printed."""
+    code = run(["cache", command, *CALLS.get(command, [str(prompt)]), "--socket", str(path), *more])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+@pytest.mark.parametrize("command", RESULTS)
+def test_no_form_of_an_answer_ends_in_a_traceback(command, tmp_path, capsys):
+    """Neither another release's engine nor a hostile program makes `kvtier cache` fail with anything but a message."""
+    prompt, path, result = tmp_path / "prompt", tmp_path / "s", RESULTS[command]
+    prompt.write_text("[1]")
+    answers = [changed(result, *at, value=value) for at in paths(result) for value in OTHER_VALUES]
+    answers += [
+        json.dumps({"version": 1, "result": {**result, "more": 1}} | more).encode() + b"\n"
+        for more in ({"result": {}}, {"result": []}, {"result": None}, {"version": [1] * 9**5}, {"version": 10**400})
+    ]
+    answers += [
+        json.dumps({"version": 1, "error": it}).encode() + b"\n" for it in (*OTHER_VALUES, "x" * 10**6, "\ud800")
+    ]
+    answers += [
+        b'{"version":1,"result":' + b'{"a":' * 10**5 + b"\n",
+        b"[" * 10**6 + b"\n",
+        b"\xff\xfe\n",
+        b"\n",
+        b"{}\n",
+    ]
+    answers += [b'{"version":1,"error":' + b"[" * 900 + b"]" * 900 + b"}\n", b'{"version":1,"error":"cut']
+    said = []
+    with answering(path, answers):
+        for _ in answers:
+            code, printed = asked(command, path, prompt, capsys)
+            assert code in {0, 1, 2}
+            assert len(printed) < 5000
+            said.append(printed)
+    assert sum("has another form than that of this release" in it for it in said) > len(answers) / 3
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+@pytest.mark.parametrize("command", RESULTS)
+def test_no_text_of_an_answer_steers_a_terminal(command, as_json, tmp_path, capsys):
+    prompt, path, result = tmp_path / "prompt", tmp_path / "s", RESULTS[command]
+    prompt.write_text("[1]")
+    evil = "\x1b]0;pwn\x07\x9b2J\u202e\ud800\r"
+    texts = [at for at in paths(result) if isinstance(reduce(getitem, at, result), str)]
+    answers = [changed(result, *at, value=evil) for at in texts]
+    answers += [changed(result, *at[:-1], evil, value="x") for at in texts if isinstance(at[-1], str)]
+    answers.append(json.dumps({"version": 1, "error": evil}).encode() + b"\n")
+    shown = 0
+    with answering(path, answers):
+        for _ in answers:
+            _, printed = asked(command, path, prompt, capsys, *as_json)
+            assert not set(evil) - {"0", ";", "]", "p", "w", "n", "2", "J"} & set(printed)
+            printed.encode()
+            shown += "pwn" in printed
+    assert shown, "the texts are shown, with escapes"
+
+
+def test_an_answer_of_the_right_form_is_shown_whole(at, capsys, tmp_path):
+    """The control of the two tests above: these results are as an engine gives them."""
+    prompt, path = tmp_path / "prompt", tmp_path / "s"
+    prompt.write_text("[1]")
+    whole = [json.dumps({"version": 1, "result": it}).encode() + b"\n" for it in RESULTS.values()]
+    with answering(path, whole):
+        for command, result in RESULTS.items():
+            code, printed = asked(command, path, prompt, capsys, "--json")
+            assert (json.loads(printed), code in {0, 1}) == (result, True)
 
 
 def test_a_deadline_is_bounded(at, capsys):

@@ -216,6 +216,54 @@ def test_no_error_about_a_tier_shows_a_password(text):
     assert "hun" not in str(caught.value)
 
 
+SLIPS = {
+    "tiers": (
+        "valkey:h?passwort=%s", "valkey:h?password=%s&passwrd=1", "valkey:h&password=%s", "valkey:h&pw=%s",
+        "valkey:h? password=%s", "valkey:h?password=%s\n", "valkey:h?password=a%%zz%s", "valkey:h;pw=%s",
+        "valkey:user:%s@h", "valkey:user%%3A%s@h", "valkey:redis://user:%s@h", "valkey:h?user=a:%s", "valkey:u:%s",
+        "valkey:h#pw=%s", "valkey:h,pw=%s", "valkey:h?password:%s", "valkey:h?%s", "valkey:h??password=%s",
+        "valkey:h?password=%s?x=1", "valkey?password=%s", "v=valkey:h?password=%s=", "=valkey:h?password=%s",
+        "host=4GiB?password=%s", "s3:b?secret_acces_key=%s", "s3:b&secret_access_key=%s", "s3:https://u:%s@h/b",
+        "s3:bkt?endpoint=http://u:%s@h", "s3:bkt?endpoint=https://h?key=%s", "disk:/x?password=%s", "%s",
+        "nokind:x?password=%s", "mooncake:h?token=%s", "mooncake:h&token=%s",
+    ),
+    "flags": (
+        "store.secret:%s", "store.secret%s", "store.secrt=%s", "store.secret =%s", "stor.secret=%s", "secret=%s",
+        "store.secret==%s", "store.secret:%s==", "store.keys=1 - %s", "store.keys=1 t %s opn", "store.key=1 - %s",
+        "store.keys_command=echo %s '", "store.tenant=%s!", "tiers.valkey.password=%s", "valkey.password=%s",
+    ),
+    "file": (
+        '[store]\nsecret = "%s', "[store]\nsecret = %s", '[store]\nsecret = ["%s"]', '[stor]\nsecret = "%s"',
+        'secret = "%s"', '[store]\nkeys = ["1 - %s"]', 'tiers = [["%s"]]', 'tiers = "valkey:h?password=%s"',
+        '[[tiers]]\nkind = "valkey"\naddresses = "u:%s@h"', '[[tiers]]\nkind = ["%s"]',
+        '[[tiers]]\nkind = "valkey"\naddresses = "h"\npassword = ["%s"]',
+        '[store]\nsecret = "%s"\nsecret = "%s"',
+    ),
+}  # fmt: skip
+"""Texts with a secret, and a plausible slip of the keyboard around it."""
+
+
+@pytest.mark.parametrize("secret", [DIGITS[:-1], "Hunter2"])
+@pytest.mark.parametrize("source", SLIPS)
+def test_no_slip_of_the_keyboard_shows_a_secret(source, secret, tmp_path):
+    shown = []
+    for slip in SLIPS[source]:
+        text = slip.replace("%s", secret).replace("%%", "%")
+        given = write(tmp_path / "c.toml", text) if source == "file" else (text,)
+        with pytest.raises(ConfigError) as caught:
+            load(**{"environ": {}, source: given})
+        shown += [str(caught.value)] * (secret in str(caught.value))
+    assert not shown
+
+
+def test_a_secret_in_place_of_its_file_is_refused_and_the_path_of_one_is_not_shown():
+    refused("store.secret_file = '(hidden)' (from flag --set", flags=[f"store.secret_file={DIGITS}"])
+    loaded = load(environ={}, flags=[f"store.secret_file=/{DIGITS}/s", "store.keys_file=Hunter2"])
+    assert str(loaded.config.store.secret_file) == f"/{DIGITS}/s"
+    assert DIGITS not in repr(loaded)
+    assert "Hunter2" not in repr(loaded)
+
+
 def test_settings_that_contradict_each_other_name_both_origins():
     refused(
         "store.secret_file is from flag --set store.secret_file; store.secret is from environment",

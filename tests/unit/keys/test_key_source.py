@@ -109,6 +109,15 @@ def test_a_file_that_is_missing_short_empty_or_no_file_is_refused(keys_file, tmp
         open_keys(file=keys_file)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_a_file_of_another_user_is_refused(keys_file):
+    os.chown(keys_file, 12345, -1)
+    with pytest.raises(ConfigError, match=rf"keys file {keys_file} belongs to user 12345; allowed: .*chown 0 "):
+        open_keys(file=keys_file)
+    os.chown(keys_file, 0, -1)
+    assert read_file(keys_file).keys
+
+
 # ---- a command -------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +241,8 @@ def test_a_later_reading_adds_and_removes_keys_and_keeps_them_when_it_fails(open
         (
             lambda: write(keys_file, f"2 a {OTHER}\n3 a {HEX[:-1]}\n"),
             lambda: write(keys_file, f"3 a {HEX}\n", mode=0o644),
+            lambda: write(keys_file, ""),  # it is being rewritten: truncated, and not yet written
+            lambda: write(keys_file, " \n\n"),
             keys_file.unlink,
         ),
         1,
@@ -245,7 +256,7 @@ def test_a_later_reading_adds_and_removes_keys_and_keeps_them_when_it_fails(open
     assert epochs(source.keyring) == [3]
     write(keys_file, "# none\n")
     source.refresh()
-    assert (source.failures, epochs(source.keyring)) == (3, [])
+    assert (source.failures, epochs(source.keyring)) == (5, [])
     assert caplog.records[-1].getMessage() == "0 keys are in use now, 1 before"
 
 

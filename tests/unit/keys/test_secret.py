@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config.sections import StoreConfig
 from kvtier.errors import ConfigError
-from kvtier.keys.secret import Secret, load_or_create
+from kvtier.keys.secret import Secret, load_or_create, redacted
 
 HEX = "00112233445566778899aabbccddeeff" * 2
 
@@ -70,6 +70,19 @@ def test_a_file_that_others_can_read_is_refused(tmp_path, mode):
         load_or_create(path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_a_file_of_another_user_is_refused_unless_its_store_may_be_anothers(tmp_path):
+    path = tmp_path / "secret"
+    made = load_or_create(path)
+    os.chown(path, 12345, -1)
+    for is_inside in (False, True):
+        with pytest.raises(ConfigError, match=rf"{path} belongs to user 12345; allowed: .*chown 0 "):
+            load_or_create(path, is_inside=is_inside)
+    assert load_or_create(path, is_inside=True, any_owner=True) == made
+    os.chown(path, 0, -1)
+    assert load_or_create(path) == made
+
+
 @pytest.mark.parametrize("length", [0, 31, 33])
 def test_a_file_of_another_length_is_refused(tmp_path, length):
     path = tmp_path / "secret"
@@ -122,3 +135,29 @@ def test_a_secret_shows_itself_nowhere(tmp_path, caplog):
         assert secret.hex() not in text
         assert repr(bytes(secret))[2:-1] not in text
     assert isinstance(pickle.loads(pickle.dumps(secret)), Secret)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("disk:/mnt/a@b/kv", "disk:/mnt/a@b/kv"),
+        ("s3:bucket/prefix", "s3:bucket/prefix"),
+        ("valkey:user:p@ss@h:1", "valkey:(hidden)@h:1"),
+        ("https://user@h/x", "https:(hidden)@h/x"),
+        ("valkey:u%3Ap%40h", "valkey:(hidden)@h"),
+        ("h?Password = x y", "h?Password =(hidden)"),
+        ('{"store.secret": "x"}', '{"store.secret":(hidden)'),
+        (f"for {HEX}.", "for (hidden)."),
+        ("deadbeef", "deadbeef"),
+    ],
+)
+def test_texts_are_shown_without_what_may_be_a_secret(text, shown):
+    assert redacted(text) == shown
+
+
+@pytest.mark.parametrize(
+    "part", [":", "a", "@", "0", "0g", "pass", "pass ", "%40", "//:", "secret_", "api.key", "\u0130:"]
+)
+def test_redacting_a_long_text_takes_time_in_proportion_to_it(part):
+    """With time that grows with the square or the cube of a text, a million characters would not end."""
+    assert redacted(part * (10**6 // len(part)))

@@ -1,5 +1,6 @@
 """The calls of the control socket on a session with all real parts: what they find, clear and say of its health."""
 
+import json
 import math
 import threading
 import time
@@ -37,7 +38,9 @@ class Adapter:
         self.control = Control(session, calls, 100.0)
 
     def ask(self, command: str, wait_s: float = 10.0, /, **arguments: object) -> dict:
-        return self.control.answer(command, arguments, time.monotonic() + wait_s)
+        result = self.control.answer(command, arguments, time.monotonic() + wait_s)
+        assert control_socket._formed(json.loads(json.dumps(result)), control_socket.FORMS[command]) == result
+        return result
 
     def ranges(self, tokens: list[int], wait_s: float = 10.0) -> list[tuple]:
         """(first chunk, end, places) of each range."""

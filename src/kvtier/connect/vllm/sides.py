@@ -40,7 +40,7 @@ from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, KvLayout, engine_bytes, of_all_ranks
 from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError, ControlSocket
-from kvtier.runtime.guards import Feature
+from kvtier.runtime.guards import Feature, unless_unusable
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
@@ -75,7 +75,7 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
     """
     config = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, load().config)
     support.check_role(vllm_config.kv_transfer_config.kv_role, config.store.write_policy)
-    support.check_settings(config)
+    support.check_settings(config, is_start=True)
     version = installed.check_engine()
     support.check_engine(vllm_config)
     return config, version
@@ -367,7 +367,8 @@ class SchedulerSide:
             why=history.why,
             note="vLLM's own prefix cache is kept: POST /reset_prefix_cache empties it",
         )
-        return ControlSocket(config.control.socket, Control(self._session, engine, config.limits.retain_s).answer)
+        answer = Control(self._session, engine, config.limits.retain_s).answer
+        return unless_unusable(partial(ControlSocket, config.control.socket, answer))
 
     def _clear(self, salt: str | None) -> None:
         """Make what is cached now unreachable: of requests with this salt (``""``: without one), or everything."""

@@ -147,9 +147,13 @@ def drafted_tokens(config: VllmConfig) -> int:
 
 
 def check_settings(
-    config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
+    config: Config,
+    origins: Mapping[str, SettingOrigin] | None = None,
+    file: Path | None = None,
+    *,
+    is_start: bool = False,
 ) -> None:
-    """Refuse settings that stop every start, before the weights are loaded.
+    """Refuse settings that cannot work, before the weights are loaded; see `refuse_unusable`.
 
     Raises:
         ConfigError: the message names the setting.
@@ -165,7 +169,7 @@ def check_settings(
             f"vllm.sleep_frees_host = true with {', '.join(others)}, which may have registered host memory with a "
             f"device; allowed: false, or tiers of the kinds {', '.join(sorted(TIERS_WITHOUT_MEMORY))}"
         )
-    refuse_unusable(config, origins, file)
+    refuse_unusable(config, origins, file, is_start=is_start)
 
 
 def check_role(role: object, write_policy: str) -> None:

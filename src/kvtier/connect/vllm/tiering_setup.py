@@ -63,7 +63,7 @@ def setup_of(
     config = override(load().config, flat(settings, ORIGIN), ORIGIN)
     if not config.tiers:
         raise ConfigError(f'{ORIGIN}: no tier; allowed: at least one, such as "tiers": ["disk:/path/to/kv"]')
-    support.check_settings(config)
+    support.check_settings(config, is_start=True)
     version = installed.check_engine()
     support.check_engine(vllm_config)
     if support.looks_ahead(vllm_config):

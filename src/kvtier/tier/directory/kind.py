@@ -12,9 +12,9 @@ from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.directory.view import DirectoryView, view_at
 from kvtier.tier.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
-from kvtier.tier.machine import store_problems
+from kvtier.tier.machine import FileTierSettings, store_problems
 from kvtier.tier.raw_files import RawFiles
-from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
+from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_root import mend_secret
 
 TRIAL_LOCK_DEADLINE_S = 60.0
@@ -22,7 +22,7 @@ TRIAL_LOCK_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectorySettings(TierSettings):
+class DirectorySettings(FileTierSettings):
     """The directory tier: a file per object, on a local disk or a shared file system."""
 
     kind: ClassVar[str] = "directory"
@@ -49,6 +49,7 @@ def _open(settings: DirectorySettings, context: TierContext) -> DirectoryTier:
         shared=settings.shared,
         evictor=make_evictor(settings.evictor),
         is_sealed=context.is_sealed,
+        any_owner=settings.any_owner,
     )
 
 
@@ -65,7 +66,10 @@ def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _
 
 def _check(settings: DirectorySettings) -> Iterator[Problem]:
     return store_problems(
-        settings.path, settings.capacity_bytes, lambda path: find_marker(path, STORE_VERSION) is not None
+        settings.path,
+        settings.capacity_bytes,
+        lambda path: find_marker(path, STORE_VERSION) is not None,
+        any_owner=settings.any_owner,
     )
 
 

@@ -73,6 +73,7 @@ class DirectoryTier(FileTier):
         is_sealed: the index snapshot has no parents, depths and groups.
         open_deadline_s: longest wait for another process that is opening the store. A process that opens it as its only
             user counts it meanwhile: a second for 100,000 objects.
+        any_owner: see `StoreTier`.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -92,8 +93,9 @@ class DirectoryTier(FileTier):
         lock_deadline_s: float = 2.0,
         open_deadline_s: float = 60.0,
         is_sealed: bool = False,
+        any_owner: bool = False,
     ) -> None:
-        super().__init__(root, name, capacity_bytes)
+        super().__init__(root, name, capacity_bytes, any_owner=any_owner)
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
         self._index = DirectoryIndex(Lru() if evictor is None else evictor, is_bare=is_sealed)

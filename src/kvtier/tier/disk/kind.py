@@ -21,9 +21,9 @@ from kvtier.tier.disk.marker import (
 )
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.tier.disk.view import DiskView, is_disk, view_at
-from kvtier.tier.machine import store_problems
+from kvtier.tier.machine import FileTierSettings, store_problems
 from kvtier.tier.raw_files import RawSegment
-from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
+from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.safe_open import check_private, make_root
 from kvtier.tier.store_root import RANK, command, mend_secret, opening
 
@@ -35,7 +35,7 @@ TRIAL_SEGMENTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskSettings(TierSettings):
+class DiskSettings(FileTierSettings):
     """The disk tier: preallocated segments on a local drive, for one engine."""
 
     kind: ClassVar[str] = "disk"
@@ -60,7 +60,7 @@ def _open(settings: DiskSettings, context: TierContext) -> DiskTier:
     with opening(name, settings.path, ALLOWED_RANKS):
         refuse_foreign_ranks(settings.path)
         make_root(settings.path)
-        check_private(name, settings.path)
+        check_private(name, settings.path, any_owner=settings.any_owner)
     tier = DiskTier(
         settings.path / f"rank-{context.rank}",
         name=name,
@@ -69,6 +69,7 @@ def _open(settings: DiskSettings, context: TierContext) -> DiskTier:
         reserve_bytes=settings.reserve_bytes,
         sync_interval_s=settings.sync_interval_s,
         write_bytes_per_day=settings.write_bytes_per_day,
+        any_owner=settings.any_owner,
     )
     largest = max(frame_bytes(group) for group in context.layout.groups)
     if largest > tier.frame_bytes_max:
@@ -106,7 +107,9 @@ def _check(settings: DiskSettings) -> Iterator[Problem]:
         found = [find_marker(root) for root in path.glob("rank-*")]  # any of them may be damaged
         return any(found)
 
-    return store_problems(settings.path, settings.capacity_bytes, is_store, settings.reserve_bytes)
+    return store_problems(
+        settings.path, settings.capacity_bytes, is_store, settings.reserve_bytes, any_owner=settings.any_owner
+    )
 
 
 def _repaired(root: Path) -> list[str] | None:

@@ -64,6 +64,7 @@ class DiskTier(StoreTier):
         write_bytes_per_day: limit for flash wear (`WriteBudget`); 0 means no limit.
         lock_deadline_s: longest wait for another operation that makes space.
         open_deadline_s: longest wait for another process that has the store open.
+        any_owner: see `StoreTier`.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -84,8 +85,9 @@ class DiskTier(StoreTier):
         write_bytes_per_day: int = 0,
         lock_deadline_s: float = 5.0,
         open_deadline_s: float = 5.0,
+        any_owner: bool = False,
     ) -> None:
-        super().__init__(root, name, capacity_bytes)
+        super().__init__(root, name, capacity_bytes, any_owner=any_owner)
         self._segment_bytes = segment_bytes
         self._wants_direct = direct_io
         self._reserve_bytes = reserve_bytes
@@ -244,7 +246,7 @@ class DiskTier(StoreTier):
         """
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
         make_root(self.root)
-        check_private(self.name, self.root)
+        check_private(self.name, self.root, any_owner=self._any_owner)
         open_marker(self.root, wanted)
         taken = lock or StoreLock(str(self.root / MARKER_NAME), self.name)
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Count, Switch, Text
+from kvtier.config.value_types import Choice, Count, Switch, Text, shown_place
 from kvtier.errors import ConfigError
 from kvtier.tier.mooncake.client import BAD_SIZE, OK, MooncakeClient, address_of
 from kvtier.tier.mooncake.tier import MooncakeTier, root_of
@@ -55,7 +55,8 @@ def master_address(settings: MooncakeSettings) -> tuple[str, int]:
     port = int(found[3] or MASTER_PORT) if found else 0
     if not found or not 0 < port < 1 << 16:
         raise ConfigError(
-            f"{settings.label}.master = {settings.master!r}: allowed: host, host:port or [IPv6 address]:port"
+            f"{settings.label}.master = {shown_place(settings.master)!r}: allowed: host, host:port or "
+            "[IPv6 address]:port"
         )
     return found[1] or found[2], port
 

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.store import S3Store
 
-from kvtier.config.value_types import PrivateText, through_proxy, without_login
-from kvtier.errors import ConfigError, TierError
+from kvtier.config.value_types import PrivateText, shown_place, through_proxy
+from kvtier.errors import ConfigError, TierError, UnusablePathError
+from kvtier.keys.secret import read_private
 from kvtier.tier.s3.errors import hint, refusal_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ MARKER = b"kvtier objects, format 1\n"
 
 STALL_SHARE = 0.2
 STALL_S_MIN = 1.0
+CA_BYTES_MAX = 1 << 20
 """A read without a byte for this part of the deadline has stalled, but not before the minimum: a store with slow disks
 may take so long for its first byte, whatever the deadline is."""
 
@@ -86,8 +88,8 @@ def connect(
         connect_deadline_s: longest time to connect.
 
     Raises:
-        ConfigError: the URL or the endpoint is wrong, the client does not take the settings, or `ca_file` cannot be
-            read.
+        ConfigError: the URL or the endpoint is wrong.
+        UnusablePathError: the client does not take the settings, or `ca_file` cannot be read.
         TierError: the process is a fork of one that used S3.
     """
     bucket, prefix = parse_url(url)
@@ -120,17 +122,16 @@ def connect(
             virtual_hosted_style_request=virtual_host,
         )
 
+    if ca_file is not None:
+        client["root_certificate"] = read_private(ca_file, f"tier {name!r}: ca_file", CA_BYTES_MAX, any_reader=True)
     try:
-        if ca_file is not None:
-            client["root_certificate"] = ca_file.read_bytes()
         place = f"bucket {bucket!r} at {endpoint or 'AWS'}{through_proxy(endpoint or 'https://s3.amazonaws.com')}"
         half_s = deadline_s / 2
         reads = store(half_s, min(half_s, max(STALL_S_MIN, deadline_s * STALL_SHARE)))
         return Bucket(store(half_s, half_s), store(probe_deadline_s, probe_deadline_s), reads, prefix, place)
-    except OSError as error:
-        raise ConfigError(f"tier {name!r}: ca_file {str(ca_file)!r}: {error.strerror}") from error
     except Exception:  # noqa: BLE001 - its text may have the options
-        raise ConfigError(f"tier {name!r}: bucket {bucket!r}: the client refuses the settings; check ca_file") from None
+        why = "the client refuses the settings; check ca_file"
+        raise UnusablePathError(f"tier {name!r}: bucket {bucket!r}: {why}") from None
 
 
 def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
@@ -198,7 +199,7 @@ def parse_url(url: str) -> tuple[str, str]:
     bucket, _, prefix = rest.removeprefix("//").partition("/")
     parts = prefix.strip("/").split("/") if prefix.strip("/") else []
     if not _BUCKET.fullmatch(bucket) or not all(_PREFIX_PART.fullmatch(part) for part in parts):
-        shown = without_login(f"s3:{rest}")[:200]
+        shown = shown_place(f"s3:{rest}")
         raise ConfigError(
             f"S3 URL {shown!r}: allowed: s3://BUCKET or s3://BUCKET/PREFIX; BUCKET: 3 to 63 lower-case letters, "
             "digits, dots and hyphens; PREFIX: letters, digits and . _ = - between slashes"
@@ -214,19 +215,19 @@ def check_endpoint(endpoint: str, *, allow_http: bool) -> None:
     """
     if not endpoint:
         return
+    shown = shown_place(endpoint)
     try:
         parts = urlsplit(endpoint)
         is_plain = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        shown = without_login(endpoint)[:200]
         raise ConfigError(f"S3 endpoint {shown!r}: not a URL; allowed: https://HOST[:PORT]") from None
     if parts.username is not None or parts.password is not None:
         raise ConfigError("S3 endpoint (hidden): has a user name or password; name them in the tier's own settings")
     beyond = parts.path.rstrip("/") or parts.query or parts.fragment
     if parts.scheme not in {"http", "https"} or not is_plain or beyond or not _HOST.fullmatch(parts.netloc):
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: allowed: https://HOST[:PORT]")
+        raise ConfigError(f"S3 endpoint {shown!r}: allowed: https://HOST[:PORT]")
     if parts.scheme == "http" and not allow_http:
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: has no TLS; allowed: https://, or set allow_http = true")
+        raise ConfigError(f"S3 endpoint {shown!r}: has no TLS; allowed: https://, or set allow_http = true")
 
 
 def _folders(store: S3Store, prefix: str) -> list[bytes]:

@@ -12,7 +12,8 @@ from obstore.store import S3Store
 
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Size, Switch, Text
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, TierError, UnusablePathError
+from kvtier.keys.secret import read_private
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.s3.bucket import (
     MARKER_NAME,
@@ -29,6 +30,9 @@ from kvtier.tier.s3.errors import hint, refusal_of
 from kvtier.tier.s3.tier import PART_BYTES, S3Tier
 from kvtier.tier.store_view import ScannedTier
 from kvtier.types import ObjectName
+
+CREDENTIALS_BYTES_MAX = 1 << 20
+_WHAT = "S3 credentials file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +82,18 @@ def profile_credentials(path: Path, profile: str) -> Credentials:
     """Named keys of `profile` in a credentials file as AWS's tools write it.
 
     Raises:
-        ConfigError: the file or the profile is missing or has no keys.
+        UnusablePathError: the file or the profile is missing or has no keys.
     """
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        with path.open(encoding="utf-8") as stream:
-            parser.read_file(stream)
+        parser.read_string(read_private(path, _WHAT, CREDENTIALS_BYTES_MAX, any_reader=True).decode())
         section = parser[profile]
         key, secret = PrivateText(section["aws_access_key_id"]), PrivateText(section["aws_secret_access_key"])
         return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
-    except OSError as error:
-        raise ConfigError(f"S3 credentials file {str(path)!r}: {error.strerror}") from None
     except KeyError as error:
-        raise ConfigError(f"S3 credentials file {str(path)!r}: no {error.args[0]} for profile {profile!r}") from None
+        raise UnusablePathError(f"{_WHAT} {path}: no {error.args[0]} for profile {profile!r}") from None
     except (configparser.Error, UnicodeError):  # their texts show lines of the file
-        raise ConfigError(f"S3 credentials file {str(path)!r}: not in the format of AWS's credentials file") from None
+        raise UnusablePathError(f"{_WHAT} {path}: not in the format of AWS's credentials file") from None
 
 
 def _credentials(settings: S3Settings) -> Credentials:

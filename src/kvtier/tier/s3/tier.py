@@ -24,7 +24,7 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from kvtier.errors import ConfigError, DamagedStoreError, NoRoomError, TierError
+from kvtier.errors import DamagedStoreError, NoRoomError, TierError, UnusablePathError
 from kvtier.tier.base import About, OneByOneTier, within
 from kvtier.tier.loan import Loan
 from kvtier.tier.operation_guard import OperationGuard
@@ -67,7 +67,7 @@ class S3Tier(OneByOneTier):
         sweep_interval_s: how often the objects are listed for the cap, by all nodes together.
 
     Raises:
-        ConfigError: a setting is wrong: the credentials, a missing bucket, a server of another kind.
+        UnusablePathError: the server refuses the credentials, there is no bucket, or it is of another kind.
         DamagedStoreError: the marker is damaged or of another version.
         TierError: the server does not answer.
     """
@@ -278,10 +278,10 @@ class S3Tier(OneByOneTier):
                 self._answered_s = time.monotonic()
                 return answer
 
-    def _error(self, what: str, refusal: Refusal) -> ConfigError | TierError:
+    def _error(self, what: str, refusal: Refusal) -> UnusablePathError | TierError:
         cause = f"{self._bucket.place}: {refusal.cause}"
         if not self._is_open and refusal.is_mistake:
-            return ConfigError(f"tier {self.name!r}: {cause}: {hint(refusal)}")
+            return UnusablePathError(f"tier {self.name!r}: {cause}: {hint(refusal)}")
         if refusal.is_full and self._is_open:
             return NoRoomError(self.name, cause)
         return TierError(self.name, f"cannot {what}: {cause}")

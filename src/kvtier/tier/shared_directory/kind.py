@@ -10,9 +10,9 @@ from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size
 from kvtier.errors import ConfigError
 from kvtier.tier.directory_marker import SHARED_VERSION, find_marker, layout_of, read_marker, repair_marker
-from kvtier.tier.machine import nearest_existing, store_problems
+from kvtier.tier.machine import FileTierSettings, nearest_existing, store_problems
 from kvtier.tier.raw_files import RawFiles
-from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
+from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.shared_directory.sweep import stored_roots
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier, is_on_drive
 from kvtier.tier.store_view import ScannedTier
@@ -23,7 +23,7 @@ TRIAL_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedDirectorySettings(TierSettings):
+class SharedDirectorySettings(FileTierSettings):
     """The shared directory tier: a file per object, on a network file system that several nodes mount."""
 
     kind: ClassVar[str] = "shared_directory"
@@ -45,6 +45,7 @@ def _open(settings: SharedDirectorySettings, context: TierContext) -> SharedDire
         name=settings.name,
         capacity_bytes=settings.capacity_bytes,
         direct_io=settings.direct_io,
+        any_owner=settings.any_owner,
     )
 
 
@@ -66,7 +67,10 @@ def _open_trial(
 def _check(settings: SharedDirectorySettings) -> Iterator[Problem]:
     problems = list(
         store_problems(
-            settings.path, settings.capacity_bytes, lambda path: find_marker(path, SHARED_VERSION) is not None
+            settings.path,
+            settings.capacity_bytes,
+            lambda path: find_marker(path, SHARED_VERSION) is not None,
+            any_owner=settings.any_owner,
         )
     )
     nearest = nearest_existing(settings.path)
@@ -88,6 +92,7 @@ def _inspect(settings: SharedDirectorySettings) -> list[ScannedTier]:
                 name=settings.name,
                 capacity_bytes=settings.capacity_bytes,
                 direct_io="off",
+                any_owner=True,  # an operator looks into the store of an engine that another user runs
             ),
             f"{settings.path}/{key_id}/{model}",
             model,

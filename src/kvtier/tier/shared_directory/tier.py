@@ -46,6 +46,7 @@ class SharedDirectoryTier(FileTier):
         name: the tier's name in metrics and errors.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
         wait_s: how long a write waits for room before it is dropped.
+        any_owner: see `StoreTier`.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -63,9 +64,10 @@ class SharedDirectoryTier(FileTier):
         name: str = "shared_directory",
         direct_io: DirectIo = "off",
         wait_s: float = TAKE_WAIT_S,
+        any_owner: bool = False,
     ) -> None:
         key = key_id.hex()
-        super().__init__(root, name, capacity_bytes, f"{key}/{model.hex()}")
+        super().__init__(root, name, capacity_bytes, f"{key}/{model.hex()}", any_owner=any_owner)
         self._owner = os.urandom(8).hex()
         self._numbers = itertools.count()
         with self._opening(SHARED_VERSION):

@@ -10,7 +10,8 @@ import valkey as library
 
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnusablePathError
+from kvtier.keys.secret import read_private
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.store_view import ScannedTier
 from kvtier.tier.valkey.servers import parse_addresses
@@ -69,8 +70,8 @@ def _access(settings: ValkeySettings) -> Access:
     if settings.password_file is not None:
         password = _password_in(settings.password_file)
     for path in (settings.ca_file, settings.certificate_file, settings.key_file):
-        if path is not None and not path.is_file():
-            raise ConfigError(f"tier {settings.name!r}: no file {str(path)!r}")
+        if path is not None:
+            read_private(path, f"tier {settings.name!r}: file", 0, any_reader=True)  # is it there, and whose is it
     return Access(
         settings.username,
         password,
@@ -87,18 +88,13 @@ def _password_in(path: Path) -> PrivateText:
     """The first line of a file.
 
     Raises:
-        ConfigError: it cannot be read, or has no text of up to `PASSWORD_BYTES_MAX`.
+        UnusablePathError: it cannot be read, or has no text of up to `PASSWORD_BYTES_MAX`.
     """
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(PASSWORD_BYTES_MAX + 1)
-        text = content.decode().rstrip("\r\n")
-    except OSError as error:
-        raise ConfigError(f"Valkey password file {str(path)!r}: {error.strerror}") from None
-    except UnicodeError:
-        raise ConfigError(f"Valkey password file {str(path)!r}: not in UTF-8") from None
-    if not text or len(content) > PASSWORD_BYTES_MAX or not text.isprintable():
-        raise ConfigError(f"Valkey password file {str(path)!r}: allowed: one line of up to {PASSWORD_BYTES_MAX} bytes")
+    content = read_private(path, "Valkey password file", PASSWORD_BYTES_MAX, any_reader=True)
+    text = content.decode(errors="replace").rstrip("\r\n")
+    if not text or len(content) > PASSWORD_BYTES_MAX or not text.isprintable() or "\ufffd" in text:
+        allowed = f"one line of up to {PASSWORD_BYTES_MAX} bytes in UTF-8"
+        raise UnusablePathError(f"Valkey password file {path}: allowed: {allowed}")
     return PrivateText(text)
 
 

@@ -13,7 +13,7 @@ from binascii import crc_hqx
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, TierError, UnusablePathError
 from kvtier.tier.valkey.wire import (
     MANY_CLIENTS,
     Access,
@@ -89,7 +89,7 @@ class Servers:
         end_s: when the store must have answered, on the monotonic clock.
 
     Raises:
-        ConfigError: the servers refuse the user or the database, or they speak another protocol.
+        UnusablePathError: the servers refuse the user or the database, or they speak another protocol.
         TierError: none answers.
     """
 
@@ -235,7 +235,7 @@ class Servers:
                 self._read_slots(node, now_s + max(0.0, end_s - now_s) / (len(self._addresses) - number))
             except (BrokenWireError, RefusedError, OSError) as error:
                 if mistake := _mistake(error):
-                    raise ConfigError(f"tier {self._tier!r}: {node}{mistake}") from None
+                    raise UnusablePathError(f"tier {self._tier!r}: {node}{mistake}") from None
                 causes.append(f"{node}: {cause_of(error)}")
             else:
                 return
@@ -300,5 +300,8 @@ def _mistake(error: Exception) -> str:
 
 
 def _shown(part: str) -> str:
-    """Without what may be a password."""
-    return repr(part.rpartition("@")[2][:80])
+    """Without what may be a password: a login, and what follows a host."""
+    whole = part.rpartition("@")[2].strip()
+    found = _ADDRESS.match(whole)
+    shown = found[0] if found else ""
+    return repr(shown if shown == whole else f"{shown}(hidden)")

@@ -48,7 +48,8 @@ class ValkeyTier(Tier):
         is_user: the store is used, not only looked at; a look renews no lifetime.
 
     Raises:
-        ConfigError: a setting is wrong: an address, the password, a server of another kind.
+        ConfigError: an address is wrong.
+        UnusablePathError: a server refuses the password, or is of another kind.
         TierError: no server answers.
     """
 
