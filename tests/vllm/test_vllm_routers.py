@@ -279,6 +279,8 @@ def test_after_a_restart_and_on_joining_a_shared_tier_routers_learn_what_is_held
         before.ask(wanted)
         until(lambda: (before.drain(), dynamo.held(wanted, 0))[1], (HELD, HELD, HELD))
     before.close()
+    stored = [path for path in (tmp_path / "shared").glob("*/*/*/*") if path.is_file()]
+    assert len(stored) == HELD // CHUNK, "a router counts the last chunk, also when one before it is not there"
     pair = [begin(), begin()]
     with Dynamo([feed for _, feed in pair], tmp_path / "after.log") as dynamo:
 
