@@ -22,6 +22,7 @@ from kvtier.characterize.capture import CaptureSettings, _Run, run
 from kvtier.characterize.events import IoLayer, transfers
 from kvtier.characterize.measures import measure
 from kvtier.characterize.processes import ProcessTree
+from kvtier.characterize.steps import Steps
 from kvtier.cli.main import run as kvtier
 from kvtier.errors import ConfigError
 
@@ -115,13 +116,14 @@ def test_a_capture_agrees_with_fios_account(drive, way, depth):
     assert 0.7 < parts < 1.5  # neighbours may be merged, and a request is split at the end of an extent
     took = rows["completed_s"] - rows["issued_s"]
     assert not np.isnan(took).any()
-    # From bio to completion is what the application waits for; the device's part of it is shorter.
-    asked_s = said["clat_ns"]["percentile"]["50.000000"] / 1e9
+    # From bio to completion is part of what fio waits for: most of its shortest wait, in which nothing else ran.
+    asked_s = {name: ns / 1e9 for name, ns in said["lat_ns"].items()}
     bios = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
     bios = bios[bios["bytes"] >= 64 << 10]
-    bio_s = np.median(bios["completed_s"] - bios["issued_s"])
-    assert asked_s * 0.3 <= bio_s <= asked_s * 1.3
-    assert np.median(took) <= bio_s * 1.01
+    bio_s = bios["completed_s"] - bios["issued_s"]
+    assert bio_s.min() >= asked_s["min"] * 0.3
+    assert bio_s.mean() <= asked_s["mean"] * 1.01
+    assert np.median(took) <= np.median(bio_s) * 1.01  # the device's part is shorter
     trace.requests = rows
     it = measure(trace)
     assert it.queue_depth["peak"] <= depth * 1.5
@@ -139,10 +141,14 @@ def test_requests_count_once_and_waiting_ones_are_in_the_depth(drive, engine):
     said = account(drive)["read"]
     it = measure(trace)
     bios = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
-    assert np.count_nonzero(bios["bytes"] == 4 * MIB) >= 0.9 * said["total_ios"]  # the file may have gaps
-    assert it.requests < 1.5 * said["total_ios"]
+    own = bios[bios["bytes"] == 4 * MIB]
+    assert 0.9 * said["total_ios"] <= len(own) <= said["total_ios"]  # the file may have gaps
+    # The rest reads fio's program, which may be in memory or not.
+    assert it.requests - np.count_nonzero(bios["bytes"] < MIB // 4) < 1.5 * said["total_ios"]
     assert it.submitted_depth is not None
-    assert 14 <= it.submitted_depth["peak"] <= 18  # fio's own requests, and those of its start
+    deepest = max(int(level) for level, percent in account(drive)["iodepth_level"].items() if percent)
+    assert deepest / 2 < Steps.depth(own).peak <= deepest == 16
+    assert it.submitted_depth["peak"] >= Steps.depth(own).peak
     assert it.submitted_depth["busy_mean"] > it.queue_depth["busy_mean"] * 0.99
     asked = transfers(trace.of_chosen(trace.at(IoLayer.APPLICATION)))
     seen = np.count_nonzero(asked["bytes"] == 4 * MIB) if engine == "io_uring" else it.counts["aio_requests"]
