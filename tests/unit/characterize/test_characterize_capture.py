@@ -1,5 +1,6 @@
 """Captures of the kernel's block events agree with fio's own account, count what they lose and leave nothing behind."""
 
+import itertools
 import json
 import os
 import shutil
@@ -223,17 +224,32 @@ def test_lost_events_are_counted_and_what_is_left_is_kept(drive):
     assert measure(trace).lost_events == trace.lost_events
 
 
-def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(drive):
+def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(drive, monkeypatch):
     script = (
-        "import os, time; f = open('data', 'wb', buffering=0)\n"
-        "[f.write(bytes(1 << 20)) for _ in range(32)]; time.sleep(0.2)\n"
-        "os.sync(); time.sleep(0.2)\n"
+        "import os, time\n"
+        "def looked_up():\n"
+        "    open('asks', 'w').close()\n"
+        "    while os.path.exists('asks'): time.sleep(0.01)\n"
+        "f = open('data', 'wb', buffering=0)\n"
+        "[f.write(bytes(1 << 20)) for _ in range(32)]; looked_up()\n"
+        "os.sync(); looked_up()\n"
         "[os.pread(os.open('data', os.O_RDONLY), 4096, 8192) for _ in range(10)]\n"
         "f = open('/dev/shm/kvtier-no-disk', 'wb', buffering=0); os.unlink(f.name)\n"
-        "f.write(bytes(3 << 20)); ends = os.pipe(); os.write(ends[1], bytes(5000)); time.sleep(0.2)\n"
+        "f.write(bytes(3 << 20)); ends = os.pipe(); os.write(ends[1], bytes(5000)); looked_up()\n"
     )
+    add, asked = _Run._add, itertools.count(1)
+
+    def answering(self):
+        """Read twice after the program has asked: then its descriptors have been looked up, which it keeps open."""
+        is_asked = (drive / "asks").exists()
+        is_full = add(self)
+        if is_asked and next(asked) % 2 == 0 and not is_full:
+            (drive / "asks").unlink()
+        return is_full
+
+    monkeypatch.setattr(_Run, "_add", answering)
     command = ["sh", "-c", f'cd {drive}; {sys.executable} -c "$0"; exit 3', script]
-    captured = run(CaptureSettings(device=str(drive), command=command))
+    captured = run(CaptureSettings(device=str(drive), command=command, seconds=60.0))
     trace = captured.trace
     assert captured.exit_code == 3
     calls = trace.of_chosen(trace.at(IoLayer.APPLICATION))
@@ -278,8 +294,8 @@ def test_a_process_is_measured_with_its_children_and_no_other(drive):
             process.terminate()  # and fio ends its jobs
             process.wait(10)
     it = measure(trace)
-    assert it.seconds == pytest.approx(1.0, abs=0.3)
-    assert it.bytes["read"] < 150 * MIB  # both together read 200 MiB a second
+    assert it.seconds > 0.9  # and more on a busy machine
+    assert it.bytes["read"] < 150 * MIB * it.seconds  # both together read 200 MiB a second
     assert it.whole_device["read_bytes"] > 1.5 * it.bytes["read"] > 0
     assert {row.name for row in it.processes} == {"fio"}
     assert other.pid not in trace.chosen
