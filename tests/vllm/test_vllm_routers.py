@@ -1,5 +1,6 @@
 """Routers of a fleet, from their packages: what they read of two engines' KV events, and which engine they select."""
 
+import itertools
 import json
 import os
 import signal
@@ -232,10 +233,16 @@ def test_a_router_that_comes_late_gets_again_what_is_held(nodes: list[Node], tmp
     """The second node does not repeat, and this router asks for no past events."""
     wanted = prompt(HELD + 20, 3)
     feeds = [each.feed for each in nodes]
-    for each in nodes:
-        each.ask(wanted)
+    others = itertools.count(2000)
     with Dynamo(feeds, tmp_path / "early.log") as early:  # it has what is published once
-        until(lambda: [early.held(wanted, number) for number in range(2)], [(HELD, HELD, HELD)] * 2)
+        for number, each in enumerate(nodes):
+            each.ask(wanted)
+
+            def held(number: int = number, each: Node = each) -> tuple[int, ...]:
+                each.ask(prompt(BLOCK + 8, next(others)))  # a further event shows the router that it has missed some
+                return early.held(wanted, number)[1:]
+
+            until(held, (HELD, HELD))
     with Dynamo(feeds, tmp_path / "dynamo.log", replays=False) as dynamo:
         until(lambda: dynamo.held(wanted, 0)[1:], (HELD, HELD))
         time.sleep(REPEAT_S)
