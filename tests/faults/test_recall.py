@@ -439,6 +439,7 @@ def test_a_recall_that_hangs_delays_no_load_and_not_the_end(hanging):
 
 def test_a_recall_that_fails_is_tried_again_and_costs_the_tier_nothing(monkeypatch):
     monkeypatch.setattr("kvtier.core.recalls.RETRY_S", 0.1)
+    monkeypatch.setattr("kvtier.core.recalls.ATTEMPTS_MAX", 100)  # however long this thread sleeps
     memory, texts = MemoryTier(capacity_bytes=64 << 20), Texts()
     tier = Listing(memory)
     tier.failure = RuntimeError("of another package")
