@@ -7,11 +7,18 @@ from collections.abc import Callable
 DEADLINE_S = 90.0
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of loopback that was free a moment ago and was not given before. The kernel may draw one again."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def wait_until(

@@ -336,15 +336,11 @@ def own_row(node: Server) -> list[str]:
     return next(row for row in node_rows(node) if "myself" in row[2])
 
 
-_given: set[int] = set()
-
-
 def new_port() -> int:
-    """A free port that was not given before, whose partner for a cluster's own traffic, 10000 higher, is free, too."""
+    """A free port whose partner for a cluster's own traffic, 10000 higher, is free, too."""
     while True:
         port = free_port()
-        if port < 55536 and port not in _given and not is_listening(port + 10000):
-            _given.add(port)
+        if port < 55536 and not is_listening(port + 10000):
             return port
 
 

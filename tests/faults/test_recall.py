@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -34,8 +35,9 @@ from kvtier.config.value_types import PrivateText
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
 from kvtier.core.recalls import Recalls
+from kvtier.errors import TierError
 from kvtier.keys.chain import Chain
-from kvtier.keys.key_source import KeySource
+from kvtier.keys.key_source import KeySource, open_keys
 from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.keys.object_names import object_names
 from kvtier.policy.registry import make_evictor
@@ -333,8 +335,23 @@ def test_a_tenant_learns_nothing_of_another_and_nothing_without_its_key(tmp_path
         texts = Texts()
         write(configured(place, keys=PrivateText(both), tenant="one"), texts)
         assert learned(configured(place, keys=PrivateText(both), tenant="two"), 0).got == []
-        assert learned(configured(place, keys=PrivateText(line(1, "two", "2")), tenant="one"), 0).got == []
         learned(configured(place, keys=PrivateText(both), tenant="one"), CHUNKS)
+
+
+def test_a_recall_waits_for_the_tenants_key(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier.runtime.stored_forms.open_keys", partial(open_keys, every_s=0.05))
+    file = tmp_path / "keys"
+    file.write_text(line(1, "two", "2"))
+    file.chmod(0o600)
+    with sealed_place("directory", tmp_path / "place") as (place, _):
+        write(configured(place, keys=PrivateText(line(1, "one", "1")), tenant="one"), Texts())
+        texts = Texts()
+        with session_of(configured(place, keys_file=file, tenant="one"), texts) as opened:
+            for _ in range(20):
+                opened.session.poll(0.05)
+            assert (over(opened.session._recalls), texts.got) == (False, [])
+            file.write_text(line(1, "two", "2") + line(1, "one", "1"))
+            wait_until(lambda: len(texts.got) == CHUNKS, "records", WAIT_S)
 
 
 def test_a_recall_counts_as_no_use(tmp_path):
@@ -422,6 +439,7 @@ def test_a_recall_that_hangs_delays_no_load_and_not_the_end(hanging):
 
 def test_a_recall_that_fails_is_tried_again_and_costs_the_tier_nothing(monkeypatch, caplog):
     monkeypatch.setattr("kvtier.core.recalls.RETRY_S", 0.1)
+    monkeypatch.setattr("kvtier.core.recalls.ATTEMPTS_MAX", 100)  # however long this thread sleeps
     memory, texts = MemoryTier(capacity_bytes=64 << 20), Texts()
     tier = Listing(memory)
     tier.failure = RuntimeError("of another package, at https://user:hunter2@host/list")
@@ -440,6 +458,60 @@ def test_a_recall_that_fails_is_tried_again_and_costs_the_tier_nothing(monkeypat
     session.recall(tier.name)
     session.recall("unknown")
     wait_until(lambda: len(texts.got) == 2 * CHUNKS, "records once more", WAIT_S)
+    session.close()
+
+
+class Missing(HangingTier):
+    """A tier that does not show the heads of some objects until they are `shown`."""
+
+    def __init__(self, inner, answer, *names):
+        super().__init__(inner)
+        self.shown, self.asked = threading.Event(), threading.Event()
+        self._answer, self._names = answer, names
+
+    def peek_many(self, reads):
+        answers = self.inner.peek_many(reads)
+        if self.shown.is_set():
+            return answers
+        names = [read.name for read in reads]
+        if set(self._names) & set(names):
+            self.asked.set()
+        return [self._answer if name in self._names else it for name, it in zip(names, answers, strict=True)]
+
+
+def missing(answer, chunk):
+    """A tier with a prompt one chunk of which is not shown yet, the prompt, and a session that recalls it."""
+    memory, texts = MemoryTier(capacity_bytes=64 << 20), Texts()
+    prefix = texts.prompt(bytes(32), 1, 4)
+    first = local(memory, texts, Engine(16))
+    assert stored(first, "a", prefix, places_of(range(4))).dropped == 0
+    first.close()
+    memory._is_closed = False
+    (name,) = object_names(prefix.keys[chunk : chunk + 1], 0, LAYOUT.part(0), LAYOUT.digest(0))
+    tier = Missing(memory, answer, name)
+    return tier, prefix, texts, local(tier, texts, Engine(16))
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 3])
+@pytest.mark.parametrize("answer", [None, TierError("memory", "of another package")], ids=["absent", "error"])
+def test_what_a_recall_misses_is_read_again_and_holds_up_nothing_else(answer, chunk, monkeypatch):
+    """A parent that another engine is still writing, and any head that could not be read."""
+    monkeypatch.setattr(recall, "PAUSES_S", (0.05,) * 600)
+    tier, prefix, texts, session = missing(answer, chunk)
+    assert tier.asked.wait(WAIT_S)
+    wait_until(lambda: len(texts.got) == chunk, "those before it", WAIT_S)
+    tier.shown.set()
+    wait_until(lambda: over(session._recalls), "the recall ends", WAIT_S)
+    check_parents_first(texts.records)
+    assert [it.key for it in texts.records] == list(prefix.keys)
+    session.close()
+
+
+def test_a_parent_that_never_comes_ends_no_later_than_the_pauses(monkeypatch):
+    monkeypatch.setattr(recall, "PAUSES_S", (0.01, 0.01))
+    _, _, texts, session = missing(None, 1)
+    wait_until(lambda: over(session._recalls), "the recall ends", WAIT_S)
+    assert len(texts.got) == 1
     session.close()
 
 

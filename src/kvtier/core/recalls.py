@@ -12,7 +12,7 @@ RETRY_S = 30.0
 """Time after a failure, doubled with each further one."""
 
 ATTEMPTS_MAX = 4
-"""Failures in a row after which a tier is not asked until the next request."""
+"""Failures in a row, without further records between them, after which a tier is not asked until the next request."""
 
 
 @dataclass(slots=True)
@@ -22,6 +22,8 @@ class _TierRecall:
     number: int = 1
     position: int = 0
     """Records that were taken."""
+    furthest: int = 0
+    """Most records that one recall has brought since the last request."""
     failures: int = 0
     next_s: float = 0.0
     is_wanted: bool = True
@@ -70,6 +72,8 @@ class Recalls:
             it.number, it.position = it.number + 1, 0
             return []
         it.position += taken
+        if it.position > it.furthest:
+            it.furthest, it.failures = it.position, 0
         it.is_wanted = not is_last
         it.next_s = now_s if taken else now_s + POLL_S
         return [self._ask(command.tier)] if taken and not is_last else []
@@ -77,7 +81,7 @@ class Recalls:
     def again(self, tier: str) -> None:
         """Recall the tier once more, from the start. Unknown tiers hold no texts."""
         if (it := self._tiers.get(tier)) is not None:
-            it.number, it.position, it.failures, it.next_s, it.is_wanted = it.number + 1, 0, 0, 0.0, True
+            self._tiers[tier] = _TierRecall(it.number + 1, is_asked=it.is_asked)
 
     def _ask(self, tier: str) -> Recall:
         it = self._tiers[tier]

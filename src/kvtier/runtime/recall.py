@@ -32,6 +32,9 @@ HEADS_BYTES_MAX: Final = 64 << 20
 SECONDS_MAX: Final = 60.0
 """After this time a recall ends with what it has found."""
 
+PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses before what was missed is read again: another engine may still be writing it."""
+
 BATCH: Final = 16
 """Heads that one call of the tier reads. The thread then pauses for as long as the call took."""
 
@@ -67,8 +70,9 @@ class TierRecall:
         self._name_heads = name_heads
         self._closing = closing
         self._number = 0
-        self._records: list[ChunkRecord] | None = None
-        """None: they are still being read."""
+        self._records: list[ChunkRecord] = []
+        """Those of the present recall. Its thread appends to them until it is over."""
+        self._is_over = False
         self._error = ""
         self._thread: threading.Thread | None = None
 
@@ -77,7 +81,7 @@ class TierRecall:
         if command.number != self._number:
             if self._thread is not None and self._thread.is_alive():
                 return Completion(command, Outcome.FAILED, detail="an earlier recall has not ended")
-            self._number, self._records, self._error = command.number, None, ""
+            self._number, self._records, self._is_over, self._error = command.number, [], False, ""
             self._thread = threading.Thread(
                 target=self._run, args=(command.group,), name=f"kvtier {self._tier.name} recall", daemon=True
             )
@@ -87,11 +91,9 @@ class TierRecall:
                 self._thread, self._error = None, str(error)
         if self._error:
             return Completion(command, Outcome.FAILED, detail=self._error)
-        records = self._records
-        if records is None:
-            return Completion(command, Outcome.DONE, page=RecallPage((), is_last=False))
+        is_over, records = self._is_over, self._records
         page = tuple(_front(islice(records, command.position, None)))
-        is_last = command.position + len(page) >= len(records)
+        is_last = is_over and command.position + len(page) >= len(records)
         if is_last:
             self._records = []
         return Completion(command, Outcome.DONE, page=RecallPage(page, is_last))
@@ -100,45 +102,55 @@ class TierRecall:
 
     def _run(self, group: int) -> None:
         try:
-            self._records = records_of(self._read(group))
+            if self._form.is_locked:
+                raise TierError(self._tier.name, "the tenant has no key that opens its heads")  # noqa: TRY301
+            for found in self._read(group):
+                known = {record.key for record in self._records}
+                self._records += [record for record in records_of(found) if record.key not in known]
+            self._is_over = True
         except Exception as error:  # noqa: BLE001 - any error of a tier ends this recall and nothing else
             self._error = described(error)
 
-    def _read(self, group: int) -> dict[ObjectName, Identity]:
-        """Identities with a text, in the order in which they were read: newest first, and parents soon after."""
+    def _read(self, group: int) -> Iterator[dict[ObjectName, Identity]]:
+        """Identities with a text, in the order in which they were read: newest first, and parents soon after.
+
+        They come when the list is read, and then with each further reading of what was missed.
+        """
         found: dict[ObjectName, Identity] = {}
         seals, until_s = self._form.seals, time.monotonic() + SECONDS_MAX
-        if seals is None or self._form.is_locked:
-            return found
         header_bytes = frame_layout(self._layout.groups[group]).header_bytes
         left = min(CHUNKS_MAX, HEADS_BYTES_MAX // header_bytes)
         buffer = page_aligned(BATCH * header_bytes).data
         seen: set[ObjectName] = set()
         listed = (name for name in self._tier.newest(left, until_s) if name not in seen)
-        parents: dict[ObjectName, None] = {}
-        while left > 0 and time.monotonic() < until_s:
-            began_s = time.monotonic()
-            # Parents at once: below the bounds whole chains count.
-            names = list(islice(parents, min(BATCH, left)))
-            seen.update(names)
-            names += islice(listed, min(BATCH, left) - len(names))
-            if not names:
-                break
-            seen.update(names)
-            for name in names:
-                parents.pop(name, None)
-            left -= len(names)
-            for name, identity in self._opened(names, buffer, group, seals):
-                found[name] = identity
-                if identity.parent is not None and identity.parent not in seen:
-                    parents[identity.parent] = None
-            if self._closing.wait(time.monotonic() - began_s):
-                break
-        return found
+        missed: list[ObjectName] = []
+        for pause_s in (0.0, *PAUSES_S):
+            if self._closing.wait(pause_s):
+                return
+            first, missed = dict.fromkeys(missed), []
+            while left > 0 and time.monotonic() < until_s:
+                began_s = time.monotonic()
+                names = _take(first, listed, seen, min(BATCH, left))
+                if not names:
+                    break
+                left -= len(names)
+                for name, identity in self._opened(names, buffer, group, seals):
+                    if identity is None:
+                        missed.append(name)
+                        continue
+                    found[name] = identity
+                    if identity.parent is not None and identity.parent not in seen:
+                        first[identity.parent] = None
+                if self._closing.wait(time.monotonic() - began_s):
+                    break
+            yield found
+            if not missed or left <= 0 or time.monotonic() >= until_s:
+                return
 
     def _opened(
-        self, names: Sequence[ObjectName], buffer: memoryview, group: int, seals: Seals
-    ) -> Iterator[tuple[ObjectName, Identity]]:
+        self, names: Sequence[ObjectName], buffer: memoryview, group: int, seals: Seals | None
+    ) -> Iterator[tuple[ObjectName, Identity | None]]:
+        """What could be opened; None for an object that is not there, or that the tier failed to read."""
         size = len(buffer) // BATCH
         heads = [buffer[at * size : (at + 1) * size] for at in range(len(names))]
         with Loan(heads, self._tier.name) as views:
@@ -146,12 +158,11 @@ class TierRecall:
         if len(answers) != len(names):
             raise TierError(self._tier.name, f"a batch of {len(names)} heads returned {len(answers)} results")
         for name, head, answer in zip(names, heads, answers, strict=True):
-            if isinstance(answer, int):
-                identity = self._identity(name, head[:answer], group, seals)
-                if identity is not None:
-                    yield name, identity
+            identity = self._identity(name, head[:answer], group, seals) if isinstance(answer, int) else None
+            if identity is not None or not isinstance(answer, int):
+                yield name, identity
 
-    def _identity(self, name: ObjectName, front: memoryview, group: int, seals: Seals) -> Identity | None:
+    def _identity(self, name: ObjectName, front: memoryview, group: int, seals: Seals | None) -> Identity | None:
         """What the sealed head of `name` says; None if it has no text, is not of this engine or cannot be opened."""
         try:
             head = read_head(front)
@@ -165,6 +176,19 @@ class TierRecall:
         is_whole = bool(identity.text) and identity.tokens == self._layout.chunk_tokens
         is_own = is_whole and names_of([(ChunkKey(identity.key), group)], self._name_heads) == [name]
         return identity if is_own else None
+
+
+def _take(
+    first: dict[ObjectName, None], listed: Iterator[ObjectName], seen: set[ObjectName], most: int
+) -> list[ObjectName]:
+    """The next names to read. Parents come at once: below the bounds whole chains count."""
+    names = list(islice(first, most))
+    seen.update(names)
+    names += islice(listed, most - len(names))
+    seen.update(names)
+    for name in names:
+        first.pop(name, None)
+    return names
 
 
 def records_of(found: Mapping[ObjectName, Identity]) -> list[ChunkRecord]:

@@ -389,7 +389,11 @@ class Session(LockedCore):
 
     def _check(self, now_s: float) -> None:
         super()._check(now_s)
-        if self._recalls is not None and (due := self._recalls.due(self._cache.is_up, now_s)):
+        if (
+            self._recalls is not None
+            and not self._is_locked()  # no head could be opened
+            and (due := self._recalls.due(self._cache.is_up, now_s))
+        ):
             self._send(due)
 
     def _recalled(self, command: Recall, completion: Completion, now_s: float) -> None:

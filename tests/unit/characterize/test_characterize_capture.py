@@ -1,5 +1,6 @@
 """Captures of the kernel's block events agree with fio's own account, count what they lose and leave nothing behind."""
 
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from kvtier.characterize.capture import CaptureSettings, _Run, run
 from kvtier.characterize.events import IoLayer, transfers
 from kvtier.characterize.measures import measure
 from kvtier.characterize.processes import ProcessTree
+from kvtier.characterize.steps import Steps
 from kvtier.cli.main import run as kvtier
 from kvtier.errors import ConfigError
 
@@ -115,13 +117,14 @@ def test_a_capture_agrees_with_fios_account(drive, way, depth):
     assert 0.7 < parts < 1.5  # neighbours may be merged, and a request is split at the end of an extent
     took = rows["completed_s"] - rows["issued_s"]
     assert not np.isnan(took).any()
-    # From bio to completion is what the application waits for; the device's part of it is shorter.
-    asked_s = said["clat_ns"]["percentile"]["50.000000"] / 1e9
+    # From bio to completion is part of what fio waits for: most of its shortest wait, in which nothing else ran.
+    asked_s = {name: ns / 1e9 for name, ns in said["lat_ns"].items()}
     bios = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
     bios = bios[bios["bytes"] >= 64 << 10]
-    bio_s = np.median(bios["completed_s"] - bios["issued_s"])
-    assert asked_s * 0.3 <= bio_s <= asked_s * 1.3
-    assert np.median(took) <= bio_s * 1.01
+    bio_s = bios["completed_s"] - bios["issued_s"]
+    assert bio_s.min() >= asked_s["min"] * 0.3
+    assert bio_s.mean() <= asked_s["mean"] * 1.01
+    assert np.median(took) <= np.median(bio_s) * 1.01  # the device's part is shorter
     trace.requests = rows
     it = measure(trace)
     assert it.queue_depth["peak"] <= depth * 1.5
@@ -139,10 +142,14 @@ def test_requests_count_once_and_waiting_ones_are_in_the_depth(drive, engine):
     said = account(drive)["read"]
     it = measure(trace)
     bios = transfers(trace.of_chosen(trace.at(IoLayer.FILE_SYSTEM)))
-    assert np.count_nonzero(bios["bytes"] == 4 * MIB) >= 0.9 * said["total_ios"]  # the file may have gaps
-    assert it.requests < 1.5 * said["total_ios"]
+    own = bios[bios["bytes"] == 4 * MIB]
+    assert 0.9 * said["total_ios"] <= len(own) <= said["total_ios"]  # the file may have gaps
+    # The rest reads fio's program, which may be in memory or not.
+    assert it.requests - np.count_nonzero(bios["bytes"] < MIB // 4) < 1.5 * said["total_ios"]
     assert it.submitted_depth is not None
-    assert 14 <= it.submitted_depth["peak"] <= 18  # fio's own requests, and those of its start
+    deepest = max(int(level) for level, percent in account(drive)["iodepth_level"].items() if percent)
+    assert deepest / 2 < Steps.depth(own).peak <= deepest == 16
+    assert it.submitted_depth["peak"] >= Steps.depth(own).peak
     assert it.submitted_depth["busy_mean"] > it.queue_depth["busy_mean"] * 0.99
     asked = transfers(trace.of_chosen(trace.at(IoLayer.APPLICATION)))
     seen = np.count_nonzero(asked["bytes"] == 4 * MIB) if engine == "io_uring" else it.counts["aio_requests"]
@@ -217,17 +224,32 @@ def test_lost_events_are_counted_and_what_is_left_is_kept(drive):
     assert measure(trace).lost_events == trace.lost_events
 
 
-def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(drive):
+def test_system_calls_are_the_application_and_writeback_belongs_to_no_process(drive, monkeypatch):
     script = (
-        "import os, time; f = open('data', 'wb', buffering=0)\n"
-        "[f.write(bytes(1 << 20)) for _ in range(32)]; time.sleep(0.2)\n"
-        "os.sync(); time.sleep(0.2)\n"
+        "import os, time\n"
+        "def looked_up():\n"
+        "    open('asks', 'w').close()\n"
+        "    while os.path.exists('asks'): time.sleep(0.01)\n"
+        "f = open('data', 'wb', buffering=0)\n"
+        "[f.write(bytes(1 << 20)) for _ in range(32)]; looked_up()\n"
+        "os.sync(); looked_up()\n"
         "[os.pread(os.open('data', os.O_RDONLY), 4096, 8192) for _ in range(10)]\n"
         "f = open('/dev/shm/kvtier-no-disk', 'wb', buffering=0); os.unlink(f.name)\n"
-        "f.write(bytes(3 << 20)); ends = os.pipe(); os.write(ends[1], bytes(5000)); time.sleep(0.2)\n"
+        "f.write(bytes(3 << 20)); ends = os.pipe(); os.write(ends[1], bytes(5000)); looked_up()\n"
     )
+    add, asked = _Run._add, itertools.count(1)
+
+    def answering(self):
+        """Read twice after the program has asked: then its descriptors have been looked up, which it keeps open."""
+        is_asked = (drive / "asks").exists()
+        is_full = add(self)
+        if is_asked and next(asked) % 2 == 0 and not is_full:
+            (drive / "asks").unlink()
+        return is_full
+
+    monkeypatch.setattr(_Run, "_add", answering)
     command = ["sh", "-c", f'cd {drive}; {sys.executable} -c "$0"; exit 3', script]
-    captured = run(CaptureSettings(device=str(drive), command=command))
+    captured = run(CaptureSettings(device=str(drive), command=command, seconds=60.0))
     trace = captured.trace
     assert captured.exit_code == 3
     calls = trace.of_chosen(trace.at(IoLayer.APPLICATION))
@@ -272,8 +294,8 @@ def test_a_process_is_measured_with_its_children_and_no_other(drive):
             process.terminate()  # and fio ends its jobs
             process.wait(10)
     it = measure(trace)
-    assert it.seconds == pytest.approx(1.0, abs=0.3)
-    assert it.bytes["read"] < 150 * MIB  # both together read 200 MiB a second
+    assert it.seconds > 0.9  # and more on a busy machine
+    assert it.bytes["read"] < 150 * MIB * it.seconds  # both together read 200 MiB a second
     assert it.whole_device["read_bytes"] > 1.5 * it.bytes["read"] > 0
     assert {row.name for row in it.processes} == {"fio"}
     assert other.pid not in trace.chosen

@@ -1,6 +1,7 @@
 """KV events: what routers get of each movement, of what a tier has lost, and again after a while."""
 
 import hashlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -416,6 +417,26 @@ def test_a_health_check_that_confirms_what_is_known_wakes_no_engine(world):
     world.moves(DEMOTE, two, tier="disk")
     world.probed("disk", (two, False))
     assert world.taken() == [(True, STORAGE, 1), (False, STORAGE, 1)], "the table was about to change"
+
+
+def test_the_text_of_a_chunk_is_known_at_each_line_of_its_next_use():
+    """Another thread may ask for it there. What it then writes without a text no later start learns."""
+    world = Restarted().learn()
+    (key, *_), events, known = world.keys, world.events, []
+
+    def step(frame, _event, _argument):
+        if frame.f_code is not Events.text_of.__code__:
+            known.append(bool(events.text_of(key)))
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        world.learn()
+    finally:
+        sys.settrace(before)
+    assert len(known) > 10
+    assert all(known)
 
 
 def test_extras_that_are_too_long_or_of_finer_hashes_give_no_text():

@@ -1,5 +1,7 @@
 """When a tier is asked for the chunks that it holds."""
 
+import pytest
+
 from kvtier.core.recalls import ATTEMPTS_MAX, POLL_S, RETRY_S, Recalls
 from kvtier.types import Outcome, Recall
 
@@ -34,6 +36,18 @@ def test_failures_begin_anew_ever_later_and_end():
     recalls.again("it")
     recalls.again("unknown")
     assert recalls.due(lambda _: True, 1e9) == [Recall("it", 0, ATTEMPTS_MAX + 2, 0)]
+
+
+@pytest.mark.parametrize(("further", "attempts"), [(1, 3 * ATTEMPTS_MAX), (0, ATTEMPTS_MAX)])
+def test_failures_are_in_a_row_unless_there_were_further_records_between_them(further, attempts):
+    recalls, now_s = Recalls(["it"], 0), 0.0
+    for attempt in range(attempts):
+        (command,) = recalls.due(lambda _: True, now_s)
+        (following,) = recalls.answered(command, DONE, 5 + further * attempt, now_s, is_last=False)
+        assert recalls.answered(following, FAILED, 0, now_s, is_last=False) == []
+        assert recalls.due(lambda _: True, now_s + RETRY_S - 0.1) == []
+        now_s += RETRY_S if further else RETRY_S * 2**attempt
+    assert len(recalls.due(lambda _: True, 1e9)) == further
 
 
 def test_a_request_in_the_middle_begins_anew_and_late_answers_count_nothing():

@@ -229,6 +229,31 @@ def test_no_room_drops_the_write_in_time(tmp_path, node):
     assert other.usage().record is not None
 
 
+def test_a_write_whose_room_another_takes_waits_for_further_room(node):
+    """The one that comes later takes it before the first awakes."""
+    tier = node()
+    cap, charge, taken = tier._cap, 64 * BLOCK_BYTES, []
+    grant = cap._grant
+
+    def robbed(usage, wanted):
+        with cap._changed:  # the first writer cannot awake
+            is_granted = grant(usage, wanted)
+            if is_granted and len(taken) < 3:
+                taken.append(cap.take(charge))
+        return is_granted
+
+    cap._grant = robbed
+    assert tier.write(object_name(1), frame_of(1, charge))
+    assert taken == [True] * 3
+
+
+def test_a_write_that_finds_no_room_does_not_wait_for_more_rounds(tmp_path, node):
+    tier = node(MIB)
+    Claims(str(tmp_path / "s")).declare(0, MIB)
+    assert not tier.write(object_name(1), frame_of(1))
+    assert tier._cap._ended <= 2
+
+
 def test_a_bound_adds_what_was_claimed_since_the_record():
     claims = {"a": Claim(50, 80, 0), "b": Claim(0, 7, 0)}
     assert Declared(None, claims).bound() is None

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -153,8 +153,9 @@ class Events:
         self._clock = clock
         self._slots: dict[int, ChunkKey] = {}
         self._moved: deque[tuple[ChunkKey, str, bool]] = deque(maxlen=MOVES_MAX)
-        self._chunks: dict[ChunkKey, _Chunk] = {}
-        """In the order of their use. Other threads look single keys up."""
+        self._chunks: OrderedDict[ChunkKey, _Chunk] = OrderedDict()
+        """In the order of their use. Other threads look single keys up, at any moment: a key is never taken out to be
+        put in again."""
         self._listed: tuple[ChunkKey, ...] = ()
         """The keys of the table, replaced as a whole: other threads must not iterate over the table."""
         self._has_changed = False
@@ -384,14 +385,13 @@ class Events:
 
     def _use(self, key: ChunkKey, *, is_new: bool = False) -> _Chunk | None:
         """The entry of `key`, which becomes the last one of the table; a new one only if `is_new`."""
-        chunk = self._chunks.pop(key, None)
-        if chunk is None and is_new:
-            chunk, self._has_changed = _Chunk(), True
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+        elif is_new:
             if len(self._chunks) >= CHUNKS_MAX:
                 self._forget(next(iter(self._chunks)))
-        if chunk is not None:
-            self._chunks[key] = chunk
-        return chunk
+            self._chunks[key], self._has_changed = _Chunk(), True
+        return self._chunks.get(key)
 
     def _forget(self, key: ChunkKey) -> None:
         self._has_changed = True

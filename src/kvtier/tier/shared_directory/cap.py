@@ -115,18 +115,25 @@ class SharedCap:
             return True
 
     def _wait_for_room(self, charge: int) -> bool:
-        """Wait for a round of the keeper that begins from now on. Whether `charge` bytes fit then."""
+        """Wait for a round of the keeper that begins from now on. Whether `charge` bytes fit then.
+
+        Another write may take what a round has brought. Then the next round is waited for, in the same time.
+        """
         is_stuck = self._began_s is not None and time.monotonic() - self._began_s > self._wait_s
         if is_stuck or self._is_closing:
             return False
-        round_number = self._begun + 1
+        until_s = time.monotonic() + self._wait_s
         self._waiting.append(charge)
         try:
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._has(charge) or self._ended >= round_number or self._is_closing, self._wait_s
-            )
-            return self._has(charge)
+            while True:
+                number, claimed = self._begun + 1, self._claimed
+                self._changed.notify_all()
+                is_over = self._changed.wait_for(
+                    lambda number=number: self._has(charge) or self._ended >= number or self._is_closing,
+                    until_s - time.monotonic(),
+                )
+                if not is_over or self._claimed == claimed or self._has(charge):
+                    return self._has(charge)
         finally:
             self._waiting.remove(charge)
 
