@@ -22,7 +22,7 @@ _LOGIN = re.compile(r"://[^/\s]*@")
 def described(error: BaseException) -> str:
     """The text of an error for people, with its type unless it is kvtier's own; cut, and without a URL's login."""
     text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-    return _LOGIN.sub("://(hidden)@", text[:DETAIL_CHARACTERS])
+    return _LOGIN.sub("://(hidden)@", text)[:DETAIL_CHARACTERS]
 
 
 class TierFaults(NamedTuple):
