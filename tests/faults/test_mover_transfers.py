@@ -24,6 +24,7 @@ from kvtier.layout import Part
 from kvtier.policy.lru import Lru
 from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Threads, Work
+from kvtier.runtime.fault_record import DETAIL_CHARACTERS
 from kvtier.runtime.mover import TOO_LATE
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
@@ -117,9 +118,13 @@ def test_completions_have_bytes_and_times() -> None:
             assert not completion.is_tier_fault
 
 
+@pytest.mark.parametrize("length", [0, DETAIL_CHARACTERS - 40])
 @pytest.mark.parametrize("act", ["promote", "demote", "probe", "drop"])
-def test_the_first_failure_of_each_kind_names_its_error_and_no_login(caplog, monkeypatch, act: str) -> None:
-    """Of another package, whose error shows the address that it used."""
+def test_the_first_failure_of_each_kind_names_its_error_and_no_login(
+    caplog, monkeypatch, act: str, length: int
+) -> None:
+    """Of another package, whose error shows the address that it used, perhaps where a long text is cut."""
+    begin = "x" * length
     tier = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": tier}) as world:
         world.stored(1)
@@ -131,14 +136,14 @@ def test_the_first_failure_of_each_kind_names_its_error_and_no_login(caplog, mon
         }
 
         def refuse(*_: object) -> None:
-            raise ConnectionError("https://user:hunter2@host/x answers 500")
+            raise ConnectionError(f"{begin}https://user:hunter2@host/x answers 500")
 
         for method in ("read_many", "write_many", "contains", "delete"):
             monkeypatch.setattr(tier, method, refuse)
         for _ in range(2):
             (completion,) = world.run(commands[act])
             assert completion.outcome is Outcome.FAILED
-    why = "ConnectionError: https://(hidden)@host/x answers 500"
+    why = f"ConnectionError: {begin}https://(hidden)@host/x answers 500"[:DETAIL_CHARACTERS]
     assert [it.getMessage() for it in caplog.records] == [f"{act} of tier 'memory' failed: {why}"]
 
 
