@@ -12,6 +12,8 @@ from engines import PAGE, Engine, Prefetched, chain, engine, equal
 from tests.faults.hanging_fs import HangingFs, hanging_fs, missing
 from tests.waiting import wait_until
 
+from kvtier.types import ChunkKey, ObjectId
+
 PAGES = 8
 PROMPT = range(PAGES * PAGE)
 CUT = 5
@@ -100,7 +102,8 @@ def test_a_failing_write_is_reported_for_its_page(start: Start, monkeypatch: pyt
     done = engine.storage.batch_set_v1(keys, indices)
     monkeypatch.undo()
     assert 0 < done.count(False) < PAGES
-    assert engine.storage._store.contains([(bytes.fromhex(key), 0) for key in keys], 1.0) == done
+    objects = [ObjectId(ChunkKey(bytes.fromhex(key)), 0) for key in keys]
+    assert engine.storage._store.contains(objects, 1.0) == done
 
 
 @pytest.mark.sglang_core
