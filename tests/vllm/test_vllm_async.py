@@ -33,11 +33,11 @@ TURNS = 4
 LIMIT_S = 60.0
 """A mutant is found in this much processor time, in seconds."""
 MUTANTS = [
-    ("sabotage:trust_launched_steps", FEW),
+    pytest.param("sabotage:trust_launched_steps", FEW, marks=pytest.mark.vllm_core),
     ("sabotage:confirm_early", MANY),
     ("sabotage:watch_no_reuse", MANY),
-    ("sabotage:free_at_once", MANY),
-    ("sabotage:load_late", MANY),
+    pytest.param("sabotage:free_at_once", MANY, marks=pytest.mark.vllm_core),
+    pytest.param("sabotage:load_late", MANY, marks=pytest.mark.vllm_core),
     ("asynchronous:read_early", MANY),
 ]
 
@@ -162,7 +162,6 @@ def was_asynchronous(engine: Engine, seed: int = 1) -> None:
     assert told["steps that overtook a copy"] > 0
 
 
-@pytest.mark.vllm_core
 @pytest.mark.parametrize(("sabotage", "most"), MUTANTS)
 def test_the_control_what_is_broken_changes_an_answer(
     sabotage: str, most: int, begin: Callable[..., Engine], calm: Calm

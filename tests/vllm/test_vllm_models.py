@@ -9,7 +9,7 @@ from judge import TOLERANCE, apart, prompt
 from models import SMALL
 from settings import connector
 
-pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("model", SMALL)
@@ -39,6 +39,7 @@ def test_with_float32_neither_batches_nor_cached_blocks_change_an_answer(model: 
         assert apart(one, three) < TOLERANCE
 
 
+@pytest.mark.vllm_core
 def test_latents_made_by_vllms_own_rotary_kernel_on_a_cpu_are_refused(start: Start, tmp_path: Path) -> None:
     """With that kernel even the same prompt gets other numbers in another batch."""
     own = {"compilation_config": {"custom_ops": ["all"]}}

@@ -23,7 +23,7 @@ CHANGES = {
     "replace_directly": "(parameters were replaced)",
 }
 UNANNOUNCED = ("load_directly", "write_directly", "replace_directly")
-CORE = ("call", "load_directly", "write_directly")
+CORE = ("call", "write_directly")
 
 
 @pytest.mark.parametrize(
