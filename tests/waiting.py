@@ -1,5 +1,6 @@
 """Waits for other processes and threads, and ports of servers on this machine."""
 
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -7,18 +8,26 @@ from collections.abc import Callable
 DEADLINE_S = 90.0
 
 
-_given: set[int] = set()
+PORTS = 12_000, 22_000
+"""Below those that the kernel gives to others (`net.ipv4.ip_local_port_range`): a server may begin much later."""
+
+_given: list[socket.socket] = []
+"""Each keeps a port from other tests on this machine, until this process ends."""
 
 
 def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago and was not given before. The kernel may draw one again."""
+    """A TCP port of loopback that is free and is given to no other test."""
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port not in _given:
-            _given.add(port)
-            return port
+        port, held = random.SystemRandom().randrange(*PORTS), socket.socket(socket.AF_UNIX)
+        try:
+            held.bind(f"\0kvtier-test-port-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        _given.append(held)
+        return port
 
 
 def wait_until(
