@@ -170,12 +170,14 @@ class GatedTier(MemoryTier):
         super().__init__(name, capacity_bytes=capacity_bytes)
         self.shut = set(shut)
         self.broken: set[str] = set()
+        self.hanging: set[str] = set()
         self.gate, self.hangs = threading.Event(), threading.Event()
         self.writes = 0
 
     def enter(self, method: str) -> None:
         """Hang or fail here, as in `method`."""
         if method in self.shut:
+            self.hanging.add(method)
             self.hangs.set()
             self.gate.wait(GATE_S)
         if method in self.broken:

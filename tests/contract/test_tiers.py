@@ -10,6 +10,7 @@ from tests.shelf_tier import Shelf
 from tests.tier_makers import makes
 
 from kvtier.policy.fifo import Fifo
+from kvtier.testing import tier as suite
 from kvtier.testing.tier import BLOCK_BYTES, TierContract
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
@@ -176,7 +177,9 @@ class Cycles(MemoryTier):
         (Boundless, "test_keeps_to_its_capacity_and_keeps_the_newest"),
     ],
 )
-def test_the_suite_finds_wrong_tiers(wrong, test):
+def test_the_suite_finds_wrong_tiers(wrong, test, monkeypatch):
+    monkeypatch.setattr(suite, "_LET_GO_S", 0.2)
+
     def make(capacity_bytes):
         return wrong(capacity_bytes=capacity_bytes)
 

@@ -589,7 +589,7 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(over):
     tier.shut = {"read", "write"}
     with ThreadPoolExecutor(2) as others:
         calls = [others.submit(got, store, range(4), 0, PATIENCE_S), others.submit(put, store, range(10, 14))]
-        until(lambda: len(store._calls) == 2)
+        until(lambda: tier.hanging == {"read", "write"})
         began_s = time.monotonic()
         assert not store.close(0.5).flushed
         assert time.monotonic() - began_s < 4

@@ -33,7 +33,7 @@ POSITION_MAX = 1 << 52
 VERSION = 1
 WAYS = ("read", "write")
 DONE = "done"
-_PROCESS = re.compile(r"journal-.*-(\d{1,9})-\d+\.jsonl")
+_PROCESS = re.compile(r"journal-[^-]+-(\d{1,9})-\d+(-[0-9a-f]+)?\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)

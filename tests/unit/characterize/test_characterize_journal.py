@@ -28,7 +28,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def make(*lines: object, name: str = "journal-5-77-1.jsonl") -> Path:
+    def make(*lines: object, name: str = "journal-5-77-1-12345678.jsonl") -> Path:
         path = tmp_path / name
         path.write_text("".join(it if isinstance(it, str) else json.dumps(it) + "\n" for it in lines))
         return path
