@@ -21,14 +21,13 @@ from functools import partial
 from types import MappingProxyType
 
 from kvtier.device.copier import Copier
-from kvtier.errors import CorruptChunkError, NoRoomError, UnreadableChunkError
+from kvtier.errors import CorruptChunkError, NoRoomError, UnreadableChunkError, described
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.fault_record import described
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
