@@ -316,7 +316,7 @@ class Mover:
         try:
             answer = closed if is_closed else self._transfers.recall(command)
         except Exception as error:  # noqa: BLE001 - the caller holds the session's lock, and a recall is optional
-            answer = Completion(command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
+            answer = Completion(command, Outcome.FAILED, detail=described(error))
         self._put(answer)
         self._ready()
 
@@ -451,7 +451,7 @@ class Mover:
         for job in jobs:
             if not job.is_answered:
                 try:
-                    self._answer(job, Outcome.FAILED, f"{type(error).__name__}: {error}", is_tier_fault=job.is_in_tier)
+                    self._answer(job, Outcome.FAILED, described(error), is_tier_fault=job.is_in_tier)
                 except Exception:
                     logger.exception("internal error: a command of tier %r is never completed", job.command.tier)
         logger.error("internal error in the mover: %d commands have failed", len(jobs), exc_info=error)
