@@ -92,9 +92,12 @@ def refuse_unusable(
     required = replace(config, tiers=tuple(tier for tier in config.tiers if tier.required))
     passing: set[str] = set()
     if is_start:
-        passing = {"trace.path", "journal.path"}
-        passing |= set() if required.tiers else {"store.secret_file"}
-        passing |= set() if any(map(is_sealed, required.tiers)) else {"store.keys_file"}
+        passing = {
+            "trace.path",
+            "journal.path",
+            "" if required.tiers else "store.secret_file",
+            "" if any(map(is_sealed, required.tiers)) else "store.keys_file",
+        }
     for finding in check(required, origins, file):
         if finding.level == "error" and finding.setting not in passing:
             raise ConfigError(str(finding).replace(" (from Python)", ""))

@@ -171,8 +171,9 @@ def open_core(
             metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)
     secret, flaw = found or found_secret(config)
     # After the tiers are open, because the secret is in a directory that one of them creates.
-    used = store_secret(config, ranks.down, secret, flaw)
-    root = root_key(used, fingerprint_digest, layout.chunk_tokens, config.store.tenant)
+    root = root_key(
+        store_secret(config, ranks.down, secret, flaw), fingerprint_digest, layout.chunk_tokens, config.store.tenant
+    )
     cache = Cache(
         layout=layout,
         slots=ranks.slots,
@@ -199,7 +200,9 @@ def open_core(
         on_second=Gauges(metrics, cache, layouts, ranks.views, counters, tiers_of_one_cap(config)),
         metrics=metrics,
         observer=counters,
-        locked_by=lambda: locked_by(config, keys or own) or (flaw if flaw and _has_tier(cache) else ""),
+        locked_by=lambda: (
+            locked_by(config, keys or own) or (flaw if flaw and any(map(cache.is_up, cache.tier_names)) else "")
+        ),
         annotate=None if known is None else partial(_with_text, known, sealing, 4 * layout.chunk_tokens),
         recalls=None if known is None else Recalls(sealing, known.text_group),
         recalled=_ignore if known is None else known.recalled,
@@ -214,10 +217,6 @@ def _with_text(texts: ChunkTexts, sealing: Collection[str], ids_bytes: int, demo
         return demote
     text = texts.text_of(demote.key)
     return demote._replace(text=text) if 0 <= len(text) - ids_bytes <= EXTRAS_BYTES_MAX else demote
-
-
-def _has_tier(cache: Cache) -> bool:
-    return any(map(cache.is_up, cache.tier_names))
 
 
 def _ignore(_records: object, _tier: str) -> None:

@@ -21,7 +21,6 @@ from kvtier.tier.registry import is_sealed
 logger = logging.getLogger(__name__)
 
 RAW = Raw()
-NO_KEY = "the tenant has no key (store.keys_file, store.tenant)"
 
 
 class StoredForm:
@@ -133,7 +132,11 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
 def locked_by(config: Config, keys: KeySource | None) -> str:
     """What is missing if a tier demands seals and the tenant has no key that seals; else empty."""
     has_key = keys is not None and keys.keyring.sealing(config.store.tenant) is not None
-    return "" if has_key or not any(map(is_sealed, config.tiers)) else NO_KEY
+    return (
+        "the tenant has no key (store.keys_file, store.tenant)"
+        if not has_key and any(map(is_sealed, config.tiers))
+        else ""
+    )
 
 
 def closing_keys(close: Callable[[float], None], keys: KeySource | None) -> Callable[[float], None]:
