@@ -4,10 +4,17 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 *settings* and *calls* reach the user.
 """
 
+import re
 from collections.abc import Iterable
 from inspect import isfunction, signature
 from shlex import quote
 from typing import Any
+
+DETAIL_CHARACTERS = 500
+"""A longer text of an error is cut."""
+
+_LOGIN = re.compile(r"://[^/\s]*@")
+"""A user name and password in a URL, in the text of another package's error."""
 
 
 def other_version(found: int, known: int) -> str:
@@ -35,6 +42,12 @@ def install_hint(extra: str) -> str:
 
 class KvError(Exception):
     """Base class of all exceptions of kvtier."""
+
+
+def described(error: BaseException) -> str:
+    """The text of an error for people, with its type unless it is kvtier's own; cut, and without a URL's login."""
+    text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
+    return _LOGIN.sub("://(hidden)@", text)[:DETAIL_CHARACTERS]
 
 
 class ConfigError(KvError):

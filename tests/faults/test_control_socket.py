@@ -323,7 +323,9 @@ def test_a_client_sends_nothing_to_a_socket_that_another_user_holds_or_can_repla
         if change == "owner":
             os.chown(path, who, who)
         path.chmod(0o622 if change == "mode" else 0o600)
-        with pytest.raises(ControlError, match=f"nothing was sent to {path}: user .*allowed: this user or root"):
+        with pytest.raises(
+            ControlError, match=f"nothing was sent to {path}: user .*allowed: this user or root.*run this as user"
+        ):
             ask(path, "find", {"tokens": [1], "salt": "tenant"})
         connection, _ = listener.accept()
         with connection:

@@ -212,7 +212,7 @@ def test_a_new_store_opens_after_a_failed_attempt(root: Path, kind: str, monkeyp
 def test_a_store_that_opens_just_before_its_secret_is_read_gets_one(tmp_path: Path, kind: str) -> None:
     opened(kind, tmp_path, Engine(64)).session.close()
     (tmp_path / "secret").unlink()
-    found = secret.store_secret(settings(kind, tmp_path), {kind})  # its tier counts as down still
+    found = secret.store_secret(settings(kind, tmp_path), {kind}, None, "")  # its tier counts as down still
     assert (tmp_path / "secret").read_bytes() == found
 
 

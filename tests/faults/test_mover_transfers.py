@@ -20,11 +20,11 @@ from tests.memory_tier import MemoryTier
 
 from kvtier.codec.frame import verify_frame
 from kvtier.config.sections import Mode
+from kvtier.errors import DETAIL_CHARACTERS
 from kvtier.layout import Part
 from kvtier.policy.lru import Lru
 from kvtier.runtime.command_runner import NOT_ADMITTED
 from kvtier.runtime.executor import Threads, Work
-from kvtier.runtime.fault_record import DETAIL_CHARACTERS
 from kvtier.runtime.mover import TOO_LATE
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier

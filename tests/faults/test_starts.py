@@ -3,26 +3,38 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 from tests.cluster.hostile import Hostile
 from tests.rig import FINGERPRINT, LAYOUT, Engine, config, places_of, prefix_of, stored
 from tests.system import in_child, remount, small_file_system
 
+from kvtier.codec import registry as codecs
+from kvtier.config import machine_checks
 from kvtier.config.loader import load
 from kvtier.config.machine_checks import refuse_unusable
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.config.tier_list import parse
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, KvError, TierError
+from kvtier.keys.secret import BYTES_MAX, read_private
+from kvtier.policy import registry as evictors
 from kvtier.runtime import line_file
+from kvtier.runtime import rank as rank_module
+from kvtier.runtime import secret as secret_module
 from kvtier.runtime.control_socket import ControlSocket
+from kvtier.runtime.fault_record import FaultRecord
 from kvtier.runtime.guards import unless_unusable
-from kvtier.runtime.open import OpenedSession, open_session
+from kvtier.runtime.open import OpenedSession, open_core, open_session
+from kvtier.runtime.rank import open_rank
+from kvtier.runtime.rank_group import OpenRanks
+from kvtier.tier import registry as kinds
+from kvtier.tier.store_root import mend_secret
 
 IS_ROOT = os.geteuid() == 0
 OTHER = 54321
@@ -164,6 +176,22 @@ def test_a_required_tier_stops_the_start_for_what_lies_at_a_path(name, lie, path
         started(settings(name, path, is_required=True))
 
 
+@pytest.mark.parametrize("seal", ["off", "on"])
+def test_of_required_tiers_only_one_that_seals_needs_the_keys(seal, path):
+    made = settings("store.keys_file", path)
+    plain = parse(f"disk:{path}.disk?capacity=64MiB&required=true&seal={seal}")
+    made = replace(made, tiers=(*made.tiers, plain))
+    if seal == "on":
+        with pytest.raises(ConfigError, match=r"store\.keys_file"):
+            refuse_unusable(made, is_start=True)
+        return
+    kv, _ = started(made)
+    try:
+        assert kv.session.tier_faults()["disk"].writes
+    finally:
+        kv.session.close(20)
+
+
 @pytest.mark.parametrize(
     ("flag", "why"),
     [("control.socket=/x" + "y" * 120, "more than 107 bytes"), ("store.codec=none", "not one of the choices")],
@@ -286,6 +314,138 @@ def test_files_of_a_tier_that_cannot_be_used_keep_it_away_and_stop_no_start(text
         assert str(path) in caplog.text
 
 
+# ---- errors of other packages ----------------------------------------------------------------------------------------
+
+LOGIN = "the server refused redis://u:Hunter2@h"
+
+
+def failing(error: BaseException) -> Callable[..., object]:
+    def fail(*_: object, **_named: object) -> object:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [RuntimeError(LOGIN), ValueError(LOGIN), KeyboardInterrupt(LOGIN)], ids=repr)
+def test_no_error_of_another_packages_tier_ends_a_start_or_shows_a_login(error, path, monkeypatch, caplog):
+    kind_of = rank_module.kind_of
+    monkeypatch.setattr(rank_module, "kind_of", lambda tier: replace(kind_of(tier), open=failing(error)))
+    kv, _ = started(settings("tiers.directory.path", path))
+    kv.session.close(20)
+    assert "the server refused redis://(hidden)@h" in caplog.text
+    assert "Hunter2" not in caplog.text
+
+
+def test_a_system_without_threads_ends_a_start(path, monkeypatch):
+    """The control: without threads no part of kvtier can work."""
+    kind_of, error = rank_module.kind_of, RuntimeError("can't start new thread")
+    monkeypatch.setattr(rank_module, "kind_of", lambda tier: replace(kind_of(tier), open=failing(error)))
+    with pytest.raises(RuntimeError, match="new thread"):
+        started(settings("tiers.directory.path", path))
+
+
+class Point:
+    """An entry point of a package that fails."""
+
+    name = value = "third"
+    dist = None
+    load = staticmethod(failing(ValueError(LOGIN)))
+
+
+def shown_by_health() -> str:
+    record = FaultRecord()
+    record.failed(ValueError(LOGIN))
+    return record.failure
+
+
+def shown_by_a_check(monkeypatch: pytest.MonkeyPatch, path: Path) -> str:
+    kind_of = machine_checks.kind_of
+    check = failing(ValueError(LOGIN))
+    monkeypatch.setattr(machine_checks, "kind_of", lambda tier: replace(kind_of(tier), check=check))
+    return str(*machine_checks.check(settings("tiers.directory.path", path)))
+
+
+def shown_by_a_registry(load: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load()
+    return str(refused.value)
+
+
+def test_no_text_of_another_packages_error_shows_a_login(path, monkeypatch):
+    class Points(list[Point]):
+        names = frozenset({"third"})
+
+        def __getitem__(self, _name: object) -> Point:
+            return Point()
+
+    monkeypatch.setattr(evictors, "entry_points", lambda **_: Points())
+    shown = [
+        shown_by_health(),
+        shown_by_a_registry(lambda: kinds._loaded(Point(), "")),
+        shown_by_a_registry(lambda: codecs._made(Point())),
+        shown_by_a_registry(lambda: evictors.make_evictor("third")),
+        shown_by_a_check(monkeypatch, path),
+    ]
+    for text in shown:
+        assert "the server refused redis://(hidden)@h" in text
+        assert "Hunter2" not in text
+
+
+# ---- the configured secret -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fails later", "hangs"])
+def test_a_start_reads_the_configured_secret_once(how, path, monkeypatch, caplog):
+    """A reading that fails after another one would key a shared store with a secret that nobody knows."""
+    made = settings("store.secret_file", path)
+    if how == "hangs":
+        made = replace(made, limits=replace(made.limits, open_deadline_s=0.05))
+        go_on, calls = Event(), list[object]()
+        monkeypatch.setattr(secret_module, "load_or_create", lambda *it, **_: calls.append(it) or go_on.wait(60))
+        kv, _ = started(made)
+        go_on.set()
+        kv.session.close(20)
+        assert len(calls) == 1
+        assert "could not be read within 0.05 s" in caplog.text
+        assert "once it can be opened" not in caplog.text
+        assert "before kvtier is started again" in caplog.text
+        return
+    read, errors = secret_module.configured_secret, iter([None])
+    stale = failing(OSError(116, "Stale file handle"))
+    monkeypatch.setattr(secret_module, "configured_secret", lambda it: read(it) if next(errors, 1) is None else stale())
+    roots = set[bytes]()
+    for _ in range(2):
+        kv, _ = started(made)
+        roots.add(kv.root)
+        kv.session.close(20)
+        errors = iter([None])
+    assert len(roots) == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+def test_a_scheduler_that_cannot_read_the_secret_of_its_ranks_uses_no_tier(is_required, path, monkeypatch, caplog):
+    """Ranks of other processes have read it, so their tiers are open."""
+    made = settings("store.secret_file", path, is_required=is_required)
+    rank = open_rank(made, LAYOUT, FINGERPRINT, Engine(64).copier())
+    try:
+        ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), [rank.mover.views])
+        monkeypatch.setattr(secret_module, "configured_secret", failing(OSError(116, "Stale file handle")))
+        if is_required:
+            with pytest.raises(TierError, match=r"Stale file handle.*required = true"):
+                open_core(made, LAYOUT, FINGERPRINT, ranks)
+            return
+        kv = open_core(made, LAYOUT, FINGERPRINT, ranks)
+        try:
+            assert "Stale file handle" in kv.session.obstacle
+            assert "Stale file handle" in caplog.text
+            assert stored(kv.session, "a", prefix_of(CHUNKS, kv.root), places_of(range(CHUNKS))).held == 0
+        finally:
+            kv.session.close(20)
+    finally:
+        rank.close(20)
+
+
 # ---- keys that come later --------------------------------------------------------------------------------------------
 
 
@@ -328,6 +488,77 @@ def test_a_store_of_another_user_is_used_only_where_a_setting_allows_it(kind, pa
     again.session.close(20)
     assert (path / "secret").read_bytes() == theirs
     assert again.root == other.root != kv.root
+
+
+@only_root
+def test_repair_by_root_leaves_the_secret_of_the_engines_user(path):
+    """A hint to give the file to root would lock the engine out."""
+    path.write_bytes(bytes(32))
+    path.chmod(0o600)
+    os.chown(path, OTHER, -1)
+    assert mend_secret(path) == []
+    path.chmod(0o644)
+    assert "chmod 600" in mend_secret(path)[0]
+
+
+def content_of(path: Path) -> None:
+    path.write_text("[p]\naws_access_key_id = a\naws_secret_access_key = b\n")
+
+
+@only_root
+@pytest.mark.parametrize(
+    ("text", "is_public"),
+    [
+        ("valkey:127.0.0.1:9?username=u&password_file={}", False),
+        ("valkey:127.0.0.1:9?tls=true&certificate_file={1}&key_file={0}", False),
+        ("valkey:127.0.0.1:9?tls=true&ca_file={}", True),
+        ("valkey:127.0.0.1:9?tls=true&certificate_file={0}&key_file={1}", True),
+        ("s3:bucket/kv?profile=p&credentials_file={}", False),
+    ],
+)
+def test_credentials_of_another_user_need_a_setting_and_certificates_none(text, is_public, path):
+    pytest.importorskip("obstore")
+    pytest.importorskip("valkey")
+    from kvtier.tier.s3.kind import _credentials
+    from kvtier.tier.valkey.kind import _access
+
+    read = _credentials if text.startswith("s3") else _access
+    theirs, ours = path, path.with_name("ours")
+    for each in (theirs, ours):
+        content_of(each) if read is _credentials else each.write_text("Hunter2\n")
+    os.chown(theirs, OTHER, -1)
+    text = text.format(theirs, ours)
+    if not is_public:
+        with pytest.raises(ConfigError, match=f"belongs to user {OTHER}.*any_owner = true"):
+            read(parse(text))
+        text += "&any_owner=true"
+    read(parse(text))
+
+
+@only_root
+def test_root_is_told_whose_files_these_are(path):
+    """To give them to root, as another hint says, would lock the engine out."""
+    path.write_bytes(b"x")
+    os.chown(path, OTHER, -1)
+    with pytest.raises(ConfigError, match=f"run this as user {OTHER}"):
+        read_private(path, "keys file", any_reader=True)
+    path.unlink()
+    anothers_directory(path)
+    with pytest.raises(ConfigError, match=f"run this as user {OTHER}"):
+        refuse_unusable(settings("tiers.directory.path", path, is_required=True))
+
+
+@pytest.mark.parametrize(
+    "text", ["s3:bucket?access_key_id=a&secret_access_key=b&ca_file={}", "valkey:h?tls=true&ca_file={}"]
+)
+def test_a_bundle_of_certificates_that_is_too_long_is_refused_and_not_cut(text, path):
+    kind = pytest.importorskip(f"kvtier.tier.{text.partition(':')[0]}.kind")
+    path.write_bytes(b"x")
+    os.truncate(path, BYTES_MAX + 1)
+    with pytest.raises(KvError, match=f"{path} has more than {BYTES_MAX} bytes"):
+        kind._bucket(parse(text.format(path))) if "s3" in text else kind._access(parse(text.format(path)))
+    os.truncate(path, BYTES_MAX)
+    assert len(read_private(path, "file", any_reader=True)) == BYTES_MAX
 
 
 # ---- children --------------------------------------------------------------------------------------------------------

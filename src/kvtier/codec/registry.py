@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from kvtier.codec.base import Codec
-from kvtier.errors import ConfigError, check_interface
+from kvtier.errors import ConfigError, check_interface, described
 
 ENTRY_POINTS = "kvtier.codecs"
 OUTSIDE_ID_MIN = 1 << 15
@@ -84,7 +84,7 @@ def _made(point: EntryPoint) -> Codec:
         is_exact: object = getattr(codec, "is_exact", None)
         is_ours = OUTSIDE_ID_MIN <= codec.id <= OUTSIDE_ID_MAX and codec.name == point.name
     except Exception as error:
-        raise ConfigError(f"codec {point.name!r} ({point.value}) cannot be loaded: {error}") from error
+        raise ConfigError(f"codec {point.name!r} ({point.value}) cannot be loaded: {described(error)}") from error
     if not is_ours:
         raise ConfigError(
             f"codec {point.name!r} ({point.value}) must have that name and an id in "

@@ -13,7 +13,7 @@ from kvtier.config.sections import HOW_TO_SHARE, Config, all_settings, value_of
 from kvtier.config.tier_list import SettingOrigin
 from kvtier.config.value_types import size_text
 from kvtier.device.control_groups import memory_limit
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, described
 from kvtier.keys.key_source import read_file
 from kvtier.keys.secret import load
 from kvtier.tier.machine import nearest_existing, path_problem
@@ -92,7 +92,12 @@ def refuse_unusable(
     required = replace(config, tiers=tuple(tier for tier in config.tiers if tier.required))
     passing: set[str] = set()
     if is_start:
-        passing = {"trace.path", "journal.path", *(() if required.tiers else ("store.secret_file", "store.keys_file"))}
+        passing = {
+            "trace.path",
+            "journal.path",
+            "" if required.tiers else "store.secret_file",
+            "" if any(map(is_sealed, required.tiers)) else "store.keys_file",
+        }
     for finding in check(required, origins, file):
         if finding.level == "error" and finding.setting not in passing:
             raise ConfigError(str(finding).replace(" (from Python)", ""))
@@ -127,7 +132,9 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
     except OSError as error:  # such as an unreadable parent directory, or a name that is too long
         yield Problem("error", f"{tier.label}.{kind.where}", f"{error.filename}: {error.strerror}")
     except Exception as error:  # noqa: BLE001 - a kind of another package
-        yield Problem("error", f"{tier.label}.{kind.where}", f"the check of kind {kind.name} failed: {error!r}")
+        yield Problem(
+            "error", f"{tier.label}.{kind.where}", f"the check of kind {kind.name} failed: {described(error)}"
+        )
     for key, more in (("probe_deadline_s", ""), ("transfer_deadline_s", ": loads end before their transfers")):
         if getattr(tier, key) > load_s:
             detail = f"longer than limits.load_deadline_s, {load_s:g} s{more}"

@@ -19,6 +19,9 @@ from typing import Final, NoReturn
 from kvtier.errors import UnusablePathError
 
 SECRET_BYTES: Final = 32
+ANY_OWNER: Final = "the tier's setting any_owner = true"
+BYTES_MAX: Final = 1 << 20
+"""Longest private file that is read whole."""
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 _WHAT = "secret file"
 
@@ -78,7 +81,7 @@ def model_id(secret: bytes | None, fingerprint: bytes) -> bytes:
 
 @contextmanager
 def private_file(
-    path: Path, what: str, *, is_inside: bool = False, any_owner: bool = False, any_reader: bool = False
+    path: Path, what: str, *, is_inside: bool = False, any_owner: bool | None = None, any_reader: bool = False
 ) -> Generator[int]:
     """A descriptor of a regular file that only this user or root can read, for the time of a ``with`` statement.
 
@@ -86,7 +89,8 @@ def private_file(
         path: the file; links are followed, such as those of Kubernetes' secrets.
         what: the file's role, for messages.
         is_inside: the file is in a store's directory, where links are refused.
-        any_owner: it may belong to another ordinary user, who then knows and may replace it.
+        any_owner: it may belong to another ordinary user, who then knows and may replace it. None: it may not, and the
+            message names no setting that permits it.
         any_reader: others may read it.
 
     Raises:
@@ -110,7 +114,7 @@ def private_file(
         if not stat.S_ISREG(about.st_mode):
             _refuse(path, "is not a regular file", what=what)
         if about.st_uid not in {0, os.geteuid()} and not any_owner:
-            hint = f"chown {os.geteuid()} {shlex.quote(str(path))}"
+            hint = owner_hint(path, about.st_uid) + ("" if any_owner is None else f", or {ANY_OWNER}")
             _refuse(path, f"belongs to user {about.st_uid}; allowed: this user and root ({hint})", what=what)
         if about.st_mode & _MODE_FORBIDDEN and not any_reader:
             mode, hint = stat.S_IMODE(about.st_mode), f"chmod 600 {shlex.quote(str(path))}"
@@ -120,20 +124,34 @@ def private_file(
         os.close(handle)
 
 
-def read_private(path: Path, what: str, bytes_max: int, *, any_reader: bool = False) -> bytes:
-    """The content of a `private_file`, or `bytes_max` + 1 bytes of a longer one.
+def read_private(
+    path: Path, what: str, bytes_max: int = BYTES_MAX, *, any_owner: bool | None = None, any_reader: bool = False
+) -> bytes:
+    """The content of a `private_file` of up to `bytes_max` bytes.
 
     Raises:
-        UnusablePathError: see `private_file`, or there is no such file.
+        UnusablePathError: see `private_file`, it is longer, or there is no such file.
     """
     try:
-        with private_file(path, what, any_reader=any_reader) as handle, os.fdopen(handle, "rb", closefd=False) as file:
-            return file.read(bytes_max + 1)
+        with (
+            private_file(path, what, any_owner=any_owner, any_reader=any_reader) as handle,
+            os.fdopen(handle, "rb", closefd=False) as file,
+        ):
+            content = file.read(bytes_max + 1)
+            if len(content) > bytes_max:
+                _refuse(path, f"has more than {bytes_max} bytes", what=what)
+            return content
     except OSError as error:
         _refuse(path, f"cannot be read: {error.strerror}", error, what)
 
 
-def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool = False) -> Secret | None:
+def owner_hint(path: Path, owner: int) -> str:
+    """What to do about a file of user `owner`. Root may be looking at the files of an engine's user."""
+    mine = f"chown {os.geteuid()} {shlex.quote(str(path))}"
+    return mine if os.geteuid() else f"run this as user {owner}, or if only root uses it, {mine}"
+
+
+def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool | None = None) -> Secret | None:
     """The secret in the file `path`; None without such a file. For the arguments and errors see `load_or_create`."""
     path = Path(path)
     try:
@@ -145,7 +163,7 @@ def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bo
         return None
 
 
-def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool = False) -> Secret:
+def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool | None = None) -> Secret:
     """The secret in the file `path`. If the file does not exist, it is created with a random secret and mode 0600.
 
     Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes

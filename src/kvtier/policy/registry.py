@@ -6,7 +6,7 @@ The group of entry points is `kvtier.evictors`; each is a callable without argum
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from kvtier.errors import ConfigError, check_interface
+from kvtier.errors import ConfigError, check_interface, described
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.base import Evictor, Hinted
 from kvtier.policy.fifo import Fifo
@@ -36,7 +36,7 @@ def make_evictor(name: str) -> Evictor:
     try:
         evictor: Evictor = points[name].load()()
     except Exception as error:
-        raise ConfigError(f"{subject} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{subject} cannot be loaded: {described(error)}") from error
     for interface in (Evictor, Hinted) if isinstance(evictor, Hinted) else (Evictor,):
         check_interface(evictor, interface, subject)
     return evictor

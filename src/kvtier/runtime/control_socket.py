@@ -332,6 +332,7 @@ def _check_peer(connection: socket.socket, path: Path) -> None:
         raise ControlError(
             f"nothing was sent to {path}: user {user} listens there, and the socket belongs to user {status.st_uid}, "
             f"with mode {stat.S_IMODE(status.st_mode):o}; allowed: this user or root, and no other that can write to it"
+            f"; if that is your engine, run this as user {user}"
         )
 
 

@@ -46,10 +46,11 @@ class DeferredTier(Tier):
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
         self._thread.start()
 
-    def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0) -> Tier:
+    def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0, is_final: bool = False) -> Tier:
         """The tier itself if it opens within `deadline_s` seconds, of which `waited_s` are over.
 
-        Otherwise this object, with a warning in the log, or an error if only an operator can mend the store.
+        Otherwise this object, with a warning in the log, or an error if only an operator can mend the store. If it
+        `is_final`, the first attempt decides for this process.
 
         Raises:
             ConfigError: a setting is wrong; as any error of `make` except a `TierError`.
@@ -68,7 +69,8 @@ class DeferredTier(Tier):
         if is_refused:
             self._thread.join(LEAVE_S)
             raise insisting(self.name, error) if isinstance(error, TierError) else error
-        logger.log(_level(error), "%s; kvtier starts without this tier and uses it once it can be opened", error)
+        when = "does not use it before kvtier is started again" if is_final else "uses it once it can be opened"
+        logger.log(_level(error), "%s; kvtier starts without this tier and %s", error, when)
         return self
 
     @property

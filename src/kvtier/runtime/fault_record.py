@@ -4,25 +4,12 @@ The holder of the session's lock writes it, and any thread reads it without the 
 waits.
 """
 
-import re
 from typing import NamedTuple
 
 from kvtier.core.cache import Cache
-from kvtier.errors import KvError
+from kvtier.errors import DETAIL_CHARACTERS, described
 from kvtier.runtime.executor import Completion
 from kvtier.types import Direction, Probe, TierNotice, Transfer, Way
-
-DETAIL_CHARACTERS = 500
-"""A longer text of an error is cut."""
-
-_LOGIN = re.compile(r"://[^/\s]*@")
-"""A user name and password in a URL, in the text of another package's error."""
-
-
-def described(error: BaseException) -> str:
-    """The text of an error for people, with its type unless it is kvtier's own; cut, and without a URL's login."""
-    text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-    return _LOGIN.sub("://(hidden)@", text)[:DETAIL_CHARACTERS]
 
 
 class TierFaults(NamedTuple):
@@ -47,7 +34,7 @@ class FaultRecord:
 
     def failed(self, error: BaseException) -> None:
         """An internal error has shut the session down."""
-        self.failure = f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
+        self.failure = described(error)
 
     def changed(self, notice: TierNotice) -> str:
         """A tier has stopped or resumed; returns what the log says of it, with the last error of that way."""

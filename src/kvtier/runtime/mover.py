@@ -21,14 +21,13 @@ from functools import partial
 from types import MappingProxyType
 
 from kvtier.device.copier import Copier
-from kvtier.errors import CorruptChunkError, NoRoomError, UnreadableChunkError
+from kvtier.errors import CorruptChunkError, NoRoomError, UnreadableChunkError, described
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.fault_record import described
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
@@ -317,7 +316,7 @@ class Mover:
         try:
             answer = closed if is_closed else self._transfers.recall(command)
         except Exception as error:  # noqa: BLE001 - the caller holds the session's lock, and a recall is optional
-            answer = Completion(command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
+            answer = Completion(command, Outcome.FAILED, detail=described(error))
         self._put(answer)
         self._ready()
 
@@ -452,7 +451,7 @@ class Mover:
         for job in jobs:
             if not job.is_answered:
                 try:
-                    self._answer(job, Outcome.FAILED, f"{type(error).__name__}: {error}", is_tier_fault=job.is_in_tier)
+                    self._answer(job, Outcome.FAILED, described(error), is_tier_fault=job.is_in_tier)
                 except Exception:
                     logger.exception("internal error: a command of tier %r is never completed", job.command.tier)
         logger.error("internal error in the mover: %d commands have failed", len(jobs), exc_info=error)

@@ -20,6 +20,7 @@ from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
 from kvtier.keys.key_source import KeySource
+from kvtier.keys.secret import Secret
 from kvtier.layout import KvLayout, largest
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -33,7 +34,7 @@ from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.secret import found_secret, store_secret
 from kvtier.runtime.session import Session
-from kvtier.runtime.stored_forms import closing_keys, is_locked, open_key_source
+from kvtier.runtime.stored_forms import closing_keys, locked_by, open_key_source
 from kvtier.runtime.trace_recorder import Recorder
 from kvtier.tier.registry import TierSettings, is_sealed, kind_of
 from kvtier.types import Transfer, Way
@@ -115,7 +116,13 @@ def open_session(
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
         ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), [rank.mover.views])
-        return open_core(config, layout, fingerprint_digest, ranks, on_close=rank.close, keys=rank.keys, texts=texts)
+        return open_core(
+            *(config, layout, fingerprint_digest, ranks),
+            on_close=rank.close,
+            keys=rank.keys,
+            found=rank.found,
+            texts=texts,
+        )
     except BaseException:
         rank.close(5.0)
         raise
@@ -131,6 +138,7 @@ def open_core(
     observer: Observer | None = None,
     publishes: bool = False,
     keys: KeySource | None = None,
+    found: tuple[Secret | None, str] | None = None,
     texts: ChunkTexts | None = None,
     layouts: Sequence[KvLayout] = (),
 ) -> OpenedSession:
@@ -145,13 +153,14 @@ def open_core(
         observer: receives every command and every completion, under the session's lock.
         publishes: other engines wait for what this one stores, see `Limits.publishes`.
         keys: of a rank in this process; None: they are read here, too, if a tier seals.
+        found: the answer of `found_secret` to a rank in this process; None: it is asked here.
         texts: with the setting `events.token_ids` it gives the tokens of chunks for sealed objects. It gets the chunks
             that tiers which seal hold: once after each tier has opened, and after each `Session.recall`.
         layouts: of each rank, where ranks hold different layers.
 
     Raises:
         ConfigError: a setting is wrong.
-        TierError: the secret of a required tier could not be read in time.
+        TierError: the secret of a required tier could not be read.
     """
     layouts = layouts or (layout,) * ranks.rank_count
     layout = largest(layouts)
@@ -160,8 +169,11 @@ def open_core(
     for name in ranks.tiers:
         for way in get_args(Way):
             metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)
+    secret, flaw = found or found_secret(config)
     # After the tiers are open, because the secret is in a directory that one of them creates.
-    root = root_key(store_secret(config, ranks.down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)
+    root = root_key(
+        store_secret(config, ranks.down, secret, flaw), fingerprint_digest, layout.chunk_tokens, config.store.tenant
+    )
     cache = Cache(
         layout=layout,
         slots=ranks.slots,
@@ -178,7 +190,7 @@ def open_core(
     journal = open_journal(config, layouts, root, metrics, guards)
     others = [] if observer is None else [guards.around(Feature.EVENTS, observer)]
     counters = CommandCounters(metrics, *([] if journal is None else [journal]), *others)
-    own = open_key_source(config, found_secret(config)[0]) if keys is None and config.tiers else None
+    own = open_key_source(config, secret) if keys is None and config.tiers else None
     sealing = {tier.name for tier in config.tiers if is_sealed(tier)}
     known = texts if config.events.token_ids and sealing else None
     session = Session(
@@ -188,7 +200,9 @@ def open_core(
         on_second=Gauges(metrics, cache, layouts, ranks.views, counters, tiers_of_one_cap(config)),
         metrics=metrics,
         observer=counters,
-        is_locked=partial(is_locked, config, keys or own),
+        locked_by=lambda: (
+            locked_by(config, keys or own) or (flaw if flaw and any(map(cache.is_up, cache.tier_names)) else "")
+        ),
         annotate=None if known is None else partial(_with_text, known, sealing, 4 * layout.chunk_tokens),
         recalls=None if known is None else Recalls(sealing, known.text_group),
         recalled=_ignore if known is None else known.recalled,

@@ -51,7 +51,9 @@ def open_object_store(
         tiers |= open_tiers(config, layout, fingerprint_digest, secret, flaw, arena.memory, rank=rank, ranks=ranks)
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
-        root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens, config.store.tenant)
+        root = root_key(
+            store_secret(config, down, secret, flaw), fingerprint_digest, layout.chunk_tokens, config.store.tenant
+        )
         metrics, guards = Metrics(), Guards()
         journal = open_journal(config, [layout], root, metrics, guards)
         return ObjectStore(

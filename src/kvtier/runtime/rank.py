@@ -10,12 +10,21 @@ from types import MappingProxyType
 
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
-from kvtier.errors import DamagedStoreError, KvError, TierError, UnusablePathError, check_interface
+from kvtier.errors import (
+    ConfigError,
+    DamagedStoreError,
+    KvError,
+    TierError,
+    UnusablePathError,
+    check_interface,
+    described,
+)
 from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, Bytes, PageLock, chunk_bytes, slots_for
 from kvtier.runtime.deferred_tier import DeferredTier
+from kvtier.runtime.guards import ends_by_itself
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.rank_group import in_threads
 from kvtier.runtime.secret import found_secret
@@ -57,6 +66,8 @@ class Rank:
     """With the part of each KV group that this rank holds."""
     keys: KeySource | None = None
     """Of seals."""
+    found: tuple[Secret | None, str] = (None, "")
+    """The answer of `found_secret`."""
 
     @property
     def counted(self) -> KvLayout:
@@ -114,7 +125,7 @@ def open_rank(
     tiers: dict[str, Tier] = {}
     keys = None
     try:
-        secret, flaw = found_secret(config) if config.tiers else (None, "")
+        secret, flaw = found_secret(config)
         keys = open_key_source(config, secret)
         forms = forms_of(config, keys)
         tiers |= open_tiers(config, layout, fingerprint_digest, secret, flaw, arena.memory, rank=rank, ranks=ranks)
@@ -137,7 +148,7 @@ def open_rank(
     close = closing_keys(partial(close_tiers, tiers), keys)
     down = tiers_down(tiers)
     remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
-    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, close, arena, layout, keys)
+    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, close, arena, layout, keys, (secret, flaw))
 
 
 def open_tiers(
@@ -176,7 +187,9 @@ def open_tiers(
         began_s, deadline_s = time.monotonic(), config.limits.open_deadline_s
         for tier, deferred in opening:
             waited_s = time.monotonic() - began_s
-            tiers[tier.name] = deferred.opened(deadline_s, is_required=tier.required, waited_s=waited_s)
+            tiers[tier.name] = deferred.opened(
+                deadline_s, is_required=tier.required, waited_s=waited_s, is_final=bool(flaw)
+            )
     except BaseException:
         close_tiers(tiers, 5.0)
         raise
@@ -228,9 +241,11 @@ def _deferred(tier: TierSettings, context: TierContext, flaw: str) -> DeferredTi
             return kind.open(tier, context)
         except UnusablePathError as error:
             raise DamagedStoreError(tier.name, str(error).removeprefix(f"tier {tier.name!r}: ")) from error
-        except (KvError, RuntimeError):
-            raise
         except BaseException as error:  # of another package, perhaps: it must not end the engine
-            raise TierError(tier.name, f"cannot be opened: {type(error).__name__}: {error}") from error
+            if isinstance(error, ConfigError | TierError) or (
+                isinstance(error, RuntimeError) and ends_by_itself(error)
+            ):
+                raise
+            raise TierError(tier.name, f"cannot be opened: {described(error)}") from error
 
     return DeferredTier(tier.name, make, tier.retry_s)

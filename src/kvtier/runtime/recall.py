@@ -12,12 +12,11 @@ from typing import Final
 
 from kvtier.codec.frame import Seals, open_seal
 from kvtier.codec.head import Identity, expect, frame_layout, opened_identity, read_head
-from kvtier.errors import CorruptChunkError, TierError, UnreadableChunkError
+from kvtier.errors import CorruptChunkError, TierError, UnreadableChunkError, described
 from kvtier.keys.object_names import names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import page_aligned
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.fault_record import described
 from kvtier.runtime.stored_forms import StoredForm
 from kvtier.tier.base import Read, Tier
 from kvtier.tier.loan import Loan

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from kvtier.errors import described
 from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.protocol import (
@@ -244,7 +245,7 @@ class RemoteRank:
             self._put(completion)
         except Exception as error:
             logger.exception("internal error: a command of %s has failed", self._name)
-            self._put(Completion(completion.command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
+            self._put(Completion(completion.command, Outcome.FAILED, detail=described(error)))
         self._ready()
 
     def _check_alive(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtier.config.sections import HOW_TO_SHARE, Config
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, DamagedStoreError, TierError, described
 from kvtier.keys.secret import SECRET_BYTES, Secret, load, load_or_create
 from kvtier.runtime.deferred_tier import insisting
 from kvtier.tier.registry import TierSettings, kind_of
@@ -50,26 +50,33 @@ def configured_secret(config: Config) -> Secret | None:
 
 
 def found_secret(config: Config) -> tuple[Secret | None, str]:
-    """The configured secret, if any, and why its file gives none. Without it the tiers stay away until a restart."""
+    """The configured secret, if any, and why its file gives none. A start asks once, and keeps the answer."""
     try:
         return configured_secret(config), ""
     except (ConfigError, OSError) as error:
-        return None, f"{error}; mend it and start again"
+        return None, described(error)
 
 
-def store_secret(config: Config, down: Collection[str]) -> Secret:
+def store_secret(config: Config, down: Collection[str], given: Secret | None, flaw: str) -> Secret:
     """The configured secret, or that of the first tier with a place for one, or a temporary one.
 
     Args:
         config: the settings.
         down: names of the tiers that are not open.
+        given: the configured secret, of `found_secret`, as is `flaw`.
+        flaw: why its file gives none. The secret is temporary then, and the caller must keep it from all tiers.
 
     Raises:
-        TierError: the tier that has it is required, and failed.
+        TierError: the tier that has it is required, and failed, or there is a flaw and a tier is required.
     """
-    given, flaw = found_secret(config)
-    if given is not None or flaw:
-        return given or Secret(secrets.token_bytes(SECRET_BYTES))  # no tier is used that could find it again
+    if given is not None:
+        return given
+    if flaw:
+        for tier in config.tiers:
+            if tier.required:
+                raise insisting(tier.name, DamagedStoreError(tier.name, flaw))
+        logger.error("%s; no tier is used before kvtier is started again", flaw)
+        return Secret(secrets.token_bytes(SECRET_BYTES))
     deadline_s = config.limits.open_deadline_s
     for tier in config.tiers:
         path = kind_of(tier).secret_path(tier)
@@ -107,9 +114,9 @@ def _stored_secret(tier: TierSettings, path: Path, *, is_down: bool) -> Secret:
         ConfigError: the file is damaged, or the directory cannot be used.
         OSError: the directory cannot be read.
     """
-    any_owner = getattr(tier, "any_owner", False)  # kinds of other packages do not have it
+    any_owner = getattr(tier, "any_owner", None)  # kinds of other packages do not have it
     with suppress(FileNotFoundError):
-        refuse_public(path.parent, any_owner=any_owner)
+        refuse_public(path.parent, any_owner=bool(any_owner))
     if is_down and not os.path.lexists(path):
         for problem in kind_of(tier).check(tier):
             if problem.level == "error":

@@ -58,7 +58,8 @@ class Session(LockedCore):
         metrics: counts lookups, loads and stores.
         observer: receives every command and every completion, under the lock.
         clock: monotonic seconds; the executor's clock.
-        is_locked: whether the tenant has no key: then nothing is found or stored. Called for each lookup and store.
+        locked_by: why nothing may be found or stored, such as a missing key; else empty. Called for each lookup and
+            store.
         has_thread: False: `tick` is called instead, by the owner.
         annotate: adds the text of its chunk to a demote; see `LockedCore`.
         recalls: of tiers that may hold texts; None: none is recalled.
@@ -82,14 +83,14 @@ class Session(LockedCore):
         metrics: Metrics | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
-        is_locked: Callable[[], bool] = lambda: False,
+        locked_by: Callable[[], str] = lambda: "",
         has_thread: bool = True,
         annotate: Callable[[Transfer], Transfer] | None = None,
         recalls: Recalls | None = None,
         recalled: Callable[[Sequence[ChunkRecord], str], None] = lambda _records, _tier: None,
         guards: Guards | None = None,
     ) -> None:
-        self._is_locked = is_locked
+        self._locked_by = locked_by
         metrics, guards = metrics or Metrics(), guards or Guards()
         self._events = SessionEvents(metrics, guards, clock)
         super().__init__(
@@ -154,7 +155,7 @@ class Session(LockedCore):
             if answer.presence is not Presence.PROBING or now_s >= until_s:
                 self.guards.run(Feature.METRICS, self._count, request, prefix, answer, announced_tokens, otherwise=None)
 
-        while not self._is_locked():
+        while not self._locked_by():
             self._uninterrupted(self._call, look_up)
             if self._is_broken:
                 return NOTHING
@@ -215,7 +216,7 @@ class Session(LockedCore):
         Raises:
             BadCallError: a place is not in the prefix. No `StoreDone` follows.
         """
-        wanted = () if self._is_locked() else places
+        wanted = () if self._locked_by() else places
 
         def begin(call: OpenCall, now_s: float) -> None:
             if not call.is_over:
@@ -276,7 +277,7 @@ class Session(LockedCore):
             if now_s >= until_s:
                 found[0].stop()
 
-        while not self._is_locked():
+        while not self._locked_by():
             self._uninterrupted(self._call, look)
             if self._is_broken or not found:
                 return None
@@ -323,7 +324,7 @@ class Session(LockedCore):
         """Why nothing is found or stored now; empty in normal operation."""
         if self.fault_record.failure:
             return f"an internal error has switched kvtier off: {self.fault_record.failure}"
-        return "the tenant has no key (store.keys_file, store.tenant)" if self._is_locked() else ""
+        return self._locked_by()
 
     def retain(self, prefix: Prefix, seconds: float, priority: Priority = Priority.NORMAL) -> None:
         """Keep what host memory has of `prefix` there for `seconds`, at most `limits.retain_s`.
@@ -391,7 +392,7 @@ class Session(LockedCore):
         super()._check(now_s)
         if (
             self._recalls is not None
-            and not self._is_locked()  # no head could be opened
+            and not self._locked_by()  # no head could be opened
             and (due := self._recalls.due(self._cache.is_up, now_s))
         ):
             self._send(due)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, g
 from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
 from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch
-from kvtier.errors import ConfigError, check_interface, install_hint, takes
+from kvtier.errors import ConfigError, check_interface, described, install_hint, takes
 from kvtier.layout import KvLayout
 from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.store_view import StoreView
@@ -307,7 +307,7 @@ def _loaded(point: EntryPoint, source: str) -> TierKind[Any]:
     try:
         kind = cast("TierKind[Any]", point.load())
     except Exception as error:
-        raise ConfigError(f"{subject} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{subject} cannot be loaded: {described(error)}") from error
     wrong = _flaw(kind, point.name)
     if wrong:
         raise ConfigError(f"{subject} is not usable: {wrong}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from socket import socket
 
 from kvtier.errors import UnusablePathError
+from kvtier.keys.secret import ANY_OWNER, owner_hint
 
 logger = logging.getLogger(__name__)
 
@@ -310,8 +311,7 @@ def refuse_public(root: Path, *, any_owner: bool) -> os.stat_result:
     if status.st_uid not in {0, os.geteuid()} and not any_owner:
         raise UnusableStoreError(
             f"root {str(root)!r} belongs to user {status.st_uid}, who may replace cached data and knows its secret; "
-            f"allowed: a directory of this user or root (chown {os.geteuid()} {shlex.quote(str(root))}), or the tier's "
-            "setting any_owner = true"
+            f"allowed: a directory of this user or root ({owner_hint(root, status.st_uid)}), or {ANY_OWNER}"
         )
     return status
 

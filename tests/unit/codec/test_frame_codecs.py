@@ -113,13 +113,13 @@ def test_an_outsider_cannot_take_our_name_or_number(outside):
         ("high", "got 'high' and 4294967296"),
         ("renamed", "'renamed' .* must have that name .* got 'mirror'"),
         ("needy", "cannot be loaded"),
-        ("angry", "cannot be loaded: no licence"),
+        ("angry", "cannot be loaded: OSError: no licence"),
         ("vague", r"codec 'vague' \(outside_codecs:Vague\) has is_exact None; allowed: True"),
         ("lossy", "has is_exact False; allowed: True"),
         ("twin", r"codecs 'twin' \(outside_codecs:Twin\) and 'double' have the same id, 40003"),
         ("double", "and 'twin' have the same id"),
         ("missing", "cannot be loaded"),
-        ("absent", "cannot be loaded: No module named 'no_such_module_at_all'"),
+        ("absent", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module_at_all'"),
     ],
 )
 def test_a_broken_outsider_is_refused_by_name(outside, name, message):

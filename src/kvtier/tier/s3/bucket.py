@@ -25,7 +25,6 @@ MARKER = b"kvtier objects, format 1\n"
 
 STALL_SHARE = 0.2
 STALL_S_MIN = 1.0
-CA_BYTES_MAX = 1 << 20
 """A read without a byte for this part of the deadline has stalled, but not before the minimum: a store with slow disks
 may take so long for its first byte, whatever the deadline is."""
 
@@ -123,7 +122,7 @@ def connect(
         )
 
     if ca_file is not None:
-        client["root_certificate"] = read_private(ca_file, f"tier {name!r}: ca_file", CA_BYTES_MAX, any_reader=True)
+        client["root_certificate"] = read_private(ca_file, f"tier {name!r}: ca_file", any_owner=True, any_reader=True)
     try:
         place = f"bucket {bucket!r} at {endpoint or 'AWS'}{through_proxy(endpoint or 'https://s3.amazonaws.com')}"
         half_s = deadline_s / 2

@@ -31,7 +31,6 @@ from kvtier.tier.s3.tier import PART_BYTES, S3Tier
 from kvtier.tier.store_view import ScannedTier
 from kvtier.types import ObjectName
 
-CREDENTIALS_BYTES_MAX = 1 << 20
 _WHAT = "S3 credentials file"
 
 
@@ -54,6 +53,11 @@ class S3Settings(TierSettings):
     allow_http: bool = setting(default=False, kind=Switch(), help="Permit an endpoint without TLS.")
     virtual_host: bool = setting(
         default=False, kind=Switch(), help="The endpoint's host name begins with the bucket, instead of the path."
+    )
+    any_owner: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Use credential files of another ordinary user; false: refuse them.",
     )
     ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
     connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
@@ -78,7 +82,7 @@ class S3Settings(TierSettings):
             raise ConfigError(f"{self.label}.profile = {self.profile!r}: allowed: a profile or access_key_id, not both")
 
 
-def profile_credentials(path: Path, profile: str) -> Credentials:
+def profile_credentials(path: Path, profile: str, *, any_owner: bool = False) -> Credentials:
     """Named keys of `profile` in a credentials file as AWS's tools write it.
 
     Raises:
@@ -86,7 +90,7 @@ def profile_credentials(path: Path, profile: str) -> Credentials:
     """
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read_string(read_private(path, _WHAT, CREDENTIALS_BYTES_MAX, any_reader=True).decode())
+        parser.read_string(read_private(path, _WHAT, any_owner=any_owner, any_reader=True).decode())
         section = parser[profile]
         key, secret = PrivateText(section["aws_access_key_id"]), PrivateText(section["aws_secret_access_key"])
         return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
@@ -99,7 +103,7 @@ def profile_credentials(path: Path, profile: str) -> Credentials:
 def _credentials(settings: S3Settings) -> Credentials:
     if settings.profile:
         path = settings.credentials_file or Path("~/.aws/credentials").expanduser()
-        return profile_credentials(path, settings.profile)
+        return profile_credentials(path, settings.profile, any_owner=settings.any_owner)
     return Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
 
 

@@ -34,6 +34,11 @@ class ValkeySettings(TierSettings):
     username: str = setting("", Text(0, 256), "User; empty: the default one.")
     password: PrivateText = setting(PrivateText(), HiddenText(), "Password of the user.")
     password_file: Path | None = setting(None, Location(), "File with the password, instead of `password`.")
+    any_owner: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Use credential files of another ordinary user; false: refuse them.",
+    )
     database: int = setting(0, Count(0, 1_000_000), "Number of the database; 0 in a cluster.")
     prefix: str = setting("kvtier", Text(1, 100), "Begin of all keys: letters, digits and . _ : / -")
     lifetime_s: float = setting(
@@ -68,10 +73,11 @@ class ValkeySettings(TierSettings):
 def _access(settings: ValkeySettings) -> Access:
     password = settings.password
     if settings.password_file is not None:
-        password = _password_in(settings.password_file)
+        password = _password_in(settings.password_file, any_owner=settings.any_owner)
     for path in (settings.ca_file, settings.certificate_file, settings.key_file):
-        if path is not None:
-            read_private(path, f"tier {settings.name!r}: file", 0, any_reader=True)  # is it there, and whose is it
+        if path is not None:  # is it there, and whose is it; certificates are public
+            any_owner = settings.any_owner or path != settings.key_file
+            read_private(path, f"tier {settings.name!r}: file", any_owner=any_owner, any_reader=True)
     return Access(
         settings.username,
         password,
@@ -84,15 +90,15 @@ def _access(settings: ValkeySettings) -> Access:
     )
 
 
-def _password_in(path: Path) -> PrivateText:
+def _password_in(path: Path, *, any_owner: bool) -> PrivateText:
     """The first line of a file.
 
     Raises:
         UnusablePathError: it cannot be read, or has no text of up to `PASSWORD_BYTES_MAX`.
     """
-    content = read_private(path, "Valkey password file", PASSWORD_BYTES_MAX, any_reader=True)
+    content = read_private(path, "Valkey password file", PASSWORD_BYTES_MAX, any_owner=any_owner, any_reader=True)
     text = content.decode(errors="replace").rstrip("\r\n")
-    if not text or len(content) > PASSWORD_BYTES_MAX or not text.isprintable() or "\ufffd" in text:
+    if not text or not text.isprintable() or "\ufffd" in text:
         allowed = f"one line of up to {PASSWORD_BYTES_MAX} bytes in UTF-8"
         raise UnusablePathError(f"Valkey password file {path}: allowed: {allowed}")
     return PrivateText(text)
