@@ -5,7 +5,8 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 """
 
 from collections.abc import Iterable
-from inspect import isfunction, signature
+from functools import cached_property
+from inspect import getattr_static, isfunction, signature
 from shlex import quote
 from typing import Any
 
@@ -109,7 +110,8 @@ class CorruptChunkError(KvError):
 def check_interface(made: object, interface: type, subject: str) -> None:
     """Refuse an extension that cannot be used as `interface`, such as one for an older release of kvtier.
 
-    It must have each public member of the interface, and its methods must take the same arguments.
+    It must have each public member of the interface, and its methods must take the same arguments. No property runs:
+    it may need what the extension does not have yet.
 
     Args:
         made: the extension.
@@ -131,8 +133,9 @@ def check_interface(made: object, interface: type, subject: str) -> None:
         wanted = getattr(interface, name, None)
         given = [*signature(wanted).parameters.values()][1:] if isfunction(wanted) else []
         named = [it.name for it in given if it.kind is it.KEYWORD_ONLY]
-        if not hasattr(made, name) or (
-            isfunction(wanted) and not takes(getattr(made, name), len(given) - len(named), named)
+        if not isinstance(getattr_static(made, name, None), property | cached_property) and (
+            not hasattr(made, name)
+            or (isfunction(wanted) and not takes(getattr(made, name), len(given) - len(named), named))
         ):
             lost.append(f"{name}({', '.join(it.name for it in given)})" if isfunction(wanted) else name)
     if lost:
