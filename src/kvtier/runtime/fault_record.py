@@ -15,14 +15,26 @@ from kvtier.types import Direction, Probe, TierNotice, Transfer, Way
 DETAIL_CHARACTERS = 500
 """A longer text of an error is cut."""
 
-_LOGIN = re.compile(r"://[^/\s]*@")
-"""A user name and password in a URL, in the text of another package's error."""
+_LOGIN = re.compile(r"\A(?:[^/\s:@]*:.*@|[^/\s]*@)", re.DOTALL)
+"""A user name and password behind the ``://`` of a URL, in the text of another package's error."""
+
+# Each search ends after a bounded number of characters or consumes what it has read: time grows with the text only.
+_SECRET = re.compile(
+    r"((?:passw(?:or)?d|passphrase|(?<![a-z])pass|secret(?:_?access)?(?:_?key)?)['\"]? ?[=:])(?! ?\(hidden\)).*"
+    r"|((?:pass|secret|token|credential|auth|api.?key)[A-Za-z_-]{0,20}['\"]? ?"
+    r"(?:= ?|: ?(?:(?:basic|bearer) +|(?=['\"]|\S{5,64}?[\d+=~])))|(?:basic|bearer) +(?=\S{5,64}?[\d+=~]))"
+    r"(?:\"[^\"]*\"|'[^']*'|\S+)",
+    re.DOTALL | re.IGNORECASE,
+)
+"""All after ``password=``, and a value after ``token=``. After ``token:`` a reason may follow: it is in plain words."""
 
 
 def described(error: BaseException) -> str:
-    """The text of an error for people, with its type unless it is kvtier's own; cut, and without a URL's login."""
+    """The text of an error for people, with its type unless it is kvtier's; cut, and without what may be a secret."""
     text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-    return _LOGIN.sub("://(hidden)@", text)[:DETAIL_CHARACTERS]
+    head, *urls = text.split("://")
+    text = "://".join([head, *(_LOGIN.sub("(hidden)@", url) for url in urls)])
+    return _SECRET.sub(r"\1\2(hidden)", text)[:DETAIL_CHARACTERS]
 
 
 class TierFaults(NamedTuple):
